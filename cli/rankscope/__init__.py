@@ -1,0 +1,1 @@
+"""The front door: `import rankscope` gives the training API, the `rankscope` command everything else."""

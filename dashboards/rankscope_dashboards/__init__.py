@@ -1,0 +1,1 @@
+"""Grafana boards and Prometheus rules, rendered from the contract."""

@@ -1,0 +1,110 @@
+"""The words of the two HTTP conversations: a rank's record channel, and its registration with the service."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Self, TypeVar
+
+from rankscope_contract import SCHEMA_VERSION
+
+T = TypeVar("T")
+
+ARROW_STREAM: Final = "application/vnd.apache.arrow.stream"
+
+# Paths on a rank.
+RECORDS_PATH: Final = "/records"
+PLAN_PATH: Final = "/plan/"
+METRICS_PATH: Final = "/metrics"
+HEALTH_PATH: Final = "/healthz"
+CONFIG_PATH: Final = "/config"
+
+# Paths on the service.
+REGISTER_PATH: Final = "/api/v1/register"
+POKE_PATH: Final = "/api/v1/poke"
+TARGETS_PATH: Final = "/api/v1/targets"
+RUNS_PATH: Final = "/api/v1/runs"
+SERVICE_DISCOVERY_PATH: Final = "/sd"
+
+# Headers of GET /records. Requests carry SCHEMA and LEASE, answers all others.
+SCHEMA_HEADER: Final = "Rankscope-Schema"
+LEASE_HEADER: Final = "Rankscope-Lease"
+INCARNATION_HEADER: Final = "Rankscope-Incarnation"
+FIRST_HEADER: Final = "Rankscope-First"  # first seq in the body
+LAST_HEADER: Final = "Rankscope-Last"  # last seq in the body
+ROWS_HEADER: Final = "Rankscope-Rows"
+HEAD_HEADER: Final = "Rankscope-Head"  # newest seq in the ring, -1 when none was ever published
+RING_FILL_HEADER: Final = "Rankscope-Ring-Fill"  # uncommitted share of the ring, 0.000 … 1.000
+STATE_HEADER: Final = "Rankscope-State"  # running or draining
+LOST_HEADER: Final = "Rankscope-Lost"  # "a-b": seqs asked for that the ring no longer had
+
+STATE_RUNNING: Final = "running"
+STATE_DRAINING: Final = "draining"
+
+DEFAULT_MAX_BYTES: Final = 8_388_608
+NOTHING: Final = -1
+"""The cursor before the first record: `after=-1` asks from the beginning."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """What a rank tells the service about itself: at start, and again as its heartbeat."""
+
+    run: str
+    rank: int
+    world_size: int
+    local_rank: int
+    host: str
+    pid: int
+    incarnation: str
+    launch_id: str
+    url: str  # where the service and Prometheus reach this rank: http://host:port
+    schema_version: int = SCHEMA_VERSION
+    started_at: int = 0  # UTC microseconds
+    state: str = STATE_RUNNING
+    head: int = NOTHING
+    step: int | None = None
+    phase: str | None = None
+    planned_steps: int | None = None
+    config: dict[str, Any] = field(default_factory=dict)  # secrets left out
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Return the body of the POST."""
+        return json.dumps(asdict(self), ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Return the registration in `text`; keys of a newer sender are ignored. Raises ValueError naming the fault."""
+        return _from_json(cls, text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegistrationReply:
+    """What the service answers: the lease that may move `committed`, and when to speak again."""
+
+    lease: str
+    attempt: int
+    heartbeat_seconds: float
+    committed: int = NOTHING
+
+    def to_json(self) -> str:
+        """Return the body of the answer."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Return the reply in `text`. Raises ValueError naming the fault."""
+        return _from_json(cls, text)
+
+
+def _from_json(cls: type[T], text: str | bytes) -> T:
+    document = json.loads(text)  # a JSONDecodeError is a ValueError
+    if not isinstance(document, dict):
+        what = type(document).__name__
+        raise ValueError(f"{cls.__name__} must be a JSON object, not {what}")  # noqa: TRY004 - one error type for all faults
+    known = {name: value for name, value in document.items() if name in cls.__dataclass_fields__}  # type: ignore[attr-defined]  # every caller passes a dataclass
+    try:
+        return cls(**known)
+    except TypeError as error:
+        raise ValueError(f"{cls.__name__}: {error}") from error

@@ -1,0 +1,64 @@
+"""A tiny type language for record fields, and its translation to Arrow.
+
+The contract itself imports nothing beyond the standard library: the caller passes pyarrow in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal
+
+ScalarName = Literal["bool", "int32", "int64", "float32", "float64", "string", "timestamp"]
+
+
+@dataclass(frozen=True, slots=True)
+class ListOf:
+    """A list of values of one type."""
+
+    item: FieldType
+
+
+@dataclass(frozen=True, slots=True)
+class StructOf:
+    """A group of named fields."""
+
+    fields: tuple[Field, ...]
+
+
+FieldType = ScalarName | ListOf | StructOf
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One named column: its type, its unit where it has one, and what it means."""
+
+    name: str
+    type: FieldType
+    doc: str = ""
+    unit: str | None = None
+    nullable: bool = True
+
+
+def required(name: str, type: FieldType, doc: str = "", unit: str | None = None) -> Field:  # noqa: A002 - field word
+    """Return a field that may not be null."""
+    return Field(name, type, doc, unit, nullable=False)
+
+
+def arrow_type(pa: ModuleType, type: FieldType) -> Any:  # noqa: A002 - field word
+    """Return the Arrow type of `type`; `pa` is the pyarrow module. Timestamps are UTC microseconds."""
+    if isinstance(type, ListOf):
+        return pa.list_(pa.field("item", arrow_type(pa, type.item)))
+    if isinstance(type, StructOf):
+        return pa.struct([arrow_field(pa, field) for field in type.fields])
+    return pa.timestamp("us", tz="UTC") if type == "timestamp" else getattr(pa, type if type != "bool" else "bool_")()
+
+
+def arrow_field(pa: ModuleType, field: Field) -> Any:
+    """Return the Arrow field of `field`."""
+    return pa.field(field.name, arrow_type(pa, field.type), nullable=field.nullable)
+
+
+def arrow_schema(pa: ModuleType, fields: tuple[Field, ...], metadata: dict[str, str] | None = None) -> Any:
+    """Return the Arrow schema of `fields`, with `metadata` attached."""
+    return pa.schema([arrow_field(pa, field) for field in fields], metadata=metadata)

@@ -1,0 +1,231 @@
+"""Every metric on a rank's page and on the service's: name, type, unit, labels, and its place in the store.
+
+A metric exists by standing here; pages, documentation and queries are made from it, and tests hold them together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from rankscope_contract.identity import IDENTITY_LABELS
+
+MetricType = Literal["gauge", "counter"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricSpec:
+    """One metric family. `stored_as` is dataset.column, or scalars:<name> for a row of `scalars`; None: live only."""
+
+    name: str
+    type: MetricType
+    help: str
+    labels: tuple[str, ...] = ()  # beyond the page's own identity labels
+    unit: str | None = None
+    stored_as: str | None = None
+    page: Literal["rank", "service"] = "rank"
+
+    @property
+    def all_labels(self) -> tuple[str, ...]:
+        """Return the labels of a sample: identity first on a rank's page."""
+        return (*IDENTITY_LABELS, *self.labels) if self.page == "rank" else self.labels
+
+
+def _gauge(name: str, help: str, *labels: str, unit: str | None = None, stored_as: str | None = None) -> MetricSpec:  # noqa: A002 - Prometheus' word
+    return MetricSpec(name=name, type="gauge", help=help, labels=labels, unit=unit, stored_as=stored_as)
+
+
+def _counter(name: str, help: str, *labels: str, unit: str | None = None, stored_as: str | None = None) -> MetricSpec:  # noqa: A002 - Prometheus' word
+    return MetricSpec(name=name, type="counter", help=help, labels=labels, unit=unit, stored_as=stored_as)
+
+
+TENSOR_VALUE = _gauge(
+    "rankscope_tensor_value",
+    "Statistic of a tensor at the latest sampled step of its kind.",
+    "kind",
+    "tensor",
+    "op",
+    stored_as="tensor_stats.norm",
+)
+TENSOR_BASELINE = _gauge(
+    "rankscope_tensor_baseline",
+    "Baseline the rules compared the statistic with.",
+    "kind",
+    "tensor",
+    "op",
+    stored_as="tensor_stats.norm_baseline",
+)
+RULE_THRESHOLD = _gauge("rankscope_rule_threshold", "Configured threshold of a rule; NaN without one.", "rule")
+RULE_FIRING = _gauge(
+    "rankscope_rule_firing", "1 while the rule fires on at least one series of the kind, else 0.", "rule", "kind"
+)
+ANOMALY_EVENTS = _counter(
+    "rankscope_anomaly_events_total",
+    "Firings since start; 0 from the start, so that increase() sees the first.",
+    "rule",
+    "kind",
+)
+TENSOR_ANOMALY_EVENTS = _counter(
+    "rankscope_tensor_anomaly_events_total",
+    'Firings per series from the first on; beyond 200 series they count under tensor="_other".',
+    "rule",
+    "kind",
+    "tensor",
+    "op",
+)
+KIND_STEP = _gauge("rankscope_kind_step", "Latest sampled step of a kind.", "kind", unit="steps")
+STEP = _gauge(
+    "rankscope_step", "Latest finished step, skipped ones included.", unit="steps", stored_as="tensor_stats.step"
+)
+STEPS_PLANNED = _gauge(
+    "rankscope_steps_planned", "Steps the training intends to make.", unit="steps", stored_as="runs.planned_steps"
+)
+LOSS = _gauge("rankscope_loss", "Latest logged loss.", "loss", stored_as="scalars:loss")
+LEARNING_RATE = _gauge(
+    "rankscope_learning_rate", "Learning rate of a parameter group.", "group", stored_as="scalars:learning_rate"
+)
+GRAD_NORM = _gauge("rankscope_grad_norm", "Gradient norm as the training logged it.", stored_as="scalars:grad_norm")
+SCALAR = _gauge("rankscope_scalar", "Latest value of any other logged scalar.", "name", stored_as="scalars.value")
+TOKENS = _counter(
+    "rankscope_tokens_total", "Tokens this rank has trained on.", unit="tokens", stored_as="scalars:tokens_total"
+)
+SAMPLES = _counter(
+    "rankscope_samples_total", "Samples this rank has trained on.", unit="samples", stored_as="scalars:samples_total"
+)
+STEP_SECONDS = _gauge(
+    "rankscope_step_seconds", "Duration of the latest step.", unit="seconds", stored_as="scalars:step_seconds"
+)
+PHASE_SECONDS = _counter(
+    "rankscope_phase_seconds_total",
+    "Time spent in a named phase.",
+    "phase",
+    unit="seconds",
+    stored_as="scalars:phase_seconds",
+)
+SKIPPED_STEPS = _counter(
+    "rankscope_skipped_steps_total", "Steps whose optimizer was not run.", unit="steps", stored_as="events.type"
+)
+RESIDENT_BYTES = _gauge(
+    "rankscope_process_resident_memory_bytes",
+    "Resident memory of the training process.",
+    unit="bytes",
+    stored_as="scalars:resident_memory_bytes",
+)
+DEVICE_ALLOCATED_BYTES = _gauge(
+    "rankscope_device_memory_allocated_bytes",
+    "Device memory held by tensors.",
+    unit="bytes",
+    stored_as="scalars:device_memory_allocated_bytes",
+)
+DEVICE_RESERVED_BYTES = _gauge(
+    "rankscope_device_memory_reserved_bytes",
+    "Device memory held by torch's allocator.",
+    unit="bytes",
+    stored_as="scalars:device_memory_reserved_bytes",
+)
+OVERHEAD_SECONDS = _counter(
+    "rankscope_overhead_seconds_total",
+    "CPU time of Rankscope on this rank: hooks, publisher and server threads.",
+    "thread",
+    unit="seconds",
+    stored_as="scalars:overhead_seconds",
+)
+FAULTS = _counter("rankscope_exporter_faults_total", "Errors swallowed so that training could go on.")
+DROPPED = _counter("rankscope_dropped_total", "Records, series or events left out, by reason.", "reason")
+RING_RECORDS = _gauge("rankscope_ring_records", "Records in the ring.")
+RING_UNCOMMITTED = _gauge("rankscope_ring_uncommitted_records", "Records in the ring that no store has committed yet.")
+RUN_INFO = _gauge(
+    "rankscope_run_info",
+    "1, with what identifies the process.",
+    "host",
+    "local_rank",
+    "world_size",
+    "incarnation",
+    "launch_id",
+    "device",
+)
+BUILD_INFO = _gauge("rankscope_build_info", "1, with the versions in use.", "version", "schema_version", "torch")
+
+TARGETS = MetricSpec(
+    name="rankscope_ingest_targets", type="gauge", help="Targets by health.", labels=("health",), page="service"
+)
+RECORDS_INGESTED = MetricSpec(
+    name="rankscope_ingest_records_total", type="counter", help="Records fetched and decoded.", page="service"
+)
+BYTES_INGESTED = MetricSpec(
+    name="rankscope_ingest_bytes_total", type="counter", help="Bytes received from ranks.", unit="bytes", page="service"
+)
+ROWS_COMMITTED = MetricSpec(
+    name="rankscope_ingest_rows_committed_total",
+    type="counter",
+    help="Rows committed to the store.",
+    labels=("dataset",),
+    page="service",
+)
+ROWS_PENDING = MetricSpec(
+    name="rankscope_ingest_rows_pending", type="gauge", help="Rows fetched but not yet committed.", page="service"
+)
+COMMITS = MetricSpec(
+    name="rankscope_ingest_commits_total", type="counter", help="Commits to the store.", page="service"
+)
+COMMIT_SECONDS = MetricSpec(
+    name="rankscope_ingest_commit_seconds",
+    type="gauge",
+    help="Duration of the latest flush and commit.",
+    unit="seconds",
+    page="service",
+)
+SCRAPE_FAILURES = MetricSpec(
+    name="rankscope_ingest_scrape_failures_total",
+    type="counter",
+    help="Failed polls by reason.",
+    labels=("reason",),
+    page="service",
+)
+LOST_RECORDS = MetricSpec(
+    name="rankscope_ingest_lost_records_total",
+    type="counter",
+    help="Records overwritten on a rank before they were fetched, or lost with it.",
+    labels=("run",),
+    page="service",
+)
+LAG_RECORDS = MetricSpec(
+    name="rankscope_ingest_lag_records",
+    type="gauge",
+    help="Records published by a rank but not yet committed.",
+    labels=("run", "rank"),
+    page="service",
+)
+RUN_STATE = MetricSpec(
+    name="rankscope_run_state",
+    type="gauge",
+    help="1 for the state a run is in, 0 for the others.",
+    labels=("run", "state"),
+    page="service",
+)
+RANKS_MISSING = MetricSpec(
+    name="rankscope_run_ranks_missing",
+    type="gauge",
+    help="Ranks of the world that are not alive.",
+    labels=("run",),
+    page="service",
+)
+NOTIFICATIONS = MetricSpec(
+    name="rankscope_ingest_notifications_total",
+    type="counter",
+    help="Notifications sent, by outcome.",
+    labels=("outcome",),
+    page="service",
+)
+
+CATALOG: Final[dict[str, MetricSpec]] = {
+    spec.name: spec for spec in tuple(globals().values()) if isinstance(spec, MetricSpec)
+}
+"""Every metric by name."""
+
+SCALARS_WITH_OWN_METRIC: Final[dict[str, MetricSpec]] = {
+    spec.stored_as.removeprefix("scalars:"): spec
+    for spec in CATALOG.values()
+    if spec.stored_as and spec.stored_as.startswith("scalars:")
+}
+"""Scalar names that the page shows under a metric of their own; all others are samples of rankscope_scalar."""

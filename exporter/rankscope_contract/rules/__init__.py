@@ -1,0 +1,42 @@
+"""Anomaly rules as values. A rule is added by adding a file here: every `AnomalyRule` subclass is found by name.
+
+A rule means the same in every language that renders it. Its Python form uses operators only, so one expression
+judges a float, a torch tensor and a numpy array alike.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from typing import Any
+
+from rankscope_contract.rules.base import AnomalyRule
+
+__all__ = ["AnomalyRule", "rule_classes", "rule_from_config"]
+
+
+def rule_classes() -> dict[str, type[AnomalyRule]]:
+    """Return every rule class by its name, from all modules of this package."""
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
+    return {cls.__name__: cls for cls in AnomalyRule.__subclasses__()}
+
+
+def rule_from_config(entry: dict[str, Any]) -> AnomalyRule:
+    """Return the rule of a configuration entry `{"rule_name": …, "args": {…}}`.
+
+    Raises ValueError naming the known rules or arguments when one is misspelt.
+    """
+    classes = rule_classes()
+    name = entry.get("rule_name", "")
+    if name not in classes:
+        near = difflib.get_close_matches(str(name), classes, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"unknown rule {name!r}: known rules are {', '.join(sorted(classes))}.{hint}")
+    arguments = entry.get("args") or {}
+    try:
+        return classes[name](**arguments)
+    except TypeError as error:
+        allowed = ", ".join(classes[name].__dataclass_fields__)
+        raise ValueError(f"rule {name}: {error}; it takes {allowed}") from error
