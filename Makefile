@@ -1,0 +1,47 @@
+# `make demo` and `make test` are all a new user types; everything else they need follows from here.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+TORCH  := torch==2.13.0
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test lint bench generate clean
+
+help: ## show this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+
+env: $(VENV)/.installed-dev ## create .venv with everything: package, tests, linters
+
+demo: $(VENV)/.installed-all ## train on two ranks, break it twice, see every step stored and two alerts delivered
+	$(BIN)/rankscope demo $(DEMO)
+
+test: $(VENV)/.installed-dev ## run the tests (PYTEST="-k name" for some of them)
+	$(BIN)/python -m pytest $(PYTEST)
+
+lint: $(VENV)/.installed-dev ## formatting, lint rules, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed-dev ## print the table of costs, measured in one run
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py $(BENCH)
+
+generate: $(VENV)/.installed-dev ## rewrite what is generated: boards, alert rules, reference pages
+	$(BIN)/python -m rankscope_dashboards.generate
+	$(BIN)/python docs/generate.py
+
+clean: ## remove the environment, caches and the demo's data
+	rm -rf $(VENV) demo-data build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+# One stamp per set of extras: a second call installs nothing unless the wishes changed.
+# torch comes first and alone, so that a build of it that fits the machine is taken and then never replaced.
+$(VENV)/.torch: constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make demo PYTHON=/path/to/python3.11"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(TORCH)
+	@touch $@
+
+$(VENV)/.installed-%: $(VENV)/.torch pyproject.toml constraints.txt
+	$(BIN)/python -m pip install -c constraints.txt -e '.[$*]'
+	@touch $@
