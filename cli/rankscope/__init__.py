@@ -1,1 +1,49 @@
-"""The front door: `import rankscope` gives the training API, the `rankscope` command everything else."""
+"""The front door: `import rankscope` gives the training API and `connect`, the `rankscope` command everything else.
+
+Names are looked up on first use, so that a training process never loads the store and a query never loads torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Final
+
+from rankscope_contract import __version__
+
+if TYPE_CHECKING:
+    from rankscope_contract.rules.nan import AnomalyNan
+    from rankscope_contract.rules.turbulence import AnomalyTurbulence
+    from rankscope_exporter import Monitor, MonitorConfig
+    from rankscope_storage.connection import connect
+
+__all__ = ["AnomalyNan", "AnomalyTurbulence", "Monitor", "MonitorConfig", "__version__", "connect"]
+
+_HOMES: Final = {
+    "AnomalyNan": "rankscope_contract.rules.nan",
+    "AnomalyTurbulence": "rankscope_contract.rules.turbulence",
+    "Monitor": "rankscope_exporter",
+    "MonitorConfig": "rankscope_exporter",
+    "connect": "rankscope_storage.connection",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rankscope' has no attribute {name!r}: it has {', '.join(sorted(_HOMES))}")
+    try:
+        value: object = getattr(importlib.import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as missing:
+        raise ModuleNotFoundError(f"rankscope.{name} needs {missing.name}: {_remedy(missing.name)}") from missing
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+def _remedy(module: str | None) -> str:
+    """Return how to get what is missing; torch is the machine's own and never installed in passing."""
+    if module == "torch":
+        return "install the build of torch that fits this machine"
+    return "pip install 'rankscope[store]'"

@@ -1,0 +1,160 @@
+"""Rows as a person or a program reads them: table, csv, json, parquet.
+
+NaN, Inf, null and 0 stay four different things in each: JSON has no NaN, so it says "NaN", "Infinity" or "-Infinity"
+as text; CSV leaves null empty and quotes the empty string.
+"""
+
+from __future__ import annotations
+
+import csv
+import enum
+import io
+import json
+import math
+import sys
+from datetime import date, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from rankscope.errors import USAGE, CommandError
+
+TABLE_ROWS = 40
+"""Rows a table shows before it counts the rest; every other format gives all of them."""
+
+
+class Format(enum.StrEnum):
+    """How rows are written."""
+
+    TABLE = "table"
+    CSV = "csv"
+    JSON = "json"
+    PARQUET = "parquet"
+
+
+def write_rows(rows: pa.Table, form: Format, output: Path | None, *, limit: int = TABLE_ROWS) -> None:
+    """Write `rows` to `output`, or to standard output."""
+    try:
+        if form is Format.PARQUET:
+            _write_parquet(rows, output)
+        elif output is not None:
+            output.write_text(as_text(rows, form, limit=limit), encoding="utf-8")
+        elif form is Format.TABLE:
+            print_table(rows, limit=limit)
+        else:
+            sys.stdout.write(as_text(rows, form))
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise CommandError(f"cannot write {output or 'the output'}: {error.strerror}") from error
+
+
+def as_text(rows: pa.Table, form: Format, *, limit: int = TABLE_ROWS) -> str:
+    """Return `rows` as text in `form`, which is not parquet."""
+    if form is Format.JSON:
+        lines = ",\n".join(json.dumps(_plain(row), ensure_ascii=False) for row in rows.to_pylist())
+        return f"[\n{lines}\n]\n" if lines else "[]\n"
+    text = io.StringIO()
+    if form is Format.CSV:
+        _write_csv(rows, text)
+    else:
+        print_table(rows, limit=limit, file=text)
+    return text.getvalue()
+
+
+def print_table(rows: pa.Table, *, limit: int = TABLE_ROWS, file: io.StringIO | None = None) -> None:
+    """Print `rows` in columns; numbers to the right, and the count of what was left out."""
+    console = _console(file)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for field in rows.schema:
+        numeric = pa.types.is_integer(field.type) or pa.types.is_floating(field.type)
+        table.add_column(field.name, justify="right" if numeric else "left", no_wrap=not console.is_terminal)
+    for row in rows.slice(0, limit).to_pylist():
+        table.add_row(*(cell(value) for value in row.values()))
+    console.print(table, markup=False, highlight=False)
+    left = rows.num_rows - limit
+    note = f"{rows.num_rows} rows" if left <= 0 else f"{rows.num_rows} rows, {left} not shown: --rows {rows.num_rows}"
+    console.print(f"({note})" if rows.num_rows != 1 else "(1 row)", markup=False, highlight=False)
+
+
+def cell(value: object) -> str:
+    """Return one value as a table shows it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return _number(value)
+    if isinstance(value, datetime):
+        return value.strftime("%Y-%m-%d %H:%M:%S.%f")
+    if isinstance(value, list | dict):
+        return json.dumps(_plain(value), ensure_ascii=False)
+    # Control characters of a run's or tensor's name must not move the cursor of the reader's terminal.
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(value))
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return _non_finite(value)
+    return f"{value:.6g}"
+
+
+def _non_finite(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` with what JSON cannot say as text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return _non_finite(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return value.isoformat() if isinstance(value, date) else str(value)
+
+
+def _write_csv(rows: pa.Table, text: io.StringIO) -> None:
+    csv.writer(text, lineterminator="\n").writerow(rows.column_names)
+    for row in rows.to_pylist():
+        text.write(",".join(_csv_cell(value) for value in row.values()) + "\n")
+
+
+def _csv_cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, list | dict):
+        return _quoted(json.dumps(_plain(value), ensure_ascii=False))
+    plain = _plain(value)
+    if isinstance(plain, str):
+        return _quoted(plain) if plain == "" or any(char in plain for char in ',"\r\n') else plain
+    return str(plain).lower() if isinstance(plain, bool) else str(plain)
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace('"', '""') + '"'
+
+
+def _write_parquet(rows: pa.Table, output: Path | None) -> None:
+    if output is None:
+        if sys.stdout.isatty():
+            raise CommandError("parquet is binary: name a file with --output, or send it to another program", code=USAGE)
+        pq.write_table(rows, sys.stdout.buffer)
+        return
+    pq.write_table(rows, output)
+
+
+def _console(file: io.StringIO | None) -> Console:
+    """Return a console that never cuts columns for a reader that is a program or a file."""
+    if file is None and sys.stdout.isatty():
+        return Console()
+    return Console(file=file or sys.stdout, width=10_000, force_terminal=False, no_color=True)
