@@ -1,0 +1,96 @@
+"""The wheel holds all six packages, and on a rank it needs torch, pyarrow and prometheus_client alone."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RANK_NEEDS = ("torch", "pyarrow", "prometheus_client")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, ROOT]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    (built,) = folder.glob("rankscope-*.whl")
+    return built
+
+
+def distributions_needed_by(names: tuple[str, ...]) -> set[str]:
+    """Return `names` and everything that is installed because they require it (extras left out)."""
+    found: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        try:
+            requires = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue  # required on another platform only
+        found.add(name)
+        waiting += [re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in requires if "extra ==" not in text]
+    return found
+
+
+def link_distributions(names: set[str], folder: Path) -> None:
+    """Give `folder` the installed files of `names`, and of nothing else, as links."""
+    for name in names:
+        files = importlib.metadata.files(name) or []
+        for top in {file.parts[0] for file in files if not file.parts[0].startswith("..")}:
+            source = Path(str(importlib.metadata.distribution(name).locate_file(top)))
+            target = folder / top
+            if top != "__pycache__" and not target.exists():
+                target.symlink_to(source)
+
+
+def test_wheel_holds_all_packages_and_their_type_marks(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+
+    packages = {"rankscope_contract", "rankscope_exporter", "rankscope_ingest", "rankscope_storage"}
+    packages |= {"rankscope_dashboards", "rankscope"}
+    assert {f"{package}/py.typed" for package in packages} <= names
+
+
+def test_base_requirements_are_the_rank_s_alone():
+    requires = [text for text in importlib.metadata.requires("rankscope") or [] if "extra ==" not in text]
+
+    assert ["prometheus-client", "pyarrow"] == sorted(re.split(r"[^\w-]", text, maxsplit=1)[0] for text in requires)
+
+
+def test_installed_wheel_monitors_with_base_requirements_alone(wheel, tmp_path):
+    """A model is attached and trained where neither numpy nor any library of the serving side exists."""
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", tmp_path, wheel]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    link_distributions(distributions_needed_by(RANK_NEEDS), tmp_path)
+    assert not (tmp_path / "numpy").exists()
+    script = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import rankscope, torch
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.AdamW(model.parameters())
+monitor = rankscope.Monitor(total_steps=2)
+monitor.attach(model, optimizer)
+with monitor:
+    for _ in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        monitor.log(loss=1.0)
+assert rankscope.__file__.startswith({str(tmp_path)!r})
+"""
+    # -S: no site-packages, so that only what was linked can be found.
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True, timeout=120)
+
+    assert 0 == done.returncode, done.stderr
+    assert "fail" not in done.stderr.lower()
