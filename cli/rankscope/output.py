@@ -125,8 +125,7 @@ def _plain(value: Any) -> Any:
 
 def _write_csv(rows: pa.Table, text: io.StringIO) -> None:
     csv.writer(text, lineterminator="\n").writerow(rows.column_names)
-    for row in rows.to_pylist():
-        text.write(",".join(_csv_cell(value) for value in row.values()) + "\n")
+    text.writelines(",".join(_csv_cell(value) for value in row.values()) + "\n" for row in rows.to_pylist())
 
 
 def _csv_cell(value: object) -> str:
@@ -147,7 +146,7 @@ def _quoted(text: str) -> str:
 def _write_parquet(rows: pa.Table, output: Path | None) -> None:
     if output is None:
         if sys.stdout.isatty():
-            raise CommandError("parquet is binary: name a file with --output, or send it to another program", code=USAGE)
+            raise CommandError("parquet is binary: name a file with --output, or pipe it on", code=USAGE)
         pq.write_table(rows, sys.stdout.buffer)
         return
     pq.write_table(rows, output)

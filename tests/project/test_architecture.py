@@ -32,7 +32,7 @@ def test_import_rankscope_alone_loads_nothing_heavy():
 
 @pytest.mark.parametrize("name", ["Monitor", "MonitorConfig"])
 def test_training_api_never_loads_the_serving_side(name):
-    """torch itself imports numpy where numpy is installed; that it is not needed is shown by the installed wheel."""
+    """With numpy installed torch imports it; that it is not needed is shown by the installed wheel."""
     assert not loaded_after(f"import rankscope; rankscope.{name}") & (set(SERVING_SIDE) - {"numpy"})
 
 
