@@ -1,1 +1,18 @@
 """Runs inside the training process: hooks, statistics, step records, HTTP. Training never stops for it."""
+
+from rankscope_contract.rules.nan import AnomalyNan
+from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_exporter.config import MonitorConfig
+from rankscope_exporter.errors import ConfigError, RankscopeError
+from rankscope_exporter.monitor import Monitor
+from rankscope_exporter.serving.config import ServeConfig
+
+__all__ = [
+    "AnomalyNan",
+    "AnomalyTurbulence",
+    "ConfigError",
+    "Monitor",
+    "MonitorConfig",
+    "RankscopeError",
+    "ServeConfig",
+]

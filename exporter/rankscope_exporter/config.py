@@ -1,0 +1,134 @@
+"""One validated object for everything a rank can be told: from Python, a JSON or TOML file, and the environment."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from rankscope_contract.kinds import Kind
+from rankscope_contract.rules import AnomalyRule, rule_from_config
+from rankscope_contract.rules.nan import AnomalyNan
+from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_exporter.errors import ConfigError
+from rankscope_exporter.quantities import select_quantities
+from rankscope_exporter.serving.config import ServeConfig
+
+DEFAULT_QUANTITIES: Final = ("parameters", "gradients", "optimizer_state")
+
+# A healthy gradient norm moves by small factors; ten times its average is no longer noise. The mean of a gradient
+# is a near-zero difference of large sums and says nothing relative to its own average, so it is not judged by default.
+DEFAULT_RULES: Final[tuple[AnomalyRule, ...]] = (
+    AnomalyNan(),
+    AnomalyTurbulence(threshold=10.0, kinds=(Kind.GRAD_UNREDUCED, Kind.GRAD_REDUCED), ops=("norm",)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MonitorConfig:
+    """What is monitored, how often, by which rules, and how it is served. Checked at construction."""
+
+    quantities: tuple[str, ...] = DEFAULT_QUANTITIES
+    tensors: tuple[str, ...] = ("*",)
+    """Globs over parameter names; a parameter is monitored when one matches."""
+    every: int = 1
+    """Sample every n-th step; the steps between cost nothing."""
+    rules: tuple[AnomalyRule, ...] = DEFAULT_RULES
+    zero_below: float = 0.0
+    """`zeros` counts elements with |x| < zero_below; 0 counts exact zeros."""
+    run: str | None = None
+    """Name of the run. RANKSCOPE_RUN wins over it; without both the job id, else a generated name."""
+    statistics: Literal["auto", "torch"] = "auto"
+    """"auto" uses the fused CPU kernel where numba is installed, "torch" never."""
+    exit_wait_seconds: float = 5.0
+    """How long the end of training waits for the service to commit what it has not yet."""
+    console: bool = True
+    """Print the banner on rank 0, and one line when a rule fires."""
+    enabled: bool = True
+    serve: ServeConfig = field(default_factory=ServeConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("quantities", "tensors", "rules"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                raise ConfigError(f"{name} is a list of names, not the text {value!r}: write [{value!r}]")
+            object.__setattr__(self, name, tuple(value))
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ConfigError(f"every is a number of steps from 1 on, not {self.every!r}")
+        if not self.zero_below >= 0:
+            raise ConfigError(f"zero_below is a magnitude from 0 on, not {self.zero_below!r}")
+        if not self.exit_wait_seconds >= 0:
+            raise ConfigError(f"exit_wait_seconds is a time from 0 s on, not {self.exit_wait_seconds!r}")
+        if self.statistics not in ("auto", "torch"):
+            raise ConfigError(f"statistics is 'auto' or 'torch', not {self.statistics!r}")
+        select_quantities(self.quantities)
+        self._check_rules()
+
+    def _check_rules(self) -> None:
+        for rule in self.rules:
+            if not isinstance(rule, AnomalyRule):
+                raise ConfigError(f"rules holds AnomalyRule values such as AnomalyNan(), not {rule!r}")
+        names = [rule.name for rule in self.rules]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ConfigError(f"rules: the name {repeated[0]!r} is used twice; give one of them its own name=…")
+
+    @classmethod
+    def from_mapping(cls, settings: Mapping[str, Any]) -> MonitorConfig:
+        """Return the configuration of a parsed JSON or TOML document; unknown keys are named with the nearest one."""
+        values = dict(settings)
+        _check_keys(values, {item.name for item in fields(cls)}, "")
+        if "rules" in values:
+            values["rules"] = tuple(_rule(entry) for entry in values["rules"])
+        if "serve" in values:
+            serve = dict(values["serve"])
+            _check_keys(serve, {item.name for item in fields(ServeConfig)}, "serve.")
+            values["serve"] = ServeConfig(**serve)
+        return cls(**values)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> MonitorConfig:
+        """Return the configuration in a `.toml` or `.json` file. Raises ConfigError naming file and fault."""
+        path = Path(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+            settings = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+        if not isinstance(settings, dict):
+            raise ConfigError(f"{path}: a table of settings is expected, not {type(settings).__name__}")
+        try:
+            return cls.from_mapping(settings)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    def with_environment(self, environment: Mapping[str, str] = os.environ) -> MonitorConfig:
+        """Return this configuration with what RANKSCOPE_* variables say put over it."""
+        disabled = environment.get("RANKSCOPE_DISABLED", "") not in ("", "0")
+        return replace(
+            self,
+            serve=self.serve.with_environment(environment),
+            enabled=self.enabled and not disabled,
+        )
+
+
+def _rule(entry: Any) -> AnomalyRule:
+    if isinstance(entry, AnomalyRule):
+        return entry
+    try:
+        return rule_from_config(entry)
+    except ValueError as error:
+        raise ConfigError(f"rules: {error}") from error
+
+
+def _check_keys(settings: Mapping[str, Any], known: set[str], prefix: str) -> None:
+    for key in settings:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f" Did you mean {prefix}{near[0]}?" if near else ""
+            raise ConfigError(f"unknown setting {prefix}{key}; there are {', '.join(sorted(known))}.{hint}")

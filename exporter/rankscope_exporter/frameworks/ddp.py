@@ -1,0 +1,51 @@
+"""DistributedDataParallel: gradients are all-reduced in buckets while backward runs."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rankscope_exporter.frameworks.base import Framework
+
+
+class DistributedData(Framework):
+    """DDP copies each gradient into a bucket, reduces the bucket, and copies back when backward has ended.
+
+    So between the last hook and its own end-of-backward callback, `.grad` is still local. With
+    `gradient_as_bucket_view` the gradient *is* the bucket: there it must be read in its hook, before the reduction.
+    """
+
+    name: ClassVar[str] = "ddp"
+    priority: ClassVar[int] = 10
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        assert isinstance(model, DistributedDataParallel)
+        self._ddp = model
+
+    @classmethod
+    def matches(cls, model: nn.Module) -> bool:
+        """Return whether `model` is the DDP wrapper itself."""
+        return isinstance(model, DistributedDataParallel)
+
+    @property
+    def module(self) -> nn.Module:
+        """Return the wrapped module."""
+        module: nn.Module = self._ddp.module
+        return module
+
+    @property
+    def replicated(self) -> bool:
+        """Return True: all ranks start from rank 0's parameters and apply equal updates."""
+        return True
+
+    @property
+    def local_until_backward_ends(self) -> bool:
+        """Return whether gradients are separate from the buckets."""
+        return not self._ddp.gradient_as_bucket_view
+
+    def reduces_in_backward(self) -> bool:
+        """Return False inside `no_sync()`, where gradients only accumulate."""
+        return bool(self._ddp.require_backward_grad_sync)

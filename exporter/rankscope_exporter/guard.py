@@ -1,0 +1,43 @@
+"""The one place where everything is caught: training goes on, the fault is counted, and named once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+log = logging.getLogger("rankscope")
+
+
+class Guard:
+    """Calls functions on behalf of training and swallows what they raise. Thread-safe.
+
+    `count` is exported as rankscope_exporter_faults_total. A fault is logged once per place and type with its
+    traceback, later ones are only counted, so a hook that fails at every step does not flood the console.
+    """
+
+    def __init__(self, on_fault: Callable[[str, BaseException], None] | None = None) -> None:
+        self.count = 0
+        self._seen: set[tuple[str, type[BaseException]]] = set()
+        self._lock = threading.Lock()
+        self._on_fault = on_fault
+
+    def call(self, where: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Return `function(*args)`, or None when it raised."""
+        try:
+            return function(*args)
+        except Exception as error:  # noqa: BLE001 - the façade: training never stops for telemetry
+            self.report(where, error)
+            return None
+
+    def report(self, where: str, error: BaseException) -> None:
+        """Count a fault that was caught at the edge of a background thread or by `call`."""
+        with self._lock:
+            self.count += 1
+            first = (where, type(error)) not in self._seen
+            self._seen.add((where, type(error)))
+        if first:
+            log.error("%s failed, training goes on: %r", where, error, exc_info=error)
+            if self._on_fault is not None:
+                self._on_fault(where, error)

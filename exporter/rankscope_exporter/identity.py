@@ -1,0 +1,98 @@
+"""Who this process is, agreed with the other ranks of its launch without a collective."""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import json
+import logging
+import sys
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from rankscope_contract.identity import (
+    RUN_VARIABLE,
+    Identity,
+    host_name,
+    new_incarnation,
+    new_launch_id,
+    rank_from_environment,
+    run_from_environment,
+)
+
+log = logging.getLogger("rankscope")
+
+LAUNCH_KEY: Final = "rankscope/launch"
+WAIT_FOR_RANK_0: Final = dt.timedelta(seconds=20)
+
+
+def resolve_identity(environment: Mapping[str, str], run: str | None) -> Identity:
+    """Return this process's identity; RANKSCOPE_RUN names the run, else `run`, else the scheduler's job id.
+
+    In a process group, rank 0 makes run and launch id and the others read them from the group's key-value store:
+    no collective, and a bounded wait. Without a group they are derived from what the launcher set on all ranks.
+    """
+    rank, local_rank, world_size = rank_from_environment(environment)
+    if dist.is_available() and dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    launch = _launch(environment, run, rank, world_size)
+    return Identity(
+        run=launch["run"],
+        launch_id=launch["launch_id"],
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        host=host_name(),
+        incarnation=new_incarnation(),
+    )
+
+
+def _launch(environment: Mapping[str, str], run: str | None, rank: int, world_size: int) -> dict[str, str]:
+    # RANKSCOPE_RUN is said for this launch, `run` by the script for itself, a job id by nobody in particular.
+    named = environment.get(RUN_VARIABLE) or run or run_from_environment(environment)
+    if world_size == 1:
+        return {"run": named or _generated_run(), "launch_id": new_launch_id(environment)}
+    store = _group_store()
+    if store is None:
+        return _derived_launch(environment, named, "no process group at attach()")
+    if rank == 0:
+        launch = {"run": named or _generated_run(), "launch_id": new_launch_id(environment)}
+        # Whoever attaches a second monitor in the same launch gets the launch id of the first.
+        return _decoded(store.compare_set(LAUNCH_KEY, "", json.dumps(launch)))
+    try:
+        store.wait([LAUNCH_KEY], WAIT_FOR_RANK_0)
+    except (RuntimeError, ValueError) as error:  # DistStoreError is a RuntimeError; a closed store says ValueError
+        return _derived_launch(environment, named, f"rank 0 has not attached a monitor: {error}")
+    return _decoded(store.get(LAUNCH_KEY))
+
+
+def _decoded(text: bytes) -> dict[str, str]:
+    launch: dict[str, str] = json.loads(text)
+    return launch
+
+
+def _group_store() -> Any:
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    # The only way to the group's store that does not open another port; present since torch 1.8.
+    return dist.distributed_c10d._get_default_store()  # noqa: SLF001 - no public accessor exists
+
+
+def _derived_launch(environment: Mapping[str, str], run: str | None, why: str) -> dict[str, str]:
+    """Return what all ranks can compute alone. Two launches on one address at one port cannot be told apart."""
+    variables = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+    text = "|".join(environment.get(name, "") for name in variables)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    name = run or f"run-{digest}"
+    log.warning("%s, so run %r is taken from the launcher's variables; set %s to name it", why, name, RUN_VARIABLE)
+    return {"run": name, "launch_id": f"derived.{digest}"}
+
+
+def _generated_run() -> str:
+    script = Path(sys.argv[0]).stem or "python"
+    now = dt.datetime.now(tz=dt.UTC)
+    return f"{script}-{now:%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:4]}"

@@ -1,0 +1,62 @@
+"""What must happen when the process forks or ends, for every monitor that is attached."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import weakref
+from typing import Protocol
+
+from rankscope_contract.events import ExitReason
+
+
+class Attached(Protocol):
+    """What a monitor offers to the process around it."""
+
+    def abandon_after_fork(self) -> None:
+        """Become inert in a forked child; locks may be held by threads that do not exist here."""
+
+    def end_of_process(self, reason: ExitReason, error: str | None) -> None:
+        """The interpreter is about to exit."""
+
+
+_attached: weakref.WeakSet[Attached] = weakref.WeakSet()
+_registered = False
+
+
+def watch(monitor: Attached) -> None:
+    """Tell `monitor` about forks and the end of the process until `forget` or its own end."""
+    global _registered  # noqa: PLW0603 - process-wide hooks can be registered but never removed
+    if not _registered:
+        _registered = True
+        os.register_at_fork(after_in_child=_after_fork)
+        atexit.register(_at_exit)
+    _attached.add(monitor)
+
+
+def forget(monitor: Attached) -> None:
+    """Stop telling `monitor`."""
+    _attached.discard(monitor)
+
+
+def _after_fork() -> None:
+    for monitor in list(_attached):
+        monitor.abandon_after_fork()
+    _attached.clear()
+
+
+def _at_exit() -> None:
+    # Set by the interpreter when an uncaught exception ends the program.
+    error = getattr(sys, "last_value", None)
+    reason, text = exit_reason(error)
+    for monitor in list(_attached):
+        monitor.end_of_process(reason, text)
+
+
+def exit_reason(error: BaseException | None) -> tuple[ExitReason, str | None]:
+    """Return why the process ends, given the exception that ends it, and that exception in words."""
+    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        return ExitReason.COMPLETED, None
+    text = f"{type(error).__name__}: {error}"
+    return (ExitReason.SIGNAL if isinstance(error, KeyboardInterrupt) else ExitReason.EXCEPTION), text

@@ -1,0 +1,63 @@
+"""Numbers that training logs: taken without waiting for the device, read later on the publisher's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from rankscope_exporter.record import Scalar
+
+UNITS: Final[dict[str, str]] = {"tokens": "tokens", "samples": "samples"}
+LABEL_OF_GROUP: Final[dict[str, str]] = {"loss": "loss", "learning_rate": "group"}
+"""A mapping given for one of these names logs one number per key, told apart by this label."""
+
+
+@dataclass(slots=True)
+class Pending:
+    """One number on its way: a float, or a host tensor that a device copy is still filling."""
+
+    name: str
+    value: float | torch.Tensor
+    labels: Mapping[str, str] = field(default_factory=dict)
+    copied: Any = None  # the CUDA event after the copy
+
+    def scalar(self) -> Scalar:
+        """Return the number; waits for its copy, so it is called off the training thread."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return Scalar(self.name, float(self.value), UNITS.get(self.name), self.labels)
+
+
+def take(name: str, value: Any) -> Iterator[Pending]:
+    """Yield what `log(name=value)` means: one number, or one per key of a mapping; None is absent.
+
+    Raises TypeError for what is no number, ValueError for a tensor of several elements.
+    """
+    if value is None:
+        return
+    if isinstance(value, Mapping):
+        label = LABEL_OF_GROUP.get(name, "key")
+        for key, item in value.items():
+            for pending in take(name, item):
+                yield Pending(name, pending.value, {label: str(key)}, pending.copied)
+    elif isinstance(value, torch.Tensor):
+        yield _take_tensor(name, value)
+    else:
+        yield Pending(name, float(value))
+
+
+def _take_tensor(name: str, value: torch.Tensor) -> Pending:
+    if value.numel() != 1:
+        raise ValueError(f"log({name}=…) takes one number, not a tensor of shape {tuple(value.shape)}")
+    value = value.detach().reshape(())
+    if value.device.type != "cuda":
+        # The caller may go on to change its tensor in place.
+        return Pending(name, value.clone())
+    host = torch.empty((), dtype=value.dtype, pin_memory=True)
+    host.copy_(value, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    return Pending(name, host, copied=copied)

@@ -1,0 +1,189 @@
+"""Turns drafts into step records on a thread of its own: finishes statistics, judges them, publishes the record."""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from rankscope_contract.events import Event, EventType
+from rankscope_contract.records import Plan, PlanEntry
+from rankscope_exporter.guard import Guard
+from rankscope_exporter.judge import Firing, Judge, Judgement
+from rankscope_exporter.logged import Pending
+from rankscope_exporter.record import NamedPlan, Scalar, Statistics, StepRecord
+from rankscope_exporter.recorder import Draft
+from rankscope_exporter.resources import memory_scalars
+from rankscope_exporter.statistics import Finished, finish
+
+IDLE_FLUSH_SECONDS = 2.0
+"""A finished step does not wait longer than this for the next one to begin: a checkpoint may take minutes."""
+
+CUMULATIVE = {"tokens": "tokens_total", "samples": "samples_total"}
+
+
+class Publisher:
+    """One daemon thread between the training thread and the channel. Records leave in the order drafts arrived."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        judge: Judge,
+        publish: Callable[[StepRecord], int],
+        *,
+        device: torch.device,
+        guard: Guard,
+        on_firing: Callable[[int | None, Sequence[Event]], None],
+    ) -> None:
+        self._plan = NamedPlan.of(plan)
+        self._judge = judge
+        self._publish_record = publish
+        self._device = device
+        self._guard = guard
+        self._on_firing = on_firing
+        self._queue: queue.SimpleQueue[Draft | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="rankscope-publisher", daemon=True)
+        self._totals: dict[str, float] = {}
+        self.published: Callable[[], None] = lambda: None
+        self.flush_idle: Callable[[float], None] = lambda _seconds: None
+        self.cpu_seconds = 0.0
+        """CPU time of the thread so far."""
+        self.events_left_out = 0
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def put(self, draft: Draft) -> None:
+        """Take over a draft; never blocks."""
+        self._queue.put(draft)
+
+    def stop(self, timeout_seconds: float) -> bool:
+        """Publish what is queued, end the thread, and return whether that was done in time."""
+        self._queue.put(None)
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                draft = self._queue.get(timeout=IDLE_FLUSH_SECONDS / 2)
+            except queue.Empty:
+                self._guard.call("flush of an idle step", self.flush_idle, IDLE_FLUSH_SECONDS)
+                continue
+            if draft is None:
+                return
+            self._guard.call("publishing a step", self._publish, draft)
+            self.cpu_seconds = time.thread_time()
+
+    def _publish(self, draft: Draft) -> None:
+        scalars = [pending.scalar() for pending in draft.pending]
+        events = list(draft.events)
+        statistics, judgement = self._statistics(draft)
+        if judgement is not None:
+            events += [self._anomaly(firing, draft.call_order) for firing in judgement.firings]
+            self.events_left_out += judgement.left_out
+        events += self._judged_scalars(scalars)
+        if draft.step is not None and draft.copy is not None:
+            scalars += memory_scalars(self._device)
+        scalars += self._running_totals(draft.pending)
+        record = StepRecord(
+            ts=draft.ts,
+            step=draft.step,
+            statistics=statistics,
+            scalars=tuple(scalars),
+            events=tuple(events),
+            modules=tuple(draft.modules),
+            firing=frozenset(judgement.firing) if judgement is not None else frozenset(),
+        )
+        self._publish_record(record)
+        anomalies = [event for event in events if event.type == EventType.ANOMALY]
+        if anomalies:
+            self._on_firing(draft.step, anomalies)
+
+    def _statistics(self, draft: Draft) -> tuple[Statistics | None, Judgement | None]:
+        if draft.copy is None:
+            return None, None
+        finished = finish(draft.copy)
+        self.published()
+        judgement = self._judge.observe(finished)
+        values, counts = arrow_statistics(finished, judgement.baselines)
+        return Statistics(self._plan, values, counts), judgement
+
+    def _anomaly(self, firing: Firing, call_order: Sequence[int]) -> Event:
+        assert firing.entry is not None
+        entry = self._plan.plan.entries[firing.entry]
+        # Every quantity lists the parameters in one order, so the remainder is the parameter's own place.
+        order = call_order[firing.entry % len(call_order)] if call_order else -1
+        return Event(
+            type=EventType.ANOMALY,
+            severity=firing.rule.severity,
+            rule=firing.rule.name,
+            kind=entry.kind,
+            tensor=entry.tensor,
+            op=firing.op,
+            value=firing.value,
+            baseline=firing.baseline,
+            threshold=firing.threshold,
+            vpp_stage=entry.vpp_stage,
+            call_id=order if order >= 0 else None,
+            message=_sentence(firing, entry),
+        )
+
+    def _judged_scalars(self, scalars: Iterable[Scalar]) -> Iterable[Event]:
+        for scalar in scalars:
+            rule = self._judge.judge_scalar(scalar.name, scalar.value)
+            if rule is not None:
+                yield Event(
+                    type=EventType.ANOMALY,
+                    severity=rule.severity,
+                    rule=rule.name,
+                    op=scalar.name,
+                    value=scalar.value,
+                    threshold=rule.limit(),
+                    message=f"{rule.name}: {scalar.name} is {scalar.value:g}",
+                )
+
+    def _running_totals(self, pending: Iterable[Pending]) -> Iterable[Scalar]:
+        for item in pending:
+            total = CUMULATIVE.get(item.name)
+            if total is not None:
+                self._totals[total] = self._totals.get(total, 0.0) + float(item.value)
+                yield Scalar(total, self._totals[total], item.name)
+
+
+def _sentence(firing: Firing, entry: PlanEntry) -> str:
+    where = f"{firing.rule.name} on {entry.kind} of {entry.tensor}: {firing.op} is {firing.value:g}"
+    if firing.baseline:
+        return f"{where}, {firing.value / firing.baseline:.3g} times its average"
+    return f"{where} of {math.prod(entry.shape)} elements" if firing.op in ("nans", "infs") else where
+
+
+def arrow_statistics(finished: Finished, baselines: torch.Tensor) -> tuple[pa.FloatArray, pa.Int64Array]:
+    """Return a record's `values` and `counts`: statistic-major, null where a number does not exist.
+
+    NaN stands for null up to here, which is safe because no statistic over finite elements is ever NaN.
+    """
+    numbers = _arrow(torch.cat((finished.values, baselines)).reshape(-1), pa.float32())
+    values = pc.if_else(pc.is_nan(numbers), pa.scalar(None, pa.float32()), numbers)
+    counts = _arrow(finished.counts.reshape(-1), pa.int64())
+    if not bool(finished.present.all()):
+        present = finished.present.to(torch.uint8).repeat(finished.counts.shape[0])
+        counts = pc.if_else(_arrow(present, pa.uint8()).cast(pa.bool_()), counts, pa.scalar(None, pa.int64()))
+    return values, counts
+
+
+def _arrow(tensor: torch.Tensor, arrow_type: pa.DataType) -> pa.Array:
+    """Return a one-dimensional host tensor as an Arrow array over the same memory: the rank may not have numpy."""
+    tensor = tensor.contiguous()
+    size = tensor.numel() * tensor.element_size()
+    if size == 0:
+        return pa.array([], arrow_type)
+    buffer = pa.foreign_buffer(tensor.data_ptr(), size, base=tensor)
+    return pa.Array.from_buffers(arrow_type, tensor.numel(), [None, buffer])

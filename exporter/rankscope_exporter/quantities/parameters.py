@@ -1,0 +1,39 @@
+"""Parameters just before and just after the optimizer's update."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rankscope_contract.kinds import Kind
+from rankscope_contract.records import PlanEntry
+from rankscope_exporter.quantities.base import Quantity, Subject, Table
+
+
+class Parameters(Quantity):
+    """Both are read, although one step's `after` is usually the next one's `before`.
+
+    What changes a parameter between two steps (a checkpoint, an averaging trick, a stray write) is worth seeing.
+    """
+
+    name: ClassVar[str] = "parameters"
+
+    def __init__(self, subject: Subject) -> None:
+        super().__init__(subject)
+        count = len(subject.parameters)
+        self._before, self._after = range(count), range(count, 2 * count)
+        self._tensors = [named.parameter for named in subject.parameters]
+
+    def entries(self) -> list[PlanEntry]:
+        """Return all `param_before`, then all `param_after`."""
+        return [
+            *self.parameter_entries(Kind.PARAM_BEFORE, self.placement),
+            *self.parameter_entries(Kind.PARAM_AFTER, self.placement),
+        ]
+
+    def before_update(self, table: Table) -> None:
+        """Read the parameters that the update starts from."""
+        table.measure(self._tensors, self._before)
+
+    def after_update(self, table: Table) -> None:
+        """Read the parameters that the update produced."""
+        table.measure(self._tensors, self._after)

@@ -1,0 +1,46 @@
+"""Names of parameters: the user's own, one per storage, chosen by globs."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from rankscope_exporter.naming import named_parameters, plain_name
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 3)
+        self.head = nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_levels_that_wrappers_insert_do_not_show() -> None:
+    assert "layers.0.up.weight" == plain_name("_orig_mod.layers.0._fsdp_wrapped_module.up.weight")
+
+
+def test_tied_weights_are_one_tensor_with_two_names() -> None:
+    (only,) = named_parameters(Tied())
+
+    assert "embedding.weight" == only.name
+    assert ("head.weight",) == only.aliases
+    assert "embedding" == only.module
+
+
+def test_globs_choose_parameters_by_name_or_alias() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+
+    assert ["a.weight", "b.weight"] == [named.name for named in named_parameters(model, ("*.weight",))]
+    assert ["embedding.weight"] == [named.name for named in named_parameters(Tied(), ("head.*",))]
+    assert () == named_parameters(model, ("c.*",))
+
+
+def test_a_name_that_contains_a_wrapper_word_is_left_alone() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.my_orig_mod = nn.Linear(1, 1, bias=False)
+            self.scale = nn.Parameter(torch.ones(1))
+
+    assert ["scale", "my_orig_mod.weight"] == [named.name for named in named_parameters(Odd())]
