@@ -1,0 +1,243 @@
+"""The serving side as the Monitor sees it: publish a record, drain, close. Wires ring, page, server, registration."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import pyarrow as pa
+
+from rankscope_contract import __version__
+from rankscope_contract.channel import STATE_DRAINING, STATE_RUNNING, Registration, RegistrationReply
+from rankscope_contract.events import EventType
+from rankscope_contract.identity import Identity
+from rankscope_contract.rules.base import AnomalyRule
+from rankscope_exporter.record import StepRecord
+from rankscope_exporter.serving.config import Address, ServeConfig, ServeError
+from rankscope_exporter.serving.discovery import DiscoveryFile
+from rankscope_exporter.serving.http_server import HttpServer
+from rankscope_exporter.serving.live import LiveState
+from rankscope_exporter.serving.meter import CpuMeter
+from rankscope_exporter.serving.page import Page, Standing
+from rankscope_exporter.serving.registration import RegistrationLoop
+from rankscope_exporter.serving.ring import CursorError, Ring
+from rankscope_exporter.serving.routes import Routes
+from rankscope_exporter.serving.service_client import ServiceClient
+
+_URGENT: Final = (EventType.ANOMALY, EventType.EXIT)
+_INERT: Final = -1
+
+
+class Channel:
+    """Keeps the records of one process and hands them out. No socket and no thread before `start()`."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        config: ServeConfig,
+        *,
+        rules: Sequence[AnomalyRule],
+        settings: Mapping[str, Any],
+        planned_steps: int | None,
+        on_fault: Callable[[str, BaseException], None],
+        overhead: Callable[[], Mapping[str, float]],
+        dropped: Callable[[], Mapping[str, int]],
+        faults: Callable[[], int],
+    ) -> None:
+        self.incarnation = identity.incarnation
+        self.ring = Ring(config.ring_records, config.ring_bytes)
+        self.service_url = config.ingest_url
+        self.scraped_by: str | None = None
+        self.url: str | None = None
+        self._identity = identity
+        self._config = config
+        # As the JSON reader will see it: whatever has no JSON form becomes text here, not in a thread later.
+        self._settings: dict[str, Any] = json.loads(json.dumps(dict(settings), default=str), parse_constant=str)
+        self._planned_steps = planned_steps
+        self._on_fault = on_fault
+        self._overhead, self._dropped, self._faults = overhead, dropped, faults
+        self._live = LiveState(rules)
+        self._meter = CpuMeter()
+        self._page = Page(
+            identity,
+            self._live,
+            self._standing,
+            rules=rules,
+            series_budget=config.series_budget,
+            all_ops=config.page_ops == "all",
+            planned_steps=planned_steps,
+            device=str(settings.get("device", "")),
+        )
+        self._started_at = time.time_ns() // 1000
+        self._step: int | None = None
+        self._phase: str | None = None
+        self._lease: str | None = None
+        self._draining = False
+        self._unencodable = 0
+        self._counting = threading.Lock()
+        self._server: HttpServer | None = None
+        self._registration: RegistrationLoop | None = None
+        self._discovery: DiscoveryFile | None = None
+        self._closed = False
+        self._abandoned = False
+
+    def start(self) -> str:
+        """Listen, begin to register, and return the URL under which others reach this rank. Raises ServeError."""
+        if self._server is not None or self._closed:
+            raise ServeError("this channel was started before: make a new one")
+        config = self._config
+        self._server = HttpServer(
+            config.address, Routes(self, config.token), on_fault=self._on_fault, meter=self._meter
+        )
+        address = config.advertised(self._server.port, self._identity.host)
+        self.url = f"http://{address}"
+        try:
+            self._announce(address)
+        except ServeError:
+            self.close()
+            raise
+        self._server.start()
+        if config.ingest_url is not None:
+            client = ServiceClient(config.ingest_url, config.token)
+            self._registration = RegistrationLoop(
+                client, self._describe, self._on_reply, on_fault=self._on_fault, meter=self._meter
+            )
+            self._registration.start()
+        return self.url
+
+    def announce(self, kinds: Iterable[str]) -> None:
+        """Name the kinds that will be measured, so that their counters stand at 0 before the first record."""
+        self._live.announce(kinds)
+
+    def publish(self, record: StepRecord) -> int:
+        """Take over a finished record and return its seq. Never waits for the network. For one thread only."""
+        if self._abandoned:
+            return _INERT
+        seq = self.ring.append(record)
+        if record.step is not None:
+            self._step = record.step
+        self._live.update(record)
+        if self._registration is not None and any(event.type in _URGENT for event in record.events):
+            self._registration.poke()
+        return seq
+
+    def set_phase(self, phase: str | None) -> None:
+        """Tell the service, at once, what training is doing: a long evaluation is no hang."""
+        if self._abandoned or phase == self._phase:
+            return
+        self._phase = phase
+        if self._registration is not None:
+            self._registration.speak()
+
+    def drain(self, timeout_seconds: float) -> int:
+        """Wait until every record is committed; return how many are not. Does not wait where nobody can commit."""
+        if self._abandoned:
+            return 0
+        self._draining = True
+        if self._registration is None or self._lease is None:
+            return self.ring.uncommitted
+        self._registration.drain()
+        return self.ring.wait_committed(timeout_seconds, stop=lambda: self._closed)
+
+    def close(self) -> None:
+        """Close the socket and end the threads; a second call does nothing."""
+        if self._abandoned or self._closed:
+            return
+        self._closed = True
+        if self._registration is not None:
+            self._registration.stop()
+        if self._discovery is not None:
+            self._discovery.remove()
+        if self._server is not None:
+            self._server.stop()
+
+    def abandon_after_fork(self) -> None:
+        """In a forked child: close the inherited sockets and be inert. Takes no lock, since its owner may be gone."""
+        self._abandoned = True
+        if self._server is not None:
+            self._server.abandon()
+        self.ring = Ring(self._config.ring_records, self._config.ring_bytes)
+
+    @property
+    def draining(self) -> bool:
+        """Return whether the rank waits for its last records to be committed."""
+        return self._draining
+
+    @property
+    def lease(self) -> str | None:
+        """Return the lease of the service that may move `committed`; None before one registered us."""
+        return self._lease
+
+    def health(self) -> dict[str, Any]:
+        """Return what /healthz shows."""
+        state = STATE_DRAINING if self._draining else STATE_RUNNING
+        return {"status": "ok", "state": state, "incarnation": self.incarnation, "head": self.ring.head}
+
+    def settings(self) -> Mapping[str, Any]:
+        """Return what /config shows; secrets were left out by who made it."""
+        return self._settings
+
+    def page(self) -> tuple[Any, ...]:
+        """Return the metrics page in pieces."""
+        return self._page.pieces()
+
+    def count_unencodable(self, rows: int) -> None:
+        """Note rows that no column of the stream could hold."""
+        with self._counting:
+            self._unencodable += rows
+
+    def _announce(self, address: Address) -> None:
+        if self._config.discovery_dir is not None and self._config.ingest_url is None:
+            self._discovery = DiscoveryFile(self._config.discovery_dir, self._identity)
+            self._discovery.write(str(address))
+
+    def _standing(self) -> Standing:
+        dropped = {"ring_overrun": self.ring.overrun, "unencodable": self._unencodable, **self._dropped()}
+        return Standing(
+            faults=self._faults(),
+            dropped=dropped,
+            overhead_seconds={**self._overhead(), **self._meter.totals()},
+            ring_records=len(self.ring),
+            ring_uncommitted=self.ring.uncommitted,
+        )
+
+    def _describe(self) -> Registration:
+        who = self._identity
+        return Registration(
+            run=who.run,
+            rank=who.rank,
+            world_size=who.world_size,
+            local_rank=who.local_rank,
+            host=who.host,
+            pid=os.getpid(),
+            incarnation=who.incarnation,
+            launch_id=who.launch_id,
+            url=self.url or "",
+            started_at=self._started_at,
+            state=STATE_DRAINING if self._draining else STATE_RUNNING,
+            head=self.ring.head,
+            step=self._step,
+            phase=self._phase,
+            planned_steps=self._planned_steps,
+            config=self._settings,
+            versions=_versions(),
+        )
+
+    def _on_reply(self, reply: RegistrationReply) -> None:
+        self._lease = reply.lease
+        self.scraped_by = self.service_url
+        try:
+            self.ring.commit(reply.committed)
+        except CursorError as error:
+            self._on_fault("registration", error)
+
+
+def _versions() -> dict[str, str]:
+    torch = getattr(sys.modules.get("torch"), "__version__", "")
+    versions = {"rankscope": __version__, "python": sys.version.split()[0], "pyarrow": pa.__version__}
+    return versions | ({"torch": str(torch)} if torch else {})

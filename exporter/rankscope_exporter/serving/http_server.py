@@ -1,0 +1,272 @@
+"""A small HTTP/1.1 server for the training process: few connections, hard time limits, no traceback on the console.
+
+It knows framing and nothing of routes: an answer is a value that the application returns.
+"""
+
+from __future__ import annotations
+
+import http.server
+import logging
+import os
+import socket
+import socketserver
+import sys
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, Final
+
+from rankscope_exporter.serving.config import Address, ServeError
+from rankscope_exporter.serving.meter import CpuMeter
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS: Final = 32
+CLIENT_SECONDS: Final = 30.0
+"""A client has this long to ask, and this long again to take its answer."""
+_REQUEST_BODY_READ: Final = 65_536  # read and thrown away, so that the refusal reaches the sender
+_SWEEP_SECONDS: Final = 0.5
+_TEXT: Final = "text/plain; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What was asked: decoded path, query (last value of each name), headers by lower-case name."""
+
+    path: str
+    query: Mapping[str, str]
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A status and a body in pieces, which are sent one after the other without being joined."""
+
+    status: int
+    pieces: Sequence[Any] = ()  # objects with the buffer protocol
+    content_type: str = _TEXT
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def text(cls, status: int, text: str, **headers: str) -> Answer:
+        """Return a plain-text answer; header names are written with underscores."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return cls(status, ((text + "\n").encode("utf-8", "replace"),), headers=named)
+
+
+Application = Callable[[Request], Answer]
+
+
+class HttpServer(socketserver.ThreadingTCPServer):
+    """Answers GET with what `application` returns, one daemon thread per connection."""
+
+    daemon_threads = True
+    allow_reuse_address = True  # a port in TIME_WAIT is free; one that somebody listens on is still refused
+    request_queue_size = 32
+
+    def __init__(
+        self,
+        address: Address,
+        application: Application,
+        *,
+        on_fault: Callable[[str, BaseException], None],
+        meter: CpuMeter,
+        max_connections: int = MAX_CONNECTIONS,
+        client_seconds: float = CLIENT_SECONDS,
+    ) -> None:
+        self.application = application
+        self.meter = meter
+        self.client_seconds = client_seconds
+        self._on_fault = on_fault
+        self._max_connections = max_connections
+        self._lock = threading.Lock()
+        self._since: dict[socket.socket, float] = {}  # connection -> start of what it is doing now
+        self._thread: threading.Thread | None = None
+        self.address_family, sockaddr = _resolve(address)
+        try:
+            super().__init__(sockaddr, _Handler)
+        except OSError as error:
+            raise ServeError(
+                f"cannot listen on {address}: {error.strerror or error}; use port 0 for any free port,"
+                " or another RANKSCOPE_LISTEN"
+            ) from error
+
+    @property
+    def port(self) -> int:
+        """Return the port that was bound."""
+        return int(self.server_address[1])
+
+    def start(self) -> None:
+        """Serve from a daemon thread."""
+        self._thread = threading.Thread(target=self._serve, name="rankscope-http", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Close the listening socket and all connections and end the thread."""
+        if self._thread is not None:
+            _hang_up(self.socket)  # wakes the accepting thread, which would sleep out its poll interval
+            self.shutdown()
+            self._thread.join(timeout=2.0)
+        self.server_close()
+        with self._lock:
+            connections = list(self._since)
+        for connection in connections:
+            _hang_up(connection)
+
+    def abandon(self) -> None:
+        """In a forked child: close the inherited descriptors without a word to the other side. Takes no lock."""
+        for connection in (self.socket, *self._since):
+            descriptor = connection.detach()
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def touch(self, connection: socket.socket) -> None:
+        """Start the client's time limit anew."""
+        with self._lock:
+            if connection in self._since:
+                self._since[connection] = time.monotonic()
+
+    def _serve(self) -> None:
+        self.serve_forever(poll_interval=_SWEEP_SECONDS)
+
+    def service_actions(self) -> None:
+        """Hang up on clients whose time is over; a socket time-out alone would let them drip byte by byte."""
+        oldest = time.monotonic() - self.client_seconds
+        with self._lock:
+            overdue = [connection for connection, since in self._since.items() if since < oldest]
+        for connection in overdue:
+            _hang_up(connection)
+        self.meter.lap("http")
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ARG002 - the base class' signature
+        """Take the connection, or refuse it when enough are open."""
+        with self._lock:
+            if len(self._since) < self._max_connections:
+                self._since[request] = time.monotonic()
+                return True
+        _refuse(request)
+        return False
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection and forget it."""
+        with self._lock:
+            self._since.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - the base class' signature
+        """Report what went wrong, to the façade and to the client; a client that left is not a fault."""
+        error = sys.exception()
+        if error is None or isinstance(error, OSError):
+            return
+        self._on_fault("http", error)
+        # Only writing to the client can fail once an answer has begun, and that is an OSError: nothing was sent yet.
+        _send_raw(request, "500 Internal Server Error", "this page could not be made; see the rank's log")
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: HttpServer
+
+    def setup(self) -> None:
+        super().setup()
+        self.connection.settimeout(self.server.client_seconds)  # of one read; a write has it for the whole
+
+    def handle_one_request(self) -> None:
+        super().handle_one_request()
+        self.server.meter.lap("http")
+
+    def parse_request(self) -> bool:
+        self.server.touch(self.connection)
+        if not super().parse_request():
+            return False
+        if self.request_version == "HTTP/0.9":
+            self.send_error(HTTPStatus.BAD_REQUEST, "not an HTTP/1.1 request")
+            return False
+        return True
+
+    def do_GET(self) -> None:
+        if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
+            self.close_connection = True  # its body would read as the next request
+        target = urllib.parse.urlsplit(self.path)
+        try:
+            query = dict(urllib.parse.parse_qsl(target.query, keep_blank_values=True, max_num_fields=32))
+        except ValueError:
+            self._send(Answer.text(HTTPStatus.BAD_REQUEST, "too many query parameters"))
+            return
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        self._send(self.server.application(Request(urllib.parse.unquote(target.path), query, headers)))
+
+    def _refuse_method(self) -> None:
+        length = self.headers.get("Content-Length", "")
+        if length.isdecimal():
+            self.rfile.read(min(int(length), _REQUEST_BODY_READ))
+        self.close_connection = True
+        self._send(Answer.text(HTTPStatus.METHOD_NOT_ALLOWED, f"{self.command}: only GET is offered here", Allow="GET"))
+
+    do_POST = do_PUT = do_PATCH = do_DELETE = do_HEAD = do_OPTIONS = _refuse_method  # noqa: N815 - see do_GET
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002 - the base class' signature
+        self.close_connection = True
+        self.request_version = self.protocol_version  # else an answer to garbage has no headers
+        self.requestline = getattr(self, "requestline", "")
+        self._send(Answer.text(code, message or HTTPStatus(code).phrase))
+
+    def _send(self, answer: Answer) -> None:
+        pieces = [memoryview(piece).cast("B") for piece in answer.pieces]
+        self.send_response(answer.status)
+        for name, value in answer.headers.items():
+            self.send_header(name, value)
+        if answer.status != HTTPStatus.NO_CONTENT:
+            self.send_header("Content-Type", answer.content_type)
+            self.send_header("Content-Length", str(sum(map(len, pieces))))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command != "HEAD" and answer.status != HTTPStatus.NO_CONTENT:
+            for piece in pieces:
+                self.wfile.write(piece)
+        self.server.touch(self.connection)
+
+    def version_string(self) -> str:
+        return "Rankscope"
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class' signature
+        log.debug("%s: %s", self.client_address[0], format % args)
+
+
+def _resolve(address: Address) -> tuple[socket.AddressFamily, Any]:
+    host = "127.0.0.1" if address.host == "localhost" else address.host
+    try:
+        family, _, _, _, sockaddr = socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ServeError(
+            f"cannot listen on {address}: {error.strerror or error}; give an address of this machine"
+        ) from error
+    return family, sockaddr
+
+
+def _refuse(connection: socket.socket) -> None:
+    connection.settimeout(0)  # the accepting thread waits for nobody
+    _send_raw(connection, "429 Too Many Requests", "too many connections", "Retry-After: 1\r\n")
+
+
+def _send_raw(connection: socket.socket, status: str, text: str, headers: str = "") -> None:
+    """Answer without a handler and let the connection end."""
+    head = f"HTTP/1.1 {status}\r\n{headers}Content-Type: {_TEXT}\r\nContent-Length: {len(text) + 1}\r\n"
+    try:
+        connection.send(f"{head}Connection: close\r\n\r\n{text}\n".encode())
+        connection.settimeout(0)
+        connection.recv(_REQUEST_BODY_READ)  # an unread request would turn the close into a reset
+    except OSError:
+        log.debug("a client was gone before its answer")
+
+
+def _hang_up(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        log.debug("connection was already closed")

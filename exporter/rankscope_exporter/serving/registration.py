@@ -1,0 +1,161 @@
+"""Keeps the service informed of this rank from a daemon thread: registers, repeats it as a heartbeat, pokes.
+
+The publisher only sets a flag here; whatever the network does, it does to this thread alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from rankscope_contract.channel import Registration, RegistrationReply
+from rankscope_exporter.serving.meter import CpuMeter
+from rankscope_exporter.serving.service_client import RefusedError, UnreachableError
+
+log = logging.getLogger(__name__)
+
+FIRST_RETRY_SECONDS: Final = 0.25
+MAX_RETRY_SECONDS: Final = 4.0
+DRAIN_HEARTBEAT_SECONDS: Final = 0.5
+"""While a rank drains, the reply's `committed` is what it waits for."""
+_HEARTBEAT_LIMITS: Final = (0.1, 60.0)
+_SPREAD: Final = random.Random()  # noqa: S311 - no secret; its own state, since training may have seeded the shared one
+
+
+class Client(Protocol):
+    """What registration needs of the service."""
+
+    def register(self, registration: Registration) -> RegistrationReply:
+        """Tell the service about this rank."""
+        ...
+
+    def poke(self, incarnation: str) -> None:
+        """Ask the service to pull now."""
+        ...
+
+
+class RegistrationLoop:
+    """Registers until stopped. `describe` makes the message, `on_reply` gets every answer, both on this thread."""
+
+    def __init__(
+        self,
+        client: Client,
+        describe: Callable[[], Registration],
+        on_reply: Callable[[RegistrationReply], None],
+        *,
+        on_fault: Callable[[str, BaseException], None],
+        meter: CpuMeter,
+    ) -> None:
+        self._client = client
+        self._describe = describe
+        self._on_reply = on_reply
+        self._on_fault = on_fault
+        self._meter = meter
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._poke_wanted = False
+        self._speak_now = False
+        self._draining = False
+        self._registered = False
+        self._logged: set[str] = set()
+        self._thread = threading.Thread(target=self._run, name="rankscope-registration", daemon=True)
+
+    def start(self) -> None:
+        """Begin to register."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; a call in flight ends with its own time-out."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.ident is not None:
+            self._thread.join(timeout=1.0)
+
+    def poke(self) -> None:
+        """Ask for an early pull, best effort; returns at once."""
+        with self._wake:
+            self._poke_wanted = True
+            self._wake.notify()
+
+    def drain(self) -> None:
+        """Say at once that the rank drains, and then often."""
+        with self._wake:
+            self._draining = self._speak_now = self._poke_wanted = True
+            self._wake.notify()
+
+    def speak(self) -> None:
+        """Send the next heartbeat at once: what it says has changed."""
+        with self._wake:
+            self._speak_now = True
+            self._wake.notify()
+
+    def _run(self) -> None:
+        failures = 0
+        due = 0.0
+        while True:
+            with self._wake:
+                while not self._stopping and not self._has_work(due):
+                    self._wake.wait(max(0.0, due - time.monotonic()))
+                if self._stopping:
+                    return
+                register = not self._registered or self._speak_now or time.monotonic() >= due
+                poke, self._poke_wanted, self._speak_now = self._poke_wanted, False, False
+            if register:
+                wait = self._register()
+                failures = 0 if wait is not None else failures + 1
+                due = time.monotonic() + (retry_seconds(failures) if wait is None else wait)
+            if poke and self._registered:
+                self._poke_service()
+            self._meter.lap("registration")
+
+    def _has_work(self, due: float) -> bool:
+        # Between failed attempts a poke must wait as well: it would only hammer a service that is down.
+        return time.monotonic() >= due or (self._registered and (self._poke_wanted or self._speak_now))
+
+    def _register(self) -> float | None:
+        """Register once; return the seconds until the next heartbeat, None when it failed."""
+        try:
+            reply = self._client.register(self._describe())
+        except RefusedError as error:
+            self._registered = False
+            self._log_once(f"the service refuses this rank ({error}); trying again")
+            return None
+        except UnreachableError as error:
+            self._registered = False
+            self._log_once(f"the service cannot be reached ({error}); trying again")
+            return None
+        except Exception as error:  # noqa: BLE001 - the thread's edge: told to the façade, and tried again
+            self._registered = False
+            self._on_fault("registration", error)
+            return None
+        self._registered = True
+        self._logged.clear()
+        self._on_reply(reply)
+        least, most = _HEARTBEAT_LIMITS
+        wait = min(max(reply.heartbeat_seconds, least), most)
+        return min(wait, DRAIN_HEARTBEAT_SECONDS) if self._draining else wait
+
+    def _poke_service(self) -> None:
+        try:
+            self._client.poke(self._describe().incarnation)
+        except (RefusedError, UnreachableError) as error:
+            log.debug("poke was not heard: %s", error)
+
+    def _log_once(self, text: str) -> None:
+        if text not in self._logged:
+            self._logged.add(text)
+            log.warning("%s", text)
+
+
+def retry_seconds(failures: int, jitter: Callable[[], float] = _SPREAD.random) -> float:
+    """Return how long to wait after so many failures in a row: doubled each time, capped, and spread by up to a half.
+
+    Without the spread, all ranks of a large job would come back to a restarted service in the same instant.
+    """
+    longest = min(MAX_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2.0 ** min(failures - 1, 16))
+    return longest * (0.5 + 0.5 * jitter())

@@ -1,0 +1,85 @@
+"""The two things a rank says to the service, as single HTTP calls. No retry, no thread, no state."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from typing import Any, Final
+
+from rankscope_contract.channel import POKE_PATH, REGISTER_PATH, Registration, RegistrationReply
+
+REGISTER_SECONDS: Final = 5.0
+POKE_SECONDS: Final = 1.0
+_REPLY_BYTES: Final = 65_536
+
+
+class UnreachableError(Exception):
+    """The service did not answer, or not in its language; worth another try."""
+
+
+class RefusedError(Exception):
+    """The service answered and said no, in its own words."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"{status}: {text}")
+        self.status = status
+        self.text = text
+
+
+class ServiceClient:
+    """Speaks to one service. Follows no redirect and uses no proxy: the token goes where the configuration says."""
+
+    def __init__(self, url: str, token: str | None) -> None:
+        self._url = url.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect())
+
+    def register(self, registration: Registration) -> RegistrationReply:
+        """Tell the service about this rank. Raises RefusedError or UnreachableError."""
+        body = self._post(REGISTER_PATH, registration.to_json(), REGISTER_SECONDS)
+        try:
+            return _checked(RegistrationReply.from_json(body))
+        except ValueError as error:
+            raise UnreachableError(f"{self._url} gave a reply that is no registration reply: {error}") from error
+
+    def poke(self, incarnation: str) -> None:
+        """Ask the service to pull this rank now. Raises RefusedError or UnreachableError."""
+        self._post(POKE_PATH, json.dumps({"incarnation": incarnation}), POKE_SECONDS)
+
+    def _post(self, path: str, body: str, timeout_seconds: float) -> bytes:
+        data = body.encode("utf-8", "replace")
+        # The scheme was checked with the configuration: http or https, so no file is opened here.
+        request = urllib.request.Request(self._url + path, data, self._headers, method="POST")  # noqa: S310 - see above
+        try:
+            with self._opener.open(request, timeout=timeout_seconds) as response:
+                return bytes(response.read(_REPLY_BYTES))
+        except urllib.error.HTTPError as error:
+            with error:
+                raise RefusedError(error.code, _words(error)) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise UnreachableError(f"{self._url}: {getattr(error, 'reason', None) or error!r}") from error
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        """Follow nothing; the redirect itself then arrives as a refusal."""
+
+
+def _words(error: urllib.error.HTTPError) -> str:
+    try:
+        text = error.read(_REPLY_BYTES).decode("utf-8", "replace").strip()
+    except (OSError, http.client.HTTPException):
+        text = ""
+    return text or str(error.reason)
+
+
+def _checked(reply: RegistrationReply) -> RegistrationReply:
+    good = isinstance(reply.lease, str) and reply.lease.isascii() and reply.lease.isprintable()
+    numbers = isinstance(reply.heartbeat_seconds, int | float) and reply.heartbeat_seconds > 0
+    if not (good and reply.lease and numbers and isinstance(reply.committed, int)):
+        raise ValueError("lease must be text, heartbeat_seconds above 0, committed a whole number")
+    return reply
