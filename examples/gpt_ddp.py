@@ -113,7 +113,7 @@ class Fault:
 def faults_of(args: argparse.Namespace, model: GPT, rank: int) -> list[Fault]:
     planned = [
         (args.nan_rank, args.nan_step, "blocks.2.mlp.0.weight", math.nan),
-        (args.scale_rank, args.scale_step, "blocks.0.attention.qkv.weight", args.scale_factor),
+        (args.scale_rank, args.scale_step, "positions.weight", args.scale_factor),
     ]
     parameters = dict(model.named_parameters())
     if args.no_faults:
@@ -151,6 +151,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=args.lr, betas=(0.9, 0.95))
 
     text = standard_library_text()
+    if rank == 0:
+        tensors = list(model.parameters())
+        print(f"model: {len(tensors)} tensors, {sum(p.numel() for p in tensors):,} elements; text: {len(text):,} bytes")
     generator = torch.Generator().manual_seed(1000 * args.seed + rank)
 
     monitor = rankscope.Monitor(total_steps=args.steps)  # [rankscope] 2 of 3

@@ -1,0 +1,74 @@
+"""`rankscope sql`: one SELECT over a store, read-only."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rankscope.errors import USAGE, CommandError
+from rankscope.opening import opened
+from rankscope.options import Output, OutputFormat, Store
+from rankscope.output import TABLE_ROWS, Format, write_rows
+
+
+def sql(
+    query: Annotated[str | None, typer.Argument(help="One SELECT; standard input when left out.")] = None,
+    store: Store = Path("history"),
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the query from this file.")] = None,
+    form: OutputFormat = Format.TABLE,
+    output: Output = None,
+    rows: Annotated[int, typer.Option(min=0, help="Rows a table shows at most; other formats give all.")] = TABLE_ROWS,
+    emit_views: Annotated[
+        bool, typer.Option("--emit-views", help="Print a script that gives the plain duckdb program the same views.")
+    ] = False,
+) -> None:
+    """Ask a store in SQL (DuckDB's). It can only be read, and nothing but the store can be reached.
+
+    Tables: tensor_stats, scalars, events, runs, attempts, tensors, …; docs/store.md lists their columns.
+
+    [bold]Examples[/bold]
+
+    rankscope sql "select step, avg(value) loss from scalars where name = 'loss' group by step order by step"
+
+    rankscope sql --format csv -f query.sql > answer.csv
+
+    rankscope sql "select * from events" --format parquet --output events.parquet
+
+    rankscope sql --emit-views > views.sql && duckdb -init views.sql
+    """
+    if emit_views:
+        _emit_views(store, output)
+        return
+    statement = _statement(query, file)
+    with opened(store) as connection:
+        answer = connection.query(statement)
+    write_rows(answer, form, output, limit=rows)
+
+
+def _statement(query: str | None, file: Path | None) -> str:
+    if query is not None and file is not None:
+        raise CommandError("give a query or --file, not both", code=USAGE)
+    if file is not None:
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CommandError(f"cannot read {file}: {error}", code=USAGE) from error
+    if query is not None:
+        return query
+    if sys.stdin.isatty():
+        raise CommandError("what is the question? Give a SELECT, --file, or standard input", code=USAGE)
+    return sys.stdin.read()
+
+
+def _emit_views(store: Path, output: Path | None) -> None:
+    from rankscope_storage.plain_sql import emit_views
+
+    with opened(store):  # names what is wrong with the folder
+        script = emit_views(store)
+    if output is None:
+        sys.stdout.write(script)
+    else:
+        output.write_text(script, encoding="utf-8")

@@ -1,0 +1,1 @@
+"""The parts of `rankscope demo`: a receiver of alerts, child processes, and the checks at the end."""

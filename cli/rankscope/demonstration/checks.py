@@ -1,0 +1,104 @@
+"""What must be true after the demo, asked of the store itself and of the receiver. Each check says what it found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rankscope_contract.escaping import sql_identifier
+from rankscope_contract.records import TENSOR_ROW_KEY
+
+from rankscope.demonstration.receiver import Alert
+
+Query = Callable[[str], list[tuple[Any, ...]]]
+"""Rows of one SQL statement over the store."""
+
+AT_EVERY_STEP: Final = ("grad_unreduced", "grad_reduced")
+WHERE_THE_OPTIMIZER_RAN: Final = ("param_before", "param_after", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One thing that the training script breaks on purpose."""
+
+    step: int
+    rank: int
+    tensor: str
+    skips_step: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What the demo set out to do, and what must therefore be found."""
+
+    run: str
+    ranks: int
+    steps: int
+    tensors: int
+    faults: Sequence[Fault] = ()
+
+    def rows_of(self, kind: str) -> int:
+        """Return the rows that `kind` must have: a skipped step has gradients, but nothing of the optimizer."""
+        skipped = sum(fault.skips_step for fault in self.faults)
+        steps = self.steps if kind in AT_EVERY_STEP else self.steps - skipped
+        return self.ranks * steps * self.tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One statement about the outcome, and whether it holds."""
+
+    holds: bool
+    text: str
+
+
+def checks(plan: Plan, query: Query, alerts: Sequence[Alert]) -> Iterator[Check]:
+    """Yield every check."""
+    yield from _rows(plan, query)
+    yield _no_duplicate(query)
+    yield _no_gap(plan, query)
+    yield _state(plan, query)
+    yield from _incidents(plan, alerts)
+
+
+def _rows(plan: Plan, query: Query) -> Iterator[Check]:
+    stored = dict(query("select kind, count(*) from tensor_stats group by kind"))
+    for kind in (*AT_EVERY_STEP, *WHERE_THE_OPTIMIZER_RAN):
+        wanted, found = plan.rows_of(kind), stored.pop(kind, 0)
+        yield Check(wanted == found, f"{kind}: {found:,} rows of {wanted:,}")
+    yield Check(not stored, "no other kind of tensor row" if not stored else f"rows nobody asked for: {stored}")
+
+
+def _no_duplicate(query: Query) -> Check:
+    key = ", ".join(sql_identifier(name) for name in TENSOR_ROW_KEY)
+    ((doubled,),) = query(f"select count(*) from (select 1 from tensor_stats group by {key} having count(*) > 1)")  # noqa: S608 - our own column names
+    return Check(doubled == 0, f"{doubled} row keys stored twice")
+
+
+def _no_gap(plan: Plan, query: Query) -> Check:
+    by_rank = query(
+        "select rank, count(distinct step), min(step), max(step) from scalars where name = 'loss' group by rank"
+    )
+    wanted = [(rank, plan.steps, 1, plan.steps) for rank in range(plan.ranks)]
+    whole = sorted(by_rank) == wanted
+    return Check(whole, f"every step of every rank has its loss{'' if whole else f': {sorted(by_rank)}'}")
+
+
+def _state(plan: Plan, query: Query) -> Check:
+    states = query("select run, state from runs")
+    return Check(states == [(plan.run, "completed")], f"runs and their states: {states}")
+
+
+def _incidents(plan: Plan, alerts: Sequence[Alert]) -> Iterator[Check]:
+    wanted = len(plan.faults)
+    yield Check(len(alerts) == wanted, f"{len(alerts)} alerts delivered, {wanted} expected")
+    for fault in plan.faults:
+        naming = [alert for alert in alerts if _names(alert, fault)]
+        what = f"rank {fault.rank}, {fault.tensor}, step {fault.step}"
+        yield Check(len(naming) == 1, f"{len(naming)} alert names {what}")
+
+
+def _names(alert: Alert, fault: Fault) -> bool:
+    text = f"{alert.title}\n{alert.text}"
+    return all(part in text for part in (f"rank {fault.rank}", fault.tensor, f"step {fault.step}"))

@@ -1,0 +1,211 @@
+"""Write the parts of the reference pages that repeat the code: `python docs/generate.py [--check]`.
+
+Such a part stands between `<!-- generated: name -->` and `<!-- end -->`; everything around it is written by hand. What
+code cannot say about itself (the meaning of a setting) stands in `settings.toml`, and nothing may be missing there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, SecretStr
+from pydantic_core import PydanticUndefined
+from rankscope_contract import metrics, records
+from rankscope_contract.fields import Field, FieldType, ListOf, StructOf
+from rankscope_contract.rules import rule_classes
+from rankscope_exporter import MonitorConfig, ServeConfig
+from rankscope_ingest.config import ServiceConfig
+
+DOCS = Path(__file__).parent
+BLOCK = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MEANINGS = DOCS / "settings.toml"
+
+
+def pages() -> dict[Path, str]:
+    """Return every page that holds a generated part, with the part as it should be."""
+    made = {}
+    for path in sorted(DOCS.glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        if BLOCK.search(text):
+            made[path] = BLOCK.sub(lambda found: f"{found[1]}\n{PARTS[found[2]]()}\n{found[3]}", text)
+    return made
+
+
+def stale() -> list[str]:
+    """Return the names of the pages whose generated parts are out of date."""
+    return [path.name for path, text in pages().items() if path.read_text(encoding="utf-8") != text]
+
+
+def metric_table(page: str) -> str:
+    """Return the metrics of the ranks' pages or of the service's page."""
+    rows = (
+        (f"`{spec.name}`", spec.type, _labels(spec), spec.help, f"`{spec.stored_as}`" if spec.stored_as else "live only")
+        for spec in metrics.CATALOG.values()
+        if spec.page == page
+    )
+    return table(("metric", "type", "labels", "meaning", "in the store"), rows)
+
+
+def dataset_tables() -> str:
+    """Return one table of columns per dataset, without the columns that all share."""
+    common = {field.name for field in records.COMMON_FIELDS}
+    parts = [f"### Columns of every dataset\n\n{_field_table(records.COMMON_FIELDS)}"]
+    for name, columns in records.DATASETS.items():
+        own = [column for column in columns if column.name not in common]
+        parts.append(f"### `{name}`\n\n{_field_table(own)}")
+    return "\n\n".join(parts)
+
+
+def wire_table() -> str:
+    """Return the fields of one record on the wire."""
+    return _field_table(records.WIRE_FIELDS)
+
+
+def rule_table() -> str:
+    """Return the rules with their arguments and defaults."""
+    rows = []
+    for name, cls in sorted(rule_classes().items()):
+        arguments = ", ".join(f"`{field.name}`" + _default_of(field) for field in fields(cls))
+        rows.append((f"`{name}`", (cls.__doc__ or "").strip().splitlines()[0], arguments))
+    return table(("rule", "fires", "arguments"), rows)
+
+
+def service_settings() -> str:
+    """Return the keys of the service's TOML file, section by section."""
+    meanings = _meanings("service")
+    parts = []
+    for section, description in ServiceConfig.model_fields.items():
+        model = _model_in(description.annotation)
+        heading = f"[[{section}]]" if section == "targets" else f"[{section}]"
+        rows = [
+            (f"`{key}`", _written(_pydantic_default(field)), meanings.pop(f"{section}.{key}"))
+            for key, field in model.model_fields.items()
+        ]
+        parts.append(f"### `{heading}`\n\n{table(('key', 'default', 'meaning'), rows)}")
+    _nothing_left(meanings)
+    return "\n\n".join(parts)
+
+
+def monitor_settings() -> str:
+    """Return the settings of the monitor, and of the way it serves."""
+    meanings = _meanings("monitor")
+    rows = []
+    for prefix, cls in (("", MonitorConfig), ("serve.", ServeConfig)):
+        for field in fields(cls):
+            default = "see below" if field.name in ("rules", "serve") else _written(field.default)
+            rows.append((f"`{prefix}{field.name}`", default, meanings.pop(prefix + field.name)))
+    _nothing_left(meanings)
+    return table(("setting", "default", "meaning"), rows)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "rank-metrics": lambda: metric_table("rank"),
+    "service-metrics": lambda: metric_table("service"),
+    "datasets": dataset_tables,
+    "wire": wire_table,
+    "rules": rule_table,
+    "service-settings": service_settings,
+    "monitor-settings": monitor_settings,
+}
+
+
+def main() -> int:
+    """Write the pages, or with --check only name those that differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when a page would change")
+    if parser.parse_args().check:
+        for name in stale():
+            print(f"stale: docs/{name}: run make generate", file=sys.stderr)
+        return 1 if stale() else 0
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
+    return 0
+
+
+def _labels(spec: metrics.MetricSpec) -> str:
+    return ", ".join(f"`{label}`" for label in spec.all_labels)
+
+
+def _field_table(columns: Iterable[Field]) -> str:
+    rows = (
+        (f"`{column.name}`", _type(column.type), "" if column.nullable else "never null", _meaning(column))
+        for column in columns
+    )
+    return table(("column", "type", "", "meaning"), rows)
+
+
+def _meaning(column: Field) -> str:
+    return column.doc + (f" In {column.unit}." if column.unit else "")
+
+
+def _type(kind: FieldType) -> str:
+    if isinstance(kind, ListOf):
+        return f"list of {_type(kind.item)}"
+    if isinstance(kind, StructOf):
+        return f"struct ({', '.join(field.name for field in kind.fields)})"
+    return kind
+
+
+def _meanings(section: str) -> dict[str, str]:
+    document = tomllib.loads(MEANINGS.read_text(encoding="utf-8"))[section]
+    return dict(_flat(document, ""))
+
+
+def _flat(document: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    for key, value in document.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _nothing_left(meanings: dict[str, str]) -> None:
+    if meanings:
+        raise SystemExit(f"docs/settings.toml explains settings that do not exist: {', '.join(meanings)}")
+
+
+def _model_in(annotation: Any) -> type[BaseModel]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(_model_in(argument) for argument in get_args(annotation) if argument is not Ellipsis)
+
+
+def _pydantic_default(field: Any) -> Any:
+    return MISSING if field.default is PydanticUndefined else field.default
+
+
+def _default_of(field: Any) -> str:
+    return " (required)" if field.default is MISSING else f" = {_written(field.default)}"
+
+
+def _written(value: Any) -> str:
+    """Return a default as one would write it; secrets have none to show."""
+    if value is MISSING:
+        return "required"
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, SecretStr):
+        return "none"
+    if isinstance(value, tuple):
+        return "`[" + ", ".join(f'"{item}"' for item in value) + "]`"
+    return f'`"{value}"`' if isinstance(value, str) else f"`{value:_}`" if isinstance(value, int) else f"`{value}`"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
