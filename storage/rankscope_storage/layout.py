@@ -1,0 +1,150 @@
+"""Where rows go and in which order they lie there. Pure: tables and a day in, parts and orders out.
+
+`part` is a hint for people and pruning. Truth is in the columns, and in the statistics of the log.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rankscope_contract.escaping import path_segment
+from rankscope_storage.schema import fingerprint
+
+OWN_PART_ROWS: Final = 100_000
+"""A run with this many rows of a dataset in one flush gets a part of its own: its files are worth opening alone."""
+
+SHARED_PREFIX: Final = "_shared-"
+
+SORT_KEYS: Final[dict[str, tuple[str, ...]]] = {
+    # One series lies together, in step order: neighbours share their high bytes (what BYTE_STREAM_SPLIT and
+    # DELTA_BINARY_PACKED live on), and a query for one series touches few row groups.
+    "tensor_stats": ("run", "tensor", "kind", "rank", "step"),
+    "features": ("run", "module", "kind", "rank", "step"),
+    "histograms": ("run", "tensor", "kind", "rank", "step"),
+    "collectives": ("run", "op", "rank", "step"),
+    "modules": ("run", "module", "rank", "step"),
+    # Labels tell two series of one name apart.
+    "scalars": ("run", "name", "labels", "rank", "step"),
+    "samples": ("run", "target", "metric", "labels", "ts"),
+    # Read as a story, not as series.
+    "events": ("run", "step", "rank"),
+    "runs": ("run", "ordinal"),
+    "attempts": ("run", "attempt", "ordinal"),
+    "tensors": ("run", "tensor", "kind"),
+}
+"""Rows that agree on all keys stay in order of arrival."""
+
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The part of each row, as a position in a list of names."""
+
+    names: Sequence[str]
+    codes: Indices
+
+
+def parts(table: pa.Table, dataset: str, today: dt.date) -> Iterator[tuple[str, pa.Table]]:
+    """Yield (part name, its rows) of one flush; together exactly the rows of `table`."""
+    names = _day_parts(table, today) if dataset == "samples" else _run_parts(table, today)
+    used = np.unique(names.codes)
+    for code in used:
+        rows = table if len(used) == 1 else table.take(pa.array(np.flatnonzero(names.codes == code)))
+        yield names.names[code], rows
+
+
+def _run_parts(table: pa.Table, today: dt.date) -> _Parts:
+    encoded = _encoded(table.column("run"))
+    runs, codes = encoded.dictionary.to_pylist(), encoded.indices.to_numpy(zero_copy_only=False)
+    own = np.bincount(codes, minlength=len(runs)) >= OWN_PART_ROWS
+    shared = len(runs)
+    return _Parts([*map(path_segment, runs), shared_part(today)], np.where(own[codes], codes, shared))
+
+
+def _day_parts(table: pa.Table, today: dt.date) -> _Parts:
+    days = pc.fill_null(pc.strftime(table.column("ts"), format="%Y-%m-%d"), today.isoformat())
+    encoded = _encoded(days)
+    return _Parts(encoded.dictionary.to_pylist(), encoded.indices.to_numpy(zero_copy_only=False))
+
+
+def shared_part(day: dt.date) -> str:
+    """Return the part of all runs that are too small for their own."""
+    return f"{SHARED_PREFIX}{day.isoformat()}"
+
+
+def data_file(dataset: str, part: str) -> str:
+    """Return the path of a new file, relative to the store; no two calls return the same."""
+    return f"dataset={dataset}/part={part}/{fingerprint(dataset)}-{uuid.uuid4().hex}.parquet"
+
+
+def file_fingerprint(path: str) -> str:
+    """Return the fingerprint of the shape of the file at `path`."""
+    return path.rsplit("/", 1)[-1].split("-", 1)[0]
+
+
+def sort_order(table: pa.Table, keys: Sequence[str]) -> Indices:
+    """Return the row order that sorts `table` by `keys`, ascending, nulls last, stable.
+
+    Keys are packed into one integer with the row number in its low bits, so that one plain integer sort does it all;
+    only when they do not fit into 63 bits the slower general sort is used.
+    """
+    if table.num_rows == 0:
+        return np.empty(0, np.int64)
+    columns = [_ordinals(table.column(key)) for key in keys]
+    row_bits = (table.num_rows - 1).bit_length()
+    widths = [int(column.max()).bit_length() for column in columns]
+    if sum(widths) + row_bits > 63:
+        general: Indices = np.lexsort(columns[::-1])
+        return general
+    packed = np.zeros(table.num_rows, np.int64)
+    for column, width in zip(columns, widths, strict=True):
+        packed = (packed << width) | column
+    packed = (packed << row_bits) | np.arange(table.num_rows)
+    packed.sort()
+    return packed & ((1 << row_bits) - 1)
+
+
+def _ordinals(column: pa.ChunkedArray) -> Indices:
+    """Return small non-negative integers that order like `column`, nulls last."""
+    if pa.types.is_dictionary(column.type) or pa.types.is_string(column.type):
+        encoded = _encoded(column)
+        # Ranks, not codes: a dictionary stands in order of first sight, and may name one text twice.
+        ranks = pc.rank(encoded.dictionary, tiebreaker="dense").to_numpy(zero_copy_only=False).astype(np.int64)
+        return _nulls_last(encoded.indices, lambda codes: ranks[codes])
+    integers = _one(column).cast(pa.int64())
+    low, high = (value.as_py() for value in pc.min_max(integers).values())
+    if low is not None and high - low >= 1 << 62:  # a difference would overflow
+        return _nulls_last(integers, lambda values: np.unique(values, return_inverse=True)[1])
+    return _nulls_last(integers, lambda values: values - low)
+
+
+def _nulls_last(column: pa.Array, ordinals: Callable[[Indices], Indices]) -> Indices:
+    """Return `ordinals` of the values of `column`, and one above the highest of them for its nulls."""
+    if not column.null_count:
+        return ordinals(column.to_numpy(zero_copy_only=False)).astype(np.int64, copy=False)
+    valid = column.is_valid().to_numpy(zero_copy_only=False)
+    present = ordinals(column.drop_null().to_numpy(zero_copy_only=False)) if valid.any() else np.empty(0, np.int64)
+    result = np.full(len(column), int(present.max()) + 1 if len(present) else 0, np.int64)
+    result[valid] = present
+    return result
+
+
+def _encoded(column: pa.ChunkedArray) -> pa.DictionaryArray:
+    one = _one(column)
+    return one if pa.types.is_dictionary(one.type) else one.dictionary_encode()
+
+
+def _one(column: pa.ChunkedArray | pa.Array) -> pa.Array:
+    if isinstance(column, pa.Array):
+        return column
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()

@@ -1,0 +1,112 @@
+"""Arrow schemas of the datasets, of the one Delta table over them, and the fingerprint that tells shapes apart."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Mapping
+from typing import Final
+
+import pyarrow as pa
+
+from rankscope_contract import SCHEMA_VERSION
+from rankscope_contract.fields import arrow_schema
+from rankscope_contract.records import DATASETS
+from rankscope_storage.errors import BatchError
+
+VERSION_KEY: Final = "rankscope_schema"
+DATASET_KEY: Final = "rankscope_dataset"
+PARTITION_COLUMNS: Final = ("dataset", "part")
+
+
+@functools.cache
+def dataset_schema(name: str) -> pa.Schema:
+    """Return all columns of dataset `name`, in the order of the contract; files carry its metadata in their footer."""
+    if name not in DATASETS:
+        raise BatchError(f"there is no dataset {name!r}: known are {', '.join(DATASETS)}")
+    return arrow_schema(pa, DATASETS[name], {VERSION_KEY: str(SCHEMA_VERSION), DATASET_KEY: name})
+
+
+def empty_table(name: str) -> pa.Table:
+    """Return dataset `name` with no rows."""
+    return dataset_schema(name).empty_table()
+
+
+@functools.cache
+def fingerprint(name: str) -> str:
+    """Return eight hex digits that change whenever a column of dataset `name` does.
+
+    It stands in every file name, so that a reader knows from the log alone whether all files have one shape.
+    """
+    text = ";".join(f"{field.name}:{field.type}" for field in dataset_schema(name))
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def table_schema() -> pa.Schema:
+    """Return the schema of the Delta table: partition columns, then every column of every dataset, all nullable.
+
+    Where datasets disagree on a type (`value` is float32 in features, float64 elsewhere) the wider one stands;
+    files keep their own, and readers widen.
+    """
+    columns: dict[str, pa.DataType] = {name: pa.string() for name in PARTITION_COLUMNS}
+    for dataset in DATASETS:
+        for field in dataset_schema(dataset):
+            columns[field.name] = _wider(columns.get(field.name, field.type), field.type, field.name)
+    return pa.schema([pa.field(name, type_) for name, type_ in columns.items()])
+
+
+def _wider(one: pa.DataType, other: pa.DataType, name: str) -> pa.DataType:
+    if one == other:
+        return one
+    if {one, other} == {pa.float32(), pa.float64()}:
+        return pa.float64()
+    if {one, other} == {pa.int32(), pa.int64()}:
+        return pa.int64()
+    raise TypeError(f"column {name} is {one} in one dataset and {other} in another: give one of them another name")
+
+
+def conform(table: pa.Table, name: str) -> pa.Table:
+    """Return `table` with exactly the columns of dataset `name`, in order, in one chunk each.
+
+    Absent nullable columns become null; text may come, and stays, dictionary-encoded. Raises BatchError otherwise.
+    """
+    schema = dataset_schema(name)
+    unknown = sorted(set(table.column_names) - set(schema.names))
+    if unknown:
+        raise BatchError(f"{name} has no column {', '.join(unknown)}: its columns are {', '.join(schema.names)}")
+    columns = {field.name: _conform_column(table, field, name) for field in schema}
+    return pa.table(columns)
+
+
+def _conform_column(table: pa.Table, field: pa.Field, dataset: str) -> pa.Array:
+    if field.name not in table.column_names:
+        column = pa.nulls(table.num_rows, field.type)
+    else:
+        column = _cast(_one_chunk(table.column(field.name)), field, dataset)
+    if not field.nullable and column.null_count:
+        raise BatchError(f"{dataset}.{field.name} is null in {column.null_count} rows: it must have a value")
+    return column
+
+
+def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
+    if pa.types.is_dictionary(column.type):
+        column = column.unify_dictionaries()
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
+def _cast(column: pa.Array, field: pa.Field, dataset: str) -> pa.Array:
+    if column.type == field.type:
+        return column
+    if pa.types.is_dictionary(column.type):
+        if field.type == pa.string() and column.type.value_type == pa.string():
+            return column
+        column = column.dictionary_decode()
+    try:
+        return column.cast(field.type)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise BatchError(f"{dataset}.{field.name} must be {field.type}, not {column.type}: {error}") from error
+
+
+def schema_version(metadata: Mapping[bytes, bytes] | None) -> int:
+    """Return the schema version in a file's metadata; 0 for a file that is not ours."""
+    return int((metadata or {}).get(VERSION_KEY.encode(), b"0"))

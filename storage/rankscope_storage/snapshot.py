@@ -1,0 +1,79 @@
+"""The files of one version of a store, and which of them a question can concern. Pure but for the values it holds."""
+
+from __future__ import annotations
+
+import urllib.parse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rankscope_storage.layout import file_fingerprint
+from rankscope_storage.schema import fingerprint
+
+_COLUMNS: Final = {
+    "path": ("path", pa.string()),
+    "dataset": ("partition.dataset", pa.string()),
+    "part": ("partition.part", pa.string()),
+    "rows": ("num_records", pa.int64()),
+    "size_bytes": ("size_bytes", pa.int64()),
+    "run_min": ("min.run", pa.string()),
+    "run_max": ("max.run", pa.string()),
+    "step_min": ("min.step", pa.int64()),
+    "step_max": ("max.step", pa.int64()),
+}
+"""Our name of a column: what delta-rs calls it, and its type."""
+
+
+def snapshot_files(actions: pa.Table) -> pa.Table:
+    """Return the flattened `add` actions of delta-rs as the table of files of a Snapshot."""
+    columns = {
+        name: actions.column(theirs).cast(type_) if theirs in actions.column_names else pa.nulls(len(actions), type_)
+        for name, (theirs, type_) in _COLUMNS.items()
+    }
+    # The log holds paths percent-encoded once more than they are on disk.
+    columns["path"] = pa.array([urllib.parse.unquote(path.as_py()) for path in columns["path"]], pa.string())
+    return pa.table(columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One version: `files` has a row per file, with paths relative to `root` and the ranges of run and step in it."""
+
+    root: Path
+    version: int
+    files: pa.Table
+
+    def of(self, dataset: str, *, run: str | None = None, steps: tuple[int, int] | None = None) -> pa.Table:
+        """Return the files that can hold rows of `dataset`, of `run`, of the closed range `steps`.
+
+        A file without statistics is always among them.
+        """
+        wanted = pc.field("dataset") == dataset
+        if run is not None:
+            wanted &= _may_overlap("run", run, run)
+        if steps is not None:
+            wanted &= _may_overlap("step", *steps)
+        return self.files.filter(wanted)
+
+    def paths(self, dataset: str, *, run: str | None = None, steps: tuple[int, int] | None = None) -> list[str]:
+        """Return the absolute paths of `of`, as DuckDB takes them."""
+        return [f"{self.root}/{path}" for path in self.of(dataset, run=run, steps=steps).column("path").to_pylist()]
+
+    def has_one_shape(self, dataset: str) -> bool:
+        """Whether all files of `dataset` have exactly today's columns."""
+        return all(
+            file_fingerprint(path) == fingerprint(dataset) for path in self.of(dataset).column("path").to_pylist()
+        )
+
+    def contains(self, paths: Sequence[str]) -> bool:
+        """Whether all of `paths` are files of this version."""
+        return set(paths) <= set(self.files.column("path").to_pylist())
+
+
+def _may_overlap(column: str, low: str | int, high: str | int) -> pc.Expression:
+    minimum, maximum = pc.field(f"{column}_min"), pc.field(f"{column}_max")
+    return minimum.is_null() | ((minimum <= high) & (maximum >= low))

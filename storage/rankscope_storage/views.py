@@ -1,0 +1,115 @@
+"""The views that people query, as SQL text. Pure: the caller says where the files of a dataset come from."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Final
+
+import pyarrow as pa
+
+from rankscope_contract.escaping import sql_identifier
+from rankscope_contract.records import DATASETS, DIMENSIONS
+from rankscope_storage.schema import dataset_schema
+
+VERSION_KEYS: Final = {"runs": ("run",), "attempts": ("run", "attempt"), "tensors": ("run", "kind", "tensor")}
+"""What a row of a dimension describes; the newest version of each is what its view shows."""
+
+HISTORY_SUFFIX: Final = "_history"
+
+_TYPES: Final = {
+    pa.string(): "VARCHAR",
+    pa.int32(): "INTEGER",
+    pa.int64(): "BIGINT",
+    pa.float32(): "FLOAT",
+    pa.float64(): "DOUBLE",
+    pa.bool_(): "BOOLEAN",
+}
+
+_TENSOR_GLOBAL: Final = """\
+CREATE OR REPLACE VIEW tensor_global AS
+WITH part AS (
+  SELECT *,
+    -- Replicas of a shard form several groups: one of them is the whole tensor.
+    dense_rank() OVER (
+      PARTITION BY run, attempt, step, micro_step, vpp_stage, kind, tensor, "index", call_seq
+      ORDER BY CASE WHEN placement = 'shard' THEN shard_group END NULLS LAST
+    ) AS group_position,
+    row_number() OVER (
+      PARTITION BY run, attempt, step, micro_step, vpp_stage, kind, tensor, "index", call_seq, placement, shard_group
+      ORDER BY rank NULLS LAST
+    ) AS replica,
+    numel - coalesce(nans, 0) - coalesce(infs, 0) AS finite
+  FROM tensor_stats
+)
+SELECT run, attempt, step, micro_step, vpp_stage, kind, tensor, "index", call_seq,
+  max(placement) AS placement,
+  count(*) AS parts,
+  sqrt(sum(norm::DOUBLE * norm) FILTER (counted)) AS norm,
+  min("min") FILTER (counted) AS "min",
+  max("max") FILTER (counted) AS "max",
+  sum(mean::DOUBLE * finite) FILTER (counted AND finite > 0)
+    / sum(finite) FILTER (counted AND finite > 0 AND mean IS NOT NULL) AS mean,
+  CASE WHEN bool_or(sharded) THEN sum(nans) FILTER (counted) ELSE max(nans) END AS nans,
+  CASE WHEN bool_or(sharded) THEN sum(infs) FILTER (counted) ELSE max(infs) END AS infs,
+  sum(zeros) FILTER (counted) AS zeros,
+  sum(numel) FILTER (counted) AS numel,
+  min(ts) AS ts
+FROM (
+  SELECT *, placement IS NOT DISTINCT FROM 'shard' AS sharded,
+    CASE WHEN placement = 'shard' THEN group_position = 1 ELSE replica = 1 END AS counted
+  FROM part
+)
+GROUP BY ALL
+"""
+
+
+def view_statements(*, prefix: str = "") -> Iterator[str]:
+    """Yield the statements that make the public views over the relations `<prefix><dataset>` of raw rows."""
+    for dataset in DATASETS:
+        raw = f"{prefix}{dataset}"
+        if dataset in DIMENSIONS:
+            yield f"CREATE OR REPLACE VIEW {dataset}{HISTORY_SUFFIX} AS SELECT * FROM {raw}"
+            yield _latest(dataset, raw)
+        else:
+            yield f"CREATE OR REPLACE VIEW {dataset} AS SELECT * FROM {raw}"
+    yield _TENSOR_GLOBAL
+
+
+def _latest(dataset: str, raw: str) -> str:
+    keys = ", ".join(VERSION_KEYS[dataset])
+    return (
+        f"CREATE OR REPLACE VIEW {dataset} AS SELECT * FROM {raw}\n"
+        f"QUALIFY row_number() OVER (PARTITION BY {keys} ORDER BY ordinal DESC NULLS LAST, ts DESC NULLS LAST) = 1"
+    )
+
+
+@functools.cache
+def empty_select(dataset: str) -> str:
+    """Return a query with the columns of `dataset`, in order and typed, and no rows."""
+    columns = (f"NULL::{sql_type(field.type)} AS {sql_identifier(field.name)}" for field in dataset_schema(dataset))
+    return f"SELECT {', '.join(columns)} WHERE false"
+
+
+def sql_type(type_: pa.DataType) -> str:
+    """Return the DuckDB name of an Arrow type of the contract."""
+    if pa.types.is_list(type_):
+        return f"{sql_type(type_.value_type)}[]"
+    if pa.types.is_timestamp(type_):
+        return "TIMESTAMPTZ"
+    return _TYPES[type_]
+
+
+def raw_select(dataset: str, files: str, *, empty: bool, one_shape: bool) -> str:
+    """Return a query for the rows of `dataset` in `files`, an SQL expression for a list of paths.
+
+    Files of one shape are read without opening them all first; where shapes differ, columns are matched by name.
+    """
+    if empty:
+        return empty_select(dataset)
+    if one_shape:
+        return f"SELECT * FROM read_parquet({files}, hive_partitioning = false)"
+    return (
+        f"{empty_select(dataset)} UNION ALL BY NAME "
+        f"SELECT * FROM read_parquet({files}, hive_partitioning = false, union_by_name = true)"
+    )

@@ -1,0 +1,261 @@
+"""Appending to one shard, exactly once.
+
+Three numbers in the log do it. `ingest:<shard>` moves by one with every claim and every append, so that of two owners
+one is refused. `w:<incarnation>` is the last seq stored of a process: rows at or below it are dropped, so that whatever
+a restarted service fetches again is harmless. Both move in the same commit as the rows themselves.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rankscope_contract.channel import NOTHING
+from rankscope_storage.claim import ShardLock, current_owner, owner_info, shard_transaction
+from rankscope_storage.compaction import CompactionReport, compact
+from rankscope_storage.durable import Sync
+from rankscope_storage.errors import ConflictError, ShardLostError, StoreError
+from rankscope_storage.layout import parts
+from rankscope_storage.log import Change, Log
+from rankscope_storage.maintenance import MaintenanceReport, maintain
+from rankscope_storage.parquet import DataFile, discard, write_file
+from rankscope_storage.schema import conform
+
+_logger = logging.getLogger(__name__)
+
+_WATERMARK: Final = "w:"
+_ATTEMPTS: Final = 6
+_FIRST_PAUSE_SECONDS: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Rows by dataset, and for each incarnation in them the last seq they contain.
+
+    Rows of an incarnation must hold *everything* of it up to that seq that was not appended before.
+    """
+
+    tables: Mapping[str, pa.Table]
+    watermarks: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """What an append stored. `version` shows it; `rows` counts what was new."""
+
+    version: int
+    rows: Mapping[str, int]
+    files: int
+    seconds: float
+
+
+class Writer:
+    """The owner of one shard, until it closes or a newer claim takes over. Calls from several threads take turns."""
+
+    def __init__(self, log: Log, *, shard: str, owner: str, number: int, lock: ShardLock, sync: Sync) -> None:
+        self._log = log
+        self._shard = shard
+        self._owner = owner
+        self._number = number
+        self._lock = lock
+        self._sync = sync
+        self._turn = threading.Lock()
+        self._watermarks: dict[str, int] = {}
+        self._seen_version = log.version
+        self._unsettled: _Attempt | None = None  # commit without an answer
+        self._landed: _Attempt | None = None  # such a commit, found in the log afterwards
+
+    @property
+    def shard(self) -> str:
+        """Return the shard, as in 0/1."""
+        return self._shard
+
+    def append(self, batch: Batch) -> Commit:
+        """Store what is new in `batch`; durable on return.
+
+        Raises ShardLostError when a newer claim exists (stop: nothing more can be stored here), BatchError for rows
+        that do not fit, and StoreError when the disk or the log fail: then the same batch may be appended again.
+        """
+        started = time.monotonic()
+        tables = {name: conform(table, name) for name, table in batch.tables.items()}
+        with self._turn:
+            pause = _FIRST_PAUSE_SECONDS
+            for _ in range(_ATTEMPTS):
+                self._advance()
+                if self._landed is not None and self._landed.batch is batch:
+                    return self._stored(self._landed, started)
+                try:
+                    return self._append(batch, tables, started)
+                except ConflictError as error:
+                    _logger.info("append refused, trying again", extra={"shard": self._shard, "reason": str(error)})
+                time.sleep(pause)
+                pause *= 2
+        raise StoreError(f"append to {self._log.root} was refused {_ATTEMPTS} times: is its schema being changed?")
+
+    def watermark(self, incarnation: str) -> int:
+        """Return the last seq stored of `incarnation`, -1 when it is unknown."""
+        with self._turn:
+            self._advance()
+            return self._known_watermark(incarnation)
+
+    def compact(self) -> CompactionReport:
+        """Merge small files where there are many; appends go on meanwhile, rows stay the same."""
+        return compact(self._log.root, self._sync)
+
+    def maintain(self) -> MaintenanceReport:
+        """Write a checkpoint and remove what nobody needs any more: old log entries, replaced files, leavings."""
+        return maintain(self._log.root, self._sync)
+
+    def close(self) -> None:
+        """Give the shard up, so that another process on this machine can claim it; idempotent."""
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _advance(self) -> None:
+        """Refresh the handle and the watermarks, and make sure that the shard is still ours."""
+        self._log.refresh()
+        self._settle()
+        if self._log.version == self._seen_version:
+            return
+        if self._log.transaction(shard_transaction(self._shard)) != self._number:
+            raise ShardLostError(
+                f"shard {self._shard} of {self._log.root} was taken over by {current_owner(self._log, self._shard)}: "
+                "this service must stop"
+            )
+        moved = self._log.changed_transactions(self._seen_version)
+        if moved is None:
+            self._watermarks.clear()
+        else:
+            self._watermarks.update(
+                {_incarnation(name): number for name, number in moved.items() if _is_watermark(name)}
+            )
+        self._seen_version = self._log.version
+
+    def _settle(self) -> None:
+        """Find out what became of a commit that failed without an answer: it may have been stored all the same."""
+        attempt = self._unsettled
+        if attempt is None:
+            return
+        if self._log.snapshot().contains([file.path for file in attempt.files]) and self._moved_once():
+            self._log.sync_entries(self._seen_version + 1)
+            self._adopt(attempt)
+            self._landed = attempt
+        self._unsettled = None
+
+    def _moved_once(self) -> bool:
+        return self._log.transaction(shard_transaction(self._shard)) == self._number + 1
+
+    def _append(self, batch: Batch, tables: Mapping[str, pa.Table], started: float) -> Commit:
+        known = {incarnation: self._known_watermark(incarnation) for incarnation in _incarnations(tables, batch)}
+        fresh = {name: _newer(table, known) for name, table in tables.items()}
+        forward = {incarnation: seq for incarnation, seq in batch.watermarks.items() if seq > known[incarnation]}
+        rows = {name: table.num_rows for name, table in fresh.items() if table.num_rows}
+        attempt = _Attempt(batch=batch, files=self._write(fresh), watermarks=forward, rows=rows)
+        if rows or forward:
+            self._commit(attempt)
+        return self._stored(attempt, started)
+
+    def _stored(self, attempt: _Attempt, started: float) -> Commit:
+        self._landed = None
+        seconds = time.monotonic() - started
+        return Commit(version=self._log.version, rows=attempt.rows, files=len(attempt.files), seconds=seconds)
+
+    def _write(self, tables: Mapping[str, pa.Table]) -> list[DataFile]:
+        today = dt.datetime.now(dt.UTC).date()
+        files: list[DataFile] = []
+        try:
+            for dataset, table in tables.items():
+                if table.num_rows:
+                    for part, rows in parts(table, dataset, today):
+                        files.append(write_file(self._log.root, dataset, part, rows, self._sync))
+        except OSError as error:
+            discard(self._log.root, files)
+            raise StoreError(f"cannot write to {self._log.root}: {error.strerror or error}") from error
+        return files
+
+    def _commit(self, attempt: _Attempt) -> None:
+        transactions = {shard_transaction(self._shard): self._number + 1}
+        transactions |= {f"{_WATERMARK}{incarnation}": seq for incarnation, seq in attempt.watermarks.items()}
+        change = Change(added=attempt.files, transactions=transactions, info=owner_info(self._shard, self._owner))
+        self._unsettled = attempt
+        try:
+            self._log.commit(change)
+        except ConflictError:
+            self._unsettled = None
+            discard(self._log.root, attempt.files)
+            raise
+        self._unsettled = None
+        self._adopt(attempt)
+
+    def _adopt(self, attempt: _Attempt) -> None:
+        self._number += 1
+        self._watermarks.update(attempt.watermarks)
+
+    def _known_watermark(self, incarnation: str) -> int:
+        if incarnation not in self._watermarks:
+            stored = self._log.transaction(f"{_WATERMARK}{incarnation}")
+            self._watermarks[incarnation] = NOTHING if stored is None else stored
+        return self._watermarks[incarnation]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attempt:
+    """One commit on its way."""
+
+    batch: Batch
+    files: Sequence[DataFile]
+    watermarks: Mapping[str, int]
+    rows: Mapping[str, int]
+
+
+def _incarnations(tables: Mapping[str, pa.Table], batch: Batch) -> set[str]:
+    found = set(batch.watermarks)
+    for table in tables.values():
+        found.update(_distinct(table.column("incarnation")))
+    return found
+
+
+def _distinct(column: pa.ChunkedArray) -> list[str]:
+    values = column.unique()
+    if pa.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    return [value for value in values.to_pylist() if value is not None]
+
+
+def _newer(table: pa.Table, watermarks: Mapping[str, int]) -> pa.Table:
+    """Return the rows above the watermark of their incarnation; rows without incarnation or seq always pass."""
+    stored = {incarnation: seq for incarnation, seq in watermarks.items() if seq > NOTHING}
+    if not stored or not table.num_rows:
+        return table
+    encoded = table.column("incarnation").combine_chunks()
+    encoded = encoded if pa.types.is_dictionary(encoded.type) else encoded.dictionary_encode()
+    limits = np.array([stored.get(text, NOTHING) for text in encoded.dictionary.to_pylist()] or [NOTHING], np.int64)
+    codes = pc.fill_null(encoded.indices, 0).to_numpy(zero_copy_only=False)
+    old = pc.less_equal(table.column("seq"), pa.array(limits[codes]))
+    old = pc.and_kleene(old, encoded.is_valid())
+    return table.filter(pc.invert(pc.fill_null(old, fill_value=False)))
+
+
+def _is_watermark(transaction: str) -> bool:
+    return transaction.startswith(_WATERMARK)
+
+
+def _incarnation(transaction: str) -> str:
+    return transaction.removeprefix(_WATERMARK)
