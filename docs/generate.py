@@ -17,6 +17,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, SecretStr
 from pydantic_core import PydanticUndefined
+
 from rankscope_contract import metrics, records
 from rankscope_contract.fields import Field, FieldType, ListOf, StructOf
 from rankscope_contract.rules import rule_classes
@@ -46,7 +47,13 @@ def stale() -> list[str]:
 def metric_table(page: str) -> str:
     """Return the metrics of the ranks' pages or of the service's page."""
     rows = (
-        (f"`{spec.name}`", spec.type, _labels(spec), spec.help, f"`{spec.stored_as}`" if spec.stored_as else "live only")
+        (
+            f"`{spec.name}`",
+            spec.type,
+            _labels(spec),
+            spec.help,
+            f"`{spec.stored_as}`" if spec.stored_as else "live only",
+        )
         for spec in metrics.CATALOG.values()
         if spec.page == page
     )

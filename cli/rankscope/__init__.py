@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Final
 from rankscope_contract import __version__
 
 if TYPE_CHECKING:
-    from rankscope_storage.connection import connect
-
     from rankscope_contract.rules.nan import AnomalyNan
     from rankscope_contract.rules.turbulence import AnomalyTurbulence
     from rankscope_exporter import Monitor, MonitorConfig
+    from rankscope_storage.connection import connect
 
 __all__ = ["AnomalyNan", "AnomalyTurbulence", "Monitor", "MonitorConfig", "__version__", "connect"]
 

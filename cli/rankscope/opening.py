@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 def opened(store: Path, *, locked: bool = True) -> Iterator[Connection]:
     """Give a connection to `store`; what the store or DuckDB refuses ends the command with their own words."""
     import duckdb
+
     from rankscope_storage.connection import connect
     from rankscope_storage.errors import StoreError
 

@@ -46,7 +46,9 @@ urls = ["{notify_url}"]
 
 
 def demo(
-    folder: Annotated[Path, typer.Option(help="Where everything the demo makes is put; made afresh.")] = Path("demo-data"),
+    folder: Annotated[Path, typer.Option(help="Where everything the demo makes is put; made afresh.")] = Path(
+        "demo-data"
+    ),
     steps: Annotated[int, typer.Option(min=130, help="Training steps; the faults are at 60 and 120.")] = 200,
     seed: Annotated[int, typer.Option(help="Seed of model and data.")] = 1,
     no_faults: Annotated[bool, typer.Option("--no-faults", help="Train in peace; no alert may arrive.")] = False,

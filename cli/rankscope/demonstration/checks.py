@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from rankscope.demonstration.receiver import Alert
 from rankscope_contract.escaping import sql_identifier
 from rankscope_contract.records import TENSOR_ROW_KEY
-
-from rankscope.demonstration.receiver import Alert
 
 Query = Callable[[str], list[tuple[Any, ...]]]
 """Rows of one SQL statement over the store."""

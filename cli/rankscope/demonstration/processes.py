@@ -13,7 +13,9 @@ GRACE_SECONDS = 15.0
 
 
 @contextlib.contextmanager
-def child(command: Sequence[str | Path], log: Path, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+def child(
+    command: Sequence[str | Path], log: Path, environment: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
     """Run `command` with its output in `log`; on leaving, whatever of it is still there is ended."""
     with log.open("wb") as output:
         process = subprocess.Popen(  # noqa: S603 - our own programs
@@ -50,7 +52,7 @@ def _kill_group(pid: int) -> None:
 def interrupted_by_termination() -> Iterator[None]:
     """Treat SIGTERM and SIGHUP like Ctrl-C, so that children are ended on these too."""
 
-    def interrupt(signum: int, frame: object) -> None:
+    def interrupt(_signum: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}

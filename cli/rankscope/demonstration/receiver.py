@@ -37,8 +37,8 @@ class Receiver:
         receiver = self
 
         class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:  # noqa: N802 - the name http.server calls
-                receiver._take(self.rfile.read(int(self.headers.get("Content-Length", 0))))  # noqa: SLF001 - our own closure
+            def do_POST(self) -> None:
+                receiver._take(self.rfile.read(int(self.headers.get("Content-Length", 0))))
                 self.send_response(204)
                 self.end_headers()
 
