@@ -139,10 +139,13 @@ class Channel:
         if self._abandoned:
             return 0
         self._draining = True
+        deadline = time.monotonic() + timeout_seconds
+        if self._registration is not None:
+            self._registration.wait_attempted(timeout_seconds)
         if self._registration is None or self._lease is None:
             return self.ring.uncommitted
         self._registration.drain()
-        return self.ring.wait_committed(timeout_seconds, stop=lambda: self._closed)
+        return self.ring.wait_committed(deadline - time.monotonic(), stop=lambda: self._closed)
 
     def close(self) -> None:
         """Close the socket and end the threads; a second call does nothing."""

@@ -100,7 +100,7 @@ class Page:
             make = CounterMetricFamily if spec.type == "counter" else GaugeMetricFamily
             family = make(spec.name, spec.help, labels=spec.all_labels)
             for labels, value in samples:
-                family.add_metric((*self._labels, *labels), value)
+                family.add_metric([_utf8(label) for label in (*self._labels, *labels)], value)
             if family.samples:
                 yield family
 
@@ -162,6 +162,11 @@ def _scalar_samples(scalars: Mapping[ScalarKey, Scalar]) -> Iterator[tuple[Metri
     for name, samples in own.items():
         yield metrics.SCALARS_WITH_OWN_METRIC[name], samples.items()
     yield metrics.SCALAR, others.items()
+
+
+def _utf8(text: str) -> str:
+    """Return `text` without what UTF-8 cannot hold (half of a surrogate pair), which would cost the whole page."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _one(value: float | None) -> Samples:

@@ -62,6 +62,7 @@ class RegistrationLoop:
         self._draining = False
         self._registered = False
         self._logged: set[str] = set()
+        self._attempted = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rankscope-registration", daemon=True)
 
     def start(self) -> None:
@@ -88,6 +89,10 @@ class RegistrationLoop:
             self._draining = self._speak_now = self._poke_wanted = True
             self._wake.notify()
 
+    def wait_attempted(self, timeout_seconds: float) -> None:
+        """Wait until the service was asked for the first time: a run may end before its first registration does."""
+        self._attempted.wait(timeout_seconds)
+
     def speak(self) -> None:
         """Send the next heartbeat at once: what it says has changed."""
         with self._wake:
@@ -107,6 +112,7 @@ class RegistrationLoop:
                 poke, self._poke_wanted, self._speak_now = self._poke_wanted, False, False
             if register:
                 wait = self._register()
+                self._attempted.set()
                 failures = 0 if wait is not None else failures + 1
                 due = time.monotonic() + (retry_seconds(failures) if wait is None else wait)
             if poke and self._registered:

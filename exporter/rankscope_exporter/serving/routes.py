@@ -85,17 +85,15 @@ class Host(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Poll:
-    incarnation: str
+    incarnation: str | None  # None: whoever answers, for people with curl
     after: int
     committed: int | None
     max_bytes: int
 
     @classmethod
     def of(cls, query: Mapping[str, str]) -> _Poll:
-        if not query.get("incarnation"):
-            raise BadRequestError("incarnation is missing: the id of the process whose records are asked for")
         return cls(
-            query["incarnation"],
+            query.get("incarnation"),
             _integer(query, "after", NOTHING, least=NOTHING),
             _integer(query, "committed", None, least=NOTHING),
             min(_integer(query, "max_bytes", DEFAULT_MAX_BYTES, least=1), _MAX_BYTES_LIMIT),
@@ -147,7 +145,7 @@ class Routes:
         if refusal is not None:
             return refusal
         poll = _Poll.of(request.query)
-        if poll.incarnation != self._host.incarnation:
+        if poll.incarnation not in (None, self._host.incarnation):
             return self._say(HTTPStatus.CONFLICT, f"this process is {self._host.incarnation}")
         try:
             if poll.committed is not None and self._holds_lease(request):

@@ -162,8 +162,8 @@ def _lines(block: _Block, numbers: Any, statistics: Statistics) -> list[Any]:
     if present.null_count:  # an absent tensor has no line, whatever stands in its place
         taken = pc.if_else(present.is_valid().take(block.entries), taken, pa.scalar(None, taken.type))
     lines = pc.binary_join_element_wise(block.prefixes, _texts(taken), "\n", "")
-    _, _, data = lines.buffers()
-    return [] if data is None else [data]
+    _, offsets, data = lines.buffers()
+    return [] if data is None else [data.slice(0, memoryview(offsets).cast("i")[len(lines)])]
 
 
 def _texts(numbers: Any) -> Any:

@@ -1,0 +1,232 @@
+"""Records to serve, a rank that serves them, a reader over real HTTP, and a double of the service."""
+
+from __future__ import annotations
+
+import http.client
+import http.server
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from rankscope_contract.channel import POKE_PATH, REGISTER_PATH, RegistrationReply
+from rankscope_contract.identity import Identity
+from rankscope_contract.kinds import COUNT_OPS
+from rankscope_contract.records import WIRE_VALUE_OPS, Plan, PlanEntry
+from rankscope_contract.rules.nan import AnomalyNan
+from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_exporter.record import NamedPlan, Statistics, StepRecord
+from rankscope_exporter.serving.channel import Channel
+from rankscope_exporter.serving.config import ServeConfig
+
+RULES = (AnomalyNan(), AnomalyTurbulence(threshold=3.0))
+INCARNATION = "feedc0de"
+
+Numbers = Mapping[str, float | int | None]
+
+
+def statistics_of(entries: Sequence[PlanEntry], rows: Sequence[Numbers | None]) -> Statistics:
+    """Return the statistics with `rows[i]` (by op; None: absent) for `entries[i]`."""
+    values = [None if row is None else row.get(op) for op in WIRE_VALUE_OPS for row in rows]
+    counts = [None if row is None else row.get(op, 0) for op in COUNT_OPS for row in rows]
+    return Statistics(NamedPlan.of(Plan(tuple(entries))), pa.array(values, pa.float32()), pa.array(counts, pa.int64()))
+
+
+def record_of(
+    step: int, entries: Sequence[PlanEntry] = (), rows: Sequence[Numbers | None] = (), **more: Any
+) -> StepRecord:
+    """Return a record of `step`, with statistics where there are entries."""
+    statistics = statistics_of(entries, rows) if entries else None
+    return StepRecord(ts=1_700_000_000_000_000 + step, step=step, statistics=statistics, **more)
+
+
+@dataclass(slots=True)
+class Got:
+    """An answer, read to its end."""
+
+    status: int
+    headers: http.client.HTTPMessage
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        return self.body.decode()
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = pa.ipc.open_stream(self.body).read_all().to_pylist()
+        return rows
+
+    @property
+    def seqs(self) -> list[int]:
+        return [row["seq"] for row in self.rows] if self.status == 200 else []
+
+
+@dataclass(slots=True)
+class Rank:
+    """A channel under test and how to talk to it."""
+
+    channel: Channel
+    faults: list[tuple[str, BaseException]] = field(default_factory=list)
+
+    @property
+    def port(self) -> int:
+        assert self.channel.url is not None
+        return int(self.channel.url.rpartition(":")[2])
+
+    def get(self, path: str, method: str = "GET", body: bytes | None = None, **headers: str) -> Got:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        try:
+            connection.request(method, path, body=body, headers=named)
+            answer = connection.getresponse()
+            return Got(answer.status, answer.headers, answer.read())
+        finally:
+            connection.close()
+
+    def records(self, after: int, **query_and_headers: Any) -> Got:
+        query = {name: value for name, value in query_and_headers.items() if name in ("committed", "max_bytes")}
+        headers = {name: value for name, value in query_and_headers.items() if name not in query}
+        path = f"/records?incarnation={self.channel.incarnation}&after={after}"
+        return self.get(path + "".join(f"&{name}={value}" for name, value in query.items()), **headers)
+
+
+class ServiceDouble:
+    """A service on a real port: says what it is told to, and remembers what it heard. It pulls nothing by itself."""
+
+    def __init__(self) -> None:
+        self.registrations: list[dict[str, Any]] = []
+        self.pokes: list[dict[str, Any]] = []
+        self.authorizations: list[str | None] = []
+        self.committed = -1
+        self.lease = "lease-1"
+        self.heartbeat_seconds = 30.0
+        self.refusal: tuple[int, str] | None = None
+        self.redirect_to: str | None = None
+        self.hold = threading.Event()
+        self.hold.set()
+        double = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                document = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                double.authorizations.append(self.headers.get("Authorization"))
+                double.hold.wait(10)
+                if double.redirect_to is not None:
+                    self.send_response(307)
+                    self.send_header("Location", double.redirect_to)
+                    self.end_headers()
+                    return
+                heard = {REGISTER_PATH: double.registrations, POKE_PATH: double.pokes}[self.path]
+                heard.append(document)
+                self._reply()
+
+            def _reply(self) -> None:
+                status, text = double.refusal or (200, double.reply().to_json())
+                if self.path == POKE_PATH and double.refusal is None:
+                    status, text = 204, ""
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text.encode())))
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def reply(self) -> RegistrationReply:
+        return RegistrationReply(
+            lease=self.lease, attempt=0, heartbeat_seconds=self.heartbeat_seconds, committed=self.committed
+        )
+
+    def stop(self) -> None:
+        self.hold.set()
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.fixture(scope="session")
+def record() -> Callable[..., StepRecord]:
+    """Return record_of."""
+    return record_of
+
+
+@pytest.fixture(scope="session")
+def statistics() -> Callable[..., Statistics]:
+    """Return statistics_of."""
+    return statistics_of
+
+
+@pytest.fixture
+def service() -> Iterator[ServiceDouble]:
+    """Return a running double of the service."""
+    double = ServiceDouble()
+    yield double
+    double.stop()
+
+
+@pytest.fixture
+def new_rank() -> Iterator[Callable[..., Rank]]:
+    """Return what makes a rank from ServeConfig arguments; `started=False` leaves it without a socket."""
+    ranks: list[Rank] = []
+
+    def make(*, run: str = "run-1", rank: int = 0, started: bool = True, settings: Any = None, **config: Any) -> Rank:
+        faults: list[tuple[str, BaseException]] = []
+        identity = Identity(
+            run=run, launch_id="launch-1", rank=rank, world_size=2, host="node-1", incarnation=INCARNATION
+        )
+        channel = Channel(
+            identity,
+            ServeConfig(**config),
+            rules=RULES,
+            settings=settings or {"quantities": ["weights"]},
+            planned_steps=100,
+            on_fault=lambda where, error: faults.append((where, error)),
+            overhead=lambda: {"publisher": 0.25},
+            dropped=lambda: {"publisher_behind": 0},
+            faults=lambda: len(faults),
+        )
+        ranks.append(Rank(channel, faults))
+        if started:
+            channel.start()
+        return ranks[-1]
+
+    yield make
+    for rank in ranks:
+        rank.channel.close()
+
+
+@pytest.fixture
+def rank(new_rank: Callable[..., Rank]) -> Rank:
+    """Return a rank that listens on loopback and has no service."""
+    return new_rank()
+
+
+@pytest.fixture
+def until() -> Callable[..., Any]:
+    """Return what polls a condition up to a deadline and returns its first true value."""
+
+    def wait(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            value = condition()
+            if value:
+                return value
+            time.sleep(0.01)
+        return pytest.fail(f"not within {seconds} s")
+
+    return wait

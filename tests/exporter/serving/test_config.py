@@ -1,0 +1,112 @@
+"""What a rank may listen on, and how the environment says so."""
+
+from __future__ import annotations
+
+import pytest
+
+from rankscope_exporter.serving.config import Address, ServeConfig, ServeError
+
+
+def test_default_is_loopback_and_any_free_port():
+    address = ServeConfig().address
+
+    assert ("127.0.0.1", 0) == (address.host, address.port)
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "10.1.2.3:9400", "[::]:0", "node-7:9400"])
+def test_an_address_that_others_can_reach_needs_a_token(listen):
+    with pytest.raises(ServeError, match=r"RANKSCOPE_TOKEN.*insecure"):
+        ServeConfig(listen=listen)
+
+    assert ServeConfig(listen=listen, token="secret").token
+    assert ServeConfig(listen=listen, insecure=True).insecure
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "127.8.8.8:1", "[::1]:9400", "localhost:0"])
+def test_loopback_needs_no_token(listen):
+    assert ServeConfig(listen=listen).address.is_loopback
+
+
+@pytest.mark.parametrize(
+    ("wrong", "fix"),
+    [
+        ({"listen": "127.0.0.1"}, "127.0.0.1:0"),
+        ({"listen": "127.0.0.1:99999"}, "0 to 65535"),
+        ({"listen": "127.0.0.1:http"}, "0 to 65535"),
+        ({"listen": "http://127.0.0.1:0"}, "write host:port"),
+        ({"listen": ":9400"}, "write host:port"),
+        ({"listen": "127.0.0.1 :0"}, "write host:port"),
+        ({"advertise": "http://node:1/x"}, "advertise"),
+        ({"ingest_url": "node:8080"}, "http://host:port"),
+        ({"ingest_url": "ftp://node:8080"}, "http://host:port"),
+        ({"ingest_url": "http://node:port"}, "http://host:port"),
+        ({"ingest_url": "http://me:pass@node:1"}, "RANKSCOPE_TOKEN"),
+        ({"ring_records": 255}, "at least 256"),
+        ({"ring_bytes": 0}, "at least 1"),
+        ({"series_budget": 0}, "at least 1"),
+        ({"page_ops": "some"}, "'judged' or 'all'"),
+        ({"token": ""}, "leave it out"),
+        ({"token": "a b"}, "without spaces"),
+        ({"token": "ü"}, "ASCII"),
+    ],
+)
+def test_a_wrong_setting_is_refused_with_its_fix(wrong, fix):
+    with pytest.raises(ServeError, match=fix):
+        ServeConfig(**wrong)
+
+
+def test_the_token_is_never_shown():
+    assert "hush" not in repr(ServeConfig(token="hush"))
+
+
+def test_the_environment_sets_every_variable():
+    config = ServeConfig.from_environment(
+        {
+            "RANKSCOPE_LISTEN": "0.0.0.0:9400",
+            "RANKSCOPE_ADVERTISE": "node-3:9500",
+            "RANKSCOPE_TOKEN": "secret",
+            "RANKSCOPE_INSECURE": "yes",
+            "RANKSCOPE_INGEST_URL": "http://service:8080",
+            "RANKSCOPE_DISCOVERY_DIR": "/somewhere",
+        }
+    )
+    wanted = ServeConfig(
+        listen="0.0.0.0:9400",
+        advertise="node-3:9500",
+        token="secret",
+        insecure=True,
+        ingest_url="http://service:8080",
+        discovery_dir="/somewhere",
+    )
+
+    assert wanted == config
+
+
+def test_an_empty_variable_counts_as_unset():
+    names = ("LISTEN", "ADVERTISE", "TOKEN", "INSECURE", "INGEST_URL", "DISCOVERY_DIR")
+
+    assert ServeConfig() == ServeConfig.from_environment({f"RANKSCOPE_{name}": "" for name in names})
+
+
+def test_an_unclear_truth_is_refused():
+    with pytest.raises(ServeError, match="RANKSCOPE_INSECURE is 'maybe': use 1 or 0"):
+        ServeConfig.from_environment({"RANKSCOPE_INSECURE": "maybe"})
+
+
+@pytest.mark.parametrize(
+    ("config", "advertised"),
+    [
+        ({}, "127.0.0.1:4711"),
+        ({"listen": "[::1]:0"}, "[::1]:4711"),
+        ({"listen": "0.0.0.0:0", "token": "t"}, "node-1:4711"),
+        ({"listen": "10.0.0.7:0", "token": "t"}, "10.0.0.7:4711"),
+        ({"listen": "0.0.0.0:0", "token": "t", "advertise": "outside"}, "outside:4711"),
+        ({"listen": "0.0.0.0:0", "token": "t", "advertise": "outside:80"}, "outside:80"),
+    ],
+)
+def test_others_are_told_an_address_they_can_reach(config, advertised):
+    assert advertised == str(ServeConfig(**config).advertised(4711, "node-1"))
+
+
+def test_an_ipv6_address_is_written_in_brackets():
+    assert "[fe80::1]:1" == str(Address.parse("[fe80::1]:1", what="listen"))

@@ -1,0 +1,217 @@
+"""The ring: sequence numbers, bounds, cursors, and the promise that nothing vanishes unsaid."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankscope_contract.records import PlanEntry
+from rankscope_exporter.record import Statistics, StepRecord
+from rankscope_exporter.serving.config import MIN_RING_RECORDS
+from rankscope_exporter.serving.ring import CursorError, Ring
+
+EVERYTHING = 1 << 40
+
+
+def _filled(records: int, *, room: int = 1024, max_bytes: int = EVERYTHING) -> Ring:
+    ring = Ring(room, max_bytes)
+    for step in range(records):
+        ring.append(StepRecord(ts=step, step=step))
+    return ring
+
+
+def _steps(ring: Ring, after: int, max_bytes: int = EVERYTHING) -> list[int | None]:
+    return [record.step for record in ring.after(after, max_bytes).records]
+
+
+def test_sequence_numbers_start_at_zero():
+    ring = Ring(8, EVERYTHING)
+    seqs = [ring.append(StepRecord(ts=0)) for _ in range(3)]
+
+    assert [0, 1, 2] == seqs
+    assert (2, 0, 3) == (ring.head, ring.first, len(ring))
+
+
+def test_an_empty_ring_has_nothing_and_knows_no_cursor_above():
+    ring = Ring(8, EVERYTHING)
+
+    assert (-1, 0, 0, 0.0) == (ring.head, ring.first, ring.uncommitted, ring.fill)
+    assert () == ring.after(-1, 1).records
+    with pytest.raises(CursorError, match="above the newest record -1"):
+        ring.after(0, 1)
+
+
+def test_a_cursor_gets_what_is_newer_oldest_first():
+    assert [3, 4] == _steps(_filled(5), after=2)
+
+
+def test_one_whole_record_comes_even_above_max_bytes():
+    assert [3] == _steps(_filled(5), after=2, max_bytes=1)
+
+
+def test_max_bytes_ends_the_window():
+    ring = _filled(10)
+    window = ring.after(-1, 3 * 256)
+
+    assert (0, 2, 3) == (window.first, window.last, len(window.records))
+
+
+def test_what_was_overwritten_is_named_and_counted():
+    ring = _filled(12, room=8)
+    window = ring.after(1, EVERYTHING)
+
+    assert (2, 3) == window.lost
+    assert list(range(4, 12)) == [record.step for record in window.records]
+    assert 4 == ring.overrun
+
+
+def test_what_was_committed_is_no_loss_when_overwritten():
+    ring = _filled(8, room=8)
+    ring.commit(5)
+    for step in range(8, 16):
+        ring.append(StepRecord(ts=step, step=step))
+
+    assert 2 == ring.overrun
+
+
+def test_committed_never_moves_back_nor_above_the_head():
+    ring = _filled(5)
+    ring.commit(3)
+    ring.commit(1)
+    with pytest.raises(CursorError, match="committed=5 is above the newest record 4"):
+        ring.commit(5)
+
+    assert (3, 1) == (ring.committed, ring.uncommitted)
+
+
+def test_fill_is_the_uncommitted_share_of_the_room():
+    ring = _filled(400, room=800)
+    half = ring.fill
+    ring.commit(199)
+
+    assert (0.5, 0.25) == (half, ring.fill)
+
+
+def test_the_bytes_bound_holds_beyond_the_promised_depth(statistics):
+    ring = Ring(10_000, 1_000_000)
+    big = statistics([PlanEntry(kind="grad_reduced", tensor=f"t{i}") for i in range(400)], [{"norm": 1.0}] * 400)
+    for step in range(MIN_RING_RECORDS + 50):
+        ring.append(StepRecord(ts=step, step=step, statistics=big))
+
+    assert MIN_RING_RECORDS == len(ring)
+    assert 50 == ring.overrun
+    assert 1.0 == ring.fill
+
+
+def test_small_records_are_bounded_by_bytes_too():
+    ring = _filled(1000, room=10_000, max_bytes=400 * 256)
+
+    assert 400 == len(ring)
+    assert 1.0 == ring.fill
+
+
+def test_statistics_that_do_not_fit_their_plan_are_refused(statistics):
+    good = statistics([PlanEntry(kind="grad_reduced", tensor="a")], [{"norm": 1.0}])
+    ring = Ring(8, EVERYTHING)
+    with pytest.raises(ValueError, match="plan of 1 entries needs 6 and 4"):
+        ring.append(StepRecord(ts=0, statistics=Statistics(good.plan, good.values.slice(1), good.counts)))
+
+    assert -1 == ring.head
+
+
+def test_a_plan_is_known_as_long_as_a_record_uses_it(statistics):
+    ring = Ring(300, EVERYTHING)
+    plans = []
+    for step in range(400):
+        numbers = statistics([PlanEntry(kind="act_out", tensor=f"t{step}")], [{"norm": 1.0}])
+        plans.append(numbers.plan.hash)
+        ring.append(StepRecord(ts=step, statistics=numbers))
+
+    assert all(ring.plan(plan) is not None for plan in plans[-300:])
+    assert ring.plan(plans[0]) is None
+
+
+def test_waiting_ends_when_everything_is_committed():
+    ring = _filled(5)
+    commit = threading.Timer(0.05, ring.commit, [4])
+    commit.start()
+    left = ring.wait_committed(10.0)
+    commit.join()
+
+    assert 0 == left
+
+
+def test_waiting_ends_with_its_time():
+    assert 5 == _filled(5).wait_committed(0.01)
+
+
+_operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("append"), st.integers(1, 4)),
+        st.tuples(st.just("fetch"), st.integers(1, 5 * 256)),
+        st.tuples(st.just("commit"), st.floats(0, 1)),
+    ),
+    max_size=80,
+)
+
+
+@given(_operations)
+def test_any_interleaving_delivers_each_record_once_or_reports_it_lost(operations):
+    """A reader that moves its cursor by what it got, and commits only what it has, accounts for every record."""
+    ring = Ring(5, EVERYTHING)
+    published = 0
+    cursor = -1
+    delivered: list[int | None] = []
+    lost: list[int] = []
+    committed = -1
+    overwritten_uncommitted = 0
+
+    for name, argument in [*operations, ("fetch", EVERYTHING)]:
+        if name == "append":
+            for _ in range(argument):
+                if published - 5 > committed and published >= 5:
+                    overwritten_uncommitted += 1
+                assert published == ring.append(StepRecord(ts=0, step=published))
+                published += 1
+        elif name == "fetch":
+            window = ring.after(cursor, argument)
+            if window.lost is not None:
+                lost += range(window.lost[0], window.lost[1] + 1)
+            delivered += [record.step for record in window.records]
+            cursor = window.last
+        else:
+            committed = max(committed, int(argument * (cursor + 1)) - 1)
+            ring.commit(committed)
+
+    assert list(range(published)) == sorted([*delivered, *lost])
+    assert delivered == sorted(delivered)
+    assert overwritten_uncommitted == ring.overrun
+    assert min(5, published - 1 - committed) == ring.uncommitted
+
+
+def test_readers_and_a_writer_in_threads_lose_nothing():
+    ring = Ring(100_000, EVERYTHING)
+    records = 5000
+    seen: list[list[int | None]] = [[], []]
+
+    def read(steps: list[int | None]) -> None:
+        cursor = -1
+        while cursor < records - 1:
+            window = ring.after(cursor, 20 * 256)
+            steps += [record.step for record in window.records]
+            cursor = window.last
+            ring.commit(cursor)
+
+    readers = [threading.Thread(target=read, args=(steps,)) for steps in seen]
+    for reader in readers:
+        reader.start()
+    for step in range(records):
+        ring.append(StepRecord(ts=0, step=step))
+    for reader in readers:
+        reader.join(30)
+
+    assert [list(range(records))] * 2 == seen
+    assert 0 == ring.uncommitted
