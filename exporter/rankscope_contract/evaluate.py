@@ -1,6 +1,7 @@
 """The plain meaning of the rules: one series, one value at a time. Every faster evaluator is tested against this one.
 
-Values and stored baselines are float32, recursion and comparison are float64 over them.
+Statistics of tensors and stored baselines are float32, scalars float64, as they stand in the store; recursion and
+comparison are float64 over them.
 """
 
 from __future__ import annotations
@@ -47,20 +48,34 @@ class Firing:
     baseline: float  # before the observation; NaN at the first one
 
 
-def evaluate(rules: Sequence[AnomalyRule], kind: str | None, op: str, series: Iterable[float]) -> Iterator[Firing]:
-    """Yield what fires along `series`. The first rule in order that may judge `op` and fires names the alert.
+class SeriesEvaluator:
+    """One series and its baseline. A rule that may not judge `op` never swallows the verdict of a later one."""
 
-    A rule that may not judge `op` never swallows the verdict of a later one.
-    """
-    judging = [rule for rule in rules if rule.judges(kind, op)]
-    baseline = math.nan
-    for position, raw in enumerate(series):
-        value = to_float32(raw)
-        before, after = baseline, next_baseline(baseline, value)
+    def __init__(self, rules: Sequence[AnomalyRule], kind: str | None, op: str) -> None:
+        self._judging = [rule for rule in rules if rule.judges(kind, op)]
+        self._op = op
+        self._stored_as_float64 = op == "value"  # scalars; statistics of tensors are float32
+        self._baseline = math.nan
+        self._position = -1
+
+    def observe(self, raw: float) -> Firing | None:
+        """Judge the next value; the first rule in order that fires names the alert."""
+        self._position += 1
+        value = raw if self._stored_as_float64 else to_float32(raw)
+        before = self._baseline
+        self._baseline = next_baseline(before, value)
         # The first observation is its own baseline: it can never be turbulent.
-        against = after if math.isnan(before) else before
-        for rule in judging:
-            if rule.fires(op, value, against):
-                yield Firing(position, rule, value, before)
-                break
-        baseline = after
+        against = self._baseline if math.isnan(before) else before
+        for rule in self._judging:
+            if rule.fires(self._op, value, against):
+                return Firing(self._position, rule, value, before)
+        return None
+
+
+def evaluate(rules: Sequence[AnomalyRule], kind: str | None, op: str, series: Iterable[float]) -> Iterator[Firing]:
+    """Yield what fires along `series`."""
+    evaluator = SeriesEvaluator(rules, kind, op)
+    for raw in series:
+        firing = evaluator.observe(raw)
+        if firing is not None:
+            yield firing

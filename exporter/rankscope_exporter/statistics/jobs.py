@@ -1,0 +1,108 @@
+"""What compiled code is told about tensors: addresses and sizes in one array, made again only when a tensor moved."""
+
+from __future__ import annotations
+
+import array
+import enum
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+
+from rankscope_exporter.statistics.table import SUMS, Rows, StatisticsTable
+from rankscope_exporter.statistics.tensors import PLAIN_TYPES, is_freed
+from rankscope_exporter.statistics.torch_backend import round_up
+
+BLOCK: Final = 4096
+JOB_FIELDS: Final = 5  # address, elements, entry, code, bytes per element
+
+
+class Code(enum.IntEnum):
+    """The types that compiled code reads."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    FLOAT16 = 2
+    FLOAT64 = 3
+
+
+CODES: Final = {
+    torch.float32: Code.FLOAT32,
+    torch.bfloat16: Code.BFLOAT16,
+    torch.float16: Code.FLOAT16,
+    torch.float64: Code.FLOAT64,
+}
+_BITS_OF: Final = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+# Memory that torch has given back leaves its offset as address. No heap lies this low, and an address that does only
+# costs a closer look.
+_SUSPICIOUS_BELOW: Final = 1 << 36
+
+Sight = tuple[int, int, torch.dtype, bool, bool]
+
+
+class PointerJobs:
+    """The compiled work of one group: which tensors it can read, and where they lay last time."""
+
+    def __init__(self, rows: Rows, zero_below: float) -> None:
+        self._rows = rows
+        self._zero_below = array.array("q", _thresholds(zero_below))
+        self._scratch = array.array("d", bytes(8 * BLOCK))
+        self._seen: list[Sight | None] = []
+        self._jobs = array.array("q")
+        self._others: list[int] = []
+
+    def run(
+        self, kernel: Callable[..., None], tensors: Sequence[torch.Tensor | None], table: StatisticsTable
+    ) -> Sequence[int]:
+        """Measure what compiled code can read; return the positions of the other tensors."""
+        seen = [_sight(tensor) for tensor in tensors]
+        if seen != self._seen:
+            self._plan(tensors, seen)
+        if self._jobs:
+            sums = table.buffer.data_ptr()
+            kernel(
+                self._jobs.buffer_info()[0],
+                len(self._jobs) // JOB_FIELDS,
+                sums,
+                sums + 8 * len(SUMS) * table.size,
+                table.size,
+                self._zero_below.buffer_info()[0],
+                self._scratch.buffer_info()[0],
+            )
+        return self._others
+
+    def _plan(self, tensors: Sequence[torch.Tensor | None], seen: list[Sight | None]) -> None:
+        self._seen = seen
+        self._others = []
+        self._jobs = array.array("q")
+        for position, (tensor, sight, row) in enumerate(zip(tensors, seen, self._rows, strict=True)):
+            if sight is not None and tensor is not None and _readable(tensor, sight):
+                address, numel, dtype, *_ = sight
+                self._jobs.extend((address, numel, row, CODES[dtype], dtype.itemsize))
+            elif tensor is not None:
+                self._others.append(position)
+
+
+def _sight(tensor: torch.Tensor | None) -> Sight | None:
+    """Return what must be unchanged for a pointer to be used again; None for what has no pointer of its own."""
+    if type(tensor) not in PLAIN_TYPES or tensor is None or tensor.layout is not torch.strided or not tensor.is_cpu:
+        return None
+    return tensor.data_ptr(), tensor.numel(), tensor.dtype, tensor.is_contiguous(), tensor.is_neg()
+
+
+def _readable(tensor: torch.Tensor, sight: Sight) -> bool:
+    address, numel, dtype, contiguous, negated = sight
+    if dtype not in CODES or not contiguous or negated:
+        return False
+    return numel == 0 or address >= _SUSPICIOUS_BELOW or not (address == 0 or is_freed(tensor))
+
+
+def _thresholds(zero_below: float) -> list[int]:
+    """Return the bits below which a magnitude counts as zero: for each Code its own, then for each as float64."""
+    own, wide = [], []
+    for dtype in CODES:
+        bound = torch.tensor(round_up(zero_below, dtype) if zero_below > 0 else 0.0, dtype=torch.float64)
+        wide.append(max(1, int(bound.view(torch.int64))))
+        own.append(max(1, int(bound.to(dtype).view(_BITS_OF[dtype]))) if dtype in _BITS_OF else 0)
+    return own + wide

@@ -1,0 +1,289 @@
+"""One pass over a tensor in compiled code. Importing this takes seconds and needs numba: only the warm-up thread does.
+
+Sums run in float32 lanes over blocks that stay in the first-level cache, and are folded in float64. Minimum, maximum
+and zeros are taken from the bits: with those of negative numbers flipped, the bits of a float order like an integer,
+and integers compare in vectors where floats do not. A NaN, an Inf, or a magnitude whose square leaves float32 shows in
+the same extremes; such a block is widened to float64 and measured again with care.
+
+All arguments are addresses and sizes, so that nothing is boxed. Kernels hold no GIL and start no threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Final, ParamSpec, TypeVar
+
+import numba
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from rankscope_exporter.statistics.jobs import BLOCK, JOB_FIELDS
+from rankscope_exporter.statistics.jobs import Code as _Code
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Number = Any
+"""A machine number of compiled code: an address, a count, some bits or a float. numba gives it its type."""
+Block = tuple[Number, Number, Number, Number, Number, Number, Number]
+"""Of some elements: sum of squares, sum, least, most, nans, infs, zeros."""
+
+_FLOAT32: Final = int(_Code.FLOAT32)
+_BFLOAT16: Final = int(_Code.BFLOAT16)
+_FLOAT16: Final = int(_Code.FLOAT16)
+
+_MOST16: Final = 0x7FFF
+_LEAST16: Final = -0x8000
+_MOST32: Final = 0x7FFFFFFF
+_LEAST32: Final = -0x80000000
+_MOST64: Final = 0x7FFFFFFFFFFFFFFF
+_LEAST64: Final = -0x8000000000000000
+_INFINITE64: Final = 0x7FF0000000000000
+# Bits of 1e-14 and 1e17: between them 4096 squares neither overflow float32 nor lose more than 4e-7 of their sum.
+_SAFE_FROM: Final = 0x283424DC
+_SAFE_TO: Final = 0x5BB1A2BC
+_LARGEST_HALF: Final = 0x7BFF
+_HALF_TO_FLOAT: Final = float(2**112)  # between the exponent biases of float16 and float32
+
+# Sums may be reordered, which vectors need; NaN and Inf keep their meaning.
+_OPTIONS: Final[dict[str, Any]] = {
+    "nogil": True,
+    "boundscheck": False,
+    "error_model": "numpy",
+    "fastmath": {"reassoc", "contract", "nsz"},
+}
+
+
+def _compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a helper that is compiled into its callers."""
+    compiled: Callable[P, R] = numba.njit(**_OPTIONS)(function)
+    return compiled
+
+
+def _pointer(target: Any) -> Any:
+    """Return the compiled cast of an integer to a pointer to `target`."""
+    pointer = types.CPointer(target)  # type: ignore[no-untyped-call]  # numba leaves it untyped
+
+    def cast(_typing: Any, _address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return pointer(types.int64), generate
+
+    return intrinsic(cast)
+
+
+def _reinterpret(source: Any, target: Any, llvm: Any) -> Any:
+    """Return the compiled reading of the bits of a `source` as a `target`."""
+
+    def cast(_typing: Any, _value: Any) -> Any:
+        def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            return builder.bitcast(arguments[0], llvm)
+
+        return target(source), generate
+
+    return intrinsic(cast)
+
+
+# Names of compiled code. numba lets mypy take them for numpy's.
+carray: Final[Any] = numba.carray  # type: ignore[attr-defined]  # documented, yet not among numba's typed names
+int16: Final[Any] = types.int16
+int32: Final[Any] = types.int32
+int64: Final[Any] = types.int64
+float32: Final[Any] = types.float32
+float64: Final[Any] = types.float64
+
+_int16s, _int32s, _int64s = _pointer(types.int16), _pointer(types.int32), _pointer(types.int64)
+_float32s, _float64s = _pointer(types.float32), _pointer(types.float64)
+_as_float32 = _reinterpret(types.int32, types.float32, ir.FloatType())
+_as_float64 = _reinterpret(types.int64, types.float64, ir.DoubleType())
+
+
+@_compiled
+def _bits(ordered: Number) -> Number:
+    """Return the float32 bits that an ordered integer stands for; the flip is its own inverse."""
+    return int32(ordered ^ int32(int32(ordered >> 31) & int32(_MOST32)))
+
+
+@_compiled
+def _half_bits(ordered: Number) -> Number:
+    """Return the 16 bits that an ordered integer stands for."""
+    return int16(ordered ^ int16(int16(ordered >> 15) & int16(_MOST16)))
+
+
+@_compiled
+def _half(bits: Number) -> Number:
+    """Return the float32 of finite float16 bits: moved into place, then scaled by the difference of the biases."""
+    wide = int32(bits)
+    moved = int32(int32(int32(wide & int32(_MOST16)) << 13) | int32(wide & int32(_LEAST32)))
+    return _as_float32(moved) * float32(_HALF_TO_FLOAT)
+
+
+@_compiled
+def _is_safe(least: Number, most: Number) -> Number:
+    """Return whether float32 sums of a block with these extreme bits can be trusted."""
+    magnitude = max(int32(least & int32(_MOST32)), int32(most & int32(_MOST32)))
+    return magnitude == 0 or (magnitude >= _SAFE_FROM and magnitude <= _SAFE_TO)
+
+
+@_compiled
+def _careful(address: Number, size: Number, zero64: Number) -> Block:
+    """Measure float64 elements: non-finite ones are counted and left out."""
+    values, patterns = carray(_float64s(address), size), carray(_int64s(address), size)
+    squares, total = 0.0, 0.0
+    least, most = int64(_MOST64), int64(_LEAST64)
+    nans, infs, zeros = 0, 0, 0
+    for i in range(size):
+        pattern = patterns[i]
+        magnitude = pattern & _MOST64
+        finite = magnitude < _INFINITE64
+        x = values[i] if finite else 0.0
+        squares += x * x
+        total += x
+        ordered = pattern ^ ((pattern >> 63) & _MOST64)
+        least = min(least, ordered if finite else int64(_MOST64))
+        most = max(most, ordered if finite else int64(_LEAST64))
+        nans += magnitude > _INFINITE64
+        infs += magnitude == _INFINITE64
+        zeros += magnitude < zero64
+    if nans + infs == size:
+        return squares, total, math.inf, -math.inf, nans, infs, zeros
+    lowest = _as_float64(least ^ ((least >> 63) & _MOST64))
+    highest = _as_float64(most ^ ((most >> 63) & _MOST64))
+    return squares, total, lowest, highest, nans, infs, zeros
+
+
+@_compiled
+def _widened(address: Number, size: Number, code: Number, scratch: Number) -> None:
+    """Write elements of a smaller type to `scratch` as float64."""
+    wide = carray(_float64s(scratch), size)
+    if code == _FLOAT32:
+        floats = carray(_float32s(address), size)
+        for i in range(size):
+            wide[i] = float64(floats[i])
+        return
+    shorts = carray(_int16s(address), size)
+    if code == _BFLOAT16:
+        for i in range(size):
+            wide[i] = float64(_as_float32(int32(int32(shorts[i]) << 16)))
+        return
+    for i in range(size):
+        bits = shorts[i]
+        if int16(bits & int16(_MOST16)) <= _LARGEST_HALF:
+            wide[i] = float64(_half(bits))
+        else:  # the payload of a NaN keeps it one, an Inf has none
+            wide[i] = float64(_as_float32(int32(int32(int32(bits) << 13) | int32(0x7F800000))))
+
+
+@_compiled
+def _float32_block(address: Number, size: Number, zero: Number) -> tuple[Number, Number, Number, Number, Number]:
+    """Measure float32 elements in float32; the extremes are bits."""
+    values, patterns = carray(_float32s(address), size), carray(_int32s(address), size)
+    squares, total = float32(0.0), float32(0.0)
+    least, most, zeros = int32(_MOST32), int32(_LEAST32), int32(0)
+    for i in range(size):
+        x = values[i]
+        squares += x * x
+        total += x
+        pattern = patterns[i]
+        ordered = int32(pattern ^ int32(int32(pattern >> 31) & int32(_MOST32)))
+        least = min(least, ordered)
+        most = max(most, ordered)
+        zeros += int32(int32(pattern & int32(_MOST32)) < zero)
+    return squares, total, _bits(least), _bits(most), zeros
+
+
+@_compiled
+def _bfloat16_sums(address: Number, size: Number) -> tuple[Number, Number]:
+    shorts = carray(_int16s(address), size)
+    squares, total = float32(0.0), float32(0.0)
+    for i in range(size):
+        x = _as_float32(int32(int32(shorts[i]) << 16))
+        squares += x * x
+        total += x
+    return squares, total
+
+
+@_compiled
+def _float16_sums(address: Number, size: Number) -> tuple[Number, Number]:
+    shorts = carray(_int16s(address), size)
+    squares, total = float32(0.0), float32(0.0)
+    for i in range(size):
+        x = _half(shorts[i])
+        squares += x * x
+        total += x
+    return squares, total
+
+
+@_compiled
+def _extremes16(address: Number, size: Number, zero: Number) -> tuple[Number, Number, Number]:
+    """Return the extreme bits and the zeros of 16-bit floats: a loop of its own, twice as many lanes wide."""
+    patterns = carray(_int16s(address), size)
+    least, most, zeros = int16(_MOST16), int16(_LEAST16), int16(0)
+    for i in range(size):
+        pattern = patterns[i]
+        ordered = int16(pattern ^ int16(int16(pattern >> 15) & int16(_MOST16)))
+        least = min(least, ordered)
+        most = max(most, ordered)
+        zeros = int16(zeros + int16(int16(pattern & int16(_MOST16)) < zero))
+    return _half_bits(least), _half_bits(most), zeros
+
+
+@_compiled
+def _block(  # noqa: PLR0917 - addresses and sizes
+    address: Number, size: Number, code: Number, zero: Number, zero64: Number, scratch: Number
+) -> Block:
+    """Measure up to BLOCK elements of any type: in float32 where that is safe, else again in float64."""
+    if code == _FLOAT32:
+        squares, total, least, most, zeros = _float32_block(address, size, zero)
+        if _is_safe(least, most):
+            return squares, total, _as_float32(least), _as_float32(most), 0, 0, zeros
+    elif code == _BFLOAT16:
+        low, high, few = _extremes16(address, size, zero)
+        least, most = int32(int32(low) << 16), int32(int32(high) << 16)
+        if _is_safe(least, most):
+            squares, total = _bfloat16_sums(address, size)
+            return squares, total, _as_float32(least), _as_float32(most), 0, 0, few
+    elif code == _FLOAT16:
+        low, high, few = _extremes16(address, size, zero)
+        if int16(low & int16(_MOST16)) <= _LARGEST_HALF and int16(high & int16(_MOST16)) <= _LARGEST_HALF:
+            squares, total = _float16_sums(address, size)
+            return squares, total, _half(low), _half(high), 0, 0, few
+    else:
+        return _careful(address, size, zero64)
+    _widened(address, size, code, scratch)
+    return _careful(scratch, size, zero64)
+
+
+def _measure(  # noqa: PLR0917 - addresses and sizes
+    jobs: Number, count: Number, sums: Number, counts: Number, stride: Number, zeros_below: Number, scratch: Number
+) -> None:
+    """Measure `count` tensors and write each to its column of the table, whose rows are `stride` columns long."""
+    job = carray(_int64s(jobs), count * JOB_FIELDS)
+    below = carray(_int64s(zeros_below), 8)
+    table, counted = carray(_float64s(sums), 4 * stride), carray(_int64s(counts), 4 * stride)
+    for at in range(count):
+        address, size, row = job[at * JOB_FIELDS], job[at * JOB_FIELDS + 1], job[at * JOB_FIELDS + 2]
+        code, itemsize = job[at * JOB_FIELDS + 3], job[at * JOB_FIELDS + 4]
+        squares, total, least, most = 0.0, 0.0, math.inf, -math.inf
+        nans, infs, zeros = 0, 0, 0
+        for first in range(0, size, BLOCK):
+            part = _block(
+                address + first * itemsize, min(BLOCK, size - first), code, below[code], below[4 + code], scratch
+            )
+            squares += part[0]
+            total += part[1]
+            least, most = min(least, part[2]), max(most, part[3])
+            nans, infs, zeros = nans + part[4], infs + part[5], zeros + part[6]
+        table[row], table[stride + row] = squares, least
+        table[2 * stride + row], table[3 * stride + row] = most, total
+        counted[row], counted[stride + row] = nans, infs
+        counted[2 * stride + row], counted[3 * stride + row] = zeros, size
+
+
+def compile_measure(*, cache: bool) -> Callable[..., None]:
+    """Return the kernel, compiled now or read from the cache on disk. RuntimeError: no folder for a cache is writable."""
+    signature = types.void(*[types.int64] * 7)
+    compiled: Callable[..., None] = numba.njit(signature, cache=cache, **_OPTIONS)(_measure)
+    return compiled

@@ -1,0 +1,172 @@
+"""Where the sums of one step live: one buffer on the device, one asynchronous copy to the host, one reading there.
+
+Sums are float64 and counts int64 in one buffer, so that a step costs one copy. An entry is absent until it is measured.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
+
+SUMS: Final = ("sum_of_squares", "min", "max", "sum")  # float64, over finite elements
+ROWS: Final = len(SUMS) + len(COUNT_OPS)
+NUMEL_ROW: Final = len(SUMS) + COUNT_OPS.index("numel")
+ABSENT: Final = -1  # in place of numel
+
+Rows = range | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Statistics of one step on the host. `values` is NaN where an entry has no finite element or is absent."""
+
+    values: torch.Tensor  # float32 [len(VALUE_OPS), T]
+    counts: torch.Tensor  # int64 [len(COUNT_OPS), T], 0 where absent
+    present: torch.Tensor  # bool [T]
+
+
+class StatisticsTable:
+    """Raw sums of `size` entries on one device, preallocated. Written by one thread, in the order of one stream."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size = size
+        self.device = torch.device(device)
+        self._free_host_buffers: collections.deque[torch.Tensor] = collections.deque()
+        self._indices: dict[Rows, torch.Tensor] = {}
+        self.buffer = self._new_buffer(self.device)
+        self.clear()
+
+    def clear(self) -> None:
+        """Make every entry absent."""
+        # Only `numel` is reset: what else an absent entry holds is never read.
+        self.buffer[NUMEL_ROW].fill_(ABSENT)
+
+    @property
+    def sums(self) -> torch.Tensor:
+        """Return the float64 rows, in the order of SUMS."""
+        return self.buffer[: len(SUMS)].view(torch.float64)
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """Return the int64 rows, in the order of COUNT_OPS."""
+        return self.buffer[len(SUMS) :]
+
+    def write(self, rows: Rows, sums: torch.Tensor, counts: torch.Tensor) -> None:
+        """Store float64 [len(SUMS), n] and int64 [len(COUNT_OPS), n] at the n entries of `rows`."""
+        if isinstance(rows, range):
+            self.sums[:, rows.start : rows.stop].copy_(sums)
+            self.counts[:, rows.start : rows.stop].copy_(counts)
+        else:
+            index = self.index(rows)
+            self.sums.index_copy_(1, index, sums)
+            self.counts.index_copy_(1, index, counts)
+
+    def index(self, rows: Rows) -> torch.Tensor:
+        """Return `rows` as an index on the device, made once: a list sent at each step would be a copy at each step."""
+        index = self._indices.get(rows)
+        if index is None:
+            if len(self._indices) >= _INDICES_KEPT:
+                self._indices.clear()
+            index = torch.tensor(rows, dtype=torch.int64, device=self.device)
+            self._indices[rows] = index
+        return index
+
+    def take_host_buffer(self) -> torch.Tensor:
+        """Return a free buffer on the host, pinned where the device copies to it by itself."""
+        try:
+            return self._free_host_buffers.popleft()
+        except IndexError:  # all in use: the publisher is behind
+            return self._new_buffer(torch.device("cpu"), pinned=self.device.type == "cuda")
+
+    def give_host_buffer(self, buffer: torch.Tensor) -> None:
+        """Take back a buffer that nobody reads any more; called from the publisher thread."""
+        if len(self._free_host_buffers) < _HOST_BUFFERS_KEPT:
+            self._free_host_buffers.append(buffer)
+
+    def _new_buffer(self, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
+        with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
+            return torch.zeros(ROWS, self.size, dtype=torch.int64, device=device, pin_memory=pinned)
+
+
+_HOST_BUFFERS_KEPT: Final = 4
+_INDICES_KEPT: Final = 256
+
+
+def contiguous_rows(rows: Sequence[int]) -> Rows:
+    """Return `rows` as a range where they follow one another, else as a tuple."""
+    if isinstance(rows, range) and rows.step == 1:
+        return rows
+    if rows and list(rows) == list(range(rows[0], rows[0] + len(rows))):
+        return range(rows[0], rows[0] + len(rows))
+    return tuple(rows)
+
+
+def copy_entries(table: StatisticsTable, source_rows: Sequence[int], target_rows: Sequence[int]) -> None:
+    """Copy entries that are known to be equal, absence included (without other ranks, reduced is unreduced)."""
+    source, target = contiguous_rows(source_rows), contiguous_rows(target_rows)
+    with torch.no_grad():
+        if isinstance(source, range) and isinstance(target, range):
+            columns = table.buffer[:, source.start : source.stop]
+            table.buffer[:, target.start : target.stop].copy_(columns)
+        else:
+            columns = table.buffer.index_select(1, table.index(source))
+            table.buffer.index_copy_(1, table.index(target), columns)
+
+
+class HostCopy:
+    """The table of one step on its way to the host. Making it empties the table, which is then free for a next step."""
+
+    __slots__ = ("_event", "buffer", "table")
+
+    def __init__(self, table: StatisticsTable) -> None:
+        self.table = table
+        self.buffer = table.take_host_buffer()
+        self._event: torch.cuda.Event | None = None
+        with torch.no_grad():
+            if table.device.type == "cpu":
+                self.buffer, table.buffer = table.buffer, self.buffer  # exchanged, not copied
+            elif table.device.type == "cuda":
+                self.buffer.copy_(table.buffer, non_blocking=True)
+                self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+                self._event.record(torch.cuda.current_stream(table.device))
+            else:
+                self.buffer.copy_(table.buffer)  # other accelerators: blocking, since their events are not tested
+            table.clear()  # behind the copy on the same stream
+
+    def ready(self) -> bool:
+        """Return whether the numbers are on the host; never waits."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def wait(self) -> None:
+        """Wait until the numbers are on the host; for the publisher thread and for exit, never for a step."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+def finish(host: HostCopy) -> Finished:
+    """Return the statistics of a copy that is ready, and free its buffer. On the publisher thread, once per copy."""
+    with torch.inference_mode(False), torch.no_grad():
+        host.wait()
+        counts = host.buffer[len(SUMS) :].clone()
+        sums = host.buffer[: len(SUMS)].view(torch.float64).clone()
+        host.table.give_host_buffer(host.buffer)
+        numel = counts[COUNT_OPS.index("numel")]
+        present = numel >= 0
+        counts.masked_fill_(~present, 0)
+        finite = numel - counts[COUNT_OPS.index("nans")] - counts[COUNT_OPS.index("infs")]
+        total = dict(zip(SUMS, sums, strict=True))
+        by_op = {
+            "norm": total["sum_of_squares"].sqrt(),
+            "min": total["min"],
+            "max": total["max"],
+            "mean": total["sum"] / finite,
+        }
+        values = torch.stack([by_op[op] for op in VALUE_OPS]).to(torch.float32)
+        values.masked_fill_(finite <= 0, torch.nan)
+    return Finished(values, counts, present)

@@ -1,0 +1,57 @@
+"""What a tensor object holds on this rank: plain dense memory, or why there is nothing to measure. No arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch.nn.parameter import is_lazy
+
+PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Types that are their own memory; any other may be a wrapper."""
+
+_DTYPE_NAMES: Final = (
+    *("float64", "float32", "float16", "bfloat16"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    *("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64", "bool"),
+    *("complex128", "complex64", "complex32"),
+)
+MEASURABLE: Final = frozenset(getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name))
+"""Packed and quantized types are left out: their elements are codes, not numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Elements that lie in memory, and how many more are zero without lying there (sparse tensors)."""
+
+    elements: torch.Tensor
+    implicit_zeros: int = 0
+
+
+def held(tensor: torch.Tensor | None) -> Held | None:
+    """Return what this rank holds of `tensor`, detached; None when there is nothing: None, meta, freed or packed."""
+    if tensor is None:
+        return None
+    if tensor.is_meta or tensor.is_nested or tensor.dtype not in MEASURABLE or is_lazy(tensor):
+        return None
+    tensor = tensor.detach()
+    if tensor.layout is torch.strided:
+        return None if is_freed(tensor) else Held(tensor)
+    if tensor.layout is torch.sparse_coo:
+        values = tensor.coalesce().values()  # without it, rows that occur twice would count twice
+    elif tensor.layout in _COMPRESSED:
+        values = tensor.values()
+    else:
+        return Held(tensor.to_dense())
+    return Held(values, tensor.numel() - values.numel())
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Return whether the memory is gone while the shape stays, as FSDP leaves parameters it has resharded."""
+    if type(tensor) not in PLAIN_TYPES or not tensor.numel():
+        return False
+    return tensor.untyped_storage().nbytes() == 0
+
+
+_COMPRESSED: Final = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
