@@ -18,6 +18,7 @@ class EventType(enum.StrEnum):
     EXIT = "exit"  # the process says why it ends: `details` holds reason and last step
     PHASE = "phase"  # training entered or left a named phase
     LAUNCH = "launch"  # a new attempt registered
+    INCIDENT = "incident"  # the service grouped anomalies of one cause: `details` holds key, state and extent
     FAULT = "fault"  # Rankscope itself swallowed an error on the rank
     NOTE = "note"  # free text of the training script
 

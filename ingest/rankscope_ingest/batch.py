@@ -1,0 +1,102 @@
+"""Gather decoded bodies into batches: when to flush, what goes into one, when to stop pulling. Pure, no I/O.
+
+The clock is an argument. A batch that could not be committed comes back with `put_back` and goes first the next time,
+so rows are never reordered within an incarnation and the watermark stays the last seq of an unbroken prefix.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingBatch:
+    """What one commit will hold, still in pieces: concatenating them is work for the flush thread."""
+
+    pieces: Mapping[str, tuple[pa.Table, ...]]
+    watermarks: Mapping[str, int]
+    rows: int
+
+    def tables(self) -> dict[str, pa.Table]:
+        """Return one table per dataset."""
+        return {dataset: pa.concat_tables(pieces) for dataset, pieces in self.pieces.items()}
+
+
+@dataclass(slots=True, kw_only=True)
+class Batcher:
+    """Rows on their way to the store. They count until their commit is settled, so in-flight rows bound the pulls."""
+
+    flush_rows: int
+    flush_after_seconds: float
+    max_pending_rows: int
+    _pieces: dict[str, list[pa.Table]] = field(default_factory=lambda: defaultdict(list))
+    _watermarks: dict[str, int] = field(default_factory=dict)
+    _rows: int = 0
+    _rows_in_flight: int = 0
+    _opened_at: float | None = None
+    _wanted: bool = False
+
+    @property
+    def pending_rows(self) -> int:
+        """Return rows that are fetched and not yet committed."""
+        return self._rows + self._rows_in_flight
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether pulling has to wait for a commit."""
+        return self.pending_rows >= self.max_pending_rows
+
+    def add(self, tables: Mapping[str, pa.Table], now: float, *, watermarks: Mapping[str, int] | None = None) -> None:
+        """Take `tables`, and the last seq they bring each incarnation to."""
+        for dataset, table in tables.items():
+            if table.num_rows:
+                self._pieces[dataset].append(table)
+                self._rows += table.num_rows
+        self._watermarks.update(watermarks or {})
+        # A body without rows still moves a watermark, or its records would be asked for again after a restart.
+        if self._opened_at is None and (self._pieces or self._watermarks):
+            self._opened_at = now
+
+    def want_flush(self) -> None:
+        """Make the batch due at once: a rank drains, or a notification waits for its rows to be durable."""
+        self._wanted = True
+
+    def due(self, now: float) -> str | None:
+        """Return why the batch should be flushed now ("rows", "age", "wanted"), or None."""
+        if self._opened_at is None:
+            self._wanted = False
+            return None
+        if self._wanted:
+            return "wanted"
+        if self._rows >= self.flush_rows:
+            return "rows"
+        return "age" if now - self._opened_at >= self.flush_after_seconds else None
+
+    def take(self) -> PendingBatch:
+        """Return everything gathered; it stays counted until `settled` or `put_back`."""
+        batch = PendingBatch(
+            pieces={dataset: tuple(pieces) for dataset, pieces in self._pieces.items()},
+            watermarks=dict(self._watermarks),
+            rows=self._rows,
+        )
+        self._rows_in_flight += self._rows
+        self._pieces, self._watermarks, self._rows = defaultdict(list), {}, 0
+        self._opened_at, self._wanted = None, False
+        return batch
+
+    def settled(self, batch: PendingBatch) -> None:
+        """Forget `batch`: it is committed."""
+        self._rows_in_flight -= batch.rows
+
+    def put_back(self, batch: PendingBatch, now: float) -> None:
+        """Put `batch`, which could not be committed, before what came since; it is retried no sooner than by age."""
+        self._rows_in_flight -= batch.rows
+        for dataset, pieces in batch.pieces.items():
+            self._pieces[dataset][:0] = pieces
+        self._watermarks = {**batch.watermarks, **self._watermarks}
+        self._rows += batch.rows
+        self._opened_at = now

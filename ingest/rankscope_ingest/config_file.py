@@ -1,0 +1,99 @@
+"""Read the service's TOML file; say what is wrong in it as a person would: file, key, what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from rankscope_ingest.config import ServiceConfig
+from rankscope_ingest.errors import ConfigError
+
+
+def load_config(path: str | Path | None, overrides: Mapping[str, Any] | None = None) -> ServiceConfig:
+    """Return the configuration in `path`, with `overrides` ("store.path": …) put over it.
+
+    A relative store path is relative to the file. Without a file the overrides must hold what has no default.
+    Raises ConfigError naming every fault at once.
+    """
+    document = {} if path is None else _read(Path(path))
+    base = Path.cwd() if path is None else Path(path).resolve().parent
+    _anchor_store(document, base)
+    for key, value in (overrides or {}).items():
+        _put(document, key, value)
+    try:
+        return ServiceConfig.model_validate(document)
+    except ValidationError as error:
+        source = "the given settings" if path is None else str(path)
+        faults = "\n".join(f"  {_explain(fault)}" for fault in error.errors(include_url=False))
+        raise ConfigError(f"{source} is not a valid configuration:\n{faults}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such file; name an existing TOML file") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+
+
+def _anchor_store(document: dict[str, Any], base: Path) -> None:
+    store = document.get("store")
+    if isinstance(store, dict) and isinstance(store.get("path"), str) and "://" not in store["path"]:
+        store["path"] = str(base / Path(store["path"]).expanduser())
+
+
+def _put(document: dict[str, Any], key: str, value: Any) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        document = document.setdefault(section, {})
+    document[last] = value
+
+
+def _explain(fault: ErrorDetails) -> str:
+    location = tuple(fault["loc"])
+    key = _dotted(location)
+    if fault["type"] == "extra_forbidden":
+        return f"{key}: unknown key; {_allowed(location)}"
+    if fault["type"] == "missing":
+        return f"{key}: is missing and has no default"
+    text = fault["msg"].removeprefix("Value error, ")
+    given = "" if _is_secret(key) or isinstance(fault["input"], dict) else f" (given: {fault['input']!r})"
+    return f"{key}: {text}{given}" if key else f"{text}{given}"
+
+
+def _dotted(location: tuple[int | str, ...]) -> str:
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return text.removeprefix(".")
+
+
+def _is_secret(key: str) -> bool:
+    return "token" in key or key.startswith("notify.urls")
+
+
+def _allowed(location: tuple[int | str, ...]) -> str:
+    """Return the keys that may stand where `location` ends, and the nearest to what was written."""
+    model: type[BaseModel] = ServiceConfig
+    for part in location[:-1]:
+        if isinstance(part, str):
+            model = _model_in(model.model_fields[part].annotation)
+    names = list(model.model_fields)
+    nearest = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]}? " if nearest else ""
+    return f"{hint}allowed: {', '.join(names)}"
+
+
+def _model_in(annotation: Any) -> type[BaseModel]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(_model_in(argument) for argument in get_args(annotation) if argument is not Ellipsis)

@@ -1,0 +1,91 @@
+"""Which addresses the service may dial: checked when a rank registers, and again whenever a name is resolved.
+
+Without the second check a name could point elsewhere after it was accepted.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable, Sequence
+from urllib.parse import urlsplit
+
+from aiohttp import ThreadedResolver
+from aiohttp.abc import AbstractResolver, ResolveResult
+
+from rankscope_ingest.config import Network
+from rankscope_ingest.errors import RegistrationError
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def parse_target_url(url: str) -> tuple[str, int]:
+    """Return (host, port) of a rank's advertised URL. Raises RegistrationError(400) unless it is http(s)://host:port."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+        parts = urlsplit("")
+    extra = parts.path.strip("/") or parts.query or parts.fragment or parts.username or parts.password
+    if parts.scheme not in {"http", "https"} or not host or not port or extra:
+        raise RegistrationError(400, f"url {url!r} is not of the form http://host:port: advertise such an address")
+    return host, port
+
+
+def address_of(host: str) -> Address | None:
+    """Return the address that `host` spells out, IPv4-mapped ones as IPv4; None for a name."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def check_allowed(url: str, addresses: Iterable[Address], networks: Sequence[Network]) -> None:
+    """Raise RegistrationError(403), naming the setting, when an address of the rank is not allowed."""
+    for address in addresses:
+        if not is_allowed(address, networks):
+            allowed = ", ".join(map(str, networks)) or "none"
+            raise RegistrationError(
+                403,
+                f"{url} is at {address}, outside [service] allowed_networks ({allowed}): "
+                "add its network to the service's configuration, or let the rank advertise another address",
+            )
+
+
+def is_allowed(address: Address, networks: Sequence[Network]) -> bool:
+    """Return whether `address` lies in one of `networks`; an empty list allows nothing."""
+    return any(address.version == network.version and address in network for network in networks)
+
+
+class AllowedResolver(AbstractResolver):
+    """Resolves names as the system does, and hands over only addresses that may be dialled."""
+
+    def __init__(self, networks: Sequence[Network]) -> None:
+        self._networks = networks
+        self._system = ThreadedResolver()
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        """Return the allowed addresses of `host`. Raises OSError when none is."""
+        found = await self._system.resolve(host, port, family)
+        allowed = [result for result in found if self._permits(result["host"])]
+        if found and not allowed:
+            raise OSError(f"{host} resolves to an address outside [service] allowed_networks")
+        return allowed
+
+    async def addresses(self, host: str) -> list[Address]:
+        """Return every address of `host`, a name or a spelt-out address. Raises OSError when there is none."""
+        if (address := address_of(host)) is not None:
+            return [address]
+        results = await self._system.resolve(host, 0, socket.AF_UNSPEC)
+        return [address for result in results if (address := address_of(result["host"])) is not None]
+
+    async def close(self) -> None:
+        """Nothing is held open."""
+
+    def _permits(self, text: str) -> bool:
+        address = address_of(text)
+        return address is not None and is_allowed(address, self._networks)

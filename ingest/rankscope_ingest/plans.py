@@ -1,0 +1,84 @@
+"""The names behind a record's numbers, turned into Arrow columns once per plan and kept for all ranks that share it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, Final
+
+import pyarrow as pa
+
+from rankscope_contract.records import Plan, PlanEntry, plan_hash
+from rankscope_ingest.errors import DecodeError
+from rankscope_ingest.tables import GrowingColumn, rows_table, table_schema, tiled_column
+
+NAME_COLUMNS: Final = ("kind", "tensor", "index", "placement", "shard_group", "call_seq", "vpp_stage")
+"""Columns of `tensor_stats` that a plan supplies."""
+
+KEPT_PLANS: Final = 256
+
+
+class PlanColumns:
+    """One plan as columns: `repeated(n)` gives the names of n records in a row, without copying them again."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.entries: tuple[PlanEntry, ...] = plan.entries
+        schema = table_schema("tensor_stats")
+        self._columns: dict[str, GrowingColumn] = {
+            name: tiled_column(pa.array([getattr(entry, name) for entry in plan.entries], schema.field(name).type))
+            for name in NAME_COLUMNS
+        }
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def repeated(self, records: int) -> dict[str, pa.Array]:
+        """Return the name columns of `records` records, one after another."""
+        rows = records * len(self.entries)
+        return {name: column.head(rows) for name, column in self._columns.items()}
+
+    def dimension_rows(self, common: dict[str, Any]) -> pa.Table:
+        """Return the plan as rows of `tensors`; `common` holds run, attempt, rank and the like."""
+        return rows_table("tensors", (common | _dimension(entry) for entry in self.entries))
+
+
+def _dimension(entry: PlanEntry) -> dict[str, Any]:
+    numel = 1
+    for size in entry.shape:
+        numel *= size
+    return {
+        "kind": entry.kind,
+        "tensor": entry.tensor,
+        "vpp_stage": entry.vpp_stage,
+        "shape": list(entry.shape),
+        "dtype": entry.dtype or None,
+        "numel": numel if entry.dtype else None,  # a plan that tells no dtype tells no shape either
+        "module": entry.module,
+        "aliases": list(entry.aliases),
+    }
+
+
+class PlanCache:
+    """Plans by hash, the longest unused leaving first. Plans never change, so a hit is always right."""
+
+    def __init__(self, size: int = KEPT_PLANS) -> None:
+        self._size = size
+        self._plans: OrderedDict[str, PlanColumns] = OrderedDict()
+
+    def get(self, plan_id: str) -> PlanColumns | None:
+        """Return the plan, or None when it has to be fetched."""
+        if plan_id in self._plans:
+            self._plans.move_to_end(plan_id)
+        return self._plans.get(plan_id)
+
+    def add(self, plan_id: str, text: str) -> PlanColumns:
+        """Keep and return the plan in `text`. Raises DecodeError when the text does not have this hash."""
+        if plan_hash(text) != plan_id:
+            raise DecodeError(f"plan {plan_id} does not have the hash under which the rank serves it")
+        try:
+            columns = PlanColumns(Plan.from_json(text))
+        except (ValueError, pa.ArrowException, OverflowError, TypeError) as error:
+            raise DecodeError(f"plan {plan_id}: {error}") from error
+        self._plans[plan_id] = columns
+        while len(self._plans) > self._size:
+            self._plans.popitem(last=False)
+        return columns

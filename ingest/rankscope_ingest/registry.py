@@ -1,0 +1,161 @@
+"""Who is registered: leases, heartbeats, attempts, and the refusal of two processes with one identity.
+
+Pure: addresses were resolved by the caller, time and the new lease are arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from rankscope_contract import SCHEMA_VERSION
+from rankscope_contract.channel import Registration, RegistrationReply
+from rankscope_ingest.attempts import AttemptBook
+from rankscope_ingest.config import Network
+from rankscope_ingest.errors import RegistrationError
+from rankscope_ingest.networks import Address, check_allowed, parse_target_url
+from rankscope_ingest.target import Health, Target
+from rankscope_ingest.vitals import Vitals
+
+_TEXTS = ("run", "host", "incarnation", "launch_id", "url", "state")
+_INTEGERS = ("rank", "world_size", "local_rank", "pid", "schema_version", "started_at", "head")
+_OPTIONAL_INTEGERS = ("step", "planned_steps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """A registration that was taken: its target, and whether target and launch are new."""
+
+    target: Target
+    is_new_target: bool
+    is_new_launch: bool
+
+
+def new_lease() -> str:
+    """Return a lease nobody can guess."""
+    return uuid.uuid4().hex
+
+
+class Registry:
+    """All targets by incarnation. A repeated registration is a heartbeat."""
+
+    def __init__(
+        self,
+        *,
+        networks: Sequence[Network],
+        heartbeat_seconds: float,
+        ttl_seconds: float,
+        attempts: AttemptBook | None = None,
+        make_lease: Callable[[], str] = new_lease,
+    ) -> None:
+        self._networks = networks
+        self._heartbeat_seconds = heartbeat_seconds
+        self._ttl_seconds = ttl_seconds
+        self._make_lease = make_lease
+        self.attempts = attempts or AttemptBook()
+        self._targets: dict[str, Target] = {}
+
+    @property
+    def targets(self) -> Iterable[Target]:
+        """Return all targets, gone ones included until they are forgotten."""
+        return self._targets.values()
+
+    def get(self, incarnation: str) -> Target | None:
+        """Return the target of this process, or None."""
+        return self._targets.get(incarnation)
+
+    def register(self, registration: Registration, addresses: Iterable[Address], now: float) -> Accepted:
+        """Take a registration or heartbeat. Raises RegistrationError with the status and what to do."""
+        check_allowed(registration.url, addresses, self._networks)
+        self._refuse_second_life(registration, now)
+        known = self._targets.get(registration.incarnation)
+        if known is not None:
+            self._heartbeat(known, registration, now)
+            return Accepted(target=known, is_new_target=False, is_new_launch=False)
+        attempt, is_new_launch = self.attempts.number(registration.run, registration.launch_id)
+        target = Target(
+            registration=registration,
+            attempt=attempt,
+            lease=self._make_lease(),
+            vitals=Vitals(last_sign=now),
+            head=registration.head,
+        )
+        self._targets[registration.incarnation] = target
+        return Accepted(target=target, is_new_target=True, is_new_launch=is_new_launch)
+
+    def reply(self, target: Target) -> RegistrationReply:
+        """Return what to answer to a registration that was taken."""
+        return RegistrationReply(
+            lease=target.lease,
+            attempt=target.attempt,
+            heartbeat_seconds=self._heartbeat_seconds,
+            committed=target.committed,
+        )
+
+    def forget(self, incarnation: str) -> None:
+        """Drop a target that is gone and whose records are committed."""
+        self._targets.pop(incarnation, None)
+
+    def _heartbeat(self, target: Target, registration: Registration, now: float) -> None:
+        target.registration = registration
+        target.vitals.heard(now)
+        target.head = max(target.head, registration.head)
+
+    def _refuse_second_life(self, registration: Registration, now: float) -> None:
+        identity = (registration.run, registration.launch_id, registration.rank)
+        for other in self._targets.values():
+            twin = other.identity == identity and other.incarnation != registration.incarnation
+            if twin and other.health is not Health.GONE and other.vitals.is_alive(now, self._ttl_seconds):
+                raise RegistrationError(
+                    409,
+                    f"run {registration.run!r} already has a live rank {registration.rank} of launch "
+                    f"{registration.launch_id!r}: process {other.registration.pid} on {other.registration.host}. "
+                    "Give this process its own rank or RANKSCOPE_RUN, or end the other one",
+                )
+
+
+def parse_registration(body: bytes) -> Registration:
+    """Return the registration in `body`. Raises RegistrationError: 400 malformed, 406 another schema version."""
+    try:
+        registration = Registration.from_json(body)
+    except (ValueError, RecursionError) as error:
+        raise RegistrationError(400, f"not a registration: {error}") from error
+    for faulty in _wrong_fields(registration):
+        raise RegistrationError(400, f"not a registration: {faulty}")
+    if registration.schema_version != SCHEMA_VERSION:
+        raise RegistrationError(
+            406,
+            f"schema version {registration.schema_version} is not supported; supported: {SCHEMA_VERSION}. "
+            "Install the same Rankscope release on ranks and service",
+        )
+    parse_target_url(registration.url)
+    return registration
+
+
+def _wrong_fields(registration: Registration) -> Iterable[str]:
+    for name in _TEXTS:
+        if not isinstance(getattr(registration, name), str):
+            yield f"{name} must be text"
+    for name in _INTEGERS + _OPTIONAL_INTEGERS:
+        value = getattr(registration, name)
+        optional = name in _OPTIONAL_INTEGERS and value is None
+        if not optional and (not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 1 << 63):
+            yield f"{name} must be an integer"
+    for name in ("config", "versions"):
+        if not isinstance(getattr(registration, name), dict):
+            yield f"{name} must be an object"
+    yield from _wrong_values(registration)
+
+
+def _wrong_values(registration: Registration) -> Iterable[str]:
+    for name in ("run", "incarnation", "launch_id"):
+        if not getattr(registration, name):
+            yield f"{name} must not be empty"
+    if not 0 <= registration.rank < registration.world_size <= 1 << 24:
+        yield f"rank {registration.rank} does not fit world_size {registration.world_size}"
+    try:
+        json.dumps([registration.run, registration.host], ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        yield "run and host must be valid Unicode"

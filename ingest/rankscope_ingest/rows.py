@@ -1,0 +1,137 @@
+"""Rows the service itself adds to the store: launches, gaps, incidents, and versions of runs and attempts. Pure.
+
+Their `ts_origin` is "ingest". A gap stands at the last lost seq, so that it is dropped together with the records around
+it when they are stored already; all other rows carry no seq, and a repeated version of a run does no harm.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rankscope_contract.channel import Registration
+from rankscope_contract.events import EventType, Severity
+from rankscope_ingest.incidents import Incident
+from rankscope_ingest.runs import ENDED, Attempt
+from rankscope_ingest.symptoms import Symptom
+from rankscope_ingest.tables import FROM_INGEST
+from rankscope_ingest.target import Target
+
+LIVE: Final = "live"
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """When a row was made: wall clock in UTC µs, and its place in the order of arrival."""
+
+    ts: int
+    ordinal: int
+
+    def columns(self) -> Row:
+        """Return the columns that say when."""
+        return {"ts": self.ts, "ordinal": self.ordinal, "ts_origin": FROM_INGEST}
+
+
+def launch_row(target: Target, stamp: Stamp) -> Row:
+    """Return the event of a process that registered."""
+    who = target.registration
+    details = {
+        "launch_id": who.launch_id,
+        "host": who.host,
+        "pid": who.pid,
+        "world_size": who.world_size,
+        "versions": who.versions,
+    }
+    message = f"rank {who.rank} of {who.world_size} registered from {who.host}, process {who.pid}"
+    return _rank_columns(who, target.attempt) | {
+        **stamp.columns(),
+        "type": EventType.LAUNCH,
+        "severity": Severity.INFO,
+        "message": message,
+        "details": _json(details),
+    }
+
+
+def gap_row(target: Target, first: int, last: int, why: str, stamp: Stamp) -> Row:
+    """Return the event of records `first` to `last` that can no longer be had."""
+    count = last - first + 1
+    details = {"first": first, "last": last, "records": count, "reason": why}
+    return _rank_columns(target.registration, target.attempt) | {
+        **stamp.columns(),
+        "seq": last,
+        "type": EventType.GAP,
+        "severity": Severity.WARNING,
+        "value": float(count),
+        "message": f"{count} records lost (seq {first} to {last}): {why}",
+        "details": _json(details),
+    }
+
+
+def incident_row(incident: Incident, state: str, stamp: Stamp) -> Row:
+    """Return the event that an incident reached `state`: opened, notified, undelivered, muted or resolved."""
+    first = incident.first
+    details = {
+        "key": incident.key,
+        "state": state,
+        "events": incident.events,
+        "ranks": sorted(incident.ranks),
+        "last_step": incident.last_step,
+    }
+    return {
+        **stamp.columns(),
+        "run": first.run,
+        "attempt": first.attempt,
+        "rank": first.rank,
+        "step": first.step,
+        "type": EventType.INCIDENT,
+        "severity": incident.severity,
+        "message": headline(first),
+        "details": _json(details),
+        **{name: getattr(first, name) for name in ("rule", "kind", "tensor", "op", "value", "baseline", "threshold")},
+    }
+
+
+def headline(first: Symptom) -> str:
+    """Return one line that names what happened and where: rule, kind, tensor, rank, step."""
+    what = first.rule or "anomaly"
+    where = " of ".join(part for part in (first.kind, first.tensor) if part)
+    parts = [what, f"in {where}" if where else None, f"rank {first.rank}"]
+    parts.append(None if first.step is None else f"step {first.step}")
+    return ", ".join(part for part in parts if part).replace(", in ", " in ", 1)
+
+
+def run_row(attempt: Attempt, started_at: int, stamp: Stamp) -> Row:
+    """Return the version of a run after its latest attempt; `started_at` is that of the first."""
+    return _state_columns(attempt, stamp) | {"started_at": started_at}
+
+
+def attempt_row(attempt: Attempt, stamp: Stamp) -> Row:
+    """Return the version of an attempt."""
+    return _state_columns(attempt, stamp) | {"started_at": attempt.started_at, "launch_id": attempt.launch_id}
+
+
+def _state_columns(attempt: Attempt, stamp: Stamp) -> Row:
+    return {
+        **stamp.columns(),
+        "run": attempt.run,
+        "attempt": attempt.number,
+        "state": attempt.state,
+        "ended_at": attempt.ended_at if attempt.state in ENDED else None,
+        "planned_steps": attempt.planned_steps,
+        "last_step": attempt.last_step,
+        "world_size": attempt.world_size,
+        "source_kind": LIVE,
+        "config": _json(attempt.config) if attempt.config else None,
+        "reason": attempt.reason,
+    }
+
+
+def _rank_columns(who: Registration, attempt: int) -> Row:
+    return {"run": who.run, "attempt": attempt, "rank": who.rank, "incarnation": who.incarnation}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

@@ -1,0 +1,103 @@
+"""When a batch is due, what is in it, and how far pulling may run ahead of the store."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankscope_ingest.batch import Batcher
+
+
+def batcher(**changes):
+    return Batcher(**({"flush_rows": 10, "flush_after_seconds": 5.0, "max_pending_rows": 20} | changes))
+
+
+def table(*values):
+    return pa.table({"x": list(values)})
+
+
+def test_nothing_gathered_is_never_due():
+    empty = batcher()
+    empty.want_flush()
+
+    assert empty.due(1e9) is None
+
+
+def test_batch_is_due_by_rows_by_age_and_on_demand():
+    by_rows, by_age, wanted = batcher(), batcher(), batcher()
+    by_rows.add({"scalars": table(*range(10))}, 0.0)
+    by_age.add({"scalars": table(1)}, 0.0)
+    wanted.add({"scalars": table(1)}, 0.0)
+    wanted.want_flush()
+
+    assert ["rows", None, "age", "wanted"] == [
+        by_rows.due(0.0),
+        by_age.due(4.9),
+        by_age.due(5.0),
+        wanted.due(0.0),
+    ]
+
+
+def test_wanting_a_flush_of_nothing_does_not_rush_the_next_batch():
+    early = batcher()
+    early.want_flush()
+    early.due(0.0)
+    early.add({"scalars": table(1)}, 1.0)
+
+    assert early.due(1.0) is None
+
+
+def test_watermark_without_rows_is_flushed_too():
+    idle = batcher()
+    idle.add({}, 0.0, watermarks={"a": 3})
+
+    assert "age" == idle.due(5.0)
+    assert {"a": 3} == idle.take().watermarks
+
+
+def test_rows_count_until_their_commit_is_settled():
+    full = batcher()
+    full.add({"scalars": table(*range(20))}, 0.0)
+    batch = full.take()
+    before = full.is_full
+    full.settled(batch)
+
+    assert [True, False, 0] == [before, full.is_full, full.pending_rows]
+
+
+def test_batch_that_failed_goes_before_what_came_since():
+    retried = batcher()
+    retried.add({"scalars": table(1)}, 0.0, watermarks={"a": 1, "b": 1})
+    failed = retried.take()
+    retried.add({"scalars": table(2)}, 1.0, watermarks={"a": 2})
+    retried.put_back(failed, 2.0)
+    batch = retried.take()
+
+    assert [1, 2] == batch.tables()["scalars"]["x"].to_pylist()
+    assert {"a": 2, "b": 1} == batch.watermarks
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "take", "settle", "fail"]), st.integers(0, 4)), max_size=40))
+def test_no_row_is_lost_or_doubled_whatever_happens(actions):
+    """Rows come out in order, each exactly once, and the count of pending rows is right at every moment."""
+    queue, next_row, stored, taken = batcher(), 0, [], []
+    for action, size in actions:
+        if action == "add":
+            rows = list(range(next_row, next_row + size))
+            next_row += size
+            queue.add({"scalars": pa.table({"x": pa.array(rows, pa.int64())})}, 0.0, watermarks={"a": next_row})
+        elif action == "take" and not taken:
+            taken.append(queue.take())
+        elif action == "settle" and taken:
+            batch = taken.pop()
+            stored += batch.tables().get("scalars", table())["x"].to_pylist() if batch.rows else []
+            queue.settled(batch)
+        elif action == "fail" and taken:
+            queue.put_back(taken.pop(), 0.0)
+        assert next_row - len(stored) == queue.pending_rows
+    if taken:
+        queue.put_back(taken.pop(), 0.0)
+    rest = queue.take()
+
+    assert list(range(next_row)) == stored + (rest.tables()["scalars"]["x"].to_pylist() if rest.rows else [])
