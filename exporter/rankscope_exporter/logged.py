@@ -58,6 +58,6 @@ def _take_tensor(name: str, value: torch.Tensor) -> Pending:
         return Pending(name, value.clone())
     host = torch.empty((), dtype=value.dtype, pin_memory=True)
     host.copy_(value, non_blocking=True)
-    copied = torch.cuda.Event()
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
     copied.record()
     return Pending(name, host, copied=copied)

@@ -65,7 +65,7 @@ class _Session:
             self.identity,
             config.serve,
             rules=config.rules,
-            settings=_public_settings(config),
+            settings={**_public_settings(config), "device": str(device)},
             planned_steps=total,
             on_fault=guard.report,
             overhead=lambda: {"hooks": self.hooks.cpu_seconds, "publisher": self.publisher.cpu_seconds},
@@ -83,6 +83,7 @@ class _Session:
             guard=guard,
             on_firing=self.console.firing,
         )
+        self.channel.announce(sorted({entry.kind for entry in plan.entries}))
         self.publisher.published = self.recorder.published
         self.publisher.flush_idle = self.recorder.flush_idle
 
@@ -286,6 +287,11 @@ class Monitor:
     def run(self) -> str | None:
         """Return the name of the run, None while not attached."""
         return self._session.identity.run if self._session is not None else None
+
+    @property
+    def address(self) -> str | None:
+        """Return the URL under which this rank serves, None while not attached."""
+        return self._session.channel.url if self._session is not None else None
 
     @property
     def faults(self) -> int:

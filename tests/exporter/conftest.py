@@ -1,0 +1,106 @@
+"""Reading a rank as its readers do: over HTTP, through the published stream and nothing else."""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from rankscope_contract.channel import PLAN_PATH, RECORDS_PATH, SCHEMA_HEADER
+from rankscope_contract.kinds import COUNT_OPS
+from rankscope_contract.records import WIRE_VALUE_OPS, Plan
+from rankscope_exporter import Monitor, MonitorConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One tensor at one step, as a reader of the stream sees it."""
+
+    step: int
+    kind: str
+    tensor: str
+    placement: str
+    numbers: dict[str, float | int | None]
+
+
+class Reader:
+    """A slow, obvious decoder of the record channel, independent of the service's."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def get(self, path: str, **headers: str) -> bytes:
+        request = urllib.request.Request(self._address + path, headers=headers)
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            body: bytes = answer.read()
+        return body
+
+    def records(self) -> list[dict[str, Any]]:
+        body = self.get(f"{RECORDS_PATH}?after=-1", **{SCHEMA_HEADER: "1"})
+        if not body:
+            return []
+        rows: list[dict[str, Any]] = pa.ipc.open_stream(body).read_all().to_pylist()
+        return rows
+
+    def rows(self) -> list[Row]:
+        return [row for record in self.records() if record["plan"] for row in self._rows_of(record)]
+
+    def scalars(self, name: str) -> list[tuple[int, float]]:
+        return [
+            (record["step"], scalar["value"])
+            for record in self.records()
+            for scalar in record["scalars"] or ()
+            if scalar["name"] == name
+        ]
+
+    def events(self) -> list[dict[str, Any]]:
+        return [{**event, "step": record["step"]} for record in self.records() for event in record["events"] or ()]
+
+    def _rows_of(self, record: dict[str, Any]) -> Iterator[Row]:
+        entries = Plan.from_json(self.get(PLAN_PATH + record["plan"]).decode()).entries
+        for position, entry in enumerate(entries):
+            counts = record["counts"][position :: len(entries)]
+            if counts[-1] is None:
+                continue
+            values = record["values"][position :: len(entries)]
+            numbers = dict(zip((*WIRE_VALUE_OPS, *COUNT_OPS), (*values, *counts), strict=True))
+            yield Row(record["step"], entry.kind, entry.tensor, entry.placement, numbers)
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+    """Return the first true value of `condition`, polled; fails after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.02)
+    return pytest.fail(f"not within {seconds} s")
+
+
+@pytest.fixture
+def quiet() -> MonitorConfig:
+    """Return a configuration that prints nothing and does not wait at the end."""
+    return MonitorConfig(console=False, exit_wait_seconds=0)
+
+
+@pytest.fixture
+def reader() -> Callable[[Monitor], Reader]:
+    """Return what makes a Reader of an attached monitor."""
+
+    def make(monitor: Monitor) -> Reader:
+        assert monitor.address is not None
+        return Reader(monitor.address)
+
+    return make
+
+
+@pytest.fixture
+def eventually() -> Callable[..., Any]:
+    """Return wait_until."""
+    return wait_until

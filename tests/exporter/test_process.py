@@ -1,0 +1,147 @@
+"""Forks, exits and data loaders: the process ends exactly as it would without a monitor."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+PREAMBLE = """
+import os, sys, torch
+from rankscope_exporter import Monitor, MonitorConfig
+from torch import nn
+def setup(**settings):
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    monitor = Monitor(MonitorConfig(console=False, **settings))
+    monitor.attach(net, optimizer)
+    return net, optimizer, monitor
+def step(net, optimizer):
+    net(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def run(body: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PREAMBLE + textwrap.dedent(body)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        check=False,
+    )
+
+
+def test_a_forked_child_is_inert_and_holds_no_port() -> None:
+    """The parent closes its port while the child lives on: the port can be bound again at once."""
+    done = run("""
+        import socket
+        net, optimizer, monitor = setup()
+        step(net, optimizer)
+        port = int(monitor.address.rpartition(":")[2])
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            step(net, optimizer)
+            monitor.log(loss=1.0)
+            with monitor.phase("child"):
+                pass
+            os.write(write, b"inert" if monitor.address is None and monitor.faults == 0 else b"alive")
+            os.read(read, 0)
+            import time
+            time.sleep(2)
+            os._exit(0)
+        said = os.read(read, 10).decode()
+        monitor.detach()
+        probe = socket.socket()
+        probe.bind(("127.0.0.1", port))
+        print(said, monitor.faults)
+        os.waitpid(child, 0)
+    """)
+
+    assert "inert 0\n" == done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_data_loader_workers_train_on(method: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        PREAMBLE
+        + textwrap.dedent(f"""
+        class Data(torch.utils.data.Dataset):
+            def __len__(self): return 8
+            def __getitem__(self, index): return torch.full((4,), float(index))
+        if __name__ == "__main__":
+            net, optimizer, monitor = setup()
+            loader = torch.utils.data.DataLoader(
+                Data(), batch_size=2, num_workers=2, multiprocessing_context="{method}"
+            )
+            with monitor:
+                for inputs in loader:
+                    net(inputs).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                print(monitor.faults)
+        """)
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=90, check=False)
+
+    assert (0, "0\n") == (done.returncode, done.stdout), done.stderr
+
+
+def test_an_uncaught_exception_ends_the_program_as_without_us() -> None:
+    done = run("""
+        net, optimizer, monitor = setup()
+        step(net, optimizer)
+        raise ValueError("the training's own error")
+    """)
+
+    assert 1 == done.returncode
+    assert "ValueError: the training's own error" == done.stderr.strip().splitlines()[-1]
+
+
+def test_the_exit_code_is_kept() -> None:
+    assert (
+        7
+        == run("net, optimizer, monitor = setup()\nwith monitor:\n    step(net, optimizer)\n    sys.exit(7)").returncode
+    )
+
+
+def test_a_service_that_is_down_delays_the_end_by_no_more_than_configured() -> None:
+    began = time.monotonic()
+    done = run(
+        """
+        import time
+        net, optimizer, monitor = setup(exit_wait_seconds=1.0)
+        with monitor:
+            step(net, optimizer)
+            began = time.monotonic()
+        print(time.monotonic() - began)
+        """,
+        RANKSCOPE_INGEST_URL="http://127.0.0.1:9",
+    )
+
+    assert 0 == done.returncode, done.stderr
+    assert float(done.stdout) < 2.5
+    assert time.monotonic() - began < 60
+
+
+def test_import_and_construction_open_no_socket_and_no_thread() -> None:
+    done = run("""
+        import json, threading
+        monitor = Monitor()
+        import psutil
+        sockets = len(psutil.Process().net_connections(kind="all"))
+        print(json.dumps([[t.name for t in threading.enumerate()], sockets, "numba" in sys.modules]))
+    """)
+
+    assert [["MainThread"], 0, False] == json.loads(done.stdout), done.stderr
