@@ -7,17 +7,21 @@ code cannot say about itself (the meaning of a setting) stands in `settings.toml
 from __future__ import annotations
 
 import argparse
+import enum
+import inspect
 import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 from pydantic import BaseModel, SecretStr
 from pydantic_core import PydanticUndefined
+from typer.models import ArgumentInfo
 
+from rankscope.command import subcommands
 from rankscope_contract import metrics, records
 from rankscope_contract.fields import Field, FieldType, ListOf, StructOf
 from rankscope_contract.rules import rule_classes
@@ -106,7 +110,9 @@ def monitor_settings() -> str:
     rows = []
     for prefix, cls in (("", MonitorConfig), ("serve.", ServeConfig)):
         for field in fields(cls):
-            default = "see below" if field.name in ("rules", "serve") else _written(field.default)
+            if field.name == "serve":
+                continue  # the settings of ServeConfig stand for it
+            default = "see below" if field.name == "rules" else _written(field.default)
             rows.append((f"`{prefix}{field.name}`", default, meanings.pop(prefix + field.name)))
     _nothing_left(meanings)
     return table(("setting", "default", "meaning"), rows)
@@ -119,6 +125,20 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def command_reference() -> str:
+    """Return every subcommand: what it says of itself, its arguments and its options."""
+    parts = []
+    for name, function in subcommands().items():
+        text = re.sub(r"\[/?bold\]", "**", inspect.cleandoc(function.__doc__ or ""))
+        text = re.sub(r"^(\*\*Example\*\*: )?(rankscope .*)$", r"\1`\2`", text, flags=re.MULTILINE)
+        hints = get_type_hints(function, include_extras=True)
+        defaults = {item.name: item.default for item in inspect.signature(function).parameters.values()}
+        rows = [_parameter(key, hints[key], default) for key, default in defaults.items()]
+        shown = table(("argument or option", "meaning"), rows) if rows else ""
+        parts.append(f"## `rankscope {name}`\n\n{text}\n\n{shown}".rstrip())
+    return "\n\n".join(parts)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "rank-metrics": lambda: metric_table("rank"),
     "service-metrics": lambda: metric_table("service"),
@@ -127,6 +147,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "rules": rule_table,
     "service-settings": service_settings,
     "monitor-settings": monitor_settings,
+    "commands": command_reference,
 }
 
 
@@ -141,6 +162,25 @@ def main() -> int:
     for path, text in pages().items():
         path.write_text(text, encoding="utf-8")
     return 0
+
+
+def _parameter(name: str, hint: Any, default: Any) -> tuple[str, str]:
+    """Return how an argument or option is written, and what it means."""
+    kind, info = get_args(hint)
+    words = []
+    if isinstance(info, ArgumentInfo):
+        spelling = f"`{name.upper()}`"
+    else:
+        # In an Annotated hint typer keeps the first spelling where a default would stand.
+        first = info.default if isinstance(info.default, str) else f"--{name.replace('_', '-')}"
+        spelling = ", ".join(f"`{item}`" for item in dict.fromkeys((first, *(info.param_decls or ()))))
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        words.append(f"one of {', '.join(str(item.value) for item in kind)}")
+    if default is not None and not isinstance(default, bool):
+        words.append(f"default `{getattr(default, 'value', default)}`")
+    if info.envvar:
+        words.append(f"`{info.envvar}`")
+    return spelling, (info.help or "") + (f" ({', '.join(words)})" if words else "")
 
 
 def _labels(spec: metrics.MetricSpec) -> str:

@@ -9,6 +9,7 @@ import importlib
 import os
 import pkgutil
 import sys
+from collections.abc import Callable
 
 import typer
 
@@ -31,11 +32,18 @@ def build() -> typer.Typer:
         help=HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
     )
     app.callback()(lambda: None)  # keeps a lone subcommand a subcommand
-    for module in sorted(pkgutil.iter_modules(rankscope.commands.__path__), key=lambda module: module.name):
-        name = module.name.rstrip("_")
-        loaded = importlib.import_module(f"rankscope.commands.{module.name}")
-        app.command(name)(getattr(loaded, module.name))
+    for name, function in subcommands().items():
+        app.command(name)(function)
     return app
+
+
+def subcommands() -> dict[str, Callable[..., None]]:
+    """Return the function behind every subcommand by its name."""
+    found = {}
+    for module in sorted(pkgutil.iter_modules(rankscope.commands.__path__), key=lambda module: module.name):
+        loaded = importlib.import_module(f"rankscope.commands.{module.name}")
+        found[module.name.rstrip("_")] = getattr(loaded, module.name)
+    return found
 
 
 def main() -> None:

@@ -76,7 +76,7 @@ def demo(
 def _collect(console: Console, folder: Path, receiver: Receiver, steps: int, command: list[str]) -> int:
     """Train under the service until both have ended; return how many tensors the model has."""
     (folder / "service.toml").write_text(CONFIG.format(notify_url=receiver.notify_url), encoding="utf-8")
-    serve = [sys.executable, "-m", "rankscope", "serve", folder / "service.toml"]
+    serve: list[str | Path] = [sys.executable, "-m", "rankscope", "serve", folder / "service.toml"]
     with child(serve, folder / "service.log", {}) as service:
         url = _wait_for_service(folder / "service.log", service)
         console.print(f"service   {url}  (log: {folder / 'service.log'})")

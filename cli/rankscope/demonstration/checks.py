@@ -62,7 +62,7 @@ def checks(plan: Plan, query: Query, alerts: Sequence[Alert]) -> Iterator[Check]
 
 
 def _rows(plan: Plan, query: Query) -> Iterator[Check]:
-    stored = dict(query("select kind, count(*) from tensor_stats group by kind"))
+    stored: dict[str, int] = dict(query("select kind, count(*) from tensor_stats group by kind"))
     for kind in (*AT_EVERY_STEP, *WHERE_THE_OPTIMIZER_RAN):
         wanted, found = plan.rows_of(kind), stored.pop(kind, 0)
         yield Check(wanted == found, f"{kind}: {found:,} rows of {wanted:,}")

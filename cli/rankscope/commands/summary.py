@@ -1,0 +1,58 @@
+"""`rankscope summary`: how one run went, on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rankscope.opening import chosen_run, opened
+from rankscope.options import Run, Store
+from rankscope.output import cell
+
+if TYPE_CHECKING:
+    from rankscope_storage.reports import RunSummary
+
+
+def summary(run: Run = None, store: Store = Path("history")) -> None:
+    """Say how a run went: state, steps, loss, speed, incidents, what is stored.
+
+    [bold]Example[/bold]: rankscope summary my-run --store history
+    """
+    from rankscope_storage import reports
+
+    with opened(store) as connection:
+        found = reports.summary(connection, chosen_run(connection, run))
+    for line in summary_lines(found):
+        print(line)
+
+
+def summary_lines(found: RunSummary) -> Iterator[str]:
+    """Yield the lines of the screen; what is not known is not mentioned."""
+    yield f"run        {cell(found.run)}, {found.state or 'state unknown'}"
+    yield f"launches   {found.attempts}, on {found.ranks} rank{'' if found.ranks == 1 else 's'}"
+    yield f"steps      {_steps(found)}"
+    if found.loss_last is not None:
+        first, last, lowest = (cell(value) for value in (found.loss_first, found.loss_last, found.loss_min))
+        yield f"loss       {first} at first, {last} at last, lowest {lowest}"
+    if found.tokens_per_second is not None:
+        yield f"speed      {found.tokens_per_second:,.0f} tokens/s"
+    yield f"incidents  {found.incidents}{', see rankscope anomalies' if found.incidents else ''}"
+    yield f"lost       {found.lost_records} records"
+    rows = ", ".join(f"{count:,} {dataset}" for dataset, count in found.rows.items())
+    yield f"stored     {rows or 'nothing'}; {_size(found.bytes_on_disk)}"
+
+
+def _steps(found: RunSummary) -> str:
+    if found.last_step is None:
+        return "none yet"
+    planned = "" if found.planned_steps is None else f" of {found.planned_steps:,} planned"
+    return f"{cell(found.first_step)} to {found.last_step:,}{planned}"
+
+
+def _size(count: float) -> str:
+    for unit in ("bytes", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
