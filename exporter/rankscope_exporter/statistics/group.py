@@ -14,18 +14,22 @@ from rankscope_exporter.statistics.tensors import PLAIN_TYPES, held
 
 
 class MeasureGroup:
-    """A fixed set of entries. Its tensors may be other objects, absent or moved at each step."""
+    """A fixed set of entries. Its tensors may be other objects, absent or moved at each step.
 
-    def __init__(self, rows: Sequence[int], *, zero_below: float = 0.0) -> None:
+    `compiled=False` stays with torch operations even when the compiled kernel is ready.
+    """
+
+    def __init__(self, rows: Sequence[int], *, zero_below: float = 0.0, compiled: bool = True) -> None:
         self.rows: Rows = contiguous_rows(rows)
         self._zero_below = zero_below
+        self._compiled = compiled
         self._jobs = PointerJobs(self.rows, zero_below)
 
     def measure(self, tensors: Sequence[torch.Tensor | None], table: StatisticsTable) -> None:
         """Write the sums of `tensors` to the group's entries; an absent tensor leaves its entry as it is."""
         with torch.no_grad():
-            local = [_local(tensor) for tensor in tensors]
-            kernel = numba_backend.kernel() if table.device.type == "cpu" else None
+            local = [tensor if type(tensor) in PLAIN_TYPES else _local(tensor) for tensor in tensors]
+            kernel = numba_backend.kernel() if self._compiled and table.device.type == "cpu" else None
             if kernel is None:
                 self._with_torch(local, range(len(local)), table)
                 return
@@ -50,7 +54,7 @@ def measure(
 
 def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Return the shard behind a DTensor, and any other tensor as it is."""
-    if tensor is None or type(tensor) in PLAIN_TYPES or not hasattr(tensor, "to_local"):
+    if tensor is None or not hasattr(tensor, "to_local"):
         return tensor
     shard: torch.Tensor = tensor.to_local()
     return shard

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from rankscope_exporter.statistics.table import SUMS, Rows, StatisticsTable
-from rankscope_exporter.statistics.tensors import PLAIN_TYPES, is_freed
+from rankscope_exporter.statistics.tensors import PLAIN_TYPES, is_dense, is_freed
 from rankscope_exporter.statistics.torch_backend import round_up
 
 BLOCK: Final = 4096
@@ -32,13 +32,14 @@ CODES: Final = {
     torch.float16: Code.FLOAT16,
     torch.float64: Code.FLOAT64,
 }
+_CODE_AND_BYTES: Final = {dtype: (int(code), dtype.itemsize) for dtype, code in CODES.items()}
 _BITS_OF: Final = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 # Memory that torch has given back leaves its offset as address. No heap lies this low, and an address that does only
 # costs a closer look.
 _SUSPICIOUS_BELOW: Final = 1 << 36
 
-Sight = tuple[int, int, torch.dtype, bool, bool]
+Sight = tuple[int, int, torch.dtype, bool]
 
 
 class PointerJobs:
@@ -49,6 +50,7 @@ class PointerJobs:
         self._zero_below = array.array("q", _thresholds(zero_below))
         self._scratch = array.array("d", bytes(8 * BLOCK))
         self._seen: list[Sight | None] = []
+        self._permuted: list[tuple[int, torch.Size, tuple[int, ...]]] = []
         self._jobs = array.array("q")
         self._others: list[int] = []
 
@@ -56,8 +58,8 @@ class PointerJobs:
         self, kernel: Callable[..., None], tensors: Sequence[torch.Tensor | None], table: StatisticsTable
     ) -> Sequence[int]:
         """Measure what compiled code can read; return the positions of the other tensors."""
-        seen = [_sight(tensor) for tensor in tensors]
-        if seen != self._seen:
+        seen = _sights(tensors)
+        if seen != self._seen or not self._permuted_as_before(tensors):
             self._plan(tensors, seen)
         if self._jobs:
             sums = table.buffer.data_ptr()
@@ -75,25 +77,47 @@ class PointerJobs:
     def _plan(self, tensors: Sequence[torch.Tensor | None], seen: list[Sight | None]) -> None:
         self._seen = seen
         self._others = []
-        self._jobs = array.array("q")
+        self._permuted = []
+        fields: list[int] = []
         for position, (tensor, sight, row) in enumerate(zip(tensors, seen, self._rows, strict=True)):
-            if sight is not None and tensor is not None and _readable(tensor, sight):
-                address, numel, dtype, *_ = sight
-                self._jobs.extend((address, numel, row, CODES[dtype], dtype.itemsize))
-            elif tensor is not None:
+            if tensor is None:
+                continue
+            if sight is None or not _readable(tensor, sight):
                 self._others.append(position)
+                continue
+            fields += (sight[0], sight[1], row, *_CODE_AND_BYTES[sight[2]])
+            if not sight[3]:
+                self._permuted.append((position, tensor.shape, tensor.stride()))
+        self._jobs = array.array("q", fields)
+
+    def _permuted_as_before(self, tensors: Sequence[torch.Tensor | None]) -> bool:
+        return all(
+            tensor is not None and tensor.shape == shape and tensor.stride() == stride
+            for position, shape, stride in self._permuted
+            for tensor in [tensors[position]]
+        )
 
 
-def _sight(tensor: torch.Tensor | None) -> Sight | None:
+def _sights(tensors: Sequence[torch.Tensor | None]) -> list[Sight | None]:
     """Return what must be unchanged for a pointer to be used again; None for what has no pointer of its own."""
-    if type(tensor) not in PLAIN_TYPES or tensor is None or tensor.layout is not torch.strided or not tensor.is_cpu:
-        return None
-    return tensor.data_ptr(), tensor.numel(), tensor.dtype, tensor.is_contiguous(), tensor.is_neg()
+    try:
+        return [
+            (tensor.data_ptr(), tensor.numel(), tensor.dtype, tensor.is_contiguous())  # type: ignore[union-attr]  # None is not of a plain type
+            if type(tensor) in PLAIN_TYPES
+            else None
+            for tensor in tensors
+        ]
+    except RuntimeError:  # one of them has no storage: sparse
+        return [_sights([tensor])[0] if tensor is not None and _has_memory(tensor) else None for tensor in tensors]
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.is_cpu
 
 
 def _readable(tensor: torch.Tensor, sight: Sight) -> bool:
-    address, numel, dtype, contiguous, negated = sight
-    if dtype not in CODES or not contiguous or negated:
+    address, numel, dtype, contiguous = sight
+    if dtype not in CODES or not _has_memory(tensor) or tensor.is_neg() or not (contiguous or is_dense(tensor)):
         return False
     return numel == 0 or address >= _SUSPICIOUS_BELOW or not (address == 0 or is_freed(tensor))
 

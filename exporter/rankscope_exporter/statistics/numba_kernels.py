@@ -283,7 +283,7 @@ def _measure(  # noqa: PLR0917 - addresses and sizes
 
 
 def compile_measure(*, cache: bool) -> Callable[..., None]:
-    """Return the kernel, compiled now or read from the cache on disk. RuntimeError: no folder for a cache is writable."""
+    """Return the kernel, compiled now or read from the cache on disk. RuntimeError: no cache folder is writable."""
     signature = types.void(*[types.int64] * 7)
     compiled: Callable[..., None] = numba.njit(signature, cache=cache, **_OPTIONS)(_measure)
     return compiled

@@ -23,9 +23,9 @@ MEASURABLE: Final = frozenset(getattr(torch, name) for name in _DTYPE_NAMES if h
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Elements that lie in memory, and how many more are zero without lying there (sparse tensors)."""
+    """Elements that lie in memory, in any order, and how many more are zero without lying there (sparse tensors)."""
 
-    elements: torch.Tensor
+    elements: torch.Tensor  # one dimension
     implicit_zeros: int = 0
 
 
@@ -37,14 +37,14 @@ def held(tensor: torch.Tensor | None) -> Held | None:
         return None
     tensor = tensor.detach()
     if tensor.layout is torch.strided:
-        return None if is_freed(tensor) else Held(tensor)
+        return None if is_freed(tensor) else Held(_flat(tensor))
     if tensor.layout is torch.sparse_coo:
         values = tensor.coalesce().values()  # without it, rows that occur twice would count twice
     elif tensor.layout in _COMPRESSED:
         values = tensor.values()
     else:
-        return Held(tensor.to_dense())
-    return Held(values, tensor.numel() - values.numel())
+        return Held(_flat(tensor.to_dense()))
+    return Held(_flat(values), tensor.numel() - values.numel())
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
@@ -52,6 +52,23 @@ def is_freed(tensor: torch.Tensor) -> bool:
     if type(tensor) not in PLAIN_TYPES or not tensor.numel():
         return False
     return tensor.untyped_storage().nbytes() == 0
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements fill their memory without gap or overlap, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_contiguous() or not is_dense(tensor):
+        return tensor.reshape(-1)
+    return tensor.as_strided((tensor.numel(),), (1,))  # a transposed tensor need not be copied to be summed
 
 
 _COMPRESSED: Final = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)

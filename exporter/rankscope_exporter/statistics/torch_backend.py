@@ -7,13 +7,14 @@ again with the exact formula.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Final
 
 import torch
 
-from rankscope_exporter.statistics.table import Rows, StatisticsTable
+from rankscope_exporter.statistics.table import SUMS, Rows, StatisticsTable
 from rankscope_exporter.statistics.tensors import Held
 
 Sums = tuple[torch.Tensor, ...]
@@ -32,50 +33,75 @@ def measure(items: Sequence[Held], rows: Rows, table: StatisticsTable, *, zero_b
     """Write the sums of `items` to the entries `rows` of `table`. No host sync on an accelerator."""
     if not items:
         return
-    sums = [_sums(item.elements, zero_below, table.device) for item in items]
-    columns = list(zip(*sums, strict=True))
-    floats = torch.stack([torch.stack(column) for column in columns[:4]])
-    counts = torch.stack([torch.stack(column) for column in columns[4:]])
-    sizes = torch.tensor([[item.elements.numel(), item.implicit_zeros] for item in items], dtype=torch.int64)
-    numel, implicit = sizes.t().to(table.device, non_blocking=True)
-    nothing = torch.zeros((), dtype=torch.float64, device=table.device)
-    if any(item.implicit_zeros for item in items):
-        floats[1] = torch.where(implicit > 0, torch.minimum(floats[1], nothing), floats[1])
-        floats[2] = torch.where(implicit > 0, torch.maximum(floats[2], nothing), floats[2])
-    counts[2] += implicit
-    table.write(rows, floats, torch.cat([counts, (numel + implicit).unsqueeze(0)]))
+    flats = [item.elements for item in items]
+    safe: list[int] = []
+    if table.device.type == "cpu":
+        lean = [i for i, flat in enumerate(flats) if flat.is_cpu and flat.dtype in _LEAN_TYPES and flat.numel()]
+        sums, counts, trusted = lean_sums([flats[i] for i in lean], zero_below)
+        safe = list(itertools.compress(lean, trusted))
+    unsafe = [i for i in range(len(flats)) if i not in set(safe)]
+    if unsafe:
+        exact = [exact_sums(flats[i], zero_below) for i in unsafe]
+        exact_floats = _columns([parts[: len(SUMS)] for parts in exact], table.device)
+        exact_counts = _columns([parts[len(SUMS) :] for parts in exact], table.device)
+    if not safe:
+        sums, counts = exact_floats, exact_counts
+    elif unsafe:
+        sums = _merged(sums[:, trusted], safe, exact_floats, unsafe)
+        counts = _merged(counts[:, trusted], safe, exact_counts, unsafe)
+    implicit = [item.implicit_zeros for item in items]
+    sizes = torch.tensor([[flat.numel() for flat in flats], implicit], dtype=torch.int64)
+    stored, left_out = sizes.to(table.device, non_blocking=True)
+    if any(implicit):
+        sums[1] = torch.where(left_out > 0, sums[1].clamp(max=0.0), sums[1])
+        sums[2] = torch.where(left_out > 0, sums[2].clamp(min=0.0), sums[2])
+    counts[2] += left_out
+    table.write(rows, sums, torch.cat([counts, (stored + left_out).unsqueeze(0)]))
 
 
-def _sums(elements: torch.Tensor, zero_below: float, device: torch.device) -> Sums:
-    if elements.device.type == "cpu" and elements.dtype in _LEAN_TYPES and elements.numel():
-        lean = lean_sums(elements, zero_below)
-        if lean is not None:
-            return lean
-    sums = exact_sums(elements, zero_below)
-    return sums if elements.device == device else tuple(part.to(device, non_blocking=True) for part in sums)
+def _columns(parts: Sequence[Sequence[torch.Tensor]], device: torch.device) -> torch.Tensor:
+    """Return scalars of several tensors as one column for each tensor."""
+    flat = torch.stack([scalar.to(device, non_blocking=True) for column in parts for scalar in column])
+    return flat.view(len(parts), -1).t().contiguous()
 
 
-def lean_sums(elements: torch.Tensor, zero_below: float) -> Sums | None:
-    """Return the sums of a non-empty CPU tensor of a common float type, or None where only the exact way is safe."""
-    flat = elements.reshape(-1)
-    least, most = torch.aminmax(flat)
-    smallest, largest = least.double(), most.double()
-    magnitude = max(abs(float(smallest)), abs(float(largest)))
+def _merged(left: torch.Tensor, at: list[int], right: torch.Tensor, at_right: list[int]) -> torch.Tensor:
+    """Return the columns of both in the order of their positions."""
+    order = torch.tensor(at + at_right).argsort()
+    return torch.cat([left, right], 1)[:, order]
+
+
+def lean_sums(flats: Sequence[torch.Tensor], zero_below: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return float64 sums, int64 counts and which columns can be trusted, of flat CPU tensors of common float types."""
+    count = len(flats)
+    squares = torch.zeros(count, dtype=torch.float64)
+    if not count:
+        return squares.new_zeros(len(SUMS), 0), torch.zeros(3, 0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool)
+    whole = [flat.numel() // _LEAN_ROW * _LEAN_ROW for flat in flats]
+    rows = {
+        i: torch.linalg.vector_norm(flat[:end].view(-1, _LEAN_ROW), dim=1, dtype=torch.float32)
+        for i, (flat, end) in enumerate(zip(flats, whole, strict=True))
+        if end
+    }
+    tails = {i: flat[end:] for i, (flat, end) in enumerate(zip(flats, whole, strict=True)) if end < flat.numel()}
+    for parts, precision in ((rows, torch.float64), (tails, torch.float32)):
+        if parts:
+            norms = torch.stack(torch._foreach_norm(list(parts.values()), 2, precision))  # noqa: SLF001 - what torch's own optimizers and clipping call
+            squares[list(parts)] += norms.double().square()
+    extremes = [torch.aminmax(flat) for flat in flats]
+    least = torch.stack([pair.min for pair in extremes]).double()
+    most = torch.stack([pair.max for pair in extremes]).double()
+    total = torch.stack([flat.sum(dtype=torch.float32) for flat in flats]).double()
+    zeros = torch.stack([count_zeros(flat, zero_below) for flat in flats])
+    magnitude = torch.maximum(least.abs(), most.abs())
     # NaN and Inf show here as well: no comparison with NaN is true.
-    if not (magnitude == 0 or _LEAN_SMALLEST <= magnitude <= _LEAN_LARGEST):
-        return None
-    whole = flat.numel() // _LEAN_ROW * _LEAN_ROW
-    parts = [flat[:whole].view(-1, _LEAN_ROW)] if whole else []
-    parts += [flat[whole:].unsqueeze(0)] if whole < flat.numel() else []
-    norms = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32).double() for part in parts]
-    squares = sum((norm.square().sum() for norm in norms), start=torch.zeros((), dtype=torch.float64))
-    none = torch.zeros((), dtype=torch.int64)
-    return squares, smallest, largest, flat.sum(dtype=torch.float32).double(), none, none, count_zeros(flat, zero_below)
+    trusted = (magnitude == 0) | ((magnitude >= _LEAN_SMALLEST) & (magnitude <= _LEAN_LARGEST))
+    none = torch.zeros_like(zeros)
+    return torch.stack([squares, least, most, total]), torch.stack([none, none, zeros]), trusted
 
 
-def exact_sums(elements: torch.Tensor, zero_below: float) -> Sums:
-    """Return the sums of any strided tensor, on its device, without a host sync and with bounded temporary memory."""
-    flat = elements.reshape(-1)
+def exact_sums(flat: torch.Tensor, zero_below: float) -> Sums:
+    """Return the sums of any flat tensor, on its device, without a host sync and with bounded temporary memory."""
     chunks = torch.split(flat, _EXACT_CHUNK.get(flat.device.type, _EXACT_CHUNK_ELSEWHERE))
     parts = [_exact_chunk(chunk, zero_below) for chunk in chunks]
     squares, least, most, total, nans, infs, zeros = (torch.stack(part) for part in zip(*parts, strict=True))
@@ -84,6 +110,12 @@ def exact_sums(elements: torch.Tensor, zero_below: float) -> Sums:
 
 def _exact_chunk(chunk: torch.Tensor, zero_below: float) -> Sums:
     values = chunk.to(torch.complex128).abs() if chunk.is_complex() else chunk.to(torch.float64)
+    zeros = count_zeros(values, zero_below)
+    if values.is_cpu and values.numel():
+        least, most = torch.aminmax(values)
+        if math.isfinite(least) and math.isfinite(most):
+            none = torch.zeros_like(zeros)
+            return torch.dot(values, values), least, most, values.sum(), none, none, zeros
     nan, infinite = values.isnan(), values.isinf()
     odd = nan | infinite
     finite = values.masked_fill(odd, 0.0)
@@ -95,7 +127,7 @@ def _exact_chunk(chunk: torch.Tensor, zero_below: float) -> Sums:
         finite.sum(),
         nan.sum(),
         infinite.sum(),
-        (values.abs() < zero_below).sum() if zero_below > 0 else (values == 0).sum(),
+        zeros,
     )
 
 
