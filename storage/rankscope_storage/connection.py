@@ -21,7 +21,7 @@ from rankscope_contract.records import DATASETS
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.errors import FilesGoneError, QueryError
 from rankscope_storage.log import Log
-from rankscope_storage.views import raw_select, view_statements
+from rankscope_storage.views import files_select, raw_select, view_statements
 
 T = TypeVar("T")
 
@@ -85,10 +85,10 @@ class Connection:
         self._refresh()
         return self._snapshot.paths(dataset, run=run, steps=steps)
 
-    def files_table(self) -> pa.Table:
-        """Return all files of the version: dataset, part, rows, bytes, ranges of run and step."""
+    def files_table(self, dataset: str, *, run: str | None = None, steps: tuple[int, int] | None = None) -> pa.Table:
+        """Return the same files as `files`, with part, rows, bytes, and the ranges of run and step in each."""
         self._refresh()
-        return self._snapshot.files
+        return self._snapshot.of(dataset, run=run, steps=steps)
 
     def relation(self, dataset: str, *, run: str | None = None, steps: tuple[int, int] | None = None) -> str:
         """Return an SQL expression for FROM: `dataset` read from only those files that `run` and `steps` can be in.
@@ -97,9 +97,7 @@ class Connection:
         The rows still need their WHERE.
         """
         self._refresh()
-        files = self._snapshot.paths(dataset, run=run, steps=steps)
-        quoted = _sql_list(files)
-        return f"({raw_select(dataset, quoted, empty=not files, one_shape=self._snapshot.has_one_shape(dataset))})"
+        return f"({files_select(dataset, self._snapshot.paths(dataset, run=run, steps=steps))})"
 
     def snapshot(self) -> Connection:
         """Return another connection, pinned to the newest version: all its questions see the same rows.

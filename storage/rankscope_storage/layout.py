@@ -106,12 +106,13 @@ def sort_order(table: pa.Table, keys: Sequence[str]) -> Indices:
     if sum(widths) + row_bits > 63:
         general: Indices = np.lexsort(columns[::-1])
         return general
-    packed = np.zeros(table.num_rows, np.int64)
+    packed: Indices = np.zeros(table.num_rows, np.int64)
     for column, width in zip(columns, widths, strict=True):
         packed = (packed << width) | column
     packed = (packed << row_bits) | np.arange(table.num_rows)
     packed.sort()
-    return packed & ((1 << row_bits) - 1)
+    rows: Indices = packed & ((1 << row_bits) - 1)
+    return rows
 
 
 def _ordinals(column: pa.ChunkedArray) -> Indices:

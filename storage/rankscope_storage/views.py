@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import pyarrow as pa
 
-from rankscope_contract.escaping import sql_identifier
+from rankscope_contract.escaping import sql_identifier, sql_string
 from rankscope_contract.records import DATASETS, DIMENSIONS
-from rankscope_storage.schema import dataset_schema
+from rankscope_storage.layout import file_fingerprint
+from rankscope_storage.schema import dataset_schema, fingerprint
 
 VERSION_KEYS: Final = {"runs": ("run",), "attempts": ("run", "attempt"), "tensors": ("run", "kind", "tensor")}
 """What a row of a dimension describes; the newest version of each is what its view shows."""
@@ -113,3 +114,10 @@ def raw_select(dataset: str, files: str, *, empty: bool, one_shape: bool) -> str
         f"{empty_select(dataset)} UNION ALL BY NAME "
         f"SELECT * FROM read_parquet({files}, hive_partitioning = false, union_by_name = true)"
     )
+
+
+def files_select(dataset: str, files: Sequence[str]) -> str:
+    """Return a query for the rows of `dataset` in just these `files`."""
+    listed = f"[{', '.join(map(sql_string, files))}]::VARCHAR[]"
+    one_shape = all(file_fingerprint(file) == fingerprint(dataset) for file in files)
+    return raw_select(dataset, listed, empty=not files, one_shape=one_shape)
