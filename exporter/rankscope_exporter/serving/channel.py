@@ -185,6 +185,10 @@ class Channel:
         """Return what /config shows; secrets were left out by who made it."""
         return self._settings
 
+    def overhead_seconds(self) -> Mapping[str, float]:
+        """Return the CPU seconds of the serving threads so far."""
+        return self._meter.totals()
+
     def page(self) -> tuple[Any, ...]:
         """Return the metrics page in pieces."""
         return self._page.pieces()

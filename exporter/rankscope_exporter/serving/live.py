@@ -70,7 +70,7 @@ class LiveState:
         self._anomaly_series: dict[AnomalySeries, int] = {}
         self._firing: dict[RuleKind, bool] = {}
         self._skipped = 0
-        self._kinds_of_plan: dict[str, frozenset[str]] = {}
+        self._kinds_of_plan: dict[str, tuple[str, ...]] = {}
         self.announce((NO_KIND,))
 
     def announce(self, kinds: Iterable[str]) -> None:
@@ -87,7 +87,7 @@ class LiveState:
             judged = {NO_KIND} if record.scalars else set()
             if record.statistics is not None:
                 kinds = self._kinds(record.statistics.plan)
-                judged |= kinds
+                judged.update(kinds)
                 for kind in kinds:
                     self._latest[kind] = (record.step, record.statistics)
                 self._version += 1
@@ -118,10 +118,11 @@ class LiveState:
                 skipped_steps=self._skipped,
             )
 
-    def _kinds(self, plan: NamedPlan) -> frozenset[str]:
+    def _kinds(self, plan: NamedPlan) -> tuple[str, ...]:
+        """Return the kinds of `plan` in its own order: no set, since the page has one order at every start."""
         kinds = self._kinds_of_plan.get(plan.hash)
         if kinds is None:
-            kinds = frozenset(str(entry.kind) for entry in plan.plan.entries)
+            kinds = tuple(dict.fromkeys(str(entry.kind) for entry in plan.plan.entries))
             self._kinds_of_plan[plan.hash] = kinds
             for kind in kinds:
                 self._announce(kind)

@@ -1,0 +1,221 @@
+"""Framing and manners of the server: garbage, slow clients and crowds never reach the training's console."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import threading
+
+import pytest
+
+from rankscope_exporter.serving.config import Address, ServeError
+from rankscope_exporter.serving.http_server import Answer, HttpServer
+from rankscope_exporter.serving.meter import CpuMeter
+
+
+def _echo(request):
+    if request.path == "/broken":
+        raise RuntimeError("planted")
+    return Answer.text(200, f"{request.path} {dict(request.query)}")
+
+
+@pytest.fixture
+def new_server():
+    """Return what starts a server; every fault it reports is in its list `faults`."""
+    servers = []
+
+    def make(application=_echo, **limits):
+        faults = []
+        server = HttpServer(
+            Address("127.0.0.1", 0),
+            application,
+            on_fault=lambda where, error: faults.append((where, error)),
+            meter=CpuMeter(),
+            **limits,
+        )
+        server.faults = faults
+        server.start()
+        servers.append(server)
+        return server
+
+    yield make
+    for server in servers:
+        server.stop()
+
+
+def _connect(server):
+    return socket.create_connection(("127.0.0.1", server.port), timeout=10)
+
+
+def _say(server, raw):
+    with _connect(server) as client:
+        client.sendall(raw)
+        return _read_all(client)
+
+
+def _read_all(client):
+    received = b""
+    with contextlib.suppress(ConnectionResetError):
+        while chunk := client.recv(65536):
+            received += chunk
+    return received
+
+
+@pytest.mark.parametrize(
+    ("raw", "status"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"400"),
+        (b"\x00" * 200 + b"\r\n", b"400"),
+        (b"GARBAGE\r\n\r\n", b"400"),
+        (b"GET /metrics\r\n\r\n", b"400"),
+        (b"GET /metrics HTTP/x.y\r\n\r\n", b"400"),
+        (b"GET / HTTP/3.0\r\n\r\n", b"505"),
+        (b"BREW /pot HTTP/1.1\r\n\r\n", b"501"),
+        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", b"414"),
+        (b"GET / HTTP/1.1\r\n" + b"X: 1\r\n" * 200 + b"\r\n", b"431"),
+        (b"GET / HTTP/1.1\r\nX: " + b"a" * 70_000 + b"\r\n\r\n", b"431"),
+        (b"GET /?" + b"a=1&" * 100 + b" HTTP/1.1\r\nConnection: close\r\n\r\n", b"400"),
+    ],
+)
+def test_garbage_gets_a_clear_refusal_and_no_traceback(new_server, capfd, raw, status):
+    server = new_server()
+    answer = _say(server, raw)
+
+    assert answer.startswith(b"HTTP/1.1 " + status)
+    assert b"\r\nContent-Length: " in answer
+    assert ("", "") == capfd.readouterr()
+    assert [] == server.faults
+
+
+def test_after_garbage_the_server_serves_on(new_server):
+    server = new_server()
+    _say(server, b"\xff\xfe\r\n\r\n")
+
+    assert b"/ok {}" in _say(server, b"GET /ok HTTP/1.1\r\nConnection: close\r\n\r\n")
+
+
+def test_paths_and_queries_are_decoded(new_server):
+    answer = _say(new_server(), b"GET /a%20b?x=%C3%BC&x=2&y= HTTP/1.1\r\nConnection: close\r\n\r\n")
+
+    assert b"/a b {'x': '2', 'y': ''}" in answer
+
+
+def test_one_connection_serves_many_requests(new_server):
+    connection = http.client.HTTPConnection("127.0.0.1", new_server().port, timeout=10)
+    ports = set()
+    for _ in range(3):
+        connection.request("GET", "/again")
+        assert b"/again {}\n" == connection.getresponse().read()
+        ports.add(connection.sock.getsockname()[1])
+    connection.close()
+
+    assert 1 == len(ports)
+
+
+def test_a_body_does_not_become_the_next_request(new_server):
+    smuggled = b"GET /inner HTTP/1.1\r\n\r\n"
+    answer = _say(new_server(), b"GET /outer HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(smuggled) + smuggled)
+
+    assert 1 == answer.count(b"HTTP/1.1")
+    assert b"/inner" not in answer
+
+
+def test_a_fault_in_the_application_is_reported_and_answered(new_server, capfd):
+    server = new_server()
+    answer = _say(server, b"GET /broken HTTP/1.1\r\n\r\n")
+
+    assert answer.startswith(b"HTTP/1.1 500")
+    assert ["planted"] == [str(error) for _, error in server.faults]
+    assert ("", "") == capfd.readouterr()
+
+
+def test_a_client_that_leaves_is_no_fault(new_server, until, capfd):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(_):
+        begun.set()
+        go_on.wait(10)
+        return Answer(200, (b"x" * 10_000_000,))
+
+    server = new_server(slow)
+    client = _connect(server)
+    client.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    begun.wait(10)
+    client.close()
+    go_on.set()
+    until(lambda: not server._since)
+
+    assert [] == server.faults
+    assert ("", "") == capfd.readouterr()
+
+
+def test_a_client_that_says_nothing_is_dropped(new_server):
+    with _connect(new_server(client_seconds=0.2)) as client:
+        assert b"" == client.recv(100)
+
+
+def test_a_client_that_drips_is_dropped(new_server, until):
+    """Every byte would renew a socket time-out; the limit is on the request."""
+    server = new_server(client_seconds=0.3)
+    with _connect(server) as client:
+
+        def drip():
+            with contextlib.suppress(OSError):
+                client.sendall(b"G")
+            return not server._since
+
+        until(drip)
+
+
+def test_a_client_that_does_not_read_is_dropped(new_server, until):
+    server = new_server(lambda _: Answer(200, (b"x" * 50_000_000,)), client_seconds=0.3)
+    with _connect(server) as client:
+        client.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        until(lambda: server._since)
+        until(lambda: not server._since)
+
+    assert [] == server.faults
+
+
+def test_a_crowd_is_told_to_come_back(new_server, until):
+    server = new_server(max_connections=2)
+    with _connect(server), _connect(server):
+        until(lambda: len(server._since) == 2)
+        refused = _say(server, b"GET / HTTP/1.1\r\n\r\n")
+
+    assert refused.startswith(b"HTTP/1.1 429")
+    assert b"\r\nRetry-After: 1\r\n" in refused
+
+    until(lambda: not server._since)
+
+    assert b"200" in _say(server, b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
+
+
+def test_the_cpu_of_handlers_is_counted(new_server, until):
+    server = new_server(lambda _: Answer.text(200, str(sum(range(2_000_000)))))
+    _say(server, b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
+
+    assert until(lambda: server.meter.totals().get("http", 0.0) > 0.005)
+
+
+def test_a_taken_port_is_a_clear_error(new_server):
+    port = new_server().port
+    with pytest.raises(ServeError, match=rf"cannot listen on 127.0.0.1:{port}: .*in use; use port 0"):
+        HttpServer(Address("127.0.0.1", port), _echo, on_fault=lambda *_: None, meter=CpuMeter())
+
+
+def test_an_address_of_another_machine_is_a_clear_error():
+    with pytest.raises(ServeError, match=r"cannot listen on 192.0.2.1:0: .*assign"):
+        HttpServer(Address("192.0.2.1", 0), _echo, on_fault=lambda *_: None, meter=CpuMeter())
+
+
+def test_stopping_frees_the_port_and_hangs_up(new_server):
+    server = new_server()
+    with _connect(server) as client:
+        client.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        client.recv(10)
+        server.stop()
+        _read_all(client)
+
+    HttpServer(Address("127.0.0.1", server.port), _echo, on_fault=lambda *_: None, meter=CpuMeter()).server_close()
