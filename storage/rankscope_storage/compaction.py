@@ -75,18 +75,31 @@ def compact(root: Path, sync: Sync) -> CompactionReport:
     log = Log.open(root, sync)
     removed = added = rows = refused = 0
     for merge in plan(log.snapshot()):
-        mutex = (log.transaction(MUTEX) or 0) + 1
-        files = _rewrite(root, merge, sync)
         try:
-            log.commit(Change(added=files, removed=merge.files, transactions={MUTEX: mutex}, rewrites=True))
+            files = _carry_out(log, merge, sync)
         except ConflictError:
-            discard(root, files)
             refused += 1
-            break  # another compaction is at work on a newer version: leave the rest to it
+            break  # another compaction is at work: leave the rest to it
         removed, added = removed + len(merge.files), added + len(files)
         rows += sum(file.rows for file in files)
     seconds = time.monotonic() - started
     return CompactionReport(files_removed=removed, files_added=added, rows=rows, refused=refused, seconds=seconds)
+
+
+def _carry_out(log: Log, merge: Merge, sync: Sync) -> list[DataFile]:
+    """Replace the files of `merge`, and return the new ones. Raises ConflictError when they are no longer there."""
+    log.refresh()
+    if not log.snapshot().contains([file.path for file in merge.files]):
+        raise ConflictError("another compaction has replaced the files")
+    # From here on the handle must not be refreshed: only so does the mutex cover what was just looked at.
+    mutex = (log.transaction(MUTEX) or 0) + 1
+    files = _rewrite(log.root, merge, sync)
+    try:
+        log.commit(Change(added=files, removed=merge.files, transactions={MUTEX: mutex}, rewrites=True))
+    except ConflictError:
+        discard(log.root, files)
+        raise
+    return files
 
 
 def _worth(small: Sequence[dict[str, Any]]) -> bool:

@@ -93,7 +93,7 @@ class Writer:
             for _ in range(_ATTEMPTS):
                 self._advance()
                 if self._landed is not None and self._landed.batch is batch:
-                    return self._stored(self._landed, started)
+                    return self._stored(self._landed, self._log.version, started)
                 try:
                     return self._append(batch, tables, started)
                 except ConflictError as error:
@@ -168,14 +168,13 @@ class Writer:
         forward = {incarnation: seq for incarnation, seq in batch.watermarks.items() if seq > known[incarnation]}
         rows = {name: table.num_rows for name, table in fresh.items() if table.num_rows}
         attempt = _Attempt(batch=batch, files=self._write(fresh), watermarks=forward, rows=rows)
-        if rows or forward:
-            self._commit(attempt)
-        return self._stored(attempt, started)
+        version = self._commit(attempt) if rows or forward else self._log.version
+        return self._stored(attempt, version, started)
 
-    def _stored(self, attempt: _Attempt, started: float) -> Commit:
+    def _stored(self, attempt: _Attempt, version: int, started: float) -> Commit:
         self._landed = None
         seconds = time.monotonic() - started
-        return Commit(version=self._log.version, rows=attempt.rows, files=len(attempt.files), seconds=seconds)
+        return Commit(version=version, rows=attempt.rows, files=len(attempt.files), seconds=seconds)
 
     def _write(self, tables: Mapping[str, pa.Table]) -> list[DataFile]:
         today = dt.datetime.now(dt.UTC).date()
@@ -190,19 +189,20 @@ class Writer:
             raise StoreError(f"cannot write to {self._log.root}: {error.strerror or error}") from error
         return files
 
-    def _commit(self, attempt: _Attempt) -> None:
+    def _commit(self, attempt: _Attempt) -> int:
         transactions = {shard_transaction(self._shard): self._number + 1}
         transactions |= {f"{_WATERMARK}{incarnation}": seq for incarnation, seq in attempt.watermarks.items()}
         change = Change(added=attempt.files, transactions=transactions, info=owner_info(self._shard, self._owner))
         self._unsettled = attempt
         try:
-            self._log.commit(change)
+            version = self._log.commit(change)
         except ConflictError:
             self._unsettled = None
             discard(self._log.root, attempt.files)
             raise
         self._unsettled = None
         self._adopt(attempt)
+        return version
 
     def _adopt(self, attempt: _Attempt) -> None:
         self._number += 1
