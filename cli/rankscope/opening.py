@@ -25,7 +25,7 @@ def opened(store: Path, *, locked: bool = True) -> Iterator[Connection]:
         with connect(store, locked=locked) as connection:
             yield connection
     except StoreError as error:
-        raise CommandError(str(error)) from error
+        raise CommandError(_one_line(str(error))) from error
     except duckdb.Error as error:
         raise CommandError(_one_line(str(error))) from error
 
@@ -45,6 +45,6 @@ def chosen_run(connection: Connection, run: str | None) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Return DuckDB's message without the copy of the statement under it."""
+    """Return a message as one line; of DuckDB's, what follows is a copy of the statement."""
     message = text.partition("\n\nLINE")[0]
     return " ".join(part.strip() for part in message.splitlines() if part.strip())

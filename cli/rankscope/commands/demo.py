@@ -19,7 +19,7 @@ from rankscope.demonstration.checks import Fault, Plan
 from rankscope.demonstration.processes import child, interrupted_by_termination, stop
 from rankscope.demonstration.receiver import Receiver
 from rankscope.errors import USAGE, CommandError
-from rankscope.progress import Snapshot, View, look, view_for
+from rankscope.progress import View, fetch_runs, view_for
 
 RUN: Final = "demo"
 RANKS: Final = 2
@@ -105,34 +105,16 @@ def _training_command(steps: int, seed: int, no_faults: bool) -> list[str]:
 
 def _watch(training: subprocess.Popen[bytes], url: str, receiver: Receiver, view: View) -> None:
     """Show what moves until training has ended."""
-    last: Snapshot | None = None
-    while training.poll() is None:
-        snapshot = look(url, None, time.monotonic())
-        if snapshot is not None and snapshot.step is not None:
-            view.show(snapshot)
-            last = snapshot
+    running = True
+    while running:
+        running = training.poll() is None
+        runs = fetch_runs(url)
+        if runs is not None:
+            view.show(runs, time.monotonic())
         _tell(receiver, view.say)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            training.wait(1.0)
-    final = look(url, None, time.monotonic())
-    if last is not None and final is not None:
-        view.show(_finished(last, final))
-    _tell(receiver, view.say)
-
-
-def _finished(last: Snapshot, final: Snapshot) -> Snapshot:
-    """Return the last look at the ranks, which are gone by now, with what the service has stored since."""
-    return Snapshot(
-        at=final.at,
-        run=last.run,
-        step=last.planned or last.step,
-        planned=last.planned,
-        loss=last.loss,
-        tokens=last.tokens,
-        rows=final.rows,
-        lag=final.lag,
-        ranks=last.ranks,
-    )
+        if running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                training.wait(1.0)
 
 
 def _wait_for_alerts(receiver: Receiver, console: Console) -> None:

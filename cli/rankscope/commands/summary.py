@@ -47,7 +47,8 @@ def _steps(found: RunSummary) -> str:
     if found.last_step is None:
         return "none yet"
     planned = "" if found.planned_steps is None else f" of {found.planned_steps:,} planned"
-    return f"{cell(found.first_step)} to {found.last_step:,}{planned}"
+    first = "up to" if found.first_step is None else f"{found.first_step:,} to"
+    return f"{first} {found.last_step:,}{planned}"
 
 
 def _size(count: float) -> str:

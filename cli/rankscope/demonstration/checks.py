@@ -99,5 +99,4 @@ def _incidents(plan: Plan, alerts: Sequence[Alert]) -> Iterator[Check]:
 
 
 def _names(alert: Alert, fault: Fault) -> bool:
-    text = f"{alert.title}\n{alert.text}"
-    return all(part in text for part in (f"rank {fault.rank}", fault.tensor, f"step {fault.step}"))
+    return {f"rank: {fault.rank}", f"tensor: {fault.tensor}", f"step: {fault.step}"} <= set(alert.text.splitlines())

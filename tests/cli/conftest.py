@@ -1,0 +1,140 @@
+"""A small store with two runs in it, the same at every test run, and the `rankscope` command as a user starts it."""
+
+from __future__ import annotations
+
+import datetime as dt
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from rankscope_contract.records import DATASETS
+from rankscope_storage.schema import dataset_schema
+from rankscope_storage.store import Batch, Store
+
+START = dt.datetime(2026, 3, 1, 12, 0, tzinfo=dt.UTC)
+STEPS = 30
+TENSORS = ("blocks.0.weight", "odd 'name' = \"学\"")
+NAN_STEP = 10
+
+
+def table(dataset: str, rows: list[dict[str, Any]]) -> pa.Table:
+    empty = dict.fromkeys(field.name for field in DATASETS[dataset])
+    return pa.Table.from_pylist([empty | row for row in rows], schema=dataset_schema(dataset))
+
+
+def common(rank: int | None, step: int, seq: int, run: str = "my-run") -> dict[str, Any]:
+    return {
+        "run": run,
+        "attempt": 0,
+        "rank": rank,
+        "incarnation": None if rank is None else f"{run}-{rank}",
+        "seq": None if rank is None else seq,
+        "ordinal": 1000 * step + seq,
+        "step": step,
+        "ts": START + dt.timedelta(seconds=step),
+        "ts_origin": "rank",
+    }
+
+
+def tensor_rows(rank: int) -> Iterator[dict[str, Any]]:
+    for step in range(1, STEPS + 1):
+        kinds = ["grad_unreduced", "grad_reduced"]
+        kinds += [] if step == NAN_STEP else ["param_before", "param_after", "exp_avg", "exp_avg_sq"]
+        for kind in kinds:
+            for number, tensor in enumerate(TENSORS):
+                bad = step == NAN_STEP and number == 0 and (rank == 1 or kind == "grad_reduced")
+                yield common(rank, step, step - 1) | {
+                    "kind": kind,
+                    "tensor": tensor,
+                    "placement": "full",
+                    "norm": 1.0 / step + (0.001 if kind == "param_after" else 0.0),
+                    "min": -0.5,
+                    "max": 0.5,
+                    "mean": 0.01,
+                    "nans": 4 if bad else 0,
+                    "infs": 0,
+                    "zeros": 60 if number else 0,
+                    "numel": 64,
+                    "norm_baseline": 0.9 / step if step % 9 else 0.1 / step,
+                    "mean_baseline": 0.01,
+                }
+
+
+def scalar_rows(rank: int) -> Iterator[dict[str, Any]]:
+    for step in range(1, STEPS + 1):
+        loss = {NAN_STEP: math.nan, NAN_STEP + 1: math.inf}.get(step, 5.0 / step)
+        values = [
+            ("loss", loss, None, None),
+            ("step_seconds", 0.5 + 0.1 * rank, "seconds", None),
+            ("tokens_total", 1024.0 * step, "tokens", None),
+            ("overhead_seconds", 0.01 * step, "seconds", '{"thread":"hooks"}'),
+        ]
+        for name, value, unit, labels in values:
+            yield common(rank, step, step - 1) | {"name": name, "value": value, "unit": unit, "labels": labels}
+
+
+def event_rows() -> list[dict[str, Any]]:
+    anomaly = {
+        "type": "anomaly",
+        "severity": "critical",
+        "rule": "AnomalyNan",
+        "tensor": TENSORS[0],
+        "op": "nans",
+        "value": 4.0,
+        "call_id": 0,
+        "message": "4 NaN in blocks.0.weight",
+    }
+    return [
+        common(0, NAN_STEP, NAN_STEP - 1) | anomaly | {"kind": "grad_reduced"},
+        common(1, NAN_STEP, NAN_STEP - 1) | anomaly | {"kind": "grad_reduced"},
+        common(1, NAN_STEP, NAN_STEP - 1) | anomaly | {"kind": "grad_unreduced"},
+        *(common(rank, NAN_STEP, NAN_STEP - 1) | {"type": "step_skipped", "severity": "info"} for rank in (0, 1)),
+    ]
+
+
+def run_rows() -> list[dict[str, Any]]:
+    whole = {"started_at": START, "planned_steps": STEPS, "world_size": 2, "source_kind": "live", "ts_origin": "ingest"}
+    end = {"ended_at": START + dt.timedelta(seconds=STEPS), "last_step": STEPS}
+    other = {"state": "failed", "reason": "rank 0 vanished", "started_at": START - dt.timedelta(days=1)}
+    return [
+        common(None, 0, 0) | whole | {"state": "running"},
+        common(None, STEPS, 0) | whole | end | {"state": "completed"},
+        common(None, 7, 0, run="../other run") | whole | other | {"last_step": 7},
+    ]
+
+
+@pytest.fixture(scope="session")
+def sample_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a store with the runs `my-run` and `../other run`."""
+    folder = tmp_path_factory.mktemp("sample") / "history"
+    with Store.open(folder, create=True).claim(owner="test") as writer:
+        tables = {
+            "tensor_stats": table("tensor_stats", [row for rank in (0, 1) for row in tensor_rows(rank)]),
+            "scalars": table("scalars", [row for rank in (0, 1) for row in scalar_rows(rank)]),
+            "events": table("events", event_rows()),
+            "runs": table("runs", run_rows()),
+        }
+        writer.append(Batch(tables=tables, watermarks={f"my-run-{rank}": STEPS - 1 for rank in (0, 1)}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def rankscope(sample_store: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Return a function that runs `rankscope ARGUMENTS` over the sample store."""
+
+    def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"RANKSCOPE_STORE": str(sample_store), "COLUMNS": "100", "TERM": "dumb"}
+        environment |= options.pop("env", {})
+        command = [sys.executable, "-m", "rankscope", *arguments]
+        return subprocess.run(
+            command, env=environment, text=True, capture_output=True, check=False, timeout=60, **options
+        )
+
+    return run

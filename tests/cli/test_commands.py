@@ -1,0 +1,153 @@
+"""What a user sees: golden output of the commands over a small store, and one clear line when something is wrong.
+
+Golden files are rewritten by `RANKSCOPE_UPDATE_GOLDEN=1 make test PYTEST=tests/cli`; look at the difference.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from rankscope.command import subcommands
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "cli"
+
+
+LOSS_AROUND_THE_NAN = """
+    select step, value, null as nothing from scalars
+    where name = 'loss' and rank = 1 and step between 9 and 12 order by all"""
+
+
+def assert_golden(name: str, text: str) -> None:
+    path = GOLDEN / f"{name}.txt"
+    text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
+    if os.environ.get("RANKSCOPE_UPDATE_GOLDEN"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+    assert path.read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("runs", ["runs"]),
+        ("summary", ["summary", "my-run"]),
+        ("summary_of_failed_run", ["summary", "../other run"]),
+        ("anomalies", ["anomalies", "--top", "8"]),
+        ("anomalies_none", ["anomalies", "my-run", "--steps", "1:9"]),
+        ("sql_table", ["sql", LOSS_AROUND_THE_NAN]),
+        ("sql_json", ["sql", "--format", "json", LOSS_AROUND_THE_NAN]),
+        ("sql_csv", ["sql", "--format", "csv", "select distinct tensor, zeros from tensor_stats order by zeros"]),
+    ],
+)
+def test_golden_output(rankscope, name, arguments):
+    done = rankscope(*arguments)
+
+    assert "" == done.stderr
+    assert 0 == done.returncode
+    assert_golden(name, done.stdout)
+
+
+def test_sql_reads_a_file_and_standard_input(rankscope, tmp_path):
+    (tmp_path / "query.sql").write_text("select 1 as one", encoding="utf-8")
+    from_file = rankscope("sql", "-f", str(tmp_path / "query.sql"))
+
+    assert 0 == from_file.returncode
+    assert from_file.stdout == rankscope("sql", input="select 1 as one").stdout
+
+
+def test_sql_writes_parquet(rankscope, tmp_path):
+    done = rankscope("sql", "select * from scalars", "--format", "parquet", "-o", str(tmp_path / "rows.parquet"))
+
+    assert 0 == done.returncode, done.stderr
+    assert 240 == pq.read_table(tmp_path / "rows.parquet").num_rows
+
+
+def test_sql_can_only_read_and_only_the_store(rankscope, tmp_path):
+    target = tmp_path / "stolen.csv"
+    for statement in (
+        f"copy (select 1) to '{target}'",
+        "create table t as select 1",
+        "select * from read_text('/etc/passwd')",
+        "select 1; drop view runs",
+        "install httpfs",
+        "set enable_external_access = true",
+    ):
+        done = rankscope("sql", statement)
+
+        assert 1 == done.returncode, statement
+        assert 1 == done.stderr.count("\n"), done.stderr
+    assert not target.exists()
+
+
+def test_emitted_views_give_plain_duckdb_the_same_rows(rankscope):
+    import duckdb
+
+    script = rankscope("sql", "--emit-views").stdout
+    plain = duckdb.connect()
+    plain.execute(script)
+
+    assert [(240, 2)] == plain.execute("select (select count(*) from scalars), (select count(*) from runs)").fetchall()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["summary", "my-rum"], 2, "no run is called 'my-rum'. Did you mean 'my-run'?"),
+        (["summary", "zzz"], 2, "The store has ../other run, my-run."),
+        (["anomalies", "--steps", "9:1"], 2, "write first:last"),
+        (["sql", "select * from scalar"], 1, "scalars"),
+        (["sql", "selec 1"], 1, "selec"),
+        (["sql", "select 1", "-f", "x.sql"], 2, "not both"),
+        (["sql", "-f", "missing.sql"], 2, "missing.sql"),
+        (["runs", "--store", "/nowhere"], 1, "/nowhere is not a Rankscope store"),
+        (["sql", "select 1", "--store", "/etc/passwd"], 1, "/etc/passwd"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line_without_a_traceback(rankscope, arguments, code, said):
+    done = rankscope(*arguments)
+
+    assert code == done.returncode
+    assert said in done.stderr
+    assert 1 == done.stderr.count("\n")
+    assert "Traceback" not in done.stderr
+    assert "" == done.stdout
+
+
+def test_misspelt_command_gets_the_nearest_one(rankscope):
+    done = rankscope("anomalys")
+
+    assert 2 == done.returncode
+    assert "Did you mean 'anomalies'?" in done.stderr
+
+
+def test_reader_that_leaves_early_gets_no_complaint(sample_store):
+    command = f"{sys.executable} -m rankscope sql --store {sample_store} --format csv 'from range(300000)' | head -n 2"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+
+    assert "range\n0\n" == done.stdout
+    assert "" == done.stderr
+
+
+@pytest.mark.parametrize("name", sorted(subcommands()))
+def test_every_command_explains_itself(rankscope, name):
+    done = rankscope(name, "--help")
+
+    assert 0 == done.returncode
+    assert "Usage: rankscope" in done.stdout
+    assert (subcommands()[name].__doc__ or "").strip()
+
+
+def test_json_of_runs_is_whole(rankscope):
+    rows = json.loads(rankscope("runs", "--format", "json").stdout)
+
+    assert ["my-run", "../other run"] == [row["run"] for row in rows]
+    assert ["completed", "failed"] == [row["state"] for row in rows]

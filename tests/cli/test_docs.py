@@ -1,0 +1,85 @@
+"""The documentation is complete and fresh: it names every metric, command and column, and its statements run."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankscope.command import subcommands
+from rankscope.demonstration.report import STATEMENTS
+from rankscope_contract.metrics import CATALOG
+from rankscope_contract.records import DATASETS
+from rankscope_storage.connection import connect
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+QUESTIONS = re.findall(r"```sql\n(.*?)```", (DOCS / "sql-cookbook.md").read_text(encoding="utf-8"), re.DOTALL)
+QUESTIONS += [statement for _, statement in STATEMENTS]
+
+
+def test_generated_pages_are_fresh():
+    specification = importlib.util.spec_from_file_location("docs_generate", DOCS / "generate.py")
+    generate = importlib.util.module_from_spec(specification)
+    sys.modules["docs_generate"] = generate
+    specification.loader.exec_module(generate)
+
+    assert [] == generate.stale()
+
+
+def test_every_metric_is_documented():
+    page = (DOCS / "metrics.md").read_text(encoding="utf-8")
+
+    assert [] == [name for name in CATALOG if f"`{name}`" not in page]
+
+
+def test_every_column_is_documented():
+    page = (DOCS / "store.md").read_text(encoding="utf-8")
+
+    assert [] == [field.name for fields in DATASETS.values() for field in fields if f"`{field.name}`" not in page]
+
+
+def test_every_command_is_documented():
+    page = (DOCS / "commands.md").read_text(encoding="utf-8")
+
+    assert [] == [name for name in subcommands() if f"## `rankscope {name}`" not in page]
+
+
+def test_every_page_is_reached_from_the_index():
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+
+    assert [] == [page.name for page in DOCS.glob("*.md") if page.name != "index.md" and f"({page.name})" not in index]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page):
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    local = [link for link in links if "://" not in link]
+
+    assert [] == [link for link in local if not (page.parent / link).exists()]
+
+
+def test_every_folder_that_contributing_names_exists():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    folders = re.findall(r"`((?:exporter|ingest|storage|dashboards|cli|benchmarks)/[\w/.]*)`", text)
+
+    assert len(folders) >= 7
+    assert [] == [folder for folder in folders if not (ROOT / folder).exists()]
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_every_statement_runs_and_mostly_answers(sample_store, question):
+    with connect(sample_store, locked=True) as connection:
+        rows = connection.query(question).num_rows
+
+    nothing_is_the_good_answer = any(part in question for part in ("having count(*) > 1", "'gap'", "highest\nfrom"))
+    assert rows > 0 or nothing_is_the_good_answer
+
+
+@pytest.mark.parametrize("word", ["make demo", "make test", "data-path.svg", "http_sd", "rankscope sql", "three lines"])
+def test_readme_has_what_a_new_user_needs(word):
+    assert word in (ROOT / "README.md").read_text(encoding="utf-8")
