@@ -18,9 +18,13 @@ from rankscope_contract.records import PlanEntry
 from rankscope_contract.rules import AnomalyRule
 from rankscope_exporter.statistics import Finished
 
+_CPU: Final = torch.device("cpu")  # always named: a script may have set another default device
 _COUNTS_JUDGED: Final = ("nans", "infs")
 _OPS: Final = (*_COUNTS_JUDGED, *VALUE_OPS)
 """Every statistic that a rule may judge, in the order in which firings of one entry are listed."""
+
+_JUDGED_ROWS: Final = [VALUE_OPS.index(op) for op in JUDGED_OPS]
+_NO_BASELINE: Final = torch.tensor(math.nan, dtype=torch.float64, device=_CPU)
 
 
 class Firing(NamedTuple):
@@ -62,9 +66,9 @@ class Judge:
         self._limit = limit
         self._kinds = sorted({entry.kind for entry in entries})
         place = {kind: index for index, kind in enumerate(self._kinds)}
-        self._kind_of_entry = torch.tensor([place[entry.kind] for entry in entries], dtype=torch.int64)
+        self._kind_of_entry = torch.tensor([place[entry.kind] for entry in entries], dtype=torch.int64, device=_CPU)
         self._scopes = {op: self._scopes_of(op) for op in _OPS}
-        self._baselines = torch.full((len(JUDGED_OPS), len(entries)), math.nan, dtype=torch.float32)
+        self._baselines = torch.full((len(JUDGED_OPS), len(entries)), math.nan, dtype=torch.float32, device=_CPU)
         self._scalars: dict[str, SeriesEvaluator] = {}
 
     def observe(self, finished: Finished) -> Judgement:
@@ -102,7 +106,7 @@ class Judge:
     def _scopes_of(self, op: str) -> tuple[_Scope, ...]:
         scopes = []
         for order, rule in enumerate(self._rules):
-            judged = torch.tensor([rule.judges(kind, op) for kind in self._kinds], dtype=torch.bool)
+            judged = torch.tensor([rule.judges(kind, op) for kind in self._kinds], dtype=torch.bool, device=_CPU)
             if judged.any():
                 scopes.append(_Scope(rule, order, None if judged.all() else judged[self._kind_of_entry]))
         return tuple(scopes)
@@ -134,7 +138,7 @@ class Judge:
     ) -> tuple[tuple[Firing, ...], int]:
         """Return the first rule that fires for each (entry, op), by entry; NaN and Inf of one entry are one firing."""
         nobody = len(self._rules)
-        winner = torch.full((len(finished.present), len(_OPS)), nobody, dtype=torch.int64)
+        winner = torch.full((len(finished.present), len(_OPS)), nobody, dtype=torch.int64, device=_CPU)
         for (op, order), (_, fires) in verdicts.items():
             column = winner[:, _OPS.index(op)]
             column.copy_(torch.where(fires, column.clamp(max=order), column))
@@ -165,7 +169,3 @@ class Judge:
 
 def _known(baseline: float) -> float | None:
     return None if math.isnan(baseline) else baseline
-
-
-_JUDGED_ROWS: Final = [VALUE_OPS.index(op) for op in JUDGED_OPS]
-_NO_BASELINE: Final = torch.tensor(math.nan, dtype=torch.float64)

@@ -126,7 +126,8 @@ def _thresholds(zero_below: float) -> list[int]:
     """Return the bits below which a magnitude counts as zero: for each Code its own, then for each as float64."""
     own, wide = [], []
     for dtype in CODES:
-        bound = torch.tensor(round_up(zero_below, dtype) if zero_below > 0 else 0.0, dtype=torch.float64)
+        smallest = round_up(zero_below, dtype) if zero_below > 0 else 0.0
+        bound = torch.tensor(smallest, dtype=torch.float64, device="cpu")  # whatever default device a script has set
         wide.append(max(1, int(bound.view(torch.int64))))
         own.append(max(1, int(bound.to(dtype).view(_BITS_OF[dtype]))) if dtype in _BITS_OF else 0)
     return own + wide

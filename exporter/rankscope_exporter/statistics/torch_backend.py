@@ -20,6 +20,7 @@ from rankscope_exporter.statistics.tensors import Held
 Sums = tuple[torch.Tensor, ...]
 """Sum of squares, min, max, sum in float64, then nans, infs, zeros in int64: scalars on the device."""
 
+_CPU: Final = torch.device("cpu")  # always named: a script may have set another default device
 _LEAN_TYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 # 4096 elements in 16 lanes are 256 additions a lane: a float32 sum of squares cannot lose more than 8e-6 of itself.
 _LEAN_ROW: Final = 4096
@@ -34,23 +35,12 @@ def measure(items: Sequence[Held], rows: Rows, table: StatisticsTable, *, zero_b
     if not items:
         return
     flats = [item.elements for item in items]
-    safe: list[int] = []
     if table.device.type == "cpu":
-        lean = [i for i, flat in enumerate(flats) if flat.is_cpu and flat.dtype in _LEAN_TYPES and flat.numel()]
-        sums, counts, trusted = lean_sums([flats[i] for i in lean], zero_below)
-        safe = list(itertools.compress(lean, trusted))
-    unsafe = [i for i in range(len(flats)) if i not in set(safe)]
-    if unsafe:
-        exact = [exact_sums(flats[i], zero_below) for i in unsafe]
-        exact_floats = _columns([parts[: len(SUMS)] for parts in exact], table.device)
-        exact_counts = _columns([parts[len(SUMS) :] for parts in exact], table.device)
-    if not safe:
-        sums, counts = exact_floats, exact_counts
-    elif unsafe:
-        sums = _merged(sums[:, trusted], safe, exact_floats, unsafe)
-        counts = _merged(counts[:, trusted], safe, exact_counts, unsafe)
+        sums, counts = _on_cpu(flats, zero_below)
+    else:
+        sums, counts = _exactly(flats, zero_below, table.device)
     implicit = [item.implicit_zeros for item in items]
-    sizes = torch.tensor([[flat.numel() for flat in flats], implicit], dtype=torch.int64)
+    sizes = torch.tensor([[flat.numel() for flat in flats], implicit], dtype=torch.int64, device=_CPU)
     stored, left_out = sizes.to(table.device, non_blocking=True)
     if any(implicit):
         sums[1] = torch.where(left_out > 0, sums[1].clamp(max=0.0), sums[1])
@@ -59,24 +49,39 @@ def measure(items: Sequence[Held], rows: Rows, table: StatisticsTable, *, zero_b
     table.write(rows, sums, torch.cat([counts, (stored + left_out).unsqueeze(0)]))
 
 
-def _columns(parts: Sequence[Sequence[torch.Tensor]], device: torch.device) -> torch.Tensor:
-    """Return scalars of several tensors as one column for each tensor."""
-    flat = torch.stack([scalar.to(device, non_blocking=True) for column in parts for scalar in column])
-    return flat.view(len(parts), -1).t().contiguous()
+def _on_cpu(flats: Sequence[torch.Tensor], zero_below: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the columns of `flats`: lean where that can be trusted, exact for the others."""
+    sums = torch.zeros(len(SUMS), len(flats), dtype=torch.float64, device=_CPU)
+    counts = torch.zeros(3, len(flats), dtype=torch.int64, device=_CPU)
+    exact = set(range(len(flats)))
+    lean = [i for i, flat in enumerate(flats) if flat.is_cpu and flat.dtype in _LEAN_TYPES and flat.numel()]
+    if lean:
+        sums[:, lean], counts[:, lean], trusted = lean_sums([flats[i] for i in lean], zero_below)
+        exact.difference_update(itertools.compress(lean, trusted.tolist()))
+    if exact:
+        rest = sorted(exact)
+        sums[:, rest], counts[:, rest] = _exactly([flats[i] for i in rest], zero_below, _CPU)
+    return sums, counts
 
 
-def _merged(left: torch.Tensor, at: list[int], right: torch.Tensor, at_right: list[int]) -> torch.Tensor:
-    """Return the columns of both in the order of their positions."""
-    order = torch.tensor(at + at_right).argsort()
-    return torch.cat([left, right], 1)[:, order]
+def _exactly(
+    flats: Sequence[torch.Tensor], zero_below: float, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    columns = [exact_sums(flat, zero_below) for flat in flats]
+    return (
+        _stacked([column[: len(SUMS)] for column in columns], device),
+        _stacked([column[len(SUMS) :] for column in columns], device),
+    )
+
+
+def _stacked(columns: Sequence[Sums], device: torch.device) -> torch.Tensor:
+    flat = torch.stack([scalar.to(device, non_blocking=True) for column in columns for scalar in column])
+    return flat.view(len(columns), -1).t().contiguous()
 
 
 def lean_sums(flats: Sequence[torch.Tensor], zero_below: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return float64 sums, int64 counts and which columns can be trusted, of flat CPU tensors of common float types."""
-    count = len(flats)
-    squares = torch.zeros(count, dtype=torch.float64)
-    if not count:
-        return squares.new_zeros(len(SUMS), 0), torch.zeros(3, 0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool)
+    squares = torch.zeros(len(flats), dtype=torch.float64, device=_CPU)
     whole = [flat.numel() // _LEAN_ROW * _LEAN_ROW for flat in flats]
     rows = {
         i: torch.linalg.vector_norm(flat[:end].view(-1, _LEAN_ROW), dim=1, dtype=torch.float32)
@@ -143,7 +148,7 @@ def round_up(bound: float, dtype: torch.dtype) -> float:
 
     torch would round the bound to the tensor's type, in whichever direction is nearer.
     """
-    nearest = torch.tensor(bound, dtype=torch.float64).to(dtype)
+    nearest = torch.tensor(bound, dtype=torch.float64, device=_CPU).to(dtype)
     if float(nearest) >= bound:
         return float(nearest)
-    return float(torch.nextafter(nearest.to(dtype), torch.tensor(math.inf, dtype=dtype)))
+    return float(torch.nextafter(nearest, torch.tensor(math.inf, dtype=dtype, device=_CPU)))
