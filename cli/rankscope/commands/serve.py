@@ -1,0 +1,120 @@
+"""`rankscope serve`: the service that collects every step of every rank, with its progress on the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from rankscope.errors import USAGE, CommandError
+
+if TYPE_CHECKING:
+    from rankscope.progress import View
+    from rankscope_ingest.config import ServiceConfig
+    from rankscope_ingest.progress import Progress
+
+DEFAULT_STORE = Path("history")
+
+
+def serve(
+    config: Annotated[Path | None, typer.Argument(help="TOML file; docs/configuration.md lists its keys.")] = None,
+    store: Annotated[
+        Path | None, typer.Option("--store", "-s", envvar="RANKSCOPE_STORE", help="Folder of the store.")
+    ] = None,
+    listen: Annotated[str | None, typer.Option(help="Address to listen on, host:port.")] = None,
+    notify: Annotated[list[str] | None, typer.Option(help="Apprise address to notify; may be repeated.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only what is worth a line.")] = False,
+) -> None:
+    """Collect from every rank that registers, until Ctrl-C or SIGTERM; then store what is left and end.
+
+    Options win over the file. Without a file the store is the folder `history`.
+
+    [bold]Examples[/bold]
+
+    rankscope serve --store history
+
+    rankscope serve service.toml --listen 127.0.0.1:9470 --notify json://127.0.0.1:8080/alerts
+    """
+    settings = _settings(config, store, listen, notify)
+    from rankscope.progress import view_for
+
+    console = Console(highlight=False)
+    with view_for(console) as view:
+        _log_to(view)
+        _run(settings, view, show=not quiet)
+
+
+def _settings(config: Path | None, store: Path | None, listen: str | None, notify: list[str] | None) -> ServiceConfig:
+    from rankscope_ingest.config_file import load_config
+    from rankscope_ingest.errors import ConfigError
+
+    given: dict[str, Any] = {
+        "store.path": store or (DEFAULT_STORE if config is None else None),
+        "service.listen": listen,
+        "notify.urls": tuple(notify) if notify else None,
+    }
+    try:
+        return load_config(config, {key: value for key, value in given.items() if value is not None})
+    except ConfigError as error:
+        raise CommandError(str(error), code=USAGE) from error
+
+
+def _run(settings: ServiceConfig, view: View, *, show: bool) -> None:
+    from rankscope_ingest.errors import ConfigError, IngestError
+    from rankscope_ingest.service import run
+    from rankscope_storage.errors import StoreError
+
+    def ready(url: str) -> None:
+        view.say(f"listening on {url}, storing into {settings.store.path}")
+        view.say(f"ranks find it with RANKSCOPE_INGEST_URL={url}")
+
+    teller = _Teller(view, show=show)
+    try:
+        asyncio.run(run(settings, on_progress=teller.tell, on_ready=ready))
+    except ConfigError as error:
+        raise CommandError(str(error), code=USAGE) from error
+    except (IngestError, StoreError) as error:
+        raise CommandError(str(error)) from error
+    view.say(f"stopped; {teller.rows_stored:,} rows were stored, {teller.rows_pending:,} are left")
+
+
+class _Teller:
+    """Shows progress as it comes, and says when the service falls into trouble or gets out of it."""
+
+    def __init__(self, view: View, *, show: bool) -> None:
+        self._view = view
+        self._show = show
+        self._trouble: str | None = None
+        self.rows_stored = 0
+        self.rows_pending = 0
+
+    def tell(self, progress: Progress) -> None:
+        self.rows_stored, self.rows_pending = progress.rows_stored, progress.rows_pending
+        if progress.degraded != self._trouble:
+            self._trouble = progress.degraded
+            self._view.say(f"trouble: {self._trouble}" if self._trouble else "all is well again")
+        if self._show:
+            self._view.show(progress.runs, time.monotonic())
+
+
+class _Lines(logging.Handler):
+    """Hands log records to the view, so that they do not tear its bars."""
+
+    def __init__(self, view: View) -> None:
+        super().__init__(logging.INFO)
+        self._view = view
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._view.say(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
+def _log_to(view: View) -> None:
+    logger = logging.getLogger("rankscope_ingest")
+    logger.addHandler(_Lines(view))
+    logger.setLevel(logging.INFO)
+    logging.getLogger("rankscope_storage").addHandler(_Lines(view))

@@ -1,0 +1,180 @@
+"""The parts of the demo: its receiver, its children, its progress, and checks that fail when something is missing."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import replace
+
+import psutil
+import pytest
+from rich.console import Console
+
+from rankscope.demonstration.checks import AT_EVERY_STEP, WHERE_THE_OPTIMIZER_RAN, Fault, Plan, checks
+from rankscope.demonstration.processes import child, interrupted_by_termination, stop
+from rankscope.demonstration.receiver import Alert, Receiver
+from rankscope.progress import BarView, PlainView, facts
+from rankscope_ingest.progress import RunProgress
+
+RUN = RunProgress(
+    run="my-run",
+    attempt=0,
+    state="running",
+    reason=None,
+    step=60,
+    planned_steps=200,
+    loss=2.5,
+    tokens_per_second=2048.4,
+    rows_stored=12345,
+    lag_records=3,
+    records_lost=0,
+    ranks_alive=2,
+    world_size=2,
+    eta_seconds=75.0,
+)
+FAULT = Fault(step=2, rank=1, tensor="w", skips_step=True)
+PLAN = Plan(run="demo", ranks=2, steps=3, tensors=4, faults=(FAULT,))
+ALERT = Alert(0.0, "[critical] demo: AnomalyNan", "run: demo\nrank: 1\nstep: 2\ntensor: w\n")
+
+
+def stored(**changes):
+    """Return a stand-in for the store that answers the checks' own questions as a perfect run would."""
+    rows = {kind: PLAN.rows_of(kind) for kind in (*AT_EVERY_STEP, *WHERE_THE_OPTIMIZER_RAN)}
+    answers = {
+        "group by kind": list((rows | changes.get("rows", {})).items()),
+        "having": [(changes.get("doubled", 0),)],
+        "'loss'": changes.get("losses", [(0, 3, 1, 3), (1, 3, 1, 3)]),
+        "from runs": changes.get("states", [("demo", "completed")]),
+    }
+    return lambda statement: next(answer for part, answer in answers.items() if part in statement)
+
+
+def test_rows_of_a_skipped_step_are_those_of_gradients_alone():
+    assert 2 * 3 * 4 == PLAN.rows_of("grad_reduced")
+    assert 2 * 2 * 4 == PLAN.rows_of("exp_avg")
+
+
+def test_checks_hold_for_a_perfect_run():
+    assert [] == [check.text for check in checks(PLAN, stored(), [ALERT]) if not check.holds]
+
+
+@pytest.mark.parametrize(
+    ("changes", "alerts"),
+    [
+        ({"rows": {"grad_reduced": 23}}, [ALERT]),
+        ({"rows": {"exp_avg": 17}}, [ALERT]),
+        ({"rows": {"surprise": 1}}, [ALERT]),
+        ({"doubled": 1}, [ALERT]),
+        ({"losses": [(0, 3, 1, 3), (1, 2, 1, 3)]}, [ALERT]),
+        ({"states": [("demo", "failed")]}, [ALERT]),
+        ({}, []),
+        ({}, [ALERT, ALERT]),
+        ({}, [replace(ALERT, text=ALERT.text.replace("rank: 1", "rank: 0"))]),
+        ({}, [replace(ALERT, text=ALERT.text.replace("step: 2", "step: 20"))]),
+    ],
+)
+def test_anything_missing_or_superfluous_fails_a_check(changes, alerts):
+    assert not all(check.holds for check in checks(PLAN, stored(**changes), alerts))
+
+
+def test_receiver_takes_what_a_json_notifier_posts():
+    with Receiver() as receiver:
+        address = receiver.notify_url.replace("json://", "http://")
+        body = json.dumps({"version": "1.0", "title": "bad", "message": "rank: 1\nstep: 2", "type": "failure"}).encode()
+        urllib.request.urlopen(urllib.request.Request(address, data=body), timeout=5).close()
+        (alert,) = receiver.arrived()
+
+        assert ["bad"] == [alert.title for alert in receiver.alerts]
+        assert [] == list(receiver.arrived())
+    assert ["      rank: 1", "      step: 2"] == list(alert.lines())[1:]
+
+
+def test_a_child_and_what_it_started_end_with_us(tmp_path):
+    """Also on an exception, and even where the child ignores being asked."""
+    script = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+    log = tmp_path / "log"
+
+    def fail_once_it_runs():
+        with child([sys.executable, "-c", script], log, {}) as process:
+            deadline = time.monotonic() + 20
+            while not log.read_text() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            raise RuntimeError(process.pid)
+
+    with pytest.raises(RuntimeError) as raised:
+        fail_once_it_runs()
+
+    for pid in (raised.value.args[0], int(log.read_text())):
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_stopping_returns_the_exit_code(tmp_path):
+    with child([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "log", {}) as process:
+        process.wait(20)
+
+        assert 3 == stop(process)
+
+
+def test_termination_is_an_interruption_while_children_run():
+    with pytest.raises(KeyboardInterrupt), interrupted_by_termination():
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_facts_are_in_the_order_one_asks():
+    assert [
+        "step 60/200",
+        "loss 2.5000",
+        "2,048 tokens/s",
+        "12,345 rows stored",
+        "lag 3",
+        "2/2 ranks",
+        "1:15 left",
+    ] == list(facts(RUN))
+
+
+def test_what_is_not_known_is_not_mentioned():
+    bare = replace(RUN, step=None, loss=None, tokens_per_second=None, eta_seconds=None, records_lost=7)
+
+    assert ["12,345 rows stored", "lag 3", "2/2 ranks", "7 records LOST"] == list(facts(bare))
+
+
+def plain_lines(*looks: tuple[RunProgress, float]) -> list[str]:
+    text = io.StringIO()
+    with PlainView(Console(file=text, width=40), every_seconds=5.0) as view:
+        for run, now in looks:
+            view.show([run], now)
+    return text.getvalue().splitlines()
+
+
+def test_plain_view_prints_a_line_when_a_run_moved_and_some_seconds_passed():
+    moved, ended = replace(RUN, step=70), replace(RUN, step=200, state="completed")
+    lines = plain_lines((RUN, 0.0), (moved, 1.0), (RUN, 6.0), (moved, 7.0), (ended, 8.0), (ended, 99.0))
+
+    assert ["my-run running  step 60", "my-run running  step 70", "my-run completed  step 200"] == [
+        line.partition("/")[0] for line in lines
+    ]
+
+
+def test_bar_view_draws_a_bar_and_keeps_lines_above_it():
+    text = io.StringIO()
+    with BarView(Console(file=text, force_terminal=True, width=160)) as view:
+        view.show([RUN], 0.0)
+        view.say("ALERT [not markup]")
+
+    assert "ALERT [not markup]" in text.getvalue()
+    assert "step 60/200" in text.getvalue()
+
+
+def test_demo_never_empties_a_folder_it_did_not_make(tmp_path):
+    (tmp_path / "precious").write_text("mine", encoding="utf-8")
+    command = [sys.executable, "-m", "rankscope", "demo", "--folder", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert 2 == done.returncode
+    assert "name another with --folder" in done.stderr
+    assert (tmp_path / "precious").exists()
