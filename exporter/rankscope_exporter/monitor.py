@@ -33,7 +33,7 @@ from rankscope_exporter.naming import element_count, named_parameters
 from rankscope_exporter.publisher import Publisher
 from rankscope_exporter.quantities import select_quantities
 from rankscope_exporter.quantities.base import Subject
-from rankscope_exporter.recorder import Draft, Recorder
+from rankscope_exporter.recorder import Draft, Measurement, Recorder
 from rankscope_exporter.serving.channel import Channel
 from rankscope_exporter.statistics import backend_name, warm_up
 
@@ -57,7 +57,7 @@ class _Session:
             device=device,
             every=config.every,
             first_step=first_step,
-            zero_below=config.zero_below,
+            measurement=Measurement(config.zero_below, compiled=config.statistics == "auto"),
         )
         plan = self.recorder.plan
         self.hooks = Hooks(subject, self.recorder, guard)
@@ -68,7 +68,7 @@ class _Session:
             settings={**_public_settings(config), "device": str(device)},
             planned_steps=total,
             on_fault=guard.report,
-            overhead=lambda: {"hooks": self.hooks.cpu_seconds, "publisher": self.publisher.cpu_seconds},
+            overhead=self.overhead_seconds,
             dropped=lambda: {
                 "publisher_behind": self.recorder.unsampled,
                 "events_per_step": self.publisher.events_left_out,
@@ -86,6 +86,10 @@ class _Session:
         self.channel.announce(sorted({entry.kind for entry in plan.entries}))
         self.publisher.published = self.recorder.published
         self.publisher.flush_idle = self.recorder.flush_idle
+
+    def overhead_seconds(self) -> dict[str, float]:
+        """Return CPU seconds by who spent them; the serving threads count for themselves."""
+        return {"hooks": self.hooks.cpu_seconds, "publisher": self.publisher.cpu_seconds}
 
     def _hand_over(self, draft: Draft) -> None:
         self.publisher.put(draft)
@@ -147,8 +151,7 @@ class Monitor:
         session = _Session(subject, config, self._guard, self._first_step, self._total_steps)
         address = session.channel.start()
         try:
-            if config.statistics == "auto":
-                warm_up()
+            warming = warm_up() if config.statistics == "auto" else None
             session.publisher.start()
             session.hooks.install()
         except BaseException:
@@ -157,9 +160,9 @@ class Monitor:
             raise
         self._session = session
         lifecycle.watch(self)
-        self._print_banner(session, subject, address)
+        self._print_banner(session, subject, address, "numba" if warming is not None else backend_name())
 
-    def _print_banner(self, session: _Session, subject: Subject, address: str) -> None:
+    def _print_banner(self, session: _Session, subject: Subject, address: str, backend: str) -> None:
         if session.identity.rank != 0:
             return
         entries = len(session.recorder.plan.entries)
@@ -172,7 +175,7 @@ class Monitor:
             series=entries * 2,
             bytes_per_step=entries * BYTES_PER_ENTRY,
             every=self._config.every,
-            backend=backend_name(),
+            backend=backend,
             address=address,
             service=session.channel.service_url,
         )
@@ -292,6 +295,11 @@ class Monitor:
     def address(self) -> str | None:
         """Return the URL under which this rank serves, None while not attached."""
         return self._session.channel.url if self._session is not None else None
+
+    def overhead_seconds(self) -> dict[str, float]:
+        """Return the CPU seconds this monitor has cost so far, by thread; empty while not attached."""
+        session = self._session
+        return {} if session is None else {**session.overhead_seconds(), **session.channel.overhead_seconds()}
 
     @property
     def faults(self) -> int:

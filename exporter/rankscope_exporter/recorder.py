@@ -50,19 +50,29 @@ class _Timing:
     amounts: dict[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """How tensors are measured."""
+
+    zero_below: float = 0.0
+    compiled: bool = True  # use the compiled CPU kernel once it is ready
+
+
 class _QuantityTable(Table):
     """One quantity's window on the table that all of them fill."""
 
-    def __init__(self, table: StatisticsTable, first: int, zero_below: float) -> None:
+    def __init__(self, table: StatisticsTable, first: int, settings: Measurement) -> None:
         self._table = table
         self._first = first
-        self._zero_below = zero_below
+        self._settings = settings
         self._groups: dict[range, MeasureGroup] = {}
 
     def measure(self, tensors: Sequence[torch.Tensor | None], rows: range) -> None:
         group = self._groups.get(rows)
         if group is None:
-            group = self._groups[rows] = MeasureGroup(self._shifted(rows), zero_below=self._zero_below)
+            settings = self._settings
+            group = MeasureGroup(self._shifted(rows), zero_below=settings.zero_below, compiled=settings.compiled)
+            self._groups[rows] = group
         group.measure(tensors, self._table)
 
     def copy(self, source: range, target: range) -> None:
@@ -84,7 +94,7 @@ class Recorder:
         device: torch.device,
         every: int = 1,
         first_step: int = 1,
-        zero_below: float = 0.0,
+        measurement: Measurement | None = None,
     ) -> None:
         self._subject = subject
         self._hand_over = hand_over
@@ -110,7 +120,7 @@ class Recorder:
         self._quantities: list[tuple[Quantity, _QuantityTable]] = []
         first = 0
         for quantity, part in zip(measured, parts, strict=True):
-            self._quantities.append((quantity, _QuantityTable(self._table, first, zero_below)))
+            self._quantities.append((quantity, _QuantityTable(self._table, first, measurement or Measurement())))
             first += len(part)
         self._per_gradient = [
             pair for pair in self._quantities if type(pair[0]).gradient_ready is not Quantity.gradient_ready

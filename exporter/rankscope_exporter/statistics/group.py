@@ -27,6 +27,8 @@ class MeasureGroup:
 
     def measure(self, tensors: Sequence[torch.Tensor | None], table: StatisticsTable) -> None:
         """Write the sums of `tensors` to the group's entries; an absent tensor leaves its entry as it is."""
+        if len(tensors) != len(self.rows):
+            raise ValueError(f"{len(tensors)} tensors for {len(self.rows)} entries: None stands for an absent one")
         with torch.no_grad():
             local = [tensor if type(tensor) in PLAIN_TYPES else _local(tensor) for tensor in tensors]
             kernel = numba_backend.kernel() if self._compiled and table.device.type == "cpu" else None

@@ -112,7 +112,7 @@ def _sights(tensors: Sequence[torch.Tensor | None]) -> list[Sight | None]:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.is_cpu
+    return tensor.layout is torch.strided and tensor.is_cpu and not tensor.is_nested
 
 
 def _readable(tensor: torch.Tensor, sight: Sight) -> bool:

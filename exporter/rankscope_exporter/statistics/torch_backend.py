@@ -121,10 +121,15 @@ def _exact_chunk(chunk: torch.Tensor, zero_below: float) -> Sums:
         if math.isfinite(least) and math.isfinite(most):
             none = torch.zeros_like(zeros)
             return torch.dot(values, values), least, most, values.sum(), none, none, zeros
+    return masked_sums(values, zeros)
+
+
+def masked_sums(values: torch.Tensor, zeros: torch.Tensor) -> Sums:
+    """Return the sums of float64 `values` with non-finite ones masked out: no branch, so no result is looked at."""
     nan, infinite = values.isnan(), values.isinf()
     odd = nan | infinite
     finite = values.masked_fill(odd, 0.0)
-    edge = torch.full((1,), math.inf, dtype=torch.float64, device=chunk.device)  # an empty tensor has no extremes
+    edge = torch.full((1,), math.inf, dtype=torch.float64, device=values.device)  # an empty tensor has no extremes
     return (
         finite.square().sum(),
         torch.cat([values.masked_fill(odd, math.inf), edge]).amin(),
