@@ -1,0 +1,117 @@
+"""Both ways of measuring, and a float64 reference that shares nothing with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_exporter.statistics import (
+    Finished,
+    HostCopy,
+    MeasureGroup,
+    StatisticsTable,
+    backend_name,
+    finish,
+    warm_up,
+)
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """What is true of some numbers, in float64; NaN for what does not exist."""
+
+    values: dict[str, float]
+    counts: dict[str, int]
+    mean_magnitude: float
+
+
+def truth(numbers: np.ndarray, zero_below: float = 0.0) -> Truth:
+    """Return the statistics of `numbers` (float64), by their definition and in numpy."""
+    numbers = np.asarray(numbers, dtype=np.float64).reshape(-1)
+    finite = numbers[np.isfinite(numbers)]
+    values = dict.fromkeys(VALUE_OPS, math.nan)
+    if finite.size:
+        with np.errstate(over="ignore"):
+            norm = math.sqrt(float(np.square(finite).sum()))
+        values = {"norm": norm, "min": finite.min(), "max": finite.max(), "mean": finite.mean()}
+    zeros = np.abs(numbers) < zero_below if zero_below > 0 else numbers == 0
+    counts = {
+        "nans": int(np.isnan(numbers).sum()),
+        "infs": int(np.isinf(numbers).sum()),
+        "zeros": int(zeros.sum()),
+        "numel": numbers.size,
+    }
+    return Truth(values, counts, float(np.abs(finite).mean()) if finite.size else 0.0)
+
+
+def exact(tensor: torch.Tensor) -> np.ndarray:
+    """Return the elements as float64, complex numbers as their modulus."""
+    if tensor.is_complex():
+        tensor = tensor.to(torch.complex128).abs()
+    return tensor.detach().to(torch.float64).numpy()
+
+
+def assert_is_true(finished: Finished, entry: int, expected: Truth) -> None:
+    """Hold one entry to the accuracy that is promised."""
+    counts = dict(zip(COUNT_OPS, finished.counts[:, entry].tolist(), strict=True))
+    assert bool(finished.present[entry])
+    assert expected.counts == counts
+
+    for op, value in zip(VALUE_OPS, finished.values[:, entry].tolist(), strict=True):
+        wanted = expected.values[op]
+        rounded = float(np.float32(wanted)) if math.isfinite(wanted) and abs(wanted) < 3.5e38 else wanted
+        # Half a unit of the smallest float32 is all that can be told apart below 1e-38.
+        slack = 1e-5 * (expected.mean_magnitude if op == "mean" else abs(wanted)) + 1e-45
+        if math.isnan(wanted):
+            assert math.isnan(value), op
+        elif math.isinf(rounded) or abs(wanted) > 3.5e38:
+            assert math.copysign(math.inf, wanted) == value, op
+        else:
+            assert abs(wanted - value) <= slack, (op, wanted, value)
+
+
+@pytest.fixture
+def check() -> Callable[..., None]:
+    """Return a function that holds an entry to the truth about a tensor, or about numbers."""
+
+    def run(finished: Finished, entry: int, source: torch.Tensor | np.ndarray, zero_below: float = 0.0) -> None:
+        numbers = exact(source) if isinstance(source, torch.Tensor) else source
+        assert_is_true(finished, entry, truth(numbers, zero_below))
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def _kernel() -> bool:
+    thread = warm_up()
+    if thread is not None:
+        thread.join(120)
+    return backend_name() == "numba"
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def compiled(request: pytest.FixtureRequest, _kernel: bool) -> bool:
+    """Run the test with the compiled kernel, then with torch operations alone."""
+    if request.param == "compiled" and not _kernel:
+        pytest.skip("numba is not installed: pip install 'rankscope[fast]'")
+    return request.param == "compiled"
+
+
+@pytest.fixture
+def measured(compiled: bool) -> Callable[..., Finished]:
+    """Return a function that takes tensors through group, table and host copy."""
+
+    def run(tensors: Sequence[torch.Tensor | None], zero_below: float = 0.0) -> Finished:
+        table = StatisticsTable(len(tensors), CPU)
+        MeasureGroup(range(len(tensors)), zero_below=zero_below, compiled=compiled).measure(tensors, table)
+        return finish(HostCopy(table))
+
+    return run

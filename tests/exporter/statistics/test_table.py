@@ -1,0 +1,204 @@
+"""The table over several steps: what is absent, what is copied, and who owns the numbers meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_exporter.statistics import (
+    HostCopy,
+    MeasureGroup,
+    StatisticsTable,
+    copy_entries,
+    finish,
+    measure,
+    torch_backend,
+)
+from rankscope_exporter.statistics.table import NUMEL_ROW
+from rankscope_exporter.statistics.tensors import Held
+
+CPU = torch.device("cpu")
+MAX, NUMEL = VALUE_OPS.index("max"), COUNT_OPS.index("numel")
+
+
+def test_a_fresh_table_is_all_absent():
+    finished = finish(HostCopy(StatisticsTable(3, CPU)))
+
+    assert not finished.present.any()
+    assert finished.values.isnan().all()
+    assert (torch.float32, torch.int64) == (finished.values.dtype, finished.counts.dtype)
+
+
+def test_what_is_absent_now_never_shows_an_older_value(compiled):
+    table = StatisticsTable(2, CPU)
+    group = MeasureGroup(range(2), compiled=compiled)
+    group.measure([torch.ones(3), torch.ones(4)], table)
+    finish(HostCopy(table))
+    group.measure([torch.ones(3), None], table)
+    finished = finish(HostCopy(table))
+
+    assert [True, False] == finished.present.tolist()
+    assert finished.values[:, 1].isnan().all()
+
+
+def test_a_copy_under_way_is_not_touched_by_later_steps(compiled):
+    """Three steps are in flight, and are finished in another order than they were made."""
+    table = StatisticsTable(1, CPU)
+    group = MeasureGroup([0], compiled=compiled)
+    copies = []
+    for step in range(3):
+        group.measure([torch.full((5,), float(step))], table)
+        copies.append(HostCopy(table))
+        assert copies[-1].ready()
+    group.measure([torch.full((5,), 99.0)], table)
+
+    assert [2.0, 0.0, 1.0] == [float(finish(copies[step]).values[MAX, 0]) for step in (2, 0, 1)]
+
+
+def test_finished_numbers_are_not_overwritten_when_their_buffer_is_used_again(compiled):
+    table = StatisticsTable(1, CPU)
+    group = MeasureGroup([0], compiled=compiled)
+    results = []
+    for step in range(4):
+        group.measure([torch.full((step + 1,), float(step))], table)
+        results.append(finish(HostCopy(table)))
+
+    assert [0.0, 1.0, 2.0, 3.0] == [float(finished.values[MAX, 0]) for finished in results]
+    assert [1, 2, 3, 4] == [int(finished.counts[NUMEL, 0]) for finished in results]
+
+
+def test_steps_need_two_buffers_however_many_there_are(compiled):
+    table = StatisticsTable(1, CPU)
+    group = MeasureGroup([0], compiled=compiled)
+    addresses = set()
+    for _ in range(20):
+        group.measure([torch.ones(3)], table)
+        addresses.add(table.buffer.data_ptr())
+        finish(HostCopy(table))
+
+    assert 2 == len(addresses)
+
+
+@pytest.mark.parametrize("rows", [[2, 3, 4], [4, 2, 0], [0, 2, 3]])
+def test_tensors_go_to_the_rows_they_are_given(rows, compiled):
+    table = StatisticsTable(5, CPU)
+    MeasureGroup(rows, compiled=compiled).measure([torch.full((n,), float(n)) for n in (1, 2, 3)], table)
+    finished = finish(HostCopy(table))
+
+    assert dict(zip(rows, (1, 2, 3), strict=True)) == {
+        row: int(finished.values[MAX, row]) for row in range(5) if finished.present[row]
+    }
+
+
+@pytest.mark.parametrize("rows", [range(1, 3), (1, 2), [1, 2]])
+def test_measure_without_a_group_of_ones_own(rows):
+    table = StatisticsTable(3, CPU)
+    for value in (1.0, 7.0):
+        measure([torch.tensor([value]), None], rows, table)
+    finished = finish(HostCopy(table))
+
+    assert [False, True, False] == finished.present.tolist()
+    assert 7.0 == float(finished.values[MAX, 1])
+
+
+def test_measuring_twice_in_a_step_keeps_what_is_absent_the_second_time(compiled):
+    table = StatisticsTable(2, CPU)
+    group = MeasureGroup(range(2), compiled=compiled)
+    group.measure([torch.tensor([1.0]), torch.tensor([2.0])], table)
+    group.measure([torch.tensor([3.0]), None], table)
+
+    assert [3.0, 2.0] == finish(HostCopy(table)).values[MAX].tolist()
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [(range(2), range(2, 4)), ([0, 1], [3, 2]), ([1, 0], range(2, 4)), (range(0), range(0))]
+)
+def test_entries_known_to_be_equal_are_copied_absence_included(source, target):
+    table = StatisticsTable(4, CPU)
+    measure([torch.tensor([5.0]), None, torch.ones(3), torch.ones(3)], range(4), table)
+    before = finish_without_emptying(table)
+    copy_entries(table, source, target)
+    after = finish(HostCopy(table))
+    for left, right in zip(source, target, strict=True):
+        assert bool(before.present[left]) == bool(after.present[right])
+        assert torch.equal(before.values[:, left].nan_to_num(), after.values[:, right].nan_to_num())
+
+
+def finish_without_emptying(table):
+    other = StatisticsTable(table.size, CPU)
+    other.buffer.copy_(table.buffer)
+    return finish(HostCopy(other))
+
+
+def test_tensors_may_move_grow_and_come_back(compiled, check):
+    """Addresses are kept between steps; a wrong one would read foreign memory."""
+    table = StatisticsTable(3, CPU)
+    group = MeasureGroup(range(3), compiled=compiled)
+    storage = torch.randn(10_000)
+    story = [
+        [storage[:100], storage[100:5000], None],
+        [storage[:100], storage[100:5000], None],
+        [storage[:4999], storage[100:300], storage],
+        [storage[:100].view(torch.int32), storage[100:300].view(torch.bfloat16), storage[:0]],
+        [storage.view(100, 100)[:50], storage.view(100, 100)[:, :50], None],
+        [storage.view(100, 100)[:, :50], storage.view(100, 100).t(), None],
+        [storage.view(100, 100).t(), storage.view(100, 100)[:, :50].t(), None],
+    ]
+    for tensors in story * 2:
+        group.measure(tensors, table)
+        finished = finish(HostCopy(table))
+        for entry, tensor in enumerate(tensors):
+            assert (tensor is not None) == bool(finished.present[entry])
+            if tensor is not None:
+                check(finished, entry, tensor)
+
+
+def test_the_same_address_with_other_strides_is_seen():
+    """Both views start at one address, have one size and are not contiguous; only one of them fills its memory."""
+    base = torch.arange(32.0)
+    dense, gaps = base[:16].view(4, 4).t(), base.view(4, 8)[:, ::2]
+    assert (dense.data_ptr(), dense.numel()) == (gaps.data_ptr(), gaps.numel())
+    table = StatisticsTable(1, CPU)
+    group = MeasureGroup([0])
+    sums = []
+    for tensor in (dense, gaps, dense):
+        group.measure([tensor], table)
+        sums.append(float(finish(HostCopy(table)).values[MAX, 0]))
+
+    assert [15.0, 30.0, 15.0] == sums
+
+
+def test_wrong_number_of_tensors_is_refused(compiled):
+    with pytest.raises(ValueError):
+        MeasureGroup(range(2), compiled=compiled).measure([torch.ones(1)], StatisticsTable(2, CPU))
+
+
+def test_on_an_accelerator_no_result_is_ever_read():
+    """Meta tensors have no values: any look at one, any `.item()`, would raise."""
+    meta = torch.device("meta")
+    table = StatisticsTable(4, meta)
+    items = [
+        Held(torch.empty(10, device=meta)),
+        Held(torch.empty(5_000_000, dtype=torch.bfloat16, device=meta)),
+        Held(torch.empty(0, dtype=torch.complex64, device=meta), implicit_zeros=3),
+        Held(torch.empty(7, dtype=torch.int64, device=meta)),
+    ]
+    for zero_below in (0.0, 0.1):
+        torch_backend.measure(items, range(4), table, zero_below=zero_below)
+        torch_backend.measure(items, (3, 1, 0, 2), table, zero_below=zero_below)
+
+    assert "meta" == table.buffer[NUMEL_ROW].device.type
+
+
+def test_the_formula_for_accelerators_gives_the_same_numbers(check):
+    """On a CPU it runs with a short cut for finite chunks; forced not to take it, it must agree."""
+    tensors = [torch.randn(100_000), torch.tensor([float("nan"), 1.0, -float("inf"), 0.0]), torch.empty(0)]
+    for tensor in tensors:
+        parts = torch_backend.masked_sums(tensor.double(), torch_backend.count_zeros(tensor.double(), 0.0))
+        table = StatisticsTable(1, CPU)
+        sums = torch.stack(parts[:4]).unsqueeze(1)
+        counts = torch.stack([*parts[4:], torch.tensor(tensor.numel())]).unsqueeze(1)
+        table.write(range(1), sums, counts)
+
+        check(finish(HostCopy(table)), 0, tensor)

@@ -1,0 +1,130 @@
+"""Getting the compiled kernel ready, in processes of their own: it is optional, slow to load, and never in the way."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+needs_numba = pytest.mark.skipif(
+    importlib.util.find_spec("numba") is None, reason="numba is not installed: pip install 'rankscope[fast]'"
+)
+
+MEASURE = """
+import sys, torch
+from rankscope_exporter import statistics
+def measure():
+    table = statistics.StatisticsTable(1, torch.device("cpu"))
+    statistics.measure([torch.arange(5.0)], range(1), table)
+    return statistics.finish(statistics.HostCopy(table)).values[2].tolist()
+"""
+
+
+def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Return what a fresh process printed."""
+    return subprocess.run(
+        [sys.executable, "-c", MEASURE + script],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+
+
+@needs_numba
+def test_numba_is_loaded_by_the_warm_up_thread_alone_and_used_when_ready():
+    done = run("""
+print("numba" in sys.modules, statistics.backend_name(), measure())
+thread = statistics.warm_up()
+print(thread.daemon, statistics.warm_up() is thread)
+thread.join()
+print(statistics.warm_up(), statistics.backend_name(), measure())
+""")
+
+    assert ["False torch [4.0]", "True True", "None numba [4.0]"] == done.stdout.splitlines(), done.stderr
+
+
+def test_without_numba_torch_does_the_work_silently():
+    done = run("""
+sys.modules["numba"] = None
+print(statistics.warm_up(), statistics.backend_name(), measure())
+""")
+
+    assert ("None torch [4.0]\n", "") == (done.stdout, done.stderr)
+
+
+def test_a_numba_that_does_not_load_is_reported_once_and_done_without(tmp_path: Path):
+    (tmp_path / "numba").mkdir()
+    (tmp_path / "numba" / "__init__.py").write_text("raise ImportError('Numba needs NumPy 2.1 or less')")
+    done = run(
+        """
+statistics.warm_up().join()
+print(statistics.backend_name(), measure())
+""",
+        PYTHONPATH=str(tmp_path),
+    )
+
+    assert "torch [4.0]\n" == done.stdout
+    assert 1 == done.stderr.count("Numba needs NumPy 2.1 or less")
+    assert "Traceback" not in done.stderr
+
+
+@needs_numba
+def test_without_a_folder_for_its_cache_the_kernel_is_compiled_in_memory():
+    done = run(
+        """
+statistics.warm_up().join()
+print(statistics.backend_name(), measure())
+""",
+        NUMBA_CACHE_DIR="/dev/null/nowhere",
+    )
+
+    assert ("numba [4.0]\n", "") == (done.stdout, done.stderr)
+
+
+@needs_numba
+def test_a_process_may_end_in_the_middle_of_a_warm_up(tmp_path: Path):
+    done = run("statistics.warm_up(); print('bye')", NUMBA_CACHE_DIR=str(tmp_path))
+
+    assert (0, "bye\n", "") == (done.returncode, done.stdout, done.stderr)
+
+
+@needs_numba
+def test_a_child_forked_in_the_middle_of_a_warm_up_can_import_what_the_parent_was_importing(tmp_path: Path):
+    """A data loader's workers are forked early, and import numpy."""
+    done = run(
+        """
+import os
+statistics.warm_up()
+child = os.fork()
+if child == 0:
+    import numba
+    print("child", numba.__name__, measure(), flush=True)
+    os._exit(0)
+print("parent", os.waitpid(child, 0)[1])
+""",
+        NUMBA_CACHE_DIR=str(tmp_path),
+    )
+
+    assert ["child numba [4.0]", "parent 0"] == done.stdout.splitlines(), done.stderr
+
+
+@needs_numba
+def test_debug_logging_of_a_script_does_not_log_the_compiler(tmp_path: Path):
+    done = run(
+        """
+import logging
+logging.basicConfig(level=logging.DEBUG)
+statistics.warm_up().join()
+print(statistics.backend_name())
+""",
+        NUMBA_CACHE_DIR=str(tmp_path),
+    )
+
+    assert "numba\n" == done.stdout
+    assert "numba.core" not in done.stderr
