@@ -49,10 +49,14 @@ def write_file(root: Path, dataset: str, part: str, table: pa.Table, sync: Sync)
     rows = table.take(pa.array(sort_order(table, SORT_KEYS[dataset])))
     path = data_file(dataset, part)
     staged, final = root / STAGING / f"{uuid.uuid4().hex}.parquet", root / path
-    _write(rows, dataset, staged)
-    sync(staged)
-    make_folders(final.parent, root, sync)
-    staged.rename(final)
+    try:
+        _write(rows, dataset, staged)
+        sync(staged)
+        make_folders(final.parent, root, sync)
+        staged.rename(final)
+    except OSError:
+        staged.unlink(missing_ok=True)  # on a full disk of all places
+        raise
     sync(final.parent)
     status = final.stat()
     return DataFile(
@@ -74,17 +78,18 @@ def discard(root: Path, files: Iterable[DataFile]) -> None:
 
 def _write(table: pa.Table, dataset: str, path: Path) -> None:
     encodings = _encodings(dataset)
-    pq.write_table(
-        table.replace_schema_metadata(dataset_schema(dataset).metadata),
+    with pq.ParquetWriter(
         path,
-        row_group_size=ROW_GROUP_ROWS,
+        table.schema,
         compression="zstd",
         compression_level=1,
         use_dictionary=list(encodings.dictionary),
         column_encoding=encodings.others,
         store_schema=False,  # else the footer would differ with how the text columns happened to be held in memory
         write_statistics=True,
-    )
+    ) as writer:
+        writer.write_table(table, row_group_size=ROW_GROUP_ROWS)
+        writer.add_key_value_metadata(dataset_schema(dataset).metadata)
 
 
 @dataclass(frozen=True, slots=True)

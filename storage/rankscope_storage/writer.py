@@ -11,10 +11,10 @@ import datetime as dt
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +24,7 @@ from rankscope_contract.channel import NOTHING
 from rankscope_storage.claim import ShardLock, current_owner, owner_info, shard_transaction
 from rankscope_storage.compaction import CompactionReport, compact
 from rankscope_storage.durable import Sync
-from rankscope_storage.errors import ConflictError, ShardLostError, StoreError
+from rankscope_storage.errors import BatchError, ConflictError, ShardLostError, StoreError
 from rankscope_storage.layout import parts
 from rankscope_storage.log import Change, Log
 from rankscope_storage.maintenance import MaintenanceReport, maintain
@@ -88,6 +88,8 @@ class Writer:
         """
         started = time.monotonic()
         tables = {name: conform(table, name) for name, table in batch.tables.items()}
+        for name, table in tables.items():
+            _check_covered(table, name, batch.watermarks)
         with self._turn:
             pause = _FIRST_PAUSE_SECONDS
             for _ in range(_ATTEMPTS):
@@ -239,18 +241,31 @@ def _distinct(column: pa.ChunkedArray) -> list[str]:
     return [value for value in values.to_pylist() if value is not None]
 
 
-def _newer(table: pa.Table, watermarks: Mapping[str, int]) -> pa.Table:
+def _newer(table: pa.Table, stored: Mapping[str, int]) -> pa.Table:
     """Return the rows above the watermark of their incarnation; rows without incarnation or seq always pass."""
-    stored = {incarnation: seq for incarnation, seq in watermarks.items() if seq > NOTHING}
-    if not stored or not table.num_rows:
+    if not table.num_rows or all(seq == NOTHING for seq in stored.values()):
         return table
+    return table.filter(pc.invert(_numbered(table, stored, pc.less_equal)))
+
+
+def _check_covered(table: pa.Table, dataset: str, watermarks: Mapping[str, int]) -> None:
+    """Raise BatchError for rows above the batch's own watermark: sent again, they would be stored twice."""
+    beyond = pc.sum(_numbered(table, watermarks, pc.greater)).as_py()
+    if beyond:
+        raise BatchError(
+            f"{dataset} has {beyond} rows with a seq above the batch's watermark of their incarnation "
+            f"({dict(watermarks)}): the watermark is the last seq that the batch contains"
+        )
+
+
+def _numbered(table: pa.Table, limits: Mapping[str, int], compare: Callable[[Any, Any], Any]) -> pa.BooleanArray:
+    """Return where `compare(seq, limit of its incarnation)` holds; False where one of the two is null."""
     encoded = table.column("incarnation").combine_chunks()
     encoded = encoded if pa.types.is_dictionary(encoded.type) else encoded.dictionary_encode()
-    limits = np.array([stored.get(text, NOTHING) for text in encoded.dictionary.to_pylist()] or [NOTHING], np.int64)
+    by_code = np.array([limits.get(text, NOTHING) for text in encoded.dictionary.to_pylist()] or [NOTHING], np.int64)
     codes = pc.fill_null(encoded.indices, 0).to_numpy(zero_copy_only=False)
-    old = pc.less_equal(table.column("seq"), pa.array(limits[codes]))
-    old = pc.and_kleene(old, encoded.is_valid())
-    return table.filter(pc.invert(pc.fill_null(old, fill_value=False)))
+    holds = pc.and_kleene(compare(table.column("seq"), pa.array(by_code[codes])), encoded.is_valid())
+    return pc.fill_null(holds, fill_value=False)
 
 
 def _is_watermark(transaction: str) -> bool:

@@ -1,0 +1,55 @@
+"""A service in small: appends records 0 … N-1 of two ranks, from wherever the store stands. Killed by test_writer.
+
+Usage: python appending.py STORE N
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pyarrow as pa
+
+from rankscope_storage.store import Batch, Store
+
+RANKS, TENSORS = 2, 4
+
+
+def tables(first: int, count: int) -> dict[str, pa.Table]:
+    """Rows of `count` records of each rank."""
+    rows = [(rank, seq) for rank in range(RANKS) for seq in range(first, first + count)]
+    common = {"run": "r", "attempt": 0, "ts_origin": "rank"}
+    scalars = [
+        {**common, "rank": rank, "incarnation": f"i{rank}", "seq": seq, "step": seq, "name": "loss", "value": 1.0}
+        for rank, seq in rows
+    ]
+    statistics = [
+        {
+            **common,
+            "rank": rank,
+            "incarnation": f"i{rank}",
+            "seq": seq,
+            "step": seq,
+            "kind": "k",
+            "tensor": f"t{number}",
+        }
+        for rank, seq in rows
+        for number in range(TENSORS)
+    ]
+    return {"scalars": pa.Table.from_pylist(scalars), "tensor_stats": pa.Table.from_pylist(statistics)}
+
+
+def main(path: str, records: int) -> None:
+    """Append until all records are stored, saying so after each commit."""
+    with Store.open(path).claim(owner=f"pid {os.getpid()}") as writer:
+        seq = min(writer.watermark(f"i{rank}") for rank in range(RANKS)) + 1
+        while seq < records:
+            count = min(1 + seq % 3, records - seq)
+            watermarks = {f"i{rank}": seq + count - 1 for rank in range(RANKS)}
+            writer.append(Batch(tables=tables(seq, count), watermarks=watermarks))
+            seq += count
+            print(seq, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

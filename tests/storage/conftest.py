@@ -1,0 +1,70 @@
+"""A store in a temporary folder, and rows to put into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from rankscope_storage.connection import Connection, connect
+from rankscope_storage.store import Batch, Store, Writer
+
+
+def make_scalars(
+    seqs: Iterable[int], *, run: str = "r", rank: int = 0, incarnation: str | None = "i0", value: float = 1.0
+) -> pa.Table:
+    """One scalar per seq; step is seq, ts is seq seconds."""
+    listed = list(seqs)
+    return pa.table(
+        {
+            "run": pa.array([run] * len(listed), pa.string()),
+            "attempt": pa.array([0] * len(listed), pa.int32()),
+            "rank": pa.array([rank] * len(listed), pa.int32()),
+            "incarnation": pa.array([incarnation] * len(listed), pa.string()),
+            "seq": pa.array(listed, pa.int64()),
+            "step": pa.array(listed, pa.int64()),
+            "ts": pa.array([seq * 1_000_000 for seq in listed], pa.timestamp("us", tz="UTC")),
+            "name": pa.array(["loss"] * len(listed), pa.string()),
+            "value": pa.array([value] * len(listed), pa.float64()),
+        }
+    )
+
+
+def make_batch(seqs: Iterable[int], *, run: str = "r", rank: int = 0, incarnation: str = "i0") -> Batch:
+    listed = list(seqs)
+    table = make_scalars(listed, run=run, rank=rank, incarnation=incarnation)
+    return Batch(tables={"scalars": table}, watermarks={incarnation: max(listed)})
+
+
+@pytest.fixture
+def scalars() -> Callable[..., pa.Table]:
+    return make_scalars
+
+
+@pytest.fixture
+def batch() -> Callable[..., Batch]:
+    return make_batch
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def store(folder: Path) -> Store:
+    return Store.open(folder, create=True)
+
+
+@pytest.fixture
+def writer(store: Store) -> Iterator[Writer]:
+    with store.claim(owner="host-a pid 1") as writer:
+        yield writer
+
+
+@pytest.fixture
+def connection(store: Store) -> Iterator[Connection]:
+    with connect(store.root) as connection:
+        yield connection
