@@ -1,0 +1,156 @@
+"""Real processes: the service as its users start it, ranks under torchrun, and a store read through DuckDB."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TRAINING = Path(__file__).with_name("tiny_training.py")
+
+CONFIG = """
+[service]
+listen = "127.0.0.1:{port}"
+[store]
+path = "{store}"
+[ingest]
+poll_seconds = 0.3
+flush_after_seconds = 1.0
+[runs]
+heartbeat_seconds = 1.0
+refused_after_seconds = 3.0
+failed_after_seconds = 8.0
+[notify]
+mode = "{mode}"
+urls = [{urls}]
+"""
+
+
+@dataclass
+class Service:
+    """`rankscope serve` in a process of its own, on a port that stays the same over restarts."""
+
+    folder: Path
+    port: int
+    urls: tuple[str, ...] = ()
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+
+    @property
+    def store(self) -> Path:
+        return self.folder / "history"
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        config = self.folder / "service.toml"
+        urls = ", ".join(json.dumps(url) for url in self.urls)
+        mode = "embedded" if urls else "off"
+        config.write_text(CONFIG.format(port=self.port, store=self.store, urls=urls, mode=mode))
+        with (self.folder / "service.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "rankscope", "serve", str(config), "--quiet"],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        self.wait_for(lambda: self.get("/healthz"))
+
+    def wait_for(self, condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            assert self.process is not None
+            assert self.process.poll() is None, self.log()
+            try:
+                value = condition()
+            except OSError:
+                value = None
+            if value:
+                return value
+            time.sleep(0.05)
+        return pytest.fail(f"not within {seconds} s; the service said:\n{self.log()}")
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=5) as answer:
+            text: str = answer.read().decode()
+        return text
+
+    def runs(self) -> list[dict[str, Any]]:
+        document = json.loads(self.get("/api/v1/runs"))
+        runs: list[dict[str, Any]] = document["runs"] if isinstance(document, dict) else document
+        return runs
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(10)
+
+    def stop(self) -> int:
+        """Ask it to drain and end; return its exit code."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+    def log(self) -> str:
+        return (self.folder / "service.log").read_text(errors="replace")
+
+
+@pytest.fixture
+def service(tmp_path: Path, free_port: int) -> Iterator[Service]:
+    """Give a service that is not started yet; whatever runs of it at the end is ended."""
+    made = Service(tmp_path, free_port)
+    yield made
+    if made.process is not None and made.process.poll() is None:
+        made.process.kill()
+        made.process.wait(10)
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Return what starts the training under torchrun, writing to training.log."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(service: Service, run: str, *, steps: int, pause: float = 0.0) -> subprocess.Popen[bytes]:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        environment = {"RANKSCOPE_INGEST_URL": service.url, "RANKSCOPE_RUN": run, "OMP_NUM_THREADS": "1"}
+        with (tmp_path / "training.log").open("wb") as log:
+            process = subprocess.Popen(
+                [*launcher, str(TRAINING), str(tmp_path), str(steps), str(pause)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+
+
+@pytest.fixture
+def reference(tmp_path: Path) -> Callable[[], dict[tuple[int, int, str, str], dict[str, Any]]]:
+    """Return what reads the references that the ranks wrote, by (rank, step, kind, tensor)."""
+
+    def read() -> dict[tuple[int, int, str, str], dict[str, Any]]:
+        rows = {}
+        for rank in range(2):
+            for line in (tmp_path / f"reference-{rank}.jsonl").read_text().splitlines():
+                row = json.loads(line)
+                rows[rank, row["step"], row["kind"], row["tensor"]] = row
+        return rows
+
+    return read

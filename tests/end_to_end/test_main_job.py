@@ -1,0 +1,100 @@
+"""From tensor to DuckDB, with real processes: every step, rank and tensor is stored, exactly and once."""
+
+from __future__ import annotations
+
+import math
+import random
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankscope_contract.records import TENSOR_ROW_KEY
+from rankscope_storage.connection import connect
+
+STEPS = 40
+RELATIVE = 1e-5
+AWKWARD_RUN = "../réseau a=b/'\"%41\n№ 7"
+
+Train = Callable[..., subprocess.Popen[bytes]]
+Reference = Callable[[], dict[tuple[int, int, str, str], dict[str, Any]]]
+
+
+def rows_of(store: Path) -> list[dict[str, Any]]:
+    with connect(store) as connection:
+        rows: list[dict[str, Any]] = connection.sql("select * from tensor_stats").to_arrow_table().to_pylist()
+    return rows
+
+
+def assert_each_once(expected: set[tuple[int, int, str, str]], rows: list[dict[str, Any]]) -> None:
+    keys = [(row["rank"], row["step"], row["kind"], row["tensor"]) for row in rows]
+
+    assert expected == set(keys)
+    assert len(expected) == len(keys)
+    assert len(rows) == len({tuple(row[name] for name in TENSOR_ROW_KEY) for row in rows})
+
+
+def test_every_step_rank_and_tensor_is_stored_as_the_reference_says(
+    service: Any, train: Train, reference: Reference, tmp_path: Path
+) -> None:
+    service.start()
+    training = train(service, AWKWARD_RUN, steps=STEPS)
+
+    assert 0 == training.wait(120), (tmp_path / "training.log").read_text()
+    assert 0 == service.stop(), service.log()
+    expected = reference()
+    rows = rows_of(service.store)
+    assert {AWKWARD_RUN} == {row["run"] for row in rows}
+    assert_each_once(set(expected), rows)
+    for row in rows:
+        truth = expected[row["rank"], row["step"], row["kind"], row["tensor"]]
+        for op in ("norm", "min", "max"):
+            assert row[op] == pytest.approx(truth[op], rel=RELATIVE, abs=1e-30), (row, truth)
+        assert abs(row["mean"] - truth["mean"]) <= RELATIVE * truth["scale"], (row, truth)
+        for op in ("nans", "infs", "zeros", "numel"):
+            assert truth[op] == row[op], (op, row, truth)
+    assert_odd_numbers_are_kept_apart(service.store)
+
+
+def assert_odd_numbers_are_kept_apart(store: Path) -> None:
+    with connect(store) as connection:
+        spoiled = connection.sql(
+            "select nans, infs, zeros, norm from tensor_stats"
+            " where kind = 'grad_unreduced' and nans > 0 and tensor = 'first.weight'"
+        ).fetchall()
+        scalars = connection.sql("select name, value from scalars where step = 5 and rank = 1").fetchall()
+        states = connection.sql("select state from runs").fetchall()
+        exits = connection.sql("select count(*) from events where type = 'exit'").fetchall()
+        skipped = connection.sql("select distinct step from events where type = 'step_skipped'").fetchall()
+    by_name = dict(scalars)
+
+    assert [(1, 1)] == [(nans, infs) for nans, infs, _, _ in spoiled]
+    assert all(zeros >= 1 and math.isfinite(norm) for _, _, zeros, norm in spoiled)
+    assert math.isnan(by_name["grad_norm"])
+    assert 0.0 == by_name["zero"]
+    assert "absent" not in by_name
+    assert [("completed",)] == states
+    assert [(2,)] == exits
+    assert [(5,)] == skipped
+
+
+def test_a_service_killed_five_times_loses_and_doubles_nothing(
+    service: Any, train: Train, reference: Reference, tmp_path: Path
+) -> None:
+    """Killed at random moments: in the middle of a poll, a flush, a commit; restarted at once each time."""
+    draw = random.Random(7)
+    service.start()
+    training = train(service, "killed", steps=150, pause=0.05)
+    service.wait_for(lambda: service.runs() and service.runs()[0]["step"])
+    for _ in range(5):
+        time.sleep(draw.uniform(0.3, 1.8))
+        service.kill()
+        service.start()
+
+    assert training.poll() is None, "the training ended before the last kill: the test proves too little"
+    assert 0 == training.wait(120), (tmp_path / "training.log").read_text()
+    assert 0 == service.stop(), service.log()
+    assert_each_once(set(reference()), rows_of(service.store))
