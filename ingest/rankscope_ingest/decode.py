@@ -20,7 +20,7 @@ from rankscope_contract.fields import Field, arrow_field
 from rankscope_contract.records import NESTED, WIRE_COUNT_OPS, WIRE_FIELDS, WIRE_VALUE_OPS
 from rankscope_ingest.errors import DecodeError
 from rankscope_ingest.plans import PlanColumns
-from rankscope_ingest.tables import FROM_RANK, GrowingColumn, constant_column, table_schema
+from rankscope_ingest.tables import FROM_RANK, GrowingColumn, coded_schema, constant_column, table_schema
 
 _PER_RECORD: Final = ("seq", "ordinal", "step", "micro_step", "ts")
 _CONSTANT: Final = ("run", "attempt", "rank", "incarnation", "ts_origin")
@@ -167,7 +167,7 @@ def _statistics(
         columns[op] = pa.array(np.ascontiguousarray(floats[:, position]).ravel(), from_pandas=True)
     present = _count_columns(counts, len(chosen), len(plan), columns)
 
-    schema = table_schema("tensor_stats")
+    schema = coded_schema("tensor_stats")
     table = pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
     return table if present is None else table.filter(present)
 
@@ -218,7 +218,7 @@ def _nested(wire: pa.Table, dataset: str, records: Mapping[str, pa.Array], conte
     if len(structs) == 0:
         return None
     parents = pc.list_parent_indices(lists).to_numpy()
-    columns = context.columns(len(structs))
+    columns = {name: _plain(column) for name, column in context.columns(len(structs)).items()}
     for name, array in records.items():
         columns[name] = _spread(array, parents)
     for field in NESTED[dataset]:
@@ -226,6 +226,11 @@ def _nested(wire: pa.Table, dataset: str, records: Mapping[str, pa.Array], conte
     schema = table_schema(dataset)
     arrays = [columns[field.name] if field.name in columns else pa.nulls(len(structs), field.type) for field in schema]
     return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _plain(column: pa.Array) -> pa.Array:
+    """Return text as text: rows that the service adds itself stand in the same table."""
+    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
 
 def _member(structs: pa.StructArray, dataset: str, field: Field) -> pa.Array:

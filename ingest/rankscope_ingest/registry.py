@@ -101,6 +101,8 @@ class Registry:
     def _heartbeat(self, target: Target, registration: Registration, now: float) -> None:
         target.registration = registration
         target.vitals.heard(now)
+        if target.health is Health.GONE:
+            target.health, target.gone_at = Health.PENDING, None  # whoever took it for dead was wrong
         target.head = max(target.head, registration.head)
 
     def _refuse_second_life(self, registration: Registration, now: float) -> None:
@@ -153,6 +155,8 @@ def _wrong_values(registration: Registration) -> Iterable[str]:
     for name in ("run", "incarnation", "launch_id"):
         if not getattr(registration, name):
             yield f"{name} must not be empty"
+    if not (registration.incarnation.isascii() and registration.incarnation.isprintable()):
+        yield "incarnation must be printable ASCII: it travels in a header"
     if not 0 <= registration.rank < registration.world_size <= 1 << 24:
         yield f"rank {registration.rank} does not fit world_size {registration.world_size}"
     try:

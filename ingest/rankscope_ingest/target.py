@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import deque
 from dataclasses import dataclass, field
 
 from rankscope_contract.channel import NOTHING, Registration
@@ -37,7 +38,8 @@ class Target:
     ring_fill: float = 0.0
     failures_in_row: int = 0
     records_lost: int = 0
-    plans_seen: set[str] = field(default_factory=set)
+    gone_at: float | None = None
+    uncommitted: deque[tuple[int, int]] = field(default_factory=deque)  # (last seq, rows) of each body on its way
 
     @property
     def incarnation(self) -> str:
@@ -58,3 +60,15 @@ class Target:
     def lag_records(self) -> int:
         """Return how many published records are not durable yet."""
         return max(0, self.head - self.committed)
+
+    def leave(self, now: float) -> None:
+        """Stop following the process: it ended, or is taken for dead."""
+        self.health, self.gone_at = Health.GONE, now
+
+    def commit(self, seq: int) -> int:
+        """Note that everything up to `seq` is durable; return how many rows that made so."""
+        self.committed = max(self.committed, seq)
+        rows = 0
+        while self.uncommitted and self.uncommitted[0][0] <= seq:
+            rows += self.uncommitted.popleft()[1]
+        return rows

@@ -159,6 +159,7 @@ def test_url_other_than_host_and_port_is_refused(url):
         ({"rank": -1}, "does not fit"),
         ({"run": ""}, "run must not be empty"),
         ({"run": 7}, "run must be text"),
+        ({"incarnation": "a\nb"}, "incarnation must be printable ASCII"),
         ({"run": "\udc80"}, "valid Unicode"),
         ({"head": 1 << 70}, "head must be an integer"),
         ({"config": []}, "config must be an object"),

@@ -1,0 +1,35 @@
+"""`python -m rankscope_ingest rankscope.toml`: the service without the comfort of the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+
+from rankscope_ingest.config_file import load_config
+from rankscope_ingest.errors import IngestError
+from rankscope_ingest.service import run
+from rankscope_storage.errors import StoreError
+
+
+def _say(url: str) -> None:
+    sys.stdout.write(f"{url}\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    """Serve as the file named by the only argument says; return the exit status."""
+    if len(sys.argv) != 2:
+        sys.stderr.write("usage: python -m rankscope_ingest CONFIG.toml\n")
+        return 2
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        asyncio.run(run(load_config(sys.argv[1]), on_ready=_say))
+    except (IngestError, StoreError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

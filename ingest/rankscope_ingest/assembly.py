@@ -1,0 +1,93 @@
+"""How the parts of the service are put together from its configuration."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from aiohttp import web
+
+from rankscope_ingest.attempts import AttemptBook
+from rankscope_ingest.batch import Batcher
+from rankscope_ingest.collector import Collector
+from rankscope_ingest.config import RunsSection, ServiceConfig, split_address
+from rankscope_ingest.errors import ServiceError
+from rankscope_ingest.history import History
+from rankscope_ingest.incidents import IncidentBook
+from rankscope_ingest.registry import Registry
+from rankscope_ingest.runs import RunBook, Timing
+from rankscope_ingest.service_metrics import ServiceMetrics
+from rankscope_ingest.vitals import Patience
+
+
+def make_batcher(config: ServiceConfig) -> Batcher:
+    """Return the batcher."""
+    return Batcher(
+        flush_rows=config.ingest.flush_rows,
+        flush_after_seconds=config.ingest.flush_after_seconds,
+        max_pending_rows=config.ingest.max_pending_rows,
+    )
+
+
+def make_collector(
+    config: ServiceConfig,
+    history: History,
+    batcher: Batcher,
+    metrics: ServiceMetrics,
+    urge: Callable[[str | None], None],
+) -> Collector:
+    """Return the collector, with everything of `history` that had not ended put back."""
+    runs = RunBook(_timing(config.runs))
+    incidents = IncidentBook(group_wait_seconds=config.notify.group_wait_seconds, quiet_steps=config.notify.quiet_steps)
+    history.restore(runs, incidents)
+    registry = Registry(
+        networks=config.service.allowed_networks,
+        heartbeat_seconds=config.runs.heartbeat_seconds,
+        ttl_seconds=3 * config.runs.heartbeat_seconds,
+        attempts=AttemptBook(history.launches),
+    )
+    return Collector(
+        registry=registry,
+        runs=runs,
+        incidents=incidents,
+        batcher=batcher,
+        metrics=metrics,
+        clock=time.monotonic,
+        wall=lambda: time.time_ns() // 1000,
+        run_starts=history.run_starts,
+        failures_told=history.failures_told,
+        urge=urge,
+    )
+
+
+async def bind(runner: web.AppRunner, listen: str) -> str:
+    """Listen at host:port and return the URL. Raises ServiceError when that is not possible."""
+    host, port = split_address(listen)
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        raise ServiceError(
+            f"cannot listen at {listen}: {error.strerror or error}. Choose another [service] listen"
+        ) from error
+    bound = runner.addresses[0][1]
+    return f"http://[{host}]:{bound}" if ":" in host else f"http://{host}:{bound}"
+
+
+async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they ended; how they ended is nobody's concern any more."""
+    listed = list(tasks)
+    for task in listed:
+        task.cancel()
+    await asyncio.gather(*listed, return_exceptions=True)
+
+
+def _timing(section: RunsSection) -> Timing:
+    return Timing(
+        patience=Patience(
+            refused_after_seconds=section.refused_after_seconds, failed_after_seconds=section.failed_after_seconds
+        ),
+        stalled_after_seconds=section.stalled_after_seconds,
+        stalled_in_phase_after_seconds=section.stalled_in_phase_after_seconds,
+    )

@@ -1,0 +1,297 @@
+"""What becomes of everything the service hears: rows for the store, states of runs, incidents. No I/O of its own.
+
+It lives on the event loop: loops hand it bodies, the HTTP side hands it registrations, the service asks it once in a
+while what follows from the clock.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rankscope_contract.channel import Registration
+from rankscope_contract.events import EventType, RunState
+from rankscope_ingest.batch import Batcher, PendingBatch
+from rankscope_ingest.decode import Decoded
+from rankscope_ingest.errors import FetchError
+from rankscope_ingest.incidents import Incident, IncidentBook
+from rankscope_ingest.messages import run_failed
+from rankscope_ingest.networks import Address
+from rankscope_ingest.plans import PlanColumns
+from rankscope_ingest.progress import RunMeter, RunProgress, run_progress
+from rankscope_ingest.registry import Accepted, Registry
+from rankscope_ingest.rows import Row, Stamp, gap_row, incident_row, launch_row
+from rankscope_ingest.runs import ENDED, Attempt, AttemptKey, RunBook
+from rankscope_ingest.service_metrics import ServiceMetrics
+from rankscope_ingest.symptoms import symptoms
+from rankscope_ingest.tables import rows_table
+from rankscope_ingest.target import Health, Target
+from rankscope_ingest.versions import Versions
+
+log = logging.getLogger(__name__)
+
+REMEMBER_SECONDS: Final = 600.0
+REMEMBER_MICROSECONDS: Final = 3_600_000_000
+
+
+class Collector:
+    """The service's knowledge. Implements the `Sink` of the target loops."""
+
+    def __init__(
+        self,
+        *,
+        registry: Registry,
+        runs: RunBook,
+        incidents: IncidentBook,
+        batcher: Batcher,
+        metrics: ServiceMetrics,
+        clock: Callable[[], float],
+        wall: Callable[[], int],
+        run_starts: Mapping[str, int],
+        failures_told: Iterable[str],
+        urge: Callable[[str | None], None],
+    ) -> None:
+        """`urge(run)` makes the service poll the run's ranks at once; `urge(None)` makes it look at the batcher."""
+        self.registry = registry
+        self.runs = runs
+        self.incidents = incidents
+        self.batcher = batcher
+        self.metrics = metrics
+        self._clock = clock
+        self._wall = wall
+        self._failures_told = set(failures_told)
+        self._urge = urge
+        self._meters: dict[AttemptKey, RunMeter] = {}
+        self._last_ordinal = 0
+        self._versions = Versions(self._stamp, run_starts)
+
+    # What the target loops say.
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether pulling has to wait for the store."""
+        return self.batcher.is_full
+
+    def ordinals(self, count: int) -> int:
+        """Return the first of `count` new arrival numbers: the time in µs, and always rising within the process."""
+        first = max(self._wall(), self._last_ordinal + 1)
+        self._last_ordinal = first + count - 1
+        return first
+
+    def answered(self, target: Target) -> None:
+        """Note a usable answer; a rank that drains waits for a commit, so nothing is held back for it."""
+        target.vitals.heard(self._clock())
+        self.runs.heard(_key(target), target.registration.rank)
+        if target.health is Health.DRAINING and target.committed < target.cursor:
+            self.flush_soon()
+
+    def failed(self, target: Target, error: FetchError) -> None:
+        """Note a poll that brought nothing."""
+        self.metrics.poll_failed(error.reason)
+        if error.reason == "refused":
+            target.vitals.refused(self._clock())
+        log.info("poll failed: %s", error, extra={"target": target.name, "reason": error.reason})
+
+    def drained(self, target: Target) -> None:
+        """Note that a rank ends, with everything committed."""
+        target.leave(self._clock())
+        self.runs.closed(_key(target), target.registration.rank)
+
+    def replaced(self, target: Target, incarnation: str) -> None:
+        """Note that another process answers at the target's address: this one cannot be there any more."""
+        target.vitals.refused(self._clock())
+        log.info("another process answers", extra={"target": target.name, "incarnation": incarnation})
+
+    def took(self, target: Target, body: Decoded, plans: Mapping[str, PlanColumns], size: int) -> None:
+        """Take the rows of one body into the batch, move the cursor, and note what the body says."""
+        now = self._clock()
+        tables = dict(body.tables)
+        gaps = [self._gap(target, first, last, "the ring had overwritten them") for first, last in body.missing]
+        if gaps:
+            _append(tables, "events", rows_table("events", gaps))
+        if (tensors := self._versions.of_tensors(target, plans)) is not None:
+            tables["tensors"] = tensors
+        events = body.tables.get("events")
+        first_causes, last_words = symptoms(events), _exits(events)
+        # From here on nothing may fail: rows that were taken must not be asked for again, nor the other way round.
+        self.batcher.add(tables, now, watermarks={target.incarnation: body.last})
+        target.cursor = body.last
+        target.uncommitted.append((body.last, body.rows))
+        self.metrics.body_taken(body.records, size)
+        self._follow_run(target, body, now)
+        for symptom in first_causes:
+            if self.incidents.observe(symptom, now) is not None:
+                self._urge(symptom.run)
+        for details in last_words:
+            self.runs.exited(_key(target), target.registration.rank, str(details.get("reason")), details.get("error"))
+        if last_words or self.batcher.due(now):
+            self.flush_soon()
+
+    # What the HTTP side and the store say.
+
+    def accept(self, registration: Registration, addresses: Iterable[Address]) -> Accepted:
+        """Take a registration or heartbeat. Raises RegistrationError."""
+        now = self._clock()
+        accepted = self.registry.register(registration, addresses, now)
+        target = accepted.target
+        attempt = self.runs.registered(registration, target.attempt, target.vitals, self._wall())
+        if accepted.is_new_target:
+            self._add_event(launch_row(target, self._stamp()))
+        if accepted.is_new_launch:
+            self._write_state(attempt)
+        return accepted
+
+    def committed(self, batch: PendingBatch, rows: Mapping[str, int], seconds: float) -> list[Target]:
+        """Note a commit; return the ranks that wait to hear of it."""
+        self.metrics.committed(rows, seconds)
+        waiting = []
+        for incarnation, seq in batch.watermarks.items():
+            target = self.registry.get(incarnation)
+            if target is None:
+                continue
+            self._meter(_key(target)).rows_stored += target.commit(seq)
+            if target.health is Health.DRAINING:
+                waiting.append(target)
+        return waiting
+
+    def record_incident(self, incident: Incident, state: str) -> None:
+        """Put the state of an incident into the batch."""
+        self._add_event(incident_row(incident, state, self._stamp()))
+
+    # What follows from the clock.
+
+    def judge(self) -> list[Incident]:
+        """Look at all runs; write what changed, leave ranks that vanished, and return failures to tell of."""
+        now, wall = self._clock(), self._wall()
+        verdict = self.runs.tick(now, wall)
+        for _, rank in verdict.vanished:
+            if target := self.registry.get(rank.incarnation):
+                self._abandon(target, now)
+        failures = []
+        for attempt in verdict.changed:
+            log.info("run is %s", attempt.state, extra={"run": attempt.run, "reason": attempt.reason})
+            self._write_state(attempt)
+            if attempt.state in ENDED:
+                self.flush_soon()
+            if attempt.state is RunState.FAILED and (failure := self._failure(attempt, now)):
+                failures.append(failure)
+        for attempt in self._versions.due(self.runs.attempts(), wall):
+            self._write_state(attempt)
+        self._forget(now, wall)
+        return failures
+
+    def settle(self) -> list[Incident]:
+        """Return the incidents to announce now; for the others, ask the ranks they wait for."""
+        settled = self.incidents.settle(self._clock(), self._live_steps())
+        for incident in self.incidents.unsettled():
+            self._urge(incident.first.run)
+        return settled
+
+    def resolve(self) -> list[Incident]:
+        """Return the incidents that are over."""
+        return self.incidents.resolve(self._live_steps())
+
+    def progress(self) -> tuple[RunProgress, ...]:
+        """Return where the latest attempt of each run stands."""
+        targets: dict[AttemptKey, list[Target]] = defaultdict(list)
+        for target in self.registry.targets:
+            targets[_key(target)].append(target)
+        latest = self.runs.latest().values()
+        return tuple(run_progress(attempt, self._meter(attempt.key), targets[attempt.key]) for attempt in latest)
+
+    def flush_soon(self) -> None:
+        """Commit what is gathered without waiting for its age."""
+        self.batcher.want_flush()
+        self._urge(None)
+
+    def _follow_run(self, target: Target, body: Decoded, now: float) -> None:
+        key, rank = _key(target), target.registration.rank
+        self.runs.stepped(key, rank, body.last_step, now)
+        self._meter(key).observe(rank, body.tables.get("scalars"), body.last_ts, body.last_step)
+
+    def _gap(self, target: Target, first: int, last: int, why: str) -> Row:
+        lost = last - first + 1
+        target.records_lost += lost
+        self._meter(_key(target)).records_lost += lost
+        self.metrics.lost(target.registration.run, lost)
+        log.warning("%d records lost: %s", lost, why, extra={"target": target.name, "first": first, "last": last})
+        return gap_row(target, first, last, why, self._stamp())
+
+    def _abandon(self, target: Target, now: float) -> None:
+        """Stop following a rank that vanished; what it had published and nobody fetched is lost."""
+        target.leave(now)
+        if target.head > target.cursor:
+            why = "the process vanished before they were fetched"
+            self._add_event(self._gap(target, target.cursor + 1, target.head, why))
+
+    def _failure(self, attempt: Attempt, now: float) -> Incident | None:
+        culprit = next((rank for rank in attempt.ranks.values() if rank.error or rank.is_vanished), None)
+        incident = run_failed(
+            run=attempt.run,
+            attempt=attempt.number,
+            rank=culprit.number if culprit else 0,
+            step=attempt.last_step,
+            reason=attempt.reason or "",
+            opened_at=now,
+        )
+        if incident.key in self._failures_told:
+            return None
+        self._failures_told.add(incident.key)
+        return incident
+
+    def _write_state(self, attempt: Attempt) -> None:
+        is_latest = self.runs.latest().get(attempt.run) is attempt
+        self.batcher.add(self._versions.of_attempt(attempt, is_latest=is_latest), self._clock())
+
+    def _forget(self, now: float, wall: int) -> None:
+        for target in list(self.registry.targets):
+            if target.gone_at is not None and now - target.gone_at >= REMEMBER_SECONDS and not target.uncommitted:
+                self.registry.forget(target.incarnation)
+        for attempt in list(self.runs.attempts()):
+            if attempt.ended_at is not None and wall - attempt.ended_at >= REMEMBER_MICROSECONDS:
+                self.runs.forget(attempt.key)
+                self._meters.pop(attempt.key, None)
+
+    def _add_event(self, row: Row) -> None:
+        self.batcher.add({"events": rows_table("events", [row])}, self._clock())
+
+    def _stamp(self) -> Stamp:
+        return Stamp(self._wall(), self.ordinals(1))
+
+    def _meter(self, key: AttemptKey) -> RunMeter:
+        return self._meters.setdefault(key, RunMeter())
+
+    def _live_steps(self) -> dict[AttemptKey, dict[int, int | None]]:
+        return {
+            attempt.key: {rank.number: rank.last_step for rank in attempt.live_ranks}
+            for attempt in self.runs.attempts()
+        }
+
+
+def _key(target: Target) -> AttemptKey:
+    return target.registration.run, target.attempt
+
+
+def _append(tables: dict[str, pa.Table], dataset: str, rows: pa.Table) -> None:
+    tables[dataset] = pa.concat_tables([tables[dataset], rows]) if dataset in tables else rows
+
+
+def _exits(events: pa.Table | None) -> list[dict[str, Any]]:
+    """Return what the exit events say, which is at most one."""
+    if events is None:
+        return []
+    return [_details(text) for text in events.filter(pc.equal(events["type"], EventType.EXIT))["details"].to_pylist()]
+
+
+def _details(text: str | None) -> dict[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,151 @@
+"""What a starting service reads back from the store: attempt numbers, and what had not ended. No local state."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import pyarrow as pa
+
+from rankscope_contract.events import EventType, RunState
+from rankscope_ingest.announcer import OPENED, RESOLVED
+from rankscope_ingest.incidents import Incident, IncidentBook
+from rankscope_ingest.messages import RUN_FAILED
+from rankscope_ingest.runs import ENDED, Attempt, Rank, RunBook
+from rankscope_ingest.symptoms import Symptom
+from rankscope_ingest.vitals import Vitals
+
+_EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
+_SHOWN: Final = ("rule", "kind", "tensor", "op", "value", "baseline", "threshold")
+
+_ATTEMPTS: Final = "SELECT * FROM attempts WHERE source_kind = 'live' ORDER BY run, attempt"
+_RANKS: Final = """\
+SELECT run, attempt, rank, incarnation, type, details FROM events
+WHERE type IN ('launch', 'exit') AND rank IS NOT NULL ORDER BY ordinal"""
+_INCIDENTS: Final = """\
+SELECT run, attempt, rank, step, severity, details, rule, kind, tensor, op, value, baseline, threshold FROM events
+WHERE type = 'incident' ORDER BY ordinal"""
+
+
+class Reader(Protocol):
+    """A connection to the store."""
+
+    def query(self, query: str) -> pa.Table:
+        """Return the rows of an SQL query."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """What the store tells. `run_starts` holds the start of each run's first attempt, UTC µs."""
+
+    launches: tuple[tuple[str, str, int], ...] = ()
+    run_starts: Mapping[str, int] = field(default_factory=dict)
+    unfinished: tuple[Attempt, ...] = ()
+    open_incidents: tuple[Incident, ...] = ()
+    unsent: tuple[Incident, ...] = ()
+    failures_told: frozenset[str] = frozenset()
+
+    def restore(self, runs: RunBook, incidents: IncidentBook) -> None:
+        """Put back what had not ended."""
+        for attempt in self.unfinished:
+            runs.restore(attempt)
+        for incident in self.open_incidents:
+            incidents.restore(incident)
+
+
+def read_history(reader: Reader, now: float) -> History:
+    """Return what `reader` tells. Ranks of unfinished attempts get until `now` plus patience to speak up."""
+    rows = reader.query(_ATTEMPTS).to_pylist()
+    unfinished = {(row["run"], row["attempt"]): _attempt(row) for row in rows if row["state"] not in ENDED}
+    for event in reader.query(_RANKS).to_pylist() if unfinished else ():
+        if attempt := unfinished.get((event["run"], event["attempt"])):
+            _add_rank(attempt, event, now)
+    starts: dict[str, int] = {}
+    for row in rows:
+        starts[row["run"]] = min(starts.get(row["run"], 1 << 62), _micros(row["started_at"]))
+    incidents = _incidents(reader, now)
+    failures = {incident.key for incident, _ in incidents if incident.first.rule == RUN_FAILED}
+    live_keys = {(row["run"], row["attempt"]) for row in rows if row["state"] not in ENDED}
+    return History(
+        launches=tuple((row["run"], row["launch_id"], row["attempt"]) for row in rows if row["launch_id"]),
+        run_starts=starts,
+        unfinished=tuple(unfinished.values()),
+        open_incidents=tuple(
+            incident
+            for incident, state in incidents
+            if state != RESOLVED and incident.attempt_key in live_keys and incident.first.rule != RUN_FAILED
+        ),
+        unsent=tuple(incident for incident, state in incidents if state == OPENED),
+        failures_told=frozenset(failures),
+    )
+
+
+def _attempt(row: Mapping[str, Any]) -> Attempt:
+    return Attempt(
+        run=row["run"],
+        number=row["attempt"],
+        launch_id=row["launch_id"] or "",
+        world_size=row["world_size"] or 1,
+        started_at=_micros(row["started_at"]),
+        planned_steps=row["planned_steps"],
+        config=_json(row["config"]),
+        state=RunState(row["state"]),
+        last_step=row["last_step"],
+    )
+
+
+def _add_rank(attempt: Attempt, event: Mapping[str, Any], now: float) -> None:
+    details = _json(event["details"])
+    if event["type"] == EventType.LAUNCH:
+        attempt.ranks[event["rank"]] = Rank(
+            number=event["rank"],
+            incarnation=event["incarnation"] or "",
+            host=str(details.get("host", "")),
+            vitals=Vitals(last_sign=now),
+        )
+    elif (rank := attempt.ranks.get(event["rank"])) and rank.incarnation == event["incarnation"]:
+        rank.exit_reason, rank.error = str(details.get("reason", "")) or None, details.get("error")
+
+
+def _incidents(reader: Reader, now: float) -> list[tuple[Incident, str]]:
+    """Return each incident with the last state it is known to have reached."""
+    latest: dict[str, tuple[Incident, str]] = {}
+    for row in reader.query(_INCIDENTS).to_pylist():
+        details = _json(row["details"])
+        first = Symptom(
+            run=row["run"],
+            attempt=row["attempt"],
+            rank=row["rank"],
+            step=row["step"],
+            severity=row["severity"],
+            causal=(),  # smaller than any other: a restored incident keeps its name
+            **{name: row[name] for name in _SHOWN},
+        )
+        incident = Incident(
+            first=first,
+            severity=row["severity"],
+            opened_at=now,
+            last_step=details.get("last_step"),
+            events=details.get("events", 1),
+            ranks=set(details.get("ranks", ())),
+            is_settled=True,
+            fixed_key=str(details.get("key")),
+        )
+        latest[incident.key] = (incident, str(details.get("state")))
+    return list(latest.values())
+
+
+def _micros(moment: dt.datetime | None) -> int:
+    return 0 if moment is None else (moment.astimezone(dt.UTC) - _EPOCH) // dt.timedelta(microseconds=1)
+
+
+def _json(text: str | None) -> dict[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

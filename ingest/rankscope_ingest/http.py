@@ -1,0 +1,195 @@
+"""The service's HTTP side: registration and pokes of ranks, discovery for Prometheus, and its own state as JSON."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import asdict
+from typing import Any, Final, Protocol
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from rankscope_contract.channel import (
+    HEALTH_PATH,
+    METRICS_PATH,
+    POKE_PATH,
+    REGISTER_PATH,
+    RUNS_PATH,
+    SERVICE_DISCOVERY_PATH,
+    TARGETS_PATH,
+    Registration,
+    RegistrationReply,
+)
+from rankscope_ingest.errors import RegistrationError
+from rankscope_ingest.progress import RunProgress
+from rankscope_ingest.registry import parse_registration
+from rankscope_ingest.target import Health, Target
+
+MAX_REQUEST_BYTES: Final = 1 << 20
+_PAGE_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+_PATHS: Final = (REGISTER_PATH, POKE_PATH, SERVICE_DISCOVERY_PATH, TARGETS_PATH, RUNS_PATH, HEALTH_PATH, METRICS_PATH)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Backend(Protocol):
+    """The service as its HTTP side sees it."""
+
+    async def register(self, registration: Registration) -> RegistrationReply:
+        """Take a registration. Raises RegistrationError."""
+        ...
+
+    def poke(self, incarnation: str) -> bool:
+        """Pull a target at once; False when it is unknown."""
+        ...
+
+    def targets(self) -> Iterable[Target]:
+        """Return all targets."""
+        ...
+
+    def runs(self) -> Iterable[RunProgress]:
+        """Return where each run stands."""
+        ...
+
+    def metrics_page(self) -> bytes:
+        """Return the page for Prometheus."""
+        ...
+
+    def degraded(self) -> str | None:
+        """Return why the service cannot do its work, or None."""
+        ...
+
+
+def make_application(backend: Backend, token: str | None) -> web.Application:
+    """Return the application; with a token, everything but the health page asks for it."""
+    routes = _Routes(backend)
+    application = web.Application(middlewares=[_plain_errors, _guard(token)], client_max_size=MAX_REQUEST_BYTES)
+    application.add_routes(
+        [
+            web.post(REGISTER_PATH, routes.register),
+            web.post(POKE_PATH, routes.poke),
+            web.get(SERVICE_DISCOVERY_PATH, routes.discovery),
+            web.get(TARGETS_PATH, routes.targets),
+            web.get(RUNS_PATH, routes.runs),
+            web.get(HEALTH_PATH, routes.health),
+            web.get(METRICS_PATH, routes.metrics),
+        ]
+    )
+    return application
+
+
+class _Routes:
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    async def register(self, request: web.Request) -> web.Response:
+        registration = parse_registration(await request.read())
+        reply = await self._backend.register(registration)
+        return web.Response(text=reply.to_json(), content_type="application/json")
+
+    async def poke(self, request: web.Request) -> web.Response:
+        try:
+            incarnation = json.loads(await request.read())["incarnation"]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise RegistrationError(400, 'a poke is a JSON object such as {"incarnation": "…"}') from error
+        if not self._backend.poke(str(incarnation)):
+            raise RegistrationError(404, f"no process {incarnation!r} is registered: register first")
+        return web.Response(status=204)
+
+    async def discovery(self, _: web.Request) -> web.Response:
+        live = (target for target in self._backend.targets() if target.health is not Health.GONE)
+        return _json([_discovered(target) for target in live])
+
+    async def targets(self, _: web.Request) -> web.Response:
+        return _json([_described(target) for target in self._backend.targets()])
+
+    async def runs(self, _: web.Request) -> web.Response:
+        return _json([asdict(run) for run in self._backend.runs()])
+
+    async def health(self, _: web.Request) -> web.Response:
+        trouble = self._backend.degraded()
+        status = {"status": "ok"} if trouble is None else {"status": "degraded", "reason": trouble}
+        return _json(status, status=200 if trouble is None else 503)
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._backend.metrics_page(), headers={"Content-Type": _PAGE_TYPE})
+
+
+def _discovered(target: Target) -> dict[str, Any]:
+    address = urlsplit(target.registration.url)
+    return {"targets": [address.netloc], "labels": {"job": "rankscope", "instance": target.name}}
+
+
+def _described(target: Target) -> dict[str, Any]:
+    who = target.registration
+    return {
+        "run": who.run,
+        "attempt": target.attempt,
+        "rank": who.rank,
+        "world_size": who.world_size,
+        "host": who.host,
+        "pid": who.pid,
+        "url": who.url,
+        "incarnation": who.incarnation,
+        "health": target.health,
+        "last_error": target.last_error,
+        "last_scrape_seconds": target.last_scrape_seconds,
+        "cursor": target.cursor,
+        "committed": target.committed,
+        "head": target.head,
+        "lag_records": target.lag_records,
+        "records_lost": target.records_lost,
+    }
+
+
+def _json(document: Any, *, status: int = 200) -> web.Response:
+    return web.json_response(document, status=status, dumps=_dumps)
+
+
+def _dumps(document: Any) -> str:
+    """Return JSON in which a NaN loss is the text "NaN": JSON has no such number, and null would mean absent."""
+    return json.dumps(_without_nonfinite(document), ensure_ascii=False, allow_nan=False)
+
+
+def _without_nonfinite(value: Any) -> Any:
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):  # noqa: PLR0124 - NaN
+        return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(value)]
+    if isinstance(value, Mapping):
+        return {key: _without_nonfinite(item) for key, item in value.items()}
+    return [_without_nonfinite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+@web.middleware
+async def _plain_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer errors with what is wrong and how to mend it: as text to a rank, which prints it; else as JSON."""
+    try:
+        return await handler(request)
+    except RegistrationError as error:
+        return _refusal(request, error.status, str(error))
+    except web.HTTPNotFound:
+        return _refusal(request, 404, f"no such page; there are {', '.join(_PATHS)}")
+    except web.HTTPMethodNotAllowed as error:
+        return _refusal(request, 405, f"use {' or '.join(sorted(error.allowed_methods))} here")
+    except web.HTTPRequestEntityTooLarge:
+        return _refusal(request, 413, f"a request may have {MAX_REQUEST_BYTES} bytes; leave out configuration")
+
+
+def _refusal(request: web.Request, status: int, text: str) -> web.Response:
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    if request.method == "POST":
+        return web.Response(status=status, text=text, headers=headers)
+    return web.json_response({"error": text}, status=status, headers=headers)
+
+
+def _guard(token: str | None) -> Any:
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if token is not None and request.path != HEALTH_PATH:
+            scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
+                raise RegistrationError(401, "send Authorization: Bearer <token> with the [service] token")
+        return await handler(request)
+
+    return guard

@@ -1,0 +1,84 @@
+"""Serve: claim the store, read back what was, and let the supervisor work until a signal comes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+from rankscope_ingest.config import ServiceConfig
+from rankscope_ingest.fetch import Fetcher
+from rankscope_ingest.history import History, read_history
+from rankscope_ingest.progress import Progress
+from rankscope_ingest.supervisor import Supervisor
+from rankscope_storage.connection import connect
+from rankscope_storage.store import Store, Writer
+
+
+async def run(
+    config: ServiceConfig,
+    *,
+    on_progress: Callable[[Progress], None] | None = None,
+    on_ready: Callable[[str], None] | None = None,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Serve until SIGTERM, SIGINT or `stop`; then pull and store what is left, and return.
+
+    `on_ready` gets the URL once the service listens, `on_progress` a snapshot every second and a last one at the end.
+    Raises IngestError or StoreError with a text for the user: no store, shard owned by another, port taken, …
+    """
+    stop = stop or asyncio.Event()
+    with _signals(stop):
+        writer = await asyncio.to_thread(_claim, config)
+        try:
+            history = await asyncio.to_thread(_history, config.store.path)
+            async with Fetcher(
+                networks=config.service.allowed_networks,
+                token=config.token,
+                timeout_seconds=config.ingest.timeout_seconds,
+                max_bytes=config.ingest.max_bytes,
+            ) as fetcher:
+                supervisor = Supervisor(config, writer, history, fetcher)
+                await supervisor.serve(stop, on_progress=on_progress, on_ready=on_ready)
+        finally:
+            writer.close()
+
+
+def _claim(config: ServiceConfig) -> Writer:
+    owner = f"process {os.getpid()} on {socket.gethostname()}"
+    return Store.open(config.store.path, create=True).claim(config.store.shard, owner=owner)
+
+
+def _history(path: str) -> History:
+    with connect(path) as connection:
+        return read_history(connection, time.monotonic())
+
+
+@contextlib.contextmanager
+def _signals(stop: asyncio.Event) -> Iterator[None]:
+    """Set `stop` at the first SIGTERM or SIGINT; a second one then ends the process as usual."""
+    loop = asyncio.get_running_loop()
+    caught = (signal.SIGTERM, signal.SIGINT)
+
+    def release() -> None:
+        for number in caught:
+            loop.remove_signal_handler(number)
+
+    def on_signal() -> None:
+        release()
+        stop.set()
+
+    try:
+        for number in caught:
+            loop.add_signal_handler(number, on_signal)
+    except (ValueError, RuntimeError):  # not the main thread: signals are somebody else's business
+        yield
+        return
+    try:
+        yield
+    finally:
+        release()

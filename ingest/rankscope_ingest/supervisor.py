@@ -1,0 +1,310 @@
+"""The service at work: follows ranks, flushes, judges, tells people, and drains when it is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from typing import Any, Final
+
+from aiohttp import web
+
+from rankscope_contract.channel import Registration, RegistrationReply
+from rankscope_ingest.announcer import RESOLVED, Announcer
+from rankscope_ingest.assembly import bind, cancel, make_batcher, make_collector
+from rankscope_ingest.batch import PendingBatch
+from rankscope_ingest.config import ServiceConfig
+from rankscope_ingest.errors import RegistrationError, ServiceError
+from rankscope_ingest.fetch import Fetcher
+from rankscope_ingest.flusher import Committed, Flusher
+from rankscope_ingest.history import History
+from rankscope_ingest.http import make_application
+from rankscope_ingest.incidents import Incident
+from rankscope_ingest.loop import Pace, TargetLoop
+from rankscope_ingest.networks import parse_target_url
+from rankscope_ingest.notifiers import make_notifiers
+from rankscope_ingest.plans import PlanCache
+from rankscope_ingest.progress import Progress, RunProgress
+from rankscope_ingest.service_metrics import ServiceMetrics
+from rankscope_ingest.statics import watch
+from rankscope_ingest.target import Health, Target
+from rankscope_storage.errors import StoreError
+from rankscope_storage.store import Writer
+
+log = logging.getLogger(__name__)
+
+TICK_SECONDS: Final = 0.1
+JUDGE_SECONDS: Final = 1.0
+COMPACT_EVERY_COMMITS: Final = 50
+MAINTAIN_SECONDS: Final = 1800.0
+
+
+class Supervisor:
+    """One run of the service; implements the `Backend` of the HTTP side."""
+
+    def __init__(self, config: ServiceConfig, writer: Writer, history: History, fetcher: Fetcher) -> None:
+        self._config = config
+        self._writer = writer
+        self._history = history
+        self._fetcher = fetcher
+        self._plans = PlanCache()
+        self._pace = Pace(
+            poll_seconds=config.ingest.poll_seconds, max_backoff_seconds=config.ingest.max_backoff_seconds
+        )
+        self._loops: dict[str, TargetLoop] = {}
+        self._following: dict[str, asyncio.Task[None]] = {}
+        self._background: set[asyncio.Task[Any]] = set()
+        self._is_draining = False
+        self._url = ""
+        self._rows_stored = 0
+        self._commits = 0
+        self._metrics = ServiceMetrics()
+        self._batcher = make_batcher(config)
+        self._flusher = Flusher(writer, self._batcher, on_commit=self._on_commit, clock=time.monotonic)
+        self._collector = make_collector(config, history, self._batcher, self._metrics, self._urge)
+        urls = [url.get_secret_value() for url in config.notify.urls] if config.notify.mode == "embedded" else []
+        self._announcer = Announcer(
+            make_notifiers(urls, timeout_seconds=config.notify.timeout_seconds),
+            record=self._collector.record_incident,
+            commit=self._flusher.commit_now,
+            count=self._metrics.notified,
+        )
+
+    async def serve(
+        self,
+        stop: asyncio.Event,
+        *,
+        on_progress: Callable[[Progress], None] | None,
+        on_ready: Callable[[str], None] | None,
+    ) -> None:
+        """Do everything until `stop`, then drain."""
+        async with self._listening():
+            if on_ready is not None:
+                on_ready(self._url)
+            flushing = asyncio.create_task(self._flusher.run())
+            others = [asyncio.create_task(work) for work in self._works(on_progress)]
+            stopping = asyncio.create_task(stop.wait())
+            for incident in self._history.unsent:
+                self._spawn(self._announcer.announce(incident, again=True))
+            try:
+                # Only the flusher ends by itself, and only with an error that says why nothing more can be stored.
+                await asyncio.wait([flushing, stopping, *others], return_when=asyncio.FIRST_COMPLETED)
+                for task in (flushing, *others):
+                    if task.done():
+                        task.result()
+                await self._drain(flushing)
+            finally:
+                await cancel([stopping, *others, *self._following.values(), *self._background, flushing])
+                if on_progress is not None:
+                    on_progress(self.progress())
+
+    # Backend of the HTTP side.
+
+    async def register(self, registration: Registration) -> RegistrationReply:
+        """Take a registration or heartbeat. Raises RegistrationError."""
+        if self._is_draining:
+            raise RegistrationError(503, "the service is being stopped: try again later")
+        host, _ = parse_target_url(registration.url)
+        try:
+            addresses = await self._fetcher.resolver.addresses(host)
+        except OSError as error:
+            raise RegistrationError(400, f"{registration.url}: {host} cannot be resolved: {error}") from error
+        target = self._follow(self._collector.accept(registration, addresses).target)
+        return self._collector.registry.reply(target)
+
+    def poke(self, incarnation: str) -> bool:
+        """Pull a target at once; False when it is unknown."""
+        if loop := self._loops.get(incarnation):
+            loop.poke()
+        return self._collector.registry.get(incarnation) is not None
+
+    def targets(self) -> Iterable[Target]:
+        """Return all targets."""
+        return self._collector.registry.targets
+
+    def runs(self) -> Iterable[RunProgress]:
+        """Return where each run stands."""
+        return self._collector.progress()
+
+    def metrics_page(self) -> bytes:
+        """Return the page for Prometheus."""
+        latest = self._collector.runs.latest().values()
+        self._metrics.show(self.targets(), latest, self._batcher.pending_rows)
+        return self._metrics.page()
+
+    def degraded(self) -> str | None:
+        """Return why the service cannot do its work, or None."""
+        if self._flusher.trouble is not None:
+            return self._flusher.trouble
+        full = self._batcher.is_full
+        return "rows come faster than the store takes them: pulling waits for commits" if full else None
+
+    def progress(self) -> Progress:
+        """Return a snapshot."""
+        return Progress(
+            url=self._url,
+            runs=self._collector.progress(),
+            targets=sum(target.health is not Health.GONE for target in self.targets()),
+            rows_pending=self._batcher.pending_rows,
+            rows_stored=self._rows_stored,
+            degraded=self.degraded(),
+        )
+
+    # Works that go on side by side.
+
+    def _works(self, on_progress: Callable[[Progress], None] | None) -> list[Coroutine[Any, Any, None]]:
+        works = [self._tick(), self._maintain()]
+        works += [
+            watch(static, self._fetcher, self._accept_static, poll_seconds=self._config.ingest.poll_seconds)
+            for static in self._config.targets
+        ]
+        return [*works, self._report(on_progress)] if on_progress is not None else works
+
+    async def _tick(self) -> None:
+        judged_at = 0.0
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self._announce(self._collector.settle())
+            if time.monotonic() - judged_at >= JUDGE_SECONDS:
+                judged_at = time.monotonic()
+                self._announce(self._collector.judge())
+                for incident in self._collector.resolve():
+                    self._collector.record_incident(incident, RESOLVED)
+
+    async def _report(self, on_progress: Callable[[Progress], None]) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            on_progress(self.progress())
+
+    async def _maintain(self) -> None:
+        compacted_at, maintained_at = 0, time.monotonic()
+        while True:
+            await asyncio.sleep(JUDGE_SECONDS)
+            try:
+                if self._commits - compacted_at >= COMPACT_EVERY_COMMITS:
+                    compacted_at = self._commits
+                    await asyncio.to_thread(self._writer.compact)
+                if time.monotonic() - maintained_at >= MAINTAIN_SECONDS:
+                    maintained_at = time.monotonic()
+                    await asyncio.to_thread(self._writer.maintain)
+            except StoreError as error:
+                log.warning("maintenance of the store failed, the next one tries again: %s", error)
+
+    def _follow(self, target: Target) -> Target:
+        """See to it that somebody polls `target`."""
+        task = self._following.get(target.incarnation)
+        if task is None or task.done():
+            task = self._following[target.incarnation] = asyncio.create_task(self._poll(target))
+            task.add_done_callback(_tell_of_faults)
+        return target
+
+    async def _poll(self, target: Target) -> None:
+        loop = await self._loop_of(target)
+        await loop.run()
+
+    async def _loop_of(self, target: Target) -> TargetLoop:
+        if target.incarnation not in self._loops:
+            mark = await self._watermark(target.incarnation)
+            target.cursor = target.committed = max(target.cursor, mark)
+            self._loops[target.incarnation] = TargetLoop(
+                target, self._fetcher, self._plans, self._collector, self._pace, clock=time.monotonic
+            )
+        return self._loops[target.incarnation]
+
+    async def _watermark(self, incarnation: str) -> int:
+        while True:
+            try:
+                return await asyncio.to_thread(self._writer.watermark, incarnation)
+            except StoreError as error:
+                # A rank must not be read from the beginning only because the store cannot be asked just now.
+                log.warning("the store cannot be asked for a watermark, trying again: %s", error)
+                await asyncio.sleep(JUDGE_SECONDS)
+
+    def _accept_static(self, registration: Registration) -> Target:
+        return self._follow(self._collector.accept(registration, ()).target)
+
+    def _announce(self, incidents: Iterable[Incident]) -> None:
+        for incident in incidents:
+            self._spawn(self._announcer.announce(incident))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _urge(self, run: str | None) -> None:
+        if run is None:
+            self._flusher.wake()
+            return
+        for target in self.targets():
+            if target.registration.run == run and target.health is not Health.GONE:
+                self.poke(target.incarnation)
+
+    def _on_commit(self, batch: PendingBatch, commit: Committed) -> None:
+        self._commits += 1
+        self._rows_stored += sum(commit.rows.values())
+        for target in self._collector.committed(batch, commit.rows, commit.seconds):
+            self.poke(target.incarnation)
+
+    # The end.
+
+    async def _drain(self, flushing: asyncio.Task[None]) -> None:
+        """Pull what the live ranks still have, store it, tell them, and deliver what is to be told."""
+        self._is_draining = True
+        await cancel(self._following.values())
+        drained = asyncio.create_task(self._finish())
+        limit = self._config.ingest.drain_seconds
+        done, _ = await asyncio.wait([drained, flushing], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        if drained in done:
+            drained.result()
+            return
+        await cancel([drained])
+        if flushing in done:
+            flushing.result()
+        if rows := self._batcher.pending_rows:
+            why = self._flusher.trouble or f"that took more than {limit:g} s"
+            raise ServiceError(
+                f"stopped with {rows} rows not stored: {why}. "
+                "Ranks that live still have them: start the service again with the same store"
+            )
+        log.warning("stopped before all notifications were delivered; the next start sends the others")
+
+    async def _finish(self) -> None:
+        alive = [target for target in self.targets() if target.health is not Health.GONE]
+        live = await asyncio.gather(*(self._loop_of(target) for target in alive))
+        await asyncio.gather(*(self._pull_rest(loop) for loop in live))
+        if self._collector.incidents.unsettled():
+            await asyncio.sleep(self._config.notify.group_wait_seconds + 2 * TICK_SECONDS)  # the tick announces them
+        self._announce(self._collector.judge())
+        await self._flusher.commit_now()
+        # Once more, so that the ranks hear what is committed and need not keep it for the next service.
+        await asyncio.gather(*(loop.poll_once() for loop in live if loop.target.failures_in_row == 0))
+        while self._background:
+            await asyncio.wait(self._background)
+        await self._flusher.commit_now()
+
+    async def _pull_rest(self, loop: TargetLoop) -> None:
+        more = True
+        while more:
+            if self._batcher.is_full:
+                await self._flusher.commit_now()
+            more = await loop.poll_once() == 0.0
+
+    @contextlib.asynccontextmanager
+    async def _listening(self) -> AsyncIterator[None]:
+        application = make_application(self, self._config.token)
+        runner = web.AppRunner(application, access_log=None, handle_signals=False)
+        await runner.setup()
+        try:
+            self._url = await bind(runner, self._config.service.listen)
+            yield
+        finally:
+            await runner.cleanup()
+
+
+def _tell_of_faults(task: asyncio.Task[None]) -> None:
+    """Log a loop that ended by a fault of ours; the rank's next heartbeat starts it anew where it stood."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("a target loop failed", exc_info=error)

@@ -1,0 +1,403 @@
+"""The whole service against real HTTP servers as ranks: all arrives once, and trouble stays where it is."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+
+import pytest
+from aiohttp import web
+
+from rankscope_contract.channel import ARROW_STREAM
+from rankscope_contract.records import Plan, PlanEntry
+
+LOSSES = (
+    "SELECT run, attempt, rank, incarnation, seq, step, value FROM scalars WHERE name = 'loss' ORDER BY run, rank, seq"
+)
+PLAN = Plan((PlanEntry(kind="grad_reduced", tensor="w", dtype="float32", shape=(2,)),))
+
+
+async def test_every_record_is_stored_once_and_the_rank_learns_of_it(start_service, fake_rank, eventually):
+    async with fake_rank() as rank, start_service() as service:
+        plan = rank.add_plan(PLAN)
+        rank.publish_steps(30, plan=plan, values=[1.0] * 6, counts=[0, 0, 0, 2])
+        rank.max_rows = 7
+        await rank.register(service.url)
+        await eventually(lambda: rank.committed == 29)
+    rows = service.rows(LOSSES)
+
+    assert list(range(30)) == [row["seq"] for row in rows]
+    assert [("r", 0, 0, "inc-r-0")] == sorted({(r["run"], r["attempt"], r["rank"], r["incarnation"]) for r in rows})
+    assert [{"n": 30}] == service.rows("SELECT count(*) AS n FROM tensor_stats WHERE tensor = 'w' AND numel = 2")
+    assert [{"tensor": "w", "shape": [2]}] == service.rows("SELECT tensor, shape FROM tensors")
+
+
+async def test_restart_goes_on_where_the_store_stands(start_service, fake_rank, eventually):
+    async with fake_rank() as rank:
+        for total in (5, 11):
+            async with start_service() as service:
+                await rank.register(service.url)
+                rank.publish_steps(total - rank.head - 1)
+                await eventually(lambda total=total: rank.committed == total - 1)
+
+    assert list(range(11)) == [row["seq"] for row in service.rows(LOSSES)]
+    assert [{"attempt": 0}] == service.rows("SELECT attempt FROM attempts")
+
+
+async def test_a_new_launch_is_the_next_attempt_also_after_a_restart(start_service, fake_rank, eventually):
+    attempts = []
+    for launch in ("first", "second", "third"):
+        async with fake_rank(launch_id=launch, incarnation=launch) as rank, start_service() as service:
+            await rank.register(service.url)
+            rank.publish_steps(1)
+            await eventually(lambda rank=rank: rank.committed == 0)
+            attempts.append(rank.attempt)
+
+    assert [0, 1, 2] == attempts
+    assert attempts == [row["attempt"] for row in service.rows("SELECT attempt FROM scalars ORDER BY attempt")]
+
+
+async def test_stop_pulls_and_stores_what_the_ranks_still_have(start_service, fake_rank, eventually):
+    changes = {"ingest.flush_after_seconds": 1000.0, "ingest.poll_seconds": 60.0}
+    async with fake_rank() as rank, start_service(**changes) as service:
+        await rank.register(service.url)
+        rank.publish_steps(20)
+        rank.max_rows = 3
+        await eventually(service.targets)
+        await service.end()
+
+        assert 19 == rank.committed
+    assert 20 == len(service.rows(LOSSES))
+
+
+async def test_hostile_names_reach_the_table_as_they_are(start_service, fake_rank, eventually):
+    names = ["../../etc", "a=b/c", "123", 'it\'s "quoted"; DROP TABLE runs', "学习 🙂", " ", "%2e", "a\nb"]
+    async with start_service() as service:
+        for name in names:
+            async with fake_rank(run=name) as rank:
+                await rank.register(service.url)
+                rank.publish_steps(2)
+                await eventually(lambda rank=rank: rank.committed == 1)
+
+    assert sorted(names) == sorted(row["run"] for row in service.rows("SELECT DISTINCT run FROM scalars"))
+    assert sorted(names) == sorted(row["run"] for row in service.rows("SELECT run FROM runs"))
+
+
+async def test_overwritten_records_become_a_gap_event(start_service, fake_rank, eventually):
+    async with fake_rank() as rank, start_service() as service:
+        rank.ring = 4
+        rank.publish_steps(10)
+        await rank.register(service.url)
+        await eventually(lambda: rank.committed == 9)
+        page = (await service.get("/metrics"))[1]
+    gap = service.rows("SELECT seq, rank, incarnation, value, details, message FROM events WHERE type = 'gap'")
+
+    assert [6, 7, 8, 9] == [row["seq"] for row in service.rows(LOSSES)]
+    assert [(5, 0, "inc-r-0", 6.0)] == [(g["seq"], g["rank"], g["incarnation"], g["value"]) for g in gap]
+    assert "6 records lost (seq 0 to 5)" in gap[0]["message"]
+    assert 'rankscope_ingest_lost_records_total{run="r"} 6.0' in page
+
+
+def cut_in_the_middle(rank):
+    async def behave(request):
+        chosen = rank.window(int(request.query["after"]))
+        if not chosen:
+            return None
+        response = web.StreamResponse(headers=rank.body_headers(chosen, -1) | {"Content-Length": "100000"})
+        await response.prepare(request)
+        await response.write(b"x" * 50)
+        request.transport.close()
+        return response
+
+    return behave
+
+
+def answer_with(status=200, body=b"", **headers):
+    def make(rank):
+        async def behave(request):
+            named = {name.replace("_", "-"): value for name, value in headers.items()}
+            return web.Response(status=status, body=body, headers=rank.headers() | named)
+
+        return behave
+
+    return make
+
+
+def chunked(rank):
+    async def behave(request):
+        response = web.StreamResponse(headers=rank.body_headers(rank.window(-1), -1))
+        response.enable_chunked_encoding()
+        await response.prepare(request)
+        await response.write(b"\xff\xff\xff\xff\0\0\0\0")
+        return response
+
+    return behave
+
+
+def silent(rank):
+    async def behave(request):
+        await asyncio.sleep(60)
+
+    return behave
+
+
+@pytest.mark.parametrize(
+    ("misbehaviour", "reason", "words"),
+    [
+        (cut_in_the_middle, "cut", "broke off"),
+        (answer_with(body=b"<html>hello</html>", Content_Type="text/html"), "garbage", "text/html"),
+        (
+            answer_with(
+                body=b"not arrow",
+                Content_Type=ARROW_STREAM,
+                Rankscope_First="0",
+                Rankscope_Last="4",
+                Rankscope_Rows="5",
+            ),
+            "garbage",
+            "end-of-stream",
+        ),
+        (chunked, "garbage", "no Content-Length"),
+        (answer_with(status=406, Rankscope_Schema="7"), "schema", "speaks schema version 7"),
+        (answer_with(status=401), "unauthorized", "token"),
+        (answer_with(status=302, Location="http://127.0.0.1:1/"), "redirect", "not followed"),
+        (answer_with(status=500, body=b"oops"), "status", "500: oops"),
+        (answer_with(status=429, Retry_After="1"), "busy", "wait"),
+        (answer_with(status=416), "cursor", "behind the store"),
+        (answer_with(Content_Type=ARROW_STREAM), "garbage", "Rankscope-First"),
+        (answer_with(Content_Type=ARROW_STREAM, Rankscope_Head="many"), "garbage", "Rankscope-Head"),
+        (answer_with(status=204, Rankscope_Incarnation=""), "garbage", "Rankscope-Incarnation"),
+        (silent, "timeout", "in time"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_bad_answer_is_named_and_nothing_of_it_taken(  # noqa: PLR0917 - fixtures and parameters
+    start_service, fake_rank, eventually, misbehaviour, reason, words
+):
+    async with fake_rank() as rank, start_service(**{"ingest.timeout_seconds": 0.3}) as service:
+        rank.publish_steps(5)
+        rank.behave = misbehaviour(rank)
+        await rank.register(service.url)
+
+        async def failing():
+            return [target for target in await service.targets() if target["last_error"]]
+
+        target = (await eventually(failing))[0]
+        page = (await service.get("/metrics"))[1]
+        rank.behave = None
+        await eventually(lambda: rank.committed == 4)
+
+    assert words in target["last_error"]
+    assert ("failing", -1) == (target["health"], target["cursor"])
+    assert f'rankscope_ingest_scrape_failures_total{{reason="{reason}"}} 0.0' not in page
+    assert [0, 1, 2, 3, 4] == [row["seq"] for row in service.rows(LOSSES)]
+
+
+async def test_body_that_disagrees_with_its_headers_is_not_taken(start_service, fake_rank, eventually, encode):
+    async with fake_rank() as rank, start_service() as service:
+        rank.publish_steps(5)
+        seen = []
+        for header, value in (("Rankscope-Rows", "4"), ("Rankscope-Last", "5"), ("Rankscope-First", "1")):
+
+            async def behave(request, header=header, value=value):
+                chosen = rank.window(-1)
+                return web.Response(body=encode(chosen), headers=rank.body_headers(chosen, -1) | {header: value})
+
+            rank.behave = behave
+            before = len(rank.polls)
+            await rank.register(service.url)
+            await eventually(lambda before=before: len(rank.polls) > before + 2)
+            seen += [(target["health"], target["cursor"]) for target in await service.targets()]
+        rank.behave = None
+        await eventually(lambda: rank.committed == 4)
+
+    assert [("failing", -1)] * 3 == seen
+    assert 5 == len(service.rows(LOSSES))
+
+
+async def test_unreachable_target_is_told_and_does_not_stop_the_others(start_service, fake_rank, eventually, free_port):
+    async with fake_rank() as rank, start_service(**{"runs.refused_after_seconds": 60}) as service:
+        lost = fake_rank(run="unreachable")
+        lost.registration = dataclasses.replace(lost.registration, url=f"http://127.0.0.1:{free_port}")
+        await lost.register(service.url)
+        await rank.register(service.url)
+        rank.publish_steps(3)
+        await eventually(lambda: rank.committed == 2)
+
+        async def refused():
+            return [t for t in await service.targets() if t["last_error"] and "nobody listens" in t["last_error"]]
+
+        assert "unreachable" == (await eventually(refused))[0]["run"]
+
+
+async def test_slow_target_does_not_delay_the_others(start_service, fake_rank, eventually):
+    async with fake_rank(run="slow") as slow, fake_rank() as rank, start_service() as service:
+        slow.behave = silent(slow)
+        await slow.register(service.url)
+        await eventually(lambda: slow.polls)
+        await rank.register(service.url)
+        begun = time.monotonic()
+        rank.publish_steps(3)
+        await eventually(lambda: rank.committed == 2)
+
+        assert time.monotonic() - begun < 1.5  # the slow one holds its poll for 2 s
+
+
+async def test_second_process_with_one_identity_is_refused_and_the_first_named(start_service, fake_rank):
+    async with fake_rank() as first, fake_rank(incarnation="twin") as twin, start_service() as service:
+        await first.register(service.url)
+        status, text = await twin.register(service.url)
+
+    assert 409 == status
+    assert "process 1000 on here" in text
+
+
+async def test_address_outside_the_allowed_networks_is_refused_with_the_setting(start_service, fake_rank):
+    async with start_service() as service:
+        far = fake_rank()
+        far.registration = dataclasses.replace(far.registration, url="http://192.0.2.7:9400")
+        status, text = await far.register(service.url)
+
+    assert 403 == status
+    assert "allowed_networks" in text
+
+
+async def test_other_schema_version_is_refused_at_registration(start_service, fake_rank):
+    async with fake_rank(schema_version=99) as rank, start_service() as service:
+        status, text = await rank.register(service.url)
+
+    assert 406 == status
+    assert "supported: 1" in text
+
+
+async def test_token_is_wanted_and_shown(start_service, fake_rank, eventually):
+    async with fake_rank() as rank, start_service(**{"service.token": "s3cret"}) as service:
+        refused = [(await rank.register(service.url, token=token))[0] for token in (None, "wrong")]
+        pages = [(await service.get(path))[0] for path in ("/metrics", "/sd", "/api/v1/runs", "/healthz")]
+        rank.publish_steps(1)
+        accepted, _ = await rank.register(service.url, token="s3cret")
+        await eventually(lambda: rank.committed == 0)
+
+    assert [401, 401, 200] == [*refused, accepted]
+    assert [401, 401, 401, 200] == pages
+    assert "Bearer s3cret" == rank.requests[0].headers["Authorization"]
+
+
+async def test_another_process_at_the_address_moves_nothing_and_ends_the_old_one(start_service, fake_rank, eventually):
+    async with fake_rank() as rank, start_service() as service:
+        await rank.register(service.url)
+        rank.publish_steps(3)
+        await eventually(lambda: rank.committed == 2)
+        rank.registration = dataclasses.replace(rank.registration, incarnation="next", launch_id="relaunched")
+        rank.records, rank.head, rank.committed, rank.lease = {}, -1, -1, None
+        rank.publish_steps(2)
+        await rank.register(service.url)
+        await eventually(lambda: rank.committed == 1)
+
+    rows = service.rows("SELECT attempt, incarnation, seq FROM scalars ORDER BY attempt, seq")
+    assert [(0, "inc-r-0", n) for n in range(3)] + [(1, "next", n) for n in range(2)] == [
+        tuple(r.values()) for r in rows
+    ]
+
+
+async def test_static_target_is_followed_from_process_to_process(start_service, fake_rank, eventually):
+    async with fake_rank(incarnation="one") as rank:
+        target = {"url": rank.registration.url, "run": "static", "rank": 0}
+        async with start_service(targets=[target]) as service:
+            rank.publish_steps(3)
+
+            def stored(count):
+                return lambda: service.rows("SELECT count(*) AS n FROM scalars")[0]["n"] == count
+
+            await eventually(stored(3))
+            rank.registration = dataclasses.replace(rank.registration, incarnation="two")
+            rank.records, rank.head = {}, -1
+            rank.publish_steps(2)
+            await eventually(stored(5))
+
+    rows = service.rows("SELECT DISTINCT run, incarnation FROM scalars ORDER BY 2")
+    assert [("static", "one"), ("static", "two")] == [tuple(row.values()) for row in rows]
+
+
+async def test_draining_rank_is_committed_at_once_and_dismissed(start_service, fake_rank, eventually):
+    async with fake_rank() as rank, start_service(**{"ingest.flush_after_seconds": 1000.0}) as service:
+        await rank.register(service.url)
+        rank.publish_steps(3)
+        exit_event = {"type": "exit", "severity": "info", "details": '{"reason": "completed", "last_step": 2}'}
+        rank.publish(events=[exit_event])
+        rank.state = "draining"
+        begun = time.monotonic()
+        await rank.register(service.url)
+        await eventually(lambda: rank.committed == 3)
+        took = time.monotonic() - begun
+
+        async def gone():
+            return [target["health"] for target in await service.targets()] == ["gone"]
+
+        await eventually(gone)
+        await eventually(lambda: service.rows("SELECT state FROM runs") == [{"state": "completed"}])
+
+    assert took < 2.0
+
+
+async def test_poke_brings_the_next_poll_forward(start_service, fake_rank, eventually):
+    import aiohttp
+
+    async with fake_rank() as rank, start_service(**{"ingest.poll_seconds": 30.0}) as service:
+        await rank.register(service.url)
+        rank.publish_steps(1)
+
+        async def poke(incarnation):
+            async with (
+                aiohttp.ClientSession() as session,
+                session.post(f"{service.url}/api/v1/poke", json={"incarnation": incarnation}) as response,
+            ):
+                return response.status
+
+        async def polled():
+            await poke(rank.registration.incarnation)
+            return rank.polls
+
+        await eventually(polled, seconds=5)
+
+        assert [404, 204] == [await poke("nobody"), await poke(rank.registration.incarnation)]
+
+
+async def test_discovery_lists_live_ranks_for_prometheus(start_service, fake_rank):
+    async with fake_rank(run="a b") as rank, start_service() as service:
+        await rank.register(service.url)
+        _, text = await service.get("/sd")
+
+    address = rank.registration.url.removeprefix("http://")
+    assert text == f'[{{"targets": ["{address}"], "labels": {{"job": "rankscope", "instance": "a b/0"}}}}]'
+
+
+async def test_service_pages_say_how_things_stand(start_service, fake_rank, eventually):
+    async with fake_rank(planned_steps=100) as rank, start_service() as service:
+        await rank.register(service.url)
+        rank.publish_steps(4)
+        await eventually(lambda: rank.committed == 3)
+
+        async def running():
+            return (await service.run_state())["state"] == "running"
+
+        await eventually(running)
+        state = await service.run_state()
+        metrics = (await service.get("/metrics"))[1]
+        health = await service.get("/healthz")
+        missing = await service.get("/nowhere")
+
+    assert (3, 100, 3.0, 0) == (state["step"], state["planned_steps"], state["loss"], state["lag_records"])
+    assert state["rows_stored"] >= 4
+    for line in (
+        'rankscope_run_state{run="r",state="running"} 1.0',
+        'rankscope_ingest_lag_records{rank="0",run="r"} 0.0',
+        "rankscope_ingest_records_total 4.0",
+        'rankscope_ingest_targets{health="up"} 1.0',
+        'rankscope_run_ranks_missing{run="r"} 0.0',
+    ):
+        assert line in metrics
+    assert (200, '{"status": "ok"}') == health
+    assert 404 == missing[0]
+    assert "/api/v1/targets" in missing[1]
