@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.text import Text
 
 from rankscope_contract.channel import RUNS_PATH
+from rankscope_contract.events import RunState
 from rankscope_ingest.progress import RunProgress
 
 TIMEOUT_SECONDS: Final = 2.0
@@ -75,7 +76,7 @@ class PlainView:
         for run in runs:
             at, step, state = self._last.get(run.run, (-math.inf, None, ""))
             moved = run.step != step and now - at >= self._every_seconds
-            if run.step is not None and (moved or run.state != state):
+            if run.step is not None and run.state != RunState.PENDING and (moved or run.state != state):
                 self._last[run.run] = (now, run.step, run.state)
                 self.say(f"{run.run} {run.state}  {'  '.join(facts(run))}")
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console
@@ -70,7 +70,8 @@ def _run(settings: ServiceConfig, view: View, *, show: bool) -> None:
     from rankscope_storage.errors import StoreError
 
     def ready(url: str) -> None:
-        view.say(f"listening on {url}, storing into {settings.store.path}")
+        view.say(f"listening on {url}")
+        view.say(f"storing into {settings.store.path}")
         view.say(f"ranks find it with RANKSCOPE_INGEST_URL={url}")
 
     teller = _Teller(view, show=show)
@@ -110,7 +111,12 @@ class _Lines(logging.Handler):
         self._view = view
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._view.say(f"{record.levelname.lower()}: {record.getMessage()}")
+        about = "".join(f", {key} {value}" for key, value in vars(record).items() if key not in _RECORD_FIELDS)
+        self._view.say(f"{record.levelname.lower()}: {record.getMessage()}{about}")
+
+
+_RECORD_FIELDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "taskName"}
+"""What every log record has; the rest says what it is about."""
 
 
 def _log_to(view: View) -> None:

@@ -56,7 +56,7 @@ def report(console: Console, folder: Path, plan: Plan, alerts: Sequence[Alert]) 
     with opened(store) as connection:
         _heading(console, "Summary")
         for line in summary_lines(reports.summary(connection, plan.run)):
-            console.print(line, markup=False)
+            console.print(line, markup=False, soft_wrap=True)
         _heading(console, "Anomalies, the first cause first")
         found = reports.anomalies(connection, plan.run, top=8)
         if found:
@@ -65,7 +65,7 @@ def report(console: Console, folder: Path, plan: Plan, alerts: Sequence[Alert]) 
             console.print("none")
         for question, statement in STATEMENTS:
             _heading(console, question)
-            console.print(statement, markup=False, style="cyan")
+            console.print(statement, markup=False, style="cyan", soft_wrap=True)
             console.print()
             print_table(connection.query(statement))
 
@@ -100,4 +100,4 @@ def _next_steps(folder: Path, store: Path) -> Sequence[str]:
 
 def _heading(console: Console, text: str) -> None:
     console.print()
-    console.print(text, style="bold", markup=False)
+    console.print(text, style="bold", markup=False, soft_wrap=True)
