@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rankscope_ingest.config import ServiceConfig
     from rankscope_ingest.progress import Progress
 
-DEFAULT_STORE = Path("history")
+DEFAULT_STORE: Final = "history"
 
 
 def serve(
@@ -54,7 +54,7 @@ def _settings(config: Path | None, store: Path | None, listen: str | None, notif
     from rankscope_ingest.errors import ConfigError
 
     given: dict[str, Any] = {
-        "store.path": store or (DEFAULT_STORE if config is None else None),
+        "store.path": str(store) if store else DEFAULT_STORE if config is None else None,
         "service.listen": listen,
         "notify.urls": tuple(notify) if notify else None,
     }

@@ -1,0 +1,48 @@
+"""`make demo`, as a user runs it: whole once, and interrupted once."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+
+def demo(folder, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "rankscope", "demo", "--folder", str(folder), *arguments]
+
+
+@pytest.mark.timeout(600)
+def test_demo_shows_what_it_promises(tmp_path):
+    """The demo checks itself: rows exact, two incidents that name rank, tensor and step, a completed run."""
+    command = demo(tmp_path / "demo", "--steps", "130")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert 0 == done.returncode, done.stdout + done.stderr
+    assert "FAIL" not in done.stdout
+    assert 2 == done.stdout.count("ALERT ")
+    for heading in ("Summary", "Anomalies, the first cause first", "Checks", "What to try next"):
+        assert f"\n{heading}\n" in done.stdout
+    assert 3 == done.stdout.count("\nselect ")
+
+
+@pytest.mark.timeout(300)
+def test_interrupted_demo_leaves_no_process_behind(tmp_path):
+    process = subprocess.Popen(demo(tmp_path / "demo"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    family = psutil.Process(process.pid)
+    log = tmp_path / "demo" / "training.log"
+    deadline = time.monotonic() + 120
+    while not (log.exists() and "step 1/" in log.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    children = family.children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    _, complaint = process.communicate(timeout=90)
+
+    assert len(children) >= 4  # the service, torchrun, two ranks
+    assert [] == psutil.wait_procs(children, timeout=10)[1]
+    assert 130 == process.returncode
+    assert "Traceback" not in complaint
