@@ -1,0 +1,111 @@
+"""`tensor_global`: shards are combined, replicas count once."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rankscope_storage.connection import connect
+from rankscope_storage.schema import dataset_schema
+from rankscope_storage.store import Batch, Store
+
+
+def row(**columns) -> dict:
+    identity = {"run": "r", "attempt": 0, "rank": 0, "incarnation": "i", "seq": 0, "step": 1}
+    tensor = {"kind": "grad_reduced", "tensor": "w", "placement": "full"}
+    values = {"norm": 1.0, "min": -1.0, "max": 1.0, "mean": 0.0, "nans": 0, "infs": 0, "zeros": 0, "numel": 4}
+    return {**identity, **tensor, **values, **columns}
+
+
+def append(writer, rows: list[dict]) -> None:
+    writer.append(
+        Batch(
+            tables={"tensor_stats": pa.Table.from_pylist(rows, schema=dataset_schema("tensor_stats"))},
+            watermarks={"i": 0},
+        )
+    )
+
+
+def combined(connection) -> list[dict]:
+    return connection.query("FROM tensor_global ORDER BY ALL").to_pylist()
+
+
+def statistics(values: np.ndarray) -> dict:
+    """The reference: what the exporter publishes of one tensor, or of one shard."""
+    finite = values[np.isfinite(values)]
+    return {
+        "norm": float(np.sqrt(np.sum(finite**2))) if finite.size else None,
+        "min": float(finite.min()) if finite.size else None,
+        "max": float(finite.max()) if finite.size else None,
+        "mean": float(finite.mean()) if finite.size else None,
+        "nans": int(np.isnan(values).sum()),
+        "infs": int(np.isinf(values).sum()),
+        "zeros": int((values == 0).sum()),
+        "numel": int(values.size),
+    }
+
+
+def assert_same(expected: dict, found: dict) -> None:
+    for name, value in expected.items():
+        if not isinstance(value, float):
+            assert value == found[name], name
+        else:
+            assert value == pytest.approx(found[name], rel=1e-5, abs=1e-5), name
+
+
+NUMBERS = st.lists(
+    st.one_of(st.floats(-1e3, 1e3, width=32), st.sampled_from([math.nan, math.inf, 0.0])), min_size=1, max_size=6
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(NUMBERS, min_size=1, max_size=4), st.integers(1, 2))
+def test_shards_combine_to_the_statistics_of_the_whole_tensor(tmp_path_factory, shards, copies):
+    """With hybrid sharding there are several copies of the whole set of shards, each its own group."""
+    rows = []
+    for copy in range(copies):
+        for number, shard in enumerate(shards):
+            rank = copy * len(shards) + number
+            rows.append(row(placement="shard", shard_group=f"group-{copy}", rank=rank, **statistics(np.array(shard))))
+    store = Store.open(tmp_path_factory.mktemp("store"), create=True)
+    with store.claim(owner="me") as writer, connect(store.root) as connection:
+        append(writer, rows)
+        (found,) = combined(connection)
+
+    assert len(rows) == found["parts"]
+    assert_same(statistics(np.concatenate([np.array(shard) for shard in shards])), found)
+
+
+def test_replicas_count_once(writer, connection):
+    append(writer, [row(rank=rank, norm=2.0, zeros=1) for rank in range(4)])
+    (found,) = combined(connection)
+
+    assert_same({"parts": 4, "norm": 2.0, "numel": 4, "zeros": 1, "placement": "full"}, found)
+
+
+def test_a_nan_on_any_replica_shows(writer, connection):
+    append(writer, [row(rank=0), row(rank=1, nans=2, infs=1)])
+    (found,) = combined(connection)
+
+    assert_same({"nans": 2, "infs": 1, "numel": 4}, found)
+
+
+def test_steps_kinds_tensors_heads_and_micro_steps_stay_apart(writer, connection):
+    keys = {"step": 2, "kind": "param_after", "tensor": "v", "index": 0, "micro_step": 0, "vpp_stage": 1, "call_seq": 3}
+    variants = [{}, {"attempt": 1}, *({name: value} for name, value in keys.items())]
+    append(writer, [row(**variant) for variant in variants])
+
+    assert [1] * len(variants) == [found["parts"] for found in combined(connection)]
+
+
+def test_a_tensor_without_finite_elements_has_no_norm(writer, connection):
+    nothing = {"norm": None, "min": None, "max": None, "mean": None, "nans": 4}
+    append(writer, [row(placement="shard", shard_group="g", rank=rank, **nothing) for rank in range(2)])
+    (found,) = combined(connection)
+
+    assert (None, None, 8, 8) == (found["norm"], found["mean"], found["nans"], found["numel"])
