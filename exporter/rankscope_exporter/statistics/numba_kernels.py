@@ -3,7 +3,7 @@
 Sums run in float32 lanes over blocks that stay in the first-level cache, and are folded in float64. Minimum, maximum
 and zeros are taken from the bits: with those of negative numbers flipped, the bits of a float order like an integer,
 and integers compare in vectors where floats do not. A NaN, an Inf, or a magnitude whose square leaves float32 shows in
-the same extremes; such a block is widened to float64 and measured again with care.
+the same extremes: the block is then summed after scaling by a power of two, or widened to float64 and measured again.
 
 All arguments are addresses and sizes, so that nothing is boxed. Kernels hold no GIL and start no threads.
 """
@@ -39,10 +39,12 @@ _MOST32: Final = 0x7FFFFFFF
 _LEAST32: Final = -0x80000000
 _MOST64: Final = 0x7FFFFFFFFFFFFFFF
 _LEAST64: Final = -0x8000000000000000
+_INFINITE32: Final = 0x7F800000
 _INFINITE64: Final = 0x7FF0000000000000
 # Bits of 1e-14 and 1e17: between them 4096 squares neither overflow float32 nor lose more than 4e-7 of their sum.
 _SAFE_FROM: Final = 0x283424DC
 _SAFE_TO: Final = 0x5BB1A2BC
+_UP, _DOWN = float(2**100), float(2**-100)  # bring what lies outside of these bounds between them, without rounding
 _LARGEST_HALF: Final = 0x7BFF
 _HALF_TO_FLOAT: Final = float(2**112)  # between the exponent biases of float16 and float32
 
@@ -121,10 +123,14 @@ def _half(bits: Number) -> Number:
 
 
 @_compiled
-def _is_safe(least: Number, most: Number) -> Number:
-    """Return whether float32 sums of a block with these extreme bits can be trusted."""
+def _scale(least: Number, most: Number) -> Number:
+    """Return the power of two by which a block with these extreme bits is multiplied for float32 sums; 0: for none."""
     magnitude = max(int32(least & int32(_MOST32)), int32(most & int32(_MOST32)))
-    return magnitude == 0 or (magnitude >= _SAFE_FROM and magnitude <= _SAFE_TO)
+    if magnitude >= _INFINITE32:
+        return 0.0
+    if magnitude == 0 or (magnitude >= _SAFE_FROM and magnitude <= _SAFE_TO):
+        return 1.0
+    return _UP if magnitude < _SAFE_FROM else _DOWN
 
 
 @_compiled
@@ -173,13 +179,14 @@ def _widened(address: Number, size: Number, code: Number, scratch: Number) -> No
         if int16(bits & int16(_MOST16)) <= _LARGEST_HALF:
             wide[i] = float64(_half(bits))
         else:  # the payload of a NaN keeps it one, an Inf has none
-            wide[i] = float64(_as_float32(int32(int32(int32(bits) << 13) | int32(0x7F800000))))
+            wide[i] = float64(_as_float32(int32(int32(int32(bits) << 13) | int32(_INFINITE32))))
 
 
 @_compiled
 def _float32_block(address: Number, size: Number, zero: Number) -> tuple[Number, Number, Number, Number, Number]:
     """Measure float32 elements in float32; the extremes are bits."""
     values, patterns = carray(_float32s(address), size), carray(_int32s(address), size)
+    bound = int32(zero)  # a wider one would widen every comparison
     squares, total = float32(0.0), float32(0.0)
     least, most, zeros = int32(_MOST32), int32(_LEAST32), int32(0)
     for i in range(size):
@@ -190,16 +197,27 @@ def _float32_block(address: Number, size: Number, zero: Number) -> tuple[Number,
         ordered = int32(pattern ^ int32(int32(pattern >> 31) & int32(_MOST32)))
         least = min(least, ordered)
         most = max(most, ordered)
-        zeros += int32(int32(pattern & int32(_MOST32)) < zero)
+        zeros += int32(int32(pattern & int32(_MOST32)) < bound)
     return squares, total, _bits(least), _bits(most), zeros
 
 
 @_compiled
-def _bfloat16_sums(address: Number, size: Number) -> tuple[Number, Number]:
-    shorts = carray(_int16s(address), size)
+def _float32_sums(address: Number, size: Number, scale: Number) -> tuple[Number, Number]:
+    values, factor = carray(_float32s(address), size), float32(scale)
     squares, total = float32(0.0), float32(0.0)
     for i in range(size):
-        x = _as_float32(int32(int32(shorts[i]) << 16))
+        x = values[i] * factor
+        squares += x * x
+        total += x
+    return squares, total
+
+
+@_compiled
+def _bfloat16_sums(address: Number, size: Number, scale: Number) -> tuple[Number, Number]:
+    shorts, factor = carray(_int16s(address), size), float32(scale)
+    squares, total = float32(0.0), float32(0.0)
+    for i in range(size):
+        x = _as_float32(int32(int32(shorts[i]) << 16)) * factor
         squares += x * x
         total += x
     return squares, total
@@ -220,13 +238,14 @@ def _float16_sums(address: Number, size: Number) -> tuple[Number, Number]:
 def _extremes16(address: Number, size: Number, zero: Number) -> tuple[Number, Number, Number]:
     """Return the extreme bits and the zeros of 16-bit floats: a loop of its own, twice as many lanes wide."""
     patterns = carray(_int16s(address), size)
+    bound = int16(zero)
     least, most, zeros = int16(_MOST16), int16(_LEAST16), int16(0)
     for i in range(size):
         pattern = patterns[i]
         ordered = int16(pattern ^ int16(int16(pattern >> 15) & int16(_MOST16)))
         least = min(least, ordered)
         most = max(most, ordered)
-        zeros = int16(zeros + int16(int16(pattern & int16(_MOST16)) < zero))
+        zeros = int16(zeros + int16(int16(pattern & int16(_MOST16)) < bound))
     return _half_bits(least), _half_bits(most), zeros
 
 
@@ -234,17 +253,23 @@ def _extremes16(address: Number, size: Number, zero: Number) -> tuple[Number, Nu
 def _block(  # noqa: PLR0917 - addresses and sizes
     address: Number, size: Number, code: Number, zero: Number, zero64: Number, scratch: Number
 ) -> Block:
-    """Measure up to BLOCK elements of any type: in float32 where that is safe, else again in float64."""
+    """Measure up to BLOCK elements of any type: in float32 where all are finite, else again in float64."""
     if code == _FLOAT32:
         squares, total, least, most, zeros = _float32_block(address, size, zero)
-        if _is_safe(least, most):
-            return squares, total, _as_float32(least), _as_float32(most), 0, 0, zeros
+        scale = _scale(least, most)
+        if scale not in (0.0, 1.0):
+            squares, total = _float32_sums(address, size, scale)
+        if scale > 0.0:
+            wide, sum_of_all = float64(squares) / (scale * scale), float64(total) / scale
+            return wide, sum_of_all, _as_float32(least), _as_float32(most), 0, 0, zeros
     elif code == _BFLOAT16:
         low, high, few = _extremes16(address, size, zero)
         least, most = int32(int32(low) << 16), int32(int32(high) << 16)
-        if _is_safe(least, most):
-            squares, total = _bfloat16_sums(address, size)
-            return squares, total, _as_float32(least), _as_float32(most), 0, 0, few
+        scale = _scale(least, most)
+        if scale > 0.0:
+            squares, total = _bfloat16_sums(address, size, scale)
+            wide, sum_of_all = float64(squares) / (scale * scale), float64(total) / scale
+            return wide, sum_of_all, _as_float32(least), _as_float32(most), 0, 0, few
     elif code == _FLOAT16:
         low, high, few = _extremes16(address, size, zero)
         if int16(low & int16(_MOST16)) <= _LARGEST_HALF and int16(high & int16(_MOST16)) <= _LARGEST_HALF:
