@@ -88,7 +88,13 @@ def _derived_launch(environment: Mapping[str, str], run: str | None, why: str) -
     text = "|".join(environment.get(name, "") for name in variables)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     name = run or f"run-{digest}"
-    log.warning("%s, so run %r is taken from the launcher's variables; set %s to name it", why, name, RUN_VARIABLE)
+    hint = "" if run else f" Set {RUN_VARIABLE} to name the run, now {name!r}."
+    log.warning(
+        "%s: the launch is told apart by the launcher's variables alone, and a second one at the same address and port "
+        "would count as the same. Initialise torch.distributed before attach().%s",
+        why,
+        hint,
+    )
     return {"run": name, "launch_id": f"derived.{digest}"}
 
 

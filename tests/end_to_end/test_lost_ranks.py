@@ -1,0 +1,155 @@
+"""Ranks that vanish: what was fetched is stored, what was lost is counted, and the run says that it failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankscope_storage.connection import connect
+
+RANK = """
+import sys, time, torch, rankscope
+from torch import nn
+steps, pause = int(sys.argv[1]), float(sys.argv[2])
+torch.manual_seed(0)
+net = nn.Linear(16, 4)
+optimizer = torch.optim.Adam(net.parameters())
+with rankscope.Monitor(rankscope.MonitorConfig(console=False), total_steps=steps).attach(net, optimizer) as monitor:
+    for step in range(1, steps + 1):
+        loss = net(torch.ones(2, 16)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        monitor.log(loss=loss)
+        print(step, flush=True)
+        time.sleep(pause)
+"""
+
+StartRank = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def start_rank(tmp_path: Path) -> Iterator[StartRank]:
+    """Return what starts one rank of a world of two, its steps printed to rank-<n>.log."""
+    script = tmp_path / "rank.py"
+    script.write_text(textwrap.dedent(RANK))
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(service: Any, rank: int, *, steps: int, pause: float, run: str = "lost") -> subprocess.Popen[bytes]:
+        environment = {
+            "RANKSCOPE_INGEST_URL": service.url,
+            "RANKSCOPE_RUN": run,
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(service.port),
+            "OMP_NUM_THREADS": "1",
+        }
+        with (tmp_path / f"rank-{rank}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, str(script), str(steps), str(pause)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+            )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.wait(10)
+
+
+def last_printed(tmp_path: Path, rank: int) -> int:
+    lines = [line for line in (tmp_path / f"rank-{rank}.log").read_text().split() if line.isdecimal()]
+    return int(lines[-1]) if lines else 0
+
+
+def test_a_rank_killed_is_a_failed_run_with_its_losses_counted(
+    service: Any, start_rank: StartRank, tmp_path: Path
+) -> None:
+    service.start()
+    ranks = [start_rank(service, rank, steps=400, pause=0.05) for rank in range(2)]
+    service.wait_for(lambda: all(last_printed(tmp_path, rank) > 30 for rank in range(2)))
+    ranks[1].kill()
+    killed_at = time.monotonic()
+    ranks[1].wait(10)
+    died_after = last_printed(tmp_path, 1)
+    service.wait_for(lambda: service.runs()[0]["state"] == "failed")
+    seconds = time.monotonic() - killed_at
+
+    assert 0 == ranks[0].wait(90), (tmp_path / "rank-0.log").read_text()
+    assert 0 == service.stop(), service.log()
+    with connect(service.store) as connection:
+        stored = dict(
+            connection.sql("select rank, count(distinct seq) from scalars where name = 'loss' group by rank").fetchall()
+        )
+        whole = connection.sql(
+            "select rank, count(distinct seq) = max(seq) - min(seq) + 1, min(seq) from tensor_stats group by rank"
+        ).fetchall()
+        gaps = connection.sql("select rank, details from events where type = 'gap'").fetchall()
+        states = connection.sql("select state, reason from runs").fetchall()
+
+    assert seconds < 60
+    assert 400 == stored[0]
+    assert died_after - 30 < stored[1] <= died_after  # a poll every 0.3 s brings all but the last few steps
+    assert {(0, True, 0), (1, True, 0)} == set(whole)
+    assert "failed" == states[0][0]
+    assert "1" in states[0][1]
+    for rank, details in gaps:
+        assert 1 == rank, details
+    lost = lost_of(gaps)
+    assert 0 <= lost <= died_after - stored[1] + 1
+
+
+def lost_of(gaps: list[tuple[int, str]]) -> int:
+    documents = [json.loads(details) for _, details in gaps]
+    return sum(document["last"] - document["first"] + 1 for document in documents)
+
+
+def test_two_processes_that_claim_one_rank_are_told_apart(service: Any, start_rank: StartRank, tmp_path: Path) -> None:
+    """The second one trains on unheard; nothing of it mixes with the first one's rows."""
+    service.start()
+    first = start_rank(service, 0, steps=400, pause=0.05)
+    service.wait_for(lambda: service.runs() and service.runs()[0]["step"])
+    second = start_rank(service, 0, steps=10, pause=0.0)
+
+    assert 0 == second.wait(60)
+    assert first.poll() is None, "the first one ended before the second spoke: the test proves too little"
+    assert 0 == first.wait(60)
+    assert 0 == service.stop(), service.log()
+    with connect(service.store) as connection:
+        ((incarnations, steps),) = connection.sql(
+            "select count(distinct incarnation), count(distinct step) from scalars where name = 'loss'"
+        ).fetchall()
+    assert (1, 400) == (incarnations, steps)
+    assert "409" in (tmp_path / "rank-0.log").read_text() or "identity" in (tmp_path / "rank-0.log").read_text()
+
+
+def test_a_service_that_starts_late_gets_everything_from_the_start(
+    service: Any, start_rank: StartRank, tmp_path: Path
+) -> None:
+    ranks = [start_rank(service, rank, steps=80, pause=0.1) for rank in range(2)]
+    deadline = time.monotonic() + 60
+    while last_printed(tmp_path, 0) < 10 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    service.start()
+
+    assert [0, 0] == [rank.wait(90) for rank in ranks]
+    assert 0 == service.stop(), service.log()
+    with connect(service.store) as connection:
+        rows = connection.sql(
+            "select rank, min(step), max(step), count(*) from scalars where name = 'loss' group by rank order by rank"
+        ).fetchall()
+    assert [(0, 1, 80, 80), (1, 1, 80, 80)] == rows
