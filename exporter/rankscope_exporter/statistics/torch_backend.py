@@ -26,8 +26,8 @@ _LEAN_TYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _LEAN_ROW: Final = 4096
 # Outside of these magnitudes float32 squares overflow, or lose what float64 would keep.
 _LEAN_SMALLEST, _LEAN_LARGEST = 1e-12, 1e15
-_EXACT_CHUNK: Final = {"cpu": 1 << 15}  # elements: their float64 image stays in the cache
-_EXACT_CHUNK_ELSEWHERE: Final = 1 << 22  # 32 MiB of device memory at a time
+_CPU_CHUNK: Final = 1 << 15  # elements: their float64 image stays in the cache
+_DEVICE_CHUNK: Final = 1 << 22  # 32 MiB of device memory at a time
 
 
 def measure(items: Sequence[Held], rows: Rows, table: StatisticsTable, *, zero_below: float) -> None:
@@ -82,21 +82,31 @@ def _stacked(columns: Sequence[Sums], device: torch.device) -> torch.Tensor:
 def lean_sums(flats: Sequence[torch.Tensor], zero_below: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return float64 sums, int64 counts and which columns can be trusted, of flat CPU tensors of common float types."""
     squares = torch.zeros(len(flats), dtype=torch.float64, device=_CPU)
-    whole = [flat.numel() // _LEAN_ROW * _LEAN_ROW for flat in flats]
-    rows = {
-        i: torch.linalg.vector_norm(flat[:end].view(-1, _LEAN_ROW), dim=1, dtype=torch.float32)
-        for i, (flat, end) in enumerate(zip(flats, whole, strict=True))
-        if end
-    }
-    tails = {i: flat[end:] for i, (flat, end) in enumerate(zip(flats, whole, strict=True)) if end < flat.numel()}
-    for parts, precision in ((rows, torch.float64), (tails, torch.float32)):
+    total = torch.zeros_like(squares)
+    norms: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {torch.float64: [], torch.float32: []}
+    totals: list[tuple[int, torch.Tensor]] = []
+    for owner, flat in enumerate(flats):
+        # A reduction would widen all of a 16-bit tensor first; in pieces it stays in the cache.
+        pieces = (flat,) if flat.dtype is torch.float32 else torch.split(flat, _CPU_CHUNK)
+        for piece in pieces:
+            wide = piece.to(torch.float32)
+            whole = wide.numel() // _LEAN_ROW * _LEAN_ROW
+            if whole:
+                rows = torch.linalg.vector_norm(wide[:whole].view(-1, _LEAN_ROW), dim=1)
+                norms[torch.float64].append((owner, rows))
+            if whole < wide.numel():
+                norms[torch.float32].append((owner, wide[whole:]))
+            totals.append((owner, wide.sum()))
+    for precision, parts in norms.items():
         if parts:
-            norms = torch.stack(torch._foreach_norm(list(parts.values()), 2, precision))  # noqa: SLF001 - what torch's own optimizers and clipping call
-            squares[list(parts)] += norms.double().square()
+            owners, vectors = zip(*parts, strict=True)
+            lengths = torch.stack(torch._foreach_norm(vectors, 2, precision))  # noqa: SLF001 - as torch's clipping does
+            squares.index_add_(0, torch.tensor(owners, device=_CPU), lengths.double().square())
+    owners, scalars = zip(*totals, strict=True)
+    total.index_add_(0, torch.tensor(owners, device=_CPU), torch.stack(scalars).double())
     extremes = [torch.aminmax(flat) for flat in flats]
     least = torch.stack([pair.min for pair in extremes]).double()
     most = torch.stack([pair.max for pair in extremes]).double()
-    total = torch.stack([flat.sum(dtype=torch.float32) for flat in flats]).double()
     zeros = torch.stack([count_zeros(flat, zero_below) for flat in flats])
     magnitude = torch.maximum(least.abs(), most.abs())
     # NaN and Inf show here as well: no comparison with NaN is true.
@@ -107,7 +117,7 @@ def lean_sums(flats: Sequence[torch.Tensor], zero_below: float) -> tuple[torch.T
 
 def exact_sums(flat: torch.Tensor, zero_below: float) -> Sums:
     """Return the sums of any flat tensor, on its device, without a host sync and with bounded temporary memory."""
-    chunks = torch.split(flat, _EXACT_CHUNK.get(flat.device.type, _EXACT_CHUNK_ELSEWHERE))
+    chunks = torch.split(flat, _CPU_CHUNK if flat.is_cpu else _DEVICE_CHUNK)
     parts = [_exact_chunk(chunk, zero_below) for chunk in chunks]
     squares, least, most, total, nans, infs, zeros = (torch.stack(part) for part in zip(*parts, strict=True))
     return squares.sum(), least.amin(), most.amax(), total.sum(), nans.sum(), infs.sum(), zeros.sum()
