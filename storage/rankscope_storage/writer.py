@@ -245,7 +245,8 @@ def _newer(table: pa.Table, stored: Mapping[str, int]) -> pa.Table:
     """Return the rows above the watermark of their incarnation; rows without incarnation or seq always pass."""
     if not table.num_rows or all(seq == NOTHING for seq in stored.values()):
         return table
-    return table.filter(pc.invert(_numbered(table, stored, pc.less_equal)))
+    old = _numbered(table, stored, pc.less_equal)
+    return table.filter(pc.invert(old)) if pc.any(old).as_py() else table
 
 
 def _check_covered(table: pa.Table, dataset: str, watermarks: Mapping[str, int]) -> None:
