@@ -42,7 +42,7 @@ class Announcer:
         self._count = count
         self._retry_seconds = retry_seconds
 
-    async def announce(self, incident: Incident, *, again: bool = False, mute_follows: bool = False) -> None:
+    async def announce(self, incident: Incident, *, again: bool = False) -> None:
         """Record and send `incident`; one that is muted is only recorded."""
         if not again:
             self._record(incident, MUTED if incident.is_muted else OPENED)
@@ -53,7 +53,7 @@ class Announcer:
         if not self._notifiers:
             self._record(incident, NOTIFIED)  # nobody is to be told by us; a restart has nothing to catch up on
             return
-        text = message(incident, again=again, mute_follows=mute_follows)
+        text = message(incident, again=again)
         delivered = await asyncio.gather(*(self._deliver(notifier, text) for notifier in self._notifiers))
         self._record(incident, NOTIFIED if all(delivered) else UNDELIVERED)
         await self._commit_soon()

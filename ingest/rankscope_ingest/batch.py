@@ -46,6 +46,11 @@ class Batcher:
         return self._rows + self._rows_in_flight
 
     @property
+    def is_empty(self) -> bool:
+        """Return whether nothing is gathered; a batch may be in flight all the same."""
+        return self._opened_at is None
+
+    @property
     def is_full(self) -> bool:
         """Return whether pulling has to wait for a commit."""
         return self.pending_rows >= self.max_pending_rows

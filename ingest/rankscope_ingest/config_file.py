@@ -55,7 +55,7 @@ def _put(document: dict[str, Any], key: str, value: Any) -> None:
     *sections, last = key.split(".")
     for section in sections:
         document = document.setdefault(section, {})
-    document[last] = value
+    document[last] = str(value) if isinstance(value, Path) else value
 
 
 def _explain(fault: ErrorDetails) -> str:

@@ -74,7 +74,7 @@ class Flusher:
 
     async def commit_now(self) -> None:
         """Return when everything gathered so far is committed, however often that has to be tried."""
-        if self._batcher.pending_rows == 0 and self._batcher.due(float("inf")) is None:
+        if self._batcher.is_empty and self._batcher.pending_rows == 0:
             return
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
@@ -93,7 +93,9 @@ class Flusher:
                     pass
                 self._wake.clear()
                 now = self._clock()
-                if now >= self._retry_at and self._batcher.due(now) is not None:
+                if self._batcher.is_empty:
+                    _release(self._waiters)  # what they waited for was in flight, and is committed by now
+                elif now >= self._retry_at and self._batcher.due(now) is not None:
                     await self._flush()
         finally:
             # Not waited for: on an orderly stop nothing is in flight, and on any other the store protects itself.
@@ -112,9 +114,7 @@ class Flusher:
         self._batcher.settled(batch)
         self._failures, self.trouble = 0, None
         self._on_commit(batch, commit)
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        _release(waiters)
 
     def _append(self, batch: PendingBatch) -> Committed:
         return self._appender.append(Batch(tables=batch.tables(), watermarks=batch.watermarks))
@@ -128,3 +128,10 @@ class Flusher:
         self._failures += 1
         self.trouble = f"the store takes nothing: {why}"
         log.error("flush failed, rows are kept and tried again: %s", why, extra={"rows": batch.rows})
+
+
+def _release(waiters: list[asyncio.Future[None]]) -> None:
+    while waiters:
+        waiter = waiters.pop()
+        if not waiter.done():
+            waiter.set_result(None)

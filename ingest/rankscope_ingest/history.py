@@ -24,7 +24,9 @@ _SHOWN: Final = ("rule", "kind", "tensor", "op", "value", "baseline", "threshold
 _ATTEMPTS: Final = "SELECT * FROM attempts WHERE source_kind = 'live' ORDER BY run, attempt"
 _RANKS: Final = """\
 SELECT run, attempt, rank, incarnation, type, details FROM events
-WHERE type IN ('launch', 'exit') AND rank IS NOT NULL ORDER BY ordinal"""
+WHERE type IN ('launch', 'exit') AND rank IS NOT NULL AND (run, attempt) IN (
+  SELECT (run, attempt) FROM attempts WHERE state NOT IN ('completed', 'stopped', 'failed'))
+ORDER BY ordinal"""
 _INCIDENTS: Final = """\
 SELECT run, attempt, rank, step, severity, details, rule, kind, tensor, op, value, baseline, threshold FROM events
 WHERE type = 'incident' ORDER BY ordinal"""
@@ -42,17 +44,24 @@ class Reader(Protocol):
 class History:
     """What the store tells. `run_starts` holds the start of each run's first attempt, UTC µs."""
 
-    launches: tuple[tuple[str, str, int], ...] = ()
+    attempts: tuple[Attempt, ...] = ()
     run_starts: Mapping[str, int] = field(default_factory=dict)
-    unfinished: tuple[Attempt, ...] = ()
     open_incidents: tuple[Incident, ...] = ()
     unsent: tuple[Incident, ...] = ()
     failures_told: frozenset[str] = frozenset()
 
+    @property
+    def launches(self) -> list[tuple[str, str, int]]:
+        """Return (run, launch_id, attempt) of every launch that is known."""
+        return [(attempt.run, attempt.launch_id, attempt.number) for attempt in self.attempts if attempt.launch_id]
+
     def restore(self, runs: RunBook, incidents: IncidentBook) -> None:
-        """Put back what had not ended."""
-        for attempt in self.unfinished:
-            runs.restore(attempt)
+        """Put back what had not ended, and remember what had."""
+        for attempt in self.attempts:
+            if attempt.state in ENDED:
+                runs.remember(attempt)
+            else:
+                runs.restore(attempt)
         for incident in self.open_incidents:
             incidents.restore(incident)
 
@@ -60,27 +69,25 @@ class History:
 def read_history(reader: Reader, now: float) -> History:
     """Return what `reader` tells. Ranks of unfinished attempts get until `now` plus patience to speak up."""
     rows = reader.query(_ATTEMPTS).to_pylist()
-    unfinished = {(row["run"], row["attempt"]): _attempt(row) for row in rows if row["state"] not in ENDED}
+    attempts = {(row["run"], row["attempt"]): _attempt(row) for row in rows}
+    unfinished = {key: attempt for key, attempt in attempts.items() if attempt.state not in ENDED}
     for event in reader.query(_RANKS).to_pylist() if unfinished else ():
         if attempt := unfinished.get((event["run"], event["attempt"])):
             _add_rank(attempt, event, now)
     starts: dict[str, int] = {}
-    for row in rows:
-        starts[row["run"]] = min(starts.get(row["run"], 1 << 62), _micros(row["started_at"]))
+    for attempt in attempts.values():
+        starts[attempt.run] = min(starts.get(attempt.run, attempt.started_at), attempt.started_at)
     incidents = _incidents(reader, now)
-    failures = {incident.key for incident, _ in incidents if incident.first.rule == RUN_FAILED}
-    live_keys = {(row["run"], row["attempt"]) for row in rows if row["state"] not in ENDED}
     return History(
-        launches=tuple((row["run"], row["launch_id"], row["attempt"]) for row in rows if row["launch_id"]),
+        attempts=tuple(attempts.values()),
         run_starts=starts,
-        unfinished=tuple(unfinished.values()),
         open_incidents=tuple(
             incident
             for incident, state in incidents
-            if state != RESOLVED and incident.attempt_key in live_keys and incident.first.rule != RUN_FAILED
+            if state != RESOLVED and incident.attempt_key in unfinished and incident.first.rule != RUN_FAILED
         ),
         unsent=tuple(incident for incident, state in incidents if state == OPENED),
-        failures_told=frozenset(failures),
+        failures_told=frozenset(incident.key for incident, _ in incidents if incident.first.rule == RUN_FAILED),
     )
 
 

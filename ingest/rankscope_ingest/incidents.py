@@ -42,6 +42,7 @@ class Incident:
     ranks: set[int] = field(default_factory=set)
     is_settled: bool = False
     is_muted: bool = False
+    is_last_before_mute: bool = False
     fixed_key: str | None = None  # set when it settles, so that a later first cause does not rename it
 
     @property
@@ -99,7 +100,7 @@ class IncidentBook:
             waited = now - incident.opened_at >= self._group_wait_seconds
             if waited or _all_passed(steps.get(incident.attempt_key, {}), incident.first.step):
                 incident.is_settled, incident.fixed_key = True, incident_key(incident.first)
-                incident.is_muted = not self._may_announce(incident.first.run, now)
+                self._spend(incident, now)
                 settled.append(incident)
         return settled
 
@@ -129,14 +130,15 @@ class IncidentBook:
             return not live
         return _all_passed(live, incident.last_step + self._quiet_steps + 1)
 
-    def _may_announce(self, run: str, now: float) -> bool:
-        times = self._announced_at[run]
+    def _spend(self, incident: Incident, now: float) -> None:
+        """Mute the incident when its run had its share of messages within the hour."""
+        times = self._announced_at[incident.first.run]
         while times and now - times[0] >= _HOUR_SECONDS:
             times.popleft()
-        if len(times) >= ANNOUNCED_PER_HOUR:
-            return False
-        times.append(now)
-        return True
+        incident.is_muted = len(times) >= ANNOUNCED_PER_HOUR
+        if not incident.is_muted:
+            times.append(now)
+            incident.is_last_before_mute = len(times) == ANNOUNCED_PER_HOUR
 
 
 def _is_worse(symptom: Symptom, incident: Incident) -> bool:

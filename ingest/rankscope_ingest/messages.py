@@ -17,7 +17,7 @@ AGAIN: Final = "(Sent again: the service was stopped before this delivery could 
 MUTE_FOLLOWS: Final = "(Many incidents in this run: further ones are stored but not sent for up to an hour.)"
 
 
-def message(incident: Incident, *, again: bool = False, mute_follows: bool = False) -> Message:
+def message(incident: Incident, *, again: bool = False) -> Message:
     """Return what to tell people about `incident`: what, where, how bad, and how to look closer."""
     first = incident.first
     lines = [
@@ -38,7 +38,7 @@ def message(incident: Incident, *, again: bool = False, mute_follows: bool = Fal
         lines.append(f"look closer: rankscope anomalies {first.run}")
     lines.append(f"incident: {incident.key}")
     lines += [AGAIN] if again else []
-    lines += [MUTE_FOLLOWS] if mute_follows else []
+    lines += [MUTE_FOLLOWS] if incident.is_last_before_mute else []
     return Message(
         key=incident.key,
         title=f"[{incident.severity}] {first.run}: {headline(first)}",

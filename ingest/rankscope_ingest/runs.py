@@ -101,6 +101,7 @@ class RunBook:
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
         self._attempts: dict[AttemptKey, Attempt] = {}
+        self._past: dict[AttemptKey, Attempt] = {}
 
     def attempts(self) -> Iterable[Attempt]:
         """Return every attempt known."""
@@ -118,18 +119,15 @@ class RunBook:
         """Put back an attempt that had not ended when a former service stopped; its ranks must speak up again."""
         self._attempts[attempt.key] = attempt
 
+    def remember(self, attempt: Attempt) -> None:
+        """Keep an attempt that had ended, in case one of its ranks speaks up after all."""
+        self._past[attempt.key] = attempt
+
     def registered(self, registration: Registration, number: int, vitals: Vitals, wall: int) -> Attempt:
         """Note a registration or heartbeat."""
         key = (registration.run, number)
-        attempt = self._attempts.get(key)
-        if attempt is None:
-            attempt = self._attempts[key] = Attempt(
-                run=registration.run,
-                number=number,
-                launch_id=registration.launch_id,
-                world_size=registration.world_size,
-                started_at=registration.started_at or wall,
-            )
+        attempt = self._attempts.get(key) or self._past.pop(key, None) or _new_attempt(registration, number, wall)
+        self._attempts[key] = attempt
         attempt.world_size = max(attempt.world_size, registration.world_size)
         attempt.planned_steps = registration.planned_steps or attempt.planned_steps
         attempt.config = attempt.config or registration.config
@@ -220,6 +218,16 @@ class RunBook:
         limit = self._timing.stalled_in_phase_after_seconds if in_phase else self._timing.stalled_after_seconds
         idle = now - max(steps, default=math.inf)
         return idle if idle >= limit else None
+
+
+def _new_attempt(registration: Registration, number: int, wall: int) -> Attempt:
+    return Attempt(
+        run=registration.run,
+        number=number,
+        launch_id=registration.launch_id,
+        world_size=registration.world_size,
+        started_at=registration.started_at or wall,
+    )
 
 
 def _ending(ranks: Iterable[Rank]) -> tuple[RunState, str | None]:

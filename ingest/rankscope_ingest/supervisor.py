@@ -56,6 +56,7 @@ class Supervisor:
         self._loops: dict[str, TargetLoop] = {}
         self._following: dict[str, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[Any]] = set()
+        self._poked_early: set[str] = set()
         self._is_draining = False
         self._url = ""
         self._rows_stored = 0
@@ -116,9 +117,13 @@ class Supervisor:
 
     def poke(self, incarnation: str) -> bool:
         """Pull a target at once; False when it is unknown."""
+        if self._collector.registry.get(incarnation) is None:
+            return False
         if loop := self._loops.get(incarnation):
             loop.poke()
-        return self._collector.registry.get(incarnation) is not None
+        else:
+            self._poked_early.add(incarnation)
+        return True
 
     def targets(self) -> Iterable[Target]:
         """Return all targets."""
@@ -211,6 +216,9 @@ class Supervisor:
             self._loops[target.incarnation] = TargetLoop(
                 target, self._fetcher, self._plans, self._collector, self._pace, clock=time.monotonic
             )
+            if target.incarnation in self._poked_early:
+                self.poke(target.incarnation)
+        self._poked_early.discard(target.incarnation)
         return self._loops[target.incarnation]
 
     async def _watermark(self, incarnation: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pyarrow as pa
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankscope_ingest.batch import Batcher
@@ -78,6 +78,7 @@ def test_batch_that_failed_goes_before_what_came_since():
     assert {"a": 2, "b": 1} == batch.watermarks
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["add", "take", "settle", "fail"]), st.integers(0, 4)), max_size=40))
 def test_no_row_is_lost_or_doubled_whatever_happens(actions):
     """Rows come out in order, each exactly once, and the count of pending rows is right at every moment."""

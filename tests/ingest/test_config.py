@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from rankscope_ingest.config_file import load_config
@@ -30,7 +32,7 @@ def test_overrides_win_over_the_file_and_need_none(tmp_path):
     path = write(tmp_path, '[store]\npath = "data"\n[ingest]\npoll_seconds = 7')
 
     assert 0.5 == load_config(path, {"ingest.poll_seconds": 0.5}).ingest.poll_seconds
-    assert "/x" == load_config(None, {"store.path": "/x"}).store.path
+    assert ["/x", "/x"] == [load_config(None, {"store.path": given}).store.path for given in ("/x", Path("/x"))]
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def silent(rank):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_bad_answer_is_named_and_nothing_of_it_taken(  # noqa: PLR0917 - fixtures and parameters
+async def test_bad_answer_is_named_and_nothing_of_it_taken(
     start_service, fake_rank, eventually, misbehaviour, reason, words
 ):
     async with fake_rank() as rank, start_service(**{"ingest.timeout_seconds": 0.3}) as service:

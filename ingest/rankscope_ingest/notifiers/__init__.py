@@ -28,9 +28,10 @@ def notifier_classes() -> list[type[Notifier]]:
 
 def make_notifiers(urls: Iterable[str], *, timeout_seconds: float) -> list[Notifier]:
     """Return one notifier per URL. Raises ConfigError for one that none understands, without repeating its secrets."""
-    classes = notifier_classes()
+    listed = list(urls)
+    classes = notifier_classes() if listed else []  # apprise alone takes half a second to load
     notifiers = []
-    for number, url in enumerate(urls):
+    for number, url in enumerate(listed):
         for notifier_class in classes:
             if notifier_class.handles(url):
                 notifiers.append(notifier_class(url, timeout_seconds=timeout_seconds))
