@@ -7,8 +7,9 @@ question is asked once more, with a new list. A `Connection` belongs to one thre
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, TypeVar
@@ -21,7 +22,7 @@ from rankscope_contract.records import DATASETS
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.errors import FilesGoneError, QueryError
 from rankscope_storage.log import Log
-from rankscope_storage.views import files_select, raw_select, view_statements
+from rankscope_storage.views import files_select, has_one_shape, raw_select, view_statements
 
 T = TypeVar("T")
 
@@ -46,7 +47,8 @@ class Connection:
         self._locked = locked
         self._pinned = pinned
         self._duckdb = duckdb.connect()
-        self._shapes: dict[str, tuple[bool, bool]] = {}
+        self._files: dict[str, list[str]] = {}
+        self._shapes: dict[str, tuple[bool, bool]] = {}  # empty, and of one shape
         self._snapshot = log.snapshot()
         self._prepare()
 
@@ -108,6 +110,16 @@ class Connection:
         log = Log.open(self._log.root, sync_to_disk, version=self._snapshot.version)
         return Connection(log, locked=self._locked, pinned=True)
 
+    @contextlib.contextmanager
+    def steady(self) -> Iterator[Self]:
+        """Let all questions inside see one version, the newest of now: for a few questions cheaper than `snapshot`."""
+        self._refresh()
+        pinned, self._pinned = self._pinned, True
+        try:
+            yield self
+        finally:
+            self._pinned = pinned
+
     def close(self) -> None:
         """Release the files and the memory of DuckDB; idempotent."""
         self._duckdb.close()
@@ -141,15 +153,17 @@ class Connection:
             self._show()
 
     def _show(self) -> None:
-        """Let the views of raw rows read the files of the snapshot."""
+        """Let the views of raw rows read the files of the snapshot; what has not changed is left as it is."""
         for dataset in DATASETS:
-            paths = self._snapshot.paths(dataset)
-            self._duckdb.execute(f"SET VARIABLE {_variable(dataset)} = {_sql_list(paths)}")
-            shape = (not paths, self._snapshot.has_one_shape(dataset))
-            if self._shapes.get(dataset) != shape:
-                self._shapes[dataset] = shape
+            files = self._snapshot.paths(dataset)
+            if files == self._files.get(dataset):
+                continue
+            self._duckdb.execute(f"SET VARIABLE {_variable(dataset)} = ?::VARCHAR[]", [files])
+            shape = (not files, has_one_shape(dataset, files))
+            if shape != self._shapes.get(dataset):
                 select = raw_select(dataset, f"getvariable('{_variable(dataset)}')", empty=shape[0], one_shape=shape[1])
                 self._duckdb.execute(f"CREATE OR REPLACE VIEW {_RAW}{dataset} AS {select}")
+            self._files[dataset], self._shapes[dataset] = files, shape
 
     def _fresh(self, query: str, run: Callable[[], T]) -> T:
         if self._locked:
@@ -161,7 +175,7 @@ class Connection:
         except duckdb.IOException as error:
             if self._pinned:
                 raise FilesGoneError(
-                    f"version {self.version} of {self.path} has lost files to maintenance: take a new snapshot"
+                    f"version {self.version} of {self.path} has lost files to maintenance: ask again, of a newer version"
                 ) from error
             self._refresh()
             return run()
@@ -181,7 +195,3 @@ def _check_selects(query: str) -> None:
 
 def _variable(dataset: str) -> str:
     return f"rankscope_files_{dataset}"
-
-
-def _sql_list(texts: Sequence[str]) -> str:
-    return "[" + ", ".join(map(sql_string, texts)) + "]::VARCHAR[]"

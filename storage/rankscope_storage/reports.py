@@ -135,7 +135,8 @@ class AnomalyRow:
 
 def runs(connection: Connection) -> pa.Table:
     """Return a row per run, the latest first; a run that nobody registered is told by its rows alone."""
-    return connection.query(_RUNS.format(tensor_runs=_tensor_runs(connection)))
+    with connection.steady():
+        return connection.query(_RUNS.format(tensor_runs=_tensor_runs(connection)))
 
 
 def _tensor_runs(connection: Connection) -> str:
@@ -154,6 +155,11 @@ def _holds_one_run(file: Mapping[str, Any]) -> bool:
 
 def summary(connection: Connection, run: str) -> RunSummary:
     """Return how `run` went; a run the store does not know has zero rows everywhere."""
+    with connection.steady():
+        return _summary(connection, run)
+
+
+def _summary(connection: Connection, run: str) -> RunSummary:
     sources = {name: connection.relation(name, run=run) for name in DATASETS}
     known = _first_row(connection, "SELECT state, planned_steps, last_step FROM runs WHERE run = $run", run=run)
     extent = _first_row(connection, _EXTENT.format_map(sources), run=run)

@@ -11,9 +11,6 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_storage.layout import file_fingerprint
-from rankscope_storage.schema import fingerprint
-
 _COLUMNS: Final = {
     "path": ("path", pa.string()),
     "dataset": ("partition.dataset", pa.string()),
@@ -62,12 +59,6 @@ class Snapshot:
     def paths(self, dataset: str, *, run: str | None = None, steps: tuple[int, int] | None = None) -> list[str]:
         """Return the absolute paths of `of`, as DuckDB takes them."""
         return [f"{self.root}/{path}" for path in self.of(dataset, run=run, steps=steps).column("path").to_pylist()]
-
-    def has_one_shape(self, dataset: str) -> bool:
-        """Whether all files of `dataset` have exactly today's columns."""
-        return all(
-            file_fingerprint(path) == fingerprint(dataset) for path in self.of(dataset).column("path").to_pylist()
-        )
 
     def contains(self, paths: Sequence[str]) -> bool:
         """Whether all of `paths` are files of this version."""

@@ -119,5 +119,10 @@ def raw_select(dataset: str, files: str, *, empty: bool, one_shape: bool) -> str
 def files_select(dataset: str, files: Sequence[str]) -> str:
     """Return a query for the rows of `dataset` in just these `files`."""
     listed = f"[{', '.join(map(sql_string, files))}]::VARCHAR[]"
-    one_shape = all(file_fingerprint(file) == fingerprint(dataset) for file in files)
-    return raw_select(dataset, listed, empty=not files, one_shape=one_shape)
+    return raw_select(dataset, listed, empty=not files, one_shape=has_one_shape(dataset, files))
+
+
+def has_one_shape(dataset: str, files: Sequence[str]) -> bool:
+    """Whether all `files` of `dataset` have exactly today's columns."""
+    today = fingerprint(dataset)
+    return all(file_fingerprint(file) == today for file in files)

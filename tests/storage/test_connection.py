@@ -108,6 +108,15 @@ def test_a_snapshot_stays_at_its_version_through_appends_and_merges(connection, 
         assert pinned.version < connection.version
 
 
+def test_steady_questions_see_one_version_and_later_ones_the_newest(connection, writer, batch):
+    writer.append(batch(range(3)))
+    with connection.steady():
+        writer.append(batch(range(5)))
+
+        assert [(3,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
+    assert [(5,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
+
+
 def test_a_file_that_goes_between_list_and_read_is_asked_for_again(connection, writer, batch, monkeypatch):
     """As when maintenance removes what a slow reader still had in its list."""
     monkeypatch.setattr(compaction, "SMALL_FILES", 2)
@@ -135,7 +144,7 @@ def test_a_snapshot_whose_files_are_gone_says_so(connection, writer, batch):
     with connection.snapshot() as pinned:
         for path in connection.files("scalars"):
             Path(path).unlink()
-        with pytest.raises(FilesGoneError, match="take a new snapshot"):
+        with pytest.raises(FilesGoneError, match="of a newer version"):
             pinned.sql("SELECT sum(value) FROM scalars")
 
 
