@@ -1,0 +1,64 @@
+"""How often a rank is polled: spread, faster when it is in need, slower while it fails."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankscope_contract.channel import Registration
+from rankscope_ingest.loop import Pace
+from rankscope_ingest.target import Health, Target
+from rankscope_ingest.vitals import Vitals
+
+PACE = Pace(poll_seconds=2.0, max_backoff_seconds=30.0)
+
+
+def target(**changes):
+    registration = Registration(
+        run="r",
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        host="h",
+        pid=1,
+        incarnation=changes.pop("incarnation", "i"),
+        launch_id="l",
+        url="http://127.0.0.1:1",
+    )
+    return Target(registration=registration, attempt=0, lease="x", vitals=Vitals(last_sign=0.0), **changes)
+
+
+def test_targets_are_spread_over_the_interval_the_same_way_each_time():
+    offsets = [PACE.offset(f"{n:x}") for n in range(1000)]
+
+    assert offsets == [PACE.offset(f"{n:x}") for n in range(1000)]
+    assert [True] * 4 == [200 < sum(part <= o < part + 0.5 for o in offsets) < 300 for part in (0, 0.5, 1, 1.5)]
+
+
+@given(st.floats(0, 1e6))
+def test_every_poll_falls_on_the_targets_own_tick(now):
+    one = target()
+    at = now + PACE.after_answer(one, now)
+
+    assert 0 < at - now <= 2.0
+    assert min((at - PACE.offset("i")) % 2.0, -(at - PACE.offset("i")) % 2.0) == pytest.approx(0, abs=1e-6)
+
+
+def test_filling_ring_and_draining_rank_are_polled_sooner():
+    assert 0.5 == PACE.after_answer(target(ring_fill=0.51), 0.0)
+    assert 0.2 == PACE.after_answer(target(health=Health.DRAINING), 0.0)
+
+
+def test_failures_back_off_with_jitter_up_to_the_cap():
+    assert [1, 2, 4, 8, 15, 15] == [PACE.after_failure(n, 0.0, None) for n in range(1, 7)]
+    assert [2, 4, 8, 16, 30, 30] == [PACE.after_failure(n, 1.0, None) for n in range(1, 7)]
+
+
+def test_rank_that_asks_to_wait_is_given_that_time():
+    assert 60 == PACE.after_failure(1, 0.5, 60)
+
+
+@given(st.integers(1, 10_000), st.floats(0, 1))
+def test_back_off_never_leaves_its_bounds(failures, jitter):
+    assert 1.0 <= PACE.after_failure(failures, jitter, None) <= 30.0
