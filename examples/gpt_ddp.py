@@ -126,7 +126,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
     parser.add_argument("--context", type=int, default=128, help="bytes per sequence")
-    parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--width", type=int, default=144)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--lr", type=float, default=6e-4)

@@ -28,7 +28,7 @@ group by step
 order by step""",
     ),
     (
-        "Where the first NaN was: a local gradient of one rank, before the ranks were averaged:",
+        "Where a NaN was first (with the fault: in a local gradient of one rank, before the ranks were averaged):",
         """\
 select step, rank, kind, tensor, nans, numel
 from tensor_stats
