@@ -1,0 +1,59 @@
+"""Statistics as training makes them: per-tensor random walks with the noise of real gradients, float32 at the source.
+
+Bytes per sample depend on the noise, so every benchmark of bytes uses this one: norm, min, max and mean move by 2 to
+30 % of themselves from step to step, zeros are counts on a quarter of the tensors, NaN and Inf do not occur.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+
+from rankscope_contract.records import Plan, PlanEntry
+from rankscope_exporter.record import NamedPlan, Statistics, StepRecord
+
+STATISTICS = 8
+"""Samples per tensor and step, as a reader counts them: norm, min, max, mean, nans, infs, zeros, numel."""
+
+KINDS = ("param_after", "grad_unreduced", "grad_reduced", "exp_avg", "exp_avg_sq")
+
+
+def plan_of(tensors: int) -> NamedPlan:
+    """Return a plan of `tensors` entries with names as long as real ones."""
+    entries = (
+        PlanEntry(
+            kind=KINDS[number % len(KINDS)],
+            tensor=f"transformer.layers.{number // 50}.block.{number // 5 % 10}.projection.weight",
+            dtype="float32",
+            shape=(1024, 1024),
+        )
+        for number in range(tensors)
+    )
+    return NamedPlan.of(Plan(tuple(entries)))
+
+
+def records(tensors: int, steps: int, seed: int = 0) -> list[StepRecord]:
+    """Return `steps` consecutive records of one rank."""
+    random = np.random.default_rng(seed)
+    plan = plan_of(tensors)
+    scale = np.exp(random.normal(-3, 2, tensors))
+    zeros = np.where(np.arange(tensors) % 4 == 0, random.integers(100, 20_000, tensors), 0)
+    counts = np.zeros((4, tensors), dtype=np.int64)
+    counts[3] = 1024 * 1024
+    made = []
+    for step in range(1, steps + 1):
+        scale *= np.exp(random.normal(0, 0.01, tensors))
+        norm = scale * np.exp(random.normal(0, 0.04, tensors))
+        most = scale * np.exp(random.normal(0, 0.08, tensors))
+        least = -scale * np.exp(random.normal(0, 0.08, tensors))
+        mean = scale * random.normal(0, 0.3, tensors)
+        values = np.stack([norm, least, most, mean, scale, np.abs(mean) + scale]).astype(np.float32)
+        counts[2] = zeros + random.integers(-50, 50, tensors) * (zeros > 0)
+        made.append(
+            StepRecord(
+                ts=1_770_000_000_000_000 + step * 500_000,
+                step=step,
+                statistics=Statistics(plan, pa.array(values.ravel()), pa.array(counts.ravel())),
+            )
+        )
+    return made

@@ -1,0 +1,129 @@
+"""The record channel from ring to committed Parquet: CPU and bytes per sample, of every stage and of the whole."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+import pyarrow as pa
+from _noise import STATISTICS, plan_of, records
+from _rows import Row, cpu_seconds, print_rows
+
+from rankscope_contract.channel import SCHEMA_HEADER
+from rankscope_contract.identity import Identity
+from rankscope_exporter.serving.channel import Channel
+from rankscope_exporter.serving.codec import encode
+from rankscope_exporter.serving.config import ServeConfig
+from rankscope_ingest.decode import RowContext, decode
+from rankscope_ingest.plans import PlanColumns
+from rankscope_ingest.wire import open_stream
+from rankscope_storage.store import Batch, Store
+
+TENSORS, STEPS_A_POLL, RANKS, POLLS = 2_500, 10, 8, 10
+
+
+def run() -> list[Row]:
+    made = records(TENSORS, STEPS_A_POLL)
+    million = TENSORS * STEPS_A_POLL * STATISTICS / 1e6
+    body = encode(0, made).body.to_pybytes()
+    plans = {made[0].statistics.plan.hash: PlanColumns(plan_of(TENSORS).plan)}
+    context = RowContext(run="bench", attempt=0, rank=0, incarnation="0" * 32)
+
+    def decode_body() -> None:
+        decode(open_stream(body), plans, context, after=-1, first_ordinal=1)
+
+    rows = [
+        Row("encode a body", cpu_seconds(lambda: encode(0, made)) / million, "CPU s per million samples", _size()),
+        Row("decode a body", cpu_seconds(decode_body) / million, "CPU s per million samples", "check, expand, name"),
+        Row("bytes on the wire", len(body) / (million * 1e6), "bytes per sample", "lz4"),
+    ]
+    return rows + _whole()
+
+
+def _whole() -> list[Row]:
+    """Serve over HTTP, fetch, decode, sort, write and commit, all in this process: the sum of both sides."""
+    folder = Path(tempfile.mkdtemp())
+    try:
+        return _into(folder)
+    finally:
+        shutil.rmtree(folder)
+
+
+def _into(folder: Path) -> list[Row]:
+    # Repeated values would flatter the compression: every rank and poll has noise of its own.
+    ranks = [records(TENSORS, STEPS_A_POLL * POLLS, seed=rank) for rank in range(RANKS)]
+    channels = [_channel(rank) for rank in range(RANKS)]
+    addresses = [channel.start() for channel in channels]
+    plans = {ranks[0][0].statistics.plan.hash: PlanColumns(plan_of(TENSORS).plan)}
+    contexts = [RowContext(run="bench", attempt=0, rank=rank, incarnation=f"{rank:032x}") for rank in range(RANKS)]
+    million = TENSORS * STEPS_A_POLL * STATISTICS * RANKS * POLLS / 1e6
+    seconds, append_seconds = [], []
+    try:
+        with Store.open(folder / "store", create=True).claim("0/1", owner="bench") as writer:
+            for poll in range(POLLS):
+                for rank, channel in enumerate(channels):
+                    for record in ranks[rank][poll * STEPS_A_POLL : (poll + 1) * STEPS_A_POLL]:
+                        channel.publish(record)
+                began = time.process_time()
+                tables = [_fetch(addresses[rank], contexts[rank], poll, plans) for rank in range(RANKS)]
+                flushed = time.process_time()
+                last = (poll + 1) * STEPS_A_POLL - 1
+                writer.append(Batch(tables=_concat(tables), watermarks={f"{rank:032x}": last for rank in range(RANKS)}))
+                seconds.append(time.process_time() - began)
+                append_seconds.append(time.process_time() - flushed)
+    finally:
+        for channel in channels:
+            channel.close()
+    size = sum(path.stat().st_size for path in (folder / "store").glob("dataset=tensor_stats/**/*.parquet"))
+    per_poll = million / POLLS
+    note = f"{RANKS} ranks x {STEPS_A_POLL} steps x {TENSORS:,} tensors a flush"
+    return [
+        Row("ring to committed Parquet", statistics.median(seconds) / per_poll, "CPU s per million samples", note),
+        Row("of which sort, encode, commit", statistics.median(append_seconds) / per_poll, "CPU s per million samples"),
+        Row("bytes in the store", size / (million * 1e6), "bytes per sample", "before compaction"),
+    ]
+
+
+def _channel(rank: int) -> Channel:
+    identity = Identity(run="bench", launch_id="bench", rank=rank, world_size=RANKS, incarnation=f"{rank:032x}")
+    return Channel(
+        identity,
+        ServeConfig(),
+        rules=(),
+        settings={},
+        planned_steps=None,
+        on_fault=_fail,
+        overhead=dict,
+        dropped=dict,
+        faults=lambda: 0,
+    )
+
+
+def _fail(where: str, error: BaseException) -> None:
+    raise RuntimeError(where) from error
+
+
+def _fetch(address: str, context: RowContext, poll: int, plans: dict[str, PlanColumns]) -> dict[str, object]:
+    after = poll * STEPS_A_POLL - 1
+    request = urllib.request.Request(f"{address}/records?after={after}", headers={SCHEMA_HEADER: "1"})
+    with urllib.request.urlopen(request) as answer:
+        body = answer.read()
+    decoded = decode(open_stream(body), plans, context, after=after, first_ordinal=1 + context.rank + 1000 * poll)
+    assert decoded.last == after + STEPS_A_POLL, "one poll must bring one flush"
+    return dict(decoded.tables)
+
+
+def _concat(parts: list[dict[str, object]]) -> dict[str, object]:
+    return {name: pa.concat_tables([part[name] for part in parts]) for name in parts[0]}
+
+
+def _size() -> str:
+    return f"{TENSORS:,} tensors x {STEPS_A_POLL} steps x {STATISTICS} statistics"
+
+
+if __name__ == "__main__":
+    print_rows((__doc__ or "").splitlines()[0], run())
