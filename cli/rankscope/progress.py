@@ -10,8 +10,10 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from rankscope_contract.channel import RUNS_PATH
@@ -20,6 +22,7 @@ from rankscope_ingest.progress import RunProgress
 
 TIMEOUT_SECONDS: Final = 2.0
 LINE_EVERY_SECONDS: Final = 5.0
+MOST_BARS: Final = 6
 
 _NON_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -86,50 +89,55 @@ class PlainView:
 
 
 class BarView:
-    """Progress bars at the foot of a terminal, one per run."""
+    """Two lines per run at the foot of a terminal: a bar, and the figures under it."""
 
     def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[facts]}", markup=False),
-            TimeElapsedColumn(),
-            console=console,
-        )
-        self._tasks: dict[str, TaskID] = {}
+        self._live = Live(Text("waiting for ranks"), console=console, auto_refresh=False)
 
     def __enter__(self) -> Self:
-        self._progress.start()
+        self._live.start(refresh=True)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Leave the bars as they stood last."""
-        self._progress.stop()
+        self._live.stop()
 
     def show(self, runs: Sequence[RunProgress], now: float) -> None:  # noqa: ARG002 - a bar needs no pause between looks
         """Move the bars."""
-        for run in runs:
-            if run.run not in self._tasks:
-                self._tasks[run.run] = self._progress.add_task("", total=None, facts="")
-            self._progress.update(
-                self._tasks[run.run],
-                description=f"{run.run} {run.state}",
-                total=run.planned_steps,
-                completed=run.step or 0,
-                facts="  ".join(facts(run)),
-            )
+        shown = [run for run in runs if run.ranks_alive][:MOST_BARS] or runs[-1:]
+        if shown:
+            self._live.update(Group(*(part for run in shown for part in (_bar(run), _figures(run)))), refresh=True)
 
     def say(self, line: str) -> None:
         """Print `line` above the bars."""
-        self._progress.console.print(Text(line), soft_wrap=True)
+        self._live.console.print(Text(line), soft_wrap=True)
+
+
+def _bar(run: RunProgress) -> Table:
+    row = Table.grid(padding=(0, 1))
+    done = ProgressBar(total=run.planned_steps, completed=run.step or 0, width=30)
+    left = "" if run.eta_seconds is None or not run.ranks_alive else f"{_duration(run.eta_seconds)} left"
+    row.add_row(Text(run.run, style="bold"), Text(run.state), done, Text(_steps(run)), Text(left))
+    return row
+
+
+def _figures(run: RunProgress) -> Text:
+    return Text("  " + "  ".join(figures(run)), no_wrap=True, overflow="ellipsis")
 
 
 def facts(run: RunProgress) -> Iterator[str]:
-    """Yield what is known of a run, in the order in which one asks."""
+    """Yield all that is known of a run, in the order in which one asks."""
     if run.step is not None:
-        yield f"step {run.step}" + (f"/{run.planned_steps}" if run.planned_steps else "")
+        yield _steps(run)
+    yield from figures(run)
+    if run.eta_seconds is not None and run.ranks_alive:
+        yield f"{_duration(run.eta_seconds)} left"
+
+
+def figures(run: RunProgress) -> Iterator[str]:
+    """Yield how training goes, and whether its steps are safe."""
     if run.loss is not None:
         yield f"loss {run.loss:.4f}"
     if run.tokens_per_second is not None:
@@ -139,8 +147,12 @@ def facts(run: RunProgress) -> Iterator[str]:
     yield f"{run.ranks_alive}/{run.world_size} ranks"
     if run.records_lost:
         yield f"{run.records_lost} records LOST"
-    if run.eta_seconds is not None and run.ranks_alive:
-        yield f"{_duration(run.eta_seconds)} left"
+
+
+def _steps(run: RunProgress) -> str:
+    if run.step is None:
+        return "no step yet"
+    return f"step {run.step}" + (f"/{run.planned_steps}" if run.planned_steps else "")
 
 
 def _duration(seconds: float) -> str:

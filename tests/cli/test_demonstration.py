@@ -109,8 +109,10 @@ def test_a_child_and_what_it_started_end_with_us(tmp_path):
     with pytest.raises(RuntimeError) as raised:
         fail_once_it_runs()
 
-    for pid in (raised.value.args[0], int(log.read_text())):
-        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    pids = (raised.value.args[0], int(log.read_text()))
+    left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    running = [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
+    assert [] == psutil.wait_procs(running, timeout=10)[1]
 
 
 def test_stopping_returns_the_exit_code(tmp_path):
