@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope_contract.escaping import path_segment
-from rankscope_storage.errors import ClaimError
+from rankscope_storage.errors import ClaimError, UnwritableError
 from rankscope_storage.log import Log
 
 LOCKS: Final = "_shards"
@@ -51,8 +51,11 @@ class ShardLock:
     def take(cls, root: Path, shard: str, owner: str) -> ShardLock:
         """Take the lock of `shard`, or raise ClaimError naming the live process that holds it."""
         path = root / LOCKS / f"{path_segment(shard)}.lock"
-        path.parent.mkdir(exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            path.parent.mkdir(exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise UnwritableError(f"cannot write {path}: {error.strerror}. Is it another user's?") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -1,9 +1,9 @@
 """Merging small files into few that lie one step range after the other.
 
-Every file costs a query 0.15 ms, whatever is in it. So the small files of one part are merged, in order of step, and
-cut on step boundaries: no two files of one merge share a step of an attempt. Rows that come late stay in files of their
-own until these are worth the next merge. The log's mutex lets one compaction at a time commit; a loser throws its work
-away. A compaction that dies leaves nothing but files that no version names, which maintenance removes.
+Every file costs a query 0.15 ms, whatever is in it. So the small files of one part and attempt are merged, in order of
+step, and cut on step boundaries: no two files of one merge share a step of an attempt. Rows that come late stay in
+files of their own until these are worth the next merge. The log's mutex lets one compaction at a time commit; a loser
+throws its work away. A compaction that dies leaves nothing but files that no version names, which maintenance removes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ TINY_FILES: Final = 10
 """… or more than this, and they hold on average less than TINY_ROWS."""
 TINY_ROWS: Final = 100_000
 TARGET_ROWS: Final = 1_500_000
-"""Rows of a merged file, and what one merge holds in memory at most."""
+"""Rows of a merged file, where steps allow it."""
+MERGE_ROWS: Final = 2 * TARGET_ROWS
+"""Rows that one merge holds in memory at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +63,12 @@ class Merge:
 
 
 def plan(snapshot: Snapshot) -> list[Merge]:
-    """Return the merges that are worth while at `snapshot`: by part, each of neighbours in step order."""
-    by_part: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    """Return the merges that are worth while at `snapshot`: by part and attempt, each of neighbours in step order."""
+    groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     for file in snapshot.files.to_pylist():
         if file["rows"] is not None and file["rows"] < SMALL_ROWS:
-            by_part.setdefault((file["dataset"], file["part"]), []).append(file)
-    return [merge for key in sorted(by_part) if _worth(by_part[key]) for merge in _merges(*key, by_part[key])]
+            groups.setdefault((file["dataset"], file["part"], _attempt(file)), []).append(file)
+    return [merge for key in sorted(groups) if _worth(groups[key]) for merge in _merges(groups[key])]
 
 
 def compact(root: Path, sync: Sync) -> CompactionReport:
@@ -108,15 +110,25 @@ def _worth(small: Sequence[dict[str, Any]]) -> bool:
     return len(small) > TINY_FILES and sum(file["rows"] for file in small) < TINY_ROWS * len(small)
 
 
-def _merges(dataset: str, part: str, small: Iterable[dict[str, Any]]) -> Iterator[Merge]:
+def _attempt(file: dict[str, Any]) -> int:
+    """Return the attempt that all rows of `file` belong to, -1 where there are several or none."""
+    low, high = file["attempt_min"], file["attempt_max"]
+    return int(low) if low is not None and low == high else -1
+
+
+def _merges(small: Iterable[dict[str, Any]]) -> Iterator[Merge]:
     group: list[DataFile] = []
     for file in sorted(small, key=_step_order):
-        if group and sum(member.rows for member in group) + file["rows"] > TARGET_ROWS:
-            yield Merge(dataset=dataset, part=part, files=tuple(group))
+        if group and sum(member.rows for member in group) + file["rows"] > MERGE_ROWS:
+            yield _merge(group)
             group = []
         group.append(_data_file(file))
     if len(group) > 1:
-        yield Merge(dataset=dataset, part=part, files=tuple(group))
+        yield _merge(group)
+
+
+def _merge(files: Sequence[DataFile]) -> Merge:
+    return Merge(dataset=files[0].dataset, part=files[0].part, files=tuple(files))
 
 
 def _step_order(file: dict[str, Any]) -> tuple[bool, int, str]:

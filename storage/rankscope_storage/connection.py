@@ -112,7 +112,7 @@ class Connection:
 
     @contextlib.contextmanager
     def steady(self) -> Iterator[Self]:
-        """Let all questions inside see one version, the newest of now: for a few questions cheaper than `snapshot`."""
+        """Let all questions inside see one version, the newest of now; for a few questions cheaper than `snapshot`."""
         self._refresh()
         pinned, self._pinned = self._pinned, True
         try:
@@ -175,7 +175,7 @@ class Connection:
         except duckdb.IOException as error:
             if self._pinned:
                 raise FilesGoneError(
-                    f"version {self.version} of {self.path} has lost files to maintenance: ask again, of a newer version"
+                    f"version {self.version} of {self.path} lost files to maintenance: ask again, of a newer version"
                 ) from error
             self._refresh()
             return run()

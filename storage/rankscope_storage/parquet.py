@@ -49,6 +49,7 @@ def write_file(root: Path, dataset: str, part: str, table: pa.Table, sync: Sync)
     path = data_file(dataset, part)
     staged, final = root / STAGING / f"{uuid.uuid4().hex}.parquet", root / path
     try:
+        make_folders(staged.parent, root, sync)  # somebody may have tidied up
         _write(table, dataset, staged)
         sync(staged)
         make_folders(final.parent, root, sync)

@@ -19,6 +19,8 @@ _COLUMNS: Final = {
     "size_bytes": ("size_bytes", pa.int64()),
     "run_min": ("min.run", pa.string()),
     "run_max": ("max.run", pa.string()),
+    "attempt_min": ("min.attempt", pa.int64()),
+    "attempt_max": ("max.attempt", pa.int64()),
     "step_min": ("min.step", pa.int64()),
     "step_max": ("max.step", pa.int64()),
 }

@@ -91,12 +91,45 @@ def test_big_files_are_left_alone(store, writer, batch, monkeypatch):
 
 
 def test_a_merge_stops_at_the_target_size(store, writer, batch, eager, monkeypatch):
-    monkeypatch.setattr(compaction, "TARGET_ROWS", 10)
+    monkeypatch.setattr(compaction, "MERGE_ROWS", 10)
     for first in range(0, 24, 4):
         writer.append(batch(range(first, first + 4)))
     merges = plan(Log.open(store.root, sync_to_disk).snapshot())
 
     assert [8, 8, 8] == [sum(file.rows for file in merge.files) for merge in merges]
+
+
+def test_merged_files_follow_each_other_step_by_step(store, writer, scalars, eager, monkeypatch):
+    """Ranks that lag behind make the flushes overlap; after the merge the ranges of steps do not."""
+    monkeypatch.setattr(compaction, "TARGET_ROWS", 10)
+    for flush in range(6):
+        fast, slow = (
+            scalars(range(max(0, flush * 4 - lag), flush * 4 + 4 - lag), rank=lag, incarnation=f"i{lag}")
+            for lag in (0, 2)
+        )
+        writer.append(
+            Batch(
+                tables={"scalars": pa.concat_tables([fast, slow])},
+                watermarks={"i0": flush * 4 + 3, "i2": flush * 4 + 1},
+            )
+        )
+    writer.compact()
+    ranges = sorted(
+        zip(files(store.root)["step_min"].to_pylist(), files(store.root)["step_max"].to_pylist(), strict=True)
+    )
+
+    assert [(0, 4), (5, 9), (10, 14), (15, 19), (20, 23)] == ranges
+
+
+def test_attempts_are_never_mixed(store, writer, scalars, eager):
+    for seq in range(6):
+        table = scalars([seq]).set_column(1, "attempt", pa.array([seq % 2], pa.int32()))
+        writer.append(Batch(tables={"scalars": table}, watermarks={"i0": seq}))
+    writer.compact()
+
+    assert [(0, 0), (1, 1)] == sorted(
+        zip(files(store.root)["attempt_min"].to_pylist(), files(store.root)["attempt_max"].to_pylist(), strict=True)
+    )
 
 
 def test_parts_and_datasets_are_never_mixed(store, writer, batch, scalars, eager):

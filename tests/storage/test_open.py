@@ -268,6 +268,12 @@ def test_a_shard_must_be_one_of_n(store, shard):
         store.claim(shard, owner="me")
 
 
+def test_a_lock_that_cannot_be_made_is_told(store):
+    (store.root / "_shards").write_text("in the way")
+    with pytest.raises(UnwritableError, match="cannot write"):
+        store.claim(owner="me")
+
+
 def test_a_lock_is_released_once_and_for_all(store):
     lock = ShardLock.take(store.root, "0/1", "me")
     lock.release()

@@ -252,6 +252,13 @@ def test_a_full_disk_is_said_and_the_batch_can_come_again(writer, batch, monkeyp
     assert list(range(5)) == stored_seqs(connection)
 
 
+def test_a_staging_folder_that_somebody_tidied_away_is_made_again(writer, batch, store, connection):
+    (store.root / "_staging").rmdir()
+    writer.append(batch(range(5)))
+
+    assert list(range(5)) == stored_seqs(connection)
+
+
 def test_two_threads_take_turns(writer, batch, connection):
     def append(incarnation: str) -> None:
         for seq in range(10):
