@@ -19,7 +19,7 @@ from rankscope.errors import CommandError
 HELP = """Telemetry and time-series store for distributed PyTorch training.
 
 [bold]Collect[/bold]: rankscope serve --store history
-[bold]Train[/bold]:   RANKSCOPE_INGEST_URL=http://127.0.0.1:9400 torchrun … train.py
+[bold]Train[/bold]:   RANKSCOPE_INGEST_URL=http://127.0.0.1:9470 torchrun … train.py
 [bold]Ask[/bold]:     rankscope summary --store history
          rankscope sql --store history "select step, value from scalars where name = 'loss'"
 
