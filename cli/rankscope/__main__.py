@@ -1,5 +1,23 @@
-"""`python -m rankscope` is the `rankscope` command."""
+"""Where the `rankscope` command and `python -m rankscope` begin. A rank's install lacks what the command needs."""
 
-from rankscope.command import main
+from __future__ import annotations
 
-main()
+import sys
+
+
+def main() -> None:
+    """Run the command; say what to install where a library is missing."""
+    try:
+        from rankscope.command import main as run
+
+        run()
+    except ModuleNotFoundError as missing:
+        if missing.name is None or missing.name.startswith("rankscope"):
+            raise
+        message = f"rankscope: the command needs {missing.name}, which training does not: pip install 'rankscope[all]'"
+        print(message, file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -67,15 +67,23 @@ def test_base_requirements_are_the_rank_s_alone():
     assert ["prometheus-client", "pyarrow"] == sorted(re.split(r"[^\w-]", text, maxsplit=1)[0] for text in requires)
 
 
-def test_installed_wheel_monitors_with_base_requirements_alone(wheel, tmp_path):
-    """A model is attached and trained where neither numpy nor any library of the serving side exists."""
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", tmp_path, wheel]
+@pytest.fixture(scope="module")
+def rank_install(wheel, tmp_path_factory):
+    """Return a folder like a rank's site-packages: the wheel, torch, pyarrow, prometheus_client and what these need."""
+    folder = tmp_path_factory.mktemp("rank")
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, wheel]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
-    link_distributions(distributions_needed_by(RANK_NEEDS), tmp_path)
-    assert not (tmp_path / "numpy").exists()
-    script = f"""
-import sys
-sys.path.insert(0, {str(tmp_path)!r})
+    link_distributions(distributions_needed_by(RANK_NEEDS), folder)
+    return folder
+
+
+def run_on_rank(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    """Run `script` where only what lies in `folder` can be imported."""
+    command = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(folder)!r})\n{script}"]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+
+
+TRAINING = """
 import rankscope, torch
 model = torch.nn.Linear(3, 2)
 optimizer = torch.optim.AdamW(model.parameters())
@@ -88,11 +96,28 @@ with monitor:
         optimizer.zero_grad()
         monitor.log(loss=1.0)
 assert monitor.faults == 0, monitor.faults
-assert rankscope.__file__.startswith({str(tmp_path)!r})
+print(rankscope.__file__)
 """
-    # -S: no site-packages, so that only what was linked can be found.
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True, timeout=120, check=False
-    )
 
+
+def test_installed_wheel_monitors_with_base_requirements_alone(rank_install):
+    """A model is attached and trained where neither numpy nor any library of the serving side exists."""
+    done = run_on_rank(rank_install, TRAINING)
+
+    assert not (rank_install / "numpy").exists()
     assert 0 == done.returncode, done.stderr
+    assert done.stdout.startswith(str(rank_install))
+
+
+def test_command_on_a_rank_says_what_to_install(rank_install):
+    done = run_on_rank(rank_install, "import runpy; runpy.run_module('rankscope', run_name='__main__')")
+
+    assert 1 == done.returncode
+    assert "pip install 'rankscope[all]'" in done.stderr
+    assert 1 == done.stderr.count("\n")
+
+
+def test_asking_the_store_on_a_rank_says_what_to_install(rank_install):
+    done = run_on_rank(rank_install, "import rankscope; rankscope.connect")
+
+    assert "pip install 'rankscope[store]'" in done.stderr
