@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from aiohttp import web
 
 from rankscope_ingest.attempts import AttemptBook
 from rankscope_ingest.batch import Batcher
-from rankscope_ingest.collector import Collector
+from rankscope_ingest.collector import Collector, Urge
 from rankscope_ingest.config import RunsSection, ServiceConfig, split_address
 from rankscope_ingest.errors import ServiceError
 from rankscope_ingest.history import History
@@ -36,7 +36,7 @@ def make_collector(
     history: History,
     batcher: Batcher,
     metrics: ServiceMetrics,
-    urge: Callable[[str | None], None],
+    urge: Urge,
 ) -> Collector:
     """Return the collector, with everything of `history` that had not ended put back."""
     runs = RunBook(_timing(config.runs))

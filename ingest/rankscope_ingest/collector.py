@@ -36,6 +36,9 @@ from rankscope_ingest.versions import Versions
 
 log = logging.getLogger(__name__)
 
+Urge = Callable[[str | None, int | None], None]
+"""`urge(run, rank)` has that rank polled at once, without a rank all of the run; without a run the batcher is due."""
+
 REMEMBER_SECONDS: Final = 600.0
 REMEMBER_MICROSECONDS: Final = 3_600_000_000
 
@@ -55,9 +58,9 @@ class Collector:
         wall: Callable[[], int],
         run_starts: Mapping[str, int],
         failures_told: Iterable[str],
-        urge: Callable[[str | None], None],
+        urge: Urge,
     ) -> None:
-        """`urge(run)` makes the service poll the run's ranks at once; `urge(None)` makes it look at the batcher."""
+        """Take over what the parts of the service share."""
         self.registry = registry
         self.runs = runs
         self.incidents = incidents
@@ -127,7 +130,7 @@ class Collector:
         self._follow_run(target, body, now)
         for symptom in first_causes:
             if self.incidents.observe(symptom, now) is not None:
-                self._urge(symptom.run)
+                self._urge(symptom.run, None)
         for details in last_words:
             self.runs.exited(_key(target), target.registration.rank, str(details.get("reason")), details.get("error"))
         if last_words or self.batcher.due(now):
@@ -188,9 +191,14 @@ class Collector:
 
     def settle(self) -> list[Incident]:
         """Return the incidents to announce now; for the others, ask the ranks they wait for."""
-        settled = self.incidents.settle(self._clock(), self._live_steps())
+        if not self.incidents.unsettled():
+            return []
+        now, steps = self._clock(), self._live_steps()
+        arriving = {attempt.key for attempt in self.runs.attempts() if attempt.is_arriving(now)}
+        settled = self.incidents.settle(now, steps, arriving)
         for incident in self.incidents.unsettled():
-            self._urge(incident.first.run)
+            for number in incident.awaited(steps.get(incident.attempt_key, {})):
+                self._urge(incident.first.run, number)
         return settled
 
     def resolve(self) -> list[Incident]:
@@ -208,7 +216,7 @@ class Collector:
     def flush_soon(self) -> None:
         """Commit what is gathered without waiting for its age."""
         self.batcher.want_flush()
-        self._urge(None)
+        self._urge(None, None)
 
     def _follow_run(self, target: Target, body: Decoded, now: float) -> None:
         key, rank = _key(target), target.registration.rank

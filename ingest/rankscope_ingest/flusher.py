@@ -72,6 +72,10 @@ class Flusher:
         """Look at once whether a batch is due."""
         self._wake.set()
 
+    async def watermark(self, incarnation: str) -> int:
+        """Return the last seq stored of a process; asked in the flush thread, behind which it would wait anyway."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._appender.watermark, incarnation)
+
     async def commit_now(self) -> None:
         """Return when everything gathered so far is committed, however often that has to be tried."""
         if self._batcher.is_empty and self._batcher.pending_rows == 0:

@@ -24,12 +24,12 @@ _SHOWN: Final = ("rule", "kind", "tensor", "op", "value", "baseline", "threshold
 _ATTEMPTS: Final = "SELECT * FROM attempts WHERE source_kind = 'live' ORDER BY run, attempt"
 _RANKS: Final = """\
 SELECT run, attempt, rank, incarnation, type, details FROM events
-WHERE type IN ('launch', 'exit') AND rank IS NOT NULL AND (run, attempt) IN (
+WHERE (type = 'launch' AND ts_origin = 'ingest' OR type = 'exit') AND rank IS NOT NULL AND (run, attempt) IN (
   SELECT (run, attempt) FROM attempts WHERE state NOT IN ('completed', 'stopped', 'failed'))
 ORDER BY ordinal"""
 _INCIDENTS: Final = """\
 SELECT run, attempt, rank, step, severity, details, rule, kind, tensor, op, value, baseline, threshold FROM events
-WHERE type = 'incident' ORDER BY ordinal"""
+WHERE type = 'incident' AND ts_origin = 'ingest' ORDER BY ordinal"""
 
 
 class Reader(Protocol):
@@ -113,6 +113,8 @@ def _add_rank(attempt: Attempt, event: Mapping[str, Any], now: float) -> None:
             incarnation=event["incarnation"] or "",
             host=str(details.get("host", "")),
             vitals=Vitals(last_sign=now),
+            known_since=now,
+            is_restored=True,
         )
     elif (rank := attempt.ranks.get(event["rank"])) and rank.incarnation == event["incarnation"]:
         rank.exit_reason, rank.error = str(details.get("reason", "")) or None, details.get("error")

@@ -4,7 +4,8 @@ All anomalies of an attempt whose steps lie within `quiet_steps` of each other b
 tensor or rank they name: one bad gradient shows in every reduced gradient and moment after it. Two things open another
 incident: a pause of more than `quiet_steps`, and a later step that is worse than what was announced.
 An incident is named by its causally first event. It settles when all live ranks have passed its first step, or after
-`group_wait_seconds`, and is announced once.
+`group_wait_seconds`, and is announced once. After a restart it also waits for ranks that have not come back yet: the
+first cause may be theirs.
 
 **Never twice.** Settling writes a row (`incident`, state `opened`) and commits it together with the records that caused
 it, then the message goes out, then a row `notified` follows. A service that starts reads these rows back: records at or
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -54,6 +55,11 @@ class Incident:
     def key(self) -> str:
         """Return what identifies the incident, equal whenever the same records are judged again."""
         return self.fixed_key or incident_key(self.first)
+
+    def awaited(self, live: Mapping[int, int | None]) -> list[int]:
+        """Return the live ranks that have not delivered the first step yet."""
+        step = self.first.step
+        return [] if step is None else [rank for rank, last in live.items() if last is None or last < step]
 
 
 def incident_key(first: Symptom) -> str:
@@ -93,12 +99,21 @@ class IncidentBook:
         """Return the incidents that still wait for other ranks."""
         return [incident for incidents in self._open.values() for incident in incidents if not incident.is_settled]
 
-    def settle(self, now: float, steps: Mapping[AttemptKey, Mapping[int, int | None]]) -> list[Incident]:
-        """Return the incidents to announce now. `steps` holds the last step of each live rank by attempt."""
+    def settle(
+        self,
+        now: float,
+        steps: Mapping[AttemptKey, Mapping[int, int | None]],
+        arriving: Collection[AttemptKey] = (),
+    ) -> list[Incident]:
+        """Return the incidents to announce now. `steps` holds the last step of each live rank by attempt.
+
+        `arriving` are the attempts some of whose ranks are known but could not be read yet.
+        """
         settled = []
         for incident in self.unsettled():
-            waited = now - incident.opened_at >= self._group_wait_seconds
-            if waited or _all_passed(steps.get(incident.attempt_key, {}), incident.first.step):
+            key = incident.attempt_key
+            waited = now - incident.opened_at >= self._group_wait_seconds and key not in arriving
+            if waited or _all_passed(steps.get(key, {}), incident.first.step):
                 incident.is_settled, incident.fixed_key = True, incident_key(incident.first)
                 self._spend(incident, now)
                 settled.append(incident)

@@ -5,8 +5,8 @@ Pure: addresses were resolved by the caller, time and the new lease are argument
 
 from __future__ import annotations
 
-import json
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +22,7 @@ from rankscope_ingest.vitals import Vitals
 _TEXTS = ("run", "host", "incarnation", "launch_id", "url", "state")
 _INTEGERS = ("rank", "world_size", "local_rank", "pid", "schema_version", "started_at", "head")
 _OPTIONAL_INTEGERS = ("step", "planned_steps")
+_LATEST_START = 4_102_444_800_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,7 @@ class Registry:
         self._make_lease = make_lease
         self.attempts = attempts or AttemptBook()
         self._targets: dict[str, Target] = {}
+        self._by_identity: dict[tuple[str, str, int], set[str]] = defaultdict(set)
 
     @property
     def targets(self) -> Iterable[Target]:
@@ -83,6 +85,7 @@ class Registry:
             head=registration.head,
         )
         self._targets[registration.incarnation] = target
+        self._by_identity[target.identity].add(target.incarnation)
         return Accepted(target=target, is_new_target=True, is_new_launch=is_new_launch)
 
     def reply(self, target: Target) -> RegistrationReply:
@@ -96,7 +99,8 @@ class Registry:
 
     def forget(self, incarnation: str) -> None:
         """Drop a target that is gone and whose records are committed."""
-        self._targets.pop(incarnation, None)
+        if target := self._targets.pop(incarnation, None):
+            self._by_identity[target.identity].discard(incarnation)
 
     def _heartbeat(self, target: Target, registration: Registration, now: float) -> None:
         target.registration = registration
@@ -107,15 +111,18 @@ class Registry:
 
     def _refuse_second_life(self, registration: Registration, now: float) -> None:
         identity = (registration.run, registration.launch_id, registration.rank)
-        for other in self._targets.values():
-            twin = other.identity == identity and other.incarnation != registration.incarnation
-            if twin and other.health is not Health.GONE and other.vitals.is_alive(now, self._ttl_seconds):
+        for incarnation in self._by_identity[identity] - {registration.incarnation}:
+            other = self._targets[incarnation].registration
+            if self._is_alive(self._targets[incarnation], now):
                 raise RegistrationError(
                     409,
                     f"run {registration.run!r} already has a live rank {registration.rank} of launch "
-                    f"{registration.launch_id!r}: process {other.registration.pid} on {other.registration.host}. "
+                    f"{registration.launch_id!r}: process {other.pid} on {other.host}. "
                     "Give this process its own rank or RANKSCOPE_RUN, or end the other one",
                 )
+
+    def _is_alive(self, target: Target, now: float) -> bool:
+        return target.health is not Health.GONE and target.vitals.is_alive(now, self._ttl_seconds)
 
 
 def parse_registration(body: bytes) -> Registration:
@@ -159,7 +166,9 @@ def _wrong_values(registration: Registration) -> Iterable[str]:
         yield "incarnation must be printable ASCII: it travels in a header"
     if not 0 <= registration.rank < registration.world_size <= 1 << 24:
         yield f"rank {registration.rank} does not fit world_size {registration.world_size}"
+    if not 0 <= registration.started_at < _LATEST_START:
+        yield "started_at must be UTC microseconds between 1970 and 2100"
     try:
-        json.dumps([registration.run, registration.host], ensure_ascii=False).encode()
+        registration.to_json().encode()
     except UnicodeEncodeError:
-        yield "run and host must be valid Unicode"
+        yield "all text must be valid Unicode"

@@ -18,6 +18,9 @@ from rankscope_ingest.vitals import Patience, Vitals
 
 ENDED: Final = frozenset({RunState.COMPLETED, RunState.STOPPED, RunState.FAILED})
 
+ARRIVAL_SECONDS: Final = 6.0
+"""How long a rank may take from a restart of the service, or from its registration, to its first answer."""
+
 AttemptKey = tuple[str, int]
 
 
@@ -29,11 +32,14 @@ class Rank:
     incarnation: str
     host: str
     vitals: Vitals
+    known_since: float  # restored or registered; monotonic seconds
     last_step: int | None = None
     stepped_at: float | None = None
     phase: str | None = None
     exit_reason: str | None = None
     error: str | None = None
+    is_restored: bool = False  # known from the store, and not registered since this service started
+    is_read: bool = False  # it answered a poll
     is_closed: bool = False  # it drained and said so
     is_vanished: bool = False
 
@@ -69,6 +75,10 @@ class Attempt:
     def live_ranks(self) -> list[Rank]:
         """Return the ranks that still run, as far as is known."""
         return [rank for rank in self.ranks.values() if not rank.has_ended]
+
+    def is_arriving(self, now: float) -> bool:
+        """Return whether a rank that became known a moment ago has not been read yet: it may know more."""
+        return any(not rank.is_read and now - rank.known_since < ARRIVAL_SECONDS for rank in self.live_ranks)
 
     @property
     def ranks_missing(self) -> int:
@@ -138,8 +148,11 @@ class RunBook:
                 incarnation=registration.incarnation,
                 host=registration.host,
                 vitals=vitals,
+                known_since=vitals.last_sign,
             )
         rank.vitals = vitals
+        if rank.is_restored:
+            rank.is_restored, rank.known_since = False, vitals.last_sign
         rank.is_vanished = False
         rank.phase = registration.phase
         return attempt
@@ -147,7 +160,7 @@ class RunBook:
     def heard(self, key: AttemptKey, number: int) -> None:
         """Note that a rank answered: whoever took it for dead was wrong."""
         if rank := self._rank(key, number):
-            rank.is_vanished = False
+            rank.is_vanished, rank.is_read = False, True
 
     def stepped(self, key: AttemptKey, number: int, step: int | None, now: float) -> None:
         """Note records of a rank; a step may rewind, any record with a step counts as progress."""

@@ -10,6 +10,8 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 
+import pyarrow as pa
+
 from rankscope_ingest.config import ServiceConfig
 from rankscope_ingest.fetch import Fetcher
 from rankscope_ingest.history import History, read_history
@@ -31,6 +33,8 @@ async def run(
     `on_ready` gets the URL once the service listens, `on_progress` a snapshot every second and a last one at the end.
     Raises IngestError or StoreError with a text for the user: no store, shard owned by another, port taken, …
     """
+    # Batches come and go in hundreds of megabytes: giving the pages back each time cost a sixth of all CPU time.
+    pa.set_memory_pool(pa.system_memory_pool())
     stop = stop or asyncio.Event()
     with _signals(stop):
         writer = await asyncio.to_thread(_claim, config)

@@ -23,6 +23,7 @@ from rankscope_ingest.history import History
 from rankscope_ingest.http import make_application
 from rankscope_ingest.incidents import Incident
 from rankscope_ingest.loop import Pace, TargetLoop
+from rankscope_ingest.maintenance import keep_in_order
 from rankscope_ingest.networks import parse_target_url
 from rankscope_ingest.notifiers import make_notifiers
 from rankscope_ingest.plans import PlanCache
@@ -37,8 +38,6 @@ log = logging.getLogger(__name__)
 
 TICK_SECONDS: Final = 0.1
 JUDGE_SECONDS: Final = 1.0
-COMPACT_EVERY_COMMITS: Final = 50
-MAINTAIN_SECONDS: Final = 1800.0
 
 
 class Supervisor:
@@ -160,7 +159,7 @@ class Supervisor:
     # Works that go on side by side.
 
     def _works(self, on_progress: Callable[[Progress], None] | None) -> list[Coroutine[Any, Any, None]]:
-        works = [self._tick(), self._maintain()]
+        works = [self._tick(), keep_in_order(self._writer, lambda: self._commits)]
         works += [
             watch(static, self._fetcher, self._accept_static, poll_seconds=self._config.ingest.poll_seconds)
             for static in self._config.targets
@@ -182,20 +181,6 @@ class Supervisor:
         while True:
             await asyncio.sleep(1.0)
             on_progress(self.progress())
-
-    async def _maintain(self) -> None:
-        compacted_at, maintained_at = 0, time.monotonic()
-        while True:
-            await asyncio.sleep(JUDGE_SECONDS)
-            try:
-                if self._commits - compacted_at >= COMPACT_EVERY_COMMITS:
-                    compacted_at = self._commits
-                    await asyncio.to_thread(self._writer.compact)
-                if time.monotonic() - maintained_at >= MAINTAIN_SECONDS:
-                    maintained_at = time.monotonic()
-                    await asyncio.to_thread(self._writer.maintain)
-            except StoreError as error:
-                log.warning("maintenance of the store failed, the next one tries again: %s", error)
 
     def _follow(self, target: Target) -> Target:
         """See to it that somebody polls `target`."""
@@ -224,7 +209,7 @@ class Supervisor:
     async def _watermark(self, incarnation: str) -> int:
         while True:
             try:
-                return await asyncio.to_thread(self._writer.watermark, incarnation)
+                return await self._flusher.watermark(incarnation)
             except StoreError as error:
                 # A rank must not be read from the beginning only because the store cannot be asked just now.
                 log.warning("the store cannot be asked for a watermark, trying again: %s", error)
@@ -242,12 +227,13 @@ class Supervisor:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    def _urge(self, run: str | None) -> None:
+    def _urge(self, run: str | None, rank: int | None) -> None:
         if run is None:
             self._flusher.wake()
             return
         for target in self.targets():
-            if target.registration.run == run and target.health is not Health.GONE:
+            who = target.registration
+            if who.run == run and rank in {None, who.rank} and target.health is not Health.GONE:
                 self.poke(target.incarnation)
 
     def _on_commit(self, batch: PendingBatch, commit: Committed) -> None:

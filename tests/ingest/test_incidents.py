@@ -56,6 +56,17 @@ def test_incident_waits_for_the_slower_ranks_but_no_longer_than_the_group_wait()
     assert 1 == len(incidents.settle(11.0, live(r0=60, r1=59)))
 
 
+def test_incident_waits_for_ranks_that_are_not_back_yet():
+    """After a restart of the service, the rank that came back first is seldom the one that began it."""
+    incidents = book()
+    incidents.observe(symptom(rank=0), 0.0)
+    early = incidents.settle(5.0, live(r0=60, r1=None), {ATTEMPT})
+    incidents.observe(symptom(rank=1, kind="grad_unreduced"), 5.1)
+    (incident,) = incidents.settle(5.1, live(r0=60, r1=60))
+
+    assert ([], 1) == (early, incident.first.rank)
+
+
 def test_echoes_join_and_a_quiet_stretch_ends_the_incident():
     incidents = book()
     incidents.observe(symptom(120, severity="warning"), 0.0)

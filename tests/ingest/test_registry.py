@@ -161,6 +161,8 @@ def test_url_other_than_host_and_port_is_refused(url):
         ({"run": 7}, "run must be text"),
         ({"incarnation": "a\nb"}, "incarnation must be printable ASCII"),
         ({"run": "\udc80"}, "valid Unicode"),
+        ({"config": {"path": "\udc80"}}, "valid Unicode"),
+        ({"started_at": 1 << 62}, "started_at must be UTC microseconds"),
         ({"head": 1 << 70}, "head must be an integer"),
         ({"config": []}, "config must be an object"),
         ({"planned_steps": 1.5}, "planned_steps must be an integer"),

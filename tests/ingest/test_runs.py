@@ -135,6 +135,16 @@ def test_rank_that_speaks_again_was_not_dead():
     assert (None, None) == (world.attempt.reason, world.attempt.ended_at)
 
 
+def test_attempt_is_arriving_until_each_rank_was_read_but_not_for_long():
+    fresh, unreadable = World(), World()
+    before = fresh.attempt.is_arriving(1.0)
+    for rank in (0, 1):
+        fresh.book.heard(KEY, rank)
+
+    assert [True, False] == [before, fresh.attempt.is_arriving(1.0)]
+    assert [True, False] == [unreadable.attempt.is_arriving(now) for now in (5.9, 6.0)]
+
+
 def test_signal_stops_a_run_and_so_does_an_end_without_a_word_of_success():
     by_signal, silent = World(), World()
     for rank in (0, 1):
