@@ -45,3 +45,7 @@ class FilesGoneError(StoreError):
 
 class QueryError(StoreError):
     """A statement is not allowed on a locked connection, or DuckDB refused it."""
+
+
+class ExportError(StoreError):
+    """A run cannot be written in the format, or to the place, that was asked for."""
