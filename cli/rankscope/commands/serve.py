@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -23,16 +24,14 @@ DEFAULT_STORE: Final = "history"
 
 def serve(
     config: Annotated[Path | None, typer.Argument(help="TOML file; docs/configuration.md lists its keys.")] = None,
-    store: Annotated[
-        Path | None, typer.Option("--store", "-s", envvar="RANKSCOPE_STORE", help="Folder of the store.")
-    ] = None,
+    store: Annotated[Path | None, typer.Option("--store", "-s", help="Folder of the store.")] = None,
     listen: Annotated[str | None, typer.Option(help="Address to listen on, host:port.")] = None,
     notify: Annotated[list[str] | None, typer.Option(help="Apprise address to notify; may be repeated.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only what is worth a line.")] = False,
 ) -> None:
     """Collect from every rank that registers, until Ctrl-C or SIGTERM; then store what is left and end.
 
-    Options win over the file. Without a file the store is the folder `history`.
+    Options win over the file. Without a file the store is $RANKSCOPE_STORE, or the folder `history`.
 
     [bold]Examples[/bold]
 
@@ -49,12 +48,16 @@ def serve(
         _run(settings, view, show=not quiet)
 
 
+def _default_store() -> str:
+    return os.environ.get("RANKSCOPE_STORE") or DEFAULT_STORE
+
+
 def _settings(config: Path | None, store: Path | None, listen: str | None, notify: list[str] | None) -> ServiceConfig:
     from rankscope_ingest.config_file import load_config
     from rankscope_ingest.errors import ConfigError
 
     given: dict[str, Any] = {
-        "store.path": str(store) if store else DEFAULT_STORE if config is None else None,
+        "store.path": str(store) if store else _default_store() if config is None else None,
         "service.listen": listen,
         "notify.urls": tuple(notify) if notify else None,
     }

@@ -22,13 +22,18 @@ def child(
             [str(part) for part in command],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **environment},
+            env={**_own_environment(), **environment},
             start_new_session=True,  # a Ctrl-C in the terminal is ours to hand on, in order
         )
     try:
         yield process
     finally:
         stop(process)
+
+
+def _own_environment() -> dict[str, str]:
+    """Return the environment without what the user has set for trainings and stores of their own."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("RANKSCOPE_")}
 
 
 def stop(process: subprocess.Popen[bytes]) -> int:
