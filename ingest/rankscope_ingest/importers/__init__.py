@@ -12,15 +12,31 @@ from pathlib import Path
 from typing import Final
 
 from rankscope_ingest.errors import IngestError
-from rankscope_ingest.importers.base import Fault, Faults, ImportedRecord, Importer
+from rankscope_ingest.importers.base import (
+    NOT_MINE,
+    Detection,
+    Fault,
+    Faults,
+    Imported,
+    ImportedBlock,
+    ImportedRecord,
+    ImportedRun,
+    Importer,
+)
 from rankscope_ingest.importers.intake import ImportReport, import_records
 
 __all__ = [
+    "NOT_MINE",
+    "Detection",
     "Fault",
     "Faults",
     "ImportReport",
+    "Imported",
+    "ImportedBlock",
     "ImportedRecord",
+    "ImportedRun",
     "Importer",
+    "detections",
     "find_importer",
     "import_records",
     "importers",
@@ -39,15 +55,24 @@ def importers() -> dict[str, Importer]:
     return found
 
 
-def find_importer(path: Path) -> Importer:
-    """Return the importer that is surest to understand the file. Raises IngestError naming the formats when none is."""
+def detections(path: Path) -> list[tuple[Importer, Detection]]:
+    """Return what every importer says of the file or folder, the surest first. Raises IngestError when unreadable."""
     try:
-        with path.open("rb") as file:
-            head = file.read(_HEAD_BYTES)
+        head = b"" if path.is_dir() else _head(path)
     except OSError as error:
         raise IngestError(f"{path} cannot be read: {error.strerror or error}") from error
-    known = importers()
-    surest = max(known.values(), key=lambda importer: importer.detect(path, head))
-    if surest.detect(path, head) <= 0:
-        raise IngestError(f"{path} is in no known format; known are {', '.join(sorted(known))}")
-    return surest
+    said = [(importer, importer.detect(path, head)) for importer in importers().values()]
+    return sorted(said, key=lambda pair: -pair[1].confidence)
+
+
+def find_importer(path: Path) -> Importer:
+    """Return the importer that is surest to understand `path`. Raises IngestError naming the formats when none is."""
+    said = detections(path)
+    if not said or said[0][1].confidence <= 0:
+        raise IngestError(f"{path} is in no known format; known are {', '.join(sorted(importers()))}")
+    return said[0][0]
+
+
+def _head(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(_HEAD_BYTES)

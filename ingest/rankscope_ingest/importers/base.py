@@ -7,18 +7,72 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+import pyarrow as pa
+
 KEPT_FAULTS: Final = 20
+FROM_LOG: Final = "log"
+FROM_FILE: Final = "file"
+
+RECORD_COLUMN: Final = "record"
+"""Column of a block's tables: the record a row belongs to, from 0 within the block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Detection:
+    """How sure an importer is, 0 (not this format) … 1, and why, in a few words for the user."""
+
+    confidence: float
+    because: str
+
+
+NOT_MINE: Final = Detection(0.0, "nothing of this format in it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedRecord:
-    """What a log says about one step. `rows` holds rows by dataset, without the columns that all rows have."""
+    """What a log says about one step. `rows` holds rows by dataset, without the columns that all rows have.
+
+    `source` names one stream of a folder (a file, a rank): records are numbered within it, so that a stream may grow
+    without moving the numbers of another. A plain file has one, without a name.
+    """
 
     rows: Mapping[str, Sequence[Mapping[str, Any]]]
     step: int | None = None
     rank: int | None = None
     ts: int | None = None  # UTC µs, as the log tells it
-    attempt: int = 0
+    attempt: int = 0  # within this log, from 0
+    micro_step: int | None = None
+    ts_origin: str = FROM_LOG
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportedBlock:
+    """Many records of one source at once, in columns: the fast path.
+
+    Each table holds columns of its dataset and `record` (int32, from 0 within the block, rising); step, rank, ts,
+    attempt, micro_step, vpp_stage and ts_origin stand in it where a row has them, and are null where they are absent.
+    """
+
+    records: int
+    tables: Mapping[str, pa.Table]
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportedRun:
+    """What a log says about the run as a whole. May come at any time; of several, each field's last value counts."""
+
+    state: str | None = None  # see RunState
+    reason: str | None = None
+    planned_steps: int | None = None
+    world_size: int | None = None
+    config: str | None = None  # JSON
+    started_at: int | None = None  # UTC µs
+    ended_at: int | None = None
+
+
+Imported = ImportedRecord | ImportedBlock | ImportedRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +85,12 @@ class Fault:
 
 @dataclass(slots=True)
 class Faults:
-    """Counts what could not be read, and keeps the first few for the user."""
+    """Counts what could not be read, and keeps the first few for the user; also how far the reading has come."""
 
     count: int = 0
     first: list[Fault] = field(default_factory=list)
+    read_bytes: int = 0
+    """Set by whoever reads the file, for the progress bar."""
 
     def add(self, line: int, text: str) -> None:
         """Note that `line` (from 1) could not be read, and why."""
@@ -49,13 +105,13 @@ class Importer(Protocol):
     name: str
     """Stored as `source_kind` of the run."""
 
-    def detect(self, path: Path, head: bytes) -> float:
-        """Return how sure it is, 0 (not this format) … 1, that it understands a file that begins with `head`."""
+    def detect(self, path: Path, head: bytes) -> Detection:
+        """Say how likely it understands what begins with `head`; a folder comes with an empty head."""
         ...
 
-    def read(self, path: Path, faults: Faults) -> Iterator[ImportedRecord]:
-        """Yield the records in the order of the file, without holding all of them.
+    def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
+        """Yield what the log says in its own order, without holding all of it.
 
-        A file that has grown must yield the same records first: their number in this order is their identity.
+        A log that has grown must yield the same records first: their number within their source is their identity.
         """
         ...

@@ -1,26 +1,39 @@
-"""Imported records into the store, in batches, exactly once: a record is known by its number in its file."""
+"""Imported records into the store, in batches, exactly once: a record is known by its number in its source."""
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from rankscope_contract.events import RunState
 from rankscope_ingest.errors import IngestError
-from rankscope_ingest.importers.base import Fault, Faults, ImportedRecord, Importer
+from rankscope_ingest.importers.base import (
+    Fault,
+    Faults,
+    Imported,
+    ImportedBlock,
+    ImportedRecord,
+    ImportedRun,
+    Importer,
+)
+from rankscope_ingest.importers.stamping import Stamp
 from rankscope_ingest.tables import FROM_INGEST, rows_table
 from rankscope_storage.store import Batch, Commit
 
 BATCH_RECORDS: Final = 20_000
-FROM_LOG: Final = "log"
+BATCH_ROWS: Final = 500_000
 
 _IDENTITY_BYTES: Final = 4096
+
+Progress = Callable[[int], None]
+"""Is told how many bytes have been read so far."""
 
 
 class Appender(Protocol):
@@ -44,14 +57,18 @@ class ImportReport:
     faults: tuple[Fault, ...]
 
 
-def import_records(path: Path, appender: Appender, importer: Importer, *, run: str) -> ImportReport:
-    """Bring the file at `path` into the store as `run`. Raises IngestError when it cannot be read."""
+def import_records(
+    path: Path, appender: Appender, importer: Importer, *, run: str, progress: Progress | None = None
+) -> ImportReport:
+    """Bring the log at `path` into the store as `run`. Raises IngestError when it cannot be read."""
     faults = Faults()
-    intake = _Intake(run=run, incarnation=incarnation_of(path, run), source_kind=importer.name)
+    intake = _Intake(path=path, run=run, source_kind=importer.name)
     stored = 0
     try:
-        for records in _chunks(importer.read(path, faults), BATCH_RECORDS):
-            stored += sum(appender.append(intake.batch(records)).rows.values())
+        for batch in intake.batches(importer.read(path, faults)):
+            stored += sum(appender.append(batch).rows.values())
+            if progress:
+                progress(faults.read_bytes)
     except OSError as error:
         raise IngestError(f"{path} cannot be read: {error.strerror or error}") from error
     if intake.records:
@@ -67,54 +84,64 @@ def import_records(path: Path, appender: Appender, importer: Importer, *, run: s
     )
 
 
-def incarnation_of(path: Path, run: str) -> str:
+def incarnation_of(path: Path, run: str, source: str = "") -> str:
     """Return the identity of a log: its name and first line, which stay when it grows or is moved."""
+    first_line = b""
     try:
-        with path.open("rb") as file:
-            first_line = file.readline(_IDENTITY_BYTES)
+        if path.is_file():
+            with path.open("rb") as file:
+                first_line = file.readline(_IDENTITY_BYTES)
     except OSError as error:
         raise IngestError(f"{path} cannot be read: {error.strerror or error}") from error
-    digest = hashlib.sha256(b"\0".join((run.encode(), path.name.encode("utf-8", "surrogateescape"), first_line)))
-    return f"import-{digest.hexdigest()[:32]}"
+    name = path.name.encode("utf-8", "surrogateescape")
+    parts = [run.encode(), name, first_line, *([source.encode("utf-8", "surrogateescape")] if source else [])]
+    digest = hashlib.sha256(b"\0".join(parts)).hexdigest()
+    return f"import-{digest[:32]}"
 
 
 class _Intake:
-    """Numbers the records of one file and turns them into tables."""
+    """Numbers the records of one log and turns them into batches."""
 
-    def __init__(self, *, run: str, incarnation: str, source_kind: str) -> None:
-        self.records = 0
+    def __init__(self, *, path: Path, run: str, source_kind: str) -> None:
         self.last_step: int | None = None
+        self._path = path
         self._run = run
-        self._incarnation = incarnation
         self._source_kind = source_kind
+        self._stamps: dict[str, Stamp] = {}
         self._attempt = 0
         self._first_ts: int | None = None
         self._last_ts: int | None = None
+        self._facts: dict[str, Any] = {}
 
-    def batch(self, records: Sequence[ImportedRecord]) -> Batch:
-        rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        arrived = time.time_ns() // 1000
-        for seq, record in enumerate(records, self.records):
-            common = {
-                "run": self._run,
-                "attempt": record.attempt,
-                "rank": record.rank,
-                "incarnation": self._incarnation,
-                "seq": seq,
-                "ordinal": arrived + seq,
-                "step": record.step,
-                "ts": record.ts,
-                "ts_origin": None if record.ts is None else FROM_LOG,
-            }
-            for dataset, own in record.rows.items():
-                rows[dataset] += [{**common, **row} for row in own]
-            self._note(record)
-        self.records += len(records)
-        tables = {dataset: rows_table(dataset, listed) for dataset, listed in rows.items()}
-        return Batch(tables=tables, watermarks={self._incarnation: self.records - 1})
+    @property
+    def records(self) -> int:
+        return sum(stamp.records for stamp in self._stamps.values())
+
+    def batches(self, imported: Iterator[Imported]) -> Iterator[Batch]:
+        waiting: list[ImportedRecord] = []
+        rows = 0
+        for item in imported:
+            if isinstance(item, ImportedRun):
+                self._facts |= {
+                    field.name: value for field in fields(item) if (value := getattr(item, field.name)) is not None
+                }
+                continue
+            if waiting and (isinstance(item, ImportedBlock) or waiting[0].source != item.source):
+                yield self._records_batch(waiting)
+                waiting, rows = [], 0
+            if isinstance(item, ImportedBlock):
+                yield self._block_batch(item)
+                continue
+            waiting.append(item)
+            rows += sum(map(len, item.rows.values()))
+            if len(waiting) >= BATCH_RECORDS or rows >= BATCH_ROWS:
+                yield self._records_batch(waiting)
+                waiting, rows = [], 0
+        if waiting:
+            yield self._records_batch(waiting)
 
     def dimensions(self) -> Batch:
-        """Return the run and its attempt; a log does not say how the run ended."""
+        """Return the run and its attempt; what the log does not say of the end is "stopped"."""
         now = time.time_ns() // 1000
         row = {
             "run": self._run,
@@ -128,19 +155,46 @@ class _Intake:
             "last_step": self.last_step,
             "source_kind": self._source_kind,
             "reason": "imported from a log",
+            **self._facts,
         }
         return Batch(tables={name: rows_table(name, [row]) for name in ("runs", "attempts")}, watermarks={})
 
-    def _note(self, record: ImportedRecord) -> None:
-        self._attempt = max(self._attempt, record.attempt)
-        if record.step is not None:
-            self.last_step = record.step if self.last_step is None else max(self.last_step, record.step)
-        if record.ts is not None:
-            self._first_ts = record.ts if self._first_ts is None else min(self._first_ts, record.ts)
-            self._last_ts = record.ts if self._last_ts is None else max(self._last_ts, record.ts)
+    def _stamp(self, source: str) -> Stamp:
+        if source not in self._stamps:
+            incarnation = incarnation_of(self._path, self._run, source)
+            self._stamps[source] = Stamp(run=self._run, incarnation=incarnation)
+        return self._stamps[source]
+
+    def _records_batch(self, records: list[ImportedRecord]) -> Batch:
+        stamp = self._stamp(records[0].source)
+        for record in records:
+            self._attempt = max(self._attempt, record.attempt)
+            self._note(record.step, record.step, record.ts, record.ts)
+        return Batch(tables=stamp.rows(records), watermarks={stamp.incarnation: stamp.records - 1})
+
+    def _block_batch(self, block: ImportedBlock) -> Batch:
+        stamp = self._stamp(block.source)
+        for table in block.tables.values():
+            lowest_step, highest_step = _range(table, "step")
+            first, last = _range(table, "ts")
+            self._note(highest_step, lowest_step, first, last)
+            self._attempt = max(self._attempt, _range(table, "attempt")[1] or 0)
+        return Batch(tables=stamp.block(block), watermarks={stamp.incarnation: stamp.records - 1})
+
+    def _note(self, step: int | None, _lowest: int | None, first: int | None, last: int | None) -> None:
+        if step is not None:
+            self.last_step = step if self.last_step is None else max(self.last_step, step)
+        if first is not None:
+            self._first_ts = first if self._first_ts is None else min(self._first_ts, first)
+        if last is not None:
+            self._last_ts = last if self._last_ts is None else max(self._last_ts, last)
 
 
-def _chunks(records: Iterable[ImportedRecord], size: int) -> Iterator[list[ImportedRecord]]:
-    iterator = iter(records)
-    while chunk := list(itertools.islice(iterator, size)):
-        yield chunk
+def _range(table: pa.Table, column: str) -> tuple[int | None, int | None]:
+    if column not in table.column_names:
+        return None, None
+    values = table.column(column)
+    if pa.types.is_timestamp(values.type):
+        values = pc.cast(values, pa.int64())
+    found = pc.min_max(values).as_py()
+    return found["min"], found["max"]

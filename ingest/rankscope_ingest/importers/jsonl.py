@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope_ingest.importers.base import Faults, ImportedRecord
+from rankscope_ingest.importers.base import Detection, Faults, ImportedRecord
 
 STEP_KEYS: Final = ("step", "global_step", "iteration", "iter", "current_steps")
 TIME_KEY: Final = "timestamp"
@@ -28,12 +28,13 @@ class JsonLines:
 
     name = "jsonl"
 
-    def detect(self, path: Path, head: bytes) -> float:
+    def detect(self, path: Path, head: bytes) -> Detection:
         """Return the share of lines that are JSON objects, a little more for the usual suffix."""
         lines = [line for line in head.split(b"\n")[:-1] or [head] if line.strip()]
         objects = sum(_object(line) is not None for line in lines)
         share = objects / len(lines) if lines else 0.0
-        return min(1.0, share * (1.0 if path.suffix in {".jsonl", ".ndjson"} else 0.9))
+        confidence = share * (1.0 if path.suffix in {".jsonl", ".ndjson"} else 0.9)
+        return Detection(confidence, f"{objects} of the first {len(lines)} lines are JSON objects")
 
     def read(self, path: Path, faults: Faults) -> Iterator[ImportedRecord]:
         """Yield a record per line that is an object."""
