@@ -83,3 +83,12 @@ def test_every_statement_runs_and_mostly_answers(sample_store, question):
 @pytest.mark.parametrize("word", ["make demo", "make test", "data-path.svg", "http_sd", "rankscope sql", "three lines"])
 def test_readme_has_what_a_new_user_needs(word):
     assert word in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_every_test_that_the_guarantees_name_exists():
+    text = (DOCS / "guarantees.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text)
+    sources = {file: (ROOT / file).read_text(encoding="utf-8") for file, _ in named if (ROOT / file).exists()}
+
+    assert len(named) > 20
+    assert [] == [(file, name) for file, name in named if f"def {name}" not in sources.get(file, "")]
