@@ -21,6 +21,12 @@ class EventType(enum.StrEnum):
     INCIDENT = "incident"  # the service grouped anomalies of one cause: `details` holds key, state and extent
     FAULT = "fault"  # Rankscope itself swallowed an error on the rank
     NOTE = "note"  # free text of the training script
+    # What logs of other tools tell:
+    LOSS_MISSING = "loss_missing"  # a step was logged without a loss, which is how some tools print NaN
+    CHECKPOINT = "checkpoint"  # one is being, or was, saved or loaded: `details` holds action and path
+    EVALUATION = "evaluation"  # the model was evaluated; the numbers are scalars
+    ERROR = "error"  # the log shows an error: `op` holds its class
+    IMPORT = "import"  # a log was brought into the store: `details` says which, and how far it was read
 
 
 class Severity(enum.StrEnum):

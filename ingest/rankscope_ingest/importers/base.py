@@ -50,8 +50,8 @@ class ImportedRecord:
 class ImportedBlock:
     """Many records of one source at once, in columns: the fast path.
 
-    Each table holds columns of its dataset and `record` (int32, from 0 within the block, rising); step, rank, ts,
-    attempt, micro_step, vpp_stage and ts_origin stand in it where a row has them, and are null where they are absent.
+    Each table holds columns of its dataset and `record` (int32, from 0 within the block); step, rank, ts, attempt,
+    micro_step, vpp_stage and ts_origin stand in it where rows have them, and are null where they are absent.
     """
 
     records: int
@@ -89,6 +89,8 @@ class Faults:
 
     count: int = 0
     first: list[Fault] = field(default_factory=list)
+    passed_over: int = 0
+    """Lines that say nothing of what the importer looks for: other output in between, which is no fault."""
     read_bytes: int = 0
     """Set by whoever reads the file, for the progress bar."""
 
