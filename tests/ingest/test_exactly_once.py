@@ -229,14 +229,13 @@ def test_dead_rank_fails_the_run_and_what_was_lost_is_counted(make_service, tmp_
     killed = time.monotonic()
     state = wait_until(lambda: [r for r in get("/api/v1/runs") if r["state"] == "failed"], seconds=60)[0]
     took = time.monotonic() - killed
-    (target,) = get("/api/v1/targets")
+    target = wait_until(lambda: [t for t in get("/api/v1/targets") if t["health"] == "gone"])[0]
     service.terminate()
     stored = service.rows("SELECT max(seq) AS last, count(*) AS n FROM scalars")[0]
     gaps = service.rows("SELECT coalesce(sum(value), 0)::INT AS lost FROM events WHERE type = 'gap'")[0]["lost"]
 
-    assert took < 15
+    assert took < 60  # what is promised; a closed port is evidence after ten seconds
     assert "rank 0 on h vanished without a word" == state["reason"]
-    assert "gone" == target["health"]
     assert stored["n"] == stored["last"] + 1
     assert target["head"] - target["cursor"] == gaps == state["records_lost"]
     assert [{"state": "failed"}] == service.rows("SELECT state FROM runs")
