@@ -30,13 +30,16 @@ _RAW: Final = "rankscope_raw."
 _EXPLAIN: Final = re.compile(r"\s*explain(\s+analyze)?\s", re.IGNORECASE)
 
 
-def connect(path: str | Path, *, locked: bool = False) -> Connection:
+def connect(path: str | Path, *, locked: bool = False, version: int | None = None) -> Connection:
     """Open the store at `path` for questions. With `locked`, SQL can only select, and can reach nothing but the store.
+
+    With `version`, all questions see that version, as on a `snapshot`.
 
     Views: one per dataset (`tensor_stats`, `scalars`, `events`, …); `runs`, `attempts` and `tensors` show the latest
     version of each, `runs_history` and so on all versions; `tensor_global` combines shards.
     """
-    return Connection(Log.open(Path(path).absolute(), sync_to_disk), locked=locked)
+    log = Log.open(Path(path).absolute(), sync_to_disk, version=version)
+    return Connection(log, locked=locked, pinned=version is not None)
 
 
 class Connection:

@@ -1,0 +1,136 @@
+"""TensorBoard event files: one file, or a folder of them, such as `runs/` of a training or our own export.
+
+Numbers become scalars under our names, tags of the existing tool's pattern become rows of `tensor_stats`, texts become
+notes. Pictures, sound, graphs and histograms have no place in a table and are passed over. Files of one folder continue
+each other; a tag whose step goes back, or a session that restarts at a step already seen, opens the next attempt.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from rankscope_ingest.errors import IngestError
+from rankscope_ingest.importers.base import NOT_MINE, Detection, Faults, Imported
+from rankscope_ingest.importers.tensorboard.rewinds import Place, Rewinds
+
+if TYPE_CHECKING:
+    from rankscope_ingest.importers.tensorboard.rows import EventRows
+
+MARK: Final = "tfevents"
+SETTLED_SECONDS: Final = 600.0
+"""A file untouched for so long is finished: its last step is taken as complete."""
+
+_VERSION_MARK: Final = b"brain.Event:"
+_LOOKED_AT: Final = 2_000
+_FOLDER_RANK: Final = re.compile(r"(?:.*-)?rank[_-]?(\d{1,9})(?:-attempt(\d{1,9})|-[0-9a-f]{8})?")
+
+
+class TensorBoard:
+    """The importer. `clock` tells seconds, as files' times do."""
+
+    name = "tensorboard"
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+
+    def detect(self, path: Path, head: bytes) -> Detection:
+        """Look for the version that begins an event file, or for event files in a folder."""
+        if path.is_dir():
+            return _detect_folder(path)
+        if _VERSION_MARK in head[:64]:
+            return Detection(1.0, "its first record names the version of an event file")
+        if MARK in path.name and head[4:8] == bytes(4):
+            return Detection(0.8, f"{MARK} in its name, and a record's length first")
+        return NOT_MINE
+
+    def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
+        """Yield blocks of rows, file by file; each file is a source of its own."""
+        _require_libraries()
+        from rankscope_ingest.importers.tensorboard.rows import EventRows  # noqa: PLC0415 - needs the extra
+
+        if not path.is_dir():
+            yield from self._read_file(path, faults, EventRows("", Rewinds(), _place(path.parent)))
+            return
+        folder, rewinds = path, Rewinds()
+        for file in _event_files(path):
+            if file.parent != folder:
+                folder, rewinds = file.parent, Rewinds()
+            labels = _labels(folder.relative_to(path))
+            rows = EventRows(str(file.relative_to(path)), rewinds, _place(folder), labels)
+            yield from self._read_file(file, faults, rows)
+
+    def _read_file(self, path: Path, faults: Faults, rows: EventRows) -> Iterator[Imported]:
+        from rankscope_storage.tensorboard.frames import read_frames  # noqa: PLC0415 - needs the extra
+
+        before = faults.read_bytes
+        with path.open("rb") as file:
+            size, changed = os.fstat(file.fileno()).st_size, os.fstat(file.fileno()).st_mtime
+            for number, data in read_frames(file, size, faults.add):
+                problem = rows.take(data)
+                if problem:
+                    faults.add(number, problem)
+                if rows.is_full:
+                    faults.read_bytes = before + file.tell()
+                    yield from rows.blocks()
+        faults.read_bytes = before + size
+        yield from rows.finish(settled=self._clock() - changed > SETTLED_SECONDS)
+
+
+def _detect_folder(path: Path) -> Detection:
+    events = others = 0
+    for file in _walk(path):
+        events, others = events + (MARK in file.name), others + (MARK not in file.name)
+        if events + others >= _LOOKED_AT:
+            break
+    if not events:
+        return NOT_MINE
+    found = f"{events} event file{'s' if events > 1 else ''}"
+    if not others:
+        return Detection(0.95, f"{found} and nothing else in it")
+    return Detection(0.4, f"{found} in it, among other files")
+
+
+def _walk(path: Path) -> Iterator[Path]:
+    # Links are not followed: they may lead in circles, or out of the folder that was named.
+    for folder, folders, files in os.walk(path):
+        folders.sort()
+        yield from (Path(folder, name) for name in sorted(files))
+
+
+def _event_files(path: Path) -> Iterable[Path]:
+    """Yield the event files below `path`, folder by folder, in the order in which they were begun."""
+    return (file for file in _walk(path) if MARK in file.name and file.is_file() and not file.is_symlink())
+
+
+def _place(folder: Path) -> Place:
+    """Return what the names of the folders say: rank and attempt, and the family in the tool's conversion."""
+    resolved = folder.absolute()
+    for own, family in ((resolved, None), (resolved.parent, resolved.name)):
+        if match := _FOLDER_RANK.fullmatch(own.name):
+            return Place(rank=int(match[1]), attempt=int(match[2] or 0), family=family)
+    return Place()
+
+
+def _labels(relative: Path) -> dict[str, str]:
+    """Return the label that keeps `train/` and `validation/` apart; ranks and attempts have columns of their own."""
+    parts = [part for part in relative.parts if not _FOLDER_RANK.fullmatch(part)]
+    return {"folder": "/".join(parts)} if parts else {}
+
+
+def _require_libraries() -> None:
+    for module in ("google.protobuf", "google_crc32c"):
+        try:
+            found = importlib.util.find_spec(module)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            raise IngestError(f"event files need {module}: pip install 'rankscope[tensorboard]'")
+
+
+IMPORTER = TensorBoard()

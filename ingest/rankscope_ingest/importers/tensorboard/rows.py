@@ -1,0 +1,283 @@
+"""Turns events of one TensorBoard file into rows. Pure: bytes of an event in, blocks out."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pyarrow as pa
+
+from rankscope_contract.events import EventType, Severity
+from rankscope_contract.kinds import COUNT_OPS
+from rankscope_ingest.importers.aliases import canonical
+from rankscope_ingest.importers.base import FROM_FILE, RECORD_COLUMN, ImportedBlock
+from rankscope_ingest.importers.tensorboard.rewinds import MAX_TAGS, Place, Rewinds
+from rankscope_ingest.tables import table_schema
+from rankscope_storage.tensorboard.events import DESCRIBED, PLACEMENT, WRITER
+from rankscope_storage.tensorboard.messages import SESSION_START, DecodeError, Event, scalar_value, text_value
+from rankscope_storage.tensorboard.tags import OPS, TensorTag, parse_tensor_tag, parse_tree_tag
+
+BLOCK_ROWS: Final = 50_000
+MAX_TAGS_BYTES: Final = 128 << 20
+MAX_TAG_BYTES: Final = 4_096
+_TEXT_CHARACTERS: Final = 16_384
+
+_OTHER_AXES: Final = (" vs samples", " vs steps", " vs tokens")
+"""Megatron repeats its curves over these axes: the step of such a tag is no step."""
+
+_DAYS_10000: Final = 253_402_300_800
+_COMMON: Final = ("step", "rank", "ts", "ts_origin", "attempt")
+_COLUMNS: Final = {
+    "tensor_stats": (*_COMMON, *DESCRIBED["tensor_stats"], *OPS),
+    "scalars": (*_COMMON, *DESCRIBED["scalars"], "value"),
+    "features": (*_COMMON, *DESCRIBED["features"], "value"),
+    "events": (*_COMMON, "type", "severity", "message", "details"),
+}
+_INT32: Final = 1 << 31
+_MAX_COUNT: Final = float(1 << 63)
+
+Row = dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Series:
+    """What a tag means: rows of which dataset, with which columns."""
+
+    dataset: str
+    columns: Row
+    op: str = ""
+    factor: float = 1.0
+    axis_is_step: bool = True
+    rank: int | None = None
+
+
+class EventRows:
+    """The rows of one event file."""
+
+    def __init__(self, source: str, rewinds: Rewinds, place: Place, labels: Mapping[str, str] | None = None) -> None:
+        self._source = source
+        self._rewinds = rewinds
+        self._rank = place.rank
+        self._attempt = place.attempt
+        self._family = place.family
+        self._labels = dict(labels or {})
+        self._ours = False
+        self._series: dict[bytes, _Series | None] = {}
+        self._open: dict[tuple[Any, ...], Row] = {}  # rows of the step at hand, which several events make up
+        self._open_step: tuple[int, int] | None = None
+        self._rows: dict[str, list[Row]] = {}
+        self._count = 0
+        self._records = 0
+        self._record: int | None = None  # of the event at hand, once it has a row
+        self._tag_bytes = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a block is worth storing."""
+        return self._count >= BLOCK_ROWS or self._records >= BLOCK_ROWS
+
+    def take(self, data: bytes) -> str | None:
+        """Take one event; return what is wrong with it, or None."""
+        try:
+            event = Event.FromString(data)
+        except DecodeError:
+            return "no event: its bytes cannot be decoded"
+        if event.source_metadata.writer.startswith(WRITER):
+            self._take_own_header(event.source_metadata.writer)
+        what = event.WhichOneof("what")
+        if what == "session_log" and event.session_log.status == SESSION_START:
+            self._rewinds.restart(event.step)
+        elif what == "summary":
+            self._take_summary(event)
+        return None
+
+    def blocks(self) -> Iterator[ImportedBlock]:
+        """Yield what has been collected, and begin the next block."""
+        if self._records:
+            tables = {dataset: _table(dataset, rows) for dataset, rows in self._rows.items() if rows}
+            yield ImportedBlock(records=self._records, tables=tables, source=self._source)
+        self._rows, self._count, self._records = {}, 0, 0
+
+    def finish(self, *, settled: bool) -> Iterator[ImportedBlock]:
+        """Yield the rest. The last step of a file that is still being written waits for the next import."""
+        if settled:
+            self._close_step()
+        yield from self.blocks()
+
+    def _take_own_header(self, writer: bytes) -> None:
+        self._ours = True
+        try:
+            said = json.loads(writer[len(WRITER) :])
+            rank, attempt = said["rank"], said["attempt"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return
+        self._rank = rank if _is_int32(rank) else None
+        self._attempt = attempt if _is_int32(attempt) else 0
+
+    def _take_summary(self, event: Any) -> None:
+        common: Row = {"step": event.step, "ts": _micros(event.wall_time)}
+        self._record = None
+        begun: dict[tuple[Any, ...], Row] = {}
+        for value in event.summary.value:
+            series = self._series_of(value)
+            number = None if series is None else scalar_value(value)
+            if series is None or number is None:
+                if (text := text_value(value)) is not None:
+                    self._add_note(common, value.tag, text)
+                continue
+            row = {**common, "rank": self._rank if series.rank is None else series.rank, **series.columns}
+            if self._ours:
+                row["attempt"] = self._attempt
+            elif not self._place(row, value.tag, series):
+                row["step"] = None
+            if series.dataset != "tensor_stats":
+                self._add(series.dataset, {**row, "value": number * series.factor})
+            elif self._ours:
+                self._add_own_statistic(begun, row, series, number)
+            else:
+                self._add_foreign_statistic(row, series, number)
+
+    def _place(self, row: Row, tag: bytes, series: _Series) -> bool:
+        """Give `row` its attempt, and close the step that came before; return whether its step is one."""
+        if not series.axis_is_step:
+            row["attempt"] = self._attempt + self._rewinds.attempt
+            return False
+        row["attempt"] = self._attempt + self._rewinds.attempt_of(tag, row["step"])
+        if self._open_step != (row["attempt"], row["step"]):
+            self._close_step()
+            self._open_step = (row["attempt"], row["step"])
+        return True
+
+    def _add_own_statistic(self, begun: dict[tuple[Any, ...], Row], row: Row, series: _Series, number: float) -> None:
+        """Add a statistic to the row of this event that lacks it."""
+        key = tuple(series.columns.values())
+        if key not in begun or series.op in begun[key]:
+            begun[key] = row
+            self._add("tensor_stats", row)
+        begun[key][series.op] = _statistic(series.op, number)
+
+    def _add_foreign_statistic(self, row: Row, series: _Series, number: float) -> None:
+        """Add a statistic to the row of this step, which other events may have begun: they carry one number each."""
+        key = (row["rank"], *series.columns.values())
+        if series.op in self._open.get(key, ()):
+            opened = self._open_step
+            self._close_step()
+            self._open_step = opened
+        self._open.setdefault(key, row)[series.op] = _statistic(series.op, number)
+
+    def _close_step(self) -> None:
+        """Store the tensors of the step that is over, as a record of their own."""
+        current, self._record = self._record, None
+        for row in self._open.values():
+            self._add("tensor_stats", row)
+        self._record = current
+        self._open, self._open_step = {}, None
+
+    def _add_note(self, common: Row, tag: bytes, text: str) -> None:
+        note = {
+            "rank": self._rank,
+            "attempt": self._attempt + (0 if self._ours else self._rewinds.attempt),
+            "type": EventType.NOTE,
+            "severity": Severity.INFO,
+            "message": text[:_TEXT_CHARACTERS],
+            "details": json.dumps({"tag": _text(tag)}, ensure_ascii=False),
+        }
+        self._add("events", {**common, **note})
+
+    def _add(self, dataset: str, row: Row) -> None:
+        """Add a row to the record at hand, which begins with its first row."""
+        if self._record is None:
+            self._record = self._records
+            self._records += 1
+        row[RECORD_COLUMN] = self._record
+        row["ts_origin"] = None if row["ts"] is None else FROM_FILE
+        self._rows.setdefault(dataset, []).append(row)
+        self._count += 1
+
+    def _series_of(self, value: Any) -> _Series | None:
+        """Return what the tag of `value` means; its first value may describe it."""
+        tag: bytes = value.tag
+        if tag in self._series:
+            return self._series[tag]
+        series = self._describe(value)
+        if len(self._series) < MAX_TAGS and self._tag_bytes < MAX_TAGS_BYTES:
+            self._series[tag] = series
+            self._tag_bytes += len(tag)
+        return series
+
+    def _describe(self, value: Any) -> _Series | None:
+        plugin = value.metadata.plugin_data.plugin_name
+        if plugin not in (b"", b"scalars") or len(value.tag) > MAX_TAG_BYTES:
+            return None
+        tag = _text(value.tag)
+        described = _described(value.metadata.summary_description) if self._ours else None
+        if described is not None:
+            return described
+        found = parse_tensor_tag(tag) or (parse_tree_tag(tag, self._family, self._rank) if self._family else None)
+        if found is not None:
+            return self._tensor(found)
+        alias = canonical(tag)
+        columns = {"name": alias.name, "unit": alias.unit, "labels": alias.labels(tag, self._labels)}
+        return _Series("scalars", columns, factor=alias.factor, axis_is_step=not tag.endswith(_OTHER_AXES))
+
+    def _tensor(self, found: TensorTag) -> _Series:
+        columns: Row = {name: getattr(found, name) for name in ("kind", "tensor", "index", "vpp_stage", "micro_step")}
+        columns["placement"] = PLACEMENT if self._ours else None
+        return _Series("tensor_stats", columns, found.op, rank=None if self._ours else found.rank)
+
+
+def _described(description: bytes) -> _Series | None:
+    """Return what our own exporter says of a tag."""
+    try:
+        said = json.loads(description)
+        dataset = said.pop("dataset")
+        op = said.pop("op", "")
+        known = DESCRIBED[dataset]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    schema = table_schema(dataset)
+    fits = all(name in known and _fits(value, schema.field(name).type) for name, value in said.items())
+    required = all(schema.field(name).nullable or name in said for name in known)
+    if not fits or not required or (op not in OPS if dataset == "tensor_stats" else op):
+        return None
+    return _Series(dataset, {name: said.get(name) for name in known}, op)
+
+
+def _fits(value: Any, type_: pa.DataType) -> bool:
+    if pa.types.is_string(type_):
+        return isinstance(value, str) and _text(value.encode("utf-8", "replace")) == value
+    return (
+        _is_int32(value)
+        if type_ == pa.int32()
+        else isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
+    )
+
+
+def _is_int32(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -_INT32 <= value < _INT32
+
+
+def _statistic(op: str, number: float) -> float | int | None:
+    if op not in COUNT_OPS:
+        return number
+    return int(number) if math.isfinite(number) and abs(number) < _MAX_COUNT else None
+
+
+def _micros(wall_time: float) -> int | None:
+    """Return seconds as UTC µs; 0 and what no calendar has mean that nobody said."""
+    if not math.isfinite(wall_time) or wall_time == 0 or not 0 < wall_time < _DAYS_10000:
+        return None
+    return round(wall_time * 1e6)
+
+
+def _text(tag: bytes) -> str:
+    return tag.decode("utf-8", "replace")
+
+
+def _table(dataset: str, rows: list[Row]) -> pa.Table:
+    schema = table_schema(dataset)
+    columns = {name: pa.array([row.get(name) for row in rows], schema.field(name).type) for name in _COLUMNS[dataset]}
+    return pa.table({RECORD_COLUMN: pa.array([row[RECORD_COLUMN] for row in rows], pa.int32()), **columns})

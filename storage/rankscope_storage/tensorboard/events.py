@@ -1,0 +1,145 @@
+"""Writes rows of the store as events of one file."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from rankscope_storage.tensorboard.frames import frame
+from rankscope_storage.tensorboard.messages import Event, put_number
+from rankscope_storage.tensorboard.tags import OPS, TensorTag, parse_tensor_tag, tensor_tag
+
+WRITER: Final = b"rankscope "
+"""How `source_metadata` begins in the first event of our own files: an event then holds whole rows."""
+
+FILE_VERSION: Final = b"brain.Event:2"
+DESCRIBED: Final = {
+    "tensor_stats": ("kind", "tensor", "index", "vpp_stage", "micro_step", "placement", "shard_group", "call_seq"),
+    "scalars": ("name", "unit", "labels", "vpp_stage", "micro_step"),
+    "features": ("kind", "module", "index", "vpp_stage", "micro_step"),
+}
+"""Columns that tell two series of a dataset apart."""
+
+PLACEMENT: Final = "full"
+"""What a tensor's tag without a description means."""
+
+EVENT_VALUES: Final = 2_000
+EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
+SCALARS: Final = b"scalars"
+_DATA_CLASS_SCALAR: Final = 1
+
+
+class EventFile:
+    """One event file that is being written; a context manager."""
+
+    def __init__(self, path: Path, *, rank: int | None, attempt: int | None) -> None:
+        self.left_out: Counter[str] = Counter()
+        self._file = path.open("wb")
+        self._rank = rank
+        self._tags: dict[tuple[Any, ...], bytes] = {}
+        self._taken: set[bytes] = set()
+        self._first_of: dict[bytes, dict[str, Any] | None] = {}
+        first = Event(file_version=FILE_VERSION)
+        first.source_metadata.writer = WRITER + json.dumps({"rank": rank, "attempt": attempt}).encode()
+        self._put(first)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def write(self, step: int, ts: dt.datetime | None, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        """Write the rows of one step and moment, by dataset."""
+        event = self._event(step, ts)
+        for dataset, listed in rows.items():
+            for row in listed:
+                if len(event.summary.value) > EVENT_VALUES:
+                    self._put(event)
+                    event = self._event(step, ts)
+                if dataset == "tensor_stats":
+                    self._add_tensor(event, row)
+                else:
+                    self._add_number(event, dataset, row)
+        if event.summary.value:
+            self._put(event)
+
+    def _event(self, step: int, ts: dt.datetime | None) -> Any:
+        event = Event(step=step)
+        if ts is not None:
+            event.wall_time = (ts - EPOCH) / dt.timedelta(seconds=1)
+        return event
+
+    def _put(self, event: Any) -> None:
+        self._file.write(frame(event.SerializeToString()))
+
+    def _add_tensor(self, event: Any, row: Mapping[str, Any]) -> None:
+        present = [op for op in OPS if row[op] is not None]
+        if not present:
+            self.left_out["tensors without any statistic"] += 1
+        for op in present:
+            self._add(event, "tensor_stats", row, row[op], op)
+
+    def _add_number(self, event: Any, dataset: str, row: Mapping[str, Any]) -> None:
+        if row["value"] is None:
+            self.left_out["values that are null"] += 1
+        else:
+            self._add(event, dataset, row, row["value"], "")
+
+    def _add(self, event: Any, dataset: str, row: Mapping[str, Any], number: float, op: str) -> None:
+        key = (dataset, op, *(row[name] for name in DESCRIBED[dataset]))
+        tag = self._tags.get(key)
+        value = event.summary.value.add()
+        if tag is None:
+            tag = self._tags[key] = self._new_tag(dataset, row, op)
+            value.metadata.plugin_data.plugin_name = SCALARS
+            value.metadata.data_class = _DATA_CLASS_SCALAR
+            description = self._first_of.pop(tag)
+            if description is not None:
+                value.metadata.summary_description = json.dumps(description, ensure_ascii=False).encode()
+        value.tag = tag
+        put_number(value, number)
+
+    def _new_tag(self, dataset: str, row: Mapping[str, Any], op: str) -> bytes:
+        """Return a tag that no other series has, and note what has to be described at its first value."""
+        if dataset == "tensor_stats":
+            tag, plain = _tensor_tag(row, op, self._rank)
+        elif dataset == "scalars":
+            tag, plain = _with_labels(row["name"], row["labels"]), False
+        else:
+            index = "" if row["index"] is None else f"[{row['index']}]"
+            tag, plain = f"{row['module']}/{row['kind']}{index}", False
+        unique, number = tag.encode("utf-8", "replace"), 1
+        while unique in self._taken:
+            number += 1
+            unique, plain = f"{tag} ({number})".encode("utf-8", "replace"), False
+        self._taken.add(unique)
+        said = {name: row[name] for name in DESCRIBED[dataset] if row[name] is not None}
+        self._first_of[unique] = None if plain else {"dataset": dataset, **({"op": op} if op else {}), **said}
+        return unique
+
+
+def _tensor_tag(row: Mapping[str, Any], op: str, rank: int | None) -> tuple[str, bool]:
+    """Return the tag of a statistic, and whether it says all there is to say."""
+    names = ("kind", "tensor", "index", "vpp_stage", "micro_step")
+    what = TensorTag(op=op, rank=rank, **{name: row[name] for name in names})
+    tag = tensor_tag(what)
+    others = row["placement"] == PLACEMENT and row["shard_group"] is None and row["call_seq"] is None
+    return tag, others and parse_tensor_tag(tag) == what
+
+
+def _with_labels(name: str, labels: str | None) -> str:
+    if labels is None:
+        return name
+    try:
+        pairs = json.loads(labels).items()
+    except (ValueError, AttributeError):
+        return f"{name}/{labels}"
+    return "/".join([name, *(f"{key}={value}" for key, value in pairs)])

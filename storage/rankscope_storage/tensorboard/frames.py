@@ -1,0 +1,133 @@
+"""Records of an event file: length, its check sum, data, its check sum. No messages here.
+
+A damaged record does not cost the rest of the file: behind damage the next place is looked for where eight bytes are
+followed by their own check sum, which chance produces once in four billion.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import struct
+from collections.abc import Callable, Iterator
+from typing import BinaryIO, Final
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+
+MAX_RECORD_BYTES: Final = 4 << 20
+"""Scalars need a few hundred; what is larger is a picture or a graph, which no table could hold."""
+
+_LENGTH: Final = struct.Struct("<Q")
+_CRC: Final = struct.Struct("<I")
+_HEADER_BYTES: Final = 12
+_SCAN_BYTES: Final = 1 << 20
+
+OnFault = Callable[[int, str], None]
+"""Is told the number of the record, from 1, and what is wrong with it."""
+
+
+def masked_crc(data: bytes) -> int:
+    """Return CRC-32C of `data`, rotated and shifted as the format wants it."""
+    crc: int = google_crc32c.value(data)
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def frame(data: bytes) -> bytes:
+    """Return `data` as one record."""
+    length = _LENGTH.pack(len(data))
+    return b"".join((length, _CRC.pack(masked_crc(length)), data, _CRC.pack(masked_crc(data))))
+
+
+def is_header(head: bytes) -> bool:
+    """Return whether a file that begins with `head` begins with a record."""
+    return len(head) >= _HEADER_BYTES and _CRC.unpack_from(head, 8)[0] == masked_crc(head[:8])
+
+
+def read_frames(file: BinaryIO, size: int, on_fault: OnFault) -> Iterator[tuple[int, bytes]]:
+    """Yield number (from 1) and data of every record whose check sums are right; tell `on_fault` of the others.
+
+    `size` is that of the file. A record that its end cuts off is told too; the writer may still be at it.
+    """
+    number = 0
+    while header := file.read(_HEADER_BYTES):
+        number += 1
+        start = file.tell() - len(header)
+        data = _data(file, header, start, size)
+        if isinstance(data, bytes):
+            yield number, data
+            continue
+        if data is _Wrong.TOO_LONG:
+            on_fault(number, f"longer than {MAX_RECORD_BYTES:,} bytes: skipped")
+            file.seek(start + _HEADER_BYTES + _LENGTH.unpack_from(header)[0] + 4)
+            continue
+        found = _next_header(file, start + 1)
+        if found is None:
+            on_fault(number, f"{data} at byte {start:,}, and no record behind it")
+            return
+        on_fault(number, f"{data} at byte {start:,}; the next one begins at byte {found:,}")
+        file.seek(found)
+
+
+class _Wrong(enum.StrEnum):
+    CUT = "cut off"
+    DAMAGED = "damaged"
+    TOO_LONG = "too long"
+
+
+def _data(file: BinaryIO, header: bytes, start: int, size: int) -> bytes | _Wrong:
+    """Return the data behind a header, or what is wrong with the record that begins at `start`."""
+    if len(header) < _HEADER_BYTES:
+        return _Wrong.CUT
+    if not is_header(header):
+        return _Wrong.DAMAGED
+    (length,) = _LENGTH.unpack_from(header)
+    if length > size - start - _HEADER_BYTES - 4:
+        return _Wrong.CUT
+    if length > MAX_RECORD_BYTES:
+        return _Wrong.TOO_LONG
+    data, crc = file.read(length), file.read(4)
+    if len(crc) < 4:
+        return _Wrong.CUT
+    return data if _CRC.unpack(crc)[0] == masked_crc(data) else _Wrong.DAMAGED
+
+
+def _next_header(file: BinaryIO, start: int) -> int | None:
+    """Return where the next record begins at or behind `start`."""
+    while True:
+        file.seek(start)
+        chunk = file.read(_SCAN_BYTES + _HEADER_BYTES - 1)
+        if len(chunk) < _HEADER_BYTES:
+            return None
+        octets = np.frombuffer(chunk, np.uint8)
+        places = len(octets) - _HEADER_BYTES + 1
+        tables, zero = _crc_tables()
+        crc = np.full(places, zero, np.uint32)
+        for position in range(8):
+            crc ^= tables[position][octets[position : position + places]]
+        masked = ((crc >> 15) | (crc << 17)) + np.uint32(0xA282EAD8)
+        said = np.zeros(places, np.uint32)
+        for position in range(4):
+            said |= octets[8 + position : 8 + position + places].astype(np.uint32) << (8 * position)
+        hits = np.flatnonzero(masked == said)
+        if len(hits):
+            return start + int(hits[0])
+        start += places
+
+
+@functools.cache
+def _crc_tables() -> tuple[list[npt.NDArray[np.uint32]], int]:
+    """Return, for each of eight positions, what each byte there adds to the CRC of eight zeros; and that CRC."""
+    zero: int = google_crc32c.value(bytes(8))
+    tables = [
+        np.array(
+            [
+                google_crc32c.value(bytes(position) + bytes([octet]) + bytes(7 - position)) ^ zero
+                for octet in range(256)
+            ],
+            np.uint32,
+        )
+        for position in range(8)
+    ]
+    return tables, zero

@@ -1,0 +1,111 @@
+"""Tags of tensors, as the existing tool writes them: `{vpp}:{name}.{input|output}:{micro}/{rank}/{task}_{op}`.
+
+Activations have side and micro step, parameters and gradients neither: `{vpp}:{name}/{rank}/{task}_{op}`. Tags are
+parsed from the right, since names may hold `/`; a `:` or `%` in a name is percent-encoded.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from rankscope_contract.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS, Kind
+from rankscope_storage.exports.families import FAMILY_OF
+
+OPS: Final = (*VALUE_OPS, *COUNT_OPS, *BASELINE_OPS)
+
+# Tasks of the tool's own tags beside the family names: where the gradient was caught says which one it is.
+_TASKS: Final[dict[str, str]] = {
+    "acc_grad": Kind.GRAD_UNREDUCED,
+    "pre_grad": Kind.GRAD_UNREDUCED,
+    "post_grad": Kind.GRAD_REDUCED,
+    **{kind: kind for kind in Kind},
+    **{family: kind for kind, family in FAMILY_OF.items() if family not in {"other", "actv", "actv_grad"}},
+}
+_SIDED: Final = {
+    ("actv", "input"): Kind.ACT_IN,
+    ("actv", "output"): Kind.ACT_OUT,
+    ("actv_grad", "input"): Kind.ACT_GRAD_IN,
+    ("actv_grad", "output"): Kind.ACT_GRAD_OUT,
+}
+_SIDE_OF: Final = {str(kind): side for (_, side), kind in _SIDED.items()}
+
+_TAG: Final = re.compile(r"(-?\d{1,9}):(.*)/(?:rank)?(\d{1,9})/([a-z_]+)", re.DOTALL)
+_MICRO: Final = re.compile(r"(.*):(?:micro)?(\d{1,9})", re.DOTALL)
+_SIDE: Final = re.compile(r"(.*)\.(input|output|in|out)(?:_(\d{1,9}))?", re.DOTALL)
+_TREE_TAG: Final = re.compile(r"vp(-?\d{1,9}):(.*)/([a-z_]+)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorTag:
+    """What a tag says of one statistic."""
+
+    kind: str
+    tensor: str
+    op: str
+    rank: int | None = None
+    vpp_stage: int | None = None
+    micro_step: int | None = None
+    index: int | None = None
+
+
+def tensor_tag(what: TensorTag) -> str:
+    """Return the tag of a statistic; without a virtual stage it says 0, as the tool does."""
+    name = what.tensor.replace("%", "%25").replace(":", "%3A")
+    side = _SIDE_OF.get(what.kind)
+    family = FAMILY_OF.get(what.kind, "other")
+    task = what.kind if family == "other" else family
+    if side:
+        name += f".{side}" + ("" if what.index is None else f"_{what.index}")
+    micro = "" if what.micro_step is None else f":{what.micro_step}"
+    return f"{what.vpp_stage or 0}:{name}{micro}/rank{what.rank or 0}/{task}_{what.op}"
+
+
+def parse_tensor_tag(tag: str) -> TensorTag | None:
+    """Return what `tag` says, or None when it is not of this pattern."""
+    match = _TAG.fullmatch(tag)
+    task_op = _task_and_op(match[4]) if match else None
+    if match is None or task_op is None:
+        return None
+    return _read(int(match[1]), match[2], int(match[3]), *task_op)
+
+
+def parse_tree_tag(tag: str, family: str, rank: int | None) -> TensorTag | None:
+    """Return what a tag of the tool's conversion says, `vp0:name:micro1/norm` in the folder `rank0/<family>`."""
+    match = _TREE_TAG.fullmatch(tag)
+    if match is None or match[3] not in OPS or (family not in _TASKS and (family, "input") not in _SIDED):
+        return None
+    return _read(int(match[1]), match[2], rank, family, match[3])
+
+
+def _read(vpp_stage: int, rest: str, rank: int | None, task: str, op: str) -> TensorTag | None:
+    micro_step = index = None
+    if match := _MICRO.fullmatch(rest):
+        rest, micro_step = match[1], int(match[2])
+    kind = _TASKS.get(task)
+    if task in {"actv", "actv_grad"}:
+        sided = _SIDE.fullmatch(rest)
+        if sided is None:
+            return None
+        rest, side = sided[1], "input" if sided[2].startswith("in") else "output"
+        kind, index = _SIDED[task, side], None if sided[3] is None else int(sided[3])
+    if kind is None:
+        return None
+    return TensorTag(
+        kind=str(kind),
+        tensor=rest.replace("%3A", ":").replace("%25", "%"),
+        op=op,
+        rank=rank,
+        vpp_stage=vpp_stage,
+        micro_step=micro_step,
+        index=index,
+    )
+
+
+def _task_and_op(text: str) -> tuple[str, str] | None:
+    for op in OPS:
+        task = text.removesuffix(f"_{op}")
+        if task != text and (task in _TASKS or task in {"actv", "actv_grad"}):
+            return task, op
+    return None
