@@ -26,7 +26,7 @@ from rankscope_ingest.networks import Address
 from rankscope_ingest.plans import PlanColumns
 from rankscope_ingest.progress import RunMeter, RunProgress, run_progress
 from rankscope_ingest.registry import Accepted, Registry
-from rankscope_ingest.rows import Row, Stamp, gap_row, incident_row, launch_row
+from rankscope_ingest.rows import Row, Stamp, found_row, gap_row, incident_row, launch_row
 from rankscope_ingest.runs import ENDED, Attempt, AttemptKey, RunBook
 from rankscope_ingest.service_metrics import ServiceMetrics
 from rankscope_ingest.symptoms import symptoms
@@ -90,6 +90,7 @@ class Collector:
     def answered(self, target: Target) -> None:
         """Note a usable answer; a rank that drains waits for a commit, so nothing is held back for it."""
         target.vitals.heard(self._clock())
+        target.gone_at = None
         self.runs.heard(_key(target), target.registration.rank)
         if target.health is Health.DRAINING and target.committed < target.cursor:
             self.flush_soon()
@@ -116,6 +117,8 @@ class Collector:
         now = self._clock()
         tables = dict(body.tables)
         gaps = [self._gap(target, first, last, "the ring had overwritten them") for first, last in body.missing]
+        if target.given_up > target.cursor:
+            gaps.append(self._found(target, target.cursor + 1, min(body.last, target.given_up)))
         if gaps:
             _append(tables, "events", rows_table("events", gaps))
         if (tensors := self._versions.of_tensors(target, plans)) is not None:
@@ -231,12 +234,23 @@ class Collector:
         log.warning("%d records lost: %s", lost, why, extra={"target": target.name, "first": first, "last": last})
         return gap_row(target, first, last, why, self._stamp())
 
+    def _found(self, target: Target, first: int, last: int) -> Row:
+        """Take back that records `first` to `last` were lost: the process that had vanished is here with them."""
+        found = last - first + 1
+        target.records_lost -= found
+        self._meter(_key(target)).records_lost -= found
+        log.info("%d records that were taken for lost arrived", found, extra={"target": target.name})
+        return found_row(target, first, last, self._stamp())
+
     def _abandon(self, target: Target, now: float) -> None:
         """Stop following a rank that vanished; what it had published and nobody fetched is lost."""
         target.leave(now)
-        if target.head > target.cursor:
+        first = max(target.cursor, target.given_up) + 1
+        if target.head >= first:
+            target.given_up = target.head
             why = "the process vanished before they were fetched"
-            self._add_event(self._gap(target, target.cursor + 1, target.head, why))
+            # Without a seq: the watermark must stay below these records, in case the process was only out of reach.
+            self._add_event(self._gap(target, first, target.head, why) | {"seq": None})
 
     def _failure(self, attempt: Attempt, now: float) -> Incident | None:
         culprit = next((rank for rank in attempt.ranks.values() if rank.error or rank.is_vanished), None)

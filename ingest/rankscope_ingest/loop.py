@@ -122,11 +122,10 @@ class TargetLoop:
     async def run(self) -> None:
         """Poll until the target is gone."""
         delay = self._pace.after_answer(self.target, self._clock())
-        while True:
+        while self.target.health is not Health.GONE:
             await self._wait(delay)
-            delay = await self.poll_once()
-            if self.target.health is Health.GONE:
-                return
+            if self.target.health is not Health.GONE:  # it may have been taken for dead while we waited
+                delay = await self.poll_once()
 
     async def poll_once(self) -> float:
         """Poll once, and return after how many seconds to do so again."""
@@ -139,7 +138,9 @@ class TargetLoop:
         except (FetchError, DecodeError, pa.ArrowException) as error:
             fault = error if isinstance(error, FetchError) else FetchError("garbage", str(error))
             target.failures_in_row += 1
-            target.health, target.last_error = Health.FAILING, str(fault)
+            target.last_error = str(fault)
+            if target.health is not Health.GONE:
+                target.health = Health.FAILING
             self._sink.failed(target, fault)
             return self._pace.after_failure(target.failures_in_row, self._jitter(), fault.retry_after_seconds)
         finally:

@@ -1,7 +1,7 @@
 """Rows the service itself adds to the store: launches, gaps, incidents, and versions of runs and attempts. Pure.
 
-Their `ts_origin` is "ingest". A gap stands at the last lost seq, so that it is dropped together with the records around
-it when they are stored already; all other rows carry no seq, and a repeated version of a run does no harm.
+Their `ts_origin` is "ingest". A gap in a body stands at the last lost seq, so that it is dropped together with the
+records around it when they are stored already; all other rows carry no seq, and a repeated version of a run is harmless.
 """
 
 from __future__ import annotations
@@ -66,6 +66,20 @@ def gap_row(target: Target, first: int, last: int, why: str, stamp: Stamp) -> Ro
         "severity": Severity.WARNING,
         "value": float(count),
         "message": f"{count} records lost (seq {first} to {last}): {why}",
+        "details": _json(details),
+    }
+
+
+def found_row(target: Target, first: int, last: int, stamp: Stamp) -> Row:
+    """Return the event that takes a gap back: its count is negative, so that sums over gaps stay right."""
+    count = last - first + 1
+    details = {"first": first, "last": last, "records": -count, "reason": "the process was only out of reach"}
+    return _rank_columns(target.registration, target.attempt) | {
+        **stamp.columns(),
+        "type": EventType.GAP,
+        "severity": Severity.INFO,
+        "value": float(-count),
+        "message": f"{count} records taken for lost (seq {first} to {last}) arrived after all",
         "details": _json(details),
     }
 

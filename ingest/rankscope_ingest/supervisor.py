@@ -193,6 +193,8 @@ class Supervisor:
     async def _poll(self, target: Target) -> None:
         loop = await self._loop_of(target)
         await loop.run()
+        # Gone, as thousands may be in the life of a service. One that comes back begins with a loop of its own.
+        del self._loops[target.incarnation], self._following[target.incarnation]
 
     async def _loop_of(self, target: Target) -> TargetLoop:
         if target.incarnation not in self._loops:

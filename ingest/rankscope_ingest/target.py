@@ -39,6 +39,7 @@ class Target:
     failures_in_row: int = 0
     records_lost: int = 0
     gone_at: float | None = None
+    given_up: int = NOTHING  # up to this seq, what was not taken was counted as lost when the process vanished
     uncommitted: deque[tuple[int, int]] = field(default_factory=deque)  # (last seq, rows) of each body on its way
 
     @property

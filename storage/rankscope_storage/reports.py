@@ -71,7 +71,8 @@ SELECT coalesce(
 
 _EVENTS: Final = """\
 SELECT count(*) FILTER (begins) AS incidents,
-  coalesce(sum(TRY_CAST(details->>'$.last' AS BIGINT) - TRY_CAST(details->>'$.first' AS BIGINT) + 1)
+  coalesce(sum(coalesce(TRY_CAST(details->>'$.records' AS BIGINT),  -- negative where lost ones were found again
+    TRY_CAST(details->>'$.last' AS BIGINT) - TRY_CAST(details->>'$.first' AS BIGINT) + 1))
     FILTER (type = 'gap'), 0)::BIGINT AS lost_records
 FROM (
   SELECT type, CASE WHEN type = 'gap' AND json_valid(details) THEN details::JSON END AS details,

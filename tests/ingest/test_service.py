@@ -11,6 +11,9 @@ from aiohttp import web
 
 from rankscope_contract.channel import ARROW_STREAM
 from rankscope_contract.records import Plan, PlanEntry
+from rankscope_ingest import collector
+from rankscope_storage.connection import connect
+from rankscope_storage.reports import summary
 
 LOSSES = (
     "SELECT run, attempt, rank, incarnation, seq, step, value FROM scalars WHERE name = 'loss' ORDER BY run, rank, seq"
@@ -401,3 +404,116 @@ async def test_service_pages_say_how_things_stand(start_service, fake_rank, even
     assert (200, '{"status": "ok"}') == health
     assert 404 == missing[0]
     assert "/api/v1/targets" in missing[1]
+
+
+async def out_of_reach(request):
+    await asyncio.sleep(60)
+
+
+async def test_records_of_a_dead_process_are_counted_and_its_last_ones_stop_nothing(
+    start_service, fake_rank, eventually
+):
+    """Its last heartbeat told of records that nobody had fetched."""
+    async with fake_rank() as rank, fake_rank(run="other") as other, start_service() as service:
+        for one in (rank, other):
+            await one.register(service.url)
+            one.publish_steps(5)
+        await eventually(lambda: rank.committed == other.committed == 4)
+        rank.behave = out_of_reach
+        await eventually(lambda: rank.requests[-1].query["after"] == "4")
+        rank.publish_steps(10)
+        await rank.register(service.url)
+        await rank.die()
+        await eventually(lambda: service.snapshots and "failed" in [run.state for run in service.snapshots[-1].runs])
+        other.publish_steps(5)
+        await eventually(lambda: other.committed == 9)
+    gap = service.rows("SELECT seq, value FROM events WHERE type = 'gap'")
+
+    assert [{"seq": None, "value": 10.0}] == gap
+    assert {"ok"} == {snapshot.degraded or "ok" for snapshot in service.snapshots}
+
+
+async def test_dead_process_is_polled_no_more(start_service, fake_rank, eventually):
+    async with fake_rank() as rank, start_service() as service:
+        await rank.register(service.url)
+        rank.publish_steps(1)
+        await eventually(lambda: rank.committed == 0)
+        await rank.die()
+
+        async def health():
+            return (await service.targets())[0]["health"] == "gone"
+
+        await eventually(health)
+        page = (await service.get("/metrics"))[1]
+        await eventually(lambda: service.snapshots[-1].targets == 0)
+        for _ in range(3):  # longer than any pause between polls
+            shown = len(service.snapshots)
+            await eventually(lambda shown=shown: len(service.snapshots) > shown)
+        later = (await service.get("/metrics"))[1]
+
+    def refusals(text):
+        return [line for line in text.splitlines() if 'reason="refused"' in line]
+
+    assert refusals(page) == refusals(later)
+    assert [] == [run for run in service.snapshots[-2:] if run.targets]
+
+
+async def test_process_out_of_reach_for_long_goes_on_and_what_was_given_up_is_found(
+    start_service, fake_rank, eventually, monkeypatch
+):
+    """A network cut for minutes: the rank was taken for dead and forgotten, then it comes back with everything."""
+    monkeypatch.setattr(collector, "REMEMBER_SECONDS", 0.5)
+    async with fake_rank() as rank, start_service(**{"runs.failed_after_seconds": 1.0}) as service:
+        await rank.register(service.url)
+        rank.publish_steps(5)
+        await eventually(lambda: rank.committed == 4)
+        rank.behave = out_of_reach
+        await eventually(lambda: rank.requests[-1].query["after"] == "4")
+
+        async def forgotten():
+            return not await service.targets()
+
+        await eventually(forgotten)
+        rank.behave = None
+        rank.publish_steps(5)
+        await rank.register(service.url)
+        await eventually(lambda: rank.committed == 9)
+
+        async def runs_on():
+            state = await service.run_state()
+            return ("running", 0) == (state["state"], state["records_lost"])
+
+        await eventually(runs_on)
+
+    assert list(range(10)) == [row["seq"] for row in service.rows(LOSSES)]
+
+
+async def test_records_taken_for_lost_are_taken_back_when_they_arrive(start_service, fake_rank, eventually):
+    async with fake_rank() as rank, start_service(**{"runs.failed_after_seconds": 1.0}) as service:
+        await rank.register(service.url)
+        rank.publish_steps(5)
+        await eventually(lambda: rank.committed == 4)
+        rank.behave = out_of_reach
+        await eventually(lambda: rank.requests[-1].query["after"] == "4")
+        rank.publish_steps(5)
+        await rank.register(service.url)
+
+        async def failed():
+            return (await service.run_state())["records_lost"] == 5
+
+        await eventually(failed)
+        rank.behave = None
+        await rank.register(service.url)
+        await eventually(lambda: rank.committed == 9)
+
+        async def runs_on():
+            state = await service.run_state()
+            return ("running", 0) == (state["state"], state["records_lost"])
+
+        await eventually(runs_on)
+    gaps = service.rows("SELECT value FROM events WHERE type = 'gap' ORDER BY ordinal")
+
+    assert list(range(10)) == [row["seq"] for row in service.rows(LOSSES)]
+    assert [{"value": 5.0}, {"value": -5.0}] == gaps
+    with connect(service.store) as connection:
+        assert 0 == summary(connection, "r").lost_records
