@@ -130,6 +130,7 @@ ATTEMPT_FIELDS: Final = (*RUN_FIELDS, Field("launch_id", "string", "Equal on all
 TENSOR_DIMENSION_FIELDS: Final = (
     required("kind", "string"),
     required("tensor", "string"),
+    Field("index", "int32", "Tuple slot; null for the whole tensor."),
     Field("shape", ListOf("int64")),
     Field("dtype", "string"),
     Field("numel", "int64", unit="elements"),

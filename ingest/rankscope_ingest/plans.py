@@ -48,6 +48,7 @@ def _dimension(entry: PlanEntry) -> dict[str, Any]:
     return {
         "kind": entry.kind,
         "tensor": entry.tensor,
+        "index": entry.index,
         "vpp_stage": entry.vpp_stage,
         "shape": list(entry.shape),
         "dtype": entry.dtype or None,

@@ -13,7 +13,11 @@ from rankscope_contract.records import DATASETS, DIMENSIONS
 from rankscope_storage.layout import file_fingerprint
 from rankscope_storage.schema import dataset_schema, fingerprint
 
-VERSION_KEYS: Final = {"runs": ("run",), "attempts": ("run", "attempt"), "tensors": ("run", "kind", "tensor")}
+VERSION_KEYS: Final = {
+    "runs": ("run",),
+    "attempts": ("run", "attempt"),
+    "tensors": ("run", "kind", "tensor", '"index"'),
+}
 """What a row of a dimension describes; the newest version of each is what its view shows."""
 
 HISTORY_SUFFIX: Final = "_history"

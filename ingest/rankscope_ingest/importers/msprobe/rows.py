@@ -1,0 +1,94 @@
+"""Rows of a family's file with their keys read: step, virtual stage, micro step, name. No meaning yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rankscope_ingest.importers.msprobe.cells import Cells, Complain, Floats, Integers, Mask, floats, whole_numbers
+from rankscope_storage.exports.msprobe_layout import plain
+
+KEYS: Final = ("vpp_stage", "name", "step")
+MICRO_STEP: Final = "micro_step"
+TEXTS: Final = ("shape", "dtype")
+
+_STEP_LIMIT: Final = 1 << 50
+_SMALL_LIMIT: Final = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Columns of equal length. `codes` are positions in `names`; -1 in `vpp` and `micro` stands for none.
+
+    `records` are the numbers of the rows: those that are left out later keep theirs.
+    """
+
+    lines: Integers
+    records: Integers
+    steps: Integers
+    vpp: Integers
+    micro: Integers
+    codes: Integers
+    names: list[str]
+    numbers: dict[str, Floats]
+    texts: dict[str, pa.StringArray]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def keep(self, mask: Mask) -> Rows:
+        """Return only the rows of `mask`."""
+        if mask.all():
+            return self
+        chosen = pa.array(mask)
+        return Rows(
+            self.lines[mask],
+            self.records[mask],
+            self.steps[mask],
+            self.vpp[mask],
+            self.micro[mask],
+            self.codes[mask],
+            self.names,
+            {name: column[mask] for name, column in self.numbers.items()},
+            {name: column.filter(chosen) for name, column in self.texts.items()},
+        )
+
+    def numbered(self) -> Rows:
+        """Return the same rows, numbered from 0."""
+        return replace(self, records=np.arange(len(self)))
+
+    def spread(self, values: Sequence[Any], arrow_type: pa.DataType) -> pa.Array:
+        """Return the column that has, for each row, the value that belongs to its name."""
+        return pa.array(values, arrow_type).take(pa.array(self.codes))
+
+
+def read_rows(cells: Cells, complain: Complain) -> Rows:
+    """Return the rows of `cells` whose keys and statistics can be read; of the others, say why not."""
+    steps, bad_step = whole_numbers(cells.columns["step"], _STEP_LIMIT)
+    vpp, bad_vpp = whole_numbers(cells.columns["vpp_stage"], _SMALL_LIMIT)
+    micro, bad_micro = np.full(len(cells), -1, np.int64), np.zeros(len(cells), np.bool_)
+    if MICRO_STEP in cells.columns:
+        micro, bad_micro = whole_numbers(cells.columns[MICRO_STEP], _SMALL_LIMIT)
+    reasons = [(bad_vpp, "vpp_stage is no number"), (bad_step | (steps < 0), "step is no number from 0")]
+    reasons.append((bad_micro, "micro_step is no number"))
+    numbers = {}
+    for name in cells.columns:
+        if name not in {*KEYS, MICRO_STEP, *TEXTS}:
+            numbers[name], bad = floats(cells.columns[name])
+            reasons.append((bad, f"{name} is no number"))
+    good = np.ones(len(cells), np.bool_)
+    for bad, reason in reasons:
+        for line in cells.lines[bad & good].tolist():
+            complain(line, reason)
+        good &= ~bad
+    name = pc.dictionary_encode(cells.columns["name"])
+    texts = {str(text): cells.columns[text] for text in TEXTS if text in cells.columns}
+    codes = name.indices.to_numpy().astype(np.int64)
+    names = [plain(cell) for cell in name.dictionary.to_pylist()]
+    rows = Rows(cells.lines, np.arange(len(cells)), steps, vpp, micro, codes, names, numbers, texts)
+    return rows.keep(good).numbered()
