@@ -10,7 +10,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from rankscope_contract.escaping import sql_identifier, sql_string
-from rankscope_contract.records import DATASETS
+from rankscope_contract.records import DATASETS, DIMENSIONS
 from rankscope_storage.connection import Connection
 from rankscope_storage.errors import ExportError
 from rankscope_storage.exports.base import ExportOptions
@@ -38,7 +38,12 @@ class Selection:
         object.__setattr__(self, "parameters", values)
 
     def where(self, dataset: str) -> str:
-        """Return the predicate for rows of `dataset`; `data_type_list` narrows what has a kind, and leaves out none."""
+        """Return the predicate for rows of `dataset`; `data_type_list` narrows only what has a kind.
+
+        Versions of the run, its attempts and tensors belong to it whatever steps and ranks are exported.
+        """
+        if dataset in DIMENSIONS:
+            return "run = $run"
         parts = ["run = $run"]
         options = self.options
         if options.time_start is not None:
@@ -58,12 +63,17 @@ class Selection:
 
     def source(self, dataset: str) -> str:
         """Return what stands behind FROM and WHERE: rows of `dataset` that are exported, from the files they are in."""
-        relation = self.connection.relation(dataset, run=self.run, steps=self.options.steps)
+        steps = None if dataset in DIMENSIONS else self.options.steps
+        relation = self.connection.relation(dataset, run=self.run, steps=steps)
         return f"{relation} WHERE {self.where(dataset)}"
 
     def query(self, query: str) -> pa.Table:
         """Return the rows of `query`, which may name the parameters of this selection and must name the run."""
-        return self.connection.query(query, dict(self.parameters))
+        return self.connection.query(query, self._named_in(query))
+
+    def stream(self, query: str, batch_rows: int) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of `query` in batches; no other question may be asked of the connection meanwhile."""
+        yield from self.connection.execute(query, self._named_in(query)).to_arrow_reader(batch_rows)
 
     def count(self, dataset: str, extra: str = "true") -> int:
         """Return how many rows of `dataset` are exported, of those that meet `extra`."""
@@ -76,6 +86,10 @@ class Selection:
             f"{name} IS NULL" if value is None else f"{name} = {int(value)}"
             for name, value in (("attempt", attempt), ("rank", rank))
         )
+
+    def _named_in(self, query: str) -> dict[str, Any]:
+        # DuckDB refuses values that a statement does not name.
+        return {name: value for name, value in self.parameters.items() if f"${name}" in query}
 
     def windows(self, dataset: str, extra: str = "true", *, rows: int = WINDOW_ROWS) -> Iterator[tuple[int, int, int]]:
         """Yield (first step, last step, rows) of ranges that hold about `rows` rows each, in order of steps."""

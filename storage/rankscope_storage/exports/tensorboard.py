@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import multiprocessing
-import shutil
-import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from rankscope_storage.connection import Connection, connect
 from rankscope_storage.errors import ExportError
 from rankscope_storage.exports.base import ExportOptions, ExportReport, Progress, silent
 from rankscope_storage.exports.selection import Selection, columns, require_rows
+from rankscope_storage.exports.staging import files_below, staged_folder
 
 if TYPE_CHECKING:
     from rankscope_storage.tensorboard.events import EventFile
@@ -65,17 +64,11 @@ class TensorBoard:
             require_rows(selection, totals)
             left_out = Counter(_left_out(selection))
             streams = _streams(selection)
-            staged = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}"
-            try:
-                staged.mkdir(parents=True)
-                for done, extra in _write_all(selection, streams, staged, options.process_num):
+            with staged_folder(target) as folder:
+                for done, extra in _write_all(selection, streams, folder, options.process_num):
                     left_out += Counter(extra)
                     progress(done, sum(totals.values()))
-                files = _move(staged, target)
-            except OSError as error:
-                raise ExportError(f"cannot write to {target}: {error.strerror or error}") from error
-            finally:
-                shutil.rmtree(staged, ignore_errors=True)
+                files = tuple(target / file for file in files_below(folder))
         return ExportReport(files=files, rows=totals, left_out=dict(left_out))
 
 
@@ -183,16 +176,6 @@ def _first_second(selection: Selection, only: str) -> int:
     union = " UNION ALL ".join(f"SELECT min(ts) AS ts FROM {selection.source(name)} AND {only}" for name in DATASETS)
     first: int | None = selection.query(f"SELECT epoch(min(ts))::BIGINT AS first FROM ({union})")["first"][0].as_py()
     return max(first or 0, 0)
-
-
-def _move(staged: Path, target: Path) -> tuple[Path, ...]:
-    """Give the finished files their places below `target`, each folder at once."""
-    target.mkdir(parents=True, exist_ok=True)
-    files = sorted(path.relative_to(staged) for path in staged.rglob("*") if path.is_file())
-    for file in files:
-        (target / file).parent.mkdir(parents=True, exist_ok=True)
-        (staged / file).replace(target / file)
-    return tuple(target / file for file in files)
 
 
 def _require_libraries() -> None:

@@ -1,0 +1,173 @@
+"""`rankscope export`: one run in the format of another tool."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rankscope.errors import USAGE, CommandError, nearest
+from rankscope.opening import chosen_run, opened
+from rankscope.options import Run, Store
+
+if TYPE_CHECKING:
+    from rankscope_storage.connection import Connection
+    from rankscope_storage.exports import Exporter, ExportOptions, ExportReport, Progress
+
+
+def export(
+    run: Run = None,
+    store: Store = Path("history"),
+    form: Annotated[
+        str, typer.Option("--format", "-f", help="csv, tensorboard, sqlite, openmetrics or parquet.")
+    ] = "csv",
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="File or folder to write; named after run and format when left out."),
+    ] = None,
+    time_start: Annotated[
+        str | None, typer.Option(help="Rows from this time on: 2026-03-01T12:00:00, or Mar01_12-00-00 (UTC).")
+    ] = None,
+    time_end: Annotated[str | None, typer.Option(help="Rows up to this time.")] = None,
+    steps: Annotated[str | None, typer.Option(help="Rows of these steps: first:last.")] = None,
+    ranks: Annotated[str | None, typer.Option(help="Rows of these ranks: 0,8-15.")] = None,
+    attempt: Annotated[int | None, typer.Option(min=0, help="Rows of this launch of the run.")] = None,
+    data_type_list: Annotated[
+        str | None, typer.Option(help="Tensors of these families or kinds: actv,grad_reduced,exp_avg.")
+    ] = None,
+    process_num: Annotated[int, typer.Option(min=1, help="Processes that write at once.")] = 1,
+    step_count_per_record: Annotated[int, typer.Option(min=1, help="csv: steps in one file.")] = 1,
+    seed_rounding: Annotated[
+        int | None, typer.Option(min=0, help="csv: round to so many decimals, as the existing tool does.")
+    ] = None,
+    append_output: Annotated[
+        tuple[str, str] | None,
+        typer.Option(help="csv: go on in the folders begun within these two times.", metavar="FROM TO"),
+    ] = None,
+    step_partition: Annotated[int, typer.Option(min=1, help="sqlite: steps in one table.")] = 500,
+) -> None:
+    """Write one run of a store in the format of another tool. What the format cannot hold is counted.
+
+    csv is the layout of the msprobe monitor, for scripts that read it; tensorboard makes event files; sqlite one
+    database; openmetrics the text that Prometheus backfills from; parquet one file per dataset, with every column.
+
+    [bold]Examples[/bold]
+
+    rankscope export my-run --format tensorboard -o events && tensorboard --logdir events
+
+    rankscope export my-run --format openmetrics -o run.txt && promtool tsdb create-blocks-from openmetrics run.txt data
+
+    rankscope export my-run --format csv --data-type-list grad_reduced --step-count-per-record 100
+
+    rankscope export my-run --format parquet --steps 1000:2000 --ranks 0-7
+    """
+    from rankscope_contract.escaping import path_segment
+
+    exporter = _exporter(form)
+    with opened(store) as connection:
+        name = chosen_run(connection, run)
+        options = _options(
+            connection,
+            name,
+            time_start=time_start,
+            time_end=time_end,
+            steps=_steps(steps),
+            ranks=_ranks(ranks),
+            attempt=attempt,
+            data_type_list=tuple(filter(None, (data_type_list or "").replace(" ", "").split(","))),
+            process_num=process_num,
+            step_count_per_record=step_count_per_record,
+            seed_rounding=seed_rounding,
+            append_output=append_output,
+            step_partition=step_partition,
+        )
+        target = output or Path(f"{path_segment(name)}-{form}{exporter.suffix}")
+        with _progress(name) as progress:
+            report = exporter.export(connection, name, target, options, progress)
+    _tell(name, form, target, report)
+
+
+def _exporter(name: str) -> Exporter:
+    from rankscope_storage.exports import exporters
+
+    known = exporters()
+    if name not in known:
+        formats = "".join(f"\n  {exporter.name:12} {exporter.help}" for exporter in known.values())
+        raise CommandError(f"no format is called {name!r}.{nearest(name, known)} Known are:{formats}", code=USAGE)
+    return known[name]
+
+
+def _options(
+    connection: Connection, run: str, *, time_start: str | None, time_end: str | None, **others: object
+) -> ExportOptions:
+    from rankscope_storage.errors import ExportError
+    from rankscope_storage.exports import ExportOptions
+    from rankscope_storage.exports.moments import parse_moment
+
+    try:
+        near = _began(connection, run)
+        start, end = (None if text is None else parse_moment(text, near) for text in (time_start, time_end))
+        return ExportOptions(time_start=start, time_end=end, **others)  # type: ignore[arg-type]  # named one by one above
+    except ExportError as error:
+        raise CommandError(str(error), code=USAGE) from error
+
+
+def _began(connection: Connection, run: str) -> dt.datetime:
+    rows = connection.query("SELECT coalesce(started_at, ts) AS began FROM runs WHERE run = $run", {"run": run})
+    began: dt.datetime | None = rows["began"][0].as_py() if rows.num_rows else None
+    return began or dt.datetime.now(dt.UTC)
+
+
+def _steps(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    first, colon, last = text.partition(":")
+    try:
+        return int(first), int(last if colon else first)
+    except ValueError:
+        raise CommandError(f"--steps {text!r}: write first:last, such as 100:200, or one step", code=USAGE) from None
+
+
+def _ranks(text: str | None) -> tuple[int, ...]:
+    ranks: list[int] = []
+    for part in filter(None, (text or "").split(",")):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) - int(first) > 1_000_000:
+            raise CommandError(f"--ranks {text!r}: write numbers and ranges, such as 0,8-15", code=USAGE)
+        ranks += range(int(first), int(last or first) + 1)
+    return tuple(ranks)
+
+
+@contextlib.contextmanager
+def _progress(name: str) -> Iterator[Progress]:
+    """Show rows written on a terminal; elsewhere say nothing."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("rows"))
+    console = Console(stderr=True)
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(_plain(name), total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _tell(name: str, form: str, target: Path, report: ExportReport) -> None:
+    counts = ", ".join(f"{count:,} {dataset}" for dataset, count in report.rows.items() if count)
+    files = f"{len(report.files):,} files below {target}" if _is_many(report.files, target) else str(target)
+    print(f"{_plain(name)}: {form}, rows: {counts or 'none new'}; in {files}")
+    for reason, count in report.left_out.items():
+        print(f"left out {count:,}: {reason}", file=sys.stderr)
+
+
+def _is_many(files: Sequence[Path], target: Path) -> bool:
+    return tuple(files) != (target,)
+
+
+def _plain(name: str) -> str:
+    """Return a name that cannot move the cursor of a terminal, nor be taken for markup."""
+    return "".join(char if char.isprintable() and char not in "[]" else "�" for char in name)
