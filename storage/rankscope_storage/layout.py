@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import hashlib
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,11 @@ OWN_PART_ROWS: Final = 100_000
 """A run with this many rows of a dataset in one flush gets a part of its own: its files are worth opening alone."""
 
 SHARED_PREFIX: Final = "_shared-"
+
+LONGEST_PART: Final = 200
+"""Bytes; file systems take 255, with `part=` before it."""
+
+_DIGEST_LENGTH: Final = 16
 
 SORT_KEYS: Final[dict[str, tuple[str, ...]]] = {
     # One series lies together, in step order: neighbours share their high bytes (what BYTE_STREAM_SPLIT and
@@ -68,13 +74,25 @@ def _run_parts(table: pa.Table, today: dt.date) -> _Parts:
     runs, codes = encoded.dictionary.to_pylist(), encoded.indices.to_numpy(zero_copy_only=False)
     own = np.bincount(codes, minlength=len(runs)) >= OWN_PART_ROWS
     shared = len(runs)
-    return _Parts([*map(path_segment, runs), shared_part(today)], np.where(own[codes], codes, shared))
+    return _Parts([*map(own_part, runs), shared_part(today)], np.where(own[codes], codes, shared))
 
 
 def _day_parts(table: pa.Table, today: dt.date) -> _Parts:
     days = pc.fill_null(pc.strftime(table.column("ts"), format="%Y-%m-%d"), today.isoformat())
     encoded = _encoded(days)
     return _Parts(encoded.dictionary.to_pylist(), encoded.indices.to_numpy(zero_copy_only=False))
+
+
+def own_part(run: str) -> str:
+    """Return the part of a run that has its own; a name longer than file names may be ends in its digest."""
+    segment = path_segment(run)
+    if len(segment) <= LONGEST_PART:
+        return segment
+    digest = hashlib.sha256(run.encode()).hexdigest()[:_DIGEST_LENGTH]
+    kept = run[:LONGEST_PART]
+    while len(path_segment(kept)) > LONGEST_PART - _DIGEST_LENGTH - 1:
+        kept = kept[:-1]
+    return f"{path_segment(kept)}~{digest}"  # no encoded name holds a tilde
 
 
 def shared_part(day: dt.date) -> str:

@@ -5,6 +5,7 @@ A file is written under `_staging/`, brought to the disk, then renamed: a name o
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import functools
 import json
@@ -26,6 +27,11 @@ STAGING: Final = "_staging"
 ROW_GROUP_ROWS: Final = 122_880
 STATISTICS_COLUMNS: Final = ("run", "attempt", "rank", "step", "ts")
 """Columns whose minimum and maximum stand in the log. No floats: a NaN has no place in a range."""
+
+_EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
+_MICROSECOND: Final = dt.timedelta(microseconds=1)
+_FIRST_MICROSECOND: Final = (dt.datetime(1000, 1, 1, tzinfo=dt.UTC) - _EPOCH) // _MICROSECOND  # in four digits
+_LAST_MICROSECOND: Final = (dt.datetime(9999, 12, 31, tzinfo=dt.UTC) - _EPOCH) // _MICROSECOND
 
 _FREE_TEXT: Final = ("message", "details", "config", "reason", "stack")
 """Text that seldom repeats: a dictionary of it would only be in the way."""
@@ -55,7 +61,8 @@ def write_file(root: Path, dataset: str, part: str, table: pa.Table, sync: Sync)
         make_folders(final.parent, root, sync)
         staged.rename(final)
     except OSError:
-        staged.unlink(missing_ok=True)  # on a full disk of all places
+        with contextlib.suppress(OSError):  # the first error says more
+            staged.unlink(missing_ok=True)  # on a full disk of all places
         raise
     sync(final.parent)
     status = final.stat()
@@ -71,9 +78,10 @@ def write_file(root: Path, dataset: str, part: str, table: pa.Table, sync: Sync)
 
 
 def discard(root: Path, files: Iterable[DataFile]) -> None:
-    """Remove files that no commit names."""
+    """Remove files that no commit names; what cannot be removed (a disk turned read-only) is left to maintenance."""
     for file in files:
-        (root / file.path).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (root / file.path).unlink(missing_ok=True)
 
 
 def _write(table: pa.Table, dataset: str, path: Path) -> None:
@@ -138,12 +146,19 @@ def statistics(table: pa.Table) -> str:
 def _range(column: pa.ChunkedArray) -> tuple[Any, Any]:
     if pa.types.is_dictionary(column.type):
         column = column.unique().dictionary_decode()
+    if pa.types.is_timestamp(column.type):
+        low, high = (value.as_py() for value in pc.min_max(column.cast(pa.int64())).values())
+        return _timestamps(low, high)
     low, high = (value.as_py() for value in pc.min_max(column).values())
-    if isinstance(low, dt.datetime):
-        return _timestamp(low), _timestamp(high)
     return low, high
 
 
-def _timestamp(moment: dt.datetime) -> str:
-    """Return the form the Delta protocol asks for, to the microsecond."""
-    return moment.astimezone(dt.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+def _timestamps(low: int | None, high: int | None) -> tuple[str | None, str | None]:
+    """Return both in the form the Delta protocol asks for; no range where a rank's clock left the calendar."""
+    if low is None or high is None or low < _FIRST_MICROSECOND or high > _LAST_MICROSECOND:
+        return None, None
+    return _timestamp(low), _timestamp(high)
+
+
+def _timestamp(microseconds: int) -> str:
+    return f"{_EPOCH + dt.timedelta(microseconds=microseconds):%Y-%m-%dT%H:%M:%S.%fZ}"

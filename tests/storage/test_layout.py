@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from rankscope_contract.records import DATASETS
 from rankscope_storage.layout import (
+    LONGEST_PART,
     OWN_PART_ROWS,
     SORT_KEYS,
     data_file,
     file_fingerprint,
+    own_part,
     parts,
     shared_part,
     sort_order,
@@ -115,3 +117,19 @@ def test_a_dictionary_that_names_a_text_twice_sorts_like_the_text():
     table = pa.table({"text": doubled, "number": [1, 2, 0]})
 
     assert [0, 1, 2] == sort_order(table, ("text", "number")).tolist()
+
+
+@given(st.text(alphabet="aä学%/.", min_size=60, max_size=400), st.text(alphabet="aä学", min_size=60, max_size=400))
+def test_parts_of_long_names_fit_into_a_file_name_and_stay_apart(one, other):
+    parts_of = {name: own_part(name) for name in (one, other)}
+
+    assert all(len(part.encode()) <= LONGEST_PART for part in parts_of.values())
+    assert len(parts_of) == len(set(parts_of.values()))
+    assert all(not part.startswith(".") and "/" not in part for part in parts_of.values())
+
+
+def test_a_long_name_keeps_its_beginning_and_no_half_of_a_character():
+    part = own_part("学" * 100)
+
+    assert "学" * 20 == unquote(part, errors="strict")[:20]
+    assert 1 == part.count("~")

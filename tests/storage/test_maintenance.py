@@ -23,7 +23,9 @@ def data_files(store) -> set[str]:
     return {path.name for path in store.root.rglob("dataset=*/part=*/*.parquet")}
 
 
-@pytest.mark.parametrize("run", ["r", "a/b", "..", "a=b", 'it\'s "q"', "学习", "123", "", "%41", "_shared-2026-01-01"])
+@pytest.mark.parametrize(
+    "run", ["r", "a/b", "..", "a=b", 'it\'s "q"', "学习", "123", "", "%41", "_shared-2026-01-01", "x学/" * 99]
+)
 def test_files_in_use_survive_whatever_their_age_and_name(store, writer, batch, connection, run, monkeypatch):
     monkeypatch.setattr("rankscope_storage.layout.OWN_PART_ROWS", 1)
     writer.append(batch(range(3), run=run))

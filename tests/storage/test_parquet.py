@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import errno
 import json
 import math
 
@@ -89,6 +90,28 @@ def test_statistics_are_ranges_without_nulls_and_without_floats():
     assert {"run": "a\n'\"学", "step": -1, "ts": "2026-11-20T01:02:03.456789Z"} == document["minValues"]
     assert {"run": "b", "step": 3, "ts": "2026-11-20T02:02:03.456789Z"} == document["maxValues"]
     assert {"run": 0, "attempt": 3, "rank": 3, "step": 1, "ts": 1} == document["nullCount"]
+
+
+@pytest.mark.parametrize("ts", [2**62, -(2**62), 253_402_300_800_000_000, -30_610_224_000_000_001])
+def test_a_time_outside_the_calendar_costs_only_the_range_of_times(ts):
+    table = tensor_stats(step=[1, 2], ts=pa.array([0, ts], pa.int64()).cast(pa.timestamp("us", tz="UTC")))
+    document = json.loads(statistics(table))
+
+    assert (1, 2) == (document["minValues"]["step"], document["maxValues"]["step"])
+    assert "ts" not in document["minValues"] | document["maxValues"]
+
+
+def test_files_that_cannot_be_discarded_hide_no_error(root, monkeypatch):
+    """A disk that turned read-only: why the write failed is the news."""
+    file = write_file(root, "tensor_stats", "p", tensor_stats(step=[1]), sync_to_disk)
+
+    def refuse(path, missing_ok=False):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("pathlib.Path.unlink", refuse)
+    discard(root, [file])
+
+    assert (root / file.path).exists()
 
 
 def test_a_sample_of_realistic_noise_takes_little_more_than_its_entropy(root):
