@@ -6,7 +6,6 @@ while what follows from the clock.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +18,7 @@ from rankscope_contract.channel import Registration
 from rankscope_contract.events import EventType, RunState
 from rankscope_ingest.batch import Batcher, PendingBatch
 from rankscope_ingest.decode import Decoded
+from rankscope_ingest.details import last_word, parse_details
 from rankscope_ingest.errors import FetchError
 from rankscope_ingest.incidents import Incident, IncidentBook
 from rankscope_ingest.messages import run_failed
@@ -135,7 +135,7 @@ class Collector:
             if self.incidents.observe(symptom, now) is not None:
                 self._urge(symptom.run, None)
         for details in last_words:
-            self.runs.exited(_key(target), target.registration.rank, str(details.get("reason")), details.get("error"))
+            self.runs.exited(_key(target), target.registration.rank, *last_word(details))
         if last_words or self.batcher.due(now):
             self.flush_soon()
 
@@ -308,12 +308,6 @@ def _exits(events: pa.Table | None) -> list[dict[str, Any]]:
     """Return what the exit events say, which is at most one."""
     if events is None:
         return []
-    return [_details(text) for text in events.filter(pc.equal(events["type"], EventType.EXIT))["details"].to_pylist()]
-
-
-def _details(text: str | None) -> dict[str, Any]:
-    try:
-        value = json.loads(text or "{}")
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+    return [
+        parse_details(text) for text in events.filter(pc.equal(events["type"], EventType.EXIT))["details"].to_pylist()
+    ]

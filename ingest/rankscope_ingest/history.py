@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -12,6 +11,7 @@ import pyarrow as pa
 
 from rankscope_contract.events import EventType, RunState
 from rankscope_ingest.announcer import OPENED, RESOLVED
+from rankscope_ingest.details import last_word, parse_details
 from rankscope_ingest.incidents import Incident, IncidentBook
 from rankscope_ingest.messages import RUN_FAILED
 from rankscope_ingest.runs import ENDED, Attempt, Rank, RunBook
@@ -25,7 +25,7 @@ _ATTEMPTS: Final = "SELECT * FROM attempts WHERE source_kind = 'live' ORDER BY r
 _RANKS: Final = """\
 SELECT run, attempt, rank, incarnation, type, details FROM events
 WHERE (type = 'launch' AND ts_origin = 'ingest' OR type = 'exit') AND rank IS NOT NULL AND (run, attempt) IN (
-  SELECT (run, attempt) FROM attempts WHERE state NOT IN ('completed', 'stopped', 'failed'))
+  SELECT (run, attempt) FROM attempts WHERE state NOT IN ('completed', 'stopped'))
 ORDER BY ordinal"""
 _INCIDENTS: Final = """\
 SELECT run, attempt, rank, step, severity, details, rule, kind, tensor, op, value, baseline, threshold FROM events
@@ -71,8 +71,8 @@ def read_history(reader: Reader, now: float) -> History:
     rows = reader.query(_ATTEMPTS).to_pylist()
     attempts = {(row["run"], row["attempt"]): _attempt(row) for row in rows}
     unfinished = {key: attempt for key, attempt in attempts.items() if attempt.state not in ENDED}
-    for event in reader.query(_RANKS).to_pylist() if unfinished else ():
-        if attempt := unfinished.get((event["run"], event["attempt"])):
+    for event in reader.query(_RANKS).to_pylist():
+        if attempt := attempts.get((event["run"], event["attempt"])):
             _add_rank(attempt, event, now)
     starts: dict[str, int] = {}
     for attempt in attempts.values():
@@ -99,14 +99,14 @@ def _attempt(row: Mapping[str, Any]) -> Attempt:
         world_size=row["world_size"] or 1,
         started_at=_micros(row["started_at"]),
         planned_steps=row["planned_steps"],
-        config=_json(row["config"]),
+        config=parse_details(row["config"]),
         state=RunState(row["state"]),
         last_step=row["last_step"],
     )
 
 
 def _add_rank(attempt: Attempt, event: Mapping[str, Any], now: float) -> None:
-    details = _json(event["details"])
+    details = parse_details(event["details"])
     if event["type"] == EventType.LAUNCH:
         attempt.ranks[event["rank"]] = Rank(
             number=event["rank"],
@@ -115,16 +115,18 @@ def _add_rank(attempt: Attempt, event: Mapping[str, Any], now: float) -> None:
             vitals=Vitals(last_sign=now),
             known_since=now,
             is_restored=True,
+            # Of a run that failed some ranks are dead for good: one that lives on does not bring the run back.
+            is_vanished=attempt.state is RunState.FAILED,
         )
     elif (rank := attempt.ranks.get(event["rank"])) and rank.incarnation == event["incarnation"]:
-        rank.exit_reason, rank.error = str(details.get("reason", "")) or None, details.get("error")
+        rank.exit_reason, rank.error = last_word(details)
 
 
 def _incidents(reader: Reader, now: float) -> list[tuple[Incident, str]]:
     """Return each incident with the last state it is known to have reached."""
     latest: dict[str, tuple[Incident, str]] = {}
     for row in reader.query(_INCIDENTS).to_pylist():
-        details = _json(row["details"])
+        details = parse_details(row["details"])
         first = Symptom(
             run=row["run"],
             attempt=row["attempt"],
@@ -150,11 +152,3 @@ def _incidents(reader: Reader, now: float) -> list[tuple[Incident, str]]:
 
 def _micros(moment: dt.datetime | None) -> int:
     return 0 if moment is None else (moment.astimezone(dt.UTC) - _EPOCH) // dt.timedelta(microseconds=1)
-
-
-def _json(text: str | None) -> dict[str, Any]:
-    try:
-        value = json.loads(text or "{}")
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -188,7 +188,9 @@ def _guard(token: str | None) -> Any:
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         if token is not None and request.path != HEALTH_PATH:
             scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
+            if scheme.lower() != "bearer" or not hmac.compare_digest(
+                given.strip().encode(errors="surrogateescape"), token.encode()
+            ):
                 raise RegistrationError(401, "send Authorization: Bearer <token> with the [service] token")
         return await handler(request)
 

@@ -122,9 +122,9 @@ class TargetLoop:
     async def run(self) -> None:
         """Poll until the target is gone."""
         delay = self._pace.after_answer(self.target, self._clock())
-        while self.target.health is not Health.GONE:
+        while not self.target.is_gone:
             await self._wait(delay)
-            if self.target.health is not Health.GONE:  # it may have been taken for dead while we waited
+            if not self.target.is_gone:  # it may have been taken for dead while we waited
                 delay = await self.poll_once()
 
     async def poll_once(self) -> float:
@@ -139,7 +139,7 @@ class TargetLoop:
             fault = error if isinstance(error, FetchError) else FetchError("garbage", str(error))
             target.failures_in_row += 1
             target.last_error = str(fault)
-            if target.health is not Health.GONE:
+            if not target.is_gone:
                 target.health = Health.FAILING
             self._sink.failed(target, fault)
             return self._pace.after_failure(target.failures_in_row, self._jitter(), fault.retry_after_seconds)

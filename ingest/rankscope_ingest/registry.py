@@ -22,6 +22,7 @@ from rankscope_ingest.vitals import Vitals
 _TEXTS = ("run", "host", "incarnation", "launch_id", "url", "state")
 _INTEGERS = ("rank", "world_size", "local_rank", "pid", "schema_version", "started_at", "head")
 _OPTIONAL_INTEGERS = ("step", "planned_steps")
+_LONGEST_TEXT = 1000  # each row of a rank repeats some of them
 _LATEST_START = 4_102_444_800_000_000
 
 
@@ -74,6 +75,7 @@ class Registry:
         self._refuse_second_life(registration, now)
         known = self._targets.get(registration.incarnation)
         if known is not None:
+            _refuse_other_identity(known, registration)
             self._heartbeat(known, registration, now)
             return Accepted(target=known, is_new_target=False, is_new_launch=False)
         attempt, is_new_launch = self.attempts.number(registration.run, registration.launch_id)
@@ -125,6 +127,17 @@ class Registry:
         return target.health is not Health.GONE and target.vitals.is_alive(now, self._ttl_seconds)
 
 
+def _refuse_other_identity(known: Target, registration: Registration) -> None:
+    """Raise RegistrationError when the process was somebody else before: its rows carry who it was."""
+    if (registration.run, registration.launch_id, registration.rank) != known.identity:
+        was = known.registration
+        raise RegistrationError(
+            409,
+            f"incarnation {registration.incarnation!r} is rank {was.rank} of run {was.run!r}, process {was.pid} on "
+            f"{was.host}: a process keeps its run, rank and launch; another process makes an incarnation of its own",
+        )
+
+
 def parse_registration(body: bytes) -> Registration:
     """Return the registration in `body`. Raises RegistrationError: 400 malformed, 406 another schema version."""
     try:
@@ -162,6 +175,9 @@ def _wrong_values(registration: Registration) -> Iterable[str]:
     for name in ("run", "incarnation", "launch_id"):
         if not getattr(registration, name):
             yield f"{name} must not be empty"
+    for name in _TEXTS:
+        if len(getattr(registration, name)) > _LONGEST_TEXT:
+            yield f"{name} must have at most {_LONGEST_TEXT} characters"
     if not (registration.incarnation.isascii() and registration.incarnation.isprintable()):
         yield "incarnation must be printable ASCII: it travels in a header"
     if not 0 <= registration.rank < registration.world_size <= 1 << 24:

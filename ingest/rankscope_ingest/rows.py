@@ -1,7 +1,7 @@
 """Rows the service itself adds to the store: launches, gaps, incidents, and versions of runs and attempts. Pure.
 
 Their `ts_origin` is "ingest". A gap in a body stands at the last lost seq, so that it is dropped together with the
-records around it when they are stored already; all other rows carry no seq, and a repeated version of a run is harmless.
+records around it when they are stored already; other rows carry no seq, and a repeated version of a run is harmless.
 """
 
 from __future__ import annotations

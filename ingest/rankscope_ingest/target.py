@@ -53,6 +53,11 @@ class Target:
         return self.registration.run, self.registration.launch_id, self.registration.rank
 
     @property
+    def is_gone(self) -> bool:
+        """Return whether the process ended, or is taken for dead."""
+        return self.health is Health.GONE
+
+    @property
     def name(self) -> str:
         """Return run and rank for people and for the `instance` label."""
         return f"{self.registration.run}/{self.registration.rank}"

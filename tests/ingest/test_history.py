@@ -161,6 +161,23 @@ def test_attempt_that_ended_is_not_judged_again_but_remembered(keep):
     assert 7 == revived.last_step
 
 
+def test_failed_run_stays_failed_when_only_its_living_rank_comes_back(keep):
+    store, read = keep
+    store(
+        attempts=[attempt_row(attempt(state=RunState.FAILED), stamp(0))],
+        events=[launch_row(target(0), stamp(1)), launch_row(target(1), stamp(2))],
+    )
+    runs = RunBook(TIMING)
+    read().restore(runs, IncidentBook(group_wait_seconds=1, quiet_steps=20))
+    states = []
+    for rank in (0, 1):
+        runs.registered(target(rank).registration, 0, Vitals(last_sign=1000.0), 5)
+        runs.tick(1001.0, 1)
+        states.append((runs.get(("r", 0)).state, runs.get(("r", 0)).reason))
+
+    assert [("failed", "rank 1 on node1 vanished without a word"), ("running", None)] == states
+
+
 @pytest.mark.parametrize(
     ("states", "still_open", "unsent"),
     [

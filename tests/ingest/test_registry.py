@@ -159,6 +159,7 @@ def test_url_other_than_host_and_port_is_refused(url):
         ({"rank": -1}, "does not fit"),
         ({"run": ""}, "run must not be empty"),
         ({"run": 7}, "run must be text"),
+        ({"run": "r" * 1001}, "run must have at most 1000 characters"),
         ({"incarnation": "a\nb"}, "incarnation must be printable ASCII"),
         ({"run": "\udc80"}, "valid Unicode"),
         ({"config": {"path": "\udc80"}}, "valid Unicode"),
@@ -188,3 +189,14 @@ def test_other_schema_version_is_refused_with_the_versions_supported():
 def test_hostile_names_are_taken_as_they_are():
     for name in ("../x", "a=b", "123", "'; DROP", "学习", "a/b", " "):
         assert name == parse_registration(registration(run=name).to_json().encode()).run
+
+
+@pytest.mark.parametrize("change", [{"run": "other"}, {"rank": 1}, {"launch_id": "l1"}])
+def test_process_that_says_it_is_somebody_else_now_is_refused_and_changes_nothing(change):
+    book = registry()
+    book.register(registration(), HOME, 0.0)
+    with pytest.raises(RegistrationError, match="'i0' is rank 0 of run 'r', process 11 on h") as caught:
+        book.register(registration(url="http://127.0.0.1:9999", **change), HOME, 1.0)
+
+    assert 409 == caught.value.status
+    assert [registration()] == [target.registration for target in book.targets]

@@ -287,6 +287,56 @@ async def test_token_is_wanted_and_shown(start_service, fake_rank, eventually):
     assert "Bearer s3cret" == rank.requests[0].headers["Authorization"]
 
 
+async def test_token_of_any_bytes_is_just_a_wrong_token(start_service):
+    async with start_service(**{"service.token": "s3cret"}) as service:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(service.url.rpartition(":")[2]))
+        writer.write(b"GET /sd HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer \xff\xfe\r\n\r\n")
+        status = await reader.readline()
+        writer.close()
+
+    assert b"HTTP/1.1 401 Unauthorized\r\n" == status
+
+
+@pytest.mark.parametrize(
+    ("details", "state", "reason"),
+    [
+        ('{"reason": "exception", "error": "no file \\udcff.bin"}', "failed", "rank 0: no file ?.bin"),
+        ('{"reason": "completed", "error": ["\\ud800"]}', "completed", None),
+        ("[" * 3000, "stopped", "ended without saying that it was done"),
+        ("null", "stopped", "ended without saying that it was done"),
+    ],
+    ids=["surrogate", "nested", "deep", "null"],
+)
+async def test_last_words_may_hold_anything(start_service, fake_rank, eventually, details, state, reason):
+    """What a rank says last is judged and kept, and neither it nor its memory stops the service or the next one."""
+    async with fake_rank() as rank:
+        async with start_service() as service:
+            rank.publish(events=[{"type": "exit", "details": details}])
+            await rank.register(service.url)
+
+            async def ended():
+                found = await service.run_state()
+                return (state, reason) == (found["state"], found["reason"])
+
+            await eventually(ended)
+        async with start_service() as service:
+            status, _ = await service.get("/healthz")
+
+    assert 200 == status
+    assert [{"state": state, "reason": reason}] == service.rows("SELECT state, reason FROM runs")
+
+
+@pytest.mark.parametrize("ts", [2**62, -(2**62), 253_402_300_800_000_000])
+async def test_time_that_no_calendar_has_is_stored_and_stops_nothing(start_service, fake_rank, eventually, ts):
+    async with fake_rank() as rank, start_service() as service:
+        rank.publish_steps(3)
+        rank.records[1]["ts"] = ts
+        await rank.register(service.url)
+        await eventually(lambda: rank.committed == 2)
+
+    assert [{"seq": 1}] == service.rows(f"SELECT seq FROM scalars WHERE epoch_us(ts) = {ts}")
+
+
 async def test_another_process_at_the_address_moves_nothing_and_ends_the_old_one(start_service, fake_rank, eventually):
     async with fake_rank() as rank, start_service() as service:
         await rank.register(service.url)
