@@ -1,0 +1,92 @@
+"""Text logs of Megatron-LM and its relatives: a row for every few iterations, and what is printed between the rows.
+
+    [2025-02-28 16:26:20] iteration 1/ 1000 | consumed samples: 256 | … | lm loss: 1.217489E+01 | grad norm: 5.127 |
+
+The walk is in `reading`; rows that look alike are read a column at a time (`columns`), all
+others one by one (`rows`). A row that breaks off is counted with its line and not stored: half a number is no number.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from rankscope_ingest.importers.base import NOT_MINE, Detection, Faults, Imported
+from rankscope_ingest.importers.lines import MAX_LINE_BYTES, refuse_no_text
+from rankscope_ingest.importers.megatron.reading import Reading
+from rankscope_ingest.importers.megatron.rows import HEAD_PATTERN
+
+CHUNK_BYTES: Final = 8 << 20
+
+_HEAD: Final = re.compile(HEAD_PATTERN.encode())
+_ARGUMENTS: Final = re.compile(rb"^ +\w+ \.{3,} \S", re.MULTILINE)
+_SEARCHED_BYTES: Final = 16 << 20
+_PROBE_BYTES: Final = 4096
+
+
+class MegatronText:
+    """The importer."""
+
+    name = "megatron"
+
+    def detect(self, path: Path, head: bytes) -> Detection:
+        """Look for rows; a long list of arguments may stand before the first, so the file is searched further."""
+        rows = len(_HEAD.findall(head))
+        if rows:
+            return Detection(0.95, f"{rows} of its first lines are rows `iteration N/ M | …`")
+        if path.is_dir() or not (_ARGUMENTS.search(head) or b"megatron" in head.lower()):
+            return NOT_MINE
+        if _has_row(path):
+            return Detection(0.9, "rows `iteration N/ M | …` behind a long preamble")
+        return NOT_MINE
+
+    def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
+        """Yield a block per stretch of the log, then what it says of the run."""
+        reading = Reading(faults)
+        buffer, is_skipping = b"", False
+        with path.open("rb") as file:
+            is_first = True
+            while True:
+                data = file.read(CHUNK_BYTES)
+                faults.read_bytes += len(data)
+                if is_first:
+                    refuse_no_text(path, data[:_PROBE_BYTES])
+                    data, is_first = data.removeprefix(codecs.BOM_UTF8), False
+                    is_last = not data
+                is_last = not data
+                if is_skipping and data:
+                    end = data.find(b"\n")
+                    if end < 0:
+                        continue
+                    data, is_skipping = data[end + 1 :], False
+                buffer += data
+                cut = len(buffer) if is_last else buffer.rfind(b"\n") + 1
+                if cut:
+                    block, used = reading.take(buffer[:cut], is_last=is_last)
+                    buffer = buffer[used:]
+                    if block is not None:
+                        yield block
+                if is_last:
+                    break
+                if b"\n" not in buffer and len(buffer) > MAX_LINE_BYTES:
+                    reading.skip_line(buffer)
+                    buffer, is_skipping = b"", True
+        yield reading.run()
+
+
+def _has_row(path: Path) -> bool:
+    with path.open("rb") as file:
+        searched = 0
+        before = b""
+        while searched < _SEARCHED_BYTES and (data := file.read(1 << 20)):
+            if _HEAD.search(before + data):
+                return True
+            before = data[-200:]
+            searched += len(data)
+    return False
+
+
+IMPORTER = MegatronText()

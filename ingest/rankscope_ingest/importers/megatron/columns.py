@@ -1,0 +1,248 @@
+"""Rows that look alike, read a column at a time: no Python object per number.
+
+Lines are grouped by their number of bars; the first of a group shows the keys, Arrow checks that the others have the
+same ones at the same places and reads the numbers. Whatever does not fit is handed back for the careful reader
+(`rows`), so that both give the same for the same line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rankscope_ingest.importers.megatron.rows import (
+    HEAD_PATTERN,
+    LABEL_PATTERN,
+    TIME_PATTERN,
+    has_head,
+    number,
+    split_part,
+)
+
+Numbers = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+NO_TIME: Final = np.iinfo(np.int64).min
+NO_NUMBER: Final = np.iinfo(np.int64).min
+"""Stands for a step or rank that is not known."""
+
+_TEMPLATES: Final = 8
+_NO_STOP: Final = 1 << 24
+_ENOUGH_LINES: Final = 4
+_HEAD_COLUMN: Final = (
+    rf"^[ \t]*(?P<labels>(?:{LABEL_PATTERN})*?)(?:\[+(?P<time>{TIME_PATTERN})\]+)?[ \t]*"
+    r"iteration[ \t]+(?P<step>\d{1,18})[ \t]*/[ \t]*(?P<planned>\d{1,18})[ \t]*$"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """The numbers under one key; the second ones of `current/average` form a column of their own."""
+
+    key: str
+    is_average: bool
+    numbers: Numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rows with the same keys. `labels` holds the distinct prefixes, `label_codes` which of them each row has."""
+
+    lines: Integers
+    steps: Integers
+    planned: Integers
+    times: Integers  # UTC µs, NO_TIME where there is none
+    labels: tuple[str, ...]
+    label_codes: Integers
+    keys: tuple[str, ...]
+    columns: tuple[Column, ...]
+
+
+def text_lines(data: bytes) -> tuple[pa.Array, Integers]:
+    """Return the lines of `data` with their ends, without copying, and their lengths in bytes."""
+    ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")) + 1
+    if not data.endswith(b"\n"):
+        ends = np.append(ends, len(data))
+    offsets = np.concatenate([[0], ends]).astype(np.int32)
+    lines = pa.Array.from_buffers(pa.binary(), len(ends), [None, pa.py_buffer(offsets), pa.py_buffer(data)])
+    return lines, np.diff(offsets).astype(np.int64)
+
+
+def matching(lines: pa.Array, pattern: str) -> npt.NDArray[np.bool_]:
+    """Return which lines contain the regular expression."""
+    found: npt.NDArray[np.bool_] = pc.match_substring_regex(lines, pattern).to_numpy(zero_copy_only=False)
+    return found
+
+
+def read_groups(lines: pa.Array, numbers: Integers) -> tuple[list[Group], Integers]:
+    """Return the rows among `lines`, whose numbers are `numbers`, by group, and the numbers of those not understood."""
+    if len(lines) < _ENOUGH_LINES:
+        return [], numbers
+    pieces = pc.split_pattern(lines, "|")
+    counts = pc.list_value_length(pieces).to_numpy(zero_copy_only=False)
+    groups: list[Group] = []
+    left: list[Integers] = []
+    for count in np.unique(counts):
+        chosen = np.flatnonzero(counts == count)
+        table = _Pieces(pieces.take(pa.array(chosen)) if len(chosen) < len(lines) else pieces, int(count))
+        rest = numbers[chosen]
+        for _ in range(_TEMPLATES):
+            if len(rest) < _ENOUGH_LINES:
+                break
+            group, fits = _read_like_first(table, rest)
+            if group is not None:
+                groups.append(group)
+            if not fits.any():
+                fits[0] = True
+                left.append(rest[:1])
+            table, rest = table.without(fits), rest[~fits]
+        left.append(rest)
+    return groups, np.sort(np.concatenate(left)) if left else np.empty(0, np.int64)
+
+
+class _Pieces:
+    """Lines split at their bars, all into the same number of pieces."""
+
+    def __init__(self, pieces: pa.Array, count: int) -> None:
+        self.count = count
+        self._pieces = pieces
+
+    def column(self, position: int) -> pa.Array:
+        return pc.list_element(self._pieces, position)
+
+    def first(self) -> list[str]:
+        return [piece.decode(errors="replace") for piece in self._pieces[0].as_py()]
+
+    def without(self, fits: npt.NDArray[np.bool_]) -> _Pieces:
+        return _Pieces(self._pieces.filter(pa.array(~fits)), self.count)
+
+
+def _read_like_first(table: _Pieces, numbers: Integers) -> tuple[Group | None, npt.NDArray[np.bool_]]:
+    """Return the rows with the keys of the first one, and which they are."""
+    nothing = np.zeros(len(numbers), np.bool_)
+    first = table.first()
+    keys = _keys(first)
+    if keys is None:
+        return None, nothing
+    head = pc.extract_regex(table.column(0), pattern=_HEAD_COLUMN)
+    fits = head.is_valid().to_numpy(zero_copy_only=False)
+    fits &= _is_blank(table.column(table.count - 1))
+    columns: list[Column] = []
+    for position, key in enumerate(keys, 1):
+        piece = table.column(position)
+        prefix = first[position].encode()[: first[position].rindex(":") + 1]
+        fits &= pc.starts_with(piece, pattern=prefix).to_numpy(zero_copy_only=False)
+        taken, valid = _numbers(piece, len(prefix), key, first[position])
+        columns += taken
+        fits &= valid
+    times, timely = _times(head.field("time"))
+    fits &= timely
+    if not fits.any():
+        return None, nothing
+    return _group(numbers, head, times, (keys, columns), fits), fits
+
+
+def _keys(first: list[str]) -> tuple[str, ...] | None:
+    """Return the keys of a row, None where it is one for the careful reader."""
+    parts = [split_part(piece) for piece in first[1:-1]]
+    if not parts or None in parts or has_head("|".join(first[1:])) or not "".join(first).isascii():
+        return None
+    keys = tuple(part[0] for part in parts if part is not None)
+    numeric = all(_is_plain(part[1]) for part in parts if part is not None)
+    return keys if numeric and len(set(keys)) == len(keys) else None
+
+
+def _is_plain(text: str) -> bool:
+    values = text.split("/")
+    return len(values) <= 2 and all(number(value) is not None for value in values)
+
+
+def _numbers(piece: pa.Array, start: int, key: str, sample: str) -> tuple[list[Column], npt.NDArray[np.bool_]]:
+    """Return the numbers behind a prefix of `start` bytes as one column or, for `current/average`, two."""
+    # Without a stop, binary_slice of pyarrow 26 miscounts its buffer.
+    text = pc.ascii_trim_whitespace(pc.binary_slice(piece, start, _NO_STOP).view(pa.string()))
+    if "/" not in sample.rpartition(":")[2]:
+        numbers, valid = _floats(text)
+        return [Column(key, is_average=False, numbers=numbers)], valid
+    both = pc.split_pattern(text, "/")
+    paired = pc.equal(pc.list_value_length(both), 2)
+    whole = pc.if_else(paired, both, pa.scalar(["", ""], both.type))
+    valid = paired.to_numpy(zero_copy_only=False)
+    columns = []
+    for position in range(2):
+        numbers, readable = _floats(pc.list_element(whole, position))
+        valid = valid & readable
+        columns.append(Column(key, is_average=position == 1, numbers=numbers))
+    return columns, valid
+
+
+def _floats(text: pa.Array) -> tuple[Numbers, npt.NDArray[np.bool_]]:
+    try:
+        found = pc.cast(text, pa.float64())
+    except pa.ArrowInvalid:
+        return _some_floats(text)
+    return found.to_numpy(zero_copy_only=False), np.ones(len(text), np.bool_)
+
+
+def _some_floats(text: pa.Array) -> tuple[Numbers, npt.NDArray[np.bool_]]:
+    """Return the numbers among texts of which some are none."""
+    valid = pc.match_substring_regex(text, r"^[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?$")
+    named = pc.match_substring_regex(text, r"^[-+]?(?:nan|inf|infinity)$", ignore_case=True)
+    valid = pc.or_(valid, named)
+    found = pc.cast(pc.if_else(valid, text, "0"), pa.float64())
+    return found.to_numpy(zero_copy_only=False), valid.to_numpy(zero_copy_only=False)
+
+
+def _is_blank(piece: pa.Array) -> npt.NDArray[np.bool_]:
+    trimmed = pc.ascii_trim_whitespace(piece.view(pa.string()))
+    blank: npt.NDArray[np.bool_] = pc.equal(pc.binary_length(trimmed), 0).to_numpy(zero_copy_only=False)
+    return blank
+
+
+def _times(text: pa.Array) -> tuple[Integers, npt.NDArray[np.bool_]]:
+    """Return the times as UTC µs, and which rows are fine: those with a time that is one, and those without."""
+    present = pc.greater(pc.binary_length(pc.fill_null(text, b"")), 0)
+    try:
+        moments = pc.cast(pc.if_else(present, text.view(pa.string()), None), pa.timestamp("us"))
+    except pa.ArrowInvalid:
+        absent = pc.invert(present).to_numpy(zero_copy_only=False)
+        return np.full(len(text), NO_TIME, np.int64), absent
+    micros = pc.fill_null(moments.view(pa.int64()), int(NO_TIME))
+    return micros.to_numpy(zero_copy_only=False), np.ones(len(text), np.bool_)
+
+
+def _group(
+    numbers: Integers,
+    head: Any,
+    times: Integers,
+    read: tuple[tuple[str, ...], list[Column]],
+    fits: npt.NDArray[np.bool_],
+) -> Group:
+    keys, columns = read
+    chosen = head.filter(pa.array(fits)) if not fits.all() else head
+    labels = chosen.field("labels").dictionary_encode()
+    return Group(
+        lines=numbers[fits],
+        steps=_integers(chosen.field("step")),
+        planned=_integers(chosen.field("planned")),
+        times=times[fits],
+        labels=tuple(text.decode(errors="replace") for text in labels.dictionary.to_pylist()),
+        label_codes=labels.indices.to_numpy(zero_copy_only=False).astype(np.int64),
+        keys=keys,
+        columns=tuple(Column(column.key, column.is_average, column.numbers[fits]) for column in columns),
+    )
+
+
+def _integers(text: pa.Array) -> Integers:
+    found: Integers = pc.cast(text.view(pa.string()), pa.int64()).to_numpy(zero_copy_only=False)
+    return found
+
+
+def row_lines(lines: pa.Array) -> npt.NDArray[np.bool_]:
+    """Return which lines hold the beginning of a row."""
+    return matching(lines, HEAD_PATTERN)

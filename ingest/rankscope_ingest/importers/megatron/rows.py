@@ -1,0 +1,182 @@
+"""One row of a Megatron log as text: its printer, its time, its step, and `key: value` parts between bars.
+
+This is the careful reader, for whatever the fast one (`columns`) does not take: colours, progress bars glued in front,
+two rows on one line, cut rows. Pure: text in, values out.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import functools
+import math
+import re
+from dataclasses import dataclass
+from typing import Final
+
+HEAD_PATTERN: Final = r"iteration[ \t]+\d{1,18}[ \t]*/[ \t]*\d{1,18}[ \t]*\|"
+"""What every row begins with, behind its prefixes; the same text is given to Arrow's own regular expressions."""
+
+LABEL_PATTERN: Final = r"(?:\[[^\[\]|]{1,120}\]:?[ \t]*|[\w.-]{1,80}:[ \t]+)"
+TIME_PATTERN: Final = r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?"
+
+_HEAD: Final = re.compile(r"iteration[ \t]+(\d{1,18})[ \t]*/[ \t]*(\d{1,18})[ \t]*\|")
+_TIME: Final = re.compile(rf"\[+({TIME_PATTERN})\]+")
+_BEFORE: Final = re.compile(rf"(?P<labels>(?:{LABEL_PATTERN})*?)(?:\[+(?P<time>{TIME_PATTERN})\]+)?[ \t]*$")
+_LABEL: Final = re.compile(LABEL_PATTERN)
+_COLOURS: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|[\x00\x08]")
+_RANK: Final = re.compile(r"\[(?:default|rank ?|(?P<host>[\w.-]+):)(?P<rank>\d{1,9})\]:?", re.IGNORECASE)
+_TASK: Final = re.compile(r"(\d{1,9}):")
+_HOST: Final = re.compile(r"([\w.-]+):")
+_MAX_PREFIX: Final = 400
+_LARGEST_RANK: Final = 1 << 31
+_EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class Printer:
+    """Who printed a row. Rows of one printer are one sequence; `rank` is known where the prefix says so."""
+
+    rank: int | None = None
+    task: int | None = None
+    host: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row as it stands in the log. `is_closed` tells that nothing is missing at its end, as far as the bar tells."""
+
+    printer: Printer
+    ts: int | None
+    step: int
+    planned: int
+    parts: tuple[tuple[str, str], ...]
+    odd_parts: int
+    is_closed: bool
+    is_whole: bool
+    """Whether its last part is a key with a value: so ends a row of a dialect that sets no bar behind it."""
+
+
+def clean(text: str) -> str:
+    """Return `text` without colours and other terminal codes."""
+    return _COLOURS.sub("", text) if "\x1b" in text or "\x00" in text or "\x08" in text else text
+
+
+def has_head(text: str) -> bool:
+    """Return whether a row begins somewhere in `text`."""
+    return _HEAD.search(text) is not None
+
+
+def parse_rows(text: str) -> list[Row]:
+    """Return the rows in one line of a log, in order; a row that another one interrupts is not closed."""
+    heads = list(_HEAD.finditer(text))
+    rows = []
+    for position, head in enumerate(heads):
+        before = _BEFORE.search(text[max(0, head.start() - _MAX_PREFIX) : head.start()])
+        end = len(text)
+        if position + 1 < len(heads):
+            following = heads[position + 1].start()
+            prefix = _BEFORE.search(text[max(head.end(), following - _MAX_PREFIX) : following])
+            end = following - (len(prefix[0]) if prefix else 0)
+        rows.append(_row(head, before, text[head.end() : end]))
+    return rows
+
+
+def _row(head: re.Match[str], before: re.Match[str] | None, rest: str) -> Row:
+    pieces = rest.split("|")
+    is_closed = not pieces[-1].strip()
+    if is_closed:
+        pieces.pop()
+    split = [split_part(piece) for piece in pieces]
+    parts = dict(reversed([part for part in split if part is not None]))
+    return Row(
+        printer=printer(before["labels"]) if before else Printer(),
+        ts=micros(before["time"]) if before and before["time"] else None,
+        step=int(head[1]),
+        planned=int(head[2]),
+        parts=tuple(reversed(parts.items())),
+        odd_parts=sum(part is None for part in split),
+        is_closed=is_closed,
+        is_whole=bool(split) and split[-1] is not None,
+    )
+
+
+def split_part(piece: str) -> tuple[str, str] | None:
+    """Return key and value of ` lm loss: 2.1E+00 `; None where one of the two is missing."""
+    key, colon, value = piece.rpartition(":")
+    key, value = key.strip(), value.strip()
+    return (key, value) if colon and key and value else None
+
+
+def number(text: str) -> float | None:
+    """Return a number of a log, NaN and Inf included; None for anything else."""
+    if "_" in text:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def values(key: str, text: str) -> list[tuple[str, bool, float, str | None]]:
+    """Return (key, is an average, value, unit) for each number in a value: one, `current/average`, or one per key.
+
+    `hip mem usage/free/total: 144.89GB/47.10GB/191.98GB` names its numbers in the key.
+    """
+    single = number(text)
+    if single is not None:
+        return [(key, False, single, None)]
+    read = [_with_unit(part) for part in text.split("/")]
+    given = [part for part in read if part is not None]
+    if not given or len(given) < len(read):
+        return []
+    names = key.split("/")
+    if len(given) == 1:
+        return [(key, False, *given[0])]
+    if len(names) == len(given):
+        stem = names[0].rpartition(" ")[0]
+        full = [names[0], *(f"{stem} {name}".strip() for name in names[1:])]
+        return [(name, False, *part) for name, part in zip(full, given, strict=True)]
+    if len(given) == 2:
+        return [(key, False, *given[0]), (key, True, *given[1])]
+    return []
+
+
+_WITH_UNIT: Final = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?nan|[-+]?inf)\s*([A-Za-z%]{1,8})?")
+
+
+def _with_unit(text: str) -> tuple[float, str | None] | None:
+    found = _WITH_UNIT.fullmatch(text.strip())
+    if found is None:
+        alone = number(text.strip())
+        return None if alone is None else (alone, None)
+    return float(found[1]), found[2]
+
+
+@functools.lru_cache(maxsize=65_536)
+def printer(labels: str) -> Printer:
+    """Return who the prefixes of a row name: `node-1: [default7]:`, `[node-1:7]:`, `3:`."""
+    rank = task = host = None
+    for label in _LABEL.findall(labels):
+        text = label.strip()
+        if found := _RANK.fullmatch(text):
+            rank, host = int(found["rank"]), found["host"] or host
+        elif found := _TASK.fullmatch(text):
+            task = int(found[1])
+        elif found := _HOST.fullmatch(text):
+            host = found[1]
+    return Printer(rank if rank is None or rank < _LARGEST_RANK else None, task, host)
+
+
+@functools.lru_cache(maxsize=1024)
+def micros(text: str) -> int | None:
+    """Return a time as UTC µs; a log does not say its zone, and is taken for UTC."""
+    try:
+        moment = dt.datetime.fromisoformat(text.replace(",", ".").replace("T", " ")[:26]).replace(tzinfo=dt.UTC)
+    except ValueError:
+        return None
+    return (moment - _EPOCH) // dt.timedelta(microseconds=1)
+
+
+def finite(value: float | None) -> bool:
+    """Return whether a value is there and is an ordinary number."""
+    return value is not None and math.isfinite(value)
