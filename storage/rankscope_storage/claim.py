@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -67,8 +68,9 @@ class ShardLock:
                 f"shard {shard} of {root} belongs to {holder}, which is alive: "
                 "stop it, or give this service another shard"
             ) from error
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, owner.encode()[:1000], 0)
+        with contextlib.suppress(OSError):  # a full disk takes no name; the lock holds without one
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, owner.encode()[:1000], 0)
         return cls(descriptor)
 
     @classmethod

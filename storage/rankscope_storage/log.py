@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ _CONFIGURATION: Final = {
     "delta.deletedFileRetentionDuration": f"interval {REMOVED_FILES_HOURS} hours",
     _VERSION_PROPERTY: str(SCHEMA_VERSION),
 }
+_MISREAD: Final = re.compile(r"[*?\[\\\x00-\x1f\x7f]|%[0-9A-Fa-f]{2}")
+_COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 # Cleaning up lists the whole log folder at every commit: 94 instead of 30 ms at 6,000 entries. maintain() does it.
 _HOOKS: Final = PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=False)
 
@@ -70,6 +73,7 @@ class Log:
     @classmethod
     def create(cls, root: Path, sync: Sync) -> Log:
         """Make an empty table at `root`; one that another process made at the same moment is opened."""
+        _check_path(root)
         try:
             DeltaTable.create(
                 str(root),
@@ -90,17 +94,23 @@ class Log:
     @classmethod
     def open(cls, root: Path, sync: Sync, version: int | None = None) -> Log:
         """Open the store at `root`, at its newest version or at `version`."""
+        _check_path(root)
         try:
             table = DeltaTable(str(root), version=version)
         except TableNotFoundError as error:
             raise NotAStoreError(
-                f"{root} is not a Rankscope store: it has no {LOG_FOLDER} folder. `rankscope serve` creates one"
+                f"{root} is not a Rankscope store: it has no log in {LOG_FOLDER}. `rankscope serve` creates one"
             ) from error
         except (DeltaError, OSError) as error:
             raise _translated(error, root) from error
         log = cls(root, table, sync)
         log._check_schema_version()
         return log
+
+    @staticmethod
+    def has_entries(root: Path) -> bool:
+        """Return whether a table was ever completed at `root`; a full disk may have stopped its creation half way."""
+        return any((root / LOG_FOLDER).glob("*.json")) or any((root / LOG_FOLDER).glob("*.parquet"))
 
     @property
     def version(self) -> int:
@@ -242,6 +252,15 @@ class Log:
         return self.root / LOG_FOLDER / f"{version:020d}.json"
 
 
+def _check_path(root: Path) -> None:
+    """Raise StoreError for a path that delta-rs or DuckDB would take for another one, or for a pattern."""
+    if found := _MISREAD.search(str(root)):
+        raise StoreError(
+            f"{str(root)!r} holds {found[0]!r}, which the libraries under the store take for something else: "
+            "choose a folder without * ? [ \\ %41 and control characters in its path"
+        )
+
+
 def _additions(change: Change) -> list[AddAction]:
     return [
         AddAction(
@@ -282,4 +301,7 @@ def _translated(error: Exception, root: Path) -> StoreError:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].strip()
+    """Return what delta-rs says in one line: its first, and the innermost cause, which it draws as a coloured tree."""
+    lines = [_COLOUR.sub("", line).strip() for line in str(error).splitlines() if line.strip()]
+    causes = [line.removeprefix("↳").strip() for line in lines if line.startswith("↳")]
+    return ": ".join([*lines[:1], *causes[-1:]])

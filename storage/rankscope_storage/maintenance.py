@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from rankscope_storage.durable import Sync
+from rankscope_storage.errors import StoreError
 from rankscope_storage.log import REMOVED_FILES_HOURS, Log
 from rankscope_storage.parquet import STAGING
 from rankscope_storage.plain_sql import write_plain_sql
@@ -30,19 +31,23 @@ class MaintenanceReport:
 
 
 def maintain(root: Path, sync: Sync) -> MaintenanceReport:
-    """Checkpoint and clean up the log of the store at `root`, then remove unused files.
+    """Remove unused files of the store at `root`, then checkpoint and clean up its log.
 
     Files that compaction replaced, or that a dead process never committed, go after REMOVED_FILES_HOURS.
     """
     started = time.monotonic()
     log = Log.open(root, sync)
-    log.checkpoint()
-    unused = log.unused_files(REMOVED_FILES_HOURS)
-    staged = [path for path in (root / STAGING).iterdir() if _age_seconds(path) > STAGED_SECONDS]
-    for path in (*unused, *staged):
-        path.unlink(missing_ok=True)
-        _log.info("removed unused file", extra={"path": str(path)})
-    write_plain_sql(root)
+    try:
+        # First, because a full disk has no room for a checkpoint.
+        unused = log.unused_files(REMOVED_FILES_HOURS)
+        staged = [path for path in (root / STAGING).iterdir() if _age_seconds(path) > STAGED_SECONDS]
+        for path in (*unused, *staged):
+            path.unlink(missing_ok=True)
+            _log.info("removed unused file", extra={"path": str(path)})
+        log.checkpoint()
+        write_plain_sql(root)
+    except OSError as error:
+        raise StoreError(f"cannot tidy up {root}: {error.strerror or error}") from error
     return MaintenanceReport(
         version=log.version,
         data_files=len(unused),

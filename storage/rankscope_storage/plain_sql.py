@@ -7,12 +7,14 @@ The list of files is fixed when the script runs; `.read <store>/rankscope.sql` t
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from pathlib import Path
 from typing import Final
 
 from rankscope_contract.escaping import sql_string
 from rankscope_contract.records import DATASETS
+from rankscope_storage.errors import UnwritableError
 from rankscope_storage.log import LOG_FOLDER
 from rankscope_storage.parquet import STAGING
 from rankscope_storage.views import empty_select, raw_select, view_statements
@@ -81,8 +83,13 @@ def emit_views(path: str | Path) -> str:
 def write_plain_sql(root: Path) -> None:
     """Write `rankscope.sql` into the store at `root`; a reader sees the old or the new script, never a part."""
     staged = root / STAGING / f"{uuid.uuid4().hex}.sql"
-    staged.write_text(emit_views(root), encoding="utf-8")
-    staged.rename(root / FILE_NAME)
+    try:
+        staged.write_text(emit_views(root), encoding="utf-8")
+        staged.rename(root / FILE_NAME)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # a half of it would only be in the way
+            staged.unlink(missing_ok=True)
+        raise UnwritableError(f"cannot write {root / FILE_NAME}: {error.strerror}. Is the disk full?") from error
 
 
 def _dataset_statements(dataset: str) -> list[str]:

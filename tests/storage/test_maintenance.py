@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 
@@ -10,6 +11,7 @@ import pytest
 from rankscope_storage import compaction
 from rankscope_storage.connection import connect
 from rankscope_storage.durable import sync_to_disk
+from rankscope_storage.errors import StoreError
 from rankscope_storage.log import CHECKPOINT_COMMITS, LOG_FOLDER, REMOVED_FILES_HOURS, Log
 from rankscope_storage.maintenance import STAGED_SECONDS
 
@@ -99,3 +101,17 @@ def test_old_log_entries_go_and_the_watermarks_stay(store, writer, batch, connec
 
 def test_maintenance_of_an_empty_store_is_harmless(writer):
     assert (0, 0) == (writer.maintain().data_files, writer.maintain().staged_files)
+
+
+@pytest.mark.parametrize("method", ["unlink", "write_text"])
+def test_a_disk_that_is_full_or_read_only_is_told_as_an_error_of_the_store(store, writer, batch, monkeypatch, method):
+    writer.append(batch(range(3)))
+    (store.root / "_staging" / "old.parquet").write_bytes(b"x")
+    age(store.root / "_staging" / "old.parquet", 10)
+
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(f"pathlib.Path.{method}", refuse)
+    with pytest.raises(StoreError, match="Read-only file system"):
+        writer.maintain()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import duckdb
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, Schema
@@ -288,3 +290,45 @@ def test_every_commit_says_who_made_it(store, writer, batch):
     info = next(json.loads(line)["commitInfo"] for line in entry if line.startswith('{"commitInfo"'))
 
     assert ("0/1", "host-a pid 1") == (info["rankscopeShard"], info["rankscopeOwner"])
+
+
+@pytest.mark.parametrize("name", ["a*b", "a?b", "a[1]", "a%20b", "a\\b", "a\nb"])
+def test_a_path_that_would_be_misread_is_refused_and_the_character_named(tmp_path, name):
+    """DuckDB would read other stores that match the pattern, delta-rs write into another folder."""
+    for opening in (lambda: Store.open(tmp_path / name / "store", create=True), lambda: connect(tmp_path / name)):
+        with pytest.raises(StoreError, match="choose a folder without"):
+            opening()
+
+
+@pytest.mark.parametrize(
+    "name", ["a b", "a#b", "100%", "a=b", "a'b", 'a"b', "学习", "{a}", "~x", "a:b", "a,b", "$HOME"]
+)
+def test_any_other_path_holds_a_store_for_every_reader(tmp_path, name, batch):
+    root = tmp_path / name / "store"
+    with Store.open(root, create=True).claim(owner="test") as writer:
+        writer.append(batch(range(3)))
+        writer.maintain()
+    plain = duckdb.connect()
+    plain.execute((root / "rankscope.sql").read_text(encoding="utf-8"))
+    with connect(root, locked=True) as connection:
+        counts = [reader.sql("SELECT count(*) FROM scalars").fetchall() for reader in (plain, connection)]
+
+    assert [[(3,)], [(3,)]] == counts
+
+
+def test_a_creation_that_a_full_disk_cut_short_is_finished_the_next_time(folder):
+    (folder / log_module.LOG_FOLDER).mkdir(parents=True)
+
+    assert folder == Store.open(folder, create=True).root
+    assert 0 == Log.open(folder, sync_to_disk).version
+
+
+def test_a_full_disk_takes_no_name_but_the_lock_holds(folder, monkeypatch):
+    store = Store.open(folder, create=True)
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.pwrite", refuse)
+    with store.claim(owner="first"), pytest.raises(ClaimError, match="an unnamed process"):
+        store.claim(owner="second")
