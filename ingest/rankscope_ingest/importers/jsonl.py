@@ -1,26 +1,55 @@
-"""Step records printed one JSON object a line: `{"step": 10, "loss": 2.07, "lr": 7.5e-05}`.
+"""Step records printed one object a line, as JSON or as Python prints a dictionary, alone or behind other text.
 
-Every number at the top level becomes a scalar under its own name; null is absent; NaN and Infinity, which JSON does not
-have but Python prints, are values. Text, lists and nested objects are left out. A line that is no object is counted
-with its number: a log with other output between the records can be read, and nothing is skipped in silence.
+`{"step": 10, "loss": 2.07}`, `{'loss': 2.07, 'epoch': 0.1}`, `[INFO:swift] {'loss': 2.07}`. What becomes of an object
+is told in `objects`. A log speaks one dialect: where JSON stands alone on its lines, a dictionary in between is
+another program's print of the same step, and is counted as a line that could not be read, like all that is no object.
 """
 
 from __future__ import annotations
 
-import datetime as dt
+import enum
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope_ingest.importers.base import Detection, Faults, ImportedRecord
+from rankscope_ingest.importers.aliases import canonical
+from rankscope_ingest.importers.base import NOT_MINE, Detection, Faults, Imported
+from rankscope_ingest.importers.blocks import BlockBuilder
+from rankscope_ingest.importers.jsontext import DECODER
+from rankscope_ingest.importers.lines import read_lines, shown
+from rankscope_ingest.importers.objects import ObjectReader
+from rankscope_ingest.importers.prefixes import told_before
+from rankscope_ingest.importers.printed import printed_dict
+from rankscope_ingest.importers.quantities import number
+from rankscope_ingest.importers.roles import Role, role_of
+from rankscope_ingest.importers.sampling import sample_lines
 
-STEP_KEYS: Final = ("step", "global_step", "iteration", "iter", "current_steps")
-TIME_KEY: Final = "timestamp"
+MAX_LINE_BYTES: Final = 1 << 24
 
-_MAX_LINE_BYTES: Final = 1 << 24
-_EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
-_SHOWN_CHARACTERS: Final = 60
+_SUFFIXES: Final = {".jsonl", ".ndjson", ".json"}
+_TELLING: Final = {"loss", "learning_rate", "grad_norm", "epoch", "eval_loss", "samples_per_second", "step_seconds"}
+_WHOLE_DOCUMENT: Final = b'"log_history"'
+
+
+class Kind(enum.StrEnum):
+    """What a line is."""
+
+    JSON = "objects"
+    FOUND = "objects behind other text"
+    PRINTED = "printed dictionaries"
+    OTHER_JSON = "non_object_lines"
+    BLANK = "blank_lines"
+    NONE = "unparsable_lines"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line and the object on it, if any."""
+
+    kind: Kind
+    document: Mapping[str, Any] | None = None
 
 
 class JsonLines:
@@ -29,77 +58,92 @@ class JsonLines:
     name = "jsonl"
 
     def detect(self, path: Path, head: bytes) -> Detection:
-        """Return the share of lines that are JSON objects, a little more for the usual suffix."""
-        lines = [line for line in head.split(b"\n")[:-1] or [head] if line.strip()]
-        objects = sum(_object(line) is not None for line in lines)
-        share = objects / len(lines) if lines else 0.0
-        confidence = share * (1.0 if path.suffix in {".jsonl", ".ndjson"} else 0.9)
-        return Detection(confidence, f"{objects} of the first {len(lines)} lines are JSON objects")
+        """Look at lines from the beginning, the middle and the end: how many are objects, and of a training."""
+        if path.is_dir():
+            return NOT_MINE
+        lines = [understood(line) for line in sample_lines(path, head) if line.strip()]
+        objects = [line for line in lines if line.document is not None]
+        telling = sum(_is_record(line.document) for line in objects if line.document)
+        if not objects:
+            return NOT_MINE
+        share = len(objects) / len(lines)
+        because = (
+            f"{len(objects)} of {len(lines)} lines looked at are {objects[0].kind}, {telling} of them of a training"
+        )
+        if _WHOLE_DOCUMENT in head[:4096] or not telling:
+            return Detection(0.3 * share, because)
+        usual = 0.05 if path.suffix in _SUFFIXES else 0.0
+        return Detection(0.4 + 0.5 * share + usual, because)
 
-    def read(self, path: Path, faults: Faults) -> Iterator[ImportedRecord]:
-        """Yield a record per line that is an object."""
-        with path.open("rb") as file:
-            for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES), b""), 1):
-                if not line.strip():
-                    continue
-                document = _object(line)
-                if document is None:
-                    shown = line[:_SHOWN_CHARACTERS].decode(errors="replace").strip()
-                    faults.add(number, f"not a JSON object: {shown}")
-                else:
-                    yield _record(document)
+    def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
+        """Yield a record per line that is an object in the dialect of the log, and at last what they say of the run."""
+        builder, objects = BlockBuilder(), ObjectReader()
+        counts = dict.fromkeys(("lines", *(str(kind) for kind in (Kind.BLANK, Kind.OTHER_JSON, Kind.NONE))), 0)
+        dialect: Kind | None = None
+        number_of_line = 0
+        for number_of_line, text in read_lines(path, faults, max_bytes=MAX_LINE_BYTES):
+            line = understood(text)
+            if line.kind is Kind.BLANK:
+                counts[Kind.BLANK] += 1
+                continue
+            if line.document is None or (dialect is Kind.JSON and line.kind is not Kind.JSON):
+                counts[Kind.OTHER_JSON if line.kind is Kind.OTHER_JSON else Kind.NONE] += 1
+                faults.add(number_of_line, f"{_complaint(line)}: {shown(text)}")
+                continue
+            if dialect is None and _is_record(line.document):
+                dialect = line.kind
+            objects.add(line.document, builder)
+            if builder.is_full and (block := builder.take()):
+                yield block
+        if block := builder.take():
+            yield block
+        if objects.keys:
+            yield objects.run({**counts, "lines": number_of_line})
 
 
-def _object(line: bytes) -> dict[str, Any] | None:
+def understood(line: bytes) -> Line:
+    """Return what stands on `line`."""
+    text = line.strip()
+    if not text:
+        return Line(Kind.BLANK)
+    decoded = text.decode(errors="replace")
     try:
-        document = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return document if isinstance(document, dict) else None
+        document = DECODER.decode(decoded)
+    except (json.JSONDecodeError, RecursionError):
+        return _found(decoded)
+    return Line(Kind.JSON, document) if isinstance(document, dict) else Line(Kind.OTHER_JSON)
 
 
-def _record(document: Mapping[str, Any]) -> ImportedRecord:
-    step_key = next((key for key in STEP_KEYS if _whole(document.get(key)) is not None), None)
-    rank = _whole(document.get("rank"))
-    scalars = [
-        {"name": name, "value": number}
-        for name, value in document.items()
-        if name not in {step_key, "rank", TIME_KEY} and (number := _number(value)) is not None
-    ]
-    return ImportedRecord(
-        rows={"scalars": scalars},
-        step=None if step_key is None else _whole(document[step_key]),
-        rank=rank if rank is not None and 0 <= rank < 1 << 31 else None,
-        ts=_micros(document.get(TIME_KEY)),
+def _found(text: str) -> Line:
+    """Return the object behind other text; of what a progress bar wrote over, the last."""
+    begin, end = text.find("{", text.rfind("\r{") + 1), text.rfind("}") + 1
+    if begin < 0 or end <= begin:
+        return Line(Kind.NONE)
+    inner = text[begin:end]
+    kind = Kind.FOUND
+    try:
+        document, stop = DECODER.raw_decode(inner)
+    except (json.JSONDecodeError, RecursionError):
+        document, stop, kind = printed_dict(inner), end - begin, Kind.PRINTED
+    # Two objects on a line are torn lines of two writers: which belongs where cannot be told.
+    if stop != len(inner) or not isinstance(document, dict):
+        return Line(Kind.NONE)
+    return Line(kind, {**told_before(text[:begin]), **document})
+
+
+def _is_record(document: Mapping[str, Any]) -> bool:
+    """Return whether `document` looks like something a training printed: a step, or a quantity everybody logs."""
+    return any(
+        role_of(key) in {Role.STEP, Role.STEP_OF_PLAN, Role.EVENT}
+        or (canonical(key).name in _TELLING and (number(value) is not None or isinstance(value, str)))
+        for key, value in document.items()
     )
 
 
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return float("inf") if value > 0 else float("-inf")
-
-
-def _whole(value: Any) -> int | None:
-    number = _number(value)
-    if number is None or not number.is_integer() or abs(number) >= 1 << 53:
-        return None
-    return int(number)
-
-
-def _micros(value: Any) -> int | None:
-    """Return an ISO time as UTC µs; one without a zone is taken for UTC."""
-    if not isinstance(value, str):
-        return None
-    try:
-        moment = dt.datetime.fromisoformat(value)
-    except ValueError:
-        return None
-    moment = moment if moment.tzinfo else moment.replace(tzinfo=dt.UTC)
-    return (moment - _EPOCH) // dt.timedelta(microseconds=1)
+def _complaint(line: Line) -> str:
+    if line.kind is Kind.OTHER_JSON:
+        return "JSON, but no object"
+    return "a printed dictionary among JSON lines" if line.document is not None else "not a JSON object"
 
 
 IMPORTER = JsonLines()

@@ -1,0 +1,138 @@
+"""Columns of numbers: a step and its loss, as torchtitan keeps them, or any table whose heading names a step.
+
+The heading may be that of Lightning's `metrics.csv`; empty cells are absent values. Without a heading there must be two
+columns, of which the first counts up.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+from rankscope_ingest.importers.aliases import canonical
+from rankscope_ingest.importers.base import NOT_MINE, Detection, Faults, Imported
+from rankscope_ingest.importers.blocks import BlockBuilder
+from rankscope_ingest.importers.lines import read_lines, shown
+from rankscope_ingest.importers.objects import ObjectReader
+from rankscope_ingest.importers.quantities import quantity, whole
+from rankscope_ingest.importers.roles import Role, role_of
+from rankscope_ingest.importers.sampling import sample_lines
+
+_TELLING: Final = {"loss", "eval_loss", "learning_rate", "grad_norm", "accuracy", "eval_accuracy"}
+_TWO_COLUMNS: Final = ("step", "loss")
+_FEWEST_ROWS: Final = 3
+_BLANKS: Final = re.compile(r"\s+")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What the columns are called, and what stands between them; blanks for None."""
+
+    names: tuple[str, ...]
+    separator: str | None
+    has_heading: bool
+
+
+class Columns:
+    """The importer."""
+
+    name = "columns"
+
+    def detect(self, path: Path, head: bytes) -> Detection:
+        """Look for a heading with a step, or for rows of a counting number and another one."""
+        if path.is_dir() or b"\0" in head[:4096]:
+            return NOT_MINE
+        lines = [text for line in sample_lines(path, head)[:200] if _is_content(text := line.decode(errors="replace"))]
+        layout = layout_of(lines[0]) if lines else None
+        if layout is None:
+            return NOT_MINE
+        rows = [row for line in lines[layout.has_heading :] if (row := row_of(line, layout))]
+        share = len(rows) / max(1, len(lines) - layout.has_heading)
+        if layout.has_heading:
+            because = f"a heading with a step and {len(layout.names) - 1} other columns"
+            return Detection(0.4 + 0.4 * share, because) if rows else NOT_MINE
+        counts = [whole(row["step"]) or 0 for row in rows]
+        if len(rows) < _FEWEST_ROWS or any(later <= earlier for earlier, later in pairwise(counts)):
+            return NOT_MINE
+        return Detection(0.7 * share, f"{len(rows)} rows of a counting number and another one")
+
+    def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
+        """Yield a record per row, and at last what they say of the run."""
+        builder, objects = BlockBuilder(), ObjectReader()
+        layout: Layout | None = None
+        unfinished = _unfinished_from(path)
+        number = 0
+        for number, line in read_lines(path, faults):
+            text = line.decode(errors="replace")
+            if not _is_content(text):
+                continue
+            if layout is None:
+                layout = layout_of(text)
+                if layout is None or layout.has_heading:
+                    continue
+            row = row_of(text, layout) if faults.read_bytes < unfinished else None
+            if row is None:
+                faults.add(number, f"no row of {len(layout.names)} columns, or one without its end: {shown(line)}")
+                continue
+            objects.add(row, builder)
+            if builder.is_full and (block := builder.take()):
+                yield block
+        if block := builder.take():
+            yield block
+        if objects.keys:
+            yield objects.run({"lines": number})
+
+
+def layout_of(line: str) -> Layout | None:
+    """Return the layout that a file has whose first line is `line`; None when it is no table of a training."""
+    for separator in (",", "\t", ";", None):
+        cells = cells_of(line.lstrip("# "), separator)
+        if len(cells) < len(_TWO_COLUMNS):
+            continue
+        if len(cells) == len(_TWO_COLUMNS) and whole(cells[0]) is not None and quantity(cells[1]) is not None:
+            return Layout(_TWO_COLUMNS, separator, has_heading=False)
+        has_step = any(role_of(cell) is Role.STEP for cell in cells)
+        if has_step and any(canonical(cell).name in _TELLING for cell in cells):
+            return Layout(tuple(cells), separator, has_heading=True)
+    return None
+
+
+def row_of(line: str, layout: Layout) -> dict[str, Any] | None:
+    """Return the cells of `line` by column, those that are empty left out; None when it is no row of the table."""
+    cells = cells_of(line, layout.separator)
+    if len(cells) != len(layout.names):
+        return None
+    row = {name: cell for name, cell in zip(layout.names, cells, strict=True) if cell}
+    if not layout.has_heading and (whole(cells[0]) is None or quantity(cells[1]) is None):
+        return None
+    return row or None
+
+
+def cells_of(line: str, separator: str | None) -> Sequence[str]:
+    """Return the cells of `line`, quotes and blanks around them taken off."""
+    if separator is None:
+        return _BLANKS.split(line.strip())
+    try:
+        return [cell.strip() for cell in next(csv.reader([line], delimiter=separator), [])]
+    except csv.Error:
+        return []
+
+
+def _is_content(text: str) -> bool:
+    return bool(text.strip()) and (not text.lstrip().startswith("#") or layout_of(text) is not None)
+
+
+def _unfinished_from(path: Path) -> int:
+    """Return the size of a file whose last line has no end yet, which may be half a number; else one that none has."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - 1))
+        return 1 << 62 if file.read(1) in {b"\n", b""} else size
+
+
+IMPORTER = Columns()

@@ -1,0 +1,274 @@
+"""An object that a training printed, whatever tool wrote it, as one record: step, time, numbers and events.
+
+Numbers become scalars under our names and in our units; numbers in text count too (`"0.8674"`, `"49m 19s"`, `"0.11%"`).
+null is absent, NaN and Infinity are values. Objects inside objects are opened, their keys joined by a slash. What is
+left is text: it is kept with events and with records that hold no number, and otherwise left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from rankscope_contract.events import EventType, ExitReason, RunState, Severity
+from rankscope_contract.records import canonical_labels
+from rankscope_ingest.importers.aliases import SOURCE_NAME, Alias, in_unit
+from rankscope_ingest.importers.base import FROM_LOG, ImportedRun
+from rankscope_ingest.importers.blocks import BlockBuilder
+from rankscope_ingest.importers.happenings import happening
+from rankscope_ingest.importers.naming import Named, Names, evaluation_sets, in_split, of_set, own
+from rankscope_ingest.importers.quantities import micros, number, quantity, seconds, whole
+from rankscope_ingest.importers.roles import STEP_RANK, Role, role_of
+from rankscope_ingest.importers.streams import StepStreams
+
+MAX_DEPTH: Final = 8
+MAX_NUMBERS: Final = 4096
+MAX_LIST: Final = 256
+MAX_KEYS: Final = 1000
+MAX_JSON: Final = 65_536
+
+_LIST_LABEL: Final = {"learning_rate": "group", "gpu_util": "gpu"}
+_UTILISATION: Final = "gpu_util"
+_LARGEST_RANK: Final = 1 << 31
+
+
+@dataclass(slots=True)
+class _Record:
+    """What one object says, before it is named."""
+
+    numbers: dict[str, float | list[float]] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    steps: list[tuple[int, str, int]] = field(default_factory=list)  # place in STEP_KEYS, key, step
+    planned: int | None = None
+    rank: int | None = None
+    ts: int | None = None
+    event: str | None = None
+    split: str | None = None
+
+
+class ObjectReader:
+    """Reads the objects of one log, in order, and remembers what they say of the run."""
+
+    def __init__(self) -> None:
+        self.keys: dict[str, int] = {}
+        """How often each key came with null, which is to say: was absent."""
+        self.config: Any = None
+        self.planned_steps: int | None = None
+        self.last_step: int | None = None
+        self.finished = False
+        self._names = Names()
+        self._streams = StepStreams()
+
+    def add(self, document: Mapping[str, Any], builder: BlockBuilder, *, attempt: int | None = None) -> None:
+        """Add the record that `document` is to `builder`; without `attempt` the steps tell it."""
+        self._note_keys(document)
+        record = _Record()
+        self._collect(document, "", record, 0)
+        step = self._step(record)
+        builder.record(
+            step=step,
+            rank=record.rank,
+            ts=record.ts,
+            origin=FROM_LOG,
+            attempt=self._streams.attempt(record.rank, step) if attempt is None else attempt,
+        )
+        if "train_runtime" in document or (self.planned_steps and step is not None and step >= self.planned_steps):
+            self.finished = True
+        if record.event is not None:
+            self._add_event(record, document, builder)
+        added = self._add_numbers(record, document, builder)
+        if not added and record.event is None:
+            details = json_text(document)
+            builder.event(EventType.NOTE, Severity.INFO, "a record without numbers", details)
+
+    def run(self, facts: Mapping[str, Any], **sections: Any) -> ImportedRun:
+        """Return what the log says of the run; `facts` are about the import itself, `sections` join the config."""
+        absent = {key: count for key, count in self.keys.items() if count}
+        about = {**facts, "keys": sorted(self.keys), "null_values": absent}
+        config = {"import": about, "log": self.config, **sections}
+        return ImportedRun(
+            state=RunState.COMPLETED if self.finished else None,
+            reason="the log says that training came to its end" if self.finished else None,
+            planned_steps=self.planned_steps,
+            config=json_text(config, limit=4 * MAX_JSON),
+        )
+
+    def _note_keys(self, document: Mapping[str, Any]) -> None:
+        for key, value in document.items():
+            if key in self.keys or len(self.keys) < MAX_KEYS:
+                self.keys[key] = self.keys.get(key, 0) + (value is None)
+
+    def _collect(self, document: Mapping[str, Any], path: str, record: _Record, depth: int) -> None:
+        for name, value in document.items():
+            if value is None or len(record.numbers) >= MAX_NUMBERS:
+                continue
+            key = f"{path}{name}"
+            role = role_of(key)
+            if role is Role.VALUE or not self._take_role(role, key, value, record):
+                self._collect_value(key, value, record, depth)
+
+    def _collect_value(self, key: str, value: Any, record: _Record, depth: int) -> None:
+        found = number(value)
+        if found is not None:
+            record.numbers[key] = found
+        elif isinstance(value, str):
+            record.texts[key] = value
+        elif isinstance(value, dict) and depth < MAX_DEPTH:
+            self._collect(value, f"{key}/", record, depth + 1)
+        elif isinstance(value, list | tuple) and 0 < len(value) <= MAX_LIST:
+            numbers = [each for item in value if (each := number(item)) is not None]
+            if len(numbers) == len(value):
+                record.numbers[key] = numbers
+
+    def _take_role(self, role: Role, key: str, value: Any, record: _Record) -> bool:
+        """Let `value` play its role; return False where it cannot, and is a quantity like others."""
+        match role:
+            case Role.STEP:
+                return _take_step(key, value, record)
+            case Role.STEP_OF_PLAN:
+                return isinstance(value, str) and _take_step("step", value, record)
+            case Role.PLAN:
+                record.planned = whole(value)
+                return record.planned is not None
+            case Role.RANK:
+                rank = whole(value)
+                record.rank = rank if rank is not None and 0 <= rank < _LARGEST_RANK else record.rank
+                return True
+            case Role.TIME:
+                moment = micros(value)
+                record.ts = moment if record.ts is None else record.ts
+                return moment is not None
+            case Role.EVENT if isinstance(value, str):
+                record.event = value
+                return True
+            case Role.SPLIT if isinstance(value, str):
+                record.split = value.lower()
+                return False
+            case Role.CONFIG if isinstance(value, dict):
+                self.config = value
+                return True
+            case _:
+                return False
+
+    def _step(self, record: _Record) -> int | None:
+        """Return the step, give the other candidates back as numbers, and note the plan."""
+        record.steps.sort()
+        for _, key, value in record.steps[1:]:
+            record.numbers[key] = float(value)
+        step = record.steps[0][2] if record.steps else None
+        if record.planned:
+            self.planned_steps = record.planned
+        if step is not None:
+            self.last_step = step if self.last_step is None else max(step, self.last_step)
+        return step
+
+    def _add_numbers(self, record: _Record, document: Mapping[str, Any], builder: BlockBuilder) -> int:
+        taken: set[str] = set()
+        sets = evaluation_sets(document)
+        ends_training = "train_runtime" in document
+        for key, value in record.numbers.items():
+            named = self._named(key, record, document, taken, sets, ends_training=ends_training)
+            _add_scalars(key, value, named, builder)
+            taken.add(named[0].name)
+        for key, text in record.texts.items():
+            named = self._named(key, record, document, taken, sets, ends_training=ends_training)
+            if (read := _number_in_text(text, named[0])) is not None:
+                alias, found = read
+                builder.scalar(alias.name, alias.converted(found), alias.unit, alias.labels(key))
+                taken.add(alias.name)
+        return len(taken)
+
+    def _named(
+        self,
+        key: str,
+        record: _Record,
+        document: Mapping[str, Any],
+        taken: set[str],
+        sets: tuple[str, ...],
+        *,
+        ends_training: bool,
+    ) -> Named:
+        if ends_training and key.startswith("train_"):
+            # The Trainer's last entry: averages over the whole run, not of its last step.
+            return own(key)
+        if sets and (named := of_set(key, sets)):
+            return named
+        if record.split and (named := in_split(key, record.split)):
+            return named
+        return self._names.name(key, taken, document)
+
+    def _add_event(self, record: _Record, document: Mapping[str, Any], builder: BlockBuilder) -> None:
+        assert record.event is not None
+        told = happening(record.event)
+        self.finished = self.finished or told.ends_well
+        details = {key: value for key, value in document.items() if number(value) is None and value is not None}
+        if told.type == EventType.EXIT:
+            details = {"reason": ExitReason.COMPLETED, "last_step": self.last_step, **details}
+        builder.event(told.type, told.severity, clean_text(record.event), json_text(details))
+
+
+def clean_text(text: str, limit: int = 1000) -> str:
+    """Return `text` as every store takes it."""
+    return text[:limit].encode("utf-8", "replace").decode()
+
+
+def json_text(value: Any, limit: int = MAX_JSON) -> str:
+    """Return `value` as JSON that any reader takes: NaN and Inf as text; too long a text is told, not stored."""
+    text = json.dumps(_plain_json(value, 0), ensure_ascii=False, separators=(",", ":"), default=str)
+    if len(text) > limit:
+        return json.dumps({"left_out": f"{len(text):,} characters"})
+    return text.encode("utf-8", "replace").decode()
+
+
+def _plain_json(value: Any, depth: int) -> Any:
+    if depth > 2 * MAX_DEPTH:
+        return "…"
+    if isinstance(value, Mapping):
+        return {str(key): _plain_json(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain_json(item, depth + 1) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _take_step(key: str, value: Any, record: _Record) -> bool:
+    """Take `12`, `12.0`, `"12"` or `"12/873"` as the step."""
+    step_text, slash, planned = value.partition("/") if isinstance(value, str) else (value, "", None)
+    step = whole(step_text)
+    if step is None:
+        return False
+    if slash:
+        record.planned = whole(planned) or record.planned
+    record.steps.append((STEP_RANK[key.lower()], key, step))
+    return True
+
+
+def _add_scalars(key: str, value: float | list[float], named: Named, builder: BlockBuilder) -> None:
+    """Add a number, or the numbers of a list with their places; utilisation of processors also as its mean."""
+    alias, labels = named
+    if isinstance(value, list):
+        place = _LIST_LABEL.get(alias.name, "index")
+        for index, each in enumerate(value):
+            builder.scalar(alias.name, alias.converted(each), alias.unit, alias.labels(key, {place: str(index)}))
+    else:
+        builder.scalar(alias.name, alias.converted(value), alias.unit, labels)
+    if alias.name == _UTILISATION:
+        mean = sum(value) / len(value) if isinstance(value, list) else value
+        builder.scalar(f"{_UTILISATION}_mean", mean, alias.unit, canonical_labels({SOURCE_NAME: key}))
+
+
+def _number_in_text(text: str, alias: Alias) -> tuple[Alias, float] | None:
+    if alias.unit == "seconds" and alias.factor == 1.0 and (duration := seconds(text)) is not None:
+        return alias, duration
+    found = quantity(text)
+    if found is None:
+        return None
+    value, unit = found
+    if unit is None:
+        return alias, value
+    # A unit behind a number of an unknown key may be anything: "7b" is a size of a model.
+    converted = in_unit(alias, unit)
+    known = alias.unit is not None and converted.unit == alias.unit and converted.source_unit in {None, unit}
+    return (converted, value) if known and (converted.factor != 1.0 or converted.source_unit is None) else None

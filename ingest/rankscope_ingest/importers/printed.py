@@ -1,0 +1,59 @@
+"""Dictionaries as Python prints them: `{'loss': 2.06, 'grad_norm': nan, 'lr': tensor(1e-05)}`. Nothing is evaluated."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from typing import Any, Final
+
+MAX_CHARACTERS: Final = 65_536
+
+_NAMES: Final = {"nan": math.nan, "NaN": math.nan, "inf": math.inf, "Infinity": math.inf, "null": None}
+_FUNCTION: Final = re.compile(r"<[^<>']*>")  # grad_fn=<NllLossBackward0> is no Python
+
+
+class _NotPrintedError(ValueError):
+    """Something else than a printed value."""
+
+
+def printed_dict(text: str) -> dict[str, Any] | None:
+    """Return the dictionary whose `repr` is `text`; None for everything else."""
+    if len(text) > MAX_CHARACTERS:
+        return None
+    try:
+        value = _value(ast.parse(_FUNCTION.sub("None", text.strip()), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _value(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=value) if value is None or isinstance(value, str | int | float):
+            return value
+        case ast.Dict(keys=keys, values=values):
+            return {_key(key): _value(value) for key, value in zip(keys, values, strict=True)}
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_value(item) for item in items]
+        case ast.Name(id=name) if name in _NAMES:
+            return _NAMES[name]
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_number(_value(operand))
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _number(_value(operand))
+        case ast.Call(args=[first, *_]):  # tensor(2.3, device='cuda:0'), np.float64(2.3), array([1, 2])
+            return _value(first)
+    raise _NotPrintedError
+
+
+def _key(node: ast.expr | None) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str | int):
+        return str(node.value)
+    raise _NotPrintedError
+
+
+def _number(value: Any) -> int | float:
+    if isinstance(value, int | float):
+        return value
+    raise _NotPrintedError

@@ -1,0 +1,74 @@
+"""Which attempt a step belongs to, in logs whose writers do not say: restarts, and two writers of one file.
+
+The rule: a step smaller than the one before starts a new stream, unless another stream that was written to a moment ago
+goes on with exactly this step. So a restart is a new attempt from its first step on; lines of two writers that
+alternate come apart into two attempts; the same step twice stays in one attempt, both rows kept, the later one last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+_ALIVE_RECORDS: Final = 4
+"""A stream that has not been written to for so many records is taken to have ended."""
+
+
+@dataclass(slots=True)
+class _Stream:
+    attempt: int
+    last: int
+    interval: int | None
+    written: int  # number of its latest record
+
+    def expects(self, interval: int | None) -> int | None:
+        usual = self.interval or interval
+        return None if usual is None else self.last + usual
+
+
+class StepStreams:
+    """The streams of one log; ranks are kept apart."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int | None, _RankStreams] = {}
+
+    def attempt(self, rank: int | None, step: int | None) -> int:
+        """Return the attempt, from 0, of the next record; without a step it belongs to the stream written to last."""
+        streams = self._ranks.setdefault(rank, _RankStreams())
+        return streams.attempt(step)
+
+
+class _RankStreams:
+    def __init__(self) -> None:
+        self._alive: list[_Stream] = []  # the one written to last comes last
+        self._records = 0
+        self._attempts = 0
+        self._interval: int | None = None
+
+    def attempt(self, step: int | None) -> int:
+        self._records += 1
+        if step is None:
+            return self._alive[-1].attempt if self._alive else 0
+        stream = self._stream_of(step)
+        if step > stream.last:
+            self._interval = stream.interval = step - stream.last
+        stream.last, stream.written = step, self._records
+        self._alive = [other for other in self._alive if other is not stream and self._is_alive(other)]
+        self._alive.append(stream)
+        return stream.attempt
+
+    def _is_alive(self, stream: _Stream) -> bool:
+        return self._records - stream.written <= _ALIVE_RECORDS
+
+    def _stream_of(self, step: int) -> _Stream:
+        current = self._alive[-1] if self._alive else None
+        if current and step in {current.last, current.expects(self._interval)}:
+            return current
+        for other in self._alive[-2::-1]:
+            if self._is_alive(other) and step == other.expects(self._interval):
+                return other
+        if current and step > current.last:
+            return current
+        opened = _Stream(self._attempts, step, None, self._records)
+        self._attempts += 1
+        return opened

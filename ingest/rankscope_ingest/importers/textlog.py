@@ -1,0 +1,194 @@
+"""Lines for people: a step, then names and numbers in some order, as most training scripts print them.
+
+    iter 10: loss 9.61, time 62.3ms, mfu 3.40%                      nanoGPT
+    step:1/6200 train_loss:10.9 train_time:285ms                    modded-nanogpt
+    s:0 trl:11.01 norm:15.4                                         llm.c, log file
+    step 1/18865 | loss 11.0 | 12.3 ms | 42 tok/s                   llm.c, console
+    step:  1  loss:  8.05  memory:  1.9GiB(2.0%)  tps: 1,234        torchtitan
+    [Rank 0] step=10, skipped=0, lr=[1e-05], mom=[…]                DeepSpeed
+
+A name before a blank must be one that we know; before a colon or an equals sign any will do, once the step has been
+told. Lines without a step or without numbers are somebody else's and are only counted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from rankscope_contract.events import EventType
+from rankscope_ingest.importers.aliases import UNITS, canonical, is_known
+from rankscope_ingest.importers.base import NOT_MINE, Detection, Faults, Imported
+from rankscope_ingest.importers.blocks import BlockBuilder
+from rankscope_ingest.importers.lines import read_lines, shown
+from rankscope_ingest.importers.objects import ObjectReader
+from rankscope_ingest.importers.prefixes import told_before, without_colours
+from rankscope_ingest.importers.quantities import NUMBER
+from rankscope_ingest.importers.sampling import sample_lines
+
+MAX_LINE_CHARACTERS: Final = 8192
+
+_COUNT: Final = r"(?P<step>\d{1,3}(?:,\d{3})+|\d{1,15})"
+_OF: Final = r"(?:\s*/\s*(?P<planned>\d{1,15}))?"
+_STEPS: Final = (
+    re.compile(rf"^s:{_COUNT}\b"),
+    re.compile(rf"(?<![\w.-])(?:global[_ ]|training )?steps?\s*[:=#]?\s*\[?\s*{_COUNT}{_OF}", re.IGNORECASE),
+    re.compile(rf"(?<![\w.-])(?:iter(?:ation)?s?|updates?)\s*[:=#]?\s*\[?\s*{_COUNT}{_OF}", re.IGNORECASE),
+)
+_BARE: Final = re.compile(rf"^(?P<step>\d{{1,15}}) (?P<name>[A-Za-z_]{{2,20}}) (?P<value>{NUMBER})$")
+_BARE_NAMES: Final = {"train": "loss", "val": "val_loss"}
+_WORD: Final = r"[A-Za-z][\w./%-]{0,40}"
+_UNIT: Final = r"(?P<unit>[mun]?s|sec|%|[KMGT]i?B|it/s|tok(?:ens)?/s(?:ec)?|samples/s(?:ec)?)"
+_PAIR: Final = re.compile(
+    rf"(?<![\w.])(?P<name>{_WORD}(?: (?:{_WORD}|\([\w/]{{1,16}}\))){{0,4}}?)(?P<mark>\s*[:=]\s*|\s+)"
+    rf"(?:\[(?P<list>[-+.,eE\d ]{{1,400}})\]|(?P<clock>\d+:\d\d(?::\d\d)?)|(?P<value>{NUMBER})(?:\s?{_UNIT})?)"
+    r"(?![\w.:])",
+    re.IGNORECASE,
+)
+_VALUE_FIRST: Final = re.compile(rf"(?:^|\|)\s*(?P<value>{NUMBER})\s*{_UNIT}\s*(?P<name>(?:\w+ )?MFU)?\s*(?=\||$)")
+_NAME_OF_UNIT: Final = {"seconds": "step_time", "tokens/s": "tokens/s", "samples/s": "samples/s", "steps/s": "it/s"}
+_CHECKPOINT: Final = re.compile(r"\b(?:checkpoint|ckpt)", re.IGNORECASE)
+_MEGATRON: Final = re.compile(r"consumed samples:|elapsed time per iteration")
+_TELLING: Final = {"loss", "eval_loss", "step_seconds", "grad_norm"}
+_FEWEST: Final = 2
+
+
+class TextLog:
+    """The importer."""
+
+    name = "textlog"
+
+    def detect(self, path: Path, head: bytes) -> Detection:
+        """Count lines that tell a step and its loss, from the beginning, the middle and the end."""
+        if path.is_dir() or b"\0" in head[:4096]:
+            return NOT_MINE
+        lines = [line.decode(errors="replace") for line in sample_lines(path, head) if line.strip()]
+        records = [record for line in lines if (record := numbers_of(line)) and _is_telling(record)]
+        if len(records) < min(_FEWEST, len(lines)) or not records:
+            return NOT_MINE
+        because = f"{len(records)} of {len(lines)} lines looked at tell a step and its loss"
+        if any(_MEGATRON.search(line) for line in lines):
+            return Detection(0.1, because)
+        return Detection(0.35 + 0.5 * len(records) / len(lines), because)
+
+    def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
+        """Yield a record per line that tells a step and numbers, and at last what they say of the run."""
+        builder, objects = BlockBuilder(), ObjectReader()
+        others = number = 0
+        cut = _Cut(path)
+        for number, line in read_lines(path, faults):
+            text = without_colours(line.decode(errors="replace"))
+            record = numbers_of(text) or _checkpoint(text)
+            if record is None:
+                others += 1
+            elif cut.may_be(record, text, faults.read_bytes):
+                faults.add(number, f"the last line has no end, and other numbers than the one before: {shown(line)}")
+            else:
+                objects.add(record, builder)
+            if builder.is_full and (block := builder.take()):
+                yield block
+        if block := builder.take():
+            yield block
+        if objects.keys:
+            yield objects.run({"lines": number, "other_lines": others})
+
+
+def numbers_of(line: str) -> dict[str, Any] | None:
+    """Return the step and the numbers on `line`, as an object of a log; None when it has no step or no number."""
+    text = without_colours(line).strip()
+    if not text or len(text) > MAX_LINE_CHARACTERS:
+        return None
+    if bare := _BARE.match(text):
+        return {"step": bare["step"], _BARE_NAMES.get(bare["name"].lower(), bare["name"]): bare["value"]}
+    step = next((found for pattern in _STEPS if (found := pattern.search(text))), None)
+    if step is None:
+        return None
+    before, after = text[: step.start()], text[step.end() :]
+    pairs = dict(_pairs(before, any_name=False)) | dict(_pairs(after, any_name=True)) | dict(_values_first(after))
+    if not pairs:
+        return None
+    if "val loss" in pairs and "train loss" in pairs:
+        # nanoGPT's estimate over both sets, beside the loss of each step.
+        pairs["train_loss_estimate"] = pairs.pop("train loss")
+    planned = step.groupdict().get("planned")
+    count = step["step"].replace(",", "")
+    return {**told_before(before), "step": f"{count}/{planned}" if planned else count, **pairs}
+
+
+def _pairs(text: str, *, any_name: bool) -> Iterator[tuple[str, Any]]:
+    for found in _PAIR.finditer(text):
+        name = found["name"]
+        if not is_known(name) and not _is_timed(found):
+            marked = any_name and not found["mark"].isspace()
+            if not marked or " " in name:
+                continue
+        if found["list"]:
+            yield name, _floats(found["list"])
+        elif found["clock"]:
+            yield name, found["clock"]
+        elif not (found["unit"] and found["value"].lower() == "nan"):
+            # "nanms" is an average of no time at all yet: absent.
+            yield _with_unit(name, found["value"], found["unit"])
+
+
+def _is_timed(found: re.Match[str]) -> bool:
+    return found["name"] == "time" and found["unit"] is not None
+
+
+def _with_unit(name: str, value: str, unit: str | None) -> tuple[str, str]:
+    """Return a unit with the number where the name has one of its own, else with the name."""
+    if unit is None or unit.lower() not in UNITS:
+        return name, value
+    return (name, f"{value}{unit}") if canonical(name).unit else (f"{name} ({unit})", value)
+
+
+def _values_first(text: str) -> Iterator[tuple[str, str]]:
+    for found in _VALUE_FIRST.finditer(text):
+        unit = UNITS[found["unit"].lower()]
+        name = "mfu" if found["name"] else _NAME_OF_UNIT.get(unit.name or "")
+        if name:
+            yield name, f"{found['value']}{found['unit']}"
+
+
+def _floats(text: str) -> list[float]:
+    numbers = []
+    for part in text.split(","):
+        try:
+            numbers.append(float(part))
+        except ValueError:
+            return []
+    return numbers
+
+
+def _checkpoint(text: str) -> dict[str, Any] | None:
+    """Return the event of a line that tells of a checkpoint and a step."""
+    if len(text) > MAX_LINE_CHARACTERS or not _CHECKPOINT.search(text):
+        return None
+    step = next((found for pattern in _STEPS if (found := pattern.search(text))), None)
+    return None if step is None else {"event": EventType.CHECKPOINT, "step": step["step"], "line": text.strip()[:1000]}
+
+
+def _is_telling(record: dict[str, Any]) -> bool:
+    return any(canonical(key).name in _TELLING for key in record)
+
+
+class _Cut:
+    """Whether the last line of a file may be half a line: it has no end, and does not look like the one before."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self._size = file.seek(0, 2)
+            file.seek(max(0, self._size - 1))
+            self._has_end = file.read(1) in {b"\n", b""}
+        self._shape: tuple[tuple[str, ...], int] | None = None
+
+    def may_be(self, record: dict[str, Any], text: str, read_bytes: int) -> bool:
+        shape = tuple(record), len(text.rstrip().rpartition(".")[2])
+        is_cut = not self._has_end and read_bytes >= self._size and shape != self._shape
+        self._shape = shape
+        return is_cut
+
+
+IMPORTER = TextLog()

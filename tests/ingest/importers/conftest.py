@@ -1,0 +1,82 @@
+"""What the tests of the importers share: a store to bring logs into, and the recorded logs where they are at hand."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankscope_ingest.importers import ImportReport, find_importer, import_records, importers
+from rankscope_storage.connection import connect
+from rankscope_storage.store import Store
+
+SHARED = Path(os.environ.get("RANKSCOPE_SHARED") or Path(__file__).resolve().parents[3].parent / "shared")
+DATA = SHARED / "data"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that asks for `recorded` once per recorded log of the folder that its module names FACTS_OF."""
+    if "recorded" not in metafunc.fixturenames:
+        return
+    folder = metafunc.module.FACTS_OF
+    try:
+        facts = json.loads((DATA / "FACTS.json").read_text(encoding="utf-8"))
+    except OSError:
+        facts = {f"{folder}/absent": {}}
+    absent = pytest.mark.skipif(not (DATA / folder).is_dir(), reason=f"the recorded logs are not here ({DATA})")
+    chosen = [(DATA / name, expected) for name, expected in facts.items() if name.startswith(f"{folder}/")]
+    cases = [pytest.param(case, id=case[0].stem, marks=absent) for case in chosen]
+    metafunc.parametrize("recorded", cases)
+
+
+@pytest.fixture
+def data() -> Path:
+    """Return the folder of the recorded logs; without it the test is skipped."""
+    if not DATA.is_dir():
+        pytest.skip(f"the recorded logs are not here ({DATA})")
+    return DATA
+
+
+class Desk:
+    """One store, logs brought into it, and questions to it."""
+
+    def __init__(self, folder: Path, writer: Any) -> None:
+        self.folder = folder
+        self._writer = writer
+        self._connection: Any = None
+
+    def bring(self, path: Path, *, run: str = "r", kind: str | None = None) -> ImportReport:
+        importer = find_importer(path) if kind is None else importers()[kind]
+        return import_records(path, self._writer, importer, run=run)
+
+    def ask(self, query: str, **parameters: Any) -> list[dict[str, Any]]:
+        self._connection = self._connection or connect(self.folder / "store")
+        return self._connection.query(query, parameters or None).to_pylist()
+
+    def close(self) -> None:
+        if self._connection:
+            self._connection.close()
+
+    def value(self, query: str, **parameters: Any) -> Any:
+        """Return the only value of the only row; None without a row."""
+        rows = self.ask(query, **parameters)
+        assert len(rows) <= 1, rows
+        return next(iter(rows[0].values())) if rows else None
+
+    def write(self, name: str, text: str | bytes) -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    with Store.open(tmp_path / "store", create=True).claim(owner="test") as writer:
+        desk = Desk(tmp_path, writer)
+        yield desk
+        desk.close()
