@@ -85,6 +85,10 @@ class Connection:
         """Return the rows of `query` as an Arrow table."""
         return self._fresh(query, lambda: self._duckdb.sql(query, params=parameters).to_arrow_table())
 
+    def stream(self, query: str, parameters: object = None, *, batch_rows: int = 100_000) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of `query` in batches, however many they are; no other question may be asked meanwhile."""
+        yield from self._fresh(query, lambda: self._duckdb.sql(query, params=parameters).to_arrow_reader(batch_rows))
+
     def files(self, dataset: str, *, run: str | None = None, steps: tuple[int, int] | None = None) -> list[str]:
         """Return the Parquet files that can hold rows of `dataset`, of `run`, of the closed range `steps`."""
         self._refresh()

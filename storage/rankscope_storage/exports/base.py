@@ -27,6 +27,18 @@ def silent(_done: int, _total: int) -> None:
     """Take progress and say nothing."""
 
 
+def counting(progress: Progress, total: int) -> Callable[[int], None]:
+    """Return a function that takes rows just written, and tells `progress` of all so far."""
+    done = 0
+
+    def written(rows: int) -> None:
+        nonlocal done
+        done += rows
+        progress(done, total)
+
+    return written
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
     """What to export, and how. The names are those of the tool whose formats these are; an exporter may ignore some."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -11,7 +12,7 @@ import pyarrow.parquet as pq
 from rankscope_contract.records import DATASETS
 from rankscope_storage.connection import Connection
 from rankscope_storage.errors import ExportError
-from rankscope_storage.exports.base import ExportOptions, ExportReport, Progress, silent
+from rankscope_storage.exports.base import ExportOptions, ExportReport, Progress, counting, silent
 from rankscope_storage.exports.selection import Selection, columns, require_rows
 from rankscope_storage.exports.staging import staged_folder
 from rankscope_storage.parquet import ROW_GROUP_ROWS
@@ -38,25 +39,23 @@ class Parquet:
             selection = Selection(connection, run, options)
             counts = {name: selection.count(name) for name in DATASETS}
             require_rows(selection, counts)
-            total, done = sum(counts.values()), 0
             present = [name for name, count in counts.items() if count]
+            written = counting(progress, sum(counts.values()))
             with staged_folder(target) as folder:
                 for name in present:
-                    done = _write(selection, name, folder / f"{name}.parquet", progress, done, total)
+                    _write(selection, name, folder / f"{name}.parquet", written)
         files = tuple(target / f"{name}.parquet" for name in present)
         return ExportReport(files=files, rows={name: counts[name] for name in present})
 
 
-def _write(selection: Selection, dataset: str, path: Path, progress: Progress, done: int, total: int) -> int:
+def _write(selection: Selection, dataset: str, path: Path, written: Callable[[int], None]) -> None:
     schema = dataset_schema(dataset)
     query = f"SELECT {columns(dataset)} FROM {selection.source(dataset)}"
     with pq.ParquetWriter(path, schema, compression="zstd", compression_level=1) as writer:
         for batch in selection.stream(query, _BATCH_ROWS):
             # DuckDB names the items of lists in its own way; the schema is the contract's.
             writer.write_table(pa.Table.from_batches([batch]).cast(schema))
-            done += batch.num_rows
-            progress(done, total)
-    return done
+            written(batch.num_rows)
 
 
 EXPORTER = Parquet()

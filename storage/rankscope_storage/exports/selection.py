@@ -72,8 +72,8 @@ class Selection:
         return self.connection.query(query, self._named_in(query))
 
     def stream(self, query: str, batch_rows: int) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of `query` in batches; no other question may be asked of the connection meanwhile."""
-        yield from self.connection.execute(query, self._named_in(query)).to_arrow_reader(batch_rows)
+        """Return the rows of `query` in batches; no other question may be asked of the connection meanwhile."""
+        return self.connection.stream(query, self._named_in(query), batch_rows=batch_rows)
 
     def count(self, dataset: str, extra: str = "true") -> int:
         """Return how many rows of `dataset` are exported, of those that meet `extra`."""

@@ -1,0 +1,230 @@
+"""Samples come series by series, rows are wanted moment by moment: a database on disk turns them round.
+
+Nothing of it depends on how large the file is; DuckDB spills beyond its memory limit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import duckdb
+import pyarrow as pa
+
+from rankscope_contract.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS
+from rankscope_ingest.importers.openmetrics.series import (
+    ATTEMPT,
+    KIND_STEP,
+    OWN,
+    SAMPLE,
+    SCALAR,
+    STEP,
+    TENSOR,
+    Meaning,
+)
+
+MEMORY_LIMIT: Final = "512MB"
+CHUNK_ROWS: Final = 100_000
+BATCH_ROWS: Final = 100_000
+
+_NUMBERS: Final = frozenset({"rank", "index", "vpp_stage", "micro_step", "call_seq"})
+_SERIES_COLUMNS: Final = tuple(field.name for field in fields(Meaning))
+_SERIES_SCHEMA: Final = pa.schema(
+    [("id", pa.uint64()), *((name, pa.int64() if name in _NUMBERS else pa.string()) for name in _SERIES_COLUMNS)]
+)
+_TENSOR_KEY: Final = (
+    "rank",
+    "kind",
+    "tensor",
+    '"index"',
+    "vpp_stage",
+    "micro_step",
+    "call_seq",
+    "placement",
+    "shard_group",
+)
+_OPS: Final = (*VALUE_OPS, *COUNT_OPS, *BASELINE_OPS)
+
+_CLOCKS: Final = f"""\
+CREATE TABLE series AS SELECT DISTINCT ON (id) * FROM series_seen;
+CREATE TABLE step_at AS
+  SELECT coalesce(rank, -1) AS who, ts, any_value(value)::BIGINT AS step
+  FROM samples JOIN series USING (id) WHERE role = '{STEP}' AND ts IS NOT NULL AND abs(value) < 9e15 GROUP BY ALL;
+CREATE TABLE kind_step_at AS
+  SELECT coalesce(rank, -1) AS who, kind, ts, any_value(value)::BIGINT AS step
+  FROM samples JOIN series USING (id) WHERE role = '{KIND_STEP}' AND ts IS NOT NULL AND abs(value) < 9e15 GROUP BY ALL;
+CREATE TABLE attempt_at AS
+  SELECT coalesce(rank, -1) AS who, ts, any_value(value)::INTEGER AS attempt
+  FROM samples JOIN series USING (id) WHERE role = '{ATTEMPT}' AND ts IS NOT NULL AND value BETWEEN 0 AND 2e9
+  GROUP BY ALL;
+"""
+
+# A run that nobody exported has no attempts: a step that falls begins the next.
+_ATTEMPTS_BY_STEP: Final = """\
+INSERT INTO attempt_at
+SELECT who, ts, sum(falls) OVER (PARTITION BY who ORDER BY ts) AS attempt
+FROM (SELECT who, ts, (step < lag(step) OVER (PARTITION BY who ORDER BY ts))::INTEGER AS falls FROM step_at);
+UPDATE attempt_at SET attempt = 0 WHERE attempt IS NULL;
+"""
+
+_PLACED: Final = """\
+SELECT value.*, step_at.step, attempt_at.attempt
+FROM ({values}) value
+{join} JOIN step_at ON step_at.who = value.who AND value.ts {at} step_at.ts
+{join} JOIN attempt_at ON attempt_at.who = value.who AND value.ts {at} attempt_at.ts
+"""
+
+# Scraped, a value is seen as often as it is asked for: what neither moved nor belongs to a new step is one observation.
+_ONCE: Final = "QUALIFY {same} IS DISTINCT FROM lag({same}) OVER (PARTITION BY {series} ORDER BY ts)"
+
+
+class Pivot:
+    """A temporary database of the samples of one file; a context manager, gone at its end."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="rankscope-import-")
+        path = Path(self._folder.name)
+        self._duckdb = duckdb.connect(str(path / "samples.duckdb"))
+        self._duckdb.execute(
+            f"SET memory_limit = '{MEMORY_LIMIT}'; SET temp_directory = '{path}'; SET TimeZone = 'UTC'"
+        )
+        columns = ", ".join(f'"{name}" {"BIGINT" if name in _NUMBERS else "VARCHAR"}' for name in _SERIES_COLUMNS)
+        self._duckdb.execute(
+            f"CREATE TABLE series_seen (id UBIGINT, {columns}); "
+            "CREATE TABLE samples (id UBIGINT, line BIGINT, ts BIGINT, value DOUBLE)"
+        )
+        self._series: list[tuple[int, Meaning]] = []
+        self._ids: list[int] = []
+        self._lines: list[int] = []
+        self._times: list[int | None] = []
+        self._values: list[float] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._duckdb.close()
+        self._folder.cleanup()
+
+    def series(self, text: str, meaning: Meaning) -> int:
+        """Note what the series called `text` means, and return its id, which is the same in every file."""
+        digest = hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+        number = int.from_bytes(digest, "little")
+        self._series.append((number, meaning))
+        return number
+
+    def add(self, series: int, line: int, ts: int | None, value: float) -> None:
+        """Take one sample."""
+        self._ids.append(series)
+        self._lines.append(line)
+        self._times.append(ts)
+        self._values.append(value)
+        if len(self._ids) >= CHUNK_ROWS:
+            self._flush()
+
+    def close(self) -> None:
+        """Take no more; from now on rows can be asked for."""
+        self._flush()
+        self._duckdb.execute(_CLOCKS)
+        if not self.is_export:
+            self._duckdb.execute(_ATTEMPTS_BY_STEP)
+
+    @property
+    def is_export(self) -> bool:
+        """Whether every sample is a row of a store."""
+        return bool(self._duckdb.sql(f"SELECT 1 FROM series WHERE role = '{OWN}' LIMIT 1").fetchall())
+
+    def runs(self) -> list[str]:
+        """Return the runs that metrics of ours name."""
+        rows = self._duckdb.sql("SELECT DISTINCT run FROM series WHERE run IS NOT NULL ORDER BY run").fetchall()
+        return [run for (run,) in rows]
+
+    def greatest(self, metric: str) -> float | None:
+        """Return the greatest finite value of a metric that stayed a sample."""
+        query = "SELECT max(value) FROM samples JOIN series USING (id) WHERE metric = ? AND isfinite(value)"
+        rows = self._duckdb.execute(query, [metric]).fetchall()
+        return None if rows[0][0] is None else float(rows[0][0])
+
+    def label_sets(self, metric: str) -> list[str]:
+        """Return the labels of every series of a metric that stayed a sample."""
+        query = "SELECT DISTINCT labels FROM series WHERE metric = ? AND labels IS NOT NULL"
+        return [labels for (labels,) in self._duckdb.execute(query, [metric]).fetchall()]
+
+    def scalars(self) -> Iterator[pa.RecordBatch]:
+        """Yield rows of `scalars`, oldest first."""
+        values = (
+            "SELECT id, line, ts, value, coalesce(rank, -1) AS who, rank, name, unit, labels, vpp_stage, micro_step "
+            f"FROM samples JOIN series USING (id) WHERE role = '{SCALAR}'"
+        )
+        once = "" if self.is_export else _ONCE.format(same="(step, value)", series="id")
+        return self._rows(
+            f"SELECT step, rank, attempt, ts, vpp_stage, micro_step, name, unit, labels, value "
+            f"FROM ({self._placed(values)}) {once} ORDER BY ts NULLS FIRST, id, line"
+        )
+
+    def tensors(self) -> Iterator[pa.RecordBatch]:
+        """Yield rows of `tensor_stats`, oldest first."""
+        key = ", ".join(_TENSOR_KEY)
+        ops = ", ".join(f"any_value(value) FILTER (op = '{op}') AS \"{op}\"" for op in _OPS)
+        values = (
+            f"SELECT min(id) AS id, ts, coalesce(rank, -1) AS who, {key}, {ops} "
+            f"FROM samples JOIN series USING (id) WHERE role = '{TENSOR}' GROUP BY ts, {key}"
+        )
+        placed, once = self._placed(values), ""
+        if not self.is_export:
+            # A kind that was not sampled at the latest step shows an older one.
+            placed = (
+                "SELECT value.* EXCLUDE (step), coalesce(kind_step_at.step, value.step) AS step "
+                f"FROM ({placed}) value ASOF LEFT JOIN kind_step_at ON kind_step_at.who = value.who "
+                "AND kind_step_at.kind = value.kind AND value.ts >= kind_step_at.ts"
+            )
+            once = _ONCE.format(same="coalesce(step::VARCHAR, ts::VARCHAR)", series=key)
+        listed = ", ".join(f'"{op}"' for op in _OPS)
+        counts = ", ".join(f'CASE WHEN abs("{op}") < 9e18 THEN "{op}"::BIGINT END AS "{op}"' for op in COUNT_OPS)
+        return self._rows(
+            f"SELECT step, attempt, ts, {key}, {listed} FROM "
+            f"(SELECT * REPLACE ({counts}) FROM ({placed}) {once}) ORDER BY ts NULLS FIRST, id, {key}"
+        )
+
+    def samples(self, *, with_ours: bool) -> Iterator[pa.RecordBatch]:
+        """Yield rows of `samples`, oldest first; `with_ours` as many runs as there are stay apart by their labels."""
+        roles = "true" if with_ours else f"role = '{SAMPLE}'"
+        return self._rows(
+            f"SELECT ts, target, metric, labels, value FROM samples JOIN series USING (id) WHERE {roles} "
+            "ORDER BY ts NULLS FIRST, id, line"
+        )
+
+    def _placed(self, values: str) -> str:
+        """Return a query that gives `values` their steps: of the same moment, or of the latest one before."""
+        join, at = ("LEFT", "=") if self.is_export else ("ASOF LEFT", ">=")
+        return _PLACED.format(values=values, join=join, at=at)
+
+    def _rows(self, query: str) -> Iterator[pa.RecordBatch]:
+        yield from self._duckdb.sql(query).to_arrow_reader(BATCH_ROWS)
+
+    def _flush(self) -> None:
+        if self._series:
+            columns = {"id": [number for number, _ in self._series]}
+            meanings = [asdict(meaning) for _, meaning in self._series]
+            columns |= {name: [meaning[name] for meaning in meanings] for name in _SERIES_COLUMNS}
+            seen = pa.table(columns, schema=_SERIES_SCHEMA)
+            self._duckdb.from_arrow(seen).insert_into("series_seen")
+            self._series = []
+        if self._ids:
+            rows = pa.table(
+                {
+                    "id": pa.array(self._ids, pa.uint64()),
+                    "line": pa.array(self._lines, pa.int64()),
+                    "ts": pa.array(self._times, pa.int64()),
+                    "value": pa.array(self._values, pa.float64()),
+                }
+            )
+            self._duckdb.from_arrow(rows).insert_into("samples")
+            self._ids, self._lines, self._times, self._values = [], [], [], []

@@ -1,0 +1,118 @@
+"""Which series stands for which rows. The names are those of a rank's page, so that history and live data join.
+
+What a page does not show (unit, part of a tensor, virtual stage) gets a label of its own only where it is not the
+usual; hence most series are just the live ones. A label that is left out means null, or the usual value.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from rankscope_contract import metrics
+from rankscope_contract.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS
+from rankscope_contract.metrics import SCALARS_WITH_OWN_METRIC, MetricSpec
+from rankscope_contract.records import canonical_labels
+
+JOB: Final = "rankscope"
+ATTEMPT: Final = "rankscope_attempt"
+"""Which launch of the run a moment belongs to. Only exports have it: live, rankscope_run_info tells."""
+
+EXPORT: Final = "rankscope_export"
+EXPORT_INFO: Final = f"{EXPORT}_info"
+"""Present where every sample is a row of a store, rather than what a scrape happened to see."""
+
+NULL: Final = "none"
+"""Said by a label whose absence would mean the usual value."""
+
+VALUE_OPS_SHOWN: Final = (*VALUE_OPS, *COUNT_OPS)
+BASELINE_SUFFIX: Final = "_baseline"
+BASELINES_SHOWN: Final = tuple(op.removesuffix(BASELINE_SUFFIX) for op in BASELINE_OPS)
+PLACEMENT: Final = "full"
+
+# Label -> column, in the order they are written; all but `placement` are absent when null.
+TENSOR_EXTRAS: Final = ("index", "vpp_stage", "micro_step", "call_seq", "placement", "shard_group")
+STAGE_EXTRAS: Final = ("vpp_stage", "micro_step")
+_IDENTITY: Final = frozenset({"run", "rank", "job", "instance"})
+_OWN_METRIC: Final = {spec.name: (name, spec) for name, spec in SCALARS_WITH_OWN_METRIC.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A row of `scalars` without its value."""
+
+    name: str
+    unit: str | None = None
+    labels: str | None = None
+
+
+def own_metric(scalar: Scalar) -> MetricSpec | None:
+    """Return the metric that stands for just this scalar, or None: then it is a sample of rankscope_scalar."""
+    spec = SCALARS_WITH_OWN_METRIC.get(scalar.name)
+    if spec is None:
+        return None
+    labels = _text_labels(scalar.labels)
+    fits = labels is not None and set(labels) <= set(spec.labels) and all(labels.values())
+    return spec if fits and canonical_labels(labels) == scalar.labels else None
+
+
+def scalar_labels(scalar: Scalar, spec: MetricSpec | None) -> dict[str, str]:
+    """Return the labels of a scalar's series beside identity."""
+    if spec is not None:
+        labels = dict(_text_labels(scalar.labels) or {})
+        usual = spec.unit
+    else:
+        shown = scalar.name + (scalar.labels or "")
+        labels = {"name": shown}
+        if _split(shown) != (scalar.name, scalar.labels):
+            labels |= {"scalar": scalar.name, **({"labels": scalar.labels} if scalar.labels is not None else {})}
+        usual = None
+    if scalar.unit != usual:
+        labels["unit"] = NULL if scalar.unit is None else scalar.unit
+    return labels
+
+
+def read_scalar(metric: str, labels: Mapping[str, str]) -> Scalar | None:
+    """Return the scalar behind a series, or None when it is none of ours."""
+    rest = {name: value for name, value in labels.items() if name not in _IDENTITY and name not in STAGE_EXTRAS}
+    unit = rest.pop("unit", None)
+    if metric == metrics.SCALAR.name:
+        name, text = _split(rest.pop("name", ""))
+        if "scalar" in rest:
+            name, text = rest.pop("scalar"), rest.pop("labels", None)
+        return None if rest else Scalar(name, unit, text)
+    if metric not in _OWN_METRIC:
+        return None
+    name, spec = _OWN_METRIC[metric]
+    if not set(rest) <= set(spec.labels):
+        return None
+    unit = spec.unit if unit is None else None if unit == NULL else unit
+    return Scalar(name, unit, canonical_labels({key: value for key, value in rest.items() if value}))
+
+
+def is_countable(value: float) -> bool:
+    """Return whether a counter may have this value; another is shown as a sample of rankscope_scalar."""
+    return not math.isnan(value) and value >= 0
+
+
+def _split(shown: str) -> tuple[str, str | None]:
+    """Return name and labels of `name{"key":"value"}`."""
+    start = shown.find("{")
+    text = shown[start:] if start >= 0 else ""
+    return (shown[:start], text) if _text_labels(text or None) else (shown, None)
+
+
+def _text_labels(text: str | None) -> dict[str, str] | None:
+    """Return the labels in a `labels` column; None where it is anything else than an object of texts."""
+    if text is None:
+        return {}
+    try:
+        labels = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(labels, dict) or not all(isinstance(value, str) for value in labels.values()):
+        return None
+    return labels
