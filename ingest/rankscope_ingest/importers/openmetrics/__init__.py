@@ -1,8 +1,8 @@
 """OpenMetrics text, pages of exporters, and dumps of a Prometheus: `promtool tsdb dump` and `dump-openmetrics`.
 
 Metrics of other exporters become `samples`. Ours (`rankscope_loss`, `rankscope_tensor_value`, …) go back into the
-columns they were made from, with the step that their rank told at the same moment. A dump of several runs is not taken apart: all of
-it stays samples; dump one run with promtool's `--match '{run="…"}'` instead.
+columns they were made from, with the step that their rank told at the same moment. A dump of several runs is not taken
+apart: all of it stays samples; dump one run with promtool's `--match '{run="…"}'` instead.
 """
 
 from __future__ import annotations
@@ -86,8 +86,7 @@ def _fill(pivot: Pivot, path: Path, faults: Faults) -> None:
             series, rest = split_series(line)
             value, ts = parse_value(rest)
             if series not in known:
-                if len(known) >= _END: Final = "# EOF"
-_KNOWN_SERIES:
+                if len(known) >= _KNOWN_SERIES:
                     known.clear()  # ids come from the text: one that returns gets the same
                 known[series] = pivot.series(series, meaning(parse_series(series)))
         except LineError as error:
