@@ -1,7 +1,7 @@
 """The monitor's share of a training step: 12 layers, d=256, batch 8x128, one thread, polled every 2 s.
 
-Share: CPU of our hooks, publisher and server threads over CPU of the process, while monitored. Ratio: wall time of
-blocks of steps with the monitor over the block without it beside it, the order changing from pair to pair.
+Share: CPU of our hooks, publisher and server threads over CPU of the process, while monitored. Ratios: wall and CPU
+time of blocks of steps with the monitor over the block without it beside it, the order changing from pair to pair.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 
 import torch
 from _rows import Row, print_rows, ratio_with_interval
@@ -20,7 +21,7 @@ from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.statistics import backend_name, warm_up
 
 BLOCK_STEPS = 2
-PAIRS = 10
+PAIRS = 16
 BATCH, CONTEXT, WIDTH, LAYERS = 8, 128, 256, 12
 
 # A reader of its own process, as the service is: it polls the record channel and throws the bytes away.
@@ -70,30 +71,31 @@ def run() -> list[Row]:
 
 
 def _measure(model: nn.Module, optimizer: torch.optim.Optimizer, config: MonitorConfig, name: str) -> list[Row]:
-    pairs, shares, steps = [], [], []
+    wall, cpu, shares = [], [], []
     for number in range(PAIRS + 1):
         order = (True, False) if number % 2 else (False, True)
-        seconds = {}
-        for monitored in order:
-            seconds[monitored], share = _block(model, optimizer, config if monitored else None)
-            if share is not None and number:
-                shares.append(share)
+        blocks = {monitored: _block(model, optimizer, config if monitored else None) for monitored in order}
         if number:  # the first pair warms up
-            pairs.append((seconds[True], seconds[False]))
-            steps.append(seconds[False] / BLOCK_STEPS)
-    ratio, low, high = ratio_with_interval(pairs)
-    step = statistics.median(steps)
-    return [
-        Row(
-            f"share of step CPU, {name}", 100 * statistics.median(shares), "%", f"step {step * 1000:.0f} ms unmonitored"
-        ),
-        Row(f"paired wall ratio, {name}", ratio, "x", f"95 % interval {low:.3f} to {high:.3f}, {PAIRS} pairs"),
-    ]
+            wall.append((blocks[True].wall, blocks[False].wall))
+            cpu.append((blocks[True].cpu, blocks[False].cpu))
+            shares.append(blocks[True].ours / blocks[True].cpu)
+    step = statistics.median(plain for _, plain in wall) / BLOCK_STEPS
+    rows = [Row(f"share of step CPU, {name}", 100 * statistics.median(shares), "%", f"step {step * 1000:.0f} ms")]
+    for what, pairs in (("wall", wall), ("CPU", cpu)):
+        ratio, low, high = ratio_with_interval(pairs)
+        note = f"95 % interval {low:.3f} to {high:.3f}, {PAIRS} pairs of {BLOCK_STEPS} steps"
+        rows.append(Row(f"paired {what} ratio, {name}", ratio, "x", note))
+    return rows
 
 
-def _block(
-    model: nn.Module, optimizer: torch.optim.Optimizer, config: MonitorConfig | None
-) -> tuple[float, float | None]:
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    wall: float
+    cpu: float  # of the whole process
+    ours: float  # of our threads and hooks
+
+
+def _block(model: nn.Module, optimizer: torch.optim.Optimizer, config: MonitorConfig | None) -> _Cost:
     monitor = Monitor(config)
     poller = None
     if config is not None:
@@ -107,7 +109,7 @@ def _block(
         monitor.end_step()
         wall = time.perf_counter() - wall
         cpu = time.process_time() - cpu
-        return wall, (_own_cpu(monitor) - ours) / cpu if config is not None else None
+        return _Cost(wall, cpu, _own_cpu(monitor) - ours)
     finally:
         monitor.detach()
         if poller is not None:
