@@ -60,10 +60,13 @@ FEATURES: Final[dict[str, FeatureFamily]] = {
 OWN_FAMILIES: Final = tuple(kind for kind, family in FAMILY_OF.items() if family == OTHER)
 """Kinds that the tool has no family for stand under their own names, so that they can be told apart when read back."""
 
-KIND_OF_FAMILY: Final[dict[str, str]] = {
-    **{family: kinds[0] for family, kinds in FAMILIES.items() if family not in SLOTS and family != OTHER},
-    **{kind: kind for kind in OWN_FAMILIES},
+TENSOR_FAMILIES: Final[dict[str, tuple[str, ...]]] = {
+    **{family: kinds for family, kinds in FAMILIES.items() if family != OTHER},
+    **{kind: (kind,) for kind in OWN_FAMILIES},
 }
+"""Families of tensor statistics, and the kinds in each."""
+
+KIND_OF_FAMILY: Final = {family: kinds[0] for family, kinds in TENSOR_FAMILIES.items() if family not in SLOTS}
 
 _FOLDER: Final = re.compile(
     r"(?:(?P<time>[A-Z][a-z]{2}\d{2}_\d{2}-\d{2}-\d{2})-)?rank(?P<rank>\d{1,9})(?:-(?P<tail>.*))?"

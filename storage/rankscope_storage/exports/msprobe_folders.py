@@ -1,0 +1,106 @@
+"""Which folder the rows of a rank go to: one of its own for each attempt, or one that lies there already."""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from rankscope_storage.errors import ExportError
+from rankscope_storage.exports.msprobe_layout import parse_folder, parse_time, time_text
+from rankscope_storage.exports.selection import Selection
+
+_NO_TIME: Final = dt.datetime(2000, 1, 1, tzinfo=dt.UTC)
+_LATEST: Final = (
+    "(step, coalesce(attempt, 0)) IN "
+    "(SELECT (step, max(coalesce(attempt, 0))) FROM {relation} WHERE run = $run AND step IS NOT NULL GROUP BY step)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The rows that go into one folder: those of a rank, of one attempt or of the latest one of each step."""
+
+    folder: Path
+    rank: int
+    attempt: int | None
+
+    def only(self, selection: Selection, dataset: str) -> str:
+        """Return the predicate for its rows of `dataset`; what has no rank goes with rank 0."""
+        rank = f"coalesce(rank, 0) = {self.rank}"
+        if self.attempt is not None:
+            return f"{rank} AND coalesce(attempt, 0) = {self.attempt}"
+        relation = selection.connection.relation(dataset, run=selection.run)
+        return f"{rank} AND {_LATEST.format(relation=relation)}"
+
+
+def streams(selection: Selection, target: Path) -> list[Stream]:
+    """Return what is written, and where."""
+    found = selection.query(
+        f"SELECT DISTINCT coalesce(attempt, 0) AS attempt, coalesce(rank, 0) AS rank FROM "
+        f"(SELECT attempt, rank FROM {selection.source('tensor_stats')} "
+        f"UNION SELECT attempt, rank FROM {selection.source('features')}) ORDER BY ALL"
+    ).to_pylist()
+    began = _beginnings(selection, {row["attempt"] for row in found})
+    if selection.options.append_output is None:
+        return [Stream(target / _own_folder(selection.run, began, **row), **row) for row in found]
+    window = _window(selection.options.append_output)
+    latest = {row["rank"]: row["attempt"] for row in found}
+    return [
+        Stream(
+            _continued(target, rank, window) or target / _own_folder(selection.run, began, attempt=attempt, rank=rank),
+            rank,
+            selection.options.attempt,
+        )
+        for rank, attempt in sorted(latest.items())
+    ]
+
+
+def _own_folder(run: str, began: Mapping[int, dt.datetime], *, attempt: int, rank: int) -> str:
+    """Return a name that is always the same; where two attempts began at one time, it still sorts them."""
+    digest = hashlib.sha256(run.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{time_text(began[attempt])}-rank{rank}-{attempt & 0xFFFF:04x}{digest[:4]}"
+
+
+def _beginnings(selection: Selection, attempts: set[int]) -> dict[int, dt.datetime]:
+    """Return when each attempt began, as far as anybody knows, never before the one that precedes it."""
+    rows = selection.query(
+        "SELECT coalesce(attempt, 0) AS attempt, min(began) AS began FROM ("
+        "SELECT attempt, started_at AS began FROM attempts WHERE run = $run UNION ALL "
+        f"SELECT attempt, min(ts) FROM {selection.connection.relation('tensor_stats', run=selection.run)} "
+        "WHERE run = $run GROUP BY attempt) WHERE began IS NOT NULL GROUP BY ALL"
+    ).to_pylist()
+    known = {row["attempt"]: row["began"] for row in rows}
+    first = min(known.values(), default=_NO_TIME)
+    ordered = sorted(attempts)
+    moments = itertools.accumulate((known.get(attempt, first) for attempt in ordered), max)
+    return dict(zip(ordered, moments, strict=True))
+
+
+def _window(given: tuple[str, str]) -> tuple[dt.datetime, dt.datetime]:
+    moments = [parse_time(text) for text in given]
+    for text, moment in zip(given, moments, strict=True):
+        if moment is None:
+            raise ExportError(f"append_output {text!r} is no time of a folder: write it as in Dec03_21-34-40")
+    first, last = moments
+    assert first is not None  # checked above
+    assert last is not None
+    return first, last
+
+
+def _continued(target: Path, rank: int, window: tuple[dt.datetime, dt.datetime]) -> Path | None:
+    """Return the folder of `rank` that was begun last within the closed window, which may span a turn of the year."""
+    first, last = window
+    fitting = []
+    for path in sorted(target.iterdir()) if target.is_dir() else []:
+        named = parse_folder(path.name) if path.is_dir() else None
+        if named is None or named.rank != rank or named.time is None:
+            continue
+        inside = first <= named.time <= last if first <= last else named.time >= first or named.time <= last
+        if inside:
+            fitting.append(((named.time < first, named.time), path))
+    return max(fitting)[1] if fitting else None
