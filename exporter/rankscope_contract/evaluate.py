@@ -58,6 +58,11 @@ class SeriesEvaluator:
         self._baseline = math.nan
         self._position = -1
 
+    @property
+    def baseline(self) -> float:
+        """What the next value will be compared with; NaN before the first finite one."""
+        return self._baseline
+
     def observe(self, raw: float) -> Firing | None:
         """Judge the next value; the first rule in order that fires names the alert."""
         self._position += 1

@@ -20,7 +20,7 @@ def test_log_becomes_a_run_that_can_be_asked(rankscope, log, tmp_path):
     asked = rankscope("sql", "select run, step, value from scalars order by step", "--format", "csv", "--store", store)
 
     assert 0 == done.returncode, done.stderr
-    assert f"{log}: jsonl, 2 records, up to step 2; 2 new rows in old\n" == done.stdout
+    assert f"{log}: jsonl, 2 records, up to step 2; 3 new rows in old (1 anomalies)\n" == done.stdout
     assert "1 lines could not be read (line 2: " in done.stderr
     assert "run,step,value\nold,1,2.5\nold,2,NaN\n" == asked.stdout
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import socket
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,20 +17,32 @@ from rankscope.errors import USAGE, CommandError, nearest
 from rankscope.options import Store
 
 if TYPE_CHECKING:
+    from rankscope_contract.rules import AnomalyRule
     from rankscope_ingest.importers import Importer, ImportReport
 
 SHOWN_FAULTS = 3
+AUTOMATIC = "auto"
 
 
 def import_(
-    files: Annotated[list[Path], typer.Argument(help="Logs to bring in.")],
+    files: Annotated[list[Path], typer.Argument(help="Logs to bring in: files, or folders.", metavar="PATH...")],
     store: Store = Path("history"),
     run: Annotated[
-        str | None, typer.Option(help="Name of the run; each file's own name when left out.", show_default=False)
+        str | None, typer.Option(help="Name of the run; each log's own name when left out.", show_default=False)
     ] = None,
-    form: Annotated[
-        str | None, typer.Option("--format", help="Format of the files; found out when left out.", show_default=False)
+    kind: Annotated[
+        str, typer.Option("--kind", "--format", help="Format of the logs; found out by itself.")
+    ] = AUTOMATIC,
+    rules: Annotated[
+        Path | None,
+        typer.Option(help='JSON list of rules to judge by, as [{"rule_name": "AnomalyNan"}].', show_default=False),
     ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say which format each log is taken for and why; import nothing.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show more of the lines that make no sense.")
+    ] = False,
     shard: Annotated[str, typer.Option(help="Shard to write as; another one while a service writes 0/1.")] = "0/1",
 ) -> None:
     """Bring logs of other tools into a store. Repeating it for a log that has grown stores only what is new.
@@ -37,22 +52,48 @@ def import_(
     rankscope import metrics.jsonl --run old-run
 
     rankscope import logs/*.jsonl --store history
+
+    rankscope import train.log.1 train.log --run pretraining
+
+    rankscope import outputs/ --explain
     """
     from rankscope_ingest.errors import IngestError
-    from rankscope_ingest.importers import find_importer, import_records
     from rankscope_storage.errors import StoreError
-    from rankscope_storage.store import Store as StoreFolder
 
-    chosen = None if form is None else _importer(form)
-    owner = f"import, process {os.getpid()} on {socket.gethostname()}"
+    chosen = None if kind == AUTOMATIC else _importer(kind)
     try:
         # What no importer understands is said before anything is written.
-        plan = [(path, chosen or find_importer(path)) for path in files]
-        with StoreFolder.open(store, create=True).claim(shard, owner=owner) as writer:
+        plan = [found for path in files for found in _logs(path, chosen)]
+        if explain:
             for path, importer in plan:
-                _tell(path, import_records(path, writer, importer, run=run or path.stem))
+                _explain(path, importer)
+        else:
+            _bring_in(plan, store, shard, run=run, rules=_rules(rules), shown=None if verbose else SHOWN_FAULTS)
     except (IngestError, StoreError) as error:
         raise CommandError(str(error)) from error
+
+
+def _bring_in(
+    plan: Sequence[tuple[Path, Importer]],
+    store: Path,
+    shard: str,
+    *,
+    run: str | None,
+    rules: Sequence[AnomalyRule],
+    shown: int | None,
+) -> None:
+    from rankscope_ingest.importers import import_records, known_imports, run_name
+    from rankscope_storage.connection import connect
+    from rankscope_storage.store import Store as StoreFolder
+
+    owner = f"import, process {os.getpid()} on {socket.gethostname()}"
+    with StoreFolder.open(store, create=True).claim(shard, owner=owner) as writer, connect(store) as connection:
+        for path, importer in plan:
+            name = run or run_name(path)
+            known = known_imports(connection, name)
+            with _progress(path) as progress:
+                report = import_records(path, writer, importer, run=name, progress=progress, known=known, rules=rules)
+            _tell(path, report, shown)
 
 
 def _importer(name: str) -> Importer:
@@ -65,10 +106,84 @@ def _importer(name: str) -> Importer:
     return known[name]
 
 
-def _tell(path: Path, report: ImportReport) -> None:
+def _logs(path: Path, chosen: Importer | None) -> Iterator[tuple[Path, Importer]]:
+    """Yield the log at `path`; of a folder that is no log itself, the logs in it."""
+    from rankscope_ingest.errors import IngestError
+    from rankscope_ingest.importers import find_importer
+
+    if chosen is not None:
+        yield path, chosen
+        return
+    try:
+        yield path, find_importer(path)
+    except IngestError:
+        if not path.is_dir():
+            raise
+        found = []
+        for file in sorted(file for file in path.iterdir() if file.is_file()):
+            with contextlib.suppress(IngestError):  # other files may lie in the folder
+                found.append((file, find_importer(file)))
+        if not found:
+            raise
+        yield from found
+
+
+def _rules(path: Path | None) -> Sequence[AnomalyRule]:
+    """Return the rules in a file, or the usual ones."""
+    from rankscope_contract.rules import rule_from_config
+    from rankscope_ingest.importers.judging import IMPORT_RULES
+
+    if path is None:
+        return IMPORT_RULES
+    try:
+        entries: Any = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries):
+            return [rule_from_config(entry) for entry in entries]
+    except (OSError, ValueError, RecursionError) as error:
+        raise CommandError(f"{path}: {error}", code=USAGE) from error
+    raise CommandError(f'{path}: a list such as [{{"rule_name": "AnomalyNan"}}] is expected', code=USAGE)
+
+
+def _explain(path: Path, chosen: Importer) -> None:
+    from rankscope_ingest.importers import detections
+
+    print(f"{path}: {chosen.name}")
+    for importer, detection in detections(path):
+        print(f"  {detection.confidence:4.0%}  {importer.name}: {detection.because}")
+
+
+@contextlib.contextmanager
+def _progress(path: Path) -> Iterator[Callable[[int], None] | None]:
+    """Show a bar while a file is read, on a terminal only."""
+    if not sys.stderr.isatty() or not path.is_file():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(path.name, total=path.stat().st_size)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def _tell(path: Path, report: ImportReport, shown: int | None) -> None:
     steps = "" if report.last_step is None else f", up to step {report.last_step:,}"
     brought = f"{report.source_kind}, {report.records:,} records{steps}"
-    print(f"{path}: {brought}; {report.rows_stored:,} new rows in {report.run}")
+    told = [
+        f"{report.attempts:,} attempts" if report.attempts > 1 else "",
+        f"{report.anomalies:,} anomalies" if report.anomalies else "",
+        f"{report.passed_over:,} other lines" if report.passed_over else "",
+        "another log stood here before" if report.is_replacement else "",
+    ]
+    more = f" ({', '.join(filter(None, told))})" if any(told) else ""
+    print(f"{path}: {brought}; {report.rows_stored:,} new rows in {report.run}{more}")
     if report.malformed:
-        lines = "; ".join(f"line {fault.line}: {fault.text}" for fault in report.faults[:SHOWN_FAULTS])
+        lines = "; ".join(f"line {fault.line:,}: {fault.text}" for fault in report.faults[:shown])
         print(f"{path}: {report.malformed:,} lines could not be read ({lines})", file=sys.stderr)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +25,8 @@ from rankscope_ingest.importers.base import (
     Importer,
 )
 from rankscope_ingest.importers.intake import ImportReport, import_records
+from rankscope_ingest.importers.lines import refuse_no_text
+from rankscope_ingest.importers.sources import KnownImport, known_imports
 
 __all__ = [
     "NOT_MINE",
@@ -36,13 +39,18 @@ __all__ = [
     "ImportedRecord",
     "ImportedRun",
     "Importer",
+    "KnownImport",
     "detections",
     "find_importer",
     "import_records",
     "importers",
+    "known_imports",
+    "run_name",
 ]
 
 _HEAD_BYTES: Final = 65_536
+_CHECKPOINT: Final = re.compile(r"checkpoint-\d+")
+_ROTATED: Final = re.compile(r"\.\d{1,9}$")
 
 
 def importers() -> dict[str, Importer]:
@@ -59,9 +67,9 @@ def detections(path: Path) -> list[tuple[Importer, Detection]]:
     """Return what every importer says of the file or folder, the surest first. Raises IngestError when unreadable."""
     try:
         head = b"" if path.is_dir() else _head(path)
+        said = [(importer, importer.detect(path, head)) for importer in importers().values()]
     except OSError as error:
         raise IngestError(f"{path} cannot be read: {error.strerror or error}") from error
-    said = [(importer, importer.detect(path, head)) for importer in importers().values()]
     return sorted(said, key=lambda pair: -pair[1].confidence)
 
 
@@ -69,10 +77,30 @@ def find_importer(path: Path) -> Importer:
     """Return the importer that is surest to understand `path`. Raises IngestError naming the formats when none is."""
     said = detections(path)
     if not said or said[0][1].confidence <= 0:
+        if path.is_file():
+            refuse_no_text(path, _head(path))
         raise IngestError(f"{path} is in no known format; known are {', '.join(sorted(importers()))}")
     return said[0][0]
 
 
+def run_name(path: Path) -> str:
+    """Return what a run is called that is imported without a name: after the log, or the folder that names it.
+
+    `train.log.1`, which a rotation leaves behind, is a part of `train`; `trainer_state.json` is called the same
+    everywhere, and a checkpoint is one of many, so that the folder around them is the run.
+    """
+    path = path.absolute()
+    while path.stem == "trainer_state" or _CHECKPOINT.fullmatch(path.name):
+        if path.parent == path:
+            break
+        path = path.parent
+    if path.is_dir():
+        return path.name or "import"
+    return Path(_ROTATED.sub("", path.name)).stem
+
+
 def _head(path: Path) -> bytes:
+    if path.exists() and not path.is_file():
+        raise IngestError(f"{path} is neither a file nor a folder: write it to a file first")
     with path.open("rb") as file:
         return file.read(_HEAD_BYTES)

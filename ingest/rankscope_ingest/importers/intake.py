@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.events import RunState
+from rankscope_contract.events import EventType, RunState, Severity
+from rankscope_contract.rules import AnomalyRule
 from rankscope_ingest.errors import IngestError
 from rankscope_ingest.importers.base import (
     Fault,
@@ -23,14 +24,15 @@ from rankscope_ingest.importers.base import (
     ImportedRun,
     Importer,
 )
+from rankscope_ingest.importers.extents import Extents, first_attempt
+from rankscope_ingest.importers.judging import IMPORT_RULES, Judge
+from rankscope_ingest.importers.sources import KnownImport, Source, identify, incarnation_of, marks
 from rankscope_ingest.importers.stamping import Stamp
-from rankscope_ingest.tables import FROM_INGEST, rows_table
+from rankscope_ingest.tables import FROM_INGEST, rows_table, table_schema
 from rankscope_storage.store import Batch, Commit
 
 BATCH_RECORDS: Final = 20_000
 BATCH_ROWS: Final = 500_000
-
-_IDENTITY_BYTES: Final = 4096
 
 Progress = Callable[[int], None]
 """Is told how many bytes have been read so far."""
@@ -43,10 +45,14 @@ class Appender(Protocol):
         """Store the batch durably, dropping what is stored already."""
         ...
 
+    def watermark(self, incarnation: str) -> int:
+        """Return the last seq stored of `incarnation`, -1 when it is unknown."""
+        ...
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ImportReport:
-    """What became of a file. `rows_stored` counts what was new."""
+    """What became of a log. `rows_stored` counts what was new."""
 
     run: str
     source_kind: str
@@ -55,146 +61,238 @@ class ImportReport:
     last_step: int | None
     malformed: int
     faults: tuple[Fault, ...]
+    passed_over: int = 0
+    anomalies: int = 0
+    attempts: int = 0
+    state: str | None = None
+    is_known: bool = False
+    """The log had been imported before, whether or not it has grown since."""
+    is_replacement: bool = False
+    """Another log stood in its place when it was last imported: it was rotated or truncated."""
 
 
 def import_records(
-    path: Path, appender: Appender, importer: Importer, *, run: str, progress: Progress | None = None
+    path: Path,
+    appender: Appender,
+    importer: Importer,
+    *,
+    run: str,
+    progress: Progress | None = None,
+    known: Sequence[KnownImport] | None = None,
+    rules: Sequence[AnomalyRule] = IMPORT_RULES,
 ) -> ImportReport:
-    """Bring the log at `path` into the store as `run`. Raises IngestError when it cannot be read."""
+    """Bring the log at `path` into the store as `run`. Raises IngestError when it cannot be read.
+
+    With `known`, the imports that the store already holds of this run, a log is recognised after a rotation, a restart
+    in another file counts as another attempt, and the import itself is noted in the store.
+    """
     faults = Faults()
-    intake = _Intake(path=path, run=run, source_kind=importer.name)
+    source = identify(path, run, known or ())
+    alike = tuple(one for one in known or () if one.kind == importer.name and one.incarnation != source.incarnation)
+    log = _Log(path=path, run=run, kind=importer.name, source=source, alike=alike)
+    intake = _Intake(log, Judge(rules), appender)
     stored = 0
     try:
-        for batch in intake.batches(importer.read(path, faults)):
+        for batch in intake.batches(importer.read(path, faults), faults, progress):
             stored += sum(appender.append(batch).rows.values())
-            if progress:
-                progress(faults.read_bytes)
+        if progress:
+            progress(faults.read_bytes)
+        note = None if known is None else _note(log, intake, faults)
     except OSError as error:
         raise IngestError(f"{path} cannot be read: {error.strerror or error}") from error
-    if intake.records:
-        appender.append(intake.dimensions())
+    if intake.records and (stored or note is None or note != source.before):
+        appender.append(intake.dimensions(note))
     return ImportReport(
         run=run,
         source_kind=importer.name,
         records=intake.records,
         rows_stored=stored,
-        last_step=intake.last_step,
+        last_step=intake.extents.last_step,
         malformed=faults.count,
         faults=tuple(faults.first),
+        passed_over=faults.passed_over,
+        anomalies=intake.anomalies,
+        attempts=len(intake.extents.by_attempt),
+        state=intake.state,
+        is_known=source.before is not None,
+        is_replacement=source.replaced is not None,
     )
 
 
-def incarnation_of(path: Path, run: str, source: str = "") -> str:
-    """Return the identity of a log: its name and first line, which stay when it grows or is moved."""
-    first_line = b""
-    try:
-        if path.is_file():
-            with path.open("rb") as file:
-                first_line = file.readline(_IDENTITY_BYTES)
-    except OSError as error:
-        raise IngestError(f"{path} cannot be read: {error.strerror or error}") from error
-    name = path.name.encode("utf-8", "surrogateescape")
-    parts = [run.encode(), name, first_line, *([source.encode("utf-8", "surrogateescape")] if source else [])]
-    digest = hashlib.sha256(b"\0".join(parts)).hexdigest()
-    return f"import-{digest[:32]}"
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Log:
+    """What is imported, as which run, beside which other logs of its kind."""
+
+    path: Path
+    run: str
+    kind: str
+    source: Source
+    alike: Sequence[KnownImport]
 
 
 class _Intake:
-    """Numbers the records of one log and turns them into batches."""
+    """Numbers the records of one log, judges them, and turns them into batches."""
 
-    def __init__(self, *, path: Path, run: str, source_kind: str) -> None:
-        self.last_step: int | None = None
-        self._path = path
-        self._run = run
-        self._source_kind = source_kind
+    def __init__(self, log: _Log, judge: Judge, appender: Appender) -> None:
+        self.extents = Extents()
+        self.anomalies = 0
+        self.attempt = None if log.source.before is None else log.source.before.attempt
+        self._log = log
+        self._judge = judge
+        self._appender = appender
         self._stamps: dict[str, Stamp] = {}
-        self._attempt = 0
-        self._first_ts: int | None = None
-        self._last_ts: int | None = None
         self._facts: dict[str, Any] = {}
+        self._waiting: dict[str, list[pa.Table]] = defaultdict(list)
 
     @property
     def records(self) -> int:
+        """How many records have been read."""
         return sum(stamp.records for stamp in self._stamps.values())
 
-    def batches(self, imported: Iterator[Imported]) -> Iterator[Batch]:
-        waiting: list[ImportedRecord] = []
-        rows = 0
-        for item in imported:
-            if isinstance(item, ImportedRun):
-                self._facts |= {
-                    field.name: value for field in fields(item) if (value := getattr(item, field.name)) is not None
-                }
-                continue
-            if waiting and (isinstance(item, ImportedBlock) or waiting[0].source != item.source):
-                yield self._records_batch(waiting)
-                waiting, rows = [], 0
-            if isinstance(item, ImportedBlock):
-                yield self._block_batch(item)
-                continue
-            waiting.append(item)
-            rows += sum(map(len, item.rows.values()))
-            if len(waiting) >= BATCH_RECORDS or rows >= BATCH_ROWS:
-                yield self._records_batch(waiting)
-                waiting, rows = [], 0
-        if waiting:
-            yield self._records_batch(waiting)
+    @property
+    def state(self) -> str | None:
+        """How the run ended, as far as the log says."""
+        return self._facts.get("state")
 
-    def dimensions(self) -> Batch:
-        """Return the run and its attempt; what the log does not say of the end is "stopped"."""
+    def batches(self, imported: Iterator[Imported], faults: Faults, progress: Progress | None) -> Iterator[Batch]:
+        """Yield what is read in batches of a sane size."""
+        rows = 0
+        for item in _grouped(imported):
+            if isinstance(item, ImportedRun):
+                self._facts |= _facts(item)
+                continue
+            for dataset, table in self._tables(item).items():
+                self._waiting[dataset].append(table)
+                rows += table.num_rows
+            if progress:
+                progress(faults.read_bytes)
+            if rows >= BATCH_ROWS:
+                yield self._batch()
+                rows = 0
+        if self._stamps:
+            yield self._batch()
+
+    def dimensions(self, note: KnownImport | None) -> Batch:
+        """Return the run, its attempts, and the import as an event; an end that the log does not tell is "stopped"."""
         now = time.time_ns() // 1000
-        row = {
-            "run": self._run,
-            "attempt": self._attempt,
-            "ordinal": now,
-            "ts": now,
-            "ts_origin": FROM_INGEST,
+        common = {"run": self._log.run, "ordinal": now, "ts": now, "ts_origin": FROM_INGEST}
+        rows = [self._attempt_row(attempt) | common for attempt in sorted(self.extents.by_attempt) or [0]]
+        before = [end.attempt for one in self._log.alike for end in one.ends.values()]
+        tables = {"attempts": rows_table("attempts", rows)}
+        if rows[-1]["attempt"] >= max(before, default=0):
+            whole = {"last_step": self.extents.last_step, "started_at": rows[0]["started_at"]}
+            tables["runs"] = rows_table("runs", [rows[-1] | whole])
+        if note is not None:
+            event = {
+                "attempt": self.attempt,
+                "incarnation": note.incarnation,
+                "type": EventType.IMPORT,
+                "severity": Severity.INFO,
+                "message": f"{note.records} records of {self._log.path.name}",
+                "details": note.to_json(),
+            }
+            tables["events"] = rows_table("events", [common | event])
+        return Batch(tables=tables, watermarks={})
+
+    def _attempt_row(self, attempt: int) -> dict[str, Any]:
+        extent = self.extents.by_attempt.get(attempt)
+        is_last = attempt == max(self.extents.by_attempt, default=0)
+        row: dict[str, Any] = {
+            "attempt": attempt,
             "state": RunState.STOPPED,
-            "started_at": self._first_ts,
-            "ended_at": self._last_ts,
-            "last_step": self.last_step,
-            "source_kind": self._source_kind,
-            "reason": "imported from a log",
-            **self._facts,
+            "source_kind": self._log.kind,
+            "reason": "imported from a log" if is_last else "the log goes back to an earlier step",
         }
-        return Batch(tables={name: rows_table(name, [row]) for name in ("runs", "attempts")}, watermarks={})
+        if extent is not None:
+            row |= {"started_at": extent.first_ts, "ended_at": extent.last_ts, "last_step": extent.last_step}
+        shared = ("planned_steps", "world_size", "config")
+        return row | {name: value for name, value in self._facts.items() if is_last or name in shared}
+
+    def _tables(self, item: list[ImportedRecord] | ImportedBlock) -> dict[str, pa.Table]:
+        """Return what `item` adds to the store."""
+        source = item.source if isinstance(item, ImportedBlock) else item[0].source
+        stamp = self._stamp(source)
+        count = item.records if isinstance(item, ImportedBlock) else len(item)
+        is_stored = stamp.records + count - 1 <= self._appender.watermark(stamp.incarnation)
+        tables = stamp.block(item) if isinstance(item, ImportedBlock) else stamp.rows(item)
+        if self.attempt is None and tables:
+            self.attempt = first_attempt(tables, self._log.alike)
+        tables = {name: _moved(table, self.attempt or 0) for name, table in tables.items()}
+        self.extents.add(tables)
+        if is_stored and "tensor_stats" not in tables:
+            return {}  # rows without a baseline to follow
+        judged = self._judge.judge(tables)
+        if is_stored:
+            return {}
+        self.anomalies += _count(judged.get("events"), EventType.ANOMALY)
+        return judged
 
     def _stamp(self, source: str) -> Stamp:
         if source not in self._stamps:
-            incarnation = incarnation_of(self._path, self._run, source)
-            self._stamps[source] = Stamp(run=self._run, incarnation=incarnation)
+            incarnation = self._log.source.incarnation
+            if source:
+                incarnation = incarnation_of(self._log.path, self._log.run, f"{incarnation}/{source}")
+            self._stamps[source] = Stamp(run=self._log.run, incarnation=incarnation)
         return self._stamps[source]
 
-    def _records_batch(self, records: list[ImportedRecord]) -> Batch:
-        stamp = self._stamp(records[0].source)
-        for record in records:
-            self._attempt = max(self._attempt, record.attempt)
-            self._note(record.step, record.step, record.ts, record.ts)
-        return Batch(tables=stamp.rows(records), watermarks={stamp.incarnation: stamp.records - 1})
-
-    def _block_batch(self, block: ImportedBlock) -> Batch:
-        stamp = self._stamp(block.source)
-        for table in block.tables.values():
-            lowest_step, highest_step = _range(table, "step")
-            first, last = _range(table, "ts")
-            self._note(highest_step, lowest_step, first, last)
-            self._attempt = max(self._attempt, _range(table, "attempt")[1] or 0)
-        return Batch(tables=stamp.block(block), watermarks={stamp.incarnation: stamp.records - 1})
-
-    def _note(self, step: int | None, _lowest: int | None, first: int | None, last: int | None) -> None:
-        if step is not None:
-            self.last_step = step if self.last_step is None else max(self.last_step, step)
-        if first is not None:
-            self._first_ts = first if self._first_ts is None else min(self._first_ts, first)
-        if last is not None:
-            self._last_ts = last if self._last_ts is None else max(self._last_ts, last)
+    def _batch(self) -> Batch:
+        waiting, self._waiting = self._waiting, defaultdict(list)
+        watermarks = {stamp.incarnation: stamp.records - 1 for stamp in self._stamps.values() if stamp.records}
+        return Batch(tables={name: _concat(name, tables) for name, tables in waiting.items()}, watermarks=watermarks)
 
 
-def _range(table: pa.Table, column: str) -> tuple[int | None, int | None]:
-    if column not in table.column_names:
-        return None, None
-    values = table.column(column)
-    if pa.types.is_timestamp(values.type):
-        values = pc.cast(values, pa.int64())
-    found = pc.min_max(values).as_py()
-    return found["min"], found["max"]
+def _note(log: _Log, intake: _Intake, faults: Faults) -> KnownImport:
+    return KnownImport(
+        incarnation=log.source.incarnation,
+        path=str(log.path.absolute()),
+        kind=log.kind,
+        marks=() if log.path.is_dir() else marks(log.path, faults.read_bytes),
+        records=intake.records,
+        malformed=faults.count,
+        attempt=intake.attempt or 0,
+        ends=intake.extents.ends,
+    )
+
+
+def _grouped(imported: Iterator[Imported]) -> Iterator[list[ImportedRecord] | ImportedBlock | ImportedRun]:
+    """Yield single records of one source together, everything else as it comes."""
+    waiting: list[ImportedRecord] = []
+    rows = 0
+    for item in imported:
+        goes_on = isinstance(item, ImportedRecord) and waiting and waiting[0].source == item.source
+        if waiting and (not goes_on or rows >= BATCH_RECORDS):
+            yield waiting
+            waiting, rows = [], 0
+        if isinstance(item, ImportedRecord):
+            waiting.append(item)
+            rows += 1 + sum(map(len, item.rows.values()))
+        else:
+            yield item
+    if waiting:
+        yield waiting
+
+
+def _facts(run: ImportedRun) -> dict[str, Any]:
+    named = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _moved(table: pa.Table, attempt: int) -> pa.Table:
+    """Return `table` with its attempts counted from `attempt`."""
+    if not attempt:
+        return table
+    position = table.column_names.index("attempt")
+    moved = pc.add(table.column("attempt"), pa.scalar(attempt, pa.int32()))
+    return table.set_column(position, table.schema.field(position), moved)
+
+
+def _concat(dataset: str, tables: Sequence[pa.Table]) -> pa.Table:
+    if any(table.schema != tables[0].schema for table in tables):
+        tables = [table.cast(table_schema(dataset)) for table in tables]
+    return pa.concat_tables(tables).unify_dictionaries()
+
+
+def _count(events: pa.Table | None, kind: str) -> int:
+    if events is None:
+        return 0
+    return sum(row["counts"] for row in events.column("type").value_counts().to_pylist() if row["values"] == kind)

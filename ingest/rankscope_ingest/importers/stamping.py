@@ -25,14 +25,14 @@ class Stamp:
         self.incarnation = incarnation
         self.records = 0
 
-    def rows(self, records: Sequence[ImportedRecord], *, attempt: int = 0) -> dict[str, pa.Table]:
-        """Return the rows of `records` by dataset, and count them. `attempt` is where the source's own 0 stands."""
+    def rows(self, records: Sequence[ImportedRecord]) -> dict[str, pa.Table]:
+        """Return the rows of `records` by dataset, and count them."""
         rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
         arrived = time.time_ns() // 1000
         for seq, record in enumerate(records, self.records):
             common = {
                 "run": self.run,
-                "attempt": attempt + record.attempt,
+                "attempt": record.attempt,
                 "rank": record.rank,
                 "incarnation": self.incarnation,
                 "seq": seq,
@@ -47,18 +47,16 @@ class Stamp:
         self.records += len(records)
         return {dataset: rows_table(dataset, listed) for dataset, listed in rows.items() if listed}
 
-    def block(self, block: ImportedBlock, *, attempt: int = 0) -> dict[str, pa.Table]:
+    def block(self, block: ImportedBlock) -> dict[str, pa.Table]:
         """Return the tables of `block` with all columns, and count its records."""
         arrived = time.time_ns() // 1000
         tables = {
-            dataset: self._full(dataset, table, arrived, attempt)
-            for dataset, table in block.tables.items()
-            if table.num_rows
+            dataset: self._full(dataset, table, arrived) for dataset, table in block.tables.items() if table.num_rows
         }
         self.records += block.records
         return tables
 
-    def _full(self, dataset: str, table: pa.Table, arrived: int, attempt: int) -> pa.Table:
+    def _full(self, dataset: str, table: pa.Table, arrived: int) -> pa.Table:
         seq = pc.add(pc.cast(table.column(RECORD_COLUMN), pa.int64()), self.records)
         given = {name: table.column(name) for name in table.column_names if name != RECORD_COLUMN}
         given |= {
@@ -66,15 +64,15 @@ class Stamp:
             "incarnation": _constant(self.incarnation, table.num_rows),
             "seq": seq,
             "ordinal": pc.add(seq, arrived),
-            "attempt": _attempts(given, table.num_rows, attempt),
+            "attempt": _attempts(given, table.num_rows),
         }
         return _arranged(dataset, given, table.num_rows)
 
 
-def _attempts(given: Mapping[str, Any], rows: int, attempt: int) -> Any:
+def _attempts(given: Mapping[str, Any], rows: int) -> Any:
     if "attempt" not in given:
-        return pa.array(np.full(rows, attempt, np.int32))
-    return pc.add(pc.fill_null(given["attempt"], 0), pa.scalar(attempt, pa.int32()))
+        return pa.array(np.zeros(rows, np.int32))
+    return pc.fill_null(given["attempt"], 0)
 
 
 def _constant(text: str, rows: int) -> pa.DictionaryArray:

@@ -1,0 +1,179 @@
+"""Which log is which, over time: one that has grown or was moved is the same, one that was replaced is another.
+
+A log is known again by its content: what was read when it was last imported is still its beginning, or, where it has
+been cut since, its beginning is still what was read. How far it was read stands in the store as an event of type
+`import`, so that no state is kept anywhere else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from rankscope_contract.events import EventType
+from rankscope_ingest.errors import IngestError
+from rankscope_storage.connection import Connection
+
+_IDENTITY_BYTES: Final = 4096
+_PROBE_BYTES: Final = 1 << 16
+_LISTED_ENDS: Final = 10_000
+_FIRST_MARK: Final = 8
+
+KNOWN: Final = "SELECT details FROM events WHERE run = $run AND type = $type ORDER BY ordinal"
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How far a rank had come when its log was last read."""
+
+    attempt: int
+    step: int | None
+    ts: int | None  # UTC µs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownImport:
+    """What the store knows of a log that was imported."""
+
+    incarnation: str
+    path: str
+    kind: str
+    marks: tuple[tuple[int, str], ...]
+    """Sizes, rising, and digests of so many bytes from the beginning; the last is of all that was read.
+
+    A folder has none.
+    """
+
+    records: int
+    malformed: int = 0
+    attempt: int = 0
+    """Where the log's own attempt 0 stands in the run."""
+
+    ends: Mapping[int | None, End] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Return the `details` of the event."""
+        ends = [[rank, end.attempt, end.step, end.ts] for rank, end in self.ends.items()][:_LISTED_ENDS]
+        named = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "ends"}
+        return json.dumps({**named, "ends": ends}, sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> KnownImport:
+        """Return what `to_json` wrote. Raises ValueError for anything else."""
+        try:
+            document = json.loads(text)
+            ends = {rank: End(attempt, step, ts) for rank, attempt, step, ts in document["ends"]}
+            marks = tuple((int(size), str(digest)) for size, digest in document["marks"])
+            known = {name: document[name] for name in KnownImport.__dataclass_fields__}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not an import: {error!r}") from error
+        return KnownImport(**(known | {"ends": ends, "marks": marks}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A log about to be read. `before` is what the store knows of it, None when it is new to it."""
+
+    incarnation: str
+    before: KnownImport | None = None
+    replaced: KnownImport | None = None
+    """Another log that stood at the same path."""
+
+
+def known_imports(connection: Connection, run: str) -> list[KnownImport]:
+    """Return the logs that were imported as `run`, each as it was last read, in the order of their first import."""
+    rows = connection.query(KNOWN, {"run": run, "type": EventType.IMPORT.value}).to_pylist()
+    latest: dict[str, KnownImport] = {}
+    for row in rows:
+        known = _parsed(row["details"])
+        if known is not None:
+            latest[known.incarnation] = known
+    return list(latest.values())
+
+
+def _parsed(details: str | None) -> KnownImport | None:
+    try:
+        return KnownImport.from_json(details or "")
+    except ValueError:
+        return None  # of a newer version, or by another hand: the watermark still keeps rows from being stored twice
+
+
+def identify(path: Path, run: str, known: Sequence[KnownImport]) -> Source:
+    """Return which log stands at `path`: one of `known`, or a new one."""
+    if path.is_dir():
+        incarnation = incarnation_of(path, run)
+        return Source(incarnation=incarnation, before=_of(incarnation, known))
+    named = [one for one in known if Path(one.path).name == path.name and one.marks]
+    moved = [one for one in known if one not in named and one.records and not _still_there(one, path)]
+    for candidates in (named, moved):
+        for one in sorted(candidates, key=lambda one: -one.marks[-1][0] if one.marks else 0):
+            if begins_like(path, one.marks):
+                return Source(incarnation=one.incarnation, before=one)
+    return Source(incarnation=incarnation_of(path, run, generation=len(named)), replaced=named[-1] if named else None)
+
+
+def marks(path: Path, size: int) -> tuple[tuple[int, str], ...]:
+    """Return digests of the first `size` bytes and of the powers of two below. Raises IngestError when unreadable."""
+    sizes = [1 << power for power in range(_FIRST_MARK, 63) if 1 << power < size]
+    found = [(one, _digest(path, one)) for one in [*sizes, size]]
+    return tuple((one, digest) for one, digest in found if digest is not None)
+
+
+def begins_like(path: Path, known: Sequence[tuple[int, str]]) -> bool:
+    """Return whether a file and what was read of another have the same beginning, as far as the shorter one goes."""
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise IngestError(f"{path} cannot be read: {error.strerror or error}") from error
+    fitting = [mark for mark in known if mark[0] <= size]
+    return bool(fitting) and _digest(path, fitting[-1][0]) == fitting[-1][1]
+
+
+def _digest(path: Path, size: int) -> str | None:
+    """Return a digest of how the first `size` bytes begin and end. None when there are not so many."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(min(size, _PROBE_BYTES))
+            file.seek(max(0, size - _PROBE_BYTES))
+            end = file.read(min(size, _PROBE_BYTES))
+    except OSError as error:
+        raise IngestError(f"{path} cannot be read: {error.strerror or error}") from error
+    if len(end) < min(size, _PROBE_BYTES):
+        return None
+    return hashlib.sha256(b"%d\0%s\0%s" % (size, begin, end)).hexdigest()[:32]
+
+
+def incarnation_of(path: Path, run: str, source: str = "", *, generation: int = 0) -> str:
+    """Return the identity of a log: its name and first line, which stay when it grows; `generation` counts its names.
+
+    `source` is a stream within it.
+    """
+    first_line = b""
+    try:
+        if path.is_file():
+            with path.open("rb") as file:
+                first_line = file.readline(_IDENTITY_BYTES)
+    except OSError as error:
+        raise IngestError(f"{path} cannot be read: {error.strerror or error}") from error
+    parts: list[Any] = [run.encode(), path.name.encode("utf-8", "surrogateescape"), first_line]
+    parts += [source.encode("utf-8", "surrogateescape")] if source else []
+    parts += [b"generation %d" % generation] if generation else []
+    digest = hashlib.sha256(b"\0".join(parts)).hexdigest()
+    return f"import-{digest[:32]}"
+
+
+def _of(incarnation: str, known: Sequence[KnownImport]) -> KnownImport | None:
+    return next((one for one in known if one.incarnation == incarnation), None)
+
+
+def _still_there(one: KnownImport, path: Path) -> bool:
+    """Return whether the log that was read stands where it did: then one of the same content is a copy of it."""
+    there = Path(one.path)
+    try:
+        return there.is_file() and not there.samefile(path) and begins_like(there, one.marks)
+    except (OSError, IngestError):
+        return False
