@@ -9,9 +9,11 @@ from __future__ import annotations
 import csv
 import enum
 import io
+import itertools
 import json
 import math
 import sys
+from collections.abc import Iterator, Sequence
 from datetime import date, datetime
 from pathlib import Path
 from typing import Any
@@ -57,7 +59,9 @@ def write_rows(rows: pa.Table, form: Format, output: Path | None, *, limit: int 
 def as_text(rows: pa.Table, form: Format, *, limit: int = TABLE_ROWS) -> str:
     """Return `rows` as text in `form`, which is not parquet."""
     if form is Format.JSON:
-        lines = ",\n".join(json.dumps(_plain(row), ensure_ascii=False) for row in rows.to_pylist())
+        names = distinct_names(rows.column_names)
+        documents = (_plain(dict(zip(names, row, strict=True))) for row in _rows(rows))
+        lines = ",\n".join(json.dumps(document, ensure_ascii=False) for document in documents)
         return f"[\n{lines}\n]\n" if lines else "[]\n"
     text = io.StringIO()
     if form is Format.CSV:
@@ -74,8 +78,8 @@ def print_table(rows: pa.Table, *, limit: int = TABLE_ROWS, file: io.StringIO | 
     for field in rows.schema:
         numeric = pa.types.is_integer(field.type) or pa.types.is_floating(field.type)
         table.add_column(field.name, justify="right" if numeric else "left", no_wrap=not console.is_terminal)
-    for row in rows.slice(0, limit).to_pylist():
-        table.add_row(*(cell(value) for value in row.values()))
+    for row in _rows(rows.slice(0, limit)):
+        table.add_row(*map(cell, row))
     console.print(table, markup=False, highlight=False)
     left = rows.num_rows - limit
     note = f"{rows.num_rows} rows" if left <= 0 else f"{rows.num_rows} rows, {left} not shown: --rows {rows.num_rows}"
@@ -94,8 +98,45 @@ def cell(value: object) -> str:
         return value.strftime("%Y-%m-%d %H:%M:%S.%f")
     if isinstance(value, list | dict):
         return json.dumps(_plain(value), ensure_ascii=False)
-    # Control characters of a run's or tensor's name must not move the cursor of the reader's terminal.
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(value))
+    return printable(str(value))
+
+
+def printable(text: str) -> str:
+    """Return `text` on one line: control characters in a name must not move the cursor of the reader's terminal."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def distinct_names(names: Sequence[str]) -> list[str]:
+    """Return `names`, with a number behind those that came before: a join may bring one name twice."""
+    found: list[str] = []
+    for name in names:
+        others = (f"{name}_{number}" for number in itertools.count(1))
+        found.append(next(other for other in others if other not in {*found, *names}) if name in found else name)
+    return found
+
+
+def _rows(rows: pa.Table) -> Iterator[tuple[Any, ...]]:
+    """Yield the values of each row, column by column: two columns may have one name."""
+    yield from zip(*(_values(column) for column in rows.columns), strict=True)
+
+
+def _values(column: pa.ChunkedArray) -> list[Any]:
+    try:
+        return list(column.to_pylist())
+    except (OverflowError, ValueError):  # a time that Python's calendar lacks: DuckDB's infinity, a broken clock
+        return [_value(scalar) for scalar in column]
+
+
+def _value(scalar: pa.Scalar) -> Any:
+    try:
+        return scalar.as_py()
+    except (OverflowError, ValueError):
+        number = getattr(scalar, "value", None)
+        if number is None:
+            return f"{scalar.type} beyond the calendar"
+        last = (1 << scalar.type.bit_width - 1) - 1
+        unit = getattr(scalar.type, "unit", "days")
+        return {last: "Infinity", -last: "-Infinity"}.get(number, f"{number} {unit} after 1970")
 
 
 def _number(value: float) -> str:
@@ -125,7 +166,7 @@ def _plain(value: Any) -> Any:
 
 def _write_csv(rows: pa.Table, text: io.StringIO) -> None:
     csv.writer(text, lineterminator="\n").writerow(rows.column_names)
-    text.writelines(",".join(_csv_cell(value) for value in row.values()) + "\n" for row in rows.to_pylist())
+    text.writelines(",".join(map(_csv_cell, row)) + "\n" for row in _rows(rows))
 
 
 def _csv_cell(value: object) -> str:
@@ -144,6 +185,7 @@ def _quoted(text: str) -> str:
 
 
 def _write_parquet(rows: pa.Table, output: Path | None) -> None:
+    rows = rows.rename_columns(distinct_names(rows.column_names))
     if output is None:
         if sys.stdout.isatty():
             raise CommandError("parquet is binary: name a file with --output, or pipe it on", code=USAGE)

@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rankscope.output import printable
 from rankscope_contract.channel import RUNS_PATH
 from rankscope_contract.events import RunState
 from rankscope_ingest.progress import RunProgress
@@ -81,7 +82,7 @@ class PlainView:
             moved = run.step != step and now - at >= self._every_seconds
             if run.step is not None and run.state != RunState.PENDING and (moved or run.state != state):
                 self._last[run.run] = (now, run.step, run.state)
-                self.say(f"{run.run} {run.state}  {'  '.join(facts(run))}")
+                self.say(f"{printable(run.run)} {run.state}  {'  '.join(facts(run))}")
 
     def say(self, line: str) -> None:
         """Print `line` as it is."""
@@ -119,7 +120,7 @@ def _bar(run: RunProgress) -> Table:
     row = Table.grid(padding=(0, 1))
     done = ProgressBar(total=run.planned_steps, completed=run.step or 0, width=30)
     left = "" if run.eta_seconds is None or not run.ranks_alive else f"{_duration(run.eta_seconds)} left"
-    row.add_row(Text(run.run, style="bold"), Text(run.state), done, Text(_steps(run)), Text(left))
+    row.add_row(Text(printable(run.run), style="bold"), Text(run.state), done, Text(_steps(run)), Text(left))
     return row
 
 

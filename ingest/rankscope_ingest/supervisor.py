@@ -303,4 +303,4 @@ class Supervisor:
 def _tell_of_faults(task: asyncio.Task[None]) -> None:
     """Log a loop that ended by a fault of ours; the rank's next heartbeat starts it anew where it stood."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("a target loop failed", exc_info=error)
+        log.error("a target loop failed: %r", error, exc_info=error)

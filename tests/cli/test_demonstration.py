@@ -180,6 +180,16 @@ def test_bar_view_draws_a_bar_and_keeps_lines_above_it():
     assert "step 60/200" in text.getvalue()
 
 
+def test_name_of_a_run_cannot_move_the_cursor():
+    hostile = replace(RUN, run="a\x1b[2J\nb")
+    text = io.StringIO()
+    with BarView(Console(file=text, width=120)) as view:
+        view.show([hostile], 0.0)
+
+    assert "\x1b[2J" not in text.getvalue()
+    assert [r"a\x1b[2J\nb"] == [line.split()[0] for line in plain_lines((hostile, 0.0))]
+
+
 def test_demo_never_empties_a_folder_it_did_not_make(tmp_path):
     (tmp_path / "precious").write_text("mine", encoding="utf-8")
     command = [sys.executable, "-m", "rankscope", "demo", "--folder", str(tmp_path)]

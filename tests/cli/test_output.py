@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope.errors import CommandError, nearest
-from rankscope.output import Format, as_text, cell, write_rows
+from rankscope.output import Format, as_text, cell, distinct_names, write_rows
 
 ROWS = pa.table(
     {
@@ -78,6 +78,34 @@ def test_parquet_keeps_rows_and_types(tmp_path):
     read = pq.read_table(tmp_path / "rows.parquet")
     assert ROWS.schema == read.schema
     assert repr(ROWS.to_pylist()) == repr(read.to_pylist())
+
+
+def test_columns_of_one_name_all_keep_their_values(tmp_path):
+    """A join brings one name twice; CSV and tables repeat it, JSON and Parquet number it."""
+    rows = pa.Table.from_arrays([pa.array([1]), pa.array([2]), pa.array([3])], names=["a", "a", "a_1"])
+    write_rows(rows, Format.PARQUET, tmp_path / "rows.parquet")
+
+    assert "a,a,a_1\n1,2,3\n" == as_text(rows, Format.CSV)
+    assert [{"a": 1, "a_2": 2, "a_1": 3}] == json.loads(as_text(rows, Format.JSON))
+    assert [{"a": 1, "a_2": 2, "a_1": 3}] == pq.read_table(tmp_path / "rows.parquet").to_pylist()
+    assert ["1", "2", "3"] == as_text(rows, Format.TABLE).splitlines()[2].split()
+
+
+@given(st.lists(st.sampled_from(["a", "a_1", "a_2", "b", ""])))
+def test_distinct_names_are_distinct_and_rename_no_first(names):
+    found = distinct_names(names)
+
+    assert len(names) == len(set(found))
+    assert all(name in found for name in names)
+
+
+def test_times_beyond_the_calendar_are_shown_and_cost_no_other_value():
+    times = pa.array([0, 2**63 - 1, -(2**63 - 1), 2**62, None], pa.int64()).cast(pa.timestamp("us", tz="UTC"))
+    shown = ["1970-01-01T00:00:00+00:00", "Infinity", "-Infinity", "4611686018427387904 us after 1970", None]
+    dates = pa.array([0, 2**31 - 1], pa.int32()).cast(pa.date32())
+
+    assert shown == [row["ts"] for row in json.loads(as_text(pa.table({"ts": times}), Format.JSON))]
+    assert "d\n1970-01-01\nInfinity\n" == as_text(pa.table({"d": dates}), Format.CSV)
 
 
 def test_output_that_cannot_be_written_is_one_clear_line(tmp_path):

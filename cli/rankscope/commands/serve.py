@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from rankscope.errors import USAGE, CommandError
+from rankscope.output import printable
 
 if TYPE_CHECKING:
     from rankscope.progress import View
@@ -115,7 +116,7 @@ class _Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         about = "".join(f", {key} {value}" for key, value in vars(record).items() if key not in _RECORD_FIELDS)
-        self._view.say(f"{record.levelname.lower()}: {record.getMessage()}{about}")
+        self._view.say(printable(f"{record.levelname.lower()}: {record.getMessage()}{about}"))
 
 
 _RECORD_FIELDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "taskName"}
