@@ -8,14 +8,13 @@ left is text: it is kept with events and with records that hold no number, and o
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from rankscope_contract.events import EventType, ExitReason, RunState, Severity
 from rankscope_contract.records import canonical_labels
-from rankscope_ingest.importers.aliases import SOURCE_NAME, Alias, in_unit
+from rankscope_ingest.importers.aliases import SOURCE_NAME, UNITS, Alias, in_unit
 from rankscope_ingest.importers.base import FROM_LOG, ImportedRun
 from rankscope_ingest.importers.blocks import BlockBuilder
 from rankscope_ingest.importers.happenings import happening
@@ -30,6 +29,7 @@ MAX_LIST: Final = 256
 MAX_KEYS: Final = 1000
 MAX_JSON: Final = 65_536
 
+_UNPRINTABLE: Final = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 _LIST_LABEL: Final = {"learning_rate": "group", "gpu_util": "gpu"}
 _UTILISATION: Final = "gpu_util"
 _LARGEST_RANK: Final = 1 << 31
@@ -230,7 +230,7 @@ def _plain_json(value: Any, depth: int) -> Any:
         return {str(key): _plain_json(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain_json(item, depth + 1) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    return _UNPRINTABLE.get(repr(value), value) if isinstance(value, float) else value
 
 
 def _take_step(key: str, value: Any, record: _Record) -> bool:
@@ -269,6 +269,7 @@ def _number_in_text(text: str, alias: Alias) -> tuple[Alias, float] | None:
     if unit is None:
         return alias, value
     # A unit behind a number of an unknown key may be anything: "7b" is a size of a model.
-    converted = in_unit(alias, unit)
-    known = alias.unit is not None and converted.unit == alias.unit and converted.source_unit in {None, unit}
-    return (converted, value) if known and (converted.factor != 1.0 or converted.source_unit is None) else None
+    known = UNITS.get(unit.lower())
+    if known is None or alias.unit is None or known.name != alias.unit:
+        return None
+    return in_unit(alias, unit), value

@@ -5,12 +5,17 @@ from __future__ import annotations
 import ast
 import math
 import re
+import warnings
 from typing import Any, Final
 
 MAX_CHARACTERS: Final = 65_536
 
 _NAMES: Final = {"nan": math.nan, "NaN": math.nan, "inf": math.inf, "Infinity": math.inf, "null": None}
 _FUNCTION: Final = re.compile(r"<[^<>']*>")  # grad_fn=<NllLossBackward0> is no Python
+
+
+_NUMERIC: Final = re.compile(r"[Tt]ensor|Parameter|array|b?float\d*|u?int\d*")
+"""What numbers are printed in: tensor(2.3, device='cuda:0'), np.float64(2.3), array([1, 2])."""
 
 
 class _NotPrintedError(ValueError):
@@ -22,7 +27,10 @@ def printed_dict(text: str) -> dict[str, Any] | None:
     if len(text) > MAX_CHARACTERS:
         return None
     try:
-        value = _value(ast.parse(_FUNCTION.sub("None", text.strip()), mode="eval").body)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what looks odd as a program is not the user's program
+            tree = ast.parse(_FUNCTION.sub("None", text.strip()), mode="eval")
+        value = _value(tree.body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     return value if isinstance(value, dict) else None
@@ -42,7 +50,7 @@ def _value(node: ast.expr) -> Any:
             return -_number(_value(operand))
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
             return _number(_value(operand))
-        case ast.Call(args=[first, *_]):  # tensor(2.3, device='cuda:0'), np.float64(2.3), array([1, 2])
+        case ast.Call(func=ast.Name(id=kind) | ast.Attribute(attr=kind), args=[first, *_]) if _NUMERIC.fullmatch(kind):
             return _value(first)
     raise _NotPrintedError
 

@@ -57,6 +57,11 @@ class _RankStreams:
         self._alive.append(stream)
         return stream.attempt
 
+    def _nearest_before(self, step: int, current: _Stream) -> _Stream:
+        """Return the stream that is least behind `step`: one just opened has no interval to know it by."""
+        behind = [other for other in self._alive if self._is_alive(other) and other.last < step]
+        return max(reversed(behind), key=lambda other: other.last, default=current)
+
     def _is_alive(self, stream: _Stream) -> bool:
         return self._records - stream.written <= _ALIVE_RECORDS
 
@@ -68,7 +73,7 @@ class _RankStreams:
             if self._is_alive(other) and step == other.expects(self._interval):
                 return other
         if current and step > current.last:
-            return current
+            return current if current.interval else self._nearest_before(step, current)
         opened = _Stream(self._attempts, step, None, self._records)
         self._attempts += 1
         return opened

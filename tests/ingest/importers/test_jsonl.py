@@ -1,0 +1,363 @@
+"""Objects on lines, in every dialect that trainings print; what is no object is counted with its line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rankscope_ingest.errors import IngestError
+from rankscope_ingest.importers import Faults, ImportedBlock
+from rankscope_ingest.importers.jsonl import JsonLines
+from rankscope_ingest.importers.printed import printed_dict
+
+
+def scalars(desk, order="seq, name"):
+    return [
+        (row["step"], row["name"], row["value"])
+        for row in desk.ask(f"SELECT step, name, value FROM scalars ORDER BY {order}")
+    ]
+
+
+def lines(*documents):
+    return "".join(json.dumps(document) + "\n" for document in documents)
+
+
+def test_numbers_become_scalars_and_text_does_not(desk):
+    """S3-01, S3-02: NaN and Infinity are values, null, true and text are not; objects within are opened."""
+    report = desk.bring(
+        desk.write(
+            "log.jsonl",
+            lines(
+                {"step": 1, "loss": 2.5, "lr": 1, "note": "warm-up", "ok": True, "nested": {"a": 1}, "l": [1, 2]},
+                {"step": 2, "loss": None},
+                {"global_step": 3.0, "loss": math.nan, "grad_norm": math.inf},
+                {"loss": -math.inf, "timestamp": "2026-02-19T20:20:12.264373+00:00", "rank": 3},
+            ),
+        )
+    )
+    rows = desk.ask("SELECT seq, step, rank, name, value FROM scalars ORDER BY seq, name, labels")
+
+    assert [
+        (0, 1, None, "l", "1.0"),
+        (0, 1, None, "l", "2.0"),
+        (0, 1, None, "learning_rate", "1.0"),
+        (0, 1, None, "loss", "2.5"),
+        (0, 1, None, "nested/a", "1.0"),
+        (2, 3, None, "grad_norm", "inf"),
+        (2, 3, None, "loss", "nan"),
+        (3, None, 3, "loss", "-inf"),
+    ] == [(r["seq"], r["step"], r["rank"], r["name"], repr(r["value"])) for r in rows]
+    assert (4, 3, 0) == (report.records, report.last_step, report.malformed)
+    assert 1 == desk.value("SELECT count(*) FROM scalars WHERE ts = '2026-02-19 20:20:12.264373+00'")
+    assert {"loss": 1} == json.loads(desk.value("SELECT config::JSON->'$.import.null_values' FROM runs"))
+
+
+def test_lines_that_are_no_objects_are_counted_with_their_numbers(desk):
+    """S3-01: noise, lists, CRLF, broken UTF-8, a cut last line."""
+    text = b'{"step": 1, "loss": 1}\nEpoch 1 done\n\n[1, 2]\r\n{"step": 2, "loss": 2}\r\n\xff\xfe\n{"step": 3, "lo'
+    report = desk.bring(desk.write("log.jsonl", text))
+
+    assert (2, [2, 4, 6, 7]) == (report.records, [fault.line for fault in report.faults])
+    assert "Epoch 1 done" in report.faults[0].text
+
+
+def test_llama_factory(desk):
+    """Durations in text become seconds, with days too; total_steps is the plan; the last line ends the run."""
+    desk.bring(
+        desk.write(
+            "trainer_log.jsonl",
+            lines(
+                {
+                    "current_steps": 5,
+                    "total_steps": 10,
+                    "loss": 2.3,
+                    "lr": 1e-6,
+                    "percentage": 50.0,
+                    "elapsed_time": "0:32:48",
+                    "remaining_time": "4 days, 7:19:52",
+                },
+                {"current_steps": 10, "total_steps": 10, "eval_loss": 2.2},
+            ),
+        )
+    )
+
+    assert [
+        (5, "elapsed_seconds", 1968.0),
+        (5, "learning_rate", 1e-6),
+        (5, "loss", 2.3),
+        (5, "percentage", 50.0),
+        (5, "remaining_seconds", 4 * 86400 + 7 * 3600 + 19 * 60 + 52.0),
+        (10, "eval_loss", 2.2),
+    ] == scalars(desk)
+    assert [{"planned_steps": 10, "state": "completed"}] == desk.ask("SELECT planned_steps, state FROM runs")
+
+
+def test_ms_swift(desk):
+    """S3-04: `"global_step/max_steps": "1/873"`, a percentage in text, units in the names of keys."""
+    desk.bring(
+        desk.write(
+            "logging.jsonl",
+            lines(
+                {
+                    "loss": 0.5,
+                    "memory(GiB)": 2.5,
+                    "train_speed(iter/s)": 0.25,
+                    "global_step/max_steps": "1/873",
+                    "percentage": "0.11%",
+                    "elapsed_time": "49m 19s",
+                    "remaining_time": "6s",
+                }
+            ),
+        )
+    )
+
+    assert [
+        (1, "device_memory_bytes", 2.5 * 2**30),
+        (1, "elapsed_seconds", 2959.0),
+        (1, "loss", 0.5),
+        (1, "percentage", 0.11),
+        (1, "remaining_seconds", 6.0),
+        (1, "steps_per_second", 0.25),
+    ] == scalars(desk)
+    row = desk.ask("SELECT unit, labels FROM scalars WHERE name = 'device_memory_bytes'")[0]
+    assert ("bytes", {"source_name": "memory(GiB)", "source_unit": "GiB"}) == (row["unit"], json.loads(row["labels"]))
+    assert 873 == desk.value("SELECT planned_steps FROM runs")
+
+
+def test_dictionaries_as_the_trainer_prints_them(desk):
+    """S3-01: behind progress bars and logger prefixes, nan and tensors within, numbers as text of newer versions."""
+    text = """Loading model
+{'loss': 2.5, 'grad_norm': nan, 'learning_rate': 1e-05, 'epoch': 0.1}
+\r 10%|#         | 1/10 [00:01<00:09,  1.0it/s]\r{'loss': '1.5', 'epoch': '0.2'}
+2026-02-19 20:20:12,264 [rank3] INFO - {'loss': tensor(1.25, device='cuda:0', grad_fn=<NllLossBackward0>), 'epoch': 0.3}
+{'train_runtime': 12.5, 'train_loss': 1.9, 'epoch': 1.0}
+"""
+    report = desk.bring(desk.write("train.log", text))
+
+    assert [
+        (None, "epoch", "0.1"),
+        (None, "grad_norm", "nan"),
+        (None, "learning_rate", "1e-05"),
+        (None, "loss", "2.5"),
+        (None, "epoch", "0.2"),
+        (None, "loss", "1.5"),
+        (None, "epoch", "0.3"),
+        (None, "loss", "1.25"),
+        (None, "epoch", "1.0"),
+        (None, "train_loss", "1.9"),
+        (None, "train_runtime", "12.5"),
+    ] == [(step, name, repr(value)) for step, name, value in scalars(desk)]
+    assert ("jsonl", 4, 1) == (report.source_kind, report.records, report.malformed)
+    assert 3 == desk.value("SELECT rank FROM scalars WHERE ts = '2026-02-19 20:20:12.264+00' AND name = 'loss'")
+
+
+def test_log_speaks_one_dialect(desk):
+    """Among JSON lines a printed dictionary is another program's print of the same step: counted, not doubled."""
+    text = (
+        lines({"step": 1, "loss": 2})
+        + "{'loss': 2.0, 'epoch': 0.1}\nnoted "
+        + lines({"step": 9}, {"step": 2, "loss": 1})
+    )
+    report = desk.bring(desk.write("log.jsonl", text))
+
+    assert [(1, "loss", 2.0), (2, "loss", 1.0)] == scalars(desk)
+    assert [2, 3] == [fault.line for fault in report.faults]
+
+
+def test_average_over_an_epoch_is_not_the_loss_of_a_step(desk):
+    """`train_loss` is the loss where there is no other; beside `loss` it keeps its name."""
+    desk.bring(
+        desk.write("a.jsonl", lines({"step": 1, "loss": 3}, {"step": 1, "train_loss": 2, "val_loss": 4})), run="a"
+    )
+    desk.bring(desk.write("b.jsonl", lines({"step": 1, "train_loss": 2}, {"step": 2, "train/loss": 1})), run="b")
+    rows = desk.ask("SELECT run, name, value, labels->>'$.source_name' AS source FROM scalars ORDER BY run, value DESC")
+
+    assert [
+        ("a", "eval_loss", 4.0, "val_loss"),
+        ("a", "loss", 3.0, None),
+        ("a", "train_loss", 2.0, None),
+        ("b", "loss", 2.0, "train_loss"),
+        ("b", "loss", 1.0, "train/loss"),
+    ] == [tuple(row.values()) for row in rows]
+
+
+def test_rows_of_a_validation_split_are_evaluation(desk):
+    documents = {"step": 1, "split": "train", "loss": 2}, {"step": 1, "split": "val", "loss": 3, "acc": 0.5}
+    desk.bring(desk.write("log.jsonl", lines(*documents)))
+
+    assert [(1, "loss", 2.0), (1, "eval_accuracy", 0.5), (1, "eval_loss", 3.0)] == scalars(desk)
+
+
+def test_events_only(desk):
+    """S4-10: starts, phases and ends with their times; the configuration is the run's."""
+    desk.bring(
+        desk.write(
+            "metrics.jsonl",
+            lines(
+                {"event": "train_start", "config": {"lr": 1}, "timestamp": "2026-02-19T20:20:12+00:00"},
+                {"event": "epoch_end", "epoch": 0, "loss": 1.5},
+                {"event": "checkpoint_saved", "path": "/x"},
+                {"event": "train_end", "timestamp": "2026-02-19T20:22:33+00:00"},
+            ),
+        )
+    )
+
+    assert ["launch", "phase", "checkpoint", "exit"] == [
+        row["type"] for row in desk.ask("SELECT type FROM events ORDER BY seq")
+    ]
+    assert "completed" == desk.value("SELECT details->>'$.reason' FROM events WHERE type = 'exit'")
+    run = desk.ask("SELECT state, config::JSON->>'$.log.lr' AS lr, epoch(ended_at - started_at) AS lasted FROM runs")
+    assert [{"state": "completed", "lr": "1", "lasted": 141.0}] == run
+    assert [(None, "epoch", 0.0), (None, "loss", 1.5)] == scalars(desk)
+
+
+def test_utilisation_per_processor_and_its_mean(desk):
+    """S3-11: a list with one number per processor, or a number."""
+    desk.bring(desk.write("log.jsonl", lines({"step": 1, "gpu_util": [80, 90]}, {"step": 2, "gpu_util": 91})))
+    rows = desk.ask("SELECT step, name, labels->>'$.gpu' AS gpu, value FROM scalars ORDER BY ALL")
+
+    assert [
+        (1, "gpu_util", "0", 80.0),
+        (1, "gpu_util", "1", 90.0),
+        (1, "gpu_util_mean", None, 85.0),
+        (2, "gpu_util", None, 91.0),
+        (2, "gpu_util_mean", None, 91.0),
+    ] == [tuple(row.values()) for row in rows]
+
+
+def test_restart_is_another_attempt_and_a_repeated_step_is_not(desk):
+    """S4-08, S0-09: both rows of a repeated step are kept, in order of arrival."""
+    documents = [{"step": step, "loss": step} for step in (1, 2, 3, 3, 2, 3, 4)]
+    desk.bring(desk.write("log.jsonl", lines(*documents)))
+    rows = desk.ask("SELECT attempt, step FROM scalars ORDER BY seq")
+
+    assert [(0, 1), (0, 2), (0, 3), (0, 3), (1, 2), (1, 3), (1, 4)] == [tuple(row.values()) for row in rows]
+
+
+def test_two_writers_of_one_file_are_two_attempts(desk):
+    """Their lines alternate; each goes on with its own steps."""
+    steps = [100, 10, 101, 11, 102, 12, 103, 104, 13]
+    desk.bring(desk.write("log.jsonl", lines(*({"step": step, "loss": 1} for step in steps))))
+    rows = desk.ask("SELECT attempt, list(step ORDER BY seq) AS steps FROM scalars GROUP BY 1 ORDER BY 1")
+
+    assert [(0, [100, 101, 102, 103, 104]), (1, [10, 11, 12, 13])] == [tuple(row.values()) for row in rows]
+
+
+def test_names_do_not_depend_on_case_and_hold_any_unit(desk):
+    """S3-15."""
+    desk.bring(desk.write("log.jsonl", lines({"Step": 1, "Loss": 2, "Step_Time": 0.5, "Data Time (ms)": 20})))
+
+    assert [(1, "Data Time", 0.02), (1, "loss", 2.0), (1, "step_seconds", 0.5)] == scalars(desk)
+
+
+def test_metrics_of_deepspeed_monitors_and_wandb(desk):
+    """S3-13: nested and slash-separated names."""
+    desk.bring(
+        desk.write(
+            "log.jsonl",
+            lines(
+                {"_step": 40, "train/global_step": 7, "Train/Samples/train_loss": 2, "_timestamp": 1700000000.5},
+                {"_step": 41, "train/global_step": 8, "train": {"loss": 1.5, "grad_norm": 3}},
+            ),
+        )
+    )
+
+    assert [
+        (7, "_step", 40.0),
+        (7, "loss", 2.0),
+        (8, "_step", 41.0),
+        (8, "grad_norm", 3.0),
+        (8, "loss", 1.5),
+    ] == scalars(desk)
+    assert 1700000000.5 == desk.value("SELECT epoch(ts) FROM scalars WHERE step = 7 AND name = 'loss'")
+
+
+def test_record_without_numbers_is_a_note(desk):
+    desk.bring(desk.write("log.jsonl", lines({"step": 1, "loss": 1}, {"step": 2, "msg": "hello"})))
+
+    assert [{"step": 2, "type": "note", "msg": "hello"}] == desk.ask(
+        "SELECT step, type, details->>'$.msg' AS msg FROM events"
+    )
+
+
+@pytest.mark.parametrize("end", ["\n", ""])
+def test_line_of_many_megabytes_is_skipped_and_counted(desk, end):
+    body = b'{"step": 1, "loss": 1}\n{"step": 2, "x": "' + b"y" * (17 << 20) + b'"}\n{"step": 3, "loss": 3}'
+    report = desk.bring(desk.write("log.jsonl", body + end.encode()))
+
+    assert [(1, "loss", 1.0), (3, "loss", 3.0)] == scalars(desk)
+    assert [2] == [fault.line for fault in report.faults]
+
+
+def test_what_is_no_text_is_refused(desk):
+    with pytest.raises(IngestError, match="UTF-16"):
+        desk.bring(desk.write("log.jsonl", lines({"step": 1}).encode("utf-16")), kind="jsonl")
+    with pytest.raises(IngestError, match="binary"):
+        desk.bring(desk.write("log.jsonl", bytes(5000)), kind="jsonl")
+
+
+def test_numbers_that_overflow_are_infinite(desk):
+    text = '{"step": 1, "a": ' + "9" * 5000 + ', "b": -1e999, "c": 1e308}\n{"step": 1' + "0" * 30 + ', "loss": 1}\n'
+    desk.bring(desk.write("log.jsonl", text))
+
+    assert [(1, "a", math.inf), (1, "b", -math.inf), (1, "c", 1e308), (None, "loss", 1.0), (None, "step", 1e30)] == (
+        scalars(desk)
+    )
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.dictionaries(
+            st.text(max_size=5).filter(lambda name: name.isupper()),
+            st.none() | st.booleans() | st.integers() | st.floats(),
+            min_size=1,
+            max_size=4,
+        ),
+        max_size=8,
+    ),
+    st.sampled_from([json.dumps, repr]),
+)
+def test_every_printed_number_comes_back(tmp_path_factory, documents, spelled):
+    """As JSON and as Python prints it."""
+    path = tmp_path_factory.getbasetemp() / "log.jsonl"
+    path.write_text("\n".join(map(spelled, documents)), encoding="utf-8")
+    faults = Faults()
+    found = [[] for _ in documents]
+    for block in JsonLines().read(path, faults):
+        if isinstance(block, ImportedBlock) and "scalars" in block.tables:
+            for row in block.tables["scalars"].to_pylist():
+                found[row["record"]].append((row["name"], repr(row["value"])))
+    expected = [
+        [
+            (name, repr(float(value)))
+            for name, value in document.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        ]
+        for document in documents
+    ]
+
+    assert (0, expected) == (faults.count, found)
+
+
+@given(st.binary(max_size=120) | st.text(alphabet="{}[]()'\",:0123456789.eE-+naif \r\\sStep", max_size=120))
+@settings(deadline=None, max_examples=400)
+def test_fuzzed_lines_are_read_counted_or_refused(tmp_path_factory, text):
+    body = text if isinstance(text, bytes) else text.encode()
+    path = tmp_path_factory.getbasetemp() / "log.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 1}\n' + body + b"\n{" + body + b"}\n")
+    with contextlib.suppress(IngestError):
+        list(JsonLines().read(path, Faults()))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{" * 5000, "__import__('os').system('true')", "{'a': __import__('os')}", "{'a': 1 + 1}", "{**{}}", "{1, 2}"],
+)
+def test_printed_dictionary_is_never_evaluated(text):
+    assert printed_dict(text) is None

@@ -1,0 +1,151 @@
+"""One name and one unit per quantity; numbers and durations in text; which attempt a step is of."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankscope_ingest.importers.aliases import canonical
+from rankscope_ingest.importers.quantities import micros, number, quantity, seconds, whole
+from rankscope_ingest.importers.streams import StepStreams
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "unit", "one"),
+    [
+        ("loss", "loss", None, 1),
+        ("LOSS", "loss", None, 1),
+        ("train/loss", "loss", None, 1),
+        ("lm loss", "loss", None, 1),
+        ("lr", "learning_rate", None, 1),
+        ("optim/lr", "learning_rate", None, 1),
+        ("learning rate", "learning_rate", None, 1),
+        ("gnorm", "grad_norm", None, 1),
+        ("grad norm", "grad_norm", None, 1),
+        ("norm", "grad_norm", None, 1),
+        ("val_loss", "eval_loss", None, 1),
+        ("eval/loss", "eval_loss", None, 1),
+        ("throughput", "samples_per_second", "samples/s", 1),
+        ("samples/s", "samples_per_second", "samples/s", 1),
+        ("train_samples_per_second", "samples_per_second", "samples/s", 1),
+        ("train_speed(iter/s)", "steps_per_second", "steps/s", 1),
+        ("step_time_s", "step_seconds", "seconds", 1),
+        ("step_time", "step_seconds", "seconds", 1),
+        ("time/total", "step_seconds", "seconds", 1),
+        ("dt", "step_seconds", "seconds", 1),
+        ("step_time_ms", "step_seconds", "seconds", 1e-3),
+        ("elapsed time per iteration (ms)", "step_seconds", "seconds", 1e-3),
+        ("elapsed time per iteration (s)", "step_seconds", "seconds", 1),
+        ("throughput per GPU (TFLOP/s/GPU)", "tflops_per_gpu", "TFLOP/s", 1),
+        ("memory_gb", "device_memory_bytes", "bytes", 1e9),
+        ("memory(GiB)", "device_memory_bytes", "bytes", 2.0**30),
+        ("consumed tokens", "tokens_total", "tokens", 1),
+        ("data time (ms)", "data time", "seconds", 1e-3),
+        ("something else", "something else", None, 1),
+        ("rewards/chosen", "rewards/chosen", None, 1),
+    ],
+)
+def test_canonical_name_and_unit(source, name, unit, one):
+    """S3-15 and the aliases listed with it."""
+    alias = canonical(source)
+
+    assert (name, unit, one) == (alias.name, alias.unit, alias.converted(1.0))
+
+
+@given(st.text(max_size=40))
+def test_any_name_has_a_name(name):
+    alias = canonical(name)
+
+    assert alias.name.encode() is not None
+    assert alias.labels(name) is None or alias.labels(name).isprintable() or "\\" in alias.labels(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("9 days, 21:39:23", 855563.0),
+        ("4 days, 7:19:52", 372_000 - 8.0),
+        ("1 day, 0:00:01", 86_401.0),
+        ("0:32:48", 1968.0),
+        ("02:03", 123.0),
+        ("49m 19s", 2959.0),
+        ("1h 2m 3s", 3723.0),
+        ("6s", 6.0),
+        ("2 hours, 30 min", 9000.0),
+        ("285ms", None),
+        ("soon", None),
+        ("", None),
+        ("9" * 100, None),
+    ],
+)
+def test_durations(text, expected):
+    assert expected == seconds(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0.8674", (0.8674, None)),
+        ("7.5e-05", (7.5e-05, None)),
+        ("1,234.5", (1234.5, None)),
+        ("213.66ms", (213.66, "ms")),
+        ("0.23%", (0.23, "%")),
+        ("-Infinity", (-math.inf, None)),
+        ("1,2", None),
+        ("v1.2", None),
+        ("1.2.3", None),
+        ("2024-01-01", None),
+        ("", None),
+    ],
+)
+def test_quantities(text, expected):
+    assert expected == quantity(text)
+
+
+@given(st.floats(allow_nan=False))
+def test_any_printed_float_is_read(value):
+    assert (value, None) == quantity(repr(value))
+
+
+def test_numbers_steps_and_moments():
+    """True is no number; a step is whole; a time before this century is none of a training."""
+    assert [1.0, None, None, None, math.inf] == [number(value) for value in (1, True, "1", None, 10**400)]
+    assert [3, 3, 12, None, None, None] == [whole(value) for value in (3, 3.0, "12", 3.5, 1e300, "12ms")]
+    assert [1_700_000_000_000_000] * 4 == [micros(1_700_000_000 * 1000**power) for power in range(4)]
+    assert [None, None, None] == [micros(12.5), micros(math.nan), micros("12:00")]
+    assert 1_771_532_412_264_373 == micros("2026-02-19T20:20:12.264373+00:00")
+
+
+def attempts(steps):
+    streams = StepStreams()
+    return [streams.attempt(None, step) for step in steps]
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=60), st.integers(1, 10))
+def test_rising_steps_are_one_attempt(rises, interval):
+    """However unevenly they rise, and with rows that repeat a step or have none."""
+    steps, at = [], 0
+    for rise in rises:
+        at += interval if rise % 3 else rise
+        steps += [at, None, at]
+
+    assert {0} == set(attempts(steps))
+
+
+@given(st.integers(2, 200), st.integers(1, 50), st.integers(1, 200))
+def test_each_restart_is_one_attempt_more(length, interval, back):
+    """S0-09, S4-08: wherever it goes on from, as long as it is behind."""
+    first = [interval * n for n in range(length)]
+    again = [interval * n for n in range(max(0, length - 1 - back), length + 20)]
+
+    assert [0] * len(first) + [1] * len(again) == attempts([*first, *again])
+
+
+def test_ranks_are_never_taken_for_one_another():
+    """Contract 6."""
+    streams = StepStreams()
+
+    assert [0, 0, 0, 0] == [streams.attempt(rank, step) for rank, step in [(0, 5), (1, 4), (0, 6), (1, 5)]]

@@ -1,0 +1,280 @@
+"""Lines for people in their dialects, and tables of numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rankscope_ingest.errors import IngestError
+from rankscope_ingest.importers import Faults, find_importer
+from rankscope_ingest.importers.columns import Columns
+from rankscope_ingest.importers.textlog import TextLog
+
+
+def scalars(desk):
+    rows = desk.ask("SELECT step, name, value FROM scalars ORDER BY seq, name, labels")
+    return [(row["step"], row["name"], row["value"]) for row in rows]
+
+
+DIALECTS = {
+    "nanogpt": (
+        "iter 10: loss 9.6100, time 62.30ms, mfu 3.40%",
+        [(10, "loss", 9.61), (10, "mfu", 3.4), (10, "step_seconds", 62.3 / 1000)],
+    ),
+    "nanogpt_estimate": (
+        "step 0: train loss 10.9899, val loss 10.9897",
+        [(0, "eval_loss", 10.9897), (0, "train_loss_estimate", 10.9899)],
+    ),
+    "modded_nanogpt": (
+        "step:13/6200 train_loss:6.5125 train_time:641ms step_avg:213.66ms",
+        [(13, "elapsed_seconds", 0.641), (13, "loss", 6.5125), (13, "step_avg", 0.21366)],
+    ),
+    "llmc_file": (
+        "s:7 trl:10.1872 lr:0.000007 norm:6.18",
+        [(7, "grad_norm", 6.18), (7, "learning_rate", 7e-6), (7, "loss", 10.1872)],
+    ),
+    "llmc_validation": ("s:250 tel:6.4591", [(250, "eval_loss", 6.4591)]),
+    "llmc_console": (
+        (
+            "step    1/18865 | loss 11.009123 (+nanz)| norm 15.3722 (+nanz)| lr 1.00e-06 | 1234.50 ms | 45.6% bf16 MFU"
+            " | 123456 tok/s"
+        ),
+        [
+            (1, "grad_norm", 15.3722),
+            (1, "learning_rate", 1e-6),
+            (1, "loss", 11.009123),
+            (1, "mfu", 45.6),
+            (1, "step_seconds", 1.2345),
+            (1, "tokens_per_second", 123456.0),
+        ],
+    ),
+    "build_nanogpt": (
+        "step   100 | loss: 6.05 | lr 8.4e-05 | norm: 1.3 | dt: 339.1ms | tok/sec: 1544.2",
+        [
+            (100, "grad_norm", 1.3),
+            (100, "learning_rate", 8.4e-05),
+            (100, "loss", 6.05),
+            (100, "step_seconds", 339.1 / 1000),
+            (100, "tokens_per_second", 1544.2),
+        ],
+    ),
+    "build_nanogpt_file": ("250 val 6.4000", [(250, "eval_loss", 6.4)]),
+    "torchtitan": (
+        (
+            "\x1b[31m[rank0]:[titan] 2024-10-01 12:00:00,123 - root - INFO - \x1b[0mstep:  1  loss:  8.0490  "
+            "grad_norm:  1.2  memory:  2.00GiB(2.01%)  tps: 1,234  tflops: 12.3  mfu: 3.4%"
+        ),
+        [
+            (1, "device_memory_bytes", 2.0 * 2**30),
+            (1, "grad_norm", 1.2),
+            (1, "loss", 8.049),
+            (1, "mfu", 3.4),
+            (1, "tflops_per_gpu", 12.3),
+            (1, "tokens_per_second_per_gpu", 1234.0),
+        ],
+    ),
+    "deepspeed": (
+        (
+            "[2023-05-01 10:00:00,001] [INFO] [logging.py:96:log_dist] [Rank 0] step=10, skipped=0, "
+            "lr=[9.5e-06, 9.5e-06], loss=2.5"
+        ),
+        [(10, "learning_rate", 9.5e-06), (10, "learning_rate", 9.5e-06), (10, "loss", 2.5), (10, "skipped", 0.0)],
+    ),
+    "deepspeed_pipeline": (
+        "steps: 10 loss: 2.3012 iter time (s): 0.512 samples/sec: 62.500",
+        [(10, "loss", 2.3012), (10, "samples_per_second", 62.5), (10, "step_seconds", 0.512)],
+    ),
+    "torchtune": (
+        "Step 1 | loss:1.234 lr:2e-05 tokens_per_second_per_gpu:1234",
+        [(1, "learning_rate", 2e-05), (1, "loss", 1.234), (1, "tokens_per_second_per_gpu", 1234.0)],
+    ),
+    "litgpt": (
+        "Epoch 1 | iter 10 step 10 | loss train: 2.3, val: n/a | iter time: 345.67 ms (step) remaining time: 0:01:02",
+        [(10, "epoch", 1.0), (10, "loss", 2.3), (10, "remaining_seconds", 62.0), (10, "step_seconds", 345.67 / 1000)],
+    ),
+    "nan": ("iteration 5/10 loss=nan grad_norm=inf", [(5, "grad_norm", math.inf), (5, "loss", math.nan)]),
+}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_dialect(desk, dialect):
+    """S3-13: what a regular expression of everybody's own would do, with units normalised."""
+    line, expected = DIALECTS[dialect]
+    report = desk.bring(desk.write("train.log", f"Loading…\n{line}\nDone.\n"), kind="textlog")
+
+    assert repr(expected) == repr(scalars(desk))
+    assert (1, 0) == (report.records, report.malformed)
+
+
+@pytest.mark.parametrize("dialect", set(DIALECTS) - {"build_nanogpt_file", "llmc_validation", "nanogpt_estimate"})
+def test_dialect_is_recognised(tmp_path, dialect):
+    line, _ = DIALECTS[dialect]
+    path = tmp_path / "train.log"
+    path.write_text("\n".join(["Starting"] * 3 + [line] * 5), encoding="utf-8")
+
+    assert "textlog" == find_importer(path).name
+
+
+def test_time_and_rank_before_the_record_are_its_own(desk):
+    line = DIALECTS["torchtitan"][0]
+    desk.bring(desk.write("train.log", f"{line}\n{line.replace('rank0', 'rank5')}\n"))
+    rows = desk.ask("SELECT DISTINCT rank, attempt, epoch_ms(ts) AS ms FROM scalars ORDER BY rank")
+
+    assert [(0, 0, 1727784000123), (5, 0, 1727784000123)] == [tuple(row.values()) for row in rows]
+
+
+def test_unit_of_the_source_is_kept(desk):
+    """Contract 4: normalised, and still told."""
+    desk.bring(desk.write("train.log", "step:1/9 train_loss:2 train_time:10ms\n" * 2))
+    row = desk.ask("SELECT DISTINCT value, unit, labels FROM scalars WHERE name = 'elapsed_seconds'")[0]
+
+    assert (0.01, "seconds", '{"source_name":"train_time","source_unit":"ms"}') == tuple(row.values())
+
+
+def test_average_of_nothing_yet_is_absent(desk):
+    """`step_avg:nanms` is no NaN of the training."""
+    desk.bring(desk.write("train.log", "step:1/9 train_loss:2 step_avg:nanms\n" * 2))
+
+    assert 0 == desk.value("SELECT count(*) FROM scalars WHERE name = 'step_avg'")
+
+
+def test_plan_and_end_are_the_runs(desk):
+    desk.bring(desk.write("train.log", "step:8/9 train_loss:2\nstep:9/9 train_loss:1\n"))
+
+    assert [{"planned_steps": 9, "state": "completed"}] == desk.ask("SELECT planned_steps, state FROM runs")
+
+
+def test_other_lines_are_counted_and_no_faults(desk):
+    text = "import torch\nstep:1/9 train_loss:2\nsaved 3 files in 2.5s\nstep:2/9 train_loss:1\nat step 5\n"
+    report = desk.bring(desk.write("train.log", text))
+
+    assert (2, 0) == (report.records, report.malformed)
+    assert 3 == desk.value("SELECT (config::JSON->>'$.import.other_lines')::INT FROM runs")
+
+
+def test_checkpoint_line_is_an_event(desk):
+    """S4-10."""
+    desk.bring(desk.write("train.log", "step 1 loss 2.5\nsaving checkpoint at step 1 to out/\nstep 2 loss 2.0\n"))
+
+    assert [{"step": 1, "line": "saving checkpoint at step 1 to out/"}] == desk.ask(
+        "SELECT step, details->>'$.line' AS line FROM events WHERE type = 'checkpoint'"
+    )
+
+
+def test_source_code_before_the_rows_does_not_hide_them(tmp_path):
+    """Logs of modded-nanogpt begin with the program itself: more than anybody reads at once."""
+    path = tmp_path / "log.txt"
+    path.write_text("import torch  # loss = 3\n" * 8000 + "step:1/9 train_loss:2 train_time:10ms\n" * 4000)
+
+    assert "textlog" == find_importer(path).name
+
+
+def test_last_line_without_an_end_may_be_half_a_number(desk):
+    """It is left for the next import, unless it has the shape of the line before it."""
+    path = desk.write("train.log", "step:1/9 train_loss:2.512\nstep:2/9 train_loss:2.4")
+    first = desk.bring(path)
+    path.write_text("step:1/9 train_loss:2.512\nstep:2/9 train_loss:2.468")
+    desk.bring(path)
+
+    assert (1, 1) == (first.records, first.malformed)
+    assert [(1, "loss", 2.512), (2, "loss", 2.468)] == scalars(desk)
+
+
+def test_recorded_logs_of_nanogpt_kinds(desk, data):
+    """Against counts made with nothing but a regular expression per file."""
+    import re
+
+    llmc = data / "textlog" / "modded-nanogpt_llmc_main.log"
+    muon = data / "textlog" / "modded-nanogpt_muon_steps.txt"
+    for run, path in (("llmc", llmc), ("muon", muon)):
+        desk.bring(path, run=run)
+    expected = {
+        ("llmc", "loss"): len(re.findall(r"trl:", llmc.read_text())),
+        ("llmc", "eval_loss"): len(re.findall(r"tel:", llmc.read_text())),
+        ("llmc", "grad_norm"): len(re.findall(r"norm:", llmc.read_text())),
+        ("muon", "loss"): len(re.findall(r"train_loss:", muon.read_text())),
+        ("muon", "eval_loss"): len(re.findall(r"val_loss:", muon.read_text())),
+        ("muon", "step_avg"): len(re.findall(r"step_avg:\d", muon.read_text())),
+    }
+    rows = desk.ask("SELECT run, name, count(*) AS n FROM scalars GROUP BY 1, 2")
+    found = {(row["run"], row["name"]): row["n"] for row in rows}
+
+    assert expected == {key: found.get(key, 0) for key in expected}
+    assert 1 == desk.value("SELECT count(DISTINCT attempt) FROM scalars WHERE run = 'llmc'")
+
+
+def test_recorded_two_columns(desk, data):
+    path = data / "textlog" / "torchtitan_llama3_cuda_losses.txt"
+    report = desk.bring(path)
+    expected = [(int(step), "loss", float(loss)) for step, loss in map(str.split, path.read_text().splitlines())]
+
+    assert expected == scalars(desk)
+    assert "columns" == report.source_kind
+
+
+def test_table_with_a_heading(desk):
+    """Lightning's metrics.csv: empty cells are absent, quotes do not matter."""
+    text = 'epoch,step,train_loss,val_loss,"lr-AdamW"\n0,9,2.5,,1e-3\n0,9,,2.25,\n1,19,nan,,1e-3\n'
+    desk.bring(desk.write("metrics.csv", text))
+
+    assert repr(
+        [
+            (9, "epoch", 0.0),
+            (9, "loss", 2.5),
+            (9, "lr-AdamW", 0.001),
+            (9, "epoch", 0.0),
+            (9, "eval_loss", 2.25),
+            (19, "epoch", 1.0),
+            (19, "loss", math.nan),
+            (19, "lr-AdamW", 0.001),
+        ]
+    ) == repr(scalars(desk))
+
+
+def test_row_of_another_width_or_without_an_end_is_counted(desk):
+    report = desk.bring(desk.write("losses.txt", "1 2.5\n2 2.4\n3 2.3 9\n4 2.2\n5 2."))
+
+    assert [1, 2, 4] == [step for step, _, _ in scalars(desk)]
+    assert [3, 5] == [fault.line for fault in report.faults]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["hello world\n" * 10, "name,step,max,min\nw,1,2,3\n", "1 2\n1 2\n1 2\n", "3.5 2\n4.5 2\n", "key: value\n", ""],
+)
+def test_what_is_no_table_of_a_training_is_left_alone(tmp_path, text):
+    path = tmp_path / "some.txt"
+    path.write_text(text)
+
+    assert 0.0 == Columns().detect(path, text.encode()).confidence
+    assert 0.0 == TextLog().detect(path, text.encode()).confidence
+
+
+ALPHABET = "step iter:=/|,[]() loss0123456789.e+-nanmsGiB%\r\x1b\t"
+
+
+@pytest.mark.parametrize("importer", [TextLog(), Columns()], ids=lambda importer: importer.name)
+@given(text=st.binary(max_size=200) | st.text(alphabet=ALPHABET, max_size=200))
+@settings(deadline=None, max_examples=300)
+def test_fuzzed_lines_are_read_or_refused(tmp_path_factory, importer, text):
+    body = text if isinstance(text, bytes) else text.encode()
+    path = tmp_path_factory.getbasetemp() / f"{importer.name}.log"
+    path.write_bytes(b"step,loss\n" + body + b"\nstep:1 loss:2 " + body)
+    importer.detect(path, path.read_bytes())
+    with contextlib.suppress(IngestError):
+        list(importer.read(path, Faults()))
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "text", ["step:1 " + "a " * 4000, "step:1 " + "a" * 8000, "step:1 " + "1" * 8000, "a (b) " * 1300]
+)
+def test_no_line_takes_long(tmp_path, text):
+    """Patterns that go back over a line again and again would."""
+    path = tmp_path / "train.log"
+    path.write_text(f"{text}\n" * 200)
+    list(TextLog().read(path, Faults()))

@@ -1,0 +1,282 @@
+"""The Trainer's state as a file, a checkpoint, a run or an archive; NaN, cuts, damage, disagreeing checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import zipfile
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rankscope_ingest.errors import IngestError
+from rankscope_ingest.importers import Faults, ImportedBlock, find_importer
+from rankscope_ingest.importers.trainer_state import TrainerState
+
+
+def state(entries, **top):
+    return json.dumps({"global_step": 0, "log_history": entries, "max_steps": 100, **top}, indent=2)
+
+
+def steps(*numbers, base=1.0):
+    return [{"step": step, "loss": base + step / 100, "epoch": step / 100} for step in numbers]
+
+
+def history(desk):
+    rows = desk.ask("SELECT attempt, step, value FROM scalars WHERE name = 'loss' ORDER BY attempt, step")
+    return [(row["attempt"], row["step"], round(row["value"], 4)) for row in rows]
+
+
+def test_nan_and_infinity_are_values_and_null_is_absent(desk):
+    """S1-18: a NaN gradient norm beside a fine-looking loss is how the Trainer shows NaN; it is an anomaly here."""
+    text = (
+        '{"log_history": [{"step": 1, "loss": NaN, "grad_norm": -Infinity}, {"step": 2, "loss": 0.0, "grad_norm": NaN},'
+    )
+    desk.bring(desk.write("trainer_state.json", text + '{"step": 3, "loss": null}], "best_metric": NaN}'))
+    rows = desk.ask("SELECT step, name, value FROM scalars ORDER BY step, name")
+
+    assert [(1, "grad_norm", "-inf"), (1, "loss", "nan"), (2, "grad_norm", "nan"), (2, "loss", "0.0")] == [
+        (row["step"], row["name"], repr(row["value"])) for row in rows
+    ]
+    assert "NaN" == desk.value("SELECT config::JSON->>'$.trainer_state.best_metric' FROM runs")
+    assert [1, 1, 2] == [
+        row["step"] for row in desk.ask("SELECT step FROM events WHERE type = 'anomaly' ORDER BY step")
+    ]
+
+
+def test_absent_gradient_norm_is_no_zero(desk):
+    """S1-10: old versions of transformers log none."""
+    desk.bring(desk.write("trainer_state.json", state(steps(1, 2))))
+
+    assert 0 == desk.value("SELECT count(*) FROM scalars WHERE name IN ('grad_norm', 'learning_rate')")
+
+
+def test_last_entry_is_a_summary_under_its_own_names(desk):
+    """S1-10: averages over the run are not the loss of its last step."""
+    summary = {"step": 3, "train_runtime": 60.5, "train_loss": 1.5, "total_flos": 1e18, "train_samples_per_second": 9.0}
+    desk.bring(desk.write("trainer_state.json", state([*steps(1, 2), summary])))
+    rows = desk.ask("SELECT name, value, unit FROM scalars WHERE step = 3 ORDER BY name")
+
+    assert [
+        ("total_flos", 1e18, None),
+        ("train_loss", 1.5, None),
+        ("train_runtime", 60.5, "seconds"),
+        ("train_samples_per_second", 9.0, "samples/s"),
+    ] == [(row["name"], row["value"], row["unit"]) for row in rows]
+    assert "completed" == desk.value("SELECT state FROM runs")
+
+
+def test_several_evaluation_sets_are_one_quantity_with_a_label(desk):
+    """S1-17, S1-18: `eval_<set>_loss`, known by the runtime that the Trainer writes for each set; custom keys stay."""
+    entry = {
+        "step": 5,
+        "eval_math_loss": 1.0,
+        "eval_math_runtime": 2.0,
+        "eval_code_loss": 3.0,
+        "eval_code_runtime": 4.0,
+    }
+    desk.bring(desk.write("trainer_state.json", state([{**entry, "eval_moe_aux_loss": 0.1}])))
+    rows = desk.ask("SELECT name, labels->>'$.dataset' AS which, value FROM scalars ORDER BY ALL")
+
+    assert [
+        ("eval_loss", "code", 3.0),
+        ("eval_loss", "math", 1.0),
+        ("eval_moe_aux_loss", None, 0.1),
+        ("eval_runtime", "code", 4.0),
+        ("eval_runtime", "math", 2.0),
+    ] == [(row["name"], row["which"], row["value"]) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("top", "expected"),
+    [
+        ({"global_step": 100, "max_steps": 100}, ("completed", 100)),
+        ({"global_step": 50, "max_steps": 100}, ("stopped", 100)),
+        ({"global_step": 50, "max_steps": 0}, ("stopped", None)),
+        ({"global_step": 50, "max_steps": -1, "num_train_epochs": 9223372036854775807}, ("stopped", None)),
+    ],
+)
+def test_state_and_plan_of_the_run(desk, top, expected):
+    """S1-11, S1-18: zero divisors and plans driven by steps."""
+    desk.bring(desk.write("trainer_state.json", state(steps(10), **top)))
+    row = desk.ask("SELECT state, planned_steps FROM runs")[0]
+
+    assert expected == (row["state"], row["planned_steps"])
+
+
+def test_time_of_a_checkpoint_is_that_of_its_file(desk):
+    """S1-11: not the time of the import; the entries themselves have none."""
+    import os
+
+    path = desk.write("trainer_state.json", state(steps(1)))
+    os.utime(path, (1_700_000_000, 1_700_000_000))
+    desk.bring(path)
+
+    assert 1_700_000_000 == desk.value("SELECT epoch(ended_at) FROM runs")
+    assert 0 == desk.value("SELECT count(ts) FROM scalars")
+
+
+def test_run_with_its_checkpoints_is_one_history(desk):
+    """S1-02, S1-08, S1-09: checkpoints by number, 1000 behind 999, other folders left alone, the final state last."""
+    desk.write("out/checkpoint-999/trainer_state.json", state(steps(1, 2), global_step=999))
+    desk.write("out/checkpoint-1000/trainer_state.json", state(steps(1, 2, 3), global_step=1000, max_steps=2000))
+    desk.write("out/checkpoint-best/trainer_state.json", state(steps(7)))
+    desk.write("out/checkpoint-999/README.md", "no state")
+    report = desk.bring(desk.folder / "out")
+
+    assert [(0, 1, 1.01), (0, 2, 1.02), (0, 3, 1.03)] == history(desk)
+    assert 3 == report.records
+    assert 1000 == desk.value("SELECT (config::JSON->>'$.trainer_state.global_step')::INT FROM runs")
+
+
+def test_checkpoint_that_disagrees_is_another_attempt(desk):
+    """S1-18: left behind by an earlier training in the same folder, or resumed from an earlier checkpoint."""
+    desk.write("out/checkpoint-2/trainer_state.json", state(steps(1, 2)))
+    desk.write("out/checkpoint-4/trainer_state.json", state(steps(1, 2, 3, 4)))
+    desk.write("out/checkpoint-5/trainer_state.json", state([*steps(1, 2), *steps(3, 5, base=7.0)]))
+    desk.bring(desk.folder / "out")
+
+    assert [(0, 1, 1.01), (0, 2, 1.02), (0, 3, 1.03), (0, 4, 1.04), (1, 3, 7.03), (1, 5, 7.05)] == history(desk)
+    message = desk.value("SELECT message FROM events WHERE type = 'note'")
+    assert "checkpoint-5/trainer_state.json disagrees with earlier checkpoints" in message
+
+
+def test_recorded_checkpoints_of_one_run_repeat_each_other(desk, data):
+    """S1-06: four checkpoints, 1,200 entries in all, one history of 700."""
+    for number in (500, 1500, 3000, 7000):
+        source = data / "trainer_state" / f"sygoat_mistral-translator_checkpoint-{number}.json"
+        desk.write(f"out/checkpoint-{number}/trainer_state.json", source.read_bytes())
+    report = desk.bring(desk.folder / "out")
+
+    assert (700, 7000) == (report.records, report.last_step)
+    assert 700 == desk.value("SELECT count(*) FROM scalars WHERE name = 'loss'")
+
+
+def test_archive_of_a_checkpoint_is_read(desk):
+    """S1-09."""
+    path = desk.folder / "run.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("run/checkpoint-2/trainer_state.json", state(steps(1, 2)))
+        archive.writestr("../../evil.txt", "never written anywhere")
+    desk.bring(path)
+
+    assert [(0, 1, 1.01), (0, 2, 1.02)] == history(desk)
+    assert not (desk.folder.parent / "evil.txt").exists()
+
+
+def test_folder_of_several_runs_names_them(desk):
+    desk.write("out/a/trainer_state.json", state(steps(1)))
+    desk.write("out/b/checkpoint-1/trainer_state.json", state(steps(1)))
+    with pytest.raises(IngestError, match=r"holds 2 runs .*import them one at a time"):
+        desk.bring(desk.folder / "out")
+
+
+def test_bare_list_of_entries_is_read(desk):
+    """S1-09."""
+    desk.bring(desk.write("history.json", json.dumps(steps(1, 2))))
+
+    assert [(0, 1, 1.01), (0, 2, 1.02)] == history(desk)
+
+
+def test_cut_file_gives_what_is_whole_and_says_so(desk):
+    """S1-09: cut inside a number, which must not be taken for a shorter one."""
+    whole = state(steps(1, 2, 3))
+    cut = whole[: whole.index("1.03") + 3]
+    report = desk.bring(desk.write("trainer_state.json", cut))
+
+    assert [(0, 1, 1.01), (0, 2, 1.02)] == history(desk)
+    assert 1 == report.malformed
+    assert "ends inside a value, after 2 whole entries" in report.faults[0].text
+    assert "true" == desk.value("SELECT config::JSON->>'$.import.cut' FROM runs")
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=60)
+def test_every_cut_gives_a_beginning_of_the_history(tmp_path_factory, data):
+    """At whatever byte the file was cut: a prefix, never a wrong value; and with it all, all."""
+    entries = [{"step": n, "loss": n * 1.25, "é": "ü\n"} for n in range(5)]
+    text = json.dumps({"a": [1, {"b": 2}], "log_history": entries, "z": 1}, ensure_ascii=False).encode()
+    cut = data.draw(st.integers(2, len(text)))
+    path = tmp_path_factory.getbasetemp() / "trainer_state.json"
+    path.write_bytes(text[:cut])
+    losses = _losses(path)
+
+    assert [n * 1.25 for n in range(5)][: len(losses)] == losses
+    assert cut < len(text) or len(losses) == 5
+
+
+def test_damaged_entry_is_counted_and_stepped_over(desk):
+    text = state(steps(1, 2, 3)).replace('"loss": 1.02', '"loss": ,1.02')
+    report = desk.bring(desk.write("trainer_state.json", text))
+
+    assert [(0, 1, 1.01), (0, 3, 1.03)] == history(desk)
+    assert (1, 100) == (report.malformed, desk.value("SELECT planned_steps FROM runs"))
+    assert 1 < report.faults[0].line
+
+
+def test_entries_without_numbers_are_kept(desk):
+    """Every entry is a record; text alone is a note."""
+    desk.bring(desk.write("trainer_state.json", state([{"step": 1, "note": "warm-up"}, *steps(2)])))
+
+    assert [(1, "a record without numbers"), (2, None)] == [
+        (row["step"], row["message"])
+        for row in desk.ask(
+            "SELECT step, message FROM events WHERE type = 'note' UNION ALL SELECT step, NULL FROM scalars "
+            "WHERE name = 'loss' ORDER BY step"
+        )
+    ]
+
+
+def test_hostile_numbers_and_names(desk):
+    """Numbers beyond float64, thousands of digits, names that are no text."""
+    text = '{"log_history": [{"step": 1, "a": 1e999, "b": ' + "9" * 5000 + ', "\\ud800": 1, "c": -1e400}]}'
+    desk.bring(desk.write("trainer_state.json", text))
+    rows = desk.ask("SELECT name, value FROM scalars ORDER BY name")
+
+    assert [("?", 1.0), ("a", math.inf), ("b", math.inf), ("c", -math.inf)] == [(r["name"], r["value"]) for r in rows]
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"log_history": [' + '{"a":' * 100_000, '{"' + "x" * 200_000])
+def test_nesting_and_endless_text_end_in_a_count(desk, text):
+    report = desk.bring(desk.write("trainer_state.json", text), kind="trainer_state")
+
+    assert (0, True) == (report.records, report.malformed > 0)
+
+
+def test_what_is_no_state_is_refused(desk):
+    with pytest.raises(IngestError, match="no trainer_state"):
+        desk.bring(desk.write("notes.txt", "hello"), kind="trainer_state")
+    with pytest.raises(IngestError, match="UTF-16"):
+        desk.bring(desk.write("trainer_state.json", state(steps(1)).encode("utf-16")), kind="trainer_state")
+
+
+def test_byte_order_mark_and_crlf_do_not_matter(desk):
+    text = b"\xef\xbb\xbf" + state(steps(1)).replace("\n", "\r\n").encode()
+    desk.bring(desk.write("trainer_state.json", text))
+
+    assert [(0, 1, 1.01)] == history(desk)
+
+
+def test_folder_without_states_is_not_ours(tmp_path):
+    (tmp_path / "checkpoint-1").mkdir()
+    with pytest.raises(IngestError):
+        find_importer(tmp_path)
+
+
+@given(st.binary(max_size=200) | st.text(alphabet='{}[]",:0123456789.eE-+NaIfinity \n\\u', max_size=200))
+@settings(deadline=None, max_examples=300)
+def test_fuzzed_state_is_read_or_refused(tmp_path_factory, text):
+    """Whatever stands in the file: entries, faults or a clear refusal; no other error, no hang."""
+    body = text if isinstance(text, bytes) else b'{"log_history": [{"step": 1, "loss": 1.5},' + text.encode()
+    path = tmp_path_factory.getbasetemp() / "trainer_state.json"
+    path.write_bytes(body)
+    with contextlib.suppress(IngestError):
+        list(TrainerState().read(path, Faults()))
+
+
+def _losses(path):
+    blocks = [item for item in TrainerState().read(path, Faults()) if isinstance(item, ImportedBlock)]
+    rows = [row for block in blocks for row in block.tables["scalars"].to_pylist()]
+    return [row["value"] for row in rows if row["name"] == "loss"]
