@@ -55,6 +55,16 @@ def test_nan_infinity_null_and_zero_are_four_things_in_sql(connection, writer, s
     ] == connection.sql(query).fetchall()
 
 
+@pytest.mark.parametrize("asked", ["isnan(value)", "NOT isfinite(value)", "value = 'nan'", "value > 'inf'::DOUBLE"])
+def test_nan_among_finite_numbers_is_found(connection, writer, scalars, asked):
+    """A footer that told the range of the finite ones would make DuckDB skip the file."""
+    table = scalars(range(4)).set_column(8, "value", [[1.0, -1.0, math.nan, 2.0]])
+    writer.append(Batch(tables={"scalars": table}, watermarks={"i0": 3}))
+
+    assert [(2,)] == connection.sql(f"SELECT seq FROM scalars WHERE {asked}").fetchall()
+    assert [(3,)] == connection.sql(f"SELECT count(*) FROM scalars WHERE NOT ({asked})").fetchall()
+
+
 def test_parameters_and_the_usual_ways_to_fetch_work(connection, writer, batch):
     writer.append(batch(range(3)))
 
