@@ -15,7 +15,7 @@ from rankscope_storage.errors import ExportError
 from rankscope_storage.exports.base import ExportOptions, ExportReport, Progress, counting, silent
 from rankscope_storage.exports.selection import Selection, columns, require_rows
 from rankscope_storage.exports.staging import staged_folder
-from rankscope_storage.parquet import ROW_GROUP_ROWS
+from rankscope_storage.parquet import ROW_GROUP_ROWS, counted_columns
 from rankscope_storage.schema import dataset_schema
 
 _BATCH_ROWS: Final = ROW_GROUP_ROWS
@@ -51,7 +51,8 @@ class Parquet:
 def _write(selection: Selection, dataset: str, path: Path, written: Callable[[int], None]) -> None:
     schema = dataset_schema(dataset)
     query = f"SELECT {columns(dataset)} FROM {selection.source(dataset)}"
-    with pq.ParquetWriter(path, schema, compression="zstd", compression_level=1) as writer:
+    footer = list(counted_columns(dataset))
+    with pq.ParquetWriter(path, schema, compression="zstd", compression_level=1, write_statistics=footer) as writer:
         for batch in selection.stream(query, _BATCH_ROWS):
             # DuckDB names the items of lists in its own way; the schema is the contract's.
             writer.write_table(pa.Table.from_batches([batch]).cast(schema))

@@ -109,8 +109,10 @@ class Selection:
             yield first, last, held
 
     def within(self, first: int, last: int) -> Selection:
-        """Return the same selection with a closed range of steps, so that files outside it are not opened."""
-        return dataclasses.replace(self, options=dataclasses.replace(self.options, steps=(first, last)))
+        """Return what of this selection lies in a closed range of steps; files outside of it are not opened."""
+        lowest, highest = self.options.steps or (first, last)
+        steps = (max(first, lowest), min(last, highest))
+        return dataclasses.replace(self, options=dataclasses.replace(self.options, steps=steps))
 
 
 def columns(dataset: str, *names: str) -> str:

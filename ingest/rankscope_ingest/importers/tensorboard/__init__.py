@@ -79,6 +79,7 @@ class TensorBoard:
                     faults.read_bytes = before + file.tell()
                     yield from rows.blocks()
         faults.read_bytes = before + size
+        faults.passed_over += rows.passed_over
         yield from rows.finish(settled=self._clock() - changed > SETTLED_SECONDS)
 
 

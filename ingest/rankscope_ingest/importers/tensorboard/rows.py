@@ -58,6 +58,7 @@ class EventRows:
     """The rows of one event file."""
 
     def __init__(self, source: str, rewinds: Rewinds, place: Place, labels: Mapping[str, str] | None = None) -> None:
+        self.passed_over = 0  # pictures, sound, histograms
         self._source = source
         self._rewinds = rewinds
         self._rank = place.rank
@@ -125,7 +126,10 @@ class EventRows:
             series = self._series_of(value)
             number = None if series is None else scalar_value(value)
             if series is None or number is None:
-                if (text := text_value(value)) is not None:
+                text = text_value(value)
+                if text is None:
+                    self.passed_over += 1
+                else:
                     self._add_note(common, value.tag, text)
                 continue
             row = {**common, "rank": self._rank if series.rank is None else series.rank, **series.columns}
