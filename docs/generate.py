@@ -176,7 +176,9 @@ def _parameter(name: str, hint: Any, default: Any) -> tuple[str, str]:
         spelling = ", ".join(f"`{item}`" for item in dict.fromkeys((first, *(info.param_decls or ()))))
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         words.append(f"one of {', '.join(str(item.value) for item in kind)}")
-    if default is not None and not isinstance(default, bool):
+    if default is inspect.Parameter.empty:
+        words.append("required")
+    elif default is not None and not isinstance(default, bool):
         words.append(f"default `{getattr(default, 'value', default)}`")
     if info.envvar:
         words.append(f"`{info.envvar}`")

@@ -6,6 +6,7 @@ as text; CSV leaves null empty and quotes the empty string.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import enum
 import io
@@ -41,7 +42,7 @@ class Format(enum.StrEnum):
 
 def write_rows(rows: pa.Table, form: Format, output: Path | None, *, limit: int = TABLE_ROWS) -> None:
     """Write `rows` to `output`, or to standard output."""
-    try:
+    with _writing(output):
         if form is Format.PARQUET:
             _write_parquet(rows, output)
         elif output is not None:
@@ -50,9 +51,25 @@ def write_rows(rows: pa.Table, form: Format, output: Path | None, *, limit: int 
             print_table(rows, limit=limit)
         else:
             sys.stdout.write(as_text(rows, form))
+
+
+def write_text(text: str, output: Path | None) -> None:
+    """Write `text` to `output`, or to standard output."""
+    with _writing(output):
+        if output is None:
+            sys.stdout.write(text)
+        else:
+            output.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _writing(output: Path | None) -> Iterator[None]:
+    """End the command in one line when `output` cannot be written; a reader that left is no fault."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
     except OSError as error:
-        if isinstance(error, BrokenPipeError):
-            raise
         raise CommandError(f"cannot write {output or 'the output'}: {error.strerror}") from error
 
 

@@ -90,6 +90,13 @@ def test_sql_can_only_read_and_only_the_store(rankscope, tmp_path):
     assert not target.exists()
 
 
+def test_views_that_cannot_be_written_are_one_line(rankscope, tmp_path):
+    done = rankscope("sql", "--emit-views", "--output", str(tmp_path / "missing" / "views.sql"))
+
+    assert 1 == done.returncode
+    assert f"rankscope: cannot write {tmp_path}/missing/views.sql: No such file or directory\n" == done.stderr
+
+
 def test_emitted_views_give_plain_duckdb_the_same_rows(rankscope):
     import duckdb
 

@@ -11,7 +11,7 @@ import typer
 from rankscope.errors import USAGE, CommandError
 from rankscope.opening import opened
 from rankscope.options import Output, OutputFormat, Store
-from rankscope.output import TABLE_ROWS, Format, write_rows
+from rankscope.output import TABLE_ROWS, Format, write_rows, write_text
 
 
 def sql(
@@ -68,7 +68,4 @@ def _emit_views(store: Path, output: Path | None) -> None:
 
     with opened(store):  # names what is wrong with the folder
         script = emit_views(store)
-    if output is None:
-        sys.stdout.write(script)
-    else:
-        output.write_text(script, encoding="utf-8")
+    write_text(script, output)
