@@ -100,7 +100,7 @@ def import_records(
         note = None if known is None else _note(log, intake, faults)
     except OSError as error:
         raise IngestError(f"{path} cannot be read: {error.strerror or error}") from error
-    if intake.records and (stored or note is None or note != source.before):
+    if (intake.records or intake.knows_the_run) and (stored or note is None or note != source.before):
         appender.append(intake.dimensions(note))
     return ImportReport(
         run=run,
@@ -150,6 +150,11 @@ class _Intake:
         return sum(stamp.records for stamp in self._stamps.values())
 
     @property
+    def knows_the_run(self) -> bool:
+        """Whether the log says anything of the run as a whole; it may before its first record."""
+        return bool(self._facts)
+
+    @property
     def state(self) -> str | None:
         """How the run ended, as far as the log says."""
         return self._facts.get("state")
@@ -180,7 +185,7 @@ class _Intake:
         before = [end.attempt for one in self._log.alike for end in one.ends.values()]
         tables = {"attempts": rows_table("attempts", rows)}
         if rows[-1]["attempt"] >= max(before, default=0):
-            whole = {"last_step": self.extents.last_step, "started_at": rows[0]["started_at"]}
+            whole = {"last_step": self.extents.last_step, "started_at": rows[0].get("started_at")}
             tables["runs"] = rows_table("runs", [rows[-1] | whole])
         if note is not None:
             event = {
@@ -213,7 +218,8 @@ class _Intake:
         source = item.source if isinstance(item, ImportedBlock) else item[0].source
         stamp = self._stamp(source)
         count = item.records if isinstance(item, ImportedBlock) else len(item)
-        is_stored = stamp.records + count - 1 <= self._appender.watermark(stamp.incarnation)
+        watermark = self._appender.watermark(stamp.incarnation)
+        is_stored = stamp.records + count - 1 <= watermark
         tables = stamp.block(item) if isinstance(item, ImportedBlock) else stamp.rows(item)
         if self.attempt is None and tables:
             self.attempt = first_attempt(tables, self._log.alike)
@@ -224,7 +230,7 @@ class _Intake:
         judged = self._judge.judge(tables)
         if is_stored:
             return {}
-        self.anomalies += _count(judged.get("events"), EventType.ANOMALY)
+        self.anomalies += _anomalies(judged.get("events"), watermark)
         return judged
 
     def _stamp(self, source: str) -> Stamp:
@@ -292,7 +298,10 @@ def _concat(dataset: str, tables: Sequence[pa.Table]) -> pa.Table:
     return pa.concat_tables(tables).unify_dictionaries()
 
 
-def _count(events: pa.Table | None, kind: str) -> int:
+def _anomalies(events: pa.Table | None, watermark: int) -> int:
+    """Return how many anomalies there are of records that are not stored yet."""
     if events is None:
         return 0
-    return sum(row["counts"] for row in events.column("type").value_counts().to_pylist() if row["values"] == kind)
+    is_anomaly = pc.equal(events.column("type").cast(pa.string()), EventType.ANOMALY.value)
+    is_new = pc.greater(events.column("seq"), watermark)
+    return pc.sum(pc.and_(is_anomaly, is_new)).as_py() or 0

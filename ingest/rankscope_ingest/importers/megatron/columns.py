@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from rankscope_ingest.importers.megatron.rows import (
     HEAD_PATTERN,
     LABEL_PATTERN,
+    MAX_PREFIX,
     TIME_PATTERN,
     has_head,
     number,
@@ -36,7 +37,7 @@ _NO_STOP: Final = 1 << 24
 _ENOUGH_LINES: Final = 4
 _HEAD_COLUMN: Final = (
     rf"^[ \t]*(?P<labels>(?:{LABEL_PATTERN})*?)(?:\[+(?P<time>{TIME_PATTERN})\]+)?[ \t]*"
-    r"iteration[ \t]+(?P<step>\d{1,18})[ \t]*/[ \t]*(?P<planned>\d{1,18})[ \t]*$"
+    r"iteration[ \t]+(?P<step>\d+)[ \t]*/[ \t]*(?P<planned>\d+)[ \t]*$"
 )
 
 
@@ -111,9 +112,13 @@ class _Pieces:
     def __init__(self, pieces: pa.Array, count: int) -> None:
         self.count = count
         self._pieces = pieces
+        self._rows = len(pieces)
+        # All first pieces, then all second ones, …: one copy instead of one a column.
+        order = np.arange(self._rows * count).reshape(self._rows, count).T.ravel()
+        self._by_column = pieces.flatten().take(pa.array(order))
 
     def column(self, position: int) -> pa.Array:
-        return pc.list_element(self._pieces, position)
+        return self._by_column.slice(position * self._rows, self._rows)
 
     def first(self) -> list[str]:
         return [piece.decode(errors="replace") for piece in self._pieces[0].as_py()]
@@ -131,6 +136,7 @@ def _read_like_first(table: _Pieces, numbers: Integers) -> tuple[Group | None, n
         return None, nothing
     head = pc.extract_regex(table.column(0), pattern=_HEAD_COLUMN)
     fits = head.is_valid().to_numpy(zero_copy_only=False)
+    fits &= pc.less_equal(pc.binary_length(table.column(0)), MAX_PREFIX).to_numpy(zero_copy_only=False)
     fits &= _is_blank(table.column(table.count - 1))
     columns: list[Column] = []
     for position, key in enumerate(keys, 1):

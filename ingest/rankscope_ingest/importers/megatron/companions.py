@@ -21,7 +21,7 @@ from rankscope_ingest.importers.megatron.rows import TIME_PATTERN, micros, numbe
 
 COMPANION_PATTERN: Final = (
     r"validation loss at|test loss at|checkpoint|time \(ms\)|across ranks \(ms\)|\.\. ?: *\(?-?\d|^ +rank +\d+: +\d"
-    r"|^ +[\w /-]{1,80}: *$|memory \(MB\)|\] datetime: |world size: \d|\.{3,} \S|exiting program|arguments -{3}"
+    r"|^ +[\w /-]{1,80}: *\s*$|memory \(MB\)|\] datetime: |world size: \d|\.{3,} \S|exiting program|arguments -{3}"
     r"|Traceback \(most|Error\b|ERROR|NCCL|[Oo]ut of memory|CANCELLED|TIME LIMIT|[Kk]ill|SIG[A-Z]{3,}|[Ss]ignal \d"
     r"|[Ss]egmentation fault|No space left|Permission denied|No such file|[Tt]imed? ?out|core dumped|Connection re"
 )
@@ -91,7 +91,7 @@ class Companions:
         text = line.strip()
         label = _LABELS.match(text)
         bare = text[label.end() :] if label and "[Rank" not in label[0] else text
-        if self._across and (found := self._timer_line(bare, line)):
+        if self._across and (found := self._timer_line(bare, line)) is not None:
             return found, True
         for reader in (
             self._validation,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from rankscope_ingest.importers.megatron.keys import fold
-from rankscope_ingest.importers.megatron.rows import Row, clean, has_head, number, parse_rows, split_part
+from rankscope_ingest.importers.megatron.rows import Row, clean, has_head, number, parse_rows, split_part, values
 
 MOST_LINES: Final = 8
 
@@ -28,22 +28,26 @@ def joined_row(
 ) -> tuple[list[Row], int]:
     """Return the rows of `text` continued by the lines behind it, and how many lines that took; 0 when it is not.
 
-    `following(k)` gives the k-th line behind, None where one stands that cannot be a continuation.
+    `following(k)` gives the k-th line behind, None where one stands that cannot be a continuation. The break may have
+    fallen behind a bar, so that a row which looks whole goes on: as many lines are taken as make sense.
     """
     whole = text
+    found: tuple[list[Row], int] = [], 0
     for taken in range(1, MOST_LINES + 1):
         line = following(taken)
-        if line is None:
+        if line is None or not line.strip() or has_head(line):
             break
-        line = clean(line)
-        if not line.strip() or has_head(line):
-            break
-        whole = join(whole, line, known)
+        whole = join(whole, clean(line), known)
         if whole.rstrip().endswith("|"):
             rows = parse_rows(whole)
-            if rows and rows[-1].is_closed and rows[-1].parts and not rows[-1].odd_parts:
-                return rows, taken
-    return [], 0
+            if not rows or not _makes_sense(rows[-1]):
+                break
+            found = rows, taken
+    return found
+
+
+def _makes_sense(row: Row) -> bool:
+    return bool(row.parts) and not row.odd_parts and all(values(key, text) for key, text in row.parts)
 
 
 def join(first: str, second: str, known: Collection[str] = KNOWN_KEYS) -> str:

@@ -23,15 +23,13 @@ from rankscope_ingest.importers.megatron.columns import (
     Group,
     Integers,
     read_groups,
-    row_lines,
-    text_lines,
 )
 from rankscope_ingest.importers.megatron.companions import Companion, Companions
 from rankscope_ingest.importers.megatron.joining import joined_row
 from rankscope_ingest.importers.megatron.keys import fold
 from rankscope_ingest.importers.megatron.printers import Printers
 from rankscope_ingest.importers.megatron.rows import Row, clean, parse_rows
-from rankscope_ingest.importers.megatron.stretches import Lines, whole_lines
+from rankscope_ingest.importers.megatron.stretches import Lines
 
 _PLACES: Final = 64
 """Records in one line at most: place = line x _PLACES + record within the line, and gives the order of the log."""
@@ -76,20 +74,16 @@ class Reading:
 
     def take(self, data: bytes, *, is_last: bool) -> tuple[ImportedBlock | None, int]:
         """Read `data`; return what it says, and how many of its bytes were used: a wrapped row waits for its rest."""
-        lines, lengths = text_lines(data)
-        too_long = lengths > MAX_LINE_BYTES
-        is_row = row_lines(lines) & ~too_long
+        lines = Lines.of(data, is_end=is_last)
         if not is_last:
-            keep = whole_lines(lines, is_row)
-            lines, lengths, too_long, is_row = lines[:keep], lengths[:keep], too_long[:keep], is_row[:keep]
+            lines = lines.first(lines.settled())
         if not len(lines):
             return None, 0
-        stretch = Lines(lines, is_row, too_long, is_cut=is_last and not data.endswith(b"\n"))
-        for line in np.flatnonzero(too_long).tolist():
-            self._fault(line, f"longer than {MAX_LINE_BYTES:,} bytes: {shown(stretch.raw(line))}…")
-        block = self._assemble(self._read(stretch))
+        for line in np.flatnonzero(lines.too_long).tolist():
+            self._fault(line, f"longer than {MAX_LINE_BYTES:,} bytes: {shown(lines.raw(line))}…")
+        block = self._assemble(self._read(lines))
         self._line += len(lines)
-        return block, int(lengths.sum())
+        return block, int(lines.lengths.sum())
 
     def skip_line(self, begin: bytes) -> None:
         """Note a line too long to be held, which begins with `begin`."""
@@ -111,13 +105,14 @@ class Reading:
         self._faults.add(self._line + line + 1, text)
 
     def _read(self, lines: Lines) -> _Found:
-        alike = np.flatnonzero(lines.is_row)
-        alike = alike[alike != lines.cut]
+        single = lines.may_go_on()
+        if lines.cut >= 0:
+            single[lines.cut] = lines.is_row[lines.cut]
+        alike = np.flatnonzero(lines.is_row & ~single)
         groups, careful = read_groups(lines.rows(alike), alike)
+        careful = np.concatenate([careful, np.flatnonzero(single)])
         opening = sorted(groups, key=lambda group: -int(group.lines[0]))
         rows = np.flatnonzero(lines.is_row)
-        if lines.cut >= 0 and lines.is_row[lines.cut]:
-            careful = np.append(careful, lines.cut)
         found = _Found(groups)
         used: set[int] = set()
         seen = -1
@@ -150,7 +145,7 @@ class Reading:
         text = clean(lines.text(line))
         rows = [row for piece in text.rstrip("\r\n").split("\r") for row in parse_rows(piece)]
         used = 0
-        if rows and not rows[-1].is_closed:
+        if rows:
             joined, used = joined_row(text, lambda behind: lines.continuation(line + behind))
             rows = joined or rows
         for position, row in enumerate(rows[:_PLACES]):

@@ -16,8 +16,11 @@ from typing import Final
 HEAD_PATTERN: Final = r"iteration[ \t]+\d{1,18}[ \t]*/[ \t]*\d{1,18}[ \t]*\|"
 """What every row begins with, behind its prefixes; the same text is given to Arrow's own regular expressions."""
 
-LABEL_PATTERN: Final = r"(?:\[[^\[\]|]{1,120}\]:?[ \t]*|[\w.-]{1,80}:[ \t]+)"
-TIME_PATTERN: Final = r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?"
+LABEL_PATTERN: Final = r"(?:\[[^\[\]|]+\]:?[ \t]*|[\w.-]+:[ \t]+)"
+TIME_PATTERN: Final = r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?"
+
+MAX_PREFIX: Final = 400
+"""Characters before a row that can be its prefixes."""
 
 _HEAD: Final = re.compile(r"iteration[ \t]+(\d{1,18})[ \t]*/[ \t]*(\d{1,18})[ \t]*\|")
 _TIME: Final = re.compile(rf"\[+({TIME_PATTERN})\]+")
@@ -27,7 +30,6 @@ _COLOURS: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|[\x00\x
 _RANK: Final = re.compile(r"\[(?:default|rank ?|(?P<host>[\w.-]+):)(?P<rank>\d{1,9})\]:?", re.IGNORECASE)
 _TASK: Final = re.compile(r"(\d{1,9}):")
 _HOST: Final = re.compile(r"([\w.-]+):")
-_MAX_PREFIX: Final = 400
 _LARGEST_RANK: Final = 1 << 31
 _EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 
@@ -71,11 +73,11 @@ def parse_rows(text: str) -> list[Row]:
     heads = list(_HEAD.finditer(text))
     rows = []
     for position, head in enumerate(heads):
-        before = _BEFORE.search(text[max(0, head.start() - _MAX_PREFIX) : head.start()])
+        before = _BEFORE.search(text[max(0, head.start() - MAX_PREFIX) : head.start()])
         end = len(text)
         if position + 1 < len(heads):
             following = heads[position + 1].start()
-            prefix = _BEFORE.search(text[max(head.end(), following - _MAX_PREFIX) : following])
+            prefix = _BEFORE.search(text[max(head.end(), following - MAX_PREFIX) : following])
             end = following - (len(prefix[0]) if prefix else 0)
         rows.append(_row(head, before, text[head.end() : end]))
     return rows

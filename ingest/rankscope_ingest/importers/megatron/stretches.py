@@ -2,33 +2,87 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rankscope_ingest.importers.megatron.columns import Integers, matching
+from rankscope_ingest.importers.lines import MAX_LINE_BYTES
+from rankscope_ingest.importers.megatron.columns import Integers, matching, row_lines, text_lines
 from rankscope_ingest.importers.megatron.companions import COMPANION_PATTERN
 from rankscope_ingest.importers.megatron.joining import MOST_LINES
 
+Flags = npt.NDArray[np.bool_]
 
+
+@dataclass(slots=True, kw_only=True)
 class Lines:
     """The lines of a stretch by what they are."""
 
-    def __init__(
-        self, lines: pa.Array, is_row: npt.NDArray[np.bool_], too_long: npt.NDArray[np.bool_], *, is_cut: bool
-    ) -> None:
-        self._lines = lines
-        self.is_row = is_row
-        self.too_long = too_long
-        self.cut = len(lines) - 1 if is_cut else -1
-        """The last line of a log that may still be written, -1 when it has an end."""
-        self.is_companion = np.zeros(len(lines), np.bool_)
+    lines: pa.Array
+    lengths: Integers
+    is_row: Flags
+    too_long: Flags
+    is_companion: Flags
+    has_bar: Flags
+    cut: int = -1
+    """The last line of a log that may still be written, -1 when it has an end."""
+
+    @classmethod
+    def of(cls, data: bytes, *, is_end: bool) -> Lines:
+        """Return the lines of `data`; at the end of a log the last one may be cut."""
+        lines, lengths = text_lines(data)
+        too_long = lengths > MAX_LINE_BYTES
+        is_row = row_lines(lines) & ~too_long
         others = np.flatnonzero(~is_row & ~too_long)
-        self.is_companion[others] = matching(lines.take(pa.array(others)), COMPANION_PATTERN)
+        texts = lines.take(pa.array(others))
+        is_companion, has_bar = np.zeros(len(lines), np.bool_), np.zeros(len(lines), np.bool_)
+        is_companion[others] = matching(texts, COMPANION_PATTERN)
+        has_bar[others] = matching(texts, r"\|")
+        return cls(
+            lines=lines,
+            lengths=lengths,
+            is_row=is_row,
+            too_long=too_long,
+            is_companion=is_companion,
+            has_bar=has_bar,
+            cut=len(lines) - 1 if is_end and not data.endswith(b"\n") else -1,
+        )
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def first(self, count: int) -> Lines:
+        """Return the first `count` lines."""
+        return Lines(
+            lines=self.lines[:count],
+            lengths=self.lengths[:count],
+            is_row=self.is_row[:count],
+            too_long=self.too_long[:count],
+            is_companion=self.is_companion[:count],
+            has_bar=self.has_bar[:count],
+        )
+
+    def settled(self) -> int:
+        """Return how many lines there are before a row at the end that may go on in the next stretch."""
+        last = len(self) - 1
+        for line in range(last, max(-1, last - MOST_LINES), -1):
+            if self.is_row[line]:
+                return line
+            if self.is_companion[line] or self.too_long[line]:
+                break
+        return len(self)
+
+    def may_go_on(self) -> npt.NDArray[np.bool_]:
+        """Return which rows stand before a line that could be the rest of them."""
+        rest = np.append((self.has_bar & ~self.is_companion)[1:], values=False)
+        found: Flags = self.is_row & rest
+        return found
 
     def rows(self, numbers: Integers) -> pa.Array:
         """Return the lines with these numbers."""
-        return self._lines if len(numbers) == len(self._lines) else self._lines.take(pa.array(numbers))
+        return self.lines if len(numbers) == len(self) else self.lines.take(pa.array(numbers))
 
     def others(self) -> int:
         """Return how many lines are nothing that the importer looks for."""
@@ -36,7 +90,7 @@ class Lines:
 
     def raw(self, line: int) -> bytes:
         """Return a line as it stands in the log, with its end."""
-        found: bytes = self._lines[line].as_py()
+        found: bytes = self.lines[line].as_py()
         return found
 
     def text(self, line: int) -> str:
@@ -45,14 +99,6 @@ class Lines:
 
     def continuation(self, line: int) -> str | None:
         """Return a line if it may be the rest of the row before it."""
-        if line >= len(self._lines) or self.is_row[line] or self.is_companion[line] or self.too_long[line]:
+        if line >= len(self) or self.is_row[line] or self.is_companion[line] or self.too_long[line]:
             return None
         return self.text(line)
-
-
-def whole_lines(lines: pa.Array, is_row: npt.NDArray[np.bool_]) -> int:
-    """Return how many lines there are before a row at the end that may go on in the next stretch."""
-    for line in range(max(0, len(lines) - MOST_LINES), len(lines)):
-        if is_row[line] and not lines[line].as_py().rstrip().endswith(b"|"):
-            return line
-    return len(lines)

@@ -1,0 +1,476 @@
+"""Megatron text in the variants of the checklist: each number S0-… names the behaviour it traces."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from rankscope_ingest.importers.base import Faults, ImportedRun
+from rankscope_ingest.importers.megatron import MegatronText
+
+HEAD = "[2025-02-28 16:26:20] iteration {step:8d}/ 1000 | consumed samples: {samples:12d} | "
+REST = (
+    "elapsed time per iteration (ms): 4647.8 | throughput per GPU (TFLOP/s/GPU): 341.2 | "
+    "learning rate: 3.000000E-06 | global batch size:   512 | lm loss: 9.763827E+00 | "
+    "load_balancing_loss: 9.884709E-01 | loss scale: 1.0 | grad norm: 5.127 | num zeros: 111392856.0 | "
+    "params norm: 2120.040 | number of skipped iterations:   0 | number of nan iterations:   0 |"
+)
+
+
+def row(step, rest=REST):
+    return HEAD.format(step=step, samples=step * 512) + rest
+
+
+def read(tmp_path, text, name="train.log"):
+    """Return scalars, events, the run and the faults of a log, in its order."""
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    faults = Faults()
+    scalars, events, run, records = [], [], None, 0
+    for item in MegatronText().read(path, faults):
+        if isinstance(item, ImportedRun):
+            run = item
+            continue
+        for table, rows in (("scalars", scalars), ("events", events)):
+            if table in item.tables:
+                for one in item.tables[table].to_pylist():
+                    one["record"] += records
+                    rows.append(one)
+        records += item.records
+    return scalars, events, run, faults
+
+
+def series(scalars, name):
+    rows = sorted((one for one in scalars if one["name"] == name), key=lambda one: one["record"])
+    return [(one["step"], one["value"]) for one in rows]
+
+
+def test_a_row_becomes_scalars_with_our_names_and_units(tmp_path):
+    """S0-07, S0-16, cross-seed 4: names are ours, milliseconds become seconds, the source's words are kept."""
+    scalars, events, run, faults = read(tmp_path, row(7) + "\n")
+    found = {one["name"]: (one["value"], one["unit"]) for one in scalars}
+
+    assert {
+        "samples_total": (3584.0, "samples"),
+        "step_seconds": (4647.8 * 1e-3, "seconds"),
+        "tflops_per_gpu": (341.2, "TFLOP/s"),
+        "learning_rate": (3e-06, None),
+        "global_batch_size": (512.0, "samples"),
+        "loss": (9.763827, None),
+        "load_balancing_loss": (0.9884709, None),
+        "loss_scale": (1.0, None),
+        "grad_norm": (5.127, None),
+        "num_zeros": (111392856.0, None),
+        "params_norm": (2120.04, None),
+        "skipped_iterations": (0.0, "iterations"),
+        "nan_iterations": (0.0, "iterations"),
+    } == found
+    assert {(7, None, 0)} == {(one["step"], one["rank"], one["attempt"]) for one in scalars}
+    assert {"2025-02-28T16:26:20+00:00"} == {one["ts"].isoformat() for one in scalars}
+    labels = {one["name"]: json.loads(one["labels"]) for one in scalars if one["labels"]}
+    assert {"source_name": "lm loss"} == labels["loss"]
+    assert "ms" == labels["step_seconds"]["source_unit"]
+    assert [] == events
+    assert (1000, 0) == (run.planned_steps, faults.count)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "rank"),
+    [
+        ("", None),
+        (" ", None),
+        ("[default7]: ", 7),
+        ("[node-1:3]: ", 3),
+        ("node-1: ", None),
+        ("10.0.0.12: ", None),
+        ("node-1: [default2]: ", 2),
+        ("12: ", None),
+        ("[rank5]: ", 5),
+        ("\x1b[32m[default7]:\x1b[0m ", 7),
+        (" 45%|####5     | 45/100 [00:10<00:12,  4.5it/s]\r", None),
+        (" 45%|####5     | 45/100 [00:10<00:12,  4.5it/s] ", None),
+        ("[", None),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 40])
+def test_whatever_stands_in_front_of_a_row_it_is_read(tmp_path, prefix, rank, count):
+    """S0-07, S0-08 (variant 1): prefixes of torchrun, srun and pdsh, colours, a progress bar glued in front, CRLF."""
+    text = "".join(f"{prefix}{row(step)}\r\n" for step in range(1, count + 1))
+    scalars, _, _, faults = read(tmp_path, text)
+
+    assert 0 == faults.count
+    assert [(step, 9.763827) for step in range(1, count + 1)] == series(scalars, "loss")
+    assert {rank} == {one["rank"] for one in scalars}
+    assert {"2025-02-28T16:26:20+00:00"} == {one["ts"].isoformat() for one in scalars}
+
+
+@pytest.mark.parametrize(
+    ("stamp", "moment"),
+    [
+        ("", None),
+        ("[2025-02-28 16:25:40.545549] ", "2025-02-28T16:25:40.545549+00:00"),
+        ("[2025-02-28T16:25:40,545] ", "2025-02-28T16:25:40.545000+00:00"),
+        ("[[2025-02-28 16:25:40] ", "2025-02-28T16:25:40+00:00"),
+        ("[2025-02-31 16:25:40] ", None),
+    ],
+)
+def test_time_of_a_row_may_be_absent_or_finer(tmp_path, stamp, moment):
+    """S0-08 (variant 2): none, seconds, microseconds; a day that does not exist is no time."""
+    body = row(1).partition("] ")[2]
+    scalars, *_ = read(tmp_path, f"{stamp}{body}\n" * 6)
+
+    assert {moment} == {one["ts"] and one["ts"].isoformat() for one in scalars}
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        ("elapsed time per iteration (ms): 4647.8", {"step_seconds": 4647.8 * 1e-3}),
+        ("elapsed time per iteration (s): 105.22", {"step_seconds": 105.22}),
+        (
+            "elapsed time per iteration (ms): 2098.9/2101.3",
+            {"step_seconds": 2098.9 * 1e-3, "step_seconds_average": 2101.3 * 1e-3},
+        ),
+        (
+            "tokens per GPU (tokens/s/GPU): 12130.4/12525.5",
+            {"tokens_per_second_per_gpu": 12130.4, "tokens_per_second_per_gpu_average": 12525.5},
+        ),
+        ("TFLOPs: 149.02", {"tflops_per_gpu": 149.02}),
+        ("samples per second: 19.463", {"samples_per_second": 19.463}),
+        ("consumed tokens:  20155564032", {"tokens_total": 20155564032.0}),
+        ("tokens per gpu per second (tgs): 3411.5", {"tokens_per_second_per_gpu": 3411.5}),
+        ("actual seqlen:  2048", {"sequence_length": 2048.0}),
+        ("curriculum seqlen:   72", {"curriculum_sequence_length": 72.0}),
+        ("world size:   64", {"world_size": 64.0}),
+        ("z_loss: 1.2E-03", {"z_loss": 1.2e-3}),
+        ("mem-reserved-bytes: 123.0", {"mem-reserved-bytes": 123.0}),
+        ("decoupled learning rate: 1.0E-04", {"decoupled_learning_rate": 1e-4}),
+        ("learning rate: 8e-08", {"learning_rate": 8e-08}),
+        ("brand new number: 42", {"brand_new_number": 42.0}),
+        (
+            "hip mem usage/free/total/usage_ratio: 144.89GB/47.10GB/191.98GB/75.47%",
+            {
+                "hip_mem_usage": 144.89e9,
+                "hip_mem_free": 47.10e9,
+                "hip_mem_total": 191.98e9,
+                "hip_mem_usage_ratio": 75.47,
+            },
+        ),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 12])
+def test_every_key_is_kept_under_our_name_or_its_own(tmp_path, part, expected, count):
+    """S0-08 (variants 3, 5, 9): seconds or milliseconds, `current/average`, extra fields; both readers agree."""
+    text = "".join(f" iteration {step}/ 100 | {part} | lm loss: 1.0E+00 |\n" for step in range(1, count + 1))
+    scalars, _, _, faults = read(tmp_path, text)
+    found = {one["name"]: one["value"] for one in scalars if one["name"] != "loss"}
+
+    assert expected == found
+    assert 0 == faults.count
+    assert count == len(series(scalars, "loss"))
+
+
+@pytest.mark.parametrize(
+    ("parts", "loss", "others"),
+    [
+        ("lm loss: 2.0 | mtp_1 loss: 3.0 | load_balancing_loss: 0.9", 2.0, {"mtp_1_loss": 3.0}),
+        ("loss: 2.0 | z_loss: 1.0", 2.0, {"z_loss": 1.0}),
+        ("sft loss: 1.5", 1.5, {}),
+        ("mtp_1 loss: 3.0 | retrieval loss: 0.5", 0.5, {"mtp_1_loss": 3.0}),
+        ("sop loss: 0.7 | lm loss: 2.5", 2.5, {"sop_loss": 0.7}),
+    ],
+)
+def test_of_several_losses_one_is_the_loss(tmp_path, parts, loss, others):
+    """S0-08 (variant 4): the loss that is trained on is called loss, the others keep their names."""
+    scalars, events, *_ = read(tmp_path, f"iteration 5/ 10 | {parts} | grad norm: 1.0 |\n")
+    found = {one["name"]: one["value"] for one in scalars}
+
+    assert loss == found["loss"]
+    assert others.items() <= found.items()
+    assert [] == events
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_a_row_without_a_loss_is_the_signal_of_nan(tmp_path, count):
+    """S0-08 (variant 4): Megatron leaves out a loss that is not above zero, so that NaN shows as absence alone."""
+    rest = REST.replace("lm loss: 9.763827E+00 | ", "")
+    scalars, events, *_ = read(tmp_path, "".join(row(step, rest) + "\n" for step in range(1, count + 1)))
+
+    assert [] == series(scalars, "loss")
+    assert [("loss_missing", "warning", step) for step in range(1, count + 1)] == [
+        (one["type"], one["severity"], one["step"]) for one in events
+    ]
+
+
+def test_printed_nan_and_inf_are_values(tmp_path):
+    """Cross-seed 3: NaN, Inf, absent and 0 are four things."""
+    rest = REST.replace("9.763827E+00", "NAN").replace("5.127", "inf")
+    rest = rest.replace("341.2", "-Infinity").replace("2120.040", "1e999")
+    scalars, *_ = read(tmp_path, "".join(row(step, rest) + "\n" for step in range(1, 9)))
+    found = {one["name"]: one["value"] for one in scalars}
+
+    assert math.isnan(found["loss"])
+    assert (math.inf, -math.inf, math.inf, 0.0) == (
+        found["grad_norm"],
+        found["tflops_per_gpu"],
+        found["params_norm"],
+        found["nan_iterations"],
+    )
+
+
+def test_restarts_are_attempts_of_each_rank_by_itself(tmp_path):
+    """S0-09, cross-seed 6: rank 0 goes back to step 2, rank 1 does not; their rows are interleaved."""
+    printed = [(0, 1), (1, 1), (0, 2), (0, 3), (1, 2), (0, 2), (1, 3), (0, 3), (1, 4), (0, 1)]
+    text = "".join(f"[default{rank}]: {row(step)}\n" for rank, step in printed)
+    scalars, *_ = read(tmp_path, text)
+    rows = sorted((one for one in scalars if one["name"] == "loss"), key=lambda one: one["record"])
+
+    assert [(0, 1, 0), (0, 2, 0), (0, 3, 0), (0, 2, 1), (0, 3, 1), (0, 1, 2)] == [
+        (one["rank"], one["step"], one["attempt"]) for one in rows if one["rank"] == 0
+    ]
+    assert [0, 0, 0, 0] == [one["attempt"] for one in rows if one["rank"] == 1]
+
+
+def test_a_row_printed_twice_is_no_restart_but_a_step_run_twice_is(tmp_path):
+    """S0-09 (variant 8): several ranks print the same row; running a step again gives another loss."""
+    again = row(3).replace("9.763827E+00", "9.763999E+00")
+    scalars, *_ = read(tmp_path, "\n".join([row(2), row(3), row(3), again, row(4)]) + "\n")
+    rows = sorted((one for one in scalars if one["name"] == "loss"), key=lambda one: one["record"])
+
+    assert [(2, 0), (3, 0), (3, 0), (3, 1), (4, 1)] == [(one["step"], one["attempt"]) for one in rows]
+
+
+@pytest.mark.parametrize(("labels", "ranks"), [((0, 1, 2), {None}), ((0, 0, 0), {None})])
+def test_number_of_srun_is_no_rank_while_tasks_take_turns(tmp_path, labels, ranks):
+    text = "".join(f"{label}: {row(step)}\n" for step, label in enumerate(labels * 4, 1))
+    scalars, *_ = read(tmp_path, text)
+
+    assert ranks == {one["rank"] for one in scalars}
+    assert {0} == {one["attempt"] for one in scalars}
+
+
+def test_number_of_srun_is_the_rank_when_tasks_print_the_same_steps(tmp_path):
+    text = "".join(f"{label}: {row(step)}\n" for step in range(1, 5) for label in range(3))
+    scalars, *_ = read(tmp_path, text)
+
+    assert {0, 1, 2} == {one["rank"] for one in scalars}
+    assert {0} == {one["attempt"] for one in scalars}
+
+
+def wrapped(text, width):
+    return "".join(text[at : at + width] + "\n" for at in range(0, len(text), width))
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 132, 160, 200, 250])
+def test_rows_wrapped_at_any_width_are_put_together(tmp_path, width):
+    """S0-08 (variant 8): a terminal breaks anywhere, in words and in numbers."""
+    expected, *_ = read(tmp_path, "".join(row(step) + "\n" for step in range(1, 6)), "whole.log")
+    scalars, _, _, faults = read(tmp_path, "".join(wrapped(row(step), width) for step in range(1, 6)), "wrapped.log")
+
+    assert 0 == faults.count
+    assert sorted(map(str, expected)) == sorted(map(str, scalars))
+
+
+def test_rows_wrapped_between_words_are_put_together(tmp_path):
+    """As in a wiki: blanks at the break are gone."""
+    text = (
+        "[default7]: iteration 42780/ 115311 | consumed samples: 714 | elapsed time per iteration (s): 1.16 | learning\n"
+        " rate: 4.475E-05 | lm loss: 2.117073E+00 | grad norm: 0.1 | number of skipped iterations:  0 | number of nan\n"
+        "iterations:  0 | samples per second: 19.474 | TFLOPs: 149.10 |\n"
+    )
+    scalars, _, _, faults = read(tmp_path, text * 2)
+
+    assert 0 == faults.count
+    assert {"learning_rate": 4.475e-05, "nan_iterations": 0.0}.items() <= {
+        one["name"]: one["value"] for one in scalars
+    }.items()
+
+
+def test_torn_rows_are_counted_with_their_lines_and_not_stored(tmp_path):
+    """S0-08 (variant 8), S3-01: half a number is no number."""
+    whole = "".join(f"[default1]: {row(step)}\n" for step in range(1, 5))
+    torn = "[default0]: " + row(9)[:140] + "\n"
+    glued = "[default0]: " + row(9)[:140] + "[default1]: " + row(5) + "\n"
+    scalars, _, _, faults = read(tmp_path, whole + torn + glued + "[default1]: " + row(6) + "\n")
+
+    assert [(step, 9.763827) for step in range(1, 7)] == series(scalars, "loss")
+    assert [5, 6] == [fault.line for fault in faults.first]
+    assert {1} == {one["rank"] for one in scalars}
+
+
+def test_last_row_is_taken_once_it_is_whole(tmp_path):
+    """S0-06: a log that is being written ends anywhere; at each length its rows are those of the whole log."""
+    text = "".join(row(step) + "\n" for step in range(1, 6))
+    whole = series(read(tmp_path, text)[0], "loss")
+    third = len(row(3)) * 2
+
+    for cut in range(third, third + len(row(3)) * 2 + 4, 7):
+        found = series(read(tmp_path, text[:cut])[0], "loss")
+
+        assert found == whole[: len(found)]
+        assert len(found) == text[:cut].count("iterations:   0 |\n") + text[:cut].endswith("nan iterations:   0 |")
+
+
+def test_rows_that_never_end_with_a_bar_are_whole(tmp_path):
+    text = "".join(f"iteration {step}/ 100 | lm loss: 2.5 | grad norm: 1.25\n" for step in range(1, 6))
+    scalars, _, _, faults = read(tmp_path, text)
+
+    assert 0 == faults.count
+    assert [(step, 1.25) for step in range(1, 6)] == series(scalars, "grad_norm")
+
+
+COMPANIONS = """\
+using world size: 64, data-parallel-size: 1, tensor-model-parallel size: 4, pipeline-model-parallel size: 16
+------------------------ arguments ------------------------
+  adam_beta1 ...................................... 0.9
+  data_path ....................................... ['/data/a b_text_document']
+  wandb_api_key ................................... 1234567890abcdef
+  world_size ...................................... 64
+-------------------- end of arguments ---------------------
+[after megatron is initialized] datetime: 2021-05-23 08:23:57
+ loading checkpoint from /ckpt at iteration 0
+{row1}
+time (ms) | forward-compute: 265.42 | optimizer: 52.20 | batch-generator: 3
+[Rank 25] (after 1 iterations) memory (MB) | allocated: 17693.5 | max allocated: 19944.5[Rank 27] (after 1 iterations) \
+memory (MB) | allocated: 1.0 | reserved: 2.0
+(min, max) time across ranks (ms):
+    forward-backward ...............................: (3290.18, 3907.08)
+    optimizer ......................................: (52.20, 57.11)
+{row2}
+max time across ranks (ms):
+    forward-backward ...............................: 3907.08
+times across ranks (ms):
+  forward-backward:
+     rank  0: 123.50
+     rank  3: 127.25
+-----------------------------------------------------------------------------------------------
+ validation loss at iteration 2 on validation set | lm loss value: 7.645013E+00 | lm loss PPL: 2.090196E+03 |
+ validation loss at iteration 2 on test set | lm loss value: 7.5E+00 | lm loss PPL: 1.8E+03 |
+saving checkpoint at iteration       2 to ./ckpt in torch_dist format
+  successfully saved checkpoint from iteration       2 to ./ckpt [ t 1/1, p 1/1 ]
+steps: 2 loss: 9.7638 iter time (s): 4.647 samples/sec: 110.2
+Step Time : 4.65s GPU utilization: 59892.5TFLOP/s/GPU
+[after training is done] datetime: 2025-10-06 03:27:07
+"""
+
+
+@pytest.fixture
+def companions(tmp_path):
+    return read(tmp_path, COMPANIONS.replace("{row1}", row(1)).replace("{row2}", row(2)))
+
+
+def test_companion_lines_become_scalars(companions):
+    """S0-08 (variant 7): timers, memory, validations; DeepSpeed's own line repeats the step and is left out."""
+    scalars, *_ = companions
+    found = {
+        (one["name"], json.loads(one["labels"] or "{}").get("timer"), one["rank"], one["step"]): one["value"]
+        for one in scalars
+    }
+
+    assert 265.42 * 1e-3 == found["timer_seconds", "forward-compute", None, 1]
+    assert (3290.18 * 1e-3, 3907.08 * 1e-3) == (
+        found["timer_min_seconds", "forward-backward", None, 1],
+        found["timer_max_seconds", "forward-backward", None, 1],
+    )
+    assert 57.11 * 1e-3 == found["timer_max_seconds", "optimizer", None, 1]
+    assert 3907.08 * 1e-3 == found["timer_max_seconds", "forward-backward", None, 2]
+    assert 127.25 * 1e-3 == found["timer_seconds", "forward-backward", 3, 2]
+    assert 17693.5 * 2**20 == found["device_memory_allocated_bytes", None, 25, 1]
+    assert 2.0 * 2**20 == found["device_memory_reserved_bytes", None, 27, 1]
+    assert [(1, 9.763827), (2, 9.763827)] == series(scalars, "loss")
+    assert [(2, 7.645013), (2, 7.5)] == series(scalars, "eval_loss")
+    assert [None, '{"set":"test"}'] == [one["labels"] for one in scalars if one["name"] == "eval_loss"]
+    assert [(2, 2090.196), (2, 1800.0)] == series(scalars, "eval_perplexity")
+
+
+def test_companion_lines_become_events(companions):
+    """S0-08 (variant 7), S4-10: checkpoints, evaluations, phases and the end, each at its step."""
+    _, events, _, faults = companions
+    details = [json.loads(one["details"] or "{}") for one in events]
+
+    assert [
+        ("phase", None),
+        ("checkpoint", 0),
+        ("evaluation", 2),
+        ("evaluation", 2),
+        ("checkpoint", 2),
+        ("checkpoint", 2),
+        ("exit", 2),
+    ][1:] == [(one["type"], one["step"]) for one in events][1:]
+    assert [{"action": "loading", "path": "/ckpt"}, {"action": "saving", "path": "./ckpt"}] == [details[1], details[4]]
+    assert {"action": "saved", "path": "./ckpt"} == details[5]
+    assert {"reason": "completed"} == details[6]
+    assert "2025-10-06T03:27:07+00:00" == events[6]["ts"].isoformat()
+    assert 0 == faults.count
+
+
+def test_arguments_and_end_become_the_run(companions):
+    """S0-15: done is told; the arguments are kept, secrets left out."""
+    run = companions[2]
+    config = json.loads(run.config)
+
+    assert ("completed", 1000, 64) == (run.state, run.planned_steps, run.world_size)
+    assert {"adam_beta1": "0.9", "data_path": "['/data/a b_text_document']", "world_size": "64"} == config
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "state"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "out_of_memory", "failed"),
+        ("[rank3]: torch.distributed.DistBackendError: NCCL communicator was aborted", "nccl", "failed"),
+        ("[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5)", "nccl", "failed"),
+        ("RuntimeError: CUDA error: device-side assert triggered", "cuda", "failed"),
+        ("RuntimeError: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", "cudnn", "failed"),
+        ("torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError", "rendezvous", "failed"),
+        ("ConnectionRefusedError: [Errno 111] Connection refused", "connection", "failed"),
+        ("OSError: [Errno 28] No space left on device", "no_space", "failed"),
+        ("PermissionError: [Errno 13] Permission denied: '/ckpt'", "permission", "failed"),
+        ("FileNotFoundError: [Errno 2] No such file or directory: 'x'", "file_not_found", "failed"),
+        ("Segmentation fault (core dumped)", "segmentation_fault", "failed"),
+        ("Traceback (most recent call last):", "exception", "failed"),
+        ("Main process received SIGTERM, exiting", "signal", "stopped"),
+        ("Killing subprocess 50083", "signal", "stopped"),
+        ("slurmstepd: error: *** STEP 1.0 ON n1 CANCELLED AT 2021-05-23T08:27:11 ***", "cancelled", "stopped"),
+        ("slurmstepd: error: *** JOB 1 ON n1 CANCELLED AT … DUE TO TIME LIMIT ***", "cancelled", "stopped"),
+    ],
+)
+def test_lines_of_errors_become_events_by_class(tmp_path, line, kind, state):
+    """S0-17: the classes of the newer monitor; one event a step however many ranks print it, and why the run ended."""
+    _, events, run, _ = read(tmp_path, f"{row(1)}\n{line}\n{line}\n{line}\n")
+
+    assert [("error", kind, 1)] == [(one["type"], one["op"], one["step"]) for one in events]
+    assert state == run.state
+    assert run.reason.startswith(kind)
+
+
+def test_an_error_that_training_survived_is_no_end(tmp_path):
+    _, events, run, _ = read(tmp_path, f"{row(1)}\nTraceback (most recent call last):\n{row(2)}\n")
+
+    assert 1 == len(events)
+    assert run.state is None
+
+
+def test_last_iteration_reached_is_completed(tmp_path):
+    """S0-15: finished without saying so."""
+    assert "completed" == read(tmp_path, row(1000) + "\n")[2].state
+
+
+@pytest.mark.parametrize(
+    ("text", "confidence"),
+    [
+        (row(1) + "\n", 0.95),
+        ("noise\n" * 20_000 + "  a ....... b\n" + row(1) + "\n", 0.0),
+        ("  adam_beta1 ....... 0.9\n" + "noise\n" * 20_000 + row(1) + "\n", 0.9),
+        ("step 1: loss 2.0\n", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_rows_are_found_also_behind_a_long_preamble(tmp_path, text, confidence):
+    path = tmp_path / "train.log"
+    path.write_text(text)
+    detection = MegatronText().detect(path, path.read_bytes()[:65_536])
+
+    assert confidence == detection.confidence
+    assert detection.because
