@@ -11,7 +11,7 @@ import pytest
 from rankscope_contract.channel import Registration
 from rankscope_ingest.attempts import AttemptBook
 from rankscope_ingest.errors import RegistrationError
-from rankscope_ingest.networks import address_of, is_allowed, parse_target_url
+from rankscope_ingest.networks import AllowedResolver, address_of, is_allowed, parse_target_url
 from rankscope_ingest.registry import Registry, parse_registration
 from rankscope_ingest.target import Health
 
@@ -200,3 +200,12 @@ def test_process_that_says_it_is_somebody_else_now_is_refused_and_changes_nothin
 
     assert 409 == caught.value.status
     assert [registration()] == [target.registration for target in book.targets]
+
+
+async def test_a_name_that_points_elsewhere_when_it_is_dialled_is_not_dialled():
+    """It was allowed at registration; a second answer of the name server must not lead out of the networks."""
+    elsewhere = AllowedResolver([ipaddress.ip_network("192.0.2.0/24")])
+    with pytest.raises(OSError, match=r"outside .* allowed_networks"):
+        await elsewhere.resolve("localhost", 80)
+
+    assert {"127.0.0.1"} == {found["host"] for found in await AllowedResolver(LOOPBACK[:1]).resolve("localhost", 80)}
