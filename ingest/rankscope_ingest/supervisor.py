@@ -199,7 +199,8 @@ class Supervisor:
     async def _loop_of(self, target: Target) -> TargetLoop:
         if target.incarnation not in self._loops:
             mark = await self._watermark(target.incarnation)
-            target.cursor = target.committed = max(target.cursor, mark)
+            # Of a process that was taken for dead, more may have been taken than is stored yet.
+            target.cursor, target.committed = max(target.cursor, mark), max(target.committed, mark)
             self._loops[target.incarnation] = TargetLoop(
                 target, self._fetcher, self._plans, self._collector, self._pace, clock=time.monotonic
             )

@@ -508,6 +508,38 @@ async def test_dead_process_is_polled_no_more(start_service, fake_rank, eventual
     assert [] == [run for run in service.snapshots[-2:] if run.targets]
 
 
+async def test_rows_not_stored_yet_are_neither_asked_for_again_nor_called_stored_when_a_process_returns(
+    start_service, fake_rank, eventually
+):
+    slow = {"runs.failed_after_seconds": 1.0, "ingest.flush_after_seconds": 3600.0}
+    async with fake_rank() as rank, start_service(**slow) as service:
+        await rank.register(service.url)
+        rank.publish_steps(1)
+        await eventually(lambda: rank.requests and rank.requests[-1].query["after"] == "0")
+        rank.behave = out_of_reach
+
+        async def gone():
+            return (await service.targets())[0]["health"] == "gone"
+
+        await eventually(gone)  # which flushes, and says so to nobody
+        rank.behave = None
+        await rank.register(service.url)
+        rank.publish_steps(5)
+        await eventually(lambda: rank.requests[-1].query["after"] == "5")
+        rank.behave = out_of_reach
+        await eventually(gone)
+        rank.behave = None
+        seen = len(rank.requests)
+        with connect(service.store) as connection:
+            stored = connection.query("SELECT max(seq) AS last FROM scalars").to_pylist()[0]["last"]
+        await rank.register(service.url)
+        await eventually(lambda: len(rank.requests) > seen + 1)
+        asked = rank.requests[seen].query
+
+    assert ("5", str(stored)) == (asked["after"], asked["committed"])
+    assert list(range(6)) == [row["seq"] for row in service.rows(LOSSES)]
+
+
 async def test_process_out_of_reach_for_long_goes_on_and_what_was_given_up_is_found(
     start_service, fake_rank, eventually, monkeypatch
 ):
