@@ -126,25 +126,31 @@ class Branch:
 class History:
     """What has been seen of a run, over all its files."""
 
-    def __init__(self) -> None:
+    def __init__(self, files: int) -> None:
         self._branches: list[Branch] = []
+        self._files = files
 
     def follow(self) -> Follower:
-        """Return what compares the entries of one more file with those seen so far."""
-        return Follower(self._branches)
+        """Return what compares the entries of the next file with those seen so far."""
+        self._files -= 1
+        return Follower(self._branches, is_last=self._files <= 0)
 
 
 class Follower:
     """Goes through the entries of one file and finds what no file before it had."""
 
-    def __init__(self, branches: list[Branch]) -> None:
+    def __init__(self, branches: list[Branch], *, is_last: bool) -> None:
         self._branches = branches
+        self._is_last = is_last  # nothing will be compared with it
         self._agreeing = list(branches)
         self._prefix: array[int] = array("Q")
         self._own: Branch | None = None
+        self._has_branched = False
 
     def new(self, entry: Any) -> Branch | None:
         """Return the branch that `entry`, the file's next, is new in; None when it is known."""
+        if self._own is not None and self._is_last:
+            return self._own
         digest = int.from_bytes(hashlib.blake2b(repr(entry).encode(errors="replace"), digest_size=8).digest())
         if self._own is None and self._is_known(digest):
             self._prefix.append(digest)
@@ -157,7 +163,7 @@ class Follower:
     @property
     def has_branched(self) -> bool:
         """Whether the file disagrees with an earlier one."""
-        return self._own is not None and self._own.attempt > 0 and len(self._prefix) < len(self._own.digests)
+        return self._has_branched
 
     def _is_known(self, digest: int) -> bool:
         at = len(self._prefix)
@@ -173,5 +179,6 @@ class Follower:
     def _opened(self, digest: int) -> Branch:
         source = f"history-{len(self._prefix)}-{digest:016x}"
         branch = Branch(source, len(self._branches), array("Q", self._prefix))
+        self._has_branched = branch.attempt > 0
         self._branches.append(branch)
         return branch

@@ -53,6 +53,8 @@ class JsonWindow:
 
     def peek(self) -> str:
         """Return the next character that is not blank, and stay before it. Raises Cut at the end of the text."""
+        if self._at < len(self._text) and (character := self._text[self._at]) > " ":
+            return character
         while True:
             blank = _BLANK.match(self._text, self._at)
             self._at = blank.end() if blank else self._at

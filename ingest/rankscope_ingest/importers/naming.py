@@ -29,6 +29,11 @@ class Names:
     def __init__(self) -> None:
         self._exact: set[str] = set()
 
+    @property
+    def version(self) -> int:
+        """Changes when a name may mean something else than before."""
+        return len(self._exact)
+
     def name(self, key: str, taken: Collection[str], document: Mapping[str, object]) -> Named:
         """Return the name of `key`, of which neither `taken` nor another key of `document` may have any use."""
         alias, labels = plain(key)

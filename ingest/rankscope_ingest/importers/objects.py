@@ -7,8 +7,7 @@ left is text: it is kept with events and with records that hold no number, and o
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -21,15 +20,15 @@ from rankscope_ingest.importers.happenings import happening
 from rankscope_ingest.importers.naming import Named, Names, evaluation_sets, in_split, of_set, own
 from rankscope_ingest.importers.quantities import micros, number, quantity, seconds, whole
 from rankscope_ingest.importers.roles import STEP_RANK, Role, role_of
+from rankscope_ingest.importers.shapes import Shape, Shapes, is_plain_number
 from rankscope_ingest.importers.streams import StepStreams
+from rankscope_ingest.importers.texts import MAX_JSON, clean_text, json_text
 
 MAX_DEPTH: Final = 8
 MAX_NUMBERS: Final = 4096
 MAX_LIST: Final = 256
 MAX_KEYS: Final = 1000
-MAX_JSON: Final = 65_536
 
-_UNPRINTABLE: Final = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 _LIST_LABEL: Final = {"learning_rate": "group", "gpu_util": "gpu"}
 _UTILISATION: Final = "gpu_util"
 _LARGEST_RANK: Final = 1 << 31
@@ -61,9 +60,26 @@ class ObjectReader:
         self.finished = False
         self._names = Names()
         self._streams = StepStreams()
+        self._shapes = Shapes()
 
     def add(self, document: Mapping[str, Any], builder: BlockBuilder, *, attempt: int | None = None) -> None:
         """Add the record that `document` is to `builder`; without `attempt` the steps tell it."""
+        shape = self._shapes.of(document, self._names.version)
+        if shape is not None and all(map(is_plain_number, document.values())):
+            self._add_plain(shape, tuple(document.values()), builder, attempt)
+        else:
+            self._add_any(document, builder, attempt)
+
+    def _add_plain(self, shape: Shape, values: Sequence[float], builder: BlockBuilder, attempt: int | None) -> None:
+        step = int(values[shape.step])
+        self._note_step(step)
+        attempt = self._streams.attempt(None, step) if attempt is None else attempt
+        builder.record(step=step, origin=FROM_LOG, attempt=attempt)
+        for place, (alias, labels) in shape.numbers:
+            value = values[place]
+            builder.scalar(alias.name, value if alias.factor == 1.0 else alias.converted(value), alias.unit, labels)
+
+    def _add_any(self, document: Mapping[str, Any], builder: BlockBuilder, attempt: int | None) -> None:
         self._note_keys(document)
         record = _Record()
         self._collect(document, "", record, 0)
@@ -75,14 +91,15 @@ class ObjectReader:
             origin=FROM_LOG,
             attempt=self._streams.attempt(record.rank, step) if attempt is None else attempt,
         )
-        if "train_runtime" in document or (self.planned_steps and step is not None and step >= self.planned_steps):
-            self.finished = True
+        self.finished = self.finished or "train_runtime" in document
         if record.event is not None:
             self._add_event(record, document, builder)
         added = self._add_numbers(record, document, builder)
         if not added and record.event is None:
-            details = json_text(document)
-            builder.event(EventType.NOTE, Severity.INFO, "a record without numbers", details)
+            builder.event(EventType.NOTE, Severity.INFO, "a record without numbers", json_text(document))
+        is_special = _UTILISATION in {named[0].name for _, named in added} or "train_runtime" in document
+        if len(record.steps) == 1 and not is_special:
+            self._shapes.learn(document, record.steps[0][1], added)
 
     def run(self, facts: Mapping[str, Any], **sections: Any) -> ImportedRun:
         """Return what the log says of the run; `facts` are about the import itself, `sections` join the config."""
@@ -162,24 +179,35 @@ class ObjectReader:
         if record.planned:
             self.planned_steps = record.planned
         if step is not None:
-            self.last_step = step if self.last_step is None else max(step, self.last_step)
+            self._note_step(step)
         return step
 
-    def _add_numbers(self, record: _Record, document: Mapping[str, Any], builder: BlockBuilder) -> int:
+    def _note_step(self, step: int) -> None:
+        self.last_step = step if self.last_step is None else max(step, self.last_step)
+        if self.planned_steps and step >= self.planned_steps:
+            self.finished = True
+
+    def _add_numbers(
+        self, record: _Record, document: Mapping[str, Any], builder: BlockBuilder
+    ) -> list[tuple[str, Named]]:
+        """Add the numbers of `record`, those in text too, and return what they were called."""
         taken: set[str] = set()
+        added = []
         sets = evaluation_sets(document)
         ends_training = "train_runtime" in document
         for key, value in record.numbers.items():
             named = self._named(key, record, document, taken, sets, ends_training=ends_training)
             _add_scalars(key, value, named, builder)
             taken.add(named[0].name)
+            added.append((key, named))
         for key, text in record.texts.items():
             named = self._named(key, record, document, taken, sets, ends_training=ends_training)
             if (read := _number_in_text(text, named[0])) is not None:
                 alias, found = read
                 builder.scalar(alias.name, alias.converted(found), alias.unit, alias.labels(key))
                 taken.add(alias.name)
-        return len(taken)
+                added.append((key, named))
+        return added
 
     def _named(
         self,
@@ -208,29 +236,6 @@ class ObjectReader:
         if told.type == EventType.EXIT:
             details = {"reason": ExitReason.COMPLETED, "last_step": self.last_step, **details}
         builder.event(told.type, told.severity, clean_text(record.event), json_text(details))
-
-
-def clean_text(text: str, limit: int = 1000) -> str:
-    """Return `text` as every store takes it."""
-    return text[:limit].encode("utf-8", "replace").decode()
-
-
-def json_text(value: Any, limit: int = MAX_JSON) -> str:
-    """Return `value` as JSON that any reader takes: NaN and Inf as text; too long a text is told, not stored."""
-    text = json.dumps(_plain_json(value, 0), ensure_ascii=False, separators=(",", ":"), default=str)
-    if len(text) > limit:
-        return json.dumps({"left_out": f"{len(text):,} characters"})
-    return text.encode("utf-8", "replace").decode()
-
-
-def _plain_json(value: Any, depth: int) -> Any:
-    if depth > 2 * MAX_DEPTH:
-        return "…"
-    if isinstance(value, Mapping):
-        return {str(key): _plain_json(item, depth + 1) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain_json(item, depth + 1) for item in value]
-    return _UNPRINTABLE.get(repr(value), value) if isinstance(value, float) else value
 
 
 def _take_step(key: str, value: Any, record: _Record) -> bool:

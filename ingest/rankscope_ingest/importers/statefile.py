@@ -16,7 +16,7 @@ from rankscope_ingest.importers.base import Faults
 from rankscope_ingest.importers.checkpoints import StateFile
 from rankscope_ingest.importers.jsontext import Cut, JsonWindow, Malformed
 from rankscope_ingest.importers.lines import refuse_no_text
-from rankscope_ingest.importers.objects import clean_text, json_text
+from rankscope_ingest.importers.texts import clean_text, json_text
 
 HISTORY: Final = "log_history"
 STEP: Final = "step"

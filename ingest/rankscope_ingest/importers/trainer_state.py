@@ -26,9 +26,10 @@ from rankscope_ingest.importers.checkpoints import (
     holds_states,
 )
 from rankscope_ingest.importers.jsontext import Cut, JsonWindow
-from rankscope_ingest.importers.objects import ObjectReader, clean_text
+from rankscope_ingest.importers.objects import ObjectReader
 from rankscope_ingest.importers.quantities import whole
 from rankscope_ingest.importers.statefile import chunks, entries, starts_with_entry
+from rankscope_ingest.importers.texts import clean_text
 
 _LISTED_FILES: Final = 20
 
@@ -55,8 +56,9 @@ class TrainerState:
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
         """Yield the entries of every state at `path` once, in order, and at last what they say of the run."""
-        reading = _Reading(faults)
-        for state in find_states(path):
+        states = find_states(path)
+        reading = _Reading(faults, len(states))
+        for state in states:
             yield from reading.file(state)
         yield reading.run()
 
@@ -64,9 +66,9 @@ class TrainerState:
 class _Reading:
     """The reading of one run."""
 
-    def __init__(self, faults: Faults) -> None:
+    def __init__(self, faults: Faults, files: int) -> None:
         self._faults = faults
-        self._history = History()
+        self._history = History(files)
         self._objects = ObjectReader()
         self._entries = 0
         self._facts: dict[str, Any] = {}
