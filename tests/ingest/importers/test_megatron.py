@@ -276,7 +276,7 @@ def test_rows_wrapped_at_any_width_are_put_together(tmp_path, width):
 def test_rows_wrapped_between_words_are_put_together(tmp_path):
     """As in a wiki: blanks at the break are gone."""
     text = (
-        "[default7]: iteration 42780/ 115311 | consumed samples: 714 | elapsed time per iteration (s): 1.16 | learning\n"
+        "[default7]: iteration 42780/ 115311 | consumed samples: 714 | elapsed time per iteration (s): 1.1 | learning\n"
         " rate: 4.475E-05 | lm loss: 2.117073E+00 | grad norm: 0.1 | number of skipped iterations:  0 | number of nan\n"
         "iterations:  0 | samples per second: 19.474 | TFLOPs: 149.10 |\n"
     )

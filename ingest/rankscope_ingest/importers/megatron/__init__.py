@@ -46,35 +46,37 @@ class MegatronText:
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
         """Yield a block per stretch of the log, then what it says of the run."""
         reading = Reading(faults)
-        buffer, is_skipping = b"", False
-        with path.open("rb") as file:
-            is_first = True
-            while True:
-                data = file.read(CHUNK_BYTES)
-                faults.read_bytes += len(data)
-                if is_first:
-                    refuse_no_text(path, data[:_PROBE_BYTES])
-                    data, is_first = data.removeprefix(codecs.BOM_UTF8), False
-                    is_last = not data
-                is_last = not data
-                if is_skipping and data:
-                    end = data.find(b"\n")
-                    if end < 0:
-                        continue
-                    data, is_skipping = data[end + 1 :], False
-                buffer += data
-                cut = len(buffer) if is_last else buffer.rfind(b"\n") + 1
-                if cut:
-                    block, used = reading.take(buffer[:cut], is_last=is_last)
-                    buffer = buffer[used:]
-                    if block is not None:
-                        yield block
-                if is_last:
-                    break
-                if b"\n" not in buffer and len(buffer) > MAX_LINE_BYTES:
-                    reading.skip_line(buffer)
-                    buffer, is_skipping = b"", True
+        buffer = b""
+        for data in _stretches(path, faults):
+            buffer += data
+            cut = buffer.rfind(b"\n") + 1 if data else len(buffer)
+            if cut:
+                block, used = reading.take(buffer[:cut], is_last=not data)
+                buffer = buffer[used:]
+                if block is not None:
+                    yield block
         yield reading.run()
+
+
+def _stretches(path: Path, faults: Faults) -> Iterator[bytes]:
+    """Yield the bytes of a file, and nothing at its end; of a line too long to be held, its beginning only."""
+    with path.open("rb") as file:
+        data = file.read(CHUNK_BYTES)
+        refuse_no_text(path, data[:_PROBE_BYTES])
+        faults.read_bytes += len(data)
+        length = 0  # of the line that has no end yet
+        begin = data.removeprefix(codecs.BOM_UTF8)
+        while data:
+            end = begin.find(b"\n") if length > MAX_LINE_BYTES else 0
+            if end >= 0 and begin:
+                begin = begin[end:]
+                length = len(begin) - 1 - begin.rfind(b"\n") if b"\n" in begin else length + len(begin)
+                over = length - MAX_LINE_BYTES - 1
+                yield begin[: len(begin) - over] if over > 0 else begin
+            data = file.read(CHUNK_BYTES)
+            faults.read_bytes += len(data)
+            begin = data
+    yield b""
 
 
 def _has_row(path: Path) -> bool:

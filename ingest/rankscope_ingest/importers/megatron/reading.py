@@ -85,11 +85,6 @@ class Reading:
         self._line += len(lines)
         return block, int(lines.lengths.sum())
 
-    def skip_line(self, begin: bytes) -> None:
-        """Note a line too long to be held, which begins with `begin`."""
-        self._fault(0, f"longer than {MAX_LINE_BYTES:,} bytes: {shown(begin)}…")
-        self._line += 1
-
     def run(self) -> ImportedRun:
         """Return what the log says of the run."""
         learnt = self._companions.facts()

@@ -1,0 +1,240 @@
+"""Logs that nobody would write on purpose: whatever the bytes, the Megatron reader ends, in bounded memory.
+
+And what it says does not depend on how it was read: fast or carefully, in large stretches or small ones, at once or
+while the log was growing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import resource
+from unittest import mock
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rankscope_ingest.errors import IngestError
+from rankscope_ingest.importers import find_importer, megatron
+from rankscope_ingest.importers.base import Faults, ImportedRun
+from rankscope_ingest.importers.megatron import MegatronText, columns
+
+ROW = (
+    "[2025-02-28 16:26:20] iteration {step}/ 1000 | consumed samples: {step} | "
+    "elapsed time per iteration (ms): 4647.8 | "
+    "learning rate: 3.0E-06 | lm loss: {loss} | grad norm: 5.127 | number of nan iterations:   0 |"
+)
+COMPANIONS = (
+    "time (ms) | forward-compute: 265.42 | optimizer: 52.20",
+    "(min, max) time across ranks (ms):",
+    "    forward-backward ......: (3290.18, 3907.08)",
+    " validation loss at iteration 2 | lm loss value: 7.6E+00 | lm loss PPL: 2.0E+03 |",
+    "saving checkpoint at iteration       2 to ./ckpt",
+    "[Rank 25] (after 1 iterations) memory (MB) | allocated: 17693.5 | reserved: 2.0",
+    "Traceback (most recent call last):",
+    "Main process received SIGTERM, exiting",
+    "[after training is done] datetime: 2025-10-06 03:27:07",
+)
+NOISE = (
+    "",
+    "loading data ...",
+    " 45%|####5     | 45/100 [00:10<00:12]",
+    "a | b: 1 | c",
+    "\x1b[31mred\x1b[0m",
+    "iteration 5/",
+)
+
+steps = st.integers(0, 40)
+losses = st.sampled_from(["2.0E+00", "NAN", "inf", "1e999", "x", "1.0/2.0", ""])
+prefixes = st.sampled_from(["", " ", "[default0]: ", "[default7]: ", "node-1: ", "3: ", "\x1b[32m", "45%|##  | 9/20\r"])
+
+
+@st.composite
+def rows(draw):
+    text = draw(prefixes) + ROW.format(step=draw(steps), loss=draw(losses))
+    how = draw(st.integers(0, 9))
+    if how == 0:
+        return text[: draw(st.integers(0, len(text)))]
+    if how == 1:
+        at = draw(st.integers(1, len(text) - 1))
+        return text[:at] + "\n" + text[at:]
+    if how == 2:
+        return text + draw(prefixes) + ROW.format(step=draw(steps), loss="1.0")
+    if how == 3:
+        return text.replace("lm loss: ", "loss: ").replace("| grad norm: 5.127 ", "")
+    return text
+
+
+lines = st.one_of(rows(), rows(), rows(), st.sampled_from(COMPANIONS), st.sampled_from(NOISE), st.text(max_size=30))
+logs = st.lists(lines, max_size=40).map("\n".join).map(lambda text: text.encode("utf-8", "surrogatepass"))
+slow = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def said(path):
+    """Return everything a log says, record by record, and its faults."""
+    faults = Faults()
+    found, run = [], None
+    for block in MegatronText().read(path, faults):
+        if isinstance(block, ImportedRun):
+            run = block
+            continue
+        own = [[] for _ in range(block.records)]
+        for name, table in block.tables.items():
+            for one in table.to_pylist():
+                at = one.pop("record")
+                own[at].append((name, sorted(repr(item) for item in one.items() if item[1] is not None)))
+        found += [sorted(one) for one in own]
+    return found, (faults.count, faults.passed_over, [(fault.line, fault.text) for fault in faults.first]), run
+
+
+@slow
+@given(logs)
+def test_fast_and_careful_reader_say_the_same(tmp_path, log):
+    path = tmp_path / "train.log"
+    path.write_bytes(log)
+    fast = said(path)
+    with mock.patch.object(columns, "_ENOUGH_LINES", 1 << 30):
+        careful = said(path)
+
+    assert careful == fast
+
+
+@slow
+@given(logs, st.integers(50, 3000))
+def test_size_of_a_stretch_changes_nothing(tmp_path, log, size):
+    path = tmp_path / "train.log"
+    path.write_bytes(log)
+    whole = said(path)
+    with mock.patch.object(megatron, "CHUNK_BYTES", size):
+        pieces = said(path)
+
+    assert whole == pieces
+
+
+@slow
+@given(logs, st.floats(0, 1))
+def test_growing_log_gives_the_same_records_first(tmp_path, log, share):
+    """S0-06, cross-seed 2: the number of a record is its identity, so that nothing is stored twice or lost."""
+    path = tmp_path / "train.log"
+    path.write_bytes(log)
+    whole, *_ = said(path)
+    cut = log.rfind(b"\n", 0, int(len(log) * share)) + 1
+    path.write_bytes(log[:cut])
+    before, *_ = said(path)
+
+    # A row that is wrapped just here may be taken for one that ends without a bar, or stand for its own beginning.
+    assert before[:-1] == whole[: max(0, len(before) - 1)]
+
+
+@slow
+@given(logs, st.randoms(use_true_random=False))
+def test_any_bytes_are_read_to_their_end(tmp_path, log, chance):
+    """Fuzzer: bytes are changed, cut out and doubled at random; nothing but IngestError may come of it."""
+    path = tmp_path / "train.log"
+    data = bytearray(log)
+    for _ in range(chance.randrange(1, 30)):
+        at = chance.randrange(len(data) + 1)
+        kind = chance.randrange(3)
+        if kind == 0:
+            data[at : at + 1] = bytes([chance.choice(b"\x00\n\r|:/[]0Ee.-\xff\xc3")])
+        elif kind == 1:
+            del data[at : at + chance.randrange(1, 20)]
+        else:
+            data[at:at] = data[at : at + chance.randrange(1, 60)]
+    path.write_bytes(bytes(data))
+    with contextlib.suppress(IngestError):
+        said(path)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_bytes_are_read_to_their_end(tmp_path, seed):
+    path = tmp_path / "train.log"
+    path.write_bytes(random.Random(seed).randbytes(20_000) + b"\niteration 5/ 10 | lm loss: 1.0 |\n")
+    found, *_ = said(path)
+
+    assert 1 == len(found)
+
+
+def test_a_line_without_an_end_costs_no_memory(tmp_path):
+    """A gigabyte without a line break, between rows: counted, and the rows are read."""
+    path = tmp_path / "train.log"
+    with path.open("wb") as file:
+        file.write("".join(ROW.format(step=step, loss="2.0") + "\n" for step in range(40)).encode())
+        file.truncate(1 << 30)  # zeros, which take no disk
+        file.seek(0, 2)
+        file.write(b"\n" + ROW.format(step=40, loss="2.0").encode() + b"\n")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found, (count, _, faults), _ = said(path)
+    grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+
+    assert 41 == len(found)
+    assert (1, 41) == (count, faults[0][0])
+    assert "longer than 1,048,576 bytes" in faults[0][1]
+    assert grown_mib < 200
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ("iteration 1/ 2 | lm loss: 1.0 |\n".encode("utf-16"), "UTF-16"),
+        ("iteration 1/ 2 | lm loss: 1.0 |\n".encode("utf-16-le"), "UTF-16"),
+        (b"\x1f\x8b\x08\x00" + b"x" * 100, "compressed"),
+        (b"\x7fELF" + bytes(5000), "binary"),
+    ],
+)
+def test_what_is_no_text_is_said_clearly(tmp_path, data, told):
+    path = tmp_path / "train.log"
+    path.write_bytes(data)
+
+    with pytest.raises(IngestError, match=told):
+        list(MegatronText().read(path, Faults()))
+    with pytest.raises(IngestError, match=told):
+        find_importer(path)
+
+
+@pytest.mark.parametrize("begin", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_byte_order_mark_and_crlf_change_nothing(tmp_path, begin, end):
+    path = tmp_path / "train.log"
+    path.write_bytes(begin + "".join(ROW.format(step=step, loss="2.0") + end for step in range(1, 9)).encode())
+    found, (count, *_), _ = said(path)
+
+    assert (8, 0) == (len(found), count)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "iteration 99999999999999999999/ 1000 | lm loss: 1.0 |",
+        "iteration 999999999999999999/ 999999999999999999 | lm loss: 1.0 | consumed samples: 1e400 |",
+        "[default99999999999]: iteration 5/ 10 | lm loss: 1.0 |",
+        "[Rank 99999999999] (after 99999999999999999999 iterations) memory (MB) | allocated: 1.0",
+        " validation loss at iteration 99999999999999999999 | lm loss value: 1.0 |",
+        "using world size: 99999999999",
+        "  world_size ........ 99999999999999",
+        "  train_iters ....... 99999999999999999999999",
+        "[9999-12-31 23:59:59.999999999] iteration 5/ 10 | lm loss: 1.0 |",
+        "[0001-01-01 00:00:00] iteration 5/ 10 | lm loss: 1.0 |",
+    ],
+)
+@pytest.mark.parametrize("count", [1, 8])
+def test_numbers_beyond_every_range_are_stored_or_left_out(desk, head, count):
+    report = desk.bring(
+        desk.write("train.log", (head + "\n") * count + ROW.format(step=7, loss="2.0") + "\n"), kind="megatron"
+    )
+
+    assert report.records >= 1
+    assert 2.0 == desk.value("SELECT value FROM scalars WHERE name = 'loss' AND step = 7")
+
+
+def test_two_hundred_thousand_ways_to_begin_a_row_do_not_hang(tmp_path):
+    """Nested brackets, colons and blanks, the food of slow regular expressions."""
+    path = tmp_path / "train.log"
+    head = "iteration 5/ 10 | lm loss: 1.0 |\n"
+    path.write_text(
+        "".join(f"{one * 50_000}{head}" for one in ("[", "a: ", "[a]: ", " ", "a:", "1: ", "[a] ", "iteration "))
+    )
+    found, *_ = said(path)
+
+    assert 8 == len(found)
