@@ -8,6 +8,7 @@ been cut since, its beginning is still what was read. How far it was read stands
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,8 +103,11 @@ def _parsed(details: str | None) -> KnownImport | None:
         return None  # of a newer version, or by another hand: the watermark still keeps rows from being stored twice
 
 
-def identify(path: Path, run: str, known: Sequence[KnownImport]) -> Source:
-    """Return which log stands at `path`: one of `known`, or a new one."""
+def identify(path: Path, run: str, known: Sequence[KnownImport], identity: str | None = None) -> Source:
+    """Return which log stands at `path`: one of `known`, or a new one. `identity` is what its content says it is."""
+    if identity is not None:
+        incarnation = stream_of(run, identity)
+        return Source(incarnation=incarnation, before=_of(incarnation, known))
     if path.is_dir():
         incarnation = incarnation_of(path, run)
         return Source(incarnation=incarnation, before=_of(incarnation, known))
@@ -113,7 +117,9 @@ def identify(path: Path, run: str, known: Sequence[KnownImport]) -> Source:
         for one in sorted(candidates, key=lambda one: -one.marks[-1][0] if one.marks else 0):
             if begins_like(path, one.marks):
                 return Source(incarnation=one.incarnation, before=one)
-    return Source(incarnation=incarnation_of(path, run, generation=len(named)), replaced=named[-1] if named else None)
+    taken = {one.incarnation for one in known}
+    own = (incarnation_of(path, run, generation=generation) for generation in itertools.count())
+    return Source(incarnation=next(one for one in own if one not in taken), replaced=named[-1] if named else None)
 
 
 def marks(path: Path, size: int) -> tuple[tuple[int, str], ...]:
@@ -147,10 +153,16 @@ def _digest(path: Path, size: int) -> str | None:
     return hashlib.sha256(b"%d\0%s\0%s" % (size, begin, end)).hexdigest()[:32]
 
 
-def incarnation_of(path: Path, run: str, source: str = "", *, generation: int = 0) -> str:
-    """Return the identity of a log: its name and first line, which stay when it grows; `generation` counts its names.
+def stream_of(log: str, source: str) -> str:
+    """Return the identity of the stream `source` of a log (or run), wherever that stands and whatever it is called."""
+    digest = hashlib.sha256(b"\0".join(text.encode("utf-8", "surrogateescape") for text in (log, source))).hexdigest()
+    return f"import-{digest[:32]}"
 
-    `source` is a stream within it.
+
+def incarnation_of(path: Path, run: str, source: str = "", *, generation: int = 0) -> str:
+    """Return the identity of a log: its name and first line, which stay when it grows.
+
+    `source` is a stream within it; `generation` tells it from others of the same name and first line.
     """
     first_line = b""
     try:

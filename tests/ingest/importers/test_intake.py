@@ -1,0 +1,411 @@
+"""From an importer into the store: exactly once, known after a rotation, numbered as attempts, judged by rules."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rankscope_contract.evaluate import SeriesEvaluator, evaluate
+from rankscope_contract.rules.nan import AnomalyNan
+from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_ingest.importers import (
+    Faults,
+    ImportedBlock,
+    ImportedRecord,
+    ImportedRun,
+    find_importer,
+    import_records,
+    known_imports,
+    run_name,
+)
+from rankscope_ingest.importers.base import Detection
+from rankscope_ingest.importers.judging import Judge
+from rankscope_ingest.importers.sources import End, KnownImport
+from rankscope_ingest.importers.stamping import Stamp
+from rankscope_storage.connection import connect
+from rankscope_storage.errors import StoreError
+from rankscope_storage.store import Store
+
+RULES = (AnomalyNan(), AnomalyTurbulence(threshold=2.0))
+
+
+def rows(first, last, *, minute=0, rank=None, loss="2.5"):
+    """Return Megatron rows of the steps from `first` to `last`, one a second."""
+    prefix = "" if rank is None else f"[default{rank}]: "
+    return "".join(
+        f"{prefix}[2025-02-28 16:{minute:02d}:{step % 60:02d}] iteration {step}/ 1000 | "
+        f"lm loss: {loss} | grad norm: 1.0 |\n"
+        for step in range(first, last + 1)
+    )
+
+
+@pytest.fixture
+def shop(tmp_path):
+    """Return a function that imports a log as the command does, and one that asks the store."""
+    with (
+        Store.open(tmp_path / "store", create=True).claim(owner="test") as writer,
+        connect(tmp_path / "store") as connection,
+    ):
+
+        def bring(path, run="r", **more):
+            known = known_imports(connection, run)
+            return import_records(path, writer, find_importer(path), run=run, known=known, **more)
+
+        def ask(query):
+            return connection.query(query).to_pylist()
+
+        yield bring, ask
+
+
+def losses(ask):
+    return [
+        (row["attempt"], row["step"])
+        for row in ask("SELECT attempt, step FROM scalars WHERE name = 'loss' ORDER BY attempt, step")
+    ]
+
+
+def test_grown_log_brings_what_is_new_and_an_unchanged_one_nothing(tmp_path, shop):
+    """S0-06, cross-seed 2."""
+    bring, ask = shop
+    log = tmp_path / "train.log"
+    log.write_text(rows(1, 20))
+    first = bring(log)
+    log.write_text(rows(1, 30))
+    grown, unchanged = bring(log), bring(log)
+
+    assert [(40, False), (20, True), (0, True)] == [
+        (one.rows_stored, one.is_known) for one in (first, grown, unchanged)
+    ]
+    assert [(0, step) for step in range(1, 31)] == losses(ask)
+    assert [20, 30] == [
+        json.loads(row["details"])["records"]
+        for row in ask("SELECT details FROM events WHERE type = 'import' ORDER BY ordinal")
+    ]
+    assert [{"last_step": 30, "state": "stopped"}] == ask("SELECT last_step, state FROM runs")
+
+
+@pytest.mark.parametrize("old_first", [True, False])
+def test_log_that_a_rotation_renamed_is_the_same_and_the_new_one_goes_on(tmp_path, shop, old_first):
+    """S0-06: train.log becomes train.log.1, and another one takes its place."""
+    bring, ask = shop
+    log, old = tmp_path / "train.log", tmp_path / "train.log.1"
+    log.write_text("launching\n" + rows(1, 20))
+    bring(log)
+    log.rename(old)
+    with old.open("a") as file:
+        file.write(rows(21, 22))
+    log.write_text("launching\n" + rows(23, 40, minute=1))
+    files = (old, log) if old_first else (log, old)
+    reports = {path: bring(path) for path in files}
+
+    assert (True, 4) == (reports[old].is_known, reports[old].rows_stored)
+    assert (False, not old_first, 36) == (
+        reports[log].is_known,
+        reports[log].is_replacement,
+        reports[log].rows_stored,
+    )
+    assert [(0, step) for step in range(1, 41)] == losses(ask)
+    assert [0, 0] == [bring(path).rows_stored for path in files]
+
+
+def test_truncated_log_that_begins_anew_is_another_log(tmp_path, shop):
+    """S0-06: copytruncate empties the file under its name; its new rows are stored though they are fewer."""
+    bring, ask = shop
+    log = tmp_path / "train.log"
+    log.write_text("launching\n" + rows(1, 40))
+    bring(log)
+    log.write_text("launching\n" + rows(41, 45, minute=1))
+    replaced = bring(log)
+    log.write_text("launching\n" + rows(41, 60, minute=1))
+    grown = bring(log)
+
+    assert (True, 10, 30) == (replaced.is_replacement, replaced.rows_stored, grown.rows_stored)
+    assert [(0, step) for step in range(1, 61)] == losses(ask)
+
+
+def test_beginning_of_a_log_that_is_known_brings_nothing(tmp_path, shop):
+    bring, ask = shop
+    log = tmp_path / "train.log"
+    log.write_text(rows(1, 200))
+    bring(log)
+    log.write_text(rows(1, 100))
+
+    assert 0 == bring(log).rows_stored
+    assert 200 == len(losses(ask))
+
+
+def test_restart_in_another_file_is_the_next_attempt(tmp_path, shop):
+    """S0-09, S4-08: steps that begin again in a later log belong to another attempt of the same run."""
+    bring, ask = shop
+    for name, text in (("a.log", rows(1, 20)), ("b.log", rows(11, 30, minute=5)), ("c.log", rows(31, 35, minute=9))):
+        (tmp_path / name).write_text(text)
+        bring(tmp_path / name)
+
+    assert [(0, s) for s in range(1, 21)] + [(1, s) for s in range(11, 36)] == losses(ask)
+    assert [(0, 20), (1, 35)] == [
+        (row["attempt"], row["last_step"]) for row in ask("SELECT attempt, last_step FROM attempts ORDER BY attempt")
+    ]
+    assert [{"attempt": 1, "last_step": 35}] == ask("SELECT attempt, last_step FROM runs")
+    assert [0, 0, 0] == [bring(tmp_path / name).rows_stored for name in ("b.log", "a.log", "c.log")]
+
+
+def test_log_of_another_node_at_the_same_time_is_no_restart(tmp_path, shop):
+    bring, ask = shop
+    for node in ("node-0.log", "node-1.log"):
+        (tmp_path / node).write_text(rows(1, 20))
+        bring(tmp_path / node)
+
+    assert {0} == {attempt for attempt, _ in losses(ask)}
+    assert 40 == len(losses(ask))
+
+
+def test_log_of_another_rank_is_no_restart(tmp_path, shop):
+    bring, ask = shop
+    for rank in range(2):
+        (tmp_path / f"rank{rank}.log").write_text(rows(1, 20, minute=rank, rank=rank))
+        bring(tmp_path / f"rank{rank}.log")
+
+    assert {0} == {attempt for attempt, _ in losses(ask)}
+
+
+def test_import_that_was_cut_off_is_taken_up_again(tmp_path, monkeypatch):
+    """The store fails after the first batch; the next import stores the rest, and nothing twice."""
+    log = tmp_path / "train.log"
+    log.write_text(rows(1, 500))
+    monkeypatch.setattr("rankscope_ingest.importers.intake.BATCH_ROWS", 200)
+    monkeypatch.setattr("rankscope_ingest.importers.megatron.CHUNK_BYTES", 10_000)
+
+    class Failing:
+        def __init__(self, writer):
+            self.writer, self.left = writer, 2
+
+        def append(self, batch):
+            if not self.left:
+                raise StoreError("disk full")
+            self.left -= 1
+            return self.writer.append(batch)
+
+        def watermark(self, incarnation):
+            return self.writer.watermark(incarnation)
+
+    with Store.open(tmp_path / "store", create=True).claim(owner="test") as writer:
+        with pytest.raises(StoreError):
+            import_records(log, Failing(writer), find_importer(log), run="r", known=[])
+        report = import_records(log, writer, find_importer(log), run="r", known=[])
+    with connect(tmp_path / "store") as connection:
+        found = connection.query("SELECT count(*) AS n, count(DISTINCT seq) AS seqs FROM scalars").to_pylist()
+
+    assert 0 < report.rows_stored < 1000
+    assert [{"n": 1000, "seqs": 500}] == found
+
+
+def test_progress_rises_to_the_size_of_the_log(tmp_path, shop, monkeypatch):
+    monkeypatch.setattr("rankscope_ingest.importers.megatron.CHUNK_BYTES", 2_000)
+    bring, _ = shop
+    log = tmp_path / "train.log"
+    log.write_text(rows(1, 200))
+    told = []
+    bring(log, progress=told.append)
+
+    assert told == sorted(told)
+    assert len(told) > 5
+    assert log.stat().st_size == told[-1]
+
+
+class Made:
+    """An importer of what it was made with."""
+
+    name = "made"
+
+    def __init__(self, *items):
+        self.items = items
+
+    def detect(self, path, head):
+        return Detection(1.0, "made")
+
+    def read(self, path, faults):
+        yield from self.items
+
+
+def test_records_blocks_and_sources_are_numbered_each_by_itself(tmp_path):
+    """A stream of a folder may grow without moving the numbers of another."""
+    block = ImportedBlock(
+        records=2,
+        source="b",
+        tables={
+            "scalars": pa.table(
+                {
+                    "record": pa.array([0, 1, 1], pa.int32()),
+                    "name": ["x", "x", "y"],
+                    "value": [1.0, 2.0, 3.0],
+                    "step": [5, 6, 6],
+                    "rank": [None, 3, 3],
+                }
+            )
+        },
+    )
+    record = ImportedRecord(
+        rows={"scalars": [{"name": "x", "value": 0.5}]}, step=9, micro_step=4, ts=10**15, source="a"
+    )
+    facts = ImportedRun(state="completed", planned_steps=9, reason="done")
+    with Store.open(tmp_path / "store", create=True).claim(owner="test") as writer:
+        report = import_records(tmp_path, writer, Made(record, block, facts, record, block), run="r")
+        again = import_records(tmp_path, writer, Made(record, facts, block, record, block), run="r")
+    with connect(tmp_path / "store") as connection:
+        found = connection.query("SELECT * FROM scalars ORDER BY step DESC, seq, name").to_pylist()
+        runs = connection.query("SELECT state, planned_steps, reason FROM runs").to_pylist()
+
+    assert (6, 8, 0) == (report.records, report.rows_stored, again.rows_stored)
+    assert [(0, 9, 4, 0.5), (1, 9, 4, 0.5)] == [
+        (row["seq"], row["step"], row["micro_step"], row["value"]) for row in found[:2]
+    ]
+    assert [(1, "x", 3), (1, "y", 3), (3, "x", 3), (3, "y", 3), (0, "x", None), (2, "x", None)] == [
+        (row["seq"], row["name"], row["rank"]) for row in found[2:]
+    ]
+    assert 2 == len({row["incarnation"] for row in found})
+    assert ["log", "log", None] == [row["ts_origin"] for row in found[:3]]
+    assert [{"planned_steps": 9, "reason": "done", "state": "completed"}] == runs
+    assert "completed" == report.state
+
+
+def test_column_that_no_dataset_has_is_a_mistake():
+    block = ImportedBlock(records=1, tables={"scalars": pa.table({"record": [0], "nmae": ["x"]})})
+
+    with pytest.raises(KeyError, match="nmae"):
+        Stamp(run="r", incarnation="i").block(block)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("logs/train.log", "train"),
+        ("logs/train.log.3", "train"),
+        ("runs/mistral/checkpoint-500/trainer_state.json", "mistral"),
+        ("runs/mistral/checkpoint-500", "mistral"),
+        ("runs/mistral/trainer_state.json", "mistral"),
+        ("runs/mistral", "mistral"),
+        ("a.b/metrics.jsonl", "metrics"),
+        ("../..//x/..", None),
+    ],
+)
+def test_run_is_called_after_its_log(tmp_path, monkeypatch, path, name):
+    (tmp_path / "runs/mistral/checkpoint-500").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+
+    assert (name or run_name(tmp_path / path)) == run_name(tmp_path / path)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 1), st.none() | st.floats(width=32, allow_nan=False), st.integers(0, 2)), max_size=40
+    ),
+    st.integers(1, 40),
+)
+def test_imported_tensors_are_judged_as_the_reference_evaluator_does(values, size):
+    """Baselines and firings of each rank's series are those of the contract, however the rows come in pieces."""
+    table = pa.table(
+        {
+            "rank": pa.array([rank for rank, *_ in values], pa.int32()),
+            "kind": ["grad_reduced"] * len(values),
+            "tensor": ["w"] * len(values),
+            "norm": pa.array([value for _, value, _ in values], pa.float32()),
+            "nans": pa.array([nans for *_, nans in values], pa.int64()),
+            "record": pa.array(range(len(values)), pa.int32()),
+            "step": pa.array(range(len(values)), pa.int64()),
+        }
+    )
+    judge, shown, fired = Judge(RULES), [], []
+    for at in range(0, len(values), size):
+        piece = table.slice(at, size)
+        stamped = Stamp(run="r", incarnation="i").block(ImportedBlock(records=size, tables={"tensor_stats": piece}))
+        judged = judge.judge(stamped) if stamped else {}
+        shown += judged["tensor_stats"].column("norm_baseline").to_pylist() if stamped else []
+        fired += judged["events"].to_pylist() if "events" in judged else []
+
+    for rank in range(2):
+        mine = [(step, value) for step, (one, value, _) in enumerate(values) if one == rank]
+        given_values = [(step, value) for step, value in mine if value is not None]
+        expected = [
+            (given_values[firing.position][0], firing.rule.name, firing.value)
+            for firing in evaluate(RULES, "grad_reduced", "norm", [value for _, value in given_values])
+        ]
+        found = [(e["step"], e["rule"], e["value"]) for e in fired if e["rank"] == rank and e["op"] == "norm"]
+
+        assert sorted(expected) == sorted(found)
+        evaluator = SeriesEvaluator(RULES, "grad_reduced", "norm")
+        for step, value in mine:
+            before = evaluator.baseline
+            if value is not None:
+                evaluator.observe(value)
+            compared = evaluator.baseline if math.isnan(before) else before
+            assert (None if math.isnan(compared) else compared) == shown[step]
+    assert sum(nans > 0 for *_, nans in values) == sum(event["op"] == "nans" for event in fired)
+
+
+def test_scalars_that_are_not_finite_are_anomalies(tmp_path, shop):
+    bring, ask = shop
+    log = tmp_path / "train.log"
+    log.write_text(rows(1, 5) + rows(6, 7, loss="nan") + rows(8, 8, loss="-inf"))
+    report = bring(log)
+    found = ask("SELECT step, rule, severity, op, value, message FROM events WHERE type = 'anomaly' ORDER BY step")
+
+    assert 3 == report.anomalies
+    assert [
+        (6, "AnomalyNan", "critical", "loss"),
+        (7, "AnomalyNan", "critical", "loss"),
+        (8, "AnomalyNan", "critical", "loss"),
+    ] == [(row["step"], row["rule"], row["severity"], row["op"]) for row in found]
+    assert "AnomalyNan: loss is nan" == found[0]["message"]
+    assert -math.inf == found[2]["value"]
+
+
+def test_own_rules_may_be_given(tmp_path, shop):
+    bring, ask = shop
+    log = tmp_path / "train.log"
+    log.write_text(rows(1, 5) + rows(6, 6, loss="9.0"))
+    report = bring(log, rules=[AnomalyNan(name="too-high", threshold=8.0)])
+
+    assert 1 == report.anomalies
+    assert [{"rule": "too-high", "step": 6, "threshold": 8.0}] == ask(
+        "SELECT rule, step, threshold FROM events WHERE type = 'anomaly'"
+    )
+
+
+def test_what_is_known_of_an_import_survives_its_text():
+    known = KnownImport(
+        incarnation="i",
+        path="/x/y",
+        kind="megatron",
+        marks=((256, "a"), (300, "b")),
+        records=4,
+        malformed=1,
+        attempt=2,
+        ends={None: End(2, 9, 10**15), 3: End(1, None, None)},
+    )
+
+    assert known == KnownImport.from_json(known.to_json())
+    for text in ("", "{}", "[]", '{"ends": 5}', '{"ends": [[1]], "marks": []}'):
+        with pytest.raises(ValueError):
+            KnownImport.from_json(text)
+
+
+def test_pipe_is_refused_rather_than_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+
+    with pytest.raises(Exception, match="neither a file nor a folder"):
+        find_importer(tmp_path / "pipe")
+
+
+def test_faults_keep_the_first_and_count_all():
+    faults = Faults()
+    for line in range(1, 101):
+        faults.add(line, "x")
+
+    assert (100, 20, 20) == (faults.count, len(faults.first), faults.first[-1].line)
