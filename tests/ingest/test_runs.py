@@ -157,6 +157,15 @@ def test_signal_stops_a_run_and_so_does_an_end_without_a_word_of_success():
     assert ("stopped", "ended without saying that it was done") == (silent.state, silent.attempt.reason)
 
 
+def test_one_rank_that_completed_does_not_complete_the_run_of_another_that_did_not():
+    world = World()
+    world.book.exited(KEY, 0, "completed", None)
+    world.book.closed(KEY, 1)
+    world.tick()
+
+    assert ("stopped", "ended without saying that it was done") == (world.state, world.attempt.reason)
+
+
 def test_run_without_steps_for_long_is_stalled_unless_a_phase_is_announced():
     idle, evaluating = World(), World()
     for world, phase in ((idle, None), (evaluating, "evaluation")):

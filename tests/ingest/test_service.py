@@ -276,13 +276,15 @@ async def test_other_schema_version_is_refused_at_registration(start_service, fa
 
 async def test_token_is_wanted_and_shown(start_service, fake_rank, eventually):
     async with fake_rank() as rank, start_service(**{"service.token": "s3cret"}) as service:
-        refused = [(await rank.register(service.url, token=token))[0] for token in (None, "wrong")]
+        refused = [
+            (await rank.register(service.url, token=token))[0] for token in (None, "", "wrong", "s3cre", "s3cret2")
+        ]
         pages = [(await service.get(path))[0] for path in ("/metrics", "/sd", "/api/v1/runs", "/healthz")]
         rank.publish_steps(1)
         accepted, _ = await rank.register(service.url, token="s3cret")
         await eventually(lambda: rank.committed == 0)
 
-    assert [401, 401, 200] == [*refused, accepted]
+    assert [401] * 5 + [200] == [*refused, accepted]
     assert [401, 401, 401, 200] == pages
     assert "Bearer s3cret" == rank.requests[0].headers["Authorization"]
 

@@ -148,6 +148,13 @@ def test_anomalies_close_together_are_one_incident(asking, put):
     assert 3 == reports.summary(asking, "r").incidents
 
 
+@pytest.mark.parametrize(("pause", "incidents"), [(20, 1), (21, 2)])
+def test_a_pause_of_more_than_twenty_steps_parts_incidents(asking, put, pause, incidents):
+    put("events", anomaly(60), anomaly(60 + pause))
+
+    assert incidents == reports.summary(asking, "r").incidents
+
+
 def test_lost_records_are_the_sum_of_the_gaps(asking, put):
     gaps = [
         {"type": "gap", "details": json.dumps({"first": first, "last": last})} for first, last in ((3, 9), (20, 20))

@@ -236,6 +236,24 @@ def test_a_commit_without_an_answer_is_looked_up_when_the_batch_comes_again(
     assert [(7,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
 
 
+def test_a_commit_found_afterwards_is_on_the_disk_before_it_counts(writer, batch, monkeypatch):
+    """Its entry was written by the failed commit, which did not get as far as bringing it to the disk."""
+    synced = []
+
+    def unsynced(log: Log, first: int) -> int:
+        raise StoreError("the disk hiccuped")
+
+    rows = batch(range(3))
+    monkeypatch.setattr(Log, "sync_entries", unsynced)
+    with pytest.raises(StoreError, match="hiccuped"):
+        writer.append(rows)
+    monkeypatch.undo()
+    monkeypatch.setattr(writer._log, "_sync", synced.append)
+    commit = writer.append(rows)
+
+    assert f"{commit.version:020d}.json" in [path.name for path in synced]
+
+
 def test_a_full_disk_is_said_and_the_batch_can_come_again(writer, batch, monkeypatch, connection, store):
     def full(*arguments, **options):
         raise OSError(28, "No space left on device")

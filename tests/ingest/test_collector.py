@@ -1,0 +1,41 @@
+"""The order of arrival, which decides what is the latest version of a run."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from rankscope_ingest.assembly import make_batcher
+from rankscope_ingest.attempts import AttemptBook
+from rankscope_ingest.collector import Collector
+from rankscope_ingest.config import ServiceConfig
+from rankscope_ingest.incidents import IncidentBook
+from rankscope_ingest.registry import Registry
+from rankscope_ingest.runs import RunBook, Timing
+from rankscope_ingest.service_metrics import ServiceMetrics
+from rankscope_ingest.vitals import Patience
+
+
+def collector(wall):
+    patience = Patience(refused_after_seconds=10, failed_after_seconds=25)
+    return Collector(
+        registry=Registry(networks=[], heartbeat_seconds=5, ttl_seconds=15, attempts=AttemptBook()),
+        runs=RunBook(Timing(patience=patience, stalled_after_seconds=300, stalled_in_phase_after_seconds=1800)),
+        incidents=IncidentBook(group_wait_seconds=1, quiet_steps=20),
+        batcher=make_batcher(ServiceConfig.model_validate({"store": {"path": "nowhere"}})),
+        metrics=ServiceMetrics(),
+        clock=lambda: 0.0,
+        wall=wall,
+        run_starts={},
+        failures_told=(),
+        urge=lambda run, rank: None,
+    )
+
+
+def test_arrival_numbers_are_the_time_and_rise_though_the_clock_stands_still_or_goes_back():
+    moments = iter([1000, 1000, 400, 5000])
+    book = collector(lambda: next(moments))
+    counts = (3, 2, 1, 1)
+    firsts = [book.ordinals(count) for count in counts]
+
+    assert (1000, 5000) == (firsts[0], firsts[-1])
+    assert all(later >= first + count for (first, later), count in zip(pairwise(firsts), counts, strict=False))
