@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, runtime_checkable
 
 import pyarrow as pa
 
@@ -116,4 +116,13 @@ class Importer(Protocol):
 
         A log that has grown must yield the same records first: their number within their source is their identity.
         """
+        ...
+
+
+@runtime_checkable
+class KnownByContent(Protocol):
+    """An importer of files written anew as they grow: their beginning changes, what they tell of first stays."""
+
+    def identity(self, path: Path) -> str | None:
+        """Return what every version and copy of the log at `path` has in common; None while it tells of nothing."""
         ...

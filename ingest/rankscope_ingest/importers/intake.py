@@ -23,10 +23,11 @@ from rankscope_ingest.importers.base import (
     ImportedRecord,
     ImportedRun,
     Importer,
+    KnownByContent,
 )
 from rankscope_ingest.importers.extents import Extents, first_attempt
 from rankscope_ingest.importers.judging import IMPORT_RULES, Judge
-from rankscope_ingest.importers.sources import KnownImport, Source, identify, incarnation_of, marks
+from rankscope_ingest.importers.sources import KnownImport, Source, identify, marks, stream_of
 from rankscope_ingest.importers.stamping import Stamp
 from rankscope_ingest.tables import FROM_INGEST, rows_table, table_schema
 from rankscope_storage.store import Batch, Commit
@@ -87,7 +88,11 @@ def import_records(
     in another file counts as another attempt, and the import itself is noted in the store.
     """
     faults = Faults()
-    source = identify(path, run, known or ())
+    try:
+        identity = importer.identity(path) if isinstance(importer, KnownByContent) else None
+    except OSError as error:
+        raise IngestError(f"{path} cannot be read: {error.strerror or error}") from error
+    source = identify(path, run, known or (), identity)
     alike = tuple(one for one in known or () if one.kind == importer.name and one.incarnation != source.incarnation)
     log = _Log(path=path, run=run, kind=importer.name, source=source, alike=alike)
     intake = _Intake(log, Judge(rules), appender)
@@ -237,7 +242,7 @@ class _Intake:
         if source not in self._stamps:
             incarnation = self._log.source.incarnation
             if source:
-                incarnation = incarnation_of(self._log.path, self._log.run, f"{incarnation}/{source}")
+                incarnation = stream_of(incarnation, source)
             self._stamps[source] = Stamp(run=self._log.run, incarnation=incarnation)
         return self._stamps[source]
 

@@ -54,6 +54,21 @@ class TrainerState:
             return Detection(0.85, "a JSON list of logged entries")
         return NOT_MINE
 
+    def identity(self, path: Path) -> str | None:
+        """Return what the first entry says: each checkpoint repeats it, though the file is written anew."""
+        states = find_states(path)
+        if not states:
+            return None
+        follower = History(1).follow()
+        with states[0].open() as file:
+            try:
+                window = JsonWindow(chunks(file, states[0], Faults()))
+                first = next(entries(window, {}, Faults()), None)
+            except Cut:
+                return None
+        branch = None if first is None else follower.new(first)
+        return None if branch is None else f"{self.name}/{branch.source}"
+
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
         """Yield the entries of every state at `path` once, in order, and at last what they say of the run."""
         states = find_states(path)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rankscope_ingest.importers import ImportReport, find_importer, import_records, importers
+from rankscope_ingest.importers.sources import known_imports
 from rankscope_storage.connection import connect
 from rankscope_storage.store import Store
 
@@ -52,6 +53,12 @@ class Desk:
     def bring(self, path: Path, *, run: str = "r", kind: str | None = None) -> ImportReport:
         importer = find_importer(path) if kind is None else importers()[kind]
         return import_records(path, self._writer, importer, run=run)
+
+    def bring_again(self, path: Path, *, run: str = "r") -> ImportReport:
+        """Bring a log as the command does: with what the store knows of earlier imports."""
+        with connect(self.folder / "store") as connection:
+            known = known_imports(connection, run)
+        return import_records(path, self._writer, find_importer(path), run=run, known=known)
 
     def ask(self, query: str, **parameters: Any) -> list[dict[str, Any]]:
         self._connection = self._connection or connect(self.folder / "store")

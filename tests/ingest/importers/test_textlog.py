@@ -110,7 +110,9 @@ def test_dialect(desk, dialect):
     assert (1, 0) == (report.records, report.malformed)
 
 
-@pytest.mark.parametrize("dialect", set(DIALECTS) - {"build_nanogpt_file", "llmc_validation", "nanogpt_estimate"})
+@pytest.mark.parametrize(
+    "dialect", sorted(set(DIALECTS) - {"build_nanogpt_file", "llmc_validation", "nanogpt_estimate"})
+)
 def test_dialect_is_recognised(tmp_path, dialect):
     line, _ = DIALECTS[dialect]
     path = tmp_path / "train.log"

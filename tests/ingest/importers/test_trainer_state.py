@@ -280,3 +280,24 @@ def _losses(path):
     blocks = [item for item in TrainerState().read(path, Faults()) if isinstance(item, ImportedBlock)]
     rows = [row for block in blocks for row in block.tables["scalars"].to_pylist()]
     return [row["value"] for row in rows if row["name"] == "loss"]
+
+
+def test_state_written_anew_brings_only_its_new_entries(desk):
+    """Contract 2: the Trainer rewrites the whole file, its beginning included, and keeps copies in checkpoints."""
+    stored = []
+    for count in (2, 4, 4):
+        path = desk.write("trainer_state.json", state(steps(*range(count)), global_step=count))
+        stored.append(desk.bring_again(path).rows_stored)
+    desk.write("out/checkpoint-5/trainer_state.json", state(steps(*range(5)), global_step=5))
+    stored.append(desk.bring_again(desk.folder / "out" / "checkpoint-5").rows_stored)
+
+    assert [4, 4, 0, 2] == stored
+    assert [(0, step, 1.0 + step / 100) for step in range(5)] == history(desk)
+
+
+def test_another_training_under_the_same_name_is_another_attempt(desk):
+    """S4-08: its first entry is another one, and its steps begin again."""
+    desk.bring_again(desk.write("trainer_state.json", state(steps(1, 2))))
+    desk.bring_again(desk.write("trainer_state.json", state(steps(1, 2, 3, base=5.0))))
+
+    assert [(0, 1, 1.01), (0, 2, 1.02), (1, 1, 5.01), (1, 2, 5.02), (1, 3, 5.03)] == history(desk)
