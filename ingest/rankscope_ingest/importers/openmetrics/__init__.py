@@ -52,7 +52,8 @@ class OpenMetrics:
         whole = lines[:-1] or lines
         told = sum(bool(_COMMENT.match(line)) for line in whole)
         samples = sum(_is_sample(line) for line in whole if not line.startswith("#"))
-        if not whole or not samples + told or samples + told < 0.9 * len(whole):
+        # Many a text has lines of a word and a number; only where TYPE says what it is may others stand between.
+        if not samples + told or samples + told < (0.5 if told else 0.9) * len(whole):
             return NOT_MINE
         if told:
             return Detection(0.95, f"{told} TYPE or HELP lines and {samples} samples in its first {len(whole)} lines")

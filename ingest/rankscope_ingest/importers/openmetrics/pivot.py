@@ -83,6 +83,10 @@ FROM ({values}) value
 _ONCE: Final = "QUALIFY {same} IS DISTINCT FROM lag({same}) OVER (PARTITION BY {series} ORDER BY ts)"
 
 
+_OLDEST_FIRST: Final = "ts NULLS FIRST, CASE WHEN ts IS NULL THEN line END, id, line"
+"""Not by line where there is a time: what a later dump has more stands in between."""
+
+
 class Pivot:
     """A temporary database of the samples of one file; a context manager, gone at its end."""
 
@@ -166,7 +170,7 @@ class Pivot:
         once = "" if self.is_export else _ONCE.format(same="(step, value)", series="id")
         return self._rows(
             f"SELECT step, rank, attempt, ts, vpp_stage, micro_step, name, unit, labels, value "
-            f"FROM ({self._placed(values)}) {once} ORDER BY ts NULLS FIRST, id, line"
+            f"FROM ({self._placed(values)}) {once} ORDER BY {_OLDEST_FIRST}"
         )
 
     def tensors(self) -> Iterator[pa.RecordBatch]:
@@ -198,7 +202,7 @@ class Pivot:
         roles = "true" if with_ours else f"role = '{SAMPLE}'"
         return self._rows(
             f"SELECT ts, target, metric, labels, value FROM samples JOIN series USING (id) WHERE {roles} "
-            "ORDER BY ts NULLS FIRST, id, line"
+            f"ORDER BY {_OLDEST_FIRST}"
         )
 
     def _placed(self, values: str) -> str:
