@@ -43,6 +43,7 @@ class ExitReason(enum.StrEnum):
     COMPLETED = "completed"
     EXCEPTION = "exception"
     SIGNAL = "signal"
+    UNKNOWN = "unknown"  # the process ended without leaving the monitor's context
 
 
 class RunState(enum.StrEnum):

@@ -6,7 +6,7 @@ import difflib
 import json
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -41,6 +41,8 @@ class MonitorConfig:
     rules: tuple[AnomalyRule, ...] = DEFAULT_RULES
     zero_below: float = 0.0
     """`zeros` counts elements with |x| < zero_below; 0 counts exact zeros."""
+    steps: Literal["auto", "explicit"] = "auto"
+    """"auto" tells steps from forward, backward and optimizer; with "explicit" only `Monitor.end_step` ends one."""
     run: str | None = None
     """Name of the run. RANKSCOPE_RUN wins over it; without both the job id, else a generated name."""
     statistics: Literal["auto", "torch"] = "auto"
@@ -54,10 +56,8 @@ class MonitorConfig:
 
     def __post_init__(self) -> None:
         for name in ("quantities", "tensors", "rules"):
-            value = getattr(self, name)
-            if isinstance(value, str):
-                raise ConfigError(f"{name} is a list of names, not the text {value!r}: write [{value!r}]")
-            object.__setattr__(self, name, tuple(value))
+            object.__setattr__(self, name, _listed(name, getattr(self, name), str if name != "rules" else object))
+        self._check_types()
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ConfigError(f"every is a number of steps from 1 on, not {self.every!r}")
         if not self.zero_below >= 0:
@@ -66,8 +66,22 @@ class MonitorConfig:
             raise ConfigError(f"exit_wait_seconds is a time from 0 s on, not {self.exit_wait_seconds!r}")
         if self.statistics not in ("auto", "torch"):
             raise ConfigError(f"statistics is 'auto' or 'torch', not {self.statistics!r}")
+        if self.steps not in ("auto", "explicit"):
+            raise ConfigError(f"steps is 'auto' or 'explicit', not {self.steps!r}")
         select_quantities(self.quantities)
         self._check_rules()
+
+    def _check_types(self) -> None:
+        for name in ("console", "enabled"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is true or false, not {getattr(self, name)!r}")
+        for name in ("zero_below", "exit_wait_seconds"):
+            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int | float):
+                raise ConfigError(f"{name} is a number, not {getattr(self, name)!r}")
+        if self.run is not None and not (isinstance(self.run, str) and self.run):
+            raise ConfigError(f"run is a name, not {self.run!r}")
+        if not isinstance(self.serve, ServeConfig):
+            raise ConfigError(f"serve is a ServeConfig, not {self.serve!r}")
 
     def _check_rules(self) -> None:
         for rule in self.rules:
@@ -84,8 +98,10 @@ class MonitorConfig:
         values = dict(settings)
         _check_keys(values, {item.name for item in fields(cls)}, "")
         if "rules" in values:
-            values["rules"] = tuple(_rule(entry) for entry in values["rules"])
+            values["rules"] = tuple(_rule(entry) for entry in _listed("rules", values["rules"], object))
         if "serve" in values:
+            if not isinstance(values["serve"], Mapping):
+                raise ConfigError(f"serve is a table of settings, not {values['serve']!r}")
             serve = dict(values["serve"])
             _check_keys(serve, {item.name for item in fields(ServeConfig)}, "serve.")
             values["serve"] = ServeConfig(**serve)
@@ -117,9 +133,23 @@ class MonitorConfig:
         )
 
 
+def _listed(name: str, value: Any, of: type) -> tuple[Any, ...]:
+    if isinstance(value, str) or not isinstance(value, Iterable) or isinstance(value, Mapping):
+        raise ConfigError(
+            f"{name} is a list, not {value!r}" + (f": write [{value!r}]" if isinstance(value, str) else "")
+        )
+    items = tuple(value)
+    for item in items:
+        if not isinstance(item, of):
+            raise ConfigError(f"{name} is a list of names, and {item!r} is none")
+    return items
+
+
 def _rule(entry: Any) -> AnomalyRule:
     if isinstance(entry, AnomalyRule):
         return entry
+    if not isinstance(entry, dict):
+        raise ConfigError(f'rules holds tables such as {{"rule_name": "AnomalyNan"}}, not {entry!r}')
     try:
         return rule_from_config(entry)
     except ValueError as error:

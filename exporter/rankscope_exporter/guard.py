@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -17,11 +18,12 @@ class Guard:
     traceback, later ones are only counted, so a hook that fails at every step does not flood the console.
     """
 
-    def __init__(self, on_fault: Callable[[str, BaseException], None] | None = None) -> None:
+    def __init__(self) -> None:
         self.count = 0
+        self.on_first: Callable[[str, BaseException], None] | None = None
+        """Told of each fault that is logged, so that it reaches the store as well."""
         self._seen: set[tuple[str, type[BaseException]]] = set()
         self._lock = threading.Lock()
-        self._on_fault = on_fault
 
     def call(self, where: str, function: Callable[..., Any], *args: Any) -> Any:
         """Return `function(*args)`, or None when it raised."""
@@ -39,5 +41,6 @@ class Guard:
             self._seen.add((where, type(error)))
         if first:
             log.error("%s failed, training goes on: %r", where, error, exc_info=error)
-            if self._on_fault is not None:
-                self._on_fault(where, error)
+            if self.on_first is not None:
+                with contextlib.suppress(Exception):  # what tells of a fault must not become one
+                    self.on_first(where, error)

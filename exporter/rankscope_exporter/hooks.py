@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.autograd import Variable
@@ -14,6 +15,9 @@ from torch.utils.hooks import RemovableHandle
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.quantities.base import Subject
 from rankscope_exporter.recorder import Recorder
+
+_NO_BACKWARD: Final = -1
+"""What torch calls the graph task outside of a backward pass."""
 
 
 class Hooks:
@@ -25,24 +29,21 @@ class Hooks:
     def __init__(self, subject: Subject, recorder: Recorder, guard: Guard) -> None:
         self.active = True
         self.cpu_seconds = 0.0
-        """CPU time spent in hooks, in seconds; the autograd thread's share included."""
+        """CPU seconds of everything that reads a tensor or ends a step. The bare calls, under a microsecond for each
+        parameter and backward pass, are not in it: timing them would cost more than they do."""
         self._subject = subject
         self._recorder = recorder
         self._guard = guard
         self._handles: list[RemovableHandle] = []
-        self._backward_seen = False
-        self._order = 0
+        self._hooked: set[int] = set()
+        self._backward = _NO_BACKWARD
         self._in_hook_reads = not subject.framework.local_until_backward_ends
 
     def install(self) -> None:
         """Register on the outermost module, every parameter that takes gradients, and every optimizer."""
         model = self._subject.framework.model
-        self._handles.append(model.register_forward_pre_hook(self._forward_begins))
-        for index, named in enumerate(self._subject.parameters):
-            if named.parameter.requires_grad:
-                hook = functools.partial(self._gradient_ready, index)
-                register = named.parameter.register_post_accumulate_grad_hook
-                self._handles.append(register(hook))  # type: ignore[no-untyped-call]  # untyped in torch
+        self._handles.append(model.register_forward_pre_hook(_Uncopied(self._forward_begins)))
+        self._hook_parameters()
         for optimizer in self._subject.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._update_begins))
             self._handles.append(optimizer.register_step_post_hook(self._updated))
@@ -54,29 +55,53 @@ class Hooks:
             handle.remove()
         self._handles.clear()
 
+    def look_again(self) -> None:
+        """Notice parameters that were thawed or replaced since; called when a step begins.
+
+        Raises LookupError once for each parameter that the model no longer uses, after retiring it.
+        """
+        self._hook_parameters()
+        retired = self._subject.retired
+        gone = [i for i, named in enumerate(self._subject.parameters) if i not in retired and not named.is_in_place()]
+        if gone:
+            retired.update(gone)
+            names = ", ".join(self._subject.parameters[i].name for i in gone[:3])
+            raise LookupError(
+                f"{len(gone)} parameters were replaced after attach() and are measured no more ({names}): "
+                "detach() and attach() again"
+            )
+
+    def _hook_parameters(self) -> None:
+        for index, named in enumerate(self._subject.parameters):
+            if named.parameter.requires_grad and index not in self._hooked:
+                self._hooked.add(index)
+                register = named.parameter.register_post_accumulate_grad_hook
+                hook = functools.partial(self._gradient_ready, index)
+                self._handles.append(register(hook))  # type: ignore[no-untyped-call]  # untyped in torch
+
     def _forward_begins(self, module: torch.nn.Module, _inputs: Any) -> None:
+        if torch.compiler.is_compiling():  # while a graph is made nothing runs, and tracing us would break it
+            return
         if self.active and module.training and torch.is_grad_enabled():
-            self._backward_seen = False
             self._timed("a forward hook", self._recorder.forward_begins)
 
     def _gradient_ready(self, index: int, _parameter: torch.Tensor) -> None:
         if not self.active:
             return
-        if not self._backward_seen:
-            self._backward_seen = True
-            self._order = 0
+        # A number for each backward pass, nested ones included; no public name for it exists.
+        backward = torch._C._current_graph_task_id()  # noqa: SLF001 - see above
+        if backward != self._backward:
+            self._backward = backward
             self._timed("a backward hook", self._backward_begins)
-        self._order += 1
         if self._in_hook_reads:
-            self._timed("a gradient hook", self._recorder.gradient_ready, index, self._order - 1)
+            self._timed("a gradient hook", self._recorder.gradient_ready, index)
         else:
-            # Called once per parameter: without a read it is too short to be worth timing.
-            self._guard.call("a gradient hook", self._recorder.gradient_ready, index, self._order - 1)
+            self._guard.call("a gradient hook", self._recorder.gradient_ready, index)
 
     def _backward_begins(self) -> None:
         self._recorder.backward_begins()
-        # Whatever happens below, the next backward pass must be noticed again.
-        _when_backward_ends(self._backward_ends if self._recorder.sampling else self._backward_done)
+        if self._recorder.sampling:
+            _when_backward_ends(self._backward_ends)
 
     def _backward_ends(self) -> None:
         # Callbacks run in the order in which they were queued. DDP queues its own with its last gradient, so this
@@ -86,19 +111,14 @@ class Hooks:
 
     def _backward_ended(self) -> None:
         self._timed("reading reduced gradients", self._recorder.backward_ended)
-        self._backward_done()
-
-    def _backward_done(self) -> None:
-        self._backward_seen = False
 
     def _update_begins(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if self.active:
-            self._backward_seen = False
             self._timed("an optimizer hook", self._recorder.update_begins, optimizer)
 
-    def _updated(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _updated(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if self.active:
-            self._timed("an optimizer hook", self._recorder.updated)
+            self._timed("an optimizer hook", self._recorder.updated, optimizer)
 
     def _timed(self, where: str, function: Callable[..., Any], *args: Any) -> None:
         began = time.thread_time()
@@ -112,3 +132,22 @@ def _when_backward_ends(callback: Callable[[], None]) -> None:
     Torch has no public hook for that moment; DDP and FSDP themselves use this one.
     """
     Variable._execution_engine.queue_callback(callback)  # noqa: SLF001 - see above
+
+
+class _Uncopied:
+    """A hook that stays behind when its module is copied or saved: a copy is another model, and not watched.
+
+    What a copy gets in its place is from the standard library, so a saved model loads where Rankscope is not installed.
+    """
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return contextlib.nullcontext().__exit__  # does nothing, whatever it is given
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 import torch
 
 from rankscope_contract.evaluate import EMA_KEEP, EMA_TAKE, SeriesEvaluator
+from rankscope_contract.events import causal_stage
 from rankscope_contract.kinds import COUNT_OPS, JUDGED_OPS, VALUE_OPS
 from rankscope_contract.records import PlanEntry
 from rankscope_contract.rules import AnomalyRule
@@ -25,6 +26,10 @@ _OPS: Final = (*_COUNTS_JUDGED, *VALUE_OPS)
 
 _JUDGED_ROWS: Final = [VALUE_OPS.index(op) for op in JUDGED_OPS]
 _NO_BASELINE: Final = torch.tensor(math.nan, dtype=torch.float64, device=_CPU)
+
+
+MAX_SCALARS: Final = 1000
+"""Scalar names that are judged; a script that makes up names without end must not fill the memory."""
 
 
 class Firing(NamedTuple):
@@ -43,7 +48,7 @@ class Judgement:
     """The verdict on one step."""
 
     baselines: torch.Tensor  # float32 [len(JUDGED_OPS), T]: what each value was compared with, NaN where nothing
-    firings: tuple[Firing, ...] = ()  # ordered by entry
+    firings: tuple[Firing, ...] = ()  # in causal order of their kinds, then by entry
     left_out: int = 0  # firings beyond the limit
     firing: frozenset[tuple[str, str]] = field(default_factory=frozenset)
     """(rule, kind) of every rule that fires by itself, whether or not it names the alert: PromQL says the same."""
@@ -67,24 +72,32 @@ class Judge:
         self._kinds = sorted({entry.kind for entry in entries})
         place = {kind: index for index, kind in enumerate(self._kinds)}
         self._kind_of_entry = torch.tensor([place[entry.kind] for entry in entries], dtype=torch.int64, device=_CPU)
+        stages = [causal_stage(entry.kind) for entry in entries]
+        self._stage_of_entry = torch.tensor(stages, dtype=torch.float64)
         self._scopes = {op: self._scopes_of(op) for op in _OPS}
         self._baselines = torch.full((len(JUDGED_OPS), len(entries)), math.nan, dtype=torch.float32, device=_CPU)
         self._scalars: dict[str, SeriesEvaluator] = {}
 
-    def observe(self, finished: Finished) -> Judgement:
-        """Judge one step and move the baselines on. Absent entries and null values leave their baseline alone."""
+    def observe(self, finished: Finished, call_order: Sequence[int] = ()) -> Judgement:
+        """Judge one step and move the baselines on. Absent entries and null values leave their baseline alone.
+
+        `call_order` says of each parameter when its gradient arrived (-1: not at all); the entries of every kind stand
+        in the order of the parameters.
+        """
         with torch.inference_mode(False), torch.no_grad():
             before, against = self._advance(finished)
             verdicts = self._verdicts(finished, against)
             shown = against.masked_fill(~finished.present, math.nan)
             if not any(bool(fires.any()) for _, fires in verdicts.values()):
                 return Judgement(shown)
-            firings, left_out = self._firings(finished, before, verdicts)
+            firings, left_out = self._firings(finished, before, verdicts, call_order)
             return Judgement(shown, firings, left_out, self._firing(verdicts))
 
     def judge_scalar(self, name: str, value: float) -> AnomalyRule | None:
         """Return the rule that fires on this observation of the scalar `name`."""
         series = self._scalars.get(name)
+        if series is None and len(self._scalars) >= MAX_SCALARS:
+            return None
         if series is None:
             series = self._scalars[name] = SeriesEvaluator(self._rules, None, "value")
         firing = series.observe(value)
@@ -135,8 +148,9 @@ class Judge:
         finished: Finished,
         before: torch.Tensor,
         verdicts: dict[tuple[str, int], tuple[_Scope, torch.Tensor]],
+        call_order: Sequence[int],
     ) -> tuple[tuple[Firing, ...], int]:
-        """Return the first rule that fires for each (entry, op), by entry; NaN and Inf of one entry are one firing."""
+        """Return the first rule that fires for each (entry, op); NaN and Inf of one entry are one firing."""
         nobody = len(self._rules)
         winner = torch.full((len(finished.present), len(_OPS)), nobody, dtype=torch.int64, device=_CPU)
         for (op, order), (_, fires) in verdicts.items():
@@ -145,11 +159,21 @@ class Judge:
         nans, infs = winner[:, 0], winner[:, 1]
         infs.masked_fill_(nans < nobody, nobody)
         places = (winner < nobody).nonzero()
+        # What is cut off must be effects: one NaN loss makes every kind of every tensor fire, the gradients first.
+        places = places[torch.argsort(self._causal_rank(places[:, 0], call_order), stable=True)]
         firings = tuple(
             self._firing_at(finished, before, entry, _OPS[column], self._rules[int(winner[entry, column])])
             for entry, column in places[: self._limit].tolist()
         )
         return firings, max(0, len(places) - self._limit)
+
+    def _causal_rank(self, entries: torch.Tensor, call_order: Sequence[int]) -> torch.Tensor:
+        stages = self._stage_of_entry[entries]
+        if not call_order:
+            return stages
+        calls = torch.tensor(call_order, dtype=torch.float64)
+        calls[calls < 0] = len(call_order)
+        return stages * (len(call_order) + 1) + calls[entries % len(call_order)]
 
     def _firing_at(self, finished: Finished, before: torch.Tensor, entry: int, op: str, rule: AnomalyRule) -> Firing:
         if op in _COUNTS_JUDGED:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import weakref
 from typing import Protocol
 
 from rankscope_contract.events import ExitReason
@@ -21,13 +20,18 @@ class Attached(Protocol):
         """The interpreter is about to exit."""
 
 
-_attached: weakref.WeakSet[Attached] = weakref.WeakSet()
+_attached: set[Attached] = set()
+"""Strong references: a monitor that the script has dropped still has hooks, threads and a socket to answer for."""
+
 _registered = False
+_earlier_error: BaseException | None = None
 
 
 def watch(monitor: Attached) -> None:
     """Tell `monitor` about forks and the end of the process until `forget` or its own end."""
-    global _registered  # noqa: PLW0603 - process-wide hooks can be registered but never removed
+    global _registered, _earlier_error  # noqa: PLW0603 - process-wide hooks can be registered but never removed
+    # A notebook leaves the error of an earlier cell there.
+    _earlier_error = getattr(sys, "last_value", None)
     if not _registered:
         _registered = True
         os.register_at_fork(after_in_child=_after_fork)
@@ -47,9 +51,11 @@ def _after_fork() -> None:
 
 
 def _at_exit() -> None:
-    # Set by the interpreter when an uncaught exception ends the program.
+    # Set by the interpreter when an uncaught exception ends the program. Without one nothing is known: an exit code,
+    # and an exception that a launcher caught, do not show here.
     error = getattr(sys, "last_value", None)
-    reason, text = exit_reason(error)
+    known = error is not None and error is not _earlier_error
+    reason, text = exit_reason(error) if known else (ExitReason.UNKNOWN, None)
     for monitor in list(_attached):
         monitor.end_of_process(reason, text)
 

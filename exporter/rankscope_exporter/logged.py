@@ -50,9 +50,12 @@ def take(name: str, value: Any) -> Iterator[Pending]:
 
 
 def _take_tensor(name: str, value: torch.Tensor) -> Pending:
+    value = _without_mesh(name, value.detach())
     if value.numel() != 1:
         raise ValueError(f"log({name}=…) takes one number, not a tensor of shape {tuple(value.shape)}")
-    value = value.detach().reshape(())
+    if value.is_complex() or value.is_meta:
+        raise ValueError(f"log({name}=…) takes a real number, not {value.dtype} on {value.device}")
+    value = value.reshape(())
     if value.device.type != "cuda":
         # The caller may go on to change its tensor in place.
         return Pending(name, value.clone())
@@ -61,3 +64,17 @@ def _take_tensor(name: str, value: torch.Tensor) -> Pending:
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
     copied.record()
     return Pending(name, host, copied=copied)
+
+
+def _without_mesh(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor behind a DTensor that is whole on every rank.
+
+    Reading any other one is a collective. It would start on our thread and pair with one of training's own.
+    """
+    placements = getattr(value, "placements", None)
+    if placements is None:
+        return value
+    if not all(placement.is_replicate() for placement in placements):
+        raise ValueError(f"log({name}=…) got a DTensor that is not whole on this rank: log its .full_tensor()")
+    local: torch.Tensor = value.to_local()  # type: ignore[attr-defined]  # a DTensor: it has placements
+    return local

@@ -8,91 +8,27 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
 from rankscope_contract.events import Event, EventType, ExitReason, Severity
-from rankscope_contract.kinds import COUNT_OPS
-from rankscope_contract.records import WIRE_VALUE_OPS
 from rankscope_exporter import lifecycle
 from rankscope_exporter.config import MonitorConfig
-from rankscope_exporter.console import Console, banner
 from rankscope_exporter.errors import ConfigError
 from rankscope_exporter.frameworks import framework_of
 from rankscope_exporter.guard import Guard
-from rankscope_exporter.hooks import Hooks
-from rankscope_exporter.identity import resolve_identity
-from rankscope_exporter.judge import Judge
-from rankscope_exporter.naming import element_count, named_parameters
-from rankscope_exporter.publisher import Publisher
-from rankscope_exporter.quantities import select_quantities
+from rankscope_exporter.naming import named_parameters
 from rankscope_exporter.quantities.base import Subject
-from rankscope_exporter.recorder import Draft, Measurement, Recorder
-from rankscope_exporter.serving.channel import Channel
-from rankscope_exporter.statistics import backend_name, warm_up
+from rankscope_exporter.session import Session
 
-BYTES_PER_ENTRY = 4 * len(WIRE_VALUE_OPS) + 8 * len(COUNT_OPS)
-"""What one tensor costs in a record before compression."""
+PUBLISH_SECONDS = 3.0
+"""The last steps are published even with exit_wait_seconds = 0: milliseconds, unless the machine is overloaded."""
 
-
-class _Session:
-    """Everything that exists between attach and detach."""
-
-    def __init__(
-        self, subject: Subject, config: MonitorConfig, guard: Guard, first_step: int, total: int | None
-    ) -> None:
-        self.identity = resolve_identity(os.environ, config.run)
-        device = subject.parameters[0].parameter.device if subject.parameters else torch.device("cpu")
-        self.console = Console(self.identity.rank, enabled=config.console)
-        self.recorder = Recorder(
-            subject,
-            select_quantities(config.quantities),
-            self._hand_over,
-            device=device,
-            every=config.every,
-            first_step=first_step,
-            measurement=Measurement(config.zero_below, compiled=config.statistics == "auto"),
-        )
-        plan = self.recorder.plan
-        self.hooks = Hooks(subject, self.recorder, guard)
-        self.channel = Channel(
-            self.identity,
-            config.serve,
-            rules=config.rules,
-            settings={**_public_settings(config), "device": str(device)},
-            planned_steps=total,
-            on_fault=guard.report,
-            overhead=self.overhead_seconds,
-            dropped=lambda: {
-                "publisher_behind": self.recorder.unsampled,
-                "events_per_step": self.publisher.events_left_out,
-            },
-            faults=lambda: guard.count,
-        )
-        self.publisher = Publisher(
-            plan,
-            Judge(config.rules, plan.entries),
-            self.channel.publish,
-            device=device,
-            guard=guard,
-            on_firing=self.console.firing,
-        )
-        self.channel.announce(sorted({entry.kind for entry in plan.entries}))
-        self.publisher.published = self.recorder.published
-        self.publisher.flush_idle = self.recorder.flush_idle
-
-    def overhead_seconds(self) -> dict[str, float]:
-        """Return CPU seconds by who spent them; the serving threads count for themselves."""
-        return {"hooks": self.hooks.cpu_seconds, "publisher": self.publisher.cpu_seconds}
-
-    def _hand_over(self, draft: Draft) -> None:
-        self.publisher.put(draft)
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 class Monitor:
@@ -115,76 +51,45 @@ class Monitor:
         `total_steps` is what the training intends (for progress and ETA), `first_step` the number of its next step.
         """
         self._config = _as_config(config).with_environment(os.environ)
-        if total_steps is not None and total_steps < 1:
-            raise ConfigError(f"total_steps is a number of steps from 1 on, not {total_steps}")
-        self._total_steps = total_steps
-        self._first_step = first_step
+        self._total_steps = None if total_steps is None else _whole("total_steps", total_steps, at_least=1)
+        self._first_step = _whole("first_step", first_step, at_least=0)
         self._guard = Guard()
-        self._session: _Session | None = None
+        self._session: Session | None = None
+        self._phases: list[str] = []
         self._phase_seconds: dict[str, float] = {}
 
     # Attaching and detaching.
 
-    def attach(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
-    ) -> Self:
+    def attach(self, model: torch.nn.Module, optimizer: Optimizers = ()) -> Self:
         """Hook `model` (wrapped by DDP or not) and its optimizer or optimizers, and start serving.
 
-        Call it after wrapping the model and before `torch.compile`. A port that is taken, an address that needs a
-        token, a model that cannot be hooked: said once on the console, and training goes on unmonitored.
+        Call it once the model is wrapped, before or after `torch.compile`. A port that is taken, an address that
+        needs a token, a model that cannot be hooked: said once on the console, and training goes on unmonitored.
         """
         if self._config.enabled and self._session is None:
             self._guard.call("attach()", self._attach, model, optimizer)
         return self
 
-    def _attach(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-    ) -> None:
-        config = self._config
+    def _attach(self, model: torch.nn.Module, optimizer: Optimizers) -> None:
         framework = framework_of(model)
-        optimizers = (optimizer,) if not isinstance(optimizer, Sequence) else tuple(optimizer)
-        world_size = torch.distributed.get_world_size() if _in_process_group() else 1
-        parameters = named_parameters(framework.module, config.tensors)
-        subject = Subject(framework, parameters, tuple(_unwrapped(item) for item in optimizers), world_size)
-        session = _Session(subject, config, self._guard, self._first_step, self._total_steps)
-        address = session.channel.start()
-        try:
-            warming = warm_up() if config.statistics == "auto" else None
-            session.publisher.start()
-            session.hooks.install()
-        except BaseException:
-            session.hooks.remove()
-            session.channel.close()
-            raise
+        optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
+        subject = Subject(
+            framework,
+            named_parameters(framework.module, self._config.tensors),
+            tuple(_unwrapped(item) for item in optimizers),
+            torch.distributed.get_world_size() if _in_process_group() else 1,
+        )
+        session = Session(
+            subject, self._config, self._guard, first_step=self._first_step, total_steps=self._total_steps
+        )
+        address = session.start()
         self._session = session
         lifecycle.watch(self)
-        self._print_banner(session, subject, address, "numba" if warming is not None else backend_name())
-
-    def _print_banner(self, session: _Session, subject: Subject, address: str, backend: str) -> None:
-        if session.identity.rank != 0:
-            return
-        entries = len(session.recorder.plan.entries)
-        lines = banner(
-            run=session.identity.run,
-            world_size=session.identity.world_size,
-            what=", ".join(name.replace("_", " ") for name in self._config.quantities),
-            tensors=len(subject.parameters),
-            elements=element_count(subject.parameters),
-            series=entries * 2,
-            bytes_per_step=entries * BYTES_PER_ENTRY,
-            every=self._config.every,
-            backend=backend,
-            address=address,
-            service=session.channel.service_url,
-        )
-        for line in lines:
-            session.console.line(line)
+        session.print_banner(address)
 
     def detach(self) -> None:
-        """Take every hook away, publish what is left, and stop serving. Training may go on."""
-        self._end(ExitReason.COMPLETED, None, say_exit=False)
+        """Take every hook away, publish what is left, say that this rank is done, and stop serving."""
+        self._end(ExitReason.COMPLETED, None)
 
     def __enter__(self) -> Self:
         return self
@@ -192,12 +97,11 @@ class Monitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        reason, text = lifecycle.exit_reason(error)
-        self._end(reason, text, say_exit=True)
+        self._end(*lifecycle.exit_reason(error))
 
     def end_of_process(self, reason: ExitReason, error: str | None) -> None:
         """Publish the exit record and wait for the service to commit; the interpreter calls this by itself."""
-        self._end(reason, error, say_exit=True)
+        self._end(reason, error)
 
     def abandon_after_fork(self) -> None:
         """Become inert: a forked data-loader worker must neither serve nor answer for its parent."""
@@ -206,25 +110,24 @@ class Monitor:
             session.hooks.active = False
             self._guard.call("fork", session.channel.abandon_after_fork)
 
-    def _end(self, reason: ExitReason, error: str | None, *, say_exit: bool) -> None:
+    def _end(self, reason: ExitReason, error: str | None) -> None:
         session, self._session = self._session, None
         if session is None:
             return
         lifecycle.forget(self)
         self._guard.call("detach()", session.hooks.remove)
-        self._guard.call("end of training", self._say_goodbye, session, reason, error, say_exit)
+        self._guard.call("end of training", self._say_goodbye, session, reason, error)
         self._guard.call("closing", session.channel.close)
+        self._guard.on_first = None
 
-    def _say_goodbye(self, session: _Session, reason: ExitReason, error: str | None, say_exit: bool) -> None:  # noqa: FBT001 - private, called once
+    def _say_goodbye(self, session: Session, reason: ExitReason, error: str | None) -> None:
         deadline = time.monotonic() + self._config.exit_wait_seconds
         last_step = session.recorder.finish()
-        if say_exit:
-            details = json.dumps({"reason": reason, "last_step": last_step, "error": error}, ensure_ascii=False)
-            severity = Severity.INFO if reason is ExitReason.COMPLETED else Severity.CRITICAL
-            message = f"{reason}: {error}" if error else str(reason)
-            session.recorder.event(Event(type=EventType.EXIT, severity=severity, message=message, details=details))
-        # The statistics of the last steps are worth their milliseconds even with exit_wait_seconds = 0.
-        session.publisher.stop(max(1.0, deadline - time.monotonic()))
+        planned = self._total_steps
+        if reason is ExitReason.UNKNOWN and planned is not None and last_step is not None and last_step >= planned:
+            reason = ExitReason.COMPLETED
+        session.recorder.event(_exit_event(reason, error, last_step))
+        session.publisher.stop(max(PUBLISH_SECONDS, deadline - time.monotonic()))
         left = session.channel.drain(max(0.0, deadline - time.monotonic()))
         if left and session.channel.service_url:
             session.console.line(
@@ -239,8 +142,9 @@ class Monitor:
 
         Values are numbers, one-element tensors (read later, without waiting for the device), None (absent), or
         mappings of these: `loss={"lm": …, "aux": …}`, `learning_rate={"0": …}`. NaN and Inf are kept. `tokens` and
-        `samples` are amounts of this step on this rank: their totals and rates are derived. `step` renumbers the
-        current step, and with it the following ones.
+        `samples` are amounts of this step on this rank: their totals are derived, and their rates too unless they
+        are tensors. `step` numbers the current step, or the coming one when said before its forward pass; the steps
+        after it go on from there.
         """
         session = self._session
         if session is not None:
@@ -252,33 +156,41 @@ class Monitor:
         if session is not None:
             self._guard.call("event()", self._event, session, type, message, details)
 
-    def _event(self, session: _Session, kind: str, message: str, details: Mapping[str, Any]) -> None:
+    def _event(self, session: Session, kind: str, message: str, details: Mapping[str, Any]) -> None:
         text = json.dumps(details, default=str, ensure_ascii=False) if details else None
-        session.recorder.event(Event(type=str(kind), message=message, details=text))
+        session.recorder.event(Event(type=str(kind), message=str(message), details=text))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Say what training is doing, so that a long evaluation or checkpoint is not taken for a hang."""
-        session = self._session
-        if session is None:
-            yield
-            return
+        """Say what training is doing, so that a long evaluation or checkpoint is not taken for a hang.
+
+        Phases may be nested; the innermost one is shown.
+        """
         began = time.monotonic()
-        self._guard.call("phase()", session.channel.set_phase, name)
+        self._phases.append(name)
+        self._guard.call("phase()", self._show_phase)
         try:
             yield
         finally:
-            self._guard.call("phase()", self._phase_ended, session, name, time.monotonic() - began)
+            self._phases.pop()
+            self._guard.call("phase()", self._phase_ended, name, time.monotonic() - began)
 
-    def _phase_ended(self, session: _Session, name: str, seconds: float) -> None:
+    def _show_phase(self) -> None:
+        if self._session is not None:
+            self._session.channel.set_phase(self._phases[-1] if self._phases else None)
+
+    def _phase_ended(self, name: str, seconds: float) -> None:
+        self._show_phase()
         self._phase_seconds[name] = self._phase_seconds.get(name, 0.0) + seconds
-        session.channel.set_phase(None)
-        session.recorder.log({"phase_seconds": {name: self._phase_seconds[name]}})
+        if self._session is not None:
+            self._session.recorder.log({"phase_seconds": {name: self._phase_seconds[name]}})
+            self._event(self._session, EventType.PHASE, name, {"phase": name, "seconds": seconds})
 
     def end_step(self, *, skipped: bool | None = None) -> None:
         """End the current step explicitly, for loops whose end cannot be seen from outside.
 
-        Needed only where gradients are zeroed in place (`set_to_none=False`) and the optimizer is skipped.
+        Needed where gradients are zeroed in place (`set_to_none=False`) and the optimizer is skipped, and at every
+        step with `steps="explicit"`.
         """
         session = self._session
         if session is not None:
@@ -307,6 +219,17 @@ class Monitor:
         return self._guard.count
 
 
+def _exit_event(reason: ExitReason, error: str | None, last_step: int | None) -> Event:
+    details = json.dumps({"reason": reason, "last_step": last_step, "error": error}, ensure_ascii=False)
+    calm = reason in (ExitReason.COMPLETED, ExitReason.UNKNOWN)
+    return Event(
+        type=EventType.EXIT,
+        severity=Severity.INFO if calm else Severity.CRITICAL,
+        message=f"{reason}: {error}" if error else str(reason),
+        details=details,
+    )
+
+
 def _as_config(config: MonitorConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> MonitorConfig:
     if config is None:
         return MonitorConfig()
@@ -317,12 +240,10 @@ def _as_config(config: MonitorConfig | Mapping[str, Any] | str | os.PathLike[str
     return MonitorConfig.from_file(os.fspath(config))
 
 
-def _public_settings(config: MonitorConfig) -> dict[str, Any]:
-    """Return the configuration as /config and the store show it: without secrets."""
-    settings = asdict(config)
-    settings["serve"]["token"] = "***" if config.serve.token else None
-    settings["rules"] = [{"rule_name": type(rule).__name__, "args": asdict(rule)} for rule in config.rules]
-    return {**settings, "argv": sys.argv}
+def _whole(name: str, value: Any, *, at_least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ConfigError(f"{name} is a number of steps from {at_least} on, not {value!r}")
+    return value
 
 
 def _in_process_group() -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Final
 
@@ -21,6 +21,13 @@ class NamedParameter:
     name: str
     parameter: nn.Parameter
     aliases: tuple[str, ...] = ()
+    holder: Mapping[str, nn.Parameter | None] = field(default_factory=dict, repr=False)
+    """The `_parameters` of the module that owns it, where it stands under `key`."""
+    key: str = ""
+
+    def is_in_place(self) -> bool:
+        """Return whether the module still uses this very tensor."""
+        return not self.holder or self.holder.get(self.key) is self.parameter
 
     @property
     def module(self) -> str:
@@ -39,13 +46,16 @@ def named_parameters(module: nn.Module, patterns: Sequence[str] = ("*",)) -> tup
     A tensor that several modules share appears once, under its first name, with the others as aliases.
     """
     names: dict[int, list[str]] = {}
-    parameters: dict[int, nn.Parameter] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(plain_name(name))
-        parameters[id(parameter)] = parameter
+    found: dict[int, tuple[nn.Parameter, Mapping[str, nn.Parameter | None], str]] = {}
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        # A parametrized weight is computed, not held: what is trained are the tensors behind it, found as modules.
+        for key, parameter in owner._parameters.items():  # noqa: SLF001 - the dictionary itself, to see it change
+            if parameter is not None:
+                names.setdefault(id(parameter), []).append(plain_name(f"{prefix}.{key}" if prefix else key))
+                found.setdefault(id(parameter), (parameter, owner._parameters, key))  # noqa: SLF001 - see above
     return tuple(
-        NamedParameter(own[0], parameters[key], tuple(own[1:]))
-        for key, own in names.items()
+        NamedParameter(own[0], found[number][0], tuple(own[1:]), found[number][1], found[number][2])
+        for number, own in names.items()
         if any(fnmatchcase(name, pattern) for name in own for pattern in patterns)
     )
 

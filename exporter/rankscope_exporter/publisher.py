@@ -14,16 +14,19 @@ import torch
 
 from rankscope_contract.events import Event, EventType
 from rankscope_contract.records import Plan, PlanEntry
+from rankscope_exporter.drafts import Draft, skipped_event
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.judge import Firing, Judge, Judgement
-from rankscope_exporter.logged import Pending
 from rankscope_exporter.record import NamedPlan, Scalar, Statistics, StepRecord
-from rankscope_exporter.recorder import Draft
 from rankscope_exporter.resources import memory_scalars
+from rankscope_exporter.serving.live import NO_KIND
 from rankscope_exporter.statistics import Finished, finish
 
 IDLE_FLUSH_SECONDS = 2.0
 """A finished step does not wait longer than this for the next one to begin: a checkpoint may take minutes."""
+
+MAX_QUEUE = 10_000
+"""Drafts that may wait; more are dropped and counted, since training must not fill the memory."""
 
 CUMULATIVE = {"tokens": "tokens_total", "samples": "samples_total"}
 
@@ -55,6 +58,7 @@ class Publisher:
         self.cpu_seconds = 0.0
         """CPU time of the thread so far."""
         self.events_left_out = 0
+        self.dropped = 0  # drafts that found the queue full
 
     def start(self) -> None:
         """Start the thread."""
@@ -62,7 +66,10 @@ class Publisher:
 
     def put(self, draft: Draft) -> None:
         """Take over a draft; never blocks."""
-        self._queue.put(draft)
+        if self._queue.qsize() >= MAX_QUEUE:
+            self.dropped += 1
+        else:
+            self._queue.put(draft)
 
     def stop(self, timeout_seconds: float) -> bool:
         """Publish what is queued, end the thread, and return whether that was done in time."""
@@ -83,24 +90,29 @@ class Publisher:
             self.cpu_seconds = time.thread_time()
 
     def _publish(self, draft: Draft) -> None:
-        scalars = [pending.scalar() for pending in draft.pending]
-        events = list(draft.events)
         statistics, judgement = self._statistics(draft)
+        read = (self._guard.call("a logged number", pending.scalar) for pending in draft.pending)
+        scalars = [scalar for scalar in read if scalar is not None]
+        events = list(draft.events)
+        if any(pending.scalar().value for pending in draft.found_inf):
+            events.append(skipped_event())
         if judgement is not None:
             events += [self._anomaly(firing, draft.call_order) for firing in judgement.firings]
             self.events_left_out += judgement.left_out
-        events += self._judged_scalars(scalars)
+        firing = set(judgement.firing) if judgement is not None else set()
+        for event in self._judged_scalars(scalars):
+            events.append(event)
+            firing.add((str(event.rule), NO_KIND))
         if draft.step is not None and draft.copy is not None:
             scalars += memory_scalars(self._device)
-        scalars += self._running_totals(draft.pending)
+        scalars += self._running_totals(scalars)
         record = StepRecord(
             ts=draft.ts,
             step=draft.step,
             statistics=statistics,
             scalars=tuple(scalars),
             events=tuple(events),
-            modules=tuple(draft.modules),
-            firing=frozenset(judgement.firing) if judgement is not None else frozenset(),
+            firing=frozenset(firing),
         )
         self._publish_record(record)
         anomalies = [event for event in events if event.type == EventType.ANOMALY]
@@ -110,14 +122,15 @@ class Publisher:
     def _statistics(self, draft: Draft) -> tuple[Statistics | None, Judgement | None]:
         if draft.copy is None:
             return None, None
-        finished = finish(draft.copy)
-        self.published()
-        judgement = self._judge.observe(finished)
+        try:
+            finished = finish(draft.copy)
+        finally:
+            self.published()
+        judgement = self._judge.observe(finished, draft.call_order)
         values, counts = arrow_statistics(finished, judgement.baselines)
         return Statistics(self._plan, values, counts), judgement
 
     def _anomaly(self, firing: Firing, call_order: Sequence[int]) -> Event:
-        assert firing.entry is not None
         entry = self._plan.plan.entries[firing.entry]
         # Every quantity lists the parameters in one order, so the remainder is the parameter's own place.
         order = call_order[firing.entry % len(call_order)] if call_order else -1
@@ -150,12 +163,14 @@ class Publisher:
                     message=f"{rule.name}: {scalar.name} is {scalar.value:g}",
                 )
 
-    def _running_totals(self, pending: Iterable[Pending]) -> Iterable[Scalar]:
-        for item in pending:
-            total = CUMULATIVE.get(item.name)
-            if total is not None:
-                self._totals[total] = self._totals.get(total, 0.0) + float(item.value)
-                yield Scalar(total, self._totals[total], item.name)
+    def _running_totals(self, scalars: Sequence[Scalar]) -> list[Scalar]:
+        return [total for scalar in scalars for total in self._total(scalar)]
+
+    def _total(self, item: Scalar) -> Iterable[Scalar]:
+        total = CUMULATIVE.get(item.name)
+        if total is not None and math.isfinite(item.value):  # one NaN must not spoil the sum for good
+            self._totals[total] = self._totals.get(total, 0.0) + item.value
+            yield Scalar(total, self._totals[total], item.name)
 
 
 def _sentence(firing: Firing, entry: PlanEntry) -> str:

@@ -35,9 +35,16 @@ Cleared = Callable[[], bool]
 
 
 class StepTracker:
-    """Counts optimizer attempts, skipped ones included, from `first_step` on."""
+    """Counts optimizer attempts, skipped ones included, from `first_step` on.
 
-    def __init__(self, first_step: int = 1) -> None:
+    Without `has_optimizer` there is no update to miss, so no step counts as skipped. With `explicit`, only `end` ends
+    a step: for loops that do more than one thing with a model, as adversarial training does.
+    """
+
+    def __init__(self, first_step: int = 1, *, has_optimizer: bool = True, explicit: bool = False) -> None:
+        self._has_optimizer = has_optimizer
+        self._explicit = explicit
+        self._updating = False
         self.stage = Stage.IDLE
         self.step = first_step
         """Number of the step under way; in IDLE of the one to come."""
@@ -58,27 +65,36 @@ class StepTracker:
     def update_begins(self, *, repeated: bool) -> Ended | None:
         """An optimizer is about to step; `repeated` when the same one has stepped in this step already.
 
-        A closure-driven optimizer computes its gradients inside: then this is the first sign of a new step.
+        A closure-driven optimizer computes its gradients inside, as often as it likes: this is the first sign of a
+        new step, and what happens until `updated` belongs to it.
         """
-        ended = self.end() if self.stage is Stage.UPDATED and repeated else None
+        over = self.stage is Stage.UPDATED and repeated and not self._explicit
+        ended = self.end() if over else None
         if self.stage is Stage.IDLE:
             self.stage = Stage.OPEN
+        self._updating = True
         return ended
 
     def updated(self) -> None:
         """The optimizer has stepped."""
         self.stage = Stage.UPDATED
+        self._updating = False
 
     def end(self, *, skipped: bool | None = None) -> Ended | None:
         """End the current step, if one is under way; without `skipped`, gradients without an update mean so."""
         if self.stage is Stage.IDLE:
             return None
-        ended = Ended(self.step, self.stage is Stage.GRADIENTS if skipped is None else skipped)
+        if skipped is None:
+            skipped = self.stage is Stage.GRADIENTS and self._has_optimizer
+        ended = Ended(self.step, skipped)
         self.step += 1
         self.stage = Stage.IDLE
+        self._updating = False
         return ended
 
     def _end_if_over(self, cleared: Cleared) -> Ended | None:
+        if self._explicit or self._updating:
+            return None
         if self.stage is Stage.UPDATED or (self.stage is Stage.GRADIENTS and cleared()):
             return self.end()
         return None

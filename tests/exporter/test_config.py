@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +50,16 @@ def test_a_toml_file_gives_the_same_as_python(tmp_path: Path) -> None:
         ({"rules": [{"rule_name": "AnomalyTurbulence", "args": {"threshold": -1}}]}, ["threshold", "above 0"]),
         ({"zero_below": float("nan")}, ["zero_below"]),
         ({"statistics": "fast"}, ["statistics", "'auto' or 'torch'"]),
+        ({"steps": "some"}, ["steps", "'auto' or 'explicit'"]),
+        ({"enabled": "no"}, ["enabled is true or false"]),
+        ({"exit_wait_seconds": "5"}, ["exit_wait_seconds is a number"]),
+        ({"quantities": None}, ["quantities is a list"]),
+        ({"tensors": [1]}, ["tensors is a list of names"]),
+        ({"run": 5}, ["run is a name"]),
+        ({"rules": [5]}, ["rules holds tables"]),
+        ({"serve": 5}, ["serve is a table"]),
+        ({"serve": {"ring_records": "512"}}, ["ring_records is a whole number"]),
+        ({"serve": {"listen": 5}}, ["listen is text"]),
     ],
 )
 def test_a_wrong_setting_is_named_with_what_would_be_right(settings: dict[str, object], words: list[str]) -> None:
@@ -56,6 +67,14 @@ def test_a_wrong_setting_is_named_with_what_would_be_right(settings: dict[str, o
         MonitorConfig.from_mapping(settings)
 
     assert [] == [word for word in words if word not in str(error.value)]
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"total_steps": "9"}, {"total_steps": 1.5}, {"total_steps": 0}, {"first_step": "x"}]
+)
+def test_numbers_of_steps_are_whole(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="number of steps"):
+        Monitor(**arguments)
 
 
 def test_two_rules_of_one_name_are_refused() -> None:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope_contract.evaluate import evaluate, next_baseline
+from rankscope_contract.evaluate import evaluate, next_baseline, to_float32
 from rankscope_contract.kinds import COUNT_OPS, JUDGED_OPS, VALUE_OPS
 from rankscope_contract.records import PlanEntry
 from rankscope_contract.rules import rule_from_config
@@ -132,7 +132,7 @@ def test_shown_baselines_are_what_the_plain_evaluator_compares_with(story):
                     assert math.isnan(shown[row, entry])
                     continue
                 before = own[op, entry]
-                own[op, entry] = after = next_baseline(before, values[VALUE_OPS.index(op)])
+                own[op, entry] = after = next_baseline(before, to_float32(values[VALUE_OPS.index(op)]))
 
                 assert bits(after if math.isnan(before) else before) == bits(float(shown[row, entry]))
 

@@ -321,9 +321,14 @@ def test_a_quantity_that_raises_costs_its_rows_not_the_training(
             train_step(*plain, step)
         monitor.end_step()
         rows = eventually(lambda: (found := read.rows()) and found[-1].step == 3 and found)
+        events = read.events()
 
     assert 3 == monitor.faults
-    assert "grad_reduced" in {row.kind for row in rows}
+    assert {"grad_reduced", "exp_avg", "param_before"} <= {row.kind for row in rows if row.step == 3}
+    assert [] == [event for event in events if event["type"] == "step_skipped"]
+    assert ["parameters (after_update) failed, training goes on: RuntimeError('broken quantity')"] == [
+        event["message"] for event in events if event["type"] == "fault"
+    ]
     assert all(torch.equal(a, b) for a, b in zip(with_fault[0].parameters(), plain[0].parameters(), strict=True))
 
 

@@ -145,3 +145,68 @@ def test_import_and_construction_open_no_socket_and_no_thread() -> None:
     """)
 
     assert [["MainThread"], 0, False] == json.loads(done.stdout), done.stderr
+
+
+FORGETFUL = """
+    net, optimizer, monitor = setup(exit_wait_seconds=1.0)
+    published = []
+    channel = monitor._session.channel
+    publish = channel.publish
+    monitor._session.publisher._publish_record = lambda record: published.append(record) or publish(record)
+    step(net, optimizer)
+    def tell():
+        import json
+        exits = [json.loads(e.details) for r in published for e in r.events if e.type == "exit"]
+        print(json.dumps(exits))
+    ended = type(monitor).end_of_process
+    def end_and_tell(self, *arguments):
+        ended(self, *arguments)
+        tell()
+    type(monitor).end_of_process = end_and_tell
+    del monitor
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "reason"),
+    [
+        pytest.param("", "unknown", id="falls off its end"),
+        pytest.param("sys.exit(1)", "unknown", id="exit code that nobody can see"),
+        pytest.param("raise ValueError('broken')", "exception", id="uncaught exception"),
+    ],
+)
+def test_a_monitor_that_nobody_holds_still_says_how_the_process_ended(ending: str, reason: str) -> None:
+    done = run(textwrap.dedent(FORGETFUL) + "\nimport gc\ngc.collect()\n" + ending)
+    ((exit_record,),) = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+
+    assert reason == exit_record["reason"], done.stderr
+    assert 1 == exit_record["last_step"]
+
+
+def test_an_error_of_an_earlier_cell_is_not_this_process_s_end() -> None:
+    done = run("sys.last_value = NameError('of a notebook cell')\n" + textwrap.dedent(FORGETFUL))
+
+    assert '"reason": "unknown"' in done.stdout, done.stderr
+
+
+def test_all_planned_steps_made_is_completed_even_without_a_context() -> None:
+    done = run(
+        textwrap.dedent(FORGETFUL).replace("step(net, optimizer)", "monitor._total_steps = 1\nstep(net, optimizer)", 1)
+    )
+
+    assert '"reason": "completed"' in done.stdout, done.stderr
+
+
+def test_hooks_of_a_forked_child_are_inert() -> None:
+    done = run("""
+        net, optimizer, monitor = setup()
+        hooks = monitor._session.hooks
+        child = os.fork()
+        if child == 0:
+            step(net, optimizer)
+            os._exit(0 if not hooks.active and hooks.cpu_seconds == 0 else 1)
+        print(os.waitpid(child, 0)[1])
+        monitor.detach()
+    """)
+
+    assert "0\n" == done.stdout, done.stderr

@@ -86,6 +86,36 @@ def test_an_explicit_end_says_whether_the_step_was_skipped() -> None:
     assert tracker.end() is None
 
 
+def test_without_an_optimizer_no_step_counts_as_skipped() -> None:
+    tracker = StepTracker(has_optimizer=False)
+    tracker.backward_begins(never)
+
+    assert Ended(1, skipped=False) == tracker.forward_begins(gone)
+
+
+def test_whatever_a_closure_optimizer_does_inside_is_one_step() -> None:
+    tracker = StepTracker()
+    ended = []
+    for _ in range(2):
+        ended.append(tracker.update_begins(repeated=bool(ended)))
+        for _ in range(4):
+            ended += [tracker.forward_begins(gone), tracker.backward_begins(gone)]
+        tracker.updated()
+
+    assert [Ended(1, skipped=False)] == [item for item in ended if item is not None]
+
+
+def test_explicit_steps_end_only_when_told() -> None:
+    tracker = StepTracker(explicit=True)
+    for _ in range(3):
+        tracker.forward_begins(gone)
+        tracker.backward_begins(gone)
+        tracker.update_begins(repeated=True)
+        tracker.updated()
+
+    assert Ended(1, skipped=False) == tracker.end()
+
+
 @given(st.lists(st.booleans(), min_size=1, max_size=50), st.integers(1, 3))
 def test_every_attempt_is_one_step_whether_it_was_skipped_or_not(skips: list[bool], micro_batches: int) -> None:
     """Any pattern of skipped and made steps, with accumulation: numbers run on and each is told right."""

@@ -24,6 +24,9 @@ class DistributedData(Framework):
         super().__init__(model)
         assert isinstance(model, DistributedDataParallel)
         self._ddp = model
+        # With a static graph, DDP learns the graph in the first backward pass and reduces after it, at a moment that
+        # cannot be told from outside.
+        self._still_learning = bool(model.static_graph)
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
@@ -43,9 +46,12 @@ class DistributedData(Framework):
 
     @property
     def local_until_backward_ends(self) -> bool:
-        """Return whether gradients are separate from the buckets."""
-        return not self._ddp.gradient_as_bucket_view
+        """Return whether gradients are separate from the buckets, and reduced by a callback that comes after ours."""
+        return not (self._ddp.gradient_as_bucket_view or self._ddp.static_graph)
 
     def reduces_in_backward(self) -> bool:
         """Return False inside `no_sync()`, where gradients only accumulate."""
+        if self._still_learning:
+            self._still_learning = False
+            return False
         return bool(self._ddp.require_backward_grad_sync)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -21,6 +21,14 @@ class Subject:
     parameters: tuple[NamedParameter, ...]
     optimizers: tuple[torch.optim.Optimizer, ...]
     world_size: int = 1
+    retired: set[int] = field(default_factory=set)
+    """Positions of parameters that the model has replaced since: the old tensor would repeat its last gradient."""
+
+    def tensors(self) -> list[torch.nn.Parameter | None]:
+        """Return the parameters by position, None where one is retired."""
+        if not self.retired:
+            return [named.parameter for named in self.parameters]
+        return [None if i in self.retired else named.parameter for i, named in enumerate(self.parameters)]
 
 
 class Table:
@@ -34,12 +42,13 @@ class Table:
         """Set entries `target` equal to entries `source`, which were measured before."""
         raise NotImplementedError
 
+    def forget(self, rows: range) -> None:
+        """Make entries absent that were measured before."""
+        raise NotImplementedError
+
 
 class Quantity:
-    """Reads tensors at fixed moments of a sampled step. All calls come from the training thread, gradients off.
-
-    A moment that a quantity does not care about costs nothing: `moments` says which methods are called.
-    """
+    """Reads tensors at fixed moments of a sampled step. All calls come from the training thread, gradients off."""
 
     name: ClassVar[str]
 
@@ -49,6 +58,9 @@ class Quantity:
     def entries(self) -> list[PlanEntry]:
         """Return the entries this quantity fills, in the order of its rows."""
         raise NotImplementedError
+
+    def step_begins(self, table: Table) -> None:
+        """A sampled step begins; the table is empty."""
 
     def gradient_ready(self, index: int, table: Table) -> None:
         """Parameter `index` has just accumulated its gradient, inside the backward pass."""

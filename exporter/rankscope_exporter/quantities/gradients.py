@@ -23,10 +23,10 @@ class Gradients(Quantity):
         super().__init__(subject)
         count = len(subject.parameters)
         self._unreduced, self._reduced = range(count), range(count, 2 * count)
-        self._parameters = [named.parameter for named in subject.parameters]
         self._batched = subject.framework.local_until_backward_ends
         # A loop that reduces by itself between backward and step is seen at the step only.
         self._reduced_by_loop = subject.world_size > 1 and not subject.framework.replicated
+        self._mixed = False
 
     def entries(self) -> list[PlanEntry]:
         """Return all `grad_unreduced`, then all `grad_reduced`."""
@@ -36,19 +36,27 @@ class Gradients(Quantity):
             *self.parameter_entries(Kind.GRAD_REDUCED, self.placement),
         ]
 
+    def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
+        """Nothing of this step has been reduced yet."""
+        self._mixed = False
+
     def gradient_ready(self, index: int, table: Table) -> None:
         """Read one gradient before its bucket is reduced in place."""
-        if not self._batched:
-            table.measure([self._parameters[index].grad], self._unreduced[index : index + 1])
+        if not self._batched and not self._mixed:
+            table.measure([self._gradients()[index]], self._unreduced[index : index + 1])
 
     def backward_ends(self, table: Table) -> None:
         """Read all local gradients in one pass."""
-        if self._batched:
+        if self._mixed:
+            # Accumulation without no_sync(): the sum of reduced micro-batches and a local one is neither kind.
+            table.forget(self._unreduced)
+        elif self._batched:
             table.measure(self._gradients(), self._unreduced)
 
     def backward_ended(self, table: Table) -> None:
         """Read the reduced gradients; without a reduction they are the local ones."""
         if self.subject.framework.reduces_in_backward():
+            self._mixed = True
             table.measure(self._gradients(), self._reduced)
         elif self.subject.world_size == 1:
             table.copy(self._unreduced, self._reduced)
@@ -59,4 +67,4 @@ class Gradients(Quantity):
             table.measure(self._gradients(), self._reduced)
 
     def _gradients(self) -> list[torch.Tensor | None]:
-        return [parameter.grad for parameter in self._parameters]
+        return [None if parameter is None else parameter.grad for parameter in self.subject.tensors()]

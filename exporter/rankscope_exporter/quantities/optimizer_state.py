@@ -23,7 +23,6 @@ class OptimizerState(Quantity):
     def __init__(self, subject: Subject) -> None:
         super().__init__(subject)
         self._kept = _kept_state(subject.optimizers)
-        self._parameters = [named.parameter for named in subject.parameters]
 
     def entries(self) -> list[PlanEntry]:
         """Return the entries of each kept kind in turn."""
@@ -31,14 +30,17 @@ class OptimizerState(Quantity):
 
     def after_update(self, table: Table) -> None:
         """Read the state the step left."""
-        count = len(self._parameters)
+        parameters = self.subject.tensors()
+        count = len(parameters)
         for position, (key, _) in enumerate(self._kept):
             table.measure(
-                [self._state_of(parameter, key) for parameter in self._parameters],
+                [self._state_of(parameter, key) for parameter in parameters],
                 range(position * count, (position + 1) * count),
             )
 
-    def _state_of(self, parameter: torch.nn.Parameter, key: str) -> torch.Tensor | None:
+    def _state_of(self, parameter: torch.nn.Parameter | None, key: str) -> torch.Tensor | None:
+        if parameter is None:
+            return None
         for optimizer in self.subject.optimizers:
             state = optimizer.state.get(parameter)
             if state is not None:

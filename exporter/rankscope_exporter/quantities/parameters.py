@@ -21,7 +21,6 @@ class Parameters(Quantity):
         super().__init__(subject)
         count = len(subject.parameters)
         self._before, self._after = range(count), range(count, 2 * count)
-        self._tensors = [named.parameter for named in subject.parameters]
 
     def entries(self) -> list[PlanEntry]:
         """Return all `param_before`, then all `param_after`."""
@@ -32,8 +31,8 @@ class Parameters(Quantity):
 
     def before_update(self, table: Table) -> None:
         """Read the parameters that the update starts from."""
-        table.measure(self._tensors, self._before)
+        table.measure(self.subject.tensors(), self._before)
 
     def after_update(self, table: Table) -> None:
         """Read the parameters that the update produced."""
-        table.measure(self._tensors, self._after)
+        table.measure(self.subject.tensors(), self._after)

@@ -95,6 +95,7 @@ class ServeConfig:
     discovery_dir: str | None = None  # Prometheus file_sd folder, used when there is no service
 
     def __post_init__(self) -> None:
+        self._check_types()
         self._check_addresses()
         if self.token is not None and (not self.token.isascii() or not self.token.isprintable() or " " in self.token):
             raise ServeError("token: use printable ASCII without spaces, it travels in an HTTP header")
@@ -107,6 +108,18 @@ class ServeConfig:
                 raise ServeError(f"{name} is {getattr(self, name)}: it must be at least 1")
         if self.page_ops not in ("judged", "all"):
             raise ServeError(f"page_ops is {self.page_ops!r}: use 'judged' or 'all'")
+
+    def _check_types(self) -> None:
+        for name in ("listen", "advertise", "token", "ingest_url", "discovery_dir"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and (value is not None or name == "listen"):
+                raise ServeError(f"{name} is text, not {value!r}")
+        for name in ("ring_records", "ring_bytes", "series_budget"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ServeError(f"{name} is a whole number, not {value!r}")
+        if not isinstance(self.insecure, bool):
+            raise ServeError(f"insecure is true or false, not {self.insecure!r}")
 
     def _check_addresses(self) -> None:
         if not (self.address.is_loopback or self.token or self.insecure):

@@ -30,9 +30,11 @@ def kernel() -> Callable[..., None] | None:
     return _kernel
 
 
-def backend_name() -> str:
-    """Return what measures tensors on the CPU now: "numba" or "torch"."""
-    return "torch" if _kernel is None else "numba"
+def backend_name(*, coming: bool = False) -> str:
+    """Return what measures tensors on the CPU now, "numba" or "torch"; with `coming`, what will after the warm-up."""
+    if _kernel is not None or (coming and importlib.util.find_spec("numba") is not None):
+        return "numba"
+    return "torch"
 
 
 def warm_up() -> threading.Thread | None:

@@ -47,6 +47,10 @@ class StatisticsTable:
         # Only `numel` is reset: what else an absent entry holds is never read.
         self.buffer[NUMEL_ROW].fill_(ABSENT)
 
+    def forget(self, rows: range) -> None:
+        """Make the entries `rows` absent."""
+        self.buffer[NUMEL_ROW, rows.start : rows.stop].fill_(ABSENT)
+
     @property
     def sums(self) -> torch.Tensor:
         """Return the float64 rows, in the order of SUMS."""

@@ -1,0 +1,155 @@
+"""Everything that exists between attach and detach: one subject, and the parts that record, judge and serve it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from rankscope_contract.events import Event, EventType, Severity
+from rankscope_contract.kinds import COUNT_OPS
+from rankscope_contract.records import WIRE_VALUE_OPS
+from rankscope_exporter.config import MonitorConfig
+from rankscope_exporter.console import Console, banner
+from rankscope_exporter.drafts import Draft
+from rankscope_exporter.guard import Guard
+from rankscope_exporter.hooks import Hooks
+from rankscope_exporter.identity import resolve_identity
+from rankscope_exporter.judge import Judge
+from rankscope_exporter.naming import element_count
+from rankscope_exporter.publisher import Publisher
+from rankscope_exporter.quantities import select_quantities
+from rankscope_exporter.quantities.base import Subject
+from rankscope_exporter.recorder import Recorder
+from rankscope_exporter.redaction import redacted_arguments
+from rankscope_exporter.serving.channel import Channel
+from rankscope_exporter.statistics import backend_name, warm_up
+from rankscope_exporter.steps import StepTracker
+from rankscope_exporter.windows import Measurement
+
+BYTES_PER_ENTRY = 4 * len(WIRE_VALUE_OPS) + 8 * len(COUNT_OPS)
+"""What one tensor costs in a record before compression."""
+
+WARM_UP_AT_STEP = 3
+"""The compiled kernel is made once training really runs: a script that only looks at its model need not wait for it."""
+
+
+class Session:
+    """Builds the parts and connects them; starting, stopping and guarding them is the Monitor's."""
+
+    def __init__(
+        self, subject: Subject, config: MonitorConfig, guard: Guard, *, first_step: int, total_steps: int | None
+    ) -> None:
+        self.subject = subject
+        self.config = config
+        self.identity = resolve_identity(os.environ, config.run)
+        device = subject.parameters[0].parameter.device if subject.parameters else torch.device("cpu")
+        self.console = Console(self.identity.rank, enabled=config.console)
+        explicit = config.steps == "explicit"
+        self.recorder = Recorder(
+            subject,
+            select_quantities(config.quantities),
+            self._hand_over,
+            device=device,
+            guard=guard,
+            tracker=StepTracker(first_step, has_optimizer=bool(subject.optimizers), explicit=explicit),
+            every=config.every,
+            measurement=Measurement(config.zero_below, compiled=config.statistics == "auto"),
+        )
+        plan = self.recorder.plan
+        self.hooks = Hooks(subject, self.recorder, guard)
+        self.channel = Channel(
+            self.identity,
+            config.serve,
+            rules=config.rules,
+            settings={**public_settings(config), "device": str(device)},
+            planned_steps=total_steps,
+            on_fault=guard.report,
+            overhead=self.overhead_seconds,
+            dropped=self._dropped,
+            faults=lambda: guard.count,
+        )
+        self.publisher = Publisher(
+            plan,
+            Judge(config.rules, plan.entries),
+            self.channel.publish,
+            device=device,
+            guard=guard,
+            on_firing=self.console.firing,
+        )
+        self.channel.announce(sorted({entry.kind for entry in plan.entries}))
+        self.publisher.published = self.recorder.published
+        self.publisher.flush_idle = self.recorder.flush_idle
+        self.recorder.on_open = self._step_opens
+        guard.on_first = self._tell_fault
+
+    def start(self) -> str:
+        """Listen, publish, hook; return the address. Whatever was started is stopped again when something fails."""
+        undo: list[Callable[[], Any]] = [self.channel.close]
+        try:
+            address = self.channel.start()
+            undo.append(lambda: self.publisher.stop(1.0))
+            self.publisher.start()
+            undo.append(self.hooks.remove)
+            self.hooks.install()
+        except BaseException:
+            for step in reversed(undo):
+                step()
+            raise
+        return address
+
+    def print_banner(self, address: str) -> None:
+        """Tell on rank 0 what is monitored, what it costs, and who reads it."""
+        if self.identity.rank != 0:
+            return
+        entries = len(self.recorder.plan.entries)
+        parameters = self.subject.parameters
+        lines = banner(
+            run=self.identity.run,
+            world_size=self.identity.world_size,
+            what=", ".join(name.replace("_", " ") for name in self.config.quantities),
+            tensors=len(parameters),
+            elements=element_count(parameters),
+            series=entries * 2,
+            bytes_per_step=entries * BYTES_PER_ENTRY,
+            every=self.config.every,
+            backend=backend_name(coming=self.config.statistics == "auto"),
+            address=address,
+            service=self.channel.service_url,
+        )
+        for line in lines:
+            self.console.line(line)
+
+    def overhead_seconds(self) -> dict[str, float]:
+        """Return CPU seconds by who spent them; the serving threads count for themselves."""
+        return {"hooks": self.hooks.cpu_seconds, "publisher": self.publisher.cpu_seconds}
+
+    def _dropped(self) -> dict[str, int]:
+        return {
+            "publisher_behind": self.recorder.unsampled + self.publisher.dropped,
+            "events_per_step": self.publisher.events_left_out,
+        }
+
+    def _hand_over(self, draft: Draft) -> None:
+        self.publisher.put(draft)
+
+    def _step_opens(self, attempt: int) -> None:
+        if attempt == WARM_UP_AT_STEP and self.config.statistics == "auto":
+            warm_up()
+        self.hooks.look_again()
+
+    def _tell_fault(self, where: str, error: BaseException) -> None:
+        text = f"{where} failed, training goes on: {error!r}"
+        self.recorder.event(Event(type=EventType.FAULT, severity=Severity.WARNING, message=text))
+
+
+def public_settings(config: MonitorConfig) -> dict[str, Any]:
+    """Return the configuration as /config and the store show it: without secrets."""
+    settings = asdict(config)
+    settings["serve"]["token"] = "***" if config.serve.token else None
+    settings["rules"] = [{"rule_name": type(rule).__name__, "args": asdict(rule)} for rule in config.rules]
+    return {**settings, "argv": redacted_arguments(sys.argv)}
