@@ -4,6 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 TORCH  := torch==2.13.0
+WORKERS ?= 2# test processes; most tests wait for servers, not for the processor
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test lint bench generate clean
@@ -17,7 +18,7 @@ demo: $(VENV)/.installed-all ## train on two ranks, break it twice, see every st
 	$(BIN)/rankscope demo $(DEMO)
 
 test: $(VENV)/.installed-dev ## run the tests (PYTEST="-k name" for some of them)
-	$(BIN)/python -m pytest $(PYTEST)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST)
 
 lint: $(VENV)/.installed-dev ## formatting, lint rules, types
 	$(BIN)/ruff format --check .
