@@ -23,10 +23,11 @@ from rankscope_ingest.importers.quantities import quantity, whole
 from rankscope_ingest.importers.roles import Role, role_of
 from rankscope_ingest.importers.sampling import sample_lines
 
-_TELLING: Final = {"loss", "eval_loss", "learning_rate", "grad_norm", "accuracy", "eval_accuracy"}
+_TELLING: Final = {"loss", "eval_loss", "learning_rate", "accuracy", "eval_accuracy"}
 _TWO_COLUMNS: Final = ("step", "loss")
 _FEWEST_ROWS: Final = 3
 _BLANKS: Final = re.compile(r"\s+")
+_HEADING_CELL: Final = re.compile(r"[A-Za-z_][\w ./()-]{0,80}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +97,9 @@ def layout_of(line: str) -> Layout | None:
             continue
         if len(cells) == len(_TWO_COLUMNS) and whole(cells[0]) is not None and quantity(cells[1]) is not None:
             return Layout(_TWO_COLUMNS, separator, has_heading=False)
+        is_heading = all(_HEADING_CELL.fullmatch(cell) for cell in cells) and len(set(cells)) == len(cells)
         has_step = any(role_of(cell) is Role.STEP for cell in cells)
-        if has_step and any(canonical(cell).name in _TELLING for cell in cells):
+        if is_heading and has_step and any(canonical(cell).name in _TELLING for cell in cells):
             return Layout(tuple(cells), separator, has_heading=True)
     return None
 
@@ -108,9 +110,10 @@ def row_of(line: str, layout: Layout) -> dict[str, Any] | None:
     if len(cells) != len(layout.names):
         return None
     row = {name: cell for name, cell in zip(layout.names, cells, strict=True) if cell}
-    if not layout.has_heading and (whole(cells[0]) is None or quantity(cells[1]) is None):
-        return None
-    return row or None
+    steps = [cell for name, cell in row.items() if role_of(name) is Role.STEP]
+    others = [cell for name, cell in row.items() if role_of(name) is not Role.STEP]
+    is_row = any(whole(step) is not None for step in steps) and any(quantity(cell) for cell in others)
+    return row if is_row else None
 
 
 def cells_of(line: str, separator: str | None) -> Sequence[str]:

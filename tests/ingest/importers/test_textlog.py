@@ -238,10 +238,10 @@ def test_table_with_a_heading(desk):
 
 
 def test_row_of_another_width_or_without_an_end_is_counted(desk):
-    report = desk.bring(desk.write("losses.txt", "1 2.5\n2 2.4\n3 2.3 9\n4 2.2\n5 2."))
+    report = desk.bring(desk.write("losses.txt", "1 2.5\n2 2.4\n3 2.3 9\n4 2.2\n5 oops\n6 2."))
 
     assert [1, 2, 4] == [step for step, _, _ in scalars(desk)]
-    assert [3, 5] == [fault.line for fault in report.faults]
+    assert [3, 5, 6] == [fault.line for fault in report.faults]
 
 
 @pytest.mark.parametrize(
