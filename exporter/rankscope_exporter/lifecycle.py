@@ -60,9 +60,14 @@ def _at_exit() -> None:
         monitor.end_of_process(reason, text)
 
 
+def encodable(text: str) -> str:
+    """Return `text` with what UTF-8 cannot say written out: file names and tokenizers give such strings to messages."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def exit_reason(error: BaseException | None) -> tuple[ExitReason, str | None]:
     """Return why the process ends, given the exception that ends it, and that exception in words."""
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return ExitReason.COMPLETED, None
-    text = f"{type(error).__name__}: {error}"
+    text = encodable(f"{type(error).__name__}: {error}")
     return (ExitReason.SIGNAL if isinstance(error, KeyboardInterrupt) else ExitReason.EXCEPTION), text

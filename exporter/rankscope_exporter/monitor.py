@@ -157,8 +157,8 @@ class Monitor:
             self._guard.call("event()", self._event, session, type, message, details)
 
     def _event(self, session: Session, kind: str, message: str, details: Mapping[str, Any]) -> None:
-        text = json.dumps(details, default=str, ensure_ascii=False) if details else None
-        session.recorder.event(Event(type=str(kind), message=str(message), details=text))
+        text = lifecycle.encodable(json.dumps(details, default=str, ensure_ascii=False)) if details else None
+        session.recorder.event(Event(type=str(kind), message=lifecycle.encodable(str(message)), details=text))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

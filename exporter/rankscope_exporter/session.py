@@ -20,6 +20,7 @@ from rankscope_exporter.guard import Guard
 from rankscope_exporter.hooks import Hooks
 from rankscope_exporter.identity import resolve_identity
 from rankscope_exporter.judge import Judge
+from rankscope_exporter.lifecycle import encodable
 from rankscope_exporter.naming import element_count
 from rankscope_exporter.publisher import Publisher
 from rankscope_exporter.quantities import select_quantities
@@ -143,7 +144,7 @@ class Session:
         self.hooks.look_again()
 
     def _tell_fault(self, where: str, error: BaseException) -> None:
-        text = f"{where} failed, training goes on: {error!r}"
+        text = encodable(f"{where} failed, training goes on: {error!r}")
         self.recorder.event(Event(type=EventType.FAULT, severity=Severity.WARNING, message=text))
 
 

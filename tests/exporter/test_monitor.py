@@ -421,7 +421,7 @@ def test_an_exception_in_training_leaves_an_exit_record(quiet: MonitorConfig, ca
     def fail() -> None:
         with monitor:
             train_step(net, optimizer, 1)
-            raise ZeroDivisionError("training failed")
+            raise ZeroDivisionError("training failed at \ud800")
 
     with pytest.raises(ZeroDivisionError):
         fail()
@@ -430,7 +430,8 @@ def test_an_exception_in_training_leaves_an_exit_record(quiet: MonitorConfig, ca
     assert 1 == len(exits)
     assert '"reason": "exception"' in str(exits[0].details)
     assert '"last_step": 1' in str(exits[0].details)
-    assert "training failed" in str(exits[0].details)
+    assert "training failed at" in str(exits[0].details)
+    str(exits[0].details).encode()  # raises where the stream could not hold it
 
 
 def test_two_optimizers_step_as_one(quiet: MonitorConfig, reader: MakeReader, eventually: Eventually) -> None:
