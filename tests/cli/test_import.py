@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
+import subprocess
+import sys
+
 import pytest
 
 LINES = '{"step": 1, "loss": 2.5}\nnoise of the launcher\n{"step": 2, "loss": NaN}\n'
@@ -50,3 +56,85 @@ def test_what_cannot_be_imported_is_one_clear_line(rankscope, tmp_path, argument
     assert said in done.stderr
     assert 1 == done.stderr.count("\n")
     assert not (tmp_path / "history").exists()
+
+
+ROWS = "".join(
+    f" [2025-02-28 16:26:{step:02d}] iteration {step}/ 40 | lm loss: 2.5 | grad norm: 1.0 |\n" for step in range(1, 41)
+)
+
+
+def test_explain_says_what_each_log_is_taken_for_and_imports_nothing(rankscope, log, tmp_path):
+    (tmp_path / "train.log").write_text(ROWS)
+    done = rankscope("import", str(log), str(tmp_path / "train.log"), "--explain", "--store", str(tmp_path / "history"))
+    lines = done.stdout.splitlines()
+
+    assert 0 == done.returncode, done.stderr
+    assert f"{log}: jsonl" == lines[0]
+    assert f"{tmp_path}/train.log: megatron" in lines
+    assert "   95%  megatron: 40 of its first lines are rows `iteration N/ M | …`" in lines
+    assert not (tmp_path / "history").exists()
+
+
+def test_folder_brings_every_log_in_it(rankscope, tmp_path):
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text(LINES)
+    (folder / "train.log").write_text(ROWS)
+    (folder / "README").write_text("nothing of interest")
+    done = rankscope("import", str(folder), "--store", str(tmp_path / "history"))
+
+    assert 0 == done.returncode, done.stderr
+    assert [f"{folder}/metrics.jsonl: jsonl, 2 records", f"{folder}/train.log: megatron, 40 records"] == [
+        line.partition(", up to")[0] for line in done.stdout.splitlines()
+    ]
+
+
+def test_repeated_and_rotated_logs_are_told(rankscope, tmp_path):
+    """S0-06: nothing is stored twice, whatever the files are called by now."""
+    log, store = tmp_path / "train.log", str(tmp_path / "history")
+    log.write_text(ROWS)
+    rankscope("import", str(log), "--store", store)
+    log.rename(tmp_path / "train.log.1")
+    log.write_text(ROWS.replace("2.5", "2.0"))
+    done = rankscope("import", str(tmp_path / "train.log.1"), str(log), "--store", store)
+
+    first, second = done.stdout.splitlines()
+    assert first.endswith("; 0 new rows in train")
+    assert second.endswith("; 80 new rows in train")
+
+
+def test_rules_may_come_from_a_file(rankscope, tmp_path):
+    (tmp_path / "train.log").write_text(ROWS)
+    (tmp_path / "rules.json").write_text('[{"rule_name": "AnomalyNan", "args": {"threshold": 2.0}}]')
+    (tmp_path / "bad.json").write_text('[{"rule_name": "AnomalyNann"}]')
+    store = str(tmp_path / "history")
+    done = rankscope("import", str(tmp_path / "train.log"), "--rules", str(tmp_path / "rules.json"), "--store", store)
+    bad = rankscope("import", str(tmp_path / "train.log"), "--rules", str(tmp_path / "bad.json"), "--store", store)
+
+    assert "120 new rows in train (40 anomalies)" in done.stdout
+    assert 2 == bad.returncode
+    assert "Did you mean 'AnomalyNan'?" in bad.stderr
+
+
+def test_bar_is_shown_on_a_terminal_only(rankscope, tmp_path):
+    """The bar goes to standard error, so that a pipe or a file gets the report alone."""
+    (tmp_path / "train.log").write_text(ROWS)
+    command = [sys.executable, "-m", "rankscope", "import", str(tmp_path / "train.log"), "--store", str(tmp_path / "h")]
+    ours, theirs = pty.openpty()
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, stdin=subprocess.DEVNULL)
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # Linux says EIO when the other end is closed
+            while data := os.read(ours, 4096):
+                shown += data
+        report = process.communicate()[0]
+    finally:
+        os.close(ours)
+    piped = rankscope("import", str(tmp_path / "train.log"), "--store", str(tmp_path / "other"))
+
+    assert "train.log" in shown.decode()
+    assert "━" in shown.decode()
+    assert "80 new rows" in report.decode()
+    assert "━" not in report.decode()
+    assert "" == piped.stderr

@@ -12,8 +12,9 @@ import pyarrow as pa
 
 from rankscope_contract.events import EventType, Severity
 from rankscope_ingest.importers.base import FROM_LOG, RECORD_COLUMN, ImportedBlock
-from rankscope_ingest.importers.megatron.columns import NO_NUMBER, NO_TIME, Group, Integers
-from rankscope_ingest.importers.megatron.companions import Companion
+from rankscope_ingest.importers.megatron.columns import Alike, Integers
+from rankscope_ingest.importers.megatron.companions import Companion, timer_meaning
+from rankscope_ingest.importers.megatron.groups import NO_NUMBER, NO_TIME, Group
 from rankscope_ingest.importers.megatron.keys import LOSS, Meaning, main_loss, meaning, meanings
 from rankscope_ingest.importers.megatron.printers import Printers
 from rankscope_ingest.importers.megatron.rows import Row, values
@@ -104,6 +105,12 @@ class Stretch:
         self.single += [(position, scalar) for scalar in row_scalars(row)]
         if main_loss(tuple(key for key, _ in row.parts)) is None:
             self.without_loss.append(np.array([position]))
+
+    def add_timers(self, alike: Alike, positions: Integers) -> None:
+        """Add lines of timers that look alike."""
+        for column in alike.columns:
+            what = timer_meaning(column.key)
+            self.series.append(Series(what, positions, column.numbers * what.factor))
 
     def add_companion(self, companion: Companion, position: int) -> None:
         """Add what a line between the rows says."""

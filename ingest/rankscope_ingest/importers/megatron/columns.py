@@ -8,37 +8,32 @@ same ones at the same places and reads the numbers. Whatever does not fit is han
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_ingest.importers.megatron.rows import (
-    HEAD_PATTERN,
-    LABEL_PATTERN,
-    MAX_PREFIX,
-    TIME_PATTERN,
-    has_head,
-    number,
-    split_part,
-)
+from rankscope_ingest.importers.megatron.rows import MAX_PREFIX, has_head, number, split_part
 
 Numbers = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
-NO_TIME: Final = np.iinfo(np.int64).min
-NO_NUMBER: Final = np.iinfo(np.int64).min
-"""Stands for a step or rank that is not known."""
-
 _TEMPLATES: Final = 8
 _NO_STOP: Final = 1 << 24
 _ENOUGH_LINES: Final = 4
-_HEAD_COLUMN: Final = (
-    rf"^[ \t]*(?P<labels>(?:{LABEL_PATTERN})*?)(?:\[+(?P<time>{TIME_PATTERN})\]+)?[ \t]*"
-    r"iteration[ \t]+(?P<step>\d+)[ \t]*/[ \t]*(?P<planned>\d+)[ \t]*$"
-)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What lines of one sort have in common: `head` matches all of the first piece, and names what is wanted of it."""
+
+    head: str
+    is_closed: bool
+    """Whether a bar stands behind the last part; else one may."""
+    has_pairs: bool
+    """Whether a value may be `current/average`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +46,11 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Rows with the same keys. `labels` holds the distinct prefixes, `label_codes` which of them each row has."""
+class Alike:
+    """Lines with the same keys, and what their heads say."""
 
     lines: Integers
-    steps: Integers
-    planned: Integers
-    times: Integers  # UTC µs, NO_TIME where there is none
-    labels: tuple[str, ...]
-    label_codes: Integers
+    head: pa.StructArray
     keys: tuple[str, ...]
     columns: tuple[Column, ...]
 
@@ -80,13 +71,13 @@ def matching(lines: pa.Array, pattern: str) -> npt.NDArray[np.bool_]:
     return found
 
 
-def read_groups(lines: pa.Array, numbers: Integers) -> tuple[list[Group], Integers]:
-    """Return the rows among `lines`, whose numbers are `numbers`, by group, and the numbers of those not understood."""
+def read_alike(lines: pa.Array, numbers: Integers, shape: Shape) -> tuple[list[Alike], Integers]:
+    """Return lines of one shape, numbered `numbers`, by their keys; and the numbers of those not understood."""
     if len(lines) < _ENOUGH_LINES:
         return [], numbers
     pieces = pc.split_pattern(lines, "|")
     counts = pc.list_value_length(pieces).to_numpy(zero_copy_only=False)
-    groups: list[Group] = []
+    groups: list[Alike] = []
     left: list[Integers] = []
     for count in np.unique(counts):
         chosen = np.flatnonzero(counts == count)
@@ -95,7 +86,7 @@ def read_groups(lines: pa.Array, numbers: Integers) -> tuple[list[Group], Intege
         for _ in range(_TEMPLATES):
             if len(rest) < _ENOUGH_LINES:
                 break
-            group, fits = _read_like_first(table, rest)
+            group, fits = _read_like_first(table, rest, shape)
             if group is not None:
                 groups.append(group)
             if not fits.any():
@@ -127,17 +118,18 @@ class _Pieces:
         return _Pieces(self._pieces.filter(pa.array(~fits)), self.count)
 
 
-def _read_like_first(table: _Pieces, numbers: Integers) -> tuple[Group | None, npt.NDArray[np.bool_]]:
-    """Return the rows with the keys of the first one, and which they are."""
+def _read_like_first(table: _Pieces, numbers: Integers, shape: Shape) -> tuple[Alike | None, npt.NDArray[np.bool_]]:
+    """Return the lines with the keys of the first one, and which they are."""
     nothing = np.zeros(len(numbers), np.bool_)
     first = table.first()
-    keys = _keys(first)
+    keys = _keys(first, shape)
     if keys is None:
         return None, nothing
-    head = pc.extract_regex(table.column(0), pattern=_HEAD_COLUMN)
+    head = pc.extract_regex(table.column(0), pattern=shape.head)
     fits = head.is_valid().to_numpy(zero_copy_only=False)
     fits &= pc.less_equal(pc.binary_length(table.column(0)), MAX_PREFIX).to_numpy(zero_copy_only=False)
-    fits &= _is_blank(table.column(table.count - 1))
+    if len(keys) < table.count - 1:
+        fits &= _is_blank(table.column(table.count - 1))
     columns: list[Column] = []
     for position, key in enumerate(keys, 1):
         piece = table.column(position)
@@ -146,26 +138,31 @@ def _read_like_first(table: _Pieces, numbers: Integers) -> tuple[Group | None, n
         taken, valid = _numbers(piece, len(prefix), key, first[position])
         columns += taken
         fits &= valid
-    times, timely = _times(head.field("time"))
-    fits &= timely
     if not fits.any():
         return None, nothing
-    return _group(numbers, head, times, (keys, columns), fits), fits
+    alike = Alike(
+        lines=numbers[fits],
+        head=head if fits.all() else head.filter(pa.array(fits)),
+        keys=keys,
+        columns=tuple(Column(column.key, column.is_average, column.numbers[fits]) for column in columns),
+    )
+    return alike, fits
 
 
-def _keys(first: list[str]) -> tuple[str, ...] | None:
-    """Return the keys of a row, None where it is one for the careful reader."""
-    parts = [split_part(piece) for piece in first[1:-1]]
+def _keys(first: list[str], shape: Shape) -> tuple[str, ...] | None:
+    """Return the keys of a line, None where it is one for the careful reader."""
+    is_closed = not first[-1].strip()
+    parts = [split_part(piece) for piece in (first[1:-1] if is_closed else first[1:])]
     if not parts or None in parts or has_head("|".join(first[1:])) or not "".join(first).isascii():
         return None
     keys = tuple(part[0] for part in parts if part is not None)
-    numeric = all(_is_plain(part[1]) for part in parts if part is not None)
-    return keys if numeric and len(set(keys)) == len(keys) else None
+    numeric = all(_is_plain(part[1], shape) for part in parts if part is not None)
+    return keys if numeric and len(set(keys)) == len(keys) and is_closed >= shape.is_closed else None
 
 
-def _is_plain(text: str) -> bool:
+def _is_plain(text: str, shape: Shape) -> bool:
     values = text.split("/")
-    return len(values) <= 2 and all(number(value) is not None for value in values)
+    return len(values) <= 1 + shape.has_pairs and all(number(value) is not None for value in values)
 
 
 def _numbers(piece: pa.Array, start: int, key: str, sample: str) -> tuple[list[Column], npt.NDArray[np.bool_]]:
@@ -208,47 +205,3 @@ def _is_blank(piece: pa.Array) -> npt.NDArray[np.bool_]:
     trimmed = pc.ascii_trim_whitespace(piece.view(pa.string()))
     blank: npt.NDArray[np.bool_] = pc.equal(pc.binary_length(trimmed), 0).to_numpy(zero_copy_only=False)
     return blank
-
-
-def _times(text: pa.Array) -> tuple[Integers, npt.NDArray[np.bool_]]:
-    """Return the times as UTC µs, and which rows are fine: those with a time that is one, and those without."""
-    present = pc.greater(pc.binary_length(pc.fill_null(text, b"")), 0)
-    try:
-        moments = pc.cast(pc.if_else(present, text.view(pa.string()), None), pa.timestamp("us"))
-    except pa.ArrowInvalid:
-        absent = pc.invert(present).to_numpy(zero_copy_only=False)
-        return np.full(len(text), NO_TIME, np.int64), absent
-    micros = pc.fill_null(moments.view(pa.int64()), int(NO_TIME))
-    return micros.to_numpy(zero_copy_only=False), np.ones(len(text), np.bool_)
-
-
-def _group(
-    numbers: Integers,
-    head: Any,
-    times: Integers,
-    read: tuple[tuple[str, ...], list[Column]],
-    fits: npt.NDArray[np.bool_],
-) -> Group:
-    keys, columns = read
-    chosen = head.filter(pa.array(fits)) if not fits.all() else head
-    labels = chosen.field("labels").dictionary_encode()
-    return Group(
-        lines=numbers[fits],
-        steps=_integers(chosen.field("step")),
-        planned=_integers(chosen.field("planned")),
-        times=times[fits],
-        labels=tuple(text.decode(errors="replace") for text in labels.dictionary.to_pylist()),
-        label_codes=labels.indices.to_numpy(zero_copy_only=False).astype(np.int64),
-        keys=keys,
-        columns=tuple(Column(column.key, column.is_average, column.numbers[fits]) for column in columns),
-    )
-
-
-def _integers(text: pa.Array) -> Integers:
-    found: Integers = pc.cast(text.view(pa.string()), pa.int64()).to_numpy(zero_copy_only=False)
-    return found
-
-
-def row_lines(lines: pa.Array) -> npt.NDArray[np.bool_]:
-    """Return which lines hold the beginning of a row."""
-    return matching(lines, HEAD_PATTERN)

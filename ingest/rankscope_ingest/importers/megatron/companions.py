@@ -17,6 +17,7 @@ from rankscope_contract.records import canonical_labels
 from rankscope_ingest.importers.aliases import canonical, printable
 from rankscope_ingest.importers.base import ImportedRun
 from rankscope_ingest.importers.megatron.errors import STOPPING, error_class
+from rankscope_ingest.importers.megatron.keys import Meaning
 from rankscope_ingest.importers.megatron.rows import TIME_PATTERN, micros, number, printer, split_part
 
 COMPANION_PATTERN: Final = (
@@ -126,6 +127,10 @@ class Companions:
         self.ending = None
         self._across = None
 
+    def timers_seen(self) -> None:
+        """Note a line of timers: a block of timers of all ranks is over."""
+        self._across = None
+
     def _validation(self, text: str) -> list[Companion] | None:
         found = _VALIDATION.search(text)
         if found is None:
@@ -160,6 +165,7 @@ class Companions:
         found = _TIMERS.search(text)
         if found is None:
             return None
+        self.timers_seen()
         rows = [_timer("timer_seconds", key, value) for key, value in _parts(found["rest"])]
         return [Companion(scalars=tuple(rows))] if rows else []
 
@@ -263,9 +269,15 @@ def _parts(text: str) -> Iterator[tuple[str, float]]:
             yield part[0], value
 
 
-def _timer(name: str, timer: str, milliseconds: float) -> dict[str, Any]:
+def timer_meaning(timer: str, name: str = "timer_seconds") -> Meaning:
+    """Return what the milliseconds of a timer are in the store."""
     labels = canonical_labels({"timer": printable(timer), "source_unit": "ms"})
-    return {"name": name, "value": milliseconds * _MILLISECOND, "unit": "seconds", "labels": labels}
+    return Meaning(name, "seconds", _MILLISECOND, labels)
+
+
+def _timer(name: str, timer: str, milliseconds: float) -> dict[str, Any]:
+    what = timer_meaning(timer, name)
+    return {"name": what.name, "value": milliseconds * what.factor, "unit": what.unit, "labels": what.labels}
 
 
 def _evaluation_name(key: str) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from rankscope_ingest.importers.megatron.columns import NO_NUMBER, Integers
+from rankscope_ingest.importers.megatron.columns import Integers
+from rankscope_ingest.importers.megatron.groups import NO_NUMBER
 from rankscope_ingest.importers.megatron.rows import Printer, printer
 
 

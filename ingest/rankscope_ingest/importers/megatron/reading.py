@@ -17,14 +17,9 @@ from rankscope_ingest.importers.attempts import AttemptCounter
 from rankscope_ingest.importers.base import Faults, ImportedBlock, ImportedRun
 from rankscope_ingest.importers.lines import MAX_LINE_BYTES, shown
 from rankscope_ingest.importers.megatron.assembly import RowColumns, Stretch
-from rankscope_ingest.importers.megatron.columns import (
-    NO_NUMBER,
-    NO_TIME,
-    Group,
-    Integers,
-    read_groups,
-)
+from rankscope_ingest.importers.megatron.columns import Alike, Integers
 from rankscope_ingest.importers.megatron.companions import Companion, Companions
+from rankscope_ingest.importers.megatron.groups import NO_NUMBER, NO_TIME, Group, read_groups, read_timers
 from rankscope_ingest.importers.megatron.joining import joined_row
 from rankscope_ingest.importers.megatron.keys import fold
 from rankscope_ingest.importers.megatron.printers import Printers
@@ -40,9 +35,10 @@ _LAST_KEYS: Final = frozenset({"number_of_nan_iterations", "tflops"})
 
 @dataclass(slots=True)
 class _Found:
-    """Rows and companions of a stretch, with their places."""
+    """Rows and companions of a stretch; those that were read one by one with their places."""
 
     groups: list[Group]
+    timers: list[Alike]
     rows: list[tuple[int, Row]] = field(default_factory=list)
     companions: list[tuple[int, Companion]] = field(default_factory=list)
 
@@ -55,6 +51,20 @@ class _Placed:
     companion: Companion
     step: int
     attempt: int
+
+
+class _Seen:
+    """Follows lines that were read in columns while others are read one by one."""
+
+    def __init__(self, lines: Integers) -> None:
+        self._lines = lines
+        self._passed = 0
+
+    def passed(self, line: int) -> bool:
+        """Return whether there are some before `line` that were not before the line asked for last."""
+        before = int(np.searchsorted(self._lines, line))
+        moved, self._passed = before > self._passed, before
+        return moved
 
 
 class Reading:
@@ -103,32 +113,40 @@ class Reading:
         single = lines.may_go_on()
         if lines.cut >= 0:
             single[lines.cut] = lines.is_row[lines.cut]
+            lines.is_companion[lines.cut] = lines.has_timers[lines.cut] = False
         alike = np.flatnonzero(lines.is_row & ~single)
-        groups, careful = read_groups(lines.rows(alike), alike)
-        careful = np.concatenate([careful, np.flatnonzero(single)])
-        opening = sorted(groups, key=lambda group: -int(group.lines[0]))
-        rows = np.flatnonzero(lines.is_row)
-        found = _Found(groups)
+        groups, careful = read_groups(lines.chosen(alike), alike)
+        alike = np.flatnonzero(lines.has_timers)
+        timers, _ = read_timers(lines.chosen(alike), alike)
+        found = _Found(groups, timers)
+        timed = np.sort(np.concatenate([np.empty(0, np.int64), *(one.lines for one in timers)]))
+        lines.is_companion[timed] = False
+        careful = np.concatenate([careful, np.flatnonzero(single | lines.is_companion)])
+        used = self._read_one_by_one(lines, np.sort(careful), timed, found)
+        self._faults.passed_over += lines.others() - len(timed) - used
+        return found
+
+    def _read_one_by_one(self, lines: Lines, careful: Integers, timed: Integers, found: _Found) -> int:
+        """Read lines in their order; return how many lines behind them were parts of rows."""
+        opening = sorted(found.groups, key=lambda group: -int(group.lines[0]))
+        rows, timers = _Seen(np.flatnonzero(lines.is_row)), _Seen(timed)
         used: set[int] = set()
-        seen = -1
-        for line in np.sort(np.concatenate([careful, np.flatnonzero(lines.is_companion)])).tolist():
+        for line in [*careful.tolist(), len(lines)]:
             while opening and opening[-1].lines[0] < line:
                 self._last_keys.add(fold(opening.pop().keys[-1]))
-            if line in used or (line == lines.cut and not lines.is_row[line]):
+            if line in used:
                 continue
-            if lines.is_row[line]:
+            is_row = line < len(lines) and lines.is_row[line]
+            if is_row:
                 used |= self._read_row(lines, line, found)
                 continue
-            row = int(np.searchsorted(rows, line)) - 1
-            if row > seen:
+            if rows.passed(line):
                 self._companions.row_seen()
-                seen = row
-            self._read_companion(lines, line, found)
-        if len(rows) - 1 > seen:
-            self._companions.row_seen()
-        self._last_keys.update(fold(group.keys[-1]) for group in opening)
-        self._faults.passed_over += lines.others() - len(used)
-        return found
+            if timers.passed(line):
+                self._companions.timers_seen()
+            if line < len(lines):
+                self._read_companion(lines, line, found)
+        return len(used)
 
     def _read_companion(self, lines: Lines, line: int, found: _Found) -> None:
         said, is_ours = self._companions.read(clean(lines.text(line)))
@@ -171,21 +189,24 @@ class Reading:
         order = np.argsort(rows.places, kind="stable")
         attempts = np.empty(len(order), np.int64)
         attempts[order] = self._attempts.attempts(rows.printers[order], rows.steps[order], rows.losses[order])
-        said = self._place(found.companions, rows.places[order], rows.steps[order], attempts[order])
-        if not len(order) and not said:
+        known = rows.places[order], rows.steps[order], attempts[order]
+        timed = np.concatenate([np.empty(0, np.int64), *(one.lines * _PLACES for one in found.timers)])
+        steps, own_attempts = self._before(timed, *known)
+        said = self._place(found.companions, *known)
+        places = np.concatenate([rows.places, timed, [one.place for one in said]]).astype(np.int64)
+        if not len(places):
             return None
-        companions = [one.companion for one in said]
-        places = _with(rows.places, [one.place for one in said])
         positions = np.empty(len(places), np.int64)
         positions[np.argsort(places, kind="stable")] = np.arange(len(places))
+        companions = [one.companion for one in said]
+        ranks = [_or(one.rank, NO_NUMBER) for one in companions]
+        times = [_or(one.ts, NO_TIME) for one in companions]
         stretch = Stretch.of(
             positions,
-            steps=_with(rows.steps, [one.step for one in said]),
-            attempts=_with(attempts, [one.attempt for one in said]),
-            ranks=_with(
-                self._printers.ranks(rows.printers, rows.steps), [_or(one.rank, NO_NUMBER) for one in companions]
-            ),
-            times=_with(rows.times, [_or(one.ts, NO_TIME) for one in companions]),
+            steps=_joined(rows.steps, steps, [one.step for one in said]),
+            attempts=_joined(attempts, own_attempts, [one.attempt for one in said]),
+            ranks=_joined(self._printers.ranks(rows.printers, rows.steps), np.full(len(timed), NO_NUMBER), ranks),
+            times=_joined(rows.times, np.full(len(timed), NO_TIME), times),
         )
         self._fill(stretch, found, positions, companions)
         if len(order):
@@ -202,21 +223,29 @@ class Reading:
         for _, row in found.rows:
             stretch.add_row(row, int(positions[start]))
             start += 1
+        for alike in found.timers:
+            stretch.add_timers(alike, positions[start : start + len(alike.lines)])
+            start += len(alike.lines)
         for companion in companions:
             stretch.add_companion(companion, int(positions[start]))
             start += 1
+
+    def _before(
+        self, wanted: Integers, places: Integers, steps: Integers, attempts: Integers
+    ) -> tuple[Integers, Integers]:
+        """Return step and attempt of the row before each of the wanted places."""
+        rows = np.searchsorted(places, wanted)
+        return np.append(self._step, steps)[rows], np.append(self._attempt, attempts)[rows]
 
     def _place(
         self, companions: Sequence[tuple[int, Companion]], places: Integers, steps: Integers, attempts: Integers
     ) -> list[_Placed]:
         """Return the companions that say something new, each with the step of the row before it unless it has one."""
         placed = []
-        before = np.searchsorted(places, [place for place, _ in companions]) - 1
-        for (place, companion), row in zip(companions, before.tolist(), strict=True):
-            step, attempt = self._step, self._attempt
-            if row >= 0:
-                step, attempt = int(steps[row]), int(attempts[row])
-            step = _or(companion.step, step)
+        wanted = np.array([place for place, _ in companions], np.int64)
+        before = zip(*(one.tolist() for one in self._before(wanted, places, steps, attempts)), strict=True)
+        for (place, companion), (last, attempt) in zip(companions, before, strict=True):
+            step = _or(companion.step, last)
             if companion.once is not None and not self._is_first((companion.once, step, attempt)):
                 continue
             if companion.scalars or companion.events:
@@ -232,8 +261,8 @@ class Reading:
         return True
 
 
-def _with(array: Integers, more: Sequence[int]) -> Integers:
-    return np.concatenate([array, np.array(more, np.int64)])
+def _joined(first: Integers, second: Integers, more: Sequence[int]) -> Integers:
+    return np.concatenate([first, second, np.array(more, np.int64)])
 
 
 def _or(value: int | None, otherwise: int) -> int:

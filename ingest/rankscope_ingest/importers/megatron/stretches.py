@@ -9,8 +9,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rankscope_ingest.importers.lines import MAX_LINE_BYTES
-from rankscope_ingest.importers.megatron.columns import Integers, matching, row_lines, text_lines
+from rankscope_ingest.importers.megatron.columns import Integers, matching, text_lines
 from rankscope_ingest.importers.megatron.companions import COMPANION_PATTERN
+from rankscope_ingest.importers.megatron.groups import TIMERS_PATTERN, row_lines
 from rankscope_ingest.importers.megatron.joining import MOST_LINES
 
 Flags = npt.NDArray[np.bool_]
@@ -25,6 +26,7 @@ class Lines:
     is_row: Flags
     too_long: Flags
     is_companion: Flags
+    has_timers: Flags
     has_bar: Flags
     cut: int = -1
     """The last line of a log that may still be written, -1 when it has an end."""
@@ -37,16 +39,20 @@ class Lines:
         is_row = row_lines(lines) & ~too_long
         others = np.flatnonzero(~is_row & ~too_long)
         texts = lines.take(pa.array(others))
-        is_companion, has_bar = np.zeros(len(lines), np.bool_), np.zeros(len(lines), np.bool_)
-        is_companion[others] = matching(texts, COMPANION_PATTERN)
-        has_bar[others] = matching(texts, r"\|")
+
+        def among_others(pattern: str) -> Flags:
+            flags = np.zeros(len(lines), np.bool_)
+            flags[others] = matching(texts, pattern)
+            return flags
+
         return cls(
             lines=lines,
             lengths=lengths,
             is_row=is_row,
             too_long=too_long,
-            is_companion=is_companion,
-            has_bar=has_bar,
+            is_companion=among_others(COMPANION_PATTERN),
+            has_timers=among_others(TIMERS_PATTERN),
+            has_bar=among_others(r"\|"),
             cut=len(lines) - 1 if is_end and not data.endswith(b"\n") else -1,
         )
 
@@ -61,6 +67,7 @@ class Lines:
             is_row=self.is_row[:count],
             too_long=self.too_long[:count],
             is_companion=self.is_companion[:count],
+            has_timers=self.has_timers[:count],
             has_bar=self.has_bar[:count],
         )
 
@@ -80,7 +87,7 @@ class Lines:
         found: Flags = self.is_row & rest
         return found
 
-    def rows(self, numbers: Integers) -> pa.Array:
+    def chosen(self, numbers: Integers) -> pa.Array:
         """Return the lines with these numbers."""
         return self.lines if len(numbers) == len(self) else self.lines.take(pa.array(numbers))
 

@@ -1,0 +1,97 @@
+"""Rows, and lines of timers, that were read a column at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rankscope_ingest.importers.megatron.columns import Alike, Column, Integers, Shape, matching, read_alike
+from rankscope_ingest.importers.megatron.rows import HEAD_PATTERN, LABEL_PATTERN, TIME_PATTERN, micros
+
+NO_TIME: Final = np.iinfo(np.int64).min
+NO_NUMBER: Final = np.iinfo(np.int64).min
+"""Stands for a step or rank that is not known."""
+
+TIMERS_PATTERN: Final = r"time \(ms\) \|"
+
+_ROWS: Final = Shape(
+    rf"^[ \t]*(?P<labels>(?:{LABEL_PATTERN})*?)(?:\[+(?P<time>{TIME_PATTERN})\]+)?[ \t]*"
+    r"iteration[ \t]+(?P<step>\d+)[ \t]*/[ \t]*(?P<planned>\d+)[ \t]*$",
+    is_closed=True,
+    has_pairs=True,
+)
+_TIMERS: Final = Shape(rf"^[ \t]*(?P<labels>(?:{LABEL_PATTERN})*?)time \(ms\) $", is_closed=False, has_pairs=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rows with the same keys. `labels` holds the distinct prefixes, `label_codes` which of them each row has."""
+
+    lines: Integers
+    steps: Integers
+    planned: Integers
+    times: Integers  # UTC µs, NO_TIME where there is none
+    labels: tuple[str, ...]
+    label_codes: Integers
+    keys: tuple[str, ...]
+    columns: tuple[Column, ...]
+
+
+def row_lines(lines: pa.Array) -> npt.NDArray[np.bool_]:
+    """Return which lines hold the beginning of a row."""
+    return matching(lines, HEAD_PATTERN)
+
+
+def read_groups(lines: pa.Array, numbers: Integers) -> tuple[list[Group], Integers]:
+    """Return the rows among `lines`, whose numbers are `numbers`, by group, and the numbers of those not understood."""
+    found, left = read_alike(lines, numbers, _ROWS)
+    return [_group(alike) for alike in found], left
+
+
+def read_timers(lines: pa.Array, numbers: Integers) -> tuple[list[Alike], Integers]:
+    """Return lines such as `time (ms) | forward-compute: 265.42 | optimizer: 52.20`, and those not understood."""
+    return read_alike(lines, numbers, _TIMERS)
+
+
+def _group(alike: Alike) -> Group:
+    labels = alike.head.field("labels").dictionary_encode()
+    return Group(
+        lines=alike.lines,
+        steps=_integers(alike.head.field("step")),
+        planned=_integers(alike.head.field("planned")),
+        times=_times(alike.head.field("time")),
+        labels=tuple(text.decode(errors="replace") for text in labels.dictionary.to_pylist()),
+        label_codes=labels.indices.to_numpy(zero_copy_only=False).astype(np.int64),
+        keys=alike.keys,
+        columns=alike.columns,
+    )
+
+
+def _times(text: pa.Array) -> Integers:
+    """Return times as UTC µs, NO_TIME where there is none or one that does not exist."""
+    present = pc.greater(pc.binary_length(pc.fill_null(text, b"")), 0)
+    try:
+        moments = pc.cast(pc.if_else(present, text.view(pa.string()), None), pa.timestamp("us"))
+    except pa.ArrowInvalid:
+        return _odd_times(text)
+    found: Integers = pc.fill_null(moments.view(pa.int64()), int(NO_TIME)).to_numpy(zero_copy_only=False)
+    return found
+
+
+def _odd_times(text: pa.Array) -> Integers:
+    coded = text.dictionary_encode()
+    known = [micros(one.decode(errors="replace")) if one else None for one in coded.dictionary.to_pylist()]
+    by_code = np.array([NO_TIME if one is None else one for one in [*known, None]], np.int64)
+    codes = pc.fill_null(coded.indices, len(known)).to_numpy(zero_copy_only=False)
+    found: Integers = by_code[codes]
+    return found
+
+
+def _integers(text: pa.Array) -> Integers:
+    found: Integers = pc.cast(text.view(pa.string()), pa.int64()).to_numpy(zero_copy_only=False)
+    return found
