@@ -69,7 +69,7 @@ def _measure(work: str, path: Path) -> tuple[float, float, float, int]:
     program = _MEASURED.format(work=work)
     store = path.parent / f"store-{len(list(path.parent.iterdir()))}"
     done = subprocess.run(
-        [sys.executable, "-c", program, str(path), str(store)], check=True, capture_output=True, text=True
+        [sys.executable, "-c", program, str(path), str(store)], check=True, stdout=subprocess.PIPE, text=True
     )
     seconds, cpu, peak, count = json.loads(done.stdout)
     return seconds, cpu, peak, count

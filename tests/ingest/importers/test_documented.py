@@ -1,0 +1,31 @@
+"""What the page on training logs says is shown by tests that there are, and its names are the importers' own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from rankscope_ingest.importers import importers
+from rankscope_ingest.importers.aliases import canonical
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = ROOT / "docs" / "importing-training-logs.md"
+
+
+def test_every_test_that_the_page_names_exists():
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE.read_text(encoding="utf-8"))
+
+    assert len(named) > 20
+    for file, test in named:
+        assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{test}"
+
+
+def test_names_and_formats_of_the_page_are_ours():
+    text = PAGE.read_text(encoding="utf-8")
+    formats, names = text.split("## Names and units")[0], text.split("## Names and units")[1].split("Any other")[0]
+    shown = [cell for line in names.splitlines() if line.startswith("| `") for cell in line.split("|")[1:2]]
+
+    assert set(re.findall(r"\| `(\w+)` \|", formats)) <= set(importers())
+    for cell in shown:
+        for name in re.findall(r"`(\w+)`", cell):
+            assert name.removesuffix("_mean") == canonical(name.removesuffix("_mean")).name
