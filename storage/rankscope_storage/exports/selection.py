@@ -15,7 +15,7 @@ from rankscope_storage.connection import Connection
 from rankscope_storage.errors import ExportError
 from rankscope_storage.exports.base import ExportOptions
 
-WINDOW_ROWS: Final = 200_000
+WINDOW_ROWS: Final = 50_000
 
 
 @dataclass(frozen=True, slots=True)

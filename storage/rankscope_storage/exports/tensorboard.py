@@ -10,6 +10,7 @@ import concurrent.futures
 import multiprocessing
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -107,7 +108,10 @@ def _write_all(
             for stream in streams
         ]
         for job in concurrent.futures.as_completed(jobs):
-            rows, left_out = job.result()
+            try:
+                rows, left_out = job.result()
+            except BrokenProcessPool as error:
+                raise ExportError("a process that wrote was killed, maybe for its memory: lower process_num") from error
             done += rows
             yield done, left_out
 

@@ -23,6 +23,9 @@ from rankscope_storage.openmetrics.text import LABEL_NAME, MICROS, family_head, 
 from rankscope_storage.openmetrics.timeline import SHOWN, Timeline
 
 BATCH_ROWS: Final = 100_000
+RANGE_ROWS: Final = 50_000
+"""Rows of tensors that are sorted at once; each makes a line per statistic."""
+
 DOUBLED: Final = "samples of one series at one time: only the first can stay"
 
 _MOMENT: Final = "rank, attempt, step, epoch_us(ts) AS us"
@@ -214,7 +217,7 @@ class FamilyWriter:
         self._pending = b""
 
     def _tensor_ranges(self) -> Iterator[tuple[str, str]]:
-        """Yield ranges of tensor names that hold about a batch of rows each."""
+        """Yield ranges of tensor names that hold about RANGE_ROWS each."""
         rows = self._selection.query(
             f"SELECT tensor, count(*) AS rows FROM {self._selection.source('tensor_stats')} AND {SHOWN} "
             "GROUP BY tensor ORDER BY tensor"
@@ -222,7 +225,7 @@ class FamilyWriter:
         first: str | None = None
         last, held = "", 0
         for tensor, own in zip(rows["tensor"], rows["rows"], strict=True):
-            if first is not None and held + own > BATCH_ROWS:
+            if first is not None and held + own > RANGE_ROWS:
                 yield first, last
                 first, held = None, 0
             first = tensor if first is None else first

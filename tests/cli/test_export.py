@@ -1,0 +1,100 @@
+"""`rankscope export`: every format by name, and one clear line for what cannot be done."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pyarrow.parquet as pq
+import pytest
+
+from rankscope_storage.exports import exporters
+
+
+def test_run_is_written_and_what_was_left_out_is_told(rankscope, tmp_path):
+    done = rankscope("export", "my-run", "--format", "tensorboard", "-o", str(tmp_path / "events"))
+
+    assert 0 == done.returncode, done.stderr
+    assert (
+        f"my-run: tensorboard, rows: 704 tensor_stats, 240 scalars; in 2 files below {tmp_path}/events\n" == done.stdout
+    )
+    assert "left out 5: events: no place in event files\n" == done.stderr
+
+
+def test_file_is_named_after_run_and_format(rankscope, tmp_path):
+    done = rankscope("export", "my-run", "--format", "openmetrics", cwd=tmp_path)
+
+    assert "my-run: openmetrics, rows: 704 tensor_stats, 240 scalars; in my-run-openmetrics.txt\n" == done.stdout
+    assert ["my-run-openmetrics.txt"] == [path.name for path in tmp_path.iterdir()]
+
+
+def test_options_reach_the_exporter(rankscope, tmp_path):
+    target = tmp_path / "out"
+    done = rankscope(
+        "export", "my-run", "--format", "parquet", "-o", str(target), "--data-type-list", "grad_reduced",
+        "--time-start", "Mar01_12-00-05", "--time-end", "2026-03-01T12:00:09+00:00", "--steps", "1:8", "--ranks", "1-3",
+    )  # fmt: skip
+    rows = pq.read_table(target / "tensor_stats.parquet").to_pylist()
+
+    assert 0 == done.returncode, done.stderr
+    assert {("grad_reduced", 1, step) for step in (5, 6, 7, 8)} == {(r["kind"], r["rank"], r["step"]) for r in rows}
+
+
+def test_run_named_like_a_path_stays_in_the_folder(rankscope, tmp_path):
+    rankscope("export", "../other run", "--format", "parquet", cwd=tmp_path)
+
+    assert ["%2E.%2Fother%20run-parquet"] == [path.name for path in tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["my-rn"], 2, "no run is called 'my-rn'. Did you mean 'my-run'?"),
+        (["my-run", "--format", "tensorbord"], 2, "no format is called 'tensorbord'. Did you mean 'tensorboard'?"),
+        (["my-run", "--format", "parquet", "--data-type-list", "grads"], 2, "no data type is called 'grads'"),
+        (["my-run", "--format", "parquet", "--time-start", "today"], 2, "'today' is no time"),
+        (["my-run", "--format", "parquet", "--steps", "a:b"], 2, "write first:last"),
+        (["my-run", "--format", "parquet", "--steps", "9:1"], 2, "end before they begin"),
+        (["my-run", "--format", "parquet", "--ranks", "one"], 2, "write numbers and ranges"),
+        (["my-run", "--format", "tensorboard", "--ranks", "99"], 1, "no rows of tensor_stats, scalars"),
+        (["my-run", "--format", "tensorboard", "-o", "/proc/none"], 1, "cannot write to /proc/none"),
+    ],
+)
+def test_what_cannot_be_exported_is_told_with_the_fix(rankscope, tmp_path, arguments, code, said):
+    done = rankscope("export", *arguments, cwd=tmp_path)
+
+    assert code == done.returncode
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_help_names_every_format_and_teaches_with_examples(rankscope):
+    shown = rankscope("export", "--help").stdout
+
+    assert all(name in shown for name in exporters())
+    assert "Examples" in shown
+    assert "promtool tsdb create-blocks-from openmetrics" in " ".join(shown.split())
+
+
+def test_what_was_exported_can_be_imported(rankscope, tmp_path):
+    store = str(tmp_path / "back")
+    for form in ("tensorboard", "openmetrics"):
+        rankscope("export", "my-run", "--format", form, "-o", str(tmp_path / form))
+        rankscope("import", str(tmp_path / form), "--run", form, "--store", store)
+    question = "select run, count(*) n, count(*) filter (isnan(value)) bad from scalars group by run order by run"
+    asked = rankscope("sql", question, "--format", "csv", "--store", store)
+
+    assert "run,n,bad\nopenmetrics,240,2\ntensorboard,240,2\n" == asked.stdout
+
+
+def test_prometheus_checks_the_text(rankscope, tmp_path, require_server):
+    promtool = require_server("promtool", "prometheus")
+    rankscope("export", "my-run", "--format", "openmetrics", "-o", str(tmp_path / "run.txt"))
+    made = subprocess.run(
+        [promtool, "tsdb", "create-blocks-from", "openmetrics", tmp_path / "run.txt", tmp_path / "data"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert 0 == made.returncode, made.stderr
