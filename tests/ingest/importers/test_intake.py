@@ -409,3 +409,14 @@ def test_faults_keep_the_first_and_count_all():
         faults.add(line, "x")
 
     assert (100, 20, 20) == (faults.count, len(faults.first), faults.first[-1].line)
+
+
+def test_log_without_records_makes_no_run(tmp_path, shop):
+    """S3-05: nothing to show is said, not shown."""
+    bring, ask = shop
+    log = tmp_path / "train.log"
+    log.write_text("iteration 50/ 1000 | consumed samples: 200 | learning rate:\n" * 3)
+    report = bring(log)
+
+    assert (0, 0, 3) == (report.records, report.rows_stored, report.malformed)
+    assert [] == ask("SELECT * FROM runs")

@@ -381,7 +381,7 @@ def test_companion_lines_become_scalars(companions):
     assert 2.0 * 2**20 == found["device_memory_reserved_bytes", None, 27, 1]
     assert [(1, 9.763827), (2, 9.763827)] == series(scalars, "loss")
     assert [(2, 7.645013), (2, 7.5)] == series(scalars, "eval_loss")
-    assert [None, '{"set":"test"}'] == [one["labels"] for one in scalars if one["name"] == "eval_loss"]
+    assert [None, '{"dataset":"test"}'] == [one["labels"] for one in scalars if one["name"] == "eval_loss"]
     assert [(2, 2090.196), (2, 1800.0)] == series(scalars, "eval_perplexity")
 
 

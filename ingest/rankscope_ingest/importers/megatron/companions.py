@@ -136,7 +136,7 @@ class Companions:
         if found is None:
             return None
         which = (found["set"] or "").strip().strip("'\"").removesuffix(" set").removesuffix(" data")
-        extra = {} if which in {"", "validation"} else {"set": printable(which)}
+        extra = {} if which in {"", "validation"} else {"dataset": printable(which)}
         scalars = []
         for key, value in _parts(found["rest"]):
             alias = canonical(key)

@@ -1,0 +1,44 @@
+"""Every behaviour of reading that the checklist numbers is traced, in a table under docs/, to a test that there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+READING = {
+    *(f"S0-{number:02d}" for number in (6, 7, 8, 9, 10, 11, 12, 13, 15, 16, 17)),
+    *(f"S1-{number:02d}" for number in (2, 6, 8, 9, 10, 11, 12, 17, 18)),
+    *(f"S3-{number:02d}" for number in (1, 2, 3, 4, 5, 8, 10, 11, 13, 15)),
+    *(f"S4-{number:02d}" for number in (8, 9, 10)),
+}
+"""The numbers that concern what is read; the others are about command lines, figures, alerts and screens."""
+
+ROW = re.compile(r"^\| (?P<numbers>[^|]*\b(?:S\d-\d\d|contract \d)[^|]*) \|[^|]*\|(?P<tests>[^|]*)\|$", re.MULTILINE)
+RANGE = re.compile(r"(S\d)-(\d\d) to S\d-(\d\d)")
+
+
+def rows():
+    return [(page, found["numbers"], found["tests"]) for page in PAGES for found in ROW.finditer(page.read_text())]
+
+
+def numbers(text):
+    ranged = {f"{seed}-{n:02d}" for seed, low, high in RANGE.findall(text) for n in range(int(low), int(high) + 1)}
+    return ranged | set(re.findall(r"S\d-\d\d", text))
+
+
+def test_every_number_about_reading_has_a_row():
+    traced = {number for _, text, _ in rows() for number in numbers(text)}
+
+    assert set() == READING - traced
+
+
+def test_every_row_names_a_test_that_there_is():
+    for page, text, tests in rows():
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", tests)
+
+        assert named, f"{page.name}: {text}"
+        for file, test in named:
+            assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), f"{page.name}: {file}::{test}"
