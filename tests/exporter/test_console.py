@@ -59,11 +59,12 @@ def test_the_banner_says_what_is_watched_what_it_costs_and_who_reads_it() -> Non
         service=None,
     )
 
-    assert [
-        "run 'my run' on 2 ranks; gradients of 3 tensors (1,234,567 elements) every 5 steps, numba kernel",
-        "12 series, about 0 kB a step; http://127.0.0.1:9/metrics, read by "
-        + "nobody yet: set RANKSCOPE_INGEST_URL, or let Prometheus scrape it",
-    ] == lines
+    assert 2 == len(lines)
+    assert (
+        "run 'my run' on 2 ranks; gradients of 3 tensors (1,234,567 elements) every 5 steps, numba kernel" == lines[0]
+    )
+    assert lines[1].startswith("12 series, about 0 kB a step; http://127.0.0.1:9/metrics, read by nobody yet: ")
+    assert "RANKSCOPE_INGEST_URL" in lines[1]
 
 
 @pytest.mark.parametrize(
