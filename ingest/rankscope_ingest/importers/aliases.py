@@ -38,6 +38,7 @@ UNITS: Final[Mapping[str, Unit]] = {
     **{name: Unit("seconds", factor) for name, factor in _SECONDS.items()},
     **{name: Unit("bytes", factor) for name, factor in _BYTES.items()},
     **{name: Unit("bytes") for name in ("b", "bytes")},
+    **{name: Unit("seconds") for name in ("s/it", "s/iter", "s/step", "sec/step")},
     **{name: Unit("percent") for name in ("%", "percent", "pct")},
     **{name: Unit("samples/s") for name in ("samples/s", "samples/sec", "sequences/s", "seq/s")},
     **{name: Unit("tokens/s") for name in ("tokens/s", "tokens/sec", "tok/s", "tok/sec", "tokens/s/gpu")},
@@ -109,7 +110,10 @@ def _table() -> dict[str, Alias]:
         ),
         "steps_per_second": ("steps/s", "steps_per_second train_speed steps/s it/s iter/s iterations_per_second"),
         "tflops_per_gpu": ("TFLOP/s", "tflops_per_gpu throughput~per~gpu tflops tflop/s tflops/gpu"),
-        "tokens_total": ("tokens", "tokens_total consumed_tokens num_tokens num_input_tokens_seen tokens_seen"),
+        "tokens_total": (
+            "tokens",
+            "tokens_total consumed_tokens num_tokens total_tokens num_input_tokens_seen tokens_seen",
+        ),
         "samples_total": ("samples", "samples_total consumed_samples samples_seen"),
         "device_memory_bytes": ("bytes", "device_memory_bytes memory"),
         "gpu_util": ("percent", "gpu_util gpu_utilization gpu_utilisation"),
@@ -138,6 +142,8 @@ def _table() -> dict[str, Alias]:
         "memory_mb": ("device_memory_bytes", "MB"),
         "memory_gib": ("device_memory_bytes", "GiB"),
         "gpu_memory_gb": ("device_memory_bytes", "GB"),
+        "gpu_mem_gb": ("device_memory_bytes", "GB"),
+        "gpu_mem_mb": ("device_memory_bytes", "MB"),
         "gpu_memory_mb": ("device_memory_bytes", "MB"),
     }
     for name, (ours, unit) in carried.items():
@@ -166,6 +172,8 @@ def canonical(name: str) -> Alias:
         return known or Alias(printable(name))
     if folded == "time":  # with a unit behind it, it is the step's; without, it may be a moment
         known = _TABLE["step_time"]
+    if known is not None and known.unit == "steps/s" and UNITS.get(unit.lower()) == UNITS["s"]:
+        known = _TABLE["step_time"]  # a speed in seconds per step
     return in_unit(known or Alias(printable(bare)), unit)
 
 

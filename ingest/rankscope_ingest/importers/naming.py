@@ -36,6 +36,8 @@ class Names:
 
     def name(self, key: str, taken: Collection[str], document: Mapping[str, object]) -> Named:
         """Return the name of `key`, of which neither `taken` nor another key of `document` may have any use."""
+        if key == "throughput" and "total_tokens" in document:
+            return tokens_throughput()  # LLaMA-Factory counts tokens, others samples
         alias, labels = plain(key)
         if alias.name == key:
             self._exact.add(key)
@@ -49,6 +51,12 @@ def plain(key: str) -> Named:
     """Return our name for `key`."""
     alias = canonical(key)
     return alias, alias.labels(key)
+
+
+def tokens_throughput() -> Named:
+    """Return our name for a throughput in tokens."""
+    alias = canonical("tokens_per_second")
+    return alias, alias.labels("throughput")
 
 
 @functools.lru_cache(maxsize=4096)

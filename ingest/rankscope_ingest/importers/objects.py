@@ -20,7 +20,7 @@ from rankscope_ingest.importers.happenings import happening
 from rankscope_ingest.importers.naming import Named, Names, evaluation_sets, in_split, of_set, own
 from rankscope_ingest.importers.quantities import micros, number, quantity, seconds, whole
 from rankscope_ingest.importers.roles import STEP_RANK, Role, role_of
-from rankscope_ingest.importers.shapes import Shape, Shapes, is_plain_number
+from rankscope_ingest.importers.shapes import EPOCH, Shape, Shapes, is_plain_number
 from rankscope_ingest.importers.streams import StepStreams
 from rankscope_ingest.importers.texts import MAX_JSON, clean_text, json_text
 
@@ -73,7 +73,9 @@ class ObjectReader:
     def _add_plain(self, shape: Shape, values: Sequence[float], builder: BlockBuilder, attempt: int | None) -> None:
         step = int(values[shape.step])
         self._note_step(step)
-        attempt = self._streams.attempt(None, step) if attempt is None else attempt
+        if attempt is None:
+            epoch = None if shape.epoch is None else values[shape.epoch]
+            attempt = self._streams.attempt(None, step, epoch)
         builder.record(step=step, origin=FROM_LOG, attempt=attempt)
         for place, (alias, labels) in shape.numbers:
             value = values[place]
@@ -84,13 +86,9 @@ class ObjectReader:
         record = _Record()
         self._collect(document, "", record, 0)
         step = self._step(record)
-        builder.record(
-            step=step,
-            rank=record.rank,
-            ts=record.ts,
-            origin=FROM_LOG,
-            attempt=self._streams.attempt(record.rank, step) if attempt is None else attempt,
-        )
+        if attempt is None:
+            attempt = self._streams.attempt(record.rank, step, _epoch(record))
+        builder.record(step=step, rank=record.rank, ts=record.ts, origin=FROM_LOG, attempt=attempt)
         self.finished = self.finished or "train_runtime" in document
         if record.event is not None:
             self._add_event(record, document, builder)
@@ -236,6 +234,16 @@ class ObjectReader:
         if told.type == EventType.EXIT:
             details = {"reason": ExitReason.COMPLETED, "last_step": self.last_step, **details}
         builder.event(told.type, told.severity, clean_text(record.event), json_text(details))
+
+
+def _epoch(record: _Record) -> float | None:
+    """Return the epoch of a record, which may stand in text."""
+    given = next((record.numbers[key] for key in record.numbers if key.lower() == EPOCH), None)
+    if given is None:
+        text = next((record.texts[key] for key in record.texts if key.lower() == EPOCH), "")
+        found = quantity(text)
+        given = found[0] if found else None
+    return given if isinstance(given, float) else None
 
 
 def _take_step(key: str, value: Any, record: _Record) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Final
 from rankscope_ingest.importers.naming import Named
 
 MAX_SHAPES: Final = 256
+EPOCH: Final = "epoch"
 _NUMBERS: Final = {int, float}
 _LARGEST: Final = 1 << 53
 
@@ -21,9 +22,10 @@ _Key = tuple[tuple[str, ...], tuple[type, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Where the step stands among the values, and what the numbers are called."""
+    """Where step and epoch stand among the values, and what the numbers are called."""
 
     step: int
+    epoch: int | None
     numbers: tuple[tuple[int, Named], ...]
 
 
@@ -48,7 +50,7 @@ class Shapes:
         is_plain = set(types) <= _NUMBERS and len(named) + 1 == len(places) and all(key in places for key, _ in named)
         if is_plain and type(document.get(step_key)) is int and len(self._known) < MAX_SHAPES:
             numbers = tuple((places[key], name) for key, name in named)
-            self._known[tuple(document), types] = Shape(places[step_key], numbers)
+            self._known[tuple(document), types] = Shape(places[step_key], places.get(EPOCH), numbers)
 
 
 def is_plain_number(value: float) -> bool:

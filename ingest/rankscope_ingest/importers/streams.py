@@ -20,6 +20,7 @@ class _Stream:
     last: int
     interval: int | None
     written: int  # number of its latest record
+    epoch: float | None = None
 
     def expects(self, interval: int | None) -> int | None:
         usual = self.interval or interval
@@ -32,10 +33,13 @@ class StepStreams:
     def __init__(self) -> None:
         self._ranks: dict[int | None, _RankStreams] = {}
 
-    def attempt(self, rank: int | None, step: int | None) -> int:
-        """Return the attempt, from 0, of the next record; without a step it belongs to the stream written to last."""
+    def attempt(self, rank: int | None, step: int | None, epoch: float | None = None) -> int:
+        """Return the attempt, from 0, of the next record; without a step it belongs to the stream written to last.
+
+        Steps that begin again with a later `epoch` are counted within epochs: no restart.
+        """
         streams = self._ranks.setdefault(rank, _RankStreams())
-        return streams.attempt(step)
+        return streams.attempt(step, epoch)
 
 
 class _RankStreams:
@@ -45,11 +49,12 @@ class _RankStreams:
         self._attempts = 0
         self._interval: int | None = None
 
-    def attempt(self, step: int | None) -> int:
+    def attempt(self, step: int | None, epoch: float | None) -> int:
         self._records += 1
         if step is None:
             return self._alive[-1].attempt if self._alive else 0
-        stream = self._stream_of(step)
+        stream = self._in_later_epoch(step, epoch) or self._stream_of(step)
+        stream.epoch = stream.epoch if epoch is None else epoch
         if step > stream.last:
             self._interval = stream.interval = step - stream.last
         stream.last, stream.written = step, self._records
@@ -61,6 +66,11 @@ class _RankStreams:
         """Return the stream that is least behind `step`: one just opened has no interval to know it by."""
         behind = [other for other in self._alive if self._is_alive(other) and other.last < step]
         return max(reversed(behind), key=lambda other: other.last, default=current)
+
+    def _in_later_epoch(self, step: int, epoch: float | None) -> _Stream | None:
+        current = self._alive[-1] if self._alive else None
+        is_later = current and epoch is not None and current.epoch is not None and epoch > current.epoch
+        return current if is_later and current and step < current.last else None
 
     def _is_alive(self, stream: _Stream) -> bool:
         return self._records - stream.written <= _ALIVE_RECORDS

@@ -35,6 +35,7 @@ _OF: Final = r"(?:\s*/\s*(?P<planned>\d{1,15}))?"
 _STEPS: Final = (
     re.compile(rf"^s:{_COUNT}\b"),
     re.compile(rf"(?<![\w.-])(?:global[_ ]|training )?steps?\s*[:=#]?\s*\[?\s*{_COUNT}{_OF}", re.IGNORECASE),
+    re.compile(rf"(?<![\w.-])(?!micro)[A-Za-z]+_steps?\s*[:=]\s*{_COUNT}{_OF}", re.IGNORECASE),
     re.compile(rf"(?<![\w.-])(?:iter(?:ation)?s?|updates?)\s*[:=#]?\s*\[?\s*{_COUNT}{_OF}", re.IGNORECASE),
 )
 _BARE: Final = re.compile(rf"^(?P<step>\d{{1,15}}) (?P<name>[A-Za-z_]{{2,20}}) (?P<value>{NUMBER})$")
@@ -43,13 +44,15 @@ _WORD: Final = r"[A-Za-z][\w./%-]{0,40}"
 _UNIT: Final = r"(?P<unit>[mun]?s|sec|%|[KMGT]i?B|it/s|tok(?:ens)?/s(?:ec)?|samples/s(?:ec)?)"
 _PAIR: Final = re.compile(
     rf"(?<![\w.])(?P<name>{_WORD}(?: (?:{_WORD}|\([\w/]{{1,16}}\))){{0,4}}?)(?P<mark>\s*[:=]\s*|\s+)"
-    rf"(?:\[(?P<list>[-+.,eE\d ]{{1,400}})\]|(?P<clock>\d+:\d\d(?::\d\d)?)|(?P<value>{NUMBER})(?:\s?{_UNIT})?)"
-    r"(?![\w.:])",
+    rf"(?:\[(?P<list>[-+.,eE\d ]{{1,400}})\]|(?P<clock>\d+:\d\d(?::\d\d)?)"
+    rf"|(?P<value>{NUMBER})(?:\s?{_UNIT}(?!\s*[=:]))?)(?![\w:]|\.\w)",
     re.IGNORECASE,
 )
 _VALUE_FIRST: Final = re.compile(rf"(?:^|\|)\s*(?P<value>{NUMBER})\s*{_UNIT}\s*(?P<name>(?:\w+ )?MFU)?\s*(?=\||$)")
 _NAME_OF_UNIT: Final = {"seconds": "step_time", "tokens/s": "tokens/s", "samples/s": "samples/s", "steps/s": "it/s"}
 _CHECKPOINT: Final = re.compile(r"\b(?:checkpoint|ckpt)", re.IGNORECASE)
+_EVALUATION: Final = re.compile(r"(?:^|[\[|(\s])(?:eval|valid|validation|val)(?:[\])|:\s]|$)", re.IGNORECASE)
+_SHORT_NAMES: Final = {"train": "train_loss", "val": "val_loss"}  # "train=3.2, val=3.3"
 _MEGATRON: Final = re.compile(r"consumed samples:|elapsed time per iteration")
 _TELLING: Final = {"loss", "eval_loss", "step_seconds", "grad_norm"}
 _FEWEST: Final = 2
@@ -114,12 +117,13 @@ def numbers_of(line: str) -> dict[str, Any] | None:
         pairs["train_loss_estimate"] = pairs.pop("train loss")
     planned = step.groupdict().get("planned")
     count = step["step"].replace(",", "")
-    return {**told_before(before), "step": f"{count}/{planned}" if planned else count, **pairs}
+    split = {"split": "val"} if _EVALUATION.search(before) else {}
+    return {**told_before(before), **split, "step": f"{count}/{planned}" if planned else count, **pairs}
 
 
 def _pairs(text: str, *, any_name: bool) -> Iterator[tuple[str, Any]]:
     for found in _PAIR.finditer(text):
-        name = found["name"]
+        name = _SHORT_NAMES.get(found["name"].lower(), found["name"])
         if not is_known(name) and not _is_timed(found):
             marked = any_name and not found["mark"].isspace()
             if not marked or " " in name:

@@ -97,6 +97,16 @@ def test_llama_factory(desk):
     assert [{"planned_steps": 10, "state": "completed"}] == desk.ask("SELECT planned_steps, state FROM runs")
 
 
+def test_throughput_of_llama_factory_is_in_tokens(desk):
+    """Beside `total_tokens`; everywhere else it is in samples."""
+    documents = {"current_steps": 5, "throughput": 13061.0, "total_tokens": 1614784}, {"step": 6, "throughput": 12.5}
+    desk.bring(desk.write("trainer_log.jsonl", lines(*documents)))
+
+    assert [(5, "tokens_per_second", 13061.0), (5, "tokens_total", 1614784.0), (6, "samples_per_second", 12.5)] == (
+        scalars(desk)
+    )
+
+
 def test_ms_swift(desk):
     """S3-04: `"global_step/max_steps": "1/873"`, a percentage in text, units in the names of keys."""
     desk.bring(

@@ -96,6 +96,18 @@ DIALECTS = {
         "Epoch 1 | iter 10 step 10 | loss train: 2.3, val: n/a | iter time: 345.67 ms (step) remaining time: 0:01:02",
         [(10, "epoch", 1.0), (10, "loss", 2.3), (10, "remaining_seconds", 62.0), (10, "step_seconds", 345.67 / 1000)],
     ),
+    "epochs_and_end_of_sentence": (
+        "epoch 2 | step 100 | loss: 49.43 ~ mse: 49.06. kl: 0.75 lr=1e-5 tok/s=12.0",
+        [
+            (100, "epoch", 2.0),
+            (100, "kl", 0.75),
+            (100, "learning_rate", 1e-05),
+            (100, "loss", 49.43),
+            (100, "mse", 49.06),
+            (100, "tokens_per_second", 12.0),
+        ],
+    ),
+    "validation_row": ("| valid | step 500 | loss 2.1 |", [(500, "eval_loss", 2.1)]),
     "nan": ("iteration 5/10 loss=nan grad_norm=inf", [(5, "grad_norm", math.inf), (5, "loss", math.nan)]),
 }
 
@@ -142,6 +154,16 @@ def test_average_of_nothing_yet_is_absent(desk):
     desk.bring(desk.write("train.log", "step:1/9 train_loss:2 step_avg:nanms\n" * 2))
 
     assert 0 == desk.value("SELECT count(*) FROM scalars WHERE name = 'step_avg'")
+
+
+def test_steps_within_epochs_are_one_attempt(desk):
+    """They begin again with each epoch; a restart goes back in both."""
+    epochs = [(1, 50), (1, 100), (2, 50), (2, 100), (2, 50), (2, 100), (3, 50)]
+    text = "".join(f"Epoch {epoch}/3 | step {step} | loss=0.5\n" for epoch, step in epochs)
+    desk.bring(desk.write("train.log", text))
+    rows = desk.ask("SELECT attempt FROM scalars WHERE name = 'loss' ORDER BY seq")
+
+    assert [0, 0, 0, 0, 1, 1, 1] == [row["attempt"] for row in rows]
 
 
 def test_plan_and_end_are_the_runs(desk):
