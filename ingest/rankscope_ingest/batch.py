@@ -1,7 +1,8 @@
 """Gather decoded bodies into batches: when to flush, what goes into one, when to stop pulling. Pure, no I/O.
 
-The clock is an argument. A batch that could not be committed comes back with `put_back` and goes first the next time,
-so rows are never reordered within an incarnation and the watermark stays the last seq of an unbroken prefix.
+The clock is an argument. A batch that was taken stays counted until it is committed: whoever took it tries it again,
+unchanged and before the next one, so rows are never reordered within an incarnation and the watermark stays the last
+seq of an unbroken prefix.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Batcher:
         return "age" if now - self._opened_at >= self.flush_after_seconds else None
 
     def take(self) -> PendingBatch:
-        """Return everything gathered; it stays counted until `settled` or `put_back`."""
+        """Return everything gathered; it stays counted until `settled`."""
         batch = PendingBatch(
             pieces={dataset: tuple(pieces) for dataset, pieces in self._pieces.items()},
             watermarks=dict(self._watermarks),
@@ -96,12 +97,3 @@ class Batcher:
     def settled(self, batch: PendingBatch) -> None:
         """Forget `batch`: it is committed."""
         self._rows_in_flight -= batch.rows
-
-    def put_back(self, batch: PendingBatch, now: float) -> None:
-        """Put `batch`, which could not be committed, before what came since; it is retried no sooner than by age."""
-        self._rows_in_flight -= batch.rows
-        for dataset, pieces in batch.pieces.items():
-            self._pieces[dataset][:0] = pieces
-        self._watermarks = {**batch.watermarks, **self._watermarks}
-        self._rows += batch.rows
-        self._opened_at = now

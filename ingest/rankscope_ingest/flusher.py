@@ -1,4 +1,8 @@
-"""Batches to the store, one at a time, in a thread. What cannot be committed is kept and tried again."""
+"""Batches to the store, one at a time, in a thread. What cannot be committed is kept and tried again.
+
+A commit that failed may have been stored all the same. The store finds that out when the very same batch comes again,
+so a batch that failed is never merged with what came since: rows without a seq would be stored twice.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from rankscope_ingest.batch import Batcher, PendingBatch
@@ -44,6 +49,15 @@ class Appender(Protocol):
         ...
 
 
+@dataclass(slots=True, kw_only=True)
+class _Flight:
+    """A batch on its way, with those who wait for it. `batch` is made once: the store knows it again by identity."""
+
+    pending: PendingBatch
+    waiters: list[asyncio.Future[None]]
+    batch: Batch | None = None
+
+
 class Flusher:
     """Commits what the batcher gathers. Runs on the event loop; only the append itself is in a thread."""
 
@@ -64,6 +78,7 @@ class Flusher:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rankscope-flush")
         self._wake = asyncio.Event()
         self._waiters: list[asyncio.Future[None]] = []
+        self._flight: _Flight | None = None  # taken and not committed yet
         self._failures = 0
         self._retry_at = 0.0
         self.trouble: str | None = None
@@ -78,7 +93,7 @@ class Flusher:
 
     async def commit_now(self) -> None:
         """Return when everything gathered so far is committed, however often that has to be tried."""
-        if self._batcher.is_empty and self._batcher.pending_rows == 0:
+        if self._batcher.is_empty and self._flight is None:
             return
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
@@ -96,39 +111,45 @@ class Flusher:
                 except TimeoutError:
                     pass
                 self._wake.clear()
-                now = self._clock()
-                if self._batcher.is_empty:
-                    _release(self._waiters)  # what they waited for was in flight, and is committed by now
-                elif now >= self._retry_at and self._batcher.due(now) is not None:
-                    await self._flush()
+                await self._look()
         finally:
             # Not waited for: on an orderly stop nothing is in flight, and on any other the store protects itself.
             self._thread.shutdown(wait=False)
 
-    async def _flush(self) -> None:
-        batch = self._batcher.take()
-        waiters, self._waiters = self._waiters, []
+    async def _look(self) -> None:
+        """Do what is due now: what failed first, then what was gathered."""
+        now = self._clock()
+        if self._flight is not None:
+            if now >= self._retry_at:
+                await self._flush(self._flight)
+        elif self._batcher.is_empty:
+            _release(self._waiters)  # what they waited for was in flight, and is committed by now
+        elif self._batcher.due(now) is not None:
+            self._flight = _Flight(pending=self._batcher.take(), waiters=self._waiters)
+            self._waiters = []
+            await self._flush(self._flight)
+
+    async def _flush(self, flight: _Flight) -> None:
         try:
-            commit = await asyncio.get_running_loop().run_in_executor(self._thread, self._append, batch)
+            commit = await asyncio.get_running_loop().run_in_executor(self._thread, self._append, flight)
         except ShardLostError:
             raise
         except StoreError as error:
-            self._keep(batch, waiters, str(error))
+            self._retry_later(flight.pending, str(error))
             return
-        self._batcher.settled(batch)
-        self._failures, self.trouble = 0, None
-        self._on_commit(batch, commit)
-        _release(waiters)
+        self._batcher.settled(flight.pending)
+        self._flight, self._failures, self.trouble = None, 0, None
+        self._on_commit(flight.pending, commit)
+        _release(flight.waiters)
+        self.wake()  # more may have become due meanwhile
 
-    def _append(self, batch: PendingBatch) -> Committed:
-        return self._appender.append(Batch(tables=batch.tables(), watermarks=batch.watermarks))
+    def _append(self, flight: _Flight) -> Committed:
+        if flight.batch is None:
+            flight.batch = Batch(tables=flight.pending.tables(), watermarks=flight.pending.watermarks)
+        return self._appender.append(flight.batch)
 
-    def _keep(self, batch: PendingBatch, waiters: list[asyncio.Future[None]], why: str) -> None:
-        now = self._clock()
-        self._batcher.put_back(batch, now)
-        self._batcher.want_flush()
-        self._waiters = [*waiters, *self._waiters]
-        self._retry_at = now + self._retry_seconds[min(self._failures, len(self._retry_seconds) - 1)]
+    def _retry_later(self, batch: PendingBatch, why: str) -> None:
+        self._retry_at = self._clock() + self._retry_seconds[min(self._failures, len(self._retry_seconds) - 1)]
         self._failures += 1
         self.trouble = f"the store takes nothing: {why}"
         log.error("flush failed, rows are kept and tried again: %s", why, extra={"rows": batch.rows})

@@ -13,6 +13,7 @@ import pytest
 from rankscope_ingest.batch import Batcher
 from rankscope_ingest.flusher import Flusher
 from rankscope_storage.errors import ShardLostError, StoreError
+from rankscope_storage.log import Log
 
 
 @dataclass
@@ -97,10 +98,61 @@ async def test_refused_rows_are_kept_told_of_and_stored_once_the_store_is_well(e
         trouble = flusher.trouble
         add(batcher, 2)
         await waiting
+        await flusher.commit_now()
 
     assert "the store takes nothing: disk full" == trouble
     assert ([1, 2], None) == (sorted(appender.values), flusher.trouble)
     assert {"a": 2} == commits[-1]
+
+
+async def test_batch_that_failed_comes_again_as_the_very_same_before_what_came_since(eventually):
+    """The store looks up what became of a commit without an answer only for the batch it knows."""
+    appender = ListAppender(refuse=[StoreError("no answer"), StoreError("no answer")])
+    seen = []
+    genuine = appender.append
+    appender.append = lambda batch: seen.append(batch) or genuine(batch)
+    async with flushing(appender) as (batcher, flusher, commits, _):
+        add(batcher, 1)
+        waiting = asyncio.create_task(flusher.commit_now())
+        await eventually(lambda: flusher.trouble)
+        add(batcher, 2)
+        held = batcher.pending_rows
+        await waiting
+        await flusher.commit_now()
+
+    assert ([1, 2], [{"a": 1}, {"a": 2}], 2, 0) == (appender.values, commits, held, batcher.pending_rows)
+    assert [True, True, False] == [batch is seen[0] for batch in seen[1:]]
+
+
+async def test_rows_without_seq_are_stored_once_though_their_commit_had_no_answer(
+    start_service, fake_rank, eventually, monkeypatch
+):
+    """Every commit lands and the first answer to each is lost. Launches, incidents, versions of a run have no seq."""
+    genuine, answered = Log.commit, []
+
+    def unanswered(log, change):
+        version = genuine(log, change)
+        answered.append(version)
+        if len(answered) % 2:
+            raise StoreError("the disk hiccuped")
+        return version
+
+    async with fake_rank() as rank, start_service() as service:
+        monkeypatch.setattr(Log, "commit", unanswered)
+        await rank.register(service.url)
+        rank.publish(
+            scalars=[{"name": "loss", "value": 1.0}],
+            events=[{"type": "anomaly", "severity": "critical", "rule": "AnomalyNan", "tensor": "w"}],
+        )
+        await eventually(lambda: rank.committed == 0)
+        await eventually(lambda: service.rows("SELECT 1 FROM events WHERE type = 'incident'"))
+    monkeypatch.undo()
+
+    for dataset in ("events", "runs_history", "attempts_history", "scalars"):
+        doubled = f"SELECT ordinal FROM {dataset} GROUP BY ALL HAVING count(*) > 1"
+        assert (dataset, []) == (dataset, service.rows(doubled))
+    assert [{"n": 1}] == service.rows("SELECT count(*) AS n FROM events WHERE type = 'launch'")
+    assert len(answered) > 1
 
 
 async def test_lost_shard_ends_the_flusher_with_its_words():
