@@ -88,6 +88,7 @@ def test_a_row_becomes_scalars_with_our_names_and_units(tmp_path):
         ("node-1: [default2]: ", 2),
         ("12: ", None),
         ("[rank5]: ", 5),
+        ("[rank-7/8][INFO ] [--------trainer.py:2199] :  ", 7),
         ("\x1b[32m[default7]:\x1b[0m ", 7),
         (" 45%|####5     | 45/100 [00:10<00:12,  4.5it/s]\r", None),
         (" 45%|####5     | 45/100 [00:10<00:12,  4.5it/s] ", None),
@@ -114,6 +115,9 @@ def test_whatever_stands_in_front_of_a_row_it_is_read(tmp_path, prefix, rank, co
         ("[2025-02-28T16:25:40,545] ", "2025-02-28T16:25:40.545000+00:00"),
         ("[[2025-02-28 16:25:40] ", "2025-02-28T16:25:40+00:00"),
         ("[2025-02-31 16:25:40] ", None),
+        ("[20250228 16:25:40][rank-7/8][INFO ] [--------trainer.py:2199] :  ", "2025-02-28T16:25:40+00:00"),
+        ("2025-02-28 16:25:40,545 INFO training: ", "2025-02-28T16:25:40.545000+00:00"),
+        ("2025-02-28 16:25:40.545 | INFO     | megatron:train:12 - ", "2025-02-28T16:25:40.545000+00:00"),
     ],
 )
 def test_time_of_a_row_may_be_absent_or_finer(tmp_path, stamp, moment):
@@ -311,6 +315,21 @@ def test_last_row_is_taken_once_it_is_whole(tmp_path):
 
         assert found == whole[: len(found)]
         assert len(found) == text[:cut].count("iterations:   0 |\n") + text[:cut].endswith("nan iterations:   0 |")
+
+
+def test_row_of_nemo_is_read(tmp_path):
+    text = (
+        "Training epoch 0, iteration 5/99 | lr: 1.499e-07 | global_batch_size: 512 | global_step: 5 | "
+        "reduced_train_loss: 10.97 | train_step_timing in s: 7.612 | consumed_samples: 3072\n"
+    )
+    found = {one["name"]: one["value"] for one in read(tmp_path, text)[0]}
+
+    assert {
+        "loss": 10.97,
+        "step_seconds": 7.612,
+        "learning_rate": 1.499e-07,
+        "samples_total": 3072.0,
+    }.items() <= found.items()
 
 
 def test_rows_that_never_end_with_a_bar_are_whole(tmp_path):

@@ -219,4 +219,6 @@ def group_losses(group: Group) -> npt.NDArray[np.float64]:
 
 def row_loss(row: Row) -> float:
     """Return the loss of a row, NaN where it is or was left out."""
-    return next((scalar["value"] for scalar in row_scalars(row) if scalar["name"] == LOSS), np.nan)
+    main = main_loss(tuple(key for key, _ in row.parts))
+    text = next((text for key, text in row.parts if key == main), "")
+    return next((value for _, is_average, value, _ in values(LOSS, text) if not is_average), np.nan)

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_ingest.importers.megatron.columns import Alike, Column, Integers, Shape, matching, read_alike
-from rankscope_ingest.importers.megatron.rows import HEAD_PATTERN, LABEL_PATTERN, TIME_PATTERN, micros
+from rankscope_ingest.importers.megatron.rows import HEAD_PATTERN, LABEL_PATTERN, TIME_PATTERN, last_time, micros
 
 NO_TIME: Final = np.iinfo(np.int64).min
 NO_NUMBER: Final = np.iinfo(np.int64).min
@@ -19,12 +19,12 @@ NO_NUMBER: Final = np.iinfo(np.int64).min
 
 TIMERS_PATTERN: Final = r"time \(ms\) \|"
 
-_ROWS: Final = Shape(
+_ROW_HEAD: Final = (
     rf"^[ \t]*(?P<labels>(?:{LABEL_PATTERN})*?)(?:\[+(?P<time>{TIME_PATTERN})\]+)?[ \t]*"
-    r"iteration[ \t]+(?P<step>\d+)[ \t]*/[ \t]*(?P<planned>\d+)[ \t]*$",
-    is_closed=True,
-    has_pairs=True,
+    r"iteration[ \t]+(?P<step>\d+)[ \t]*/[ \t]*(?P<planned>\d+)[ \t]*$"
 )
+_ROWS: Final = Shape(_ROW_HEAD, is_closed=True, has_pairs=True)
+_OPEN_ROWS: Final = Shape(_ROW_HEAD, is_closed=False, has_pairs=True)
 _TIMERS: Final = Shape(rf"^[ \t]*(?P<labels>(?:{LABEL_PATTERN})*?)time \(ms\) $", is_closed=False, has_pairs=False)
 
 
@@ -47,9 +47,12 @@ def row_lines(lines: pa.Array) -> npt.NDArray[np.bool_]:
     return matching(lines, HEAD_PATTERN)
 
 
-def read_groups(lines: pa.Array, numbers: Integers) -> tuple[list[Group], Integers]:
-    """Return the rows among `lines`, whose numbers are `numbers`, by group, and the numbers of those not understood."""
-    found, left = read_alike(lines, numbers, _ROWS)
+def read_groups(lines: pa.Array, numbers: Integers, *, are_open: bool = False) -> tuple[list[Group], Integers]:
+    """Return the rows among `lines`, numbered `numbers`, by group, and the numbers of those not understood.
+
+    Rows that `are_open` have no bar at their end.
+    """
+    found, left = read_alike(lines, numbers, _OPEN_ROWS if are_open else _ROWS)
     return [_group(alike) for alike in found], left
 
 
@@ -60,13 +63,17 @@ def read_timers(lines: pa.Array, numbers: Integers) -> tuple[list[Alike], Intege
 
 def _group(alike: Alike) -> Group:
     labels = alike.head.field("labels").dictionary_encode()
+    texts = tuple(text.decode(errors="replace") for text in labels.dictionary.to_pylist())
+    codes = labels.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+    times = _times(alike.head.field("time"))
+    of_label = np.array([_label_time(text) for text in texts], np.int64)[codes]
     return Group(
         lines=alike.lines,
         steps=_integers(alike.head.field("step")),
         planned=_integers(alike.head.field("planned")),
-        times=_times(alike.head.field("time")),
-        labels=tuple(text.decode(errors="replace") for text in labels.dictionary.to_pylist()),
-        label_codes=labels.indices.to_numpy(zero_copy_only=False).astype(np.int64),
+        times=np.where(_present(alike.head.field("time")).to_numpy(zero_copy_only=False), times, of_label),
+        labels=texts,
+        label_codes=codes,
         keys=alike.keys,
         columns=alike.columns,
     )
@@ -74,13 +81,22 @@ def _group(alike: Alike) -> Group:
 
 def _times(text: pa.Array) -> Integers:
     """Return times as UTC µs, NO_TIME where there is none or one that does not exist."""
-    present = pc.greater(pc.binary_length(pc.fill_null(text, b"")), 0)
     try:
-        moments = pc.cast(pc.if_else(present, text.view(pa.string()), None), pa.timestamp("us"))
+        moments = pc.cast(pc.if_else(_present(text), text.view(pa.string()), None), pa.timestamp("us"))
     except pa.ArrowInvalid:
         return _odd_times(text)
     found: Integers = pc.fill_null(moments.view(pa.int64()), int(NO_TIME)).to_numpy(zero_copy_only=False)
     return found
+
+
+def _present(text: pa.Array) -> pa.BooleanArray:
+    return pc.greater(pc.binary_length(pc.fill_null(text, b"")), 0)
+
+
+def _label_time(label: str) -> int:
+    moment = last_time(label)
+    found = micros(moment) if moment else None
+    return NO_TIME if found is None else found
 
 
 def _odd_times(text: pa.Array) -> Integers:

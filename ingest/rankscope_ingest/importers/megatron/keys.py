@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,6 +17,7 @@ _OWN_NAMES: Final = {
     "number_of_nan_iterations": ("nan_iterations", "iterations"),
     "global_batch_size": ("global_batch_size", "samples"),
     "actual_seqlen": ("sequence_length", "tokens"),
+    "train_step_timing_in_s": ("step_seconds", "seconds"),
     "curriculum_seqlen": ("curriculum_sequence_length", "tokens"),
 }
 _MAIN_LOSSES: Final = ("lm_loss", "loss", "total_loss", "train_loss", "reduced_train_loss", "sft_loss")
@@ -40,13 +40,14 @@ class Meaning:
 
 
 @functools.lru_cache(maxsize=256)
-def meanings(keys: Sequence[str]) -> tuple[Meaning, ...]:
+def meanings(keys: tuple[str, ...]) -> tuple[Meaning, ...]:
     """Return what each key of one row means. One loss at most is *the* loss, the others keep their names."""
     main = main_loss(keys)
     return tuple(meaning(key, is_main=key == main) for key in keys)
 
 
-def main_loss(keys: Sequence[str]) -> str | None:
+@functools.lru_cache(maxsize=256)
+def main_loss(keys: tuple[str, ...]) -> str | None:
     """Return the key of the loss that is trained on, None where the row prints none."""
     folded = {fold(key): key for key in reversed(keys)}
     for name in _MAIN_LOSSES:
@@ -55,6 +56,7 @@ def main_loss(keys: Sequence[str]) -> str | None:
     return next((key for key in keys if _SOME_LOSS.fullmatch(fold(key)) and not _SIDE_LOSS.search(fold(key))), None)
 
 
+@functools.lru_cache(maxsize=4096)
 def meaning(key: str, *, is_main: bool = False) -> Meaning:
     """Return what one key means."""
     alias = canonical(key)

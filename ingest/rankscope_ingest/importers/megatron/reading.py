@@ -39,6 +39,7 @@ class _Found:
 
     groups: list[Group]
     timers: list[Alike]
+    are_open: bool
     rows: list[tuple[int, Row]] = field(default_factory=list)
     companions: list[tuple[int, Companion]] = field(default_factory=list)
 
@@ -115,10 +116,11 @@ class Reading:
             single[lines.cut] = lines.is_row[lines.cut]
             lines.is_companion[lines.cut] = lines.has_timers[lines.cut] = False
         alike = np.flatnonzero(lines.is_row & ~single)
-        groups, careful = read_groups(lines.chosen(alike), alike)
+        are_open = not self._last_keys and lines.are_open()
+        groups, careful = read_groups(lines.chosen(alike), alike, are_open=are_open)
         alike = np.flatnonzero(lines.has_timers)
         timers, _ = read_timers(lines.chosen(alike), alike)
-        found = _Found(groups, timers)
+        found = _Found(groups, timers, are_open=are_open)
         timed = np.sort(np.concatenate([np.empty(0, np.int64), *(one.lines for one in timers)]))
         lines.is_companion[timed] = False
         careful = np.concatenate([careful, np.flatnonzero(single | lines.is_companion)])
@@ -128,7 +130,8 @@ class Reading:
 
     def _read_one_by_one(self, lines: Lines, careful: Integers, timed: Integers, found: _Found) -> int:
         """Read lines in their order; return how many lines behind them were parts of rows."""
-        opening = sorted(found.groups, key=lambda group: -int(group.lines[0]))
+        closed = [] if found.are_open else found.groups
+        opening = sorted(closed, key=lambda group: -int(group.lines[0]))
         rows, timers = _Seen(np.flatnonzero(lines.is_row)), _Seen(timed)
         used: set[int] = set()
         for line in [*careful.tolist(), len(lines)]:

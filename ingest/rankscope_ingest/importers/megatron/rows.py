@@ -16,18 +16,19 @@ from typing import Final
 HEAD_PATTERN: Final = r"iteration[ \t]+\d{1,18}[ \t]*/[ \t]*\d{1,18}[ \t]*\|"
 """What every row begins with, behind its prefixes; the same text is given to Arrow's own regular expressions."""
 
-LABEL_PATTERN: Final = r"(?:\[[^\[\]|]+\]:?[ \t]*|[\w.-]+:[ \t]+)"
-TIME_PATTERN: Final = r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?"
+LABEL_PATTERN: Final = r"(?:\[[^\[\]|]+\][ \t]*:?[ \t]*|[\w.-]+:[ \t]+)"
+TIME_PATTERN: Final = r"\d{4}-?\d\d-?\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?"
 
 MAX_PREFIX: Final = 400
 """Characters before a row that can be its prefixes."""
 
 _HEAD: Final = re.compile(r"iteration[ \t]+(\d{1,18})[ \t]*/[ \t]*(\d{1,18})[ \t]*\|")
-_TIME: Final = re.compile(rf"\[+({TIME_PATTERN})\]+")
+_TIME: Final = re.compile(rf"(?<!\d){TIME_PATTERN}")
 _BEFORE: Final = re.compile(rf"(?P<labels>(?:{LABEL_PATTERN})*?)(?:\[+(?P<time>{TIME_PATTERN})\]+)?[ \t]*$")
 _LABEL: Final = re.compile(LABEL_PATTERN)
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|[\x00\x08]")
-_RANK: Final = re.compile(r"\[(?:default|rank ?|(?P<host>[\w.-]+):)(?P<rank>\d{1,9})\]:?", re.IGNORECASE)
+_RANK: Final = re.compile(r"\[(?:default|rank[ -]?)(?P<rank>\d{1,9})(?:/\d+)?\][ \t]*:?", re.IGNORECASE)
+_LOCAL: Final = re.compile(r"\[(?P<host>[A-Za-z0-9][\w.-]*(?<!\.py)):(?P<rank>\d{1,9})\][ \t]*:?")
 _TASK: Final = re.compile(r"(\d{1,9}):")
 _HOST: Final = re.compile(r"([\w.-]+):")
 _LARGEST_RANK: Final = 1 << 31
@@ -73,17 +74,27 @@ def parse_rows(text: str) -> list[Row]:
     heads = list(_HEAD.finditer(text))
     rows = []
     for position, head in enumerate(heads):
-        before = _BEFORE.search(text[max(0, head.start() - MAX_PREFIX) : head.start()])
+        prefix = text[max(0, head.start() - MAX_PREFIX) : head.start()]
+        before = _BEFORE.search(prefix)
         end = len(text)
         if position + 1 < len(heads):
             following = heads[position + 1].start()
-            prefix = _BEFORE.search(text[max(head.end(), following - MAX_PREFIX) : following])
-            end = following - (len(prefix[0]) if prefix else 0)
-        rows.append(_row(head, before, text[head.end() : end]))
+            cut = _BEFORE.search(text[max(head.end(), following - MAX_PREFIX) : following])
+            end = following - (len(cut[0]) if cut else 0)
+        moment = before["time"] if before and before["time"] else None
+        if moment is None and not position:
+            moment = last_time(prefix)
+        rows.append(_row(head, before, moment, text[head.end() : end]))
     return rows
 
 
-def _row(head: re.Match[str], before: re.Match[str] | None, rest: str) -> Row:
+def last_time(prefix: str) -> str | None:
+    """Return the last time in what stands before a row: loggers put theirs in front of other labels."""
+    found = _TIME.findall(prefix)
+    return found[-1] if found else None
+
+
+def _row(head: re.Match[str], before: re.Match[str] | None, moment: str | None, rest: str) -> Row:
     pieces = rest.split("|")
     is_closed = not pieces[-1].strip()
     if is_closed:
@@ -92,7 +103,7 @@ def _row(head: re.Match[str], before: re.Match[str] | None, rest: str) -> Row:
     parts = dict(reversed([part for part in split if part is not None]))
     return Row(
         printer=printer(before["labels"]) if before else Printer(),
-        ts=micros(before["time"]) if before and before["time"] else None,
+        ts=micros(moment) if moment else None,
         step=int(head[1]),
         planned=int(head[2]),
         parts=tuple(reversed(parts.items())),
@@ -157,15 +168,18 @@ def _with_unit(text: str) -> tuple[float, str | None] | None:
 @functools.lru_cache(maxsize=65_536)
 def printer(labels: str) -> Printer:
     """Return who the prefixes of a row name: `node-1: [default7]:`, `[node-1:7]:`, `3:`."""
-    rank = task = host = None
+    rank = local = task = host = None
     for label in _LABEL.findall(labels):
         text = label.strip()
         if found := _RANK.fullmatch(text):
-            rank, host = int(found["rank"]), found["host"] or host
+            rank = int(found["rank"])
+        elif found := _LOCAL.fullmatch(text):
+            host, local = found["host"], int(found["rank"])
         elif found := _TASK.fullmatch(text):
             task = int(found[1])
         elif found := _HOST.fullmatch(text):
             host = found[1]
+    rank = local if rank is None else rank
     return Printer(rank if rank is None or rank < _LARGEST_RANK else None, task, host)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,10 @@ from rankscope_ingest.importers.megatron.columns import Integers, matching, text
 from rankscope_ingest.importers.megatron.companions import COMPANION_PATTERN
 from rankscope_ingest.importers.megatron.groups import TIMERS_PATTERN, row_lines
 from rankscope_ingest.importers.megatron.joining import MOST_LINES
+from rankscope_ingest.importers.megatron.rows import HEAD_PATTERN
+
+_MAY_CLOSE: Final = rf"\|\s*$|{HEAD_PATTERN}.*{HEAD_PATTERN}|\r[^\n]|[\x00\x08\x1b]"
+"""A bar at the end, or two rows, progress bars or colours in one line, which the careful reader takes apart."""
 
 Flags = npt.NDArray[np.bool_]
 
@@ -86,6 +91,14 @@ class Lines:
         rest = np.append((self.has_bar & ~self.is_companion)[1:], values=False)
         found: Flags = self.is_row & rest
         return found
+
+    def are_open(self) -> bool:
+        """Return whether no row here ends with a bar, and none can go on in the line behind it."""
+        rows = np.flatnonzero(self.is_row)
+        behind = rows[rows + 1 < len(self)] + 1
+        blank = ~matching(self.chosen(behind), r"\S")
+        ends = self.is_row[behind] | self.is_companion[behind] | self.too_long[behind] | blank
+        return bool(ends.all()) and not matching(self.chosen(rows), _MAY_CLOSE).any()
 
     def chosen(self, numbers: Integers) -> pa.Array:
         """Return the lines with these numbers."""
