@@ -16,6 +16,7 @@ from rankscope_ingest.config import RunsSection, ServiceConfig, split_address
 from rankscope_ingest.errors import ServiceError
 from rankscope_ingest.history import History
 from rankscope_ingest.incidents import IncidentBook
+from rankscope_ingest.notifiers import Notifier, make_notifiers
 from rankscope_ingest.registry import Registry
 from rankscope_ingest.runs import RunBook, Timing
 from rankscope_ingest.service_metrics import ServiceMetrics
@@ -58,8 +59,15 @@ def make_collector(
         wall=lambda: time.time_ns() // 1000,
         run_starts=history.run_starts,
         failures_told=history.failures_told,
+        last_ordinal=history.last_ordinal,
         urge=urge,
     )
+
+
+def configured_notifiers(config: ServiceConfig) -> list[Notifier]:
+    """Return the notifiers this process sends with. Raises ConfigError for an address that none understands."""
+    urls = [url.get_secret_value() for url in config.notify.urls] if config.notify.mode == "embedded" else []
+    return make_notifiers(urls, timeout_seconds=config.notify.timeout_seconds)
 
 
 async def bind(runner: web.AppRunner, listen: str) -> str:

@@ -58,6 +58,7 @@ class Collector:
         wall: Callable[[], int],
         run_starts: Mapping[str, int],
         failures_told: Iterable[str],
+        last_ordinal: int,
         urge: Urge,
     ) -> None:
         """Take over what the parts of the service share."""
@@ -71,7 +72,7 @@ class Collector:
         self._failures_told = set(failures_told)
         self._urge = urge
         self._meters: dict[AttemptKey, RunMeter] = {}
-        self._last_ordinal = 0
+        self._last_ordinal = last_ordinal
         self._versions = Versions(self._stamp, run_starts)
 
     # What the target loops say.
@@ -82,7 +83,7 @@ class Collector:
         return self.batcher.is_full
 
     def ordinals(self, count: int) -> int:
-        """Return the first of `count` new arrival numbers: the time in µs, and always rising within the process."""
+        """Return the first of `count` new arrival numbers: the time in µs, and always above all that the store has."""
         first = max(self._wall(), self._last_ordinal + 1)
         self._last_ordinal = first + count - 1
         return first

@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol
 import pyarrow as pa
 
 from rankscope_contract.events import EventType, RunState
+from rankscope_contract.records import DATASETS, DIMENSIONS
 from rankscope_ingest.announcer import OPENED, RESOLVED
 from rankscope_ingest.details import last_word, parse_details
 from rankscope_ingest.incidents import Incident, IncidentBook
@@ -17,6 +18,7 @@ from rankscope_ingest.messages import RUN_FAILED
 from rankscope_ingest.runs import ENDED, Attempt, Rank, RunBook
 from rankscope_ingest.symptoms import Symptom
 from rankscope_ingest.vitals import Vitals
+from rankscope_storage.views import HISTORY_SUFFIX
 
 _EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 _SHOWN: Final = ("rule", "kind", "tensor", "op", "value", "baseline", "threshold")
@@ -42,13 +44,17 @@ class Reader(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """What the store tells. `run_starts` holds the start of each run's first attempt, UTC µs."""
+    """What the store tells. `run_starts` holds the start of each run's first attempt, UTC µs.
+
+    `last_ordinal` is the highest arrival number of any row: a clock that was set back meanwhile must not go below it.
+    """
 
     attempts: tuple[Attempt, ...] = ()
     run_starts: Mapping[str, int] = field(default_factory=dict)
     open_incidents: tuple[Incident, ...] = ()
     unsent: tuple[Incident, ...] = ()
     failures_told: frozenset[str] = frozenset()
+    last_ordinal: int = 0
 
     @property
     def launches(self) -> list[tuple[str, str, int]]:
@@ -88,7 +94,18 @@ def read_history(reader: Reader, now: float) -> History:
         ),
         unsent=tuple(incident for incident, state in incidents if state == OPENED),
         failures_told=frozenset(incident.key for incident, _ in incidents if incident.first.rule == RUN_FAILED),
+        last_ordinal=_last_ordinal(reader),
     )
+
+
+def _last_ordinal(reader: Reader) -> int:
+    last = 0
+    # The small ones first: of the others only the parts that reach beyond are read, which their footers tell.
+    for dataset in (*DIMENSIONS, *(name for name in DATASETS if name not in DIMENSIONS)):
+        view = f"{dataset}{HISTORY_SUFFIX}" if dataset in DIMENSIONS else dataset
+        question = f"SELECT max(ordinal) AS last FROM {view} WHERE ordinal > {last}"  # noqa: S608 - our own names
+        last = reader.query(question).to_pylist()[0]["last"] or last
+    return last
 
 
 def _attempt(row: Mapping[str, Any]) -> Attempt:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pyarrow as pa
 
+from rankscope_ingest.assembly import configured_notifiers
 from rankscope_ingest.config import ServiceConfig
 from rankscope_ingest.fetch import Fetcher
 from rankscope_ingest.history import History, read_history
@@ -36,6 +37,7 @@ async def run(
     # Batches come and go in hundreds of megabytes: giving the pages back each time cost a sixth of all CPU time.
     pa.set_memory_pool(pa.system_memory_pool())
     stop = stop or asyncio.Event()
+    notifiers = configured_notifiers(config)  # first: an address that nobody understands must not leave a store behind
     with _signals(stop):
         writer = await asyncio.to_thread(_claim, config)
         try:
@@ -46,7 +48,7 @@ async def run(
                 timeout_seconds=config.ingest.timeout_seconds,
                 max_bytes=config.ingest.max_bytes,
             ) as fetcher:
-                supervisor = Supervisor(config, writer, history, fetcher)
+                supervisor = Supervisor(config, writer, history, fetcher, notifiers)
                 await supervisor.serve(stop, on_progress=on_progress, on_ready=on_ready)
         finally:
             writer.close()

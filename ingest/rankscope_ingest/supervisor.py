@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Final
 
 from aiohttp import web
@@ -25,7 +25,7 @@ from rankscope_ingest.incidents import Incident
 from rankscope_ingest.loop import Pace, TargetLoop
 from rankscope_ingest.maintenance import keep_in_order
 from rankscope_ingest.networks import parse_target_url
-from rankscope_ingest.notifiers import make_notifiers
+from rankscope_ingest.notifiers import Notifier
 from rankscope_ingest.plans import PlanCache
 from rankscope_ingest.progress import Progress, RunProgress
 from rankscope_ingest.service_metrics import ServiceMetrics
@@ -43,7 +43,14 @@ JUDGE_SECONDS: Final = 1.0
 class Supervisor:
     """One run of the service; implements the `Backend` of the HTTP side."""
 
-    def __init__(self, config: ServiceConfig, writer: Writer, history: History, fetcher: Fetcher) -> None:
+    def __init__(
+        self,
+        config: ServiceConfig,
+        writer: Writer,
+        history: History,
+        fetcher: Fetcher,
+        notifiers: Sequence[Notifier],
+    ) -> None:
         self._config = config
         self._writer = writer
         self._history = history
@@ -64,9 +71,8 @@ class Supervisor:
         self._batcher = make_batcher(config)
         self._flusher = Flusher(writer, self._batcher, on_commit=self._on_commit, clock=time.monotonic)
         self._collector = make_collector(config, history, self._batcher, self._metrics, self._urge)
-        urls = [url.get_secret_value() for url in config.notify.urls] if config.notify.mode == "embedded" else []
         self._announcer = Announcer(
-            make_notifiers(urls, timeout_seconds=config.notify.timeout_seconds),
+            notifiers,
             record=self._collector.record_incident,
             commit=self._flusher.commit_now,
             count=self._metrics.notified,

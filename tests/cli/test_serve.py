@@ -105,6 +105,15 @@ def test_wrong_configuration_is_named_with_its_remedy(tmp_path, toml, said):
     assert "service.toml" in done.stderr or "notify" in done.stderr
 
 
+def test_address_that_no_notifier_understands_is_refused_before_anything_is_made(tmp_path):
+    done = refused("--store", tmp_path / "history", "--listen", "127.0.0.1:0", "--notify", "bad://secret@nowhere")
+
+    assert 2 == done.returncode
+    assert "notify.urls[0] (bad://…)" in done.stderr
+    assert "secret" not in done.stderr
+    assert [] == list(tmp_path.iterdir())
+
+
 def test_folder_that_cannot_hold_a_store_is_named(tmp_path):
     (tmp_path / "file").write_text("not a folder", encoding="utf-8")
     done = refused("--store", tmp_path / "file", "--listen", "127.0.0.1:0")

@@ -15,7 +15,7 @@ from rankscope_ingest.service_metrics import ServiceMetrics
 from rankscope_ingest.vitals import Patience
 
 
-def collector(wall):
+def collector(wall, last_ordinal=0):
     patience = Patience(refused_after_seconds=10, failed_after_seconds=25)
     return Collector(
         registry=Registry(networks=[], heartbeat_seconds=5, ttl_seconds=15, attempts=AttemptBook()),
@@ -27,6 +27,7 @@ def collector(wall):
         wall=wall,
         run_starts={},
         failures_told=(),
+        last_ordinal=last_ordinal,
         urge=lambda run, rank: None,
     )
 
@@ -39,3 +40,9 @@ def test_arrival_numbers_are_the_time_and_rise_though_the_clock_stands_still_or_
 
     assert (1000, 5000) == (firsts[0], firsts[-1])
     assert all(later >= first + count for (first, later), count in zip(pairwise(firsts), counts, strict=False))
+
+
+def test_arrival_numbers_go_on_above_the_store_though_the_clock_was_set_back_before_the_restart():
+    book = collector(lambda: 400, last_ordinal=1000)
+
+    assert [1001, 1003] == [book.ordinals(2), book.ordinals(1)]

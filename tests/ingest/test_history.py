@@ -8,6 +8,7 @@ import pytest
 
 from rankscope_contract.channel import Registration
 from rankscope_contract.events import RunState
+from rankscope_contract.records import DATASETS
 from rankscope_ingest.announcer import Announcer
 from rankscope_ingest.errors import ConfigError
 from rankscope_ingest.history import read_history
@@ -21,6 +22,7 @@ from rankscope_ingest.tables import rows_table
 from rankscope_ingest.target import Target
 from rankscope_ingest.vitals import Patience, Vitals
 from rankscope_storage.connection import connect
+from rankscope_storage.schema import dataset_schema
 from rankscope_storage.store import Batch, Store
 
 TIMING = Timing(
@@ -201,6 +203,16 @@ def test_incident_comes_back_in_the_state_it_had_reached(keep, states, still_ope
     for found in (*history.open_incidents, *history.unsent):
         assert (incident.key, {1}, 60, 3) == (found.key, found.ranks, found.last_step, found.events)
         assert message(incident).title == message(found).title
+
+
+@pytest.mark.parametrize("dataset", sorted(DATASETS))
+def test_highest_arrival_number_of_any_dataset_comes_back(keep, dataset):
+    store, read = keep
+    row = {field.name: "completed" for field in dataset_schema(dataset) if not field.nullable}  # all of them texts
+    store(**{dataset: [row | {"ordinal": ordinal} for ordinal in (70, 90, 80, None)]})
+    store(attempts=[attempt_row(attempt(), stamp(50))])
+
+    assert 90 == read().last_ordinal
 
 
 def test_rank_that_writes_incidents_or_launches_itself_is_not_believed(keep):
