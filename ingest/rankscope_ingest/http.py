@@ -172,6 +172,8 @@ async def _plain_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return _refusal(request, 404, f"no such page; there are {', '.join(_PATHS)}")
     except web.HTTPMethodNotAllowed as error:
         return _refusal(request, 405, f"use {' or '.join(sorted(error.allowed_methods))} here")
+    except web.RequestPayloadError:
+        return _refusal(request, 400, "the body is not in the encoding that its Content-Encoding names, or was cut off")
     except web.HTTPRequestEntityTooLarge:
         return _refusal(request, 413, f"a request may have {MAX_REQUEST_BYTES} bytes; leave out configuration")
 

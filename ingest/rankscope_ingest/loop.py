@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from rankscope_ingest.target import Health, Target
 from rankscope_ingest.wire import open_stream
 
 DRAINING_POLL_SECONDS: Final = 0.2
+POKE_SECONDS: Final = 0.25  # between two polls out of turn: whoever pokes without end does not get polls without end
 _FAST_SHARE: Final = 0.25  # of the interval, while the ring is more than half full
 _INLINE_BYTES: Final = 65_536  # a small body is decoded faster than a thread is woken
 
@@ -108,6 +110,7 @@ class TargetLoop:
         self._clock = clock
         self._jitter = jitter
         self._poked = asyncio.Event()
+        self._extra_from = -math.inf  # no poll out of turn before this moment
         self._context = RowContext(
             run=target.registration.run,
             attempt=target.attempt,
@@ -116,7 +119,7 @@ class TargetLoop:
         )
 
     def poke(self) -> None:
-        """Poll as soon as possible instead of at the next tick."""
+        """Poll out of turn, at once unless that was done just before; also while the target is backed off from."""
         self._poked.set()
 
     async def run(self) -> None:
@@ -153,6 +156,8 @@ class TargetLoop:
         try:
             async with asyncio.timeout(seconds):
                 await self._poked.wait()
+                await asyncio.sleep(max(0.0, self._extra_from - self._clock()))
+                self._extra_from = self._clock() + POKE_SECONDS
         except TimeoutError:
             pass
         self._poked.clear()

@@ -61,6 +61,29 @@ async def test_a_new_launch_is_the_next_attempt_also_after_a_restart(start_servi
     assert attempts == [row["attempt"] for row in service.rows("SELECT attempt FROM scalars ORDER BY attempt")]
 
 
+async def test_clock_set_back_over_a_restart_does_not_make_an_old_version_the_latest(
+    start_service, fake_rank, eventually, monkeypatch
+):
+    async with fake_rank() as rank:
+        async with start_service() as service:
+            await rank.register(service.url)
+            rank.publish_steps(3)
+            await eventually(lambda: rank.committed == 2)
+            await eventually(lambda: service.rows("SELECT 1 FROM runs WHERE state = 'running'"))
+        before = service.rows("SELECT max(ordinal) AS last FROM scalars")[0]["last"]
+        genuine = time.time_ns
+        monkeypatch.setattr(time, "time_ns", lambda: genuine() - 3_600_000_000_000)
+        async with start_service() as service:
+            await rank.register(service.url)
+            rank.publish_steps(2)
+            rank.publish(events=[{"type": "exit", "details": '{"reason": "completed", "last_step": 4}'}])
+            rank.state = "draining"
+            await eventually(lambda: service.rows("SELECT 1 FROM runs_history WHERE state = 'completed'"))
+
+    assert [{"state": "completed"}] == service.rows("SELECT state FROM runs")
+    assert [{"above": 2}] == service.rows(f"SELECT count(*) AS above FROM scalars WHERE ordinal > {before}")
+
+
 async def test_stop_pulls_and_stores_what_the_ranks_still_have(start_service, fake_rank, eventually):
     changes = {"ingest.flush_after_seconds": 1000.0, "ingest.poll_seconds": 60.0}
     async with fake_rank() as rank, start_service(**changes) as service:
@@ -417,6 +440,45 @@ async def test_poke_brings_the_next_poll_forward(start_service, fake_rank, event
         await eventually(polled, seconds=5)
 
         assert [404, 204] == [await poke("nobody"), await poke(rank.registration.incarnation)]
+
+
+@pytest.mark.parametrize("is_failing", [True, False])
+async def test_pokes_without_end_bring_four_extra_polls_a_second_at_most(
+    start_service, fake_rank, eventually, is_failing
+):
+    import aiohttp
+
+    changes = {"ingest.poll_seconds": 60.0, "ingest.max_backoff_seconds": 60.0}
+    async with fake_rank() as rank, start_service(**changes) as service, aiohttp.ClientSession() as session:
+        if is_failing:
+            rank.behave = answer_with(500)(rank)
+        await rank.register(service.url)
+        poke = {"incarnation": rank.registration.incarnation}
+
+        async def poked():
+            async with session.post(f"{service.url}/api/v1/poke", json=poke) as response:
+                assert 204 == response.status
+            return len(rank.polls) >= 6
+
+        await eventually(poked)
+        took = rank.polls[5] - rank.polls[0]
+
+    assert 5 * 0.25 <= took + 0.1  # a poll is noted where it arrives, a little after it was sent
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+@pytest.mark.parametrize("path", ["register", "poke"])
+async def test_body_that_is_not_in_its_encoding_is_a_bad_request(start_service, encoding, path):
+    import aiohttp
+
+    headers = {"Content-Encoding": encoding}
+    async with start_service() as service, aiohttp.ClientSession() as session:
+        async with session.post(f"{service.url}/api/v1/{path}", data=b"not compressed", headers=headers) as response:
+            status, text = response.status, await response.text()
+        after, _ = await service.get("/healthz")
+
+    assert (400, 200) == (status, after)
+    assert "Content-Encoding" in text
 
 
 async def test_discovery_lists_live_ranks_for_prometheus(start_service, fake_rank):
