@@ -131,11 +131,9 @@ class _Database:
             yield "features", family, columns, feature_cells(selection, family, only, numbering)
 
     def _ranks(self) -> list[int]:
-        rows = self._selection.query(
-            "SELECT DISTINCT coalesce(rank, 0) AS rank FROM ("
-            f"SELECT rank FROM {self._selection.source('tensor_stats')} UNION SELECT rank FROM {self._selection.source('features')}) ORDER BY rank"
-        )
-        return [int(rank) for rank in rows["rank"].to_pylist()]
+        each = [f"SELECT rank FROM {self._selection.source(dataset)}" for dataset in HELD]
+        rows = self._selection.query(f"SELECT DISTINCT coalesce(rank, 0) AS rank FROM ({' UNION '.join(each)})")
+        return sorted(int(rank) for rank in rows["rank"].to_pylist())
 
     def _insert(self, family: str, columns: Sequence[str], rank: int, rows: Cells) -> int:
         metric = self._metric(family, columns)

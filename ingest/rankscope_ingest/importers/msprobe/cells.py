@@ -62,7 +62,7 @@ def read_cells(path: Path, faults: Faults, complain: Complain) -> Iterator[Cells
     numbers: list[int] = []
     held = 0
     torn = _last_line_is_torn(path)
-    for number, line in read_lines(path, faults):
+    for number, line in _lines(path, faults, complain):
         if not header:
             header = next(iter(_fields(line)), [])
             continue
@@ -82,6 +82,22 @@ def read_cells(path: Path, faults: Faults, complain: Complain) -> Iterator[Cells
         complain(numbers.pop(), f"cut: {shown(waiting.pop())}")
     if waiting:
         yield _parse(header, waiting, numbers, complain)
+
+
+def _lines(path: Path, faults: Faults, complain: Complain) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of the file; of those that are passed over, `complain`, which names the file."""
+    own = Faults(read_bytes=faults.read_bytes)
+    for numbered in read_lines(path, own):
+        faults.read_bytes = own.read_bytes
+        _hand_on(own, complain)
+        yield numbered
+    _hand_on(own, complain)
+
+
+def _hand_on(faults: Faults, complain: Complain) -> None:
+    for fault in faults.first:
+        complain(fault.line, fault.text)
+    faults.first.clear()
 
 
 def read_header(path: Path) -> list[str]:

@@ -8,7 +8,7 @@ what was not there. Ours are over finite elements, with NaN and Inf counted apar
   false alarm is better than a NaN that nobody saw.
 - A statistic that is not finite is null: what it would be without the NaN is not known.
 - `nans` is the tool's count. Where that was not collected, and for Inf, which the tool never counts, a finite norm says
-  0, and one that is not finite says "at least 1": the least number that is true is stored.
+  0, and one that is not finite "at least 1": the least number that is true is stored.
 - `zeros` is a share of the elements below 1e-8, here their number: share times elements, rounded.
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -108,15 +108,15 @@ def _present(known: Mapping[str, Floats], has_shape: bool, numel: Integers, rows
 
 
 def _nans(known: Mapping[str, Floats], values: list[Floats], numel: Integers) -> tuple[Integers, Mask]:
-    """Return counts of NaN and where they are known."""
-    finite = _shown_finite(known, numel)
-    seen = _any(values, np.isnan, len(numel)) & ~finite
-    least = seen.astype(np.int64)
+    """Return counts of NaN and where they are known. One NaN makes every statistic NaN, so any other number says 0."""
+    none = _any(values, lambda column: ~np.isnan(column), len(numel)) | (numel == 0)
+    least = np.where(none, 0, 1)
+    sure = none | bool(values)
     counted = known.get("nans")
     if counted is None:
-        return least, np.asarray(finite | seen)
+        return least, np.asarray(sure)
     there = np.isfinite(counted) & (counted >= 0) & (counted < _MAX_ELEMENTS)
-    return np.where(there, counted, least).astype(np.int64), np.asarray(there | finite | seen)
+    return np.where(there, counted, least).astype(np.int64), np.asarray(there | sure)
 
 
 def _infs(known: Mapping[str, Floats], values: list[Floats], nans: Integers, numel: Integers) -> tuple[Integers, Mask]:
@@ -139,7 +139,7 @@ def _shown_finite(known: Mapping[str, Floats], numel: Integers) -> Mask:
     return shown
 
 
-def _any(values: list[Floats], predicate: np.ufunc, rows: int) -> Mask:
+def _any(values: list[Floats], predicate: Callable[[Floats], Mask], rows: int) -> Mask:
     found = np.zeros(rows, np.bool_)
     for column in values:
         found |= predicate(column)

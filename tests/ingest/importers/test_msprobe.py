@@ -1,0 +1,452 @@
+"""Output of the msprobe monitor, against a plain reading of the same files with nothing but the csv module."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rankscope_ingest.errors import IngestError
+from rankscope_ingest.importers import Faults, find_importer, importers
+from rankscope_ingest.importers.msprobe import cells, finding
+
+SAMPLES = Path(__file__).resolve().parents[2] / "data" / "msprobe"
+SINGLE = SAMPLES / "single_rank"
+NAN = SAMPLES / "two_ranks_nan"
+KINDS = {
+    "grad_unreduced": "grad_unreduced",
+    "grad_reduced": "grad_reduced",
+    "exp_avg": "exp_avg",
+    "exp_avg_sq": "exp_avg_sq",
+    "param_origin": "param_before",
+    "param_updated": "param_after",
+}
+HEADER = "vpp_stage,name,step,norm,min,max,mean,nans,zeros,shape,dtype"
+FOLDER = "Dec03_21-34-40-rank0-0123abcd"
+
+
+def float32(text):
+    return struct.unpack("f", struct.pack("f", float(text)))[0]
+
+
+def plain_rows(root, family):
+    """Yield the rows of a family, read by nothing but the csv module."""
+    for path in sorted(root.rglob(f"{family}_[0-9]*.csv")):
+        with path.open(newline="") as file:
+            yield from csv.DictReader(file)
+
+
+def csv_file(desk, rows, *, header=HEADER, name="grad_reduced_0-9.csv", folder=FOLDER):
+    return desk.write(f"out/{folder}/{name}", "\n".join([header, *rows]) + "\n")
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_parameters_come_in_row_by_row(desk, family):
+    """Steps from 1; Adam's moments, taken before the step, belong to the step before."""
+    desk.bring(SINGLE)
+    expected = [
+        (int(row["step"]) + (not family.startswith("exp")), row["name"], *map(float32, (row["norm"], row["mean"])))
+        for row in plain_rows(SINGLE, family)
+    ]
+    found = desk.ask(
+        "SELECT step, tensor, norm, mean FROM tensor_stats WHERE kind = $kind ORDER BY seq", kind=KINDS[family]
+    )
+
+    assert 20 < len(expected)
+    assert expected == [tuple(row.values()) for row in found]
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds"), [("actv", ("act_in", "act_out")), ("actv_grad", ("act_grad_in", "act_grad_out"))]
+)
+def test_activations_are_of_a_module_and_a_slot_and_a_micro_step(desk, family, kinds):
+    desk.bring(SINGLE)
+    expected = []
+    for row in plain_rows(SINGLE, family):
+        if row["shape"] == "nan":
+            continue
+        module, _, slot = row["name"].rpartition(".")
+        word, _, index = slot.partition("_")
+        kind = kinds[word == "output"]
+        expected.append((kind, module, int(index) if index else None, int(row["step"]) + 1, int(row["micro_step"])))
+    found = desk.ask(
+        'SELECT kind, tensor, "index", step, micro_step FROM tensor_stats '
+        "WHERE list_contains($kinds, kind) ORDER BY seq",
+        kinds=list(kinds),
+    )
+
+    assert expected == [tuple(row.values()) for row in found]
+    assert {None, 0, 1, 2} == {row["index"] for row in found}
+
+
+def test_features_stand_under_our_names(desk):
+    desk.bring(SINGLE)
+    kinds = desk.ask(
+        "SELECT kind, count(*) AS rows, count(micro_step) AS micro FROM features GROUP BY ALL ORDER BY ALL"
+    )
+    row = next(plain_rows(SINGLE, "linear_hook"))
+
+    assert [
+        ("attention_entropy", 8, 8),
+        ("direction_agreement", 52, 0),
+        ("softmax_max", 8, 8),
+        ("spectral_norm", 18, 0),
+        ("stable_rank", 18, 0),
+    ] == [tuple(kind.values()) for kind in kinds]
+    assert "layers.0.qkv.linear" == row["name"]
+    assert [float32(row["sr"]), float32(row["kernel_norm"])] == [
+        found["value"]
+        for found in desk.ask(
+            "SELECT value FROM features WHERE module = 'layers.0.qkv' AND step = 1 ORDER BY kind DESC"
+        )
+    ]
+
+
+def test_what_was_absent_has_no_row(desk):
+    """The tool writes a row of nothing but nan for a gradient that does not exist."""
+    desk.bring(SINGLE)
+    absent = [row for row in plain_rows(SINGLE, "actv_grad") if row["shape"] == "nan"]
+
+    assert 8 == len(absent)
+    assert 0 == desk.value(
+        "SELECT count(*) FROM tensor_stats WHERE kind = 'act_grad_in' AND tensor IN ('', 'embedding')"
+    )
+    assert 0 == desk.value("SELECT count(*) FROM tensor_stats WHERE norm IS NULL OR isnan(norm)")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nan_of_a_gradient_and_the_moment_it_made_are_of_one_step(desk, rank):
+    """In the tool's files they are one step apart."""
+    desk.bring(NAN)
+    first = desk.ask(
+        "SELECT kind, min(step) AS step, arg_min(tensor, step) AS tensor FROM tensor_stats "
+        "WHERE rank = $rank AND nans > 0 AND kind IN ('grad_reduced', 'exp_avg', 'exp_avg_sq') "
+        "GROUP BY kind ORDER BY kind",
+        rank=rank,
+    )
+
+    assert [("exp_avg", 3), ("exp_avg_sq", 3), ("grad_reduced", 3)] == [(row["kind"], row["step"]) for row in first]
+    assert {"module.head.weight"} == {row["tensor"] for row in first}
+    assert 2 == desk.value("SELECT world_size FROM runs")
+
+
+@pytest.mark.parametrize(
+    ("cells_", "expected"),
+    [
+        ('1.5,-1,1,0.5,0,0.25,"[2, 4]"', (1.5, 0, 0, 2, 8)),  # finite, so no NaN and no Inf
+        ('nan,nan,nan,nan,3,0.0,"[2, 4]"', (None, 3, None, 0, 8)),  # beside a NaN nothing is known of Inf
+        ('inf,-2,inf,inf,0,0.5,"[2, 4]"', (None, 0, 1, 4, 8)),  # at least one
+        ('inf,-inf,inf,nan,0,0.5,"[2, 4]"', (None, 0, 2, 4, 8)),  # one of each sign, at least
+        ("0.0,nan,nan,nan,0,nan,[0]", (None, 0, 0, None, 0)),  # no elements
+        ("0.0,0.0,0.0,0.0,0,1.0,[]", (0.0, 0, 0, 1, 1)),  # zero is zero
+        ("1.0,False,True,0.5,0,nan,[4]", (1.0, 0, 0, None, 4)),  # of booleans
+        ("nan,nan,nan,nan,nan,nan,nan", None),  # absent
+        ('nan,nan,nan,nan,nan,nan,"[2, 4]"', (None, 1, None, None, 8)),  # there, and not finite
+    ],
+)
+def test_nan_inf_absent_and_zero_are_four_things(desk, cells_, expected):
+    desk.bring(csv_file(desk, [f"0,w,0,{cells_},torch.float32"]).parent)
+    found = desk.ask("SELECT norm, nans, infs, zeros, numel FROM tensor_stats")
+
+    assert ([] if expected is None else [expected]) == [tuple(row.values()) for row in found]
+
+
+@pytest.mark.parametrize(
+    ("header", "row", "expected"),
+    [
+        ("norm", "nan", [(None, 1)]),  # nothing tells NaN from absent: taken for NaN
+        ("norm,nans", "nan,nan", []),  # the count would be a number if the tensor had been there
+        ("norm,shape,dtype", "nan,[4],torch.float32", [(None, 1)]),
+        ("norm,shape,dtype", "nan,nan,nan", []),
+        ("min,max", "0.5,1.5", [(None, 0)]),  # both finite, so every element is
+        ("mean", "inf", [(None, 0)]),
+    ],
+)
+def test_nan_where_fewer_statistics_were_collected(desk, header, row, expected):
+    desk.bring(csv_file(desk, [f"0,w,0,{row}"], header=f"vpp_stage,name,step,{header}").parent)
+
+    assert expected == [tuple(found.values()) for found in desk.ask("SELECT norm, nans FROM tensor_stats")]
+
+
+def test_nan_and_inf_that_come_in_are_judged_like_any_other(desk):
+    desk.bring(
+        csv_file(desk, ["0,w,0,nan,nan,nan,nan,2,0.0,[4],torch.float32", "0,v,0,inf,1,inf,inf,0,0.0,[4],x"]).parent
+    )
+    found = desk.ask("SELECT tensor, op, value, step FROM events WHERE type = 'anomaly' ORDER BY op")
+
+    assert [("v", "infs", 1.0, 1), ("w", "nans", 2.0, 1)] == [tuple(row.values()) for row in found]
+
+
+def test_tensors_are_described_slot_by_slot(desk):
+    desk.bring(SINGLE)
+    query = """SELECT "index", shape, dtype, module FROM tensors WHERE kind = $kind AND tensor = $tensor ORDER BY ALL"""
+
+    assert [{"index": None, "shape": [4, 8], "dtype": "int64", "module": "embedding"}] == desk.ask(
+        query, kind="act_in", tensor="embedding"
+    )
+    assert [(slot, [8, 4, 2, 8], "float32", "layers.0.core") for slot in range(3)] == [
+        tuple(row.values()) for row in desk.ask(query, kind="act_in", tensor="layers.0.core")
+    ]
+    assert ["embedding"] == [row["module"] for row in desk.ask(query, kind="exp_avg", tensor="embedding.weight")]
+
+
+def test_files_in_parts_and_of_many_steps_are_one_stream(desk):
+    for first in (10, 0, 100):
+        rows = [f"1,w,{step},1,1,1,1,0,0,[1],torch.float32" for step in range(first, first + 10)]
+        csv_file(desk, rows, name=f"grad_reduced_{first}-{first + 9}.csv")
+    csv_file(desk, ["1,v,109,1,1,1,1,0,0,[1],torch.float32"], name="grad_reduced_100-109_part_2.csv")
+    report = desk.bring(desk.folder / "out")
+    found = desk.ask("SELECT step, vpp_stage, attempt, incarnation FROM tensor_stats ORDER BY seq")
+
+    assert 31 == report.rows_stored - desk.value("SELECT count(*) FROM tensors")
+    assert [*range(1, 21), *range(101, 111), 110] == [row["step"] for row in found]
+    assert {(1, 0)} == {(row["vpp_stage"], row["attempt"]) for row in found}
+    assert 1 == len({row["incarnation"] for row in found})
+
+
+def test_folder_that_grew_in_the_middle_of_a_line_brings_only_what_is_new(desk):
+    """Steps go on in the last file of each family, new files and ranks appear beside the old ones."""
+    target = desk.folder / "out"
+    shutil.copytree(NAN, target)
+    whole = {path: path.read_bytes() for path in target.rglob("*.csv")}
+    for path, content in whole.items():
+        if path.name.endswith("_3-5.csv") or "rank1" in str(path):
+            path.unlink()
+        else:
+            path.write_bytes(content[: len(content) * 2 // 3])
+    first = desk.bring(target)
+    for path, content in whole.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    second, third = desk.bring(target), desk.bring(target)
+    desk.bring(NAN, run="at once")
+    query = "SELECT rank, attempt, step, micro_step, kind, tensor, norm, nans FROM tensor_stats WHERE run = $run ORDER BY ALL"
+
+    assert first.malformed > 0 == second.malformed
+    assert 0 < first.rows_stored
+    assert 0 < second.rows_stored
+    assert 0 == third.rows_stored
+    assert desk.ask(query, run="at once") == desk.ask(query, run="r")
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_steps_that_a_resumed_run_appends_are_another_attempt(desk, at_once):
+    """Killed at step 4, started again from 2: the tool appends to the files of the steps it repeats."""
+
+    def rows(first, last, norm):
+        return [f"0,{name},{step},{norm},1,1,1,0,0,[1],x" for step in range(first, last) for name in "ab"]
+
+    old = csv_file(desk, rows(0, 4, 1))
+    if not at_once:
+        desk.bring(desk.folder / "out")
+    old.write_text("\n".join([HEADER, *rows(0, 4, 1), *rows(2, 10, 2)]) + "\n")
+    csv_file(desk, rows(10, 13, 2), name="grad_reduced_10-19.csv")
+    desk.bring(desk.folder / "out")
+    found = desk.ask(
+        "SELECT norm, attempt, min(step) AS low, max(step) AS high, count(*) AS n FROM tensor_stats "
+        "GROUP BY ALL ORDER BY ALL"
+    )
+
+    assert [(1.0, 0, 1, 4, 8), (2.0, 0, 11, 13, 6), (2.0, 1, 3, 10, 16)] == [tuple(row.values()) for row in found]
+
+
+def test_rows_in_another_order_are_no_restart(desk):
+    rows = [f"0,{name},{step},1,1,1,1,0,0,[1],x" for name in "abc" for step in range(5)]
+    desk.bring(csv_file(desk, rows).parent)
+
+    assert 0 == desk.value("SELECT max(attempt) FROM tensor_stats")
+    assert 15 == desk.value("SELECT count(*) FROM tensor_stats")
+
+
+def test_launches_are_attempts_across_the_turn_of_a_year(desk):
+    """A name has no year; ranks of one launch differ by seconds; a rank may join later."""
+    names = ["Dec31_23-59-58-rank0-aa", "Jan01_00-00-01-rank1-bb", "Jan02_10-00-00-rank0-cc", "Jan02_10-00-01-rank1-dd"]
+    for norm, name in enumerate([*names, "Jan02_10-00-02-rank2-ee"]):
+        csv_file(desk, [f"0,w,0,{norm},1,1,1,0,0,[1],x"], folder=name)
+    desk.bring(desk.folder / "out")
+    found = desk.ask("SELECT attempt, rank, norm FROM tensor_stats ORDER BY ALL")
+
+    assert [(0, 0, 0), (0, 1, 1), (1, 0, 2), (1, 1, 3), (1, 2, 4)] == [tuple(map(int, row.values())) for row in found]
+
+
+def test_communication_rows_are_told_as_what_they_are(desk):
+    report = desk.bring(SAMPLES / "cc_misaligned")
+
+    assert (0, 2) == (report.rows_stored, report.malformed)
+    assert [2, 3] == [fault.line for fault in report.faults]
+    assert "30 fields under a header of 10: a communication row of the tool" in report.faults[0].text
+
+
+def test_anomaly_records_become_events(desk):
+    desk.bring(SINGLE / "anomaly_detected" / "rank0" / "anomaly.json")
+    entries = json.loads((SINGLE / "anomaly_detected" / "rank0" / "anomaly.json").read_text())
+    found = desk.ask("SELECT * FROM events WHERE call_id = 44")[0]
+
+    assert len(entries) == desk.value("SELECT count(*) FROM events WHERE type = 'anomaly'")
+    assert ("AnomalyNan", "act_grad_in", "", "zeros", 1, 0, 0) == tuple(
+        found[name] for name in ("rule", "kind", "tensor", "op", "step", "micro_step", "rank")
+    )
+    assert math.isnan(found["value"])
+    assert {"group_mates": [0], "index": None, "tag_name": "0:.input:0/rank0/actv_grad"} == json.loads(found["details"])
+
+
+def test_ranked_anomalies_are_not_counted_twice(desk):
+    desk.bring(SINGLE / "anomaly_detected")
+    ranked = desk.bring(SINGLE / "anomaly_detected" / "anomaly_analyse.json", run="ranked")
+
+    assert 5 == ranked.records
+    assert desk.value("SELECT count(*) FROM events WHERE run = 'r'") == len(
+        json.loads((SINGLE / "anomaly_detected" / "rank0" / "anomaly.json").read_text())
+    )
+
+
+def test_anomaly_of_the_manual_without_a_value_is_read(desk):
+    tag = "0:1.self_attention.core_attention_flash_0/rank0/input_grad"
+    entry = {"rank": 0, "step": 1, "micro_step": 0, "pp_stage": 0, "vpp_stage": 0, "call_id": -1, "tag_name": tag}
+    message = f"Rule AnomalyTurbulence reports anomaly signal in ('{tag}', 'min') at step 1."
+    document = {f"{tag}_step_1_call_112": entry | {"message": message, "group_mates": [0, 1]}}
+    desk.bring(desk.write("rank0/anomaly.json", json.dumps(document)))
+    found = desk.ask("SELECT step, micro_step, rule, kind, op, value, call_id, severity FROM events")
+
+    assert [(2, None, "AnomalyTurbulence", "act_grad_in", "min", None, None, "warning")] == [
+        tuple(row.values()) for row in found
+    ]
+
+
+def test_anomalies_cut_in_the_middle_give_what_is_whole(desk):
+    text = (SINGLE / "anomaly_detected" / "rank0" / "anomaly.json").read_text()
+    report = desk.bring(desk.write("anomaly.json", text[: len(text) // 2]))
+
+    assert 0 < report.records < len(json.loads(text))
+    assert 1 == report.malformed
+
+
+def test_structure_and_stacks_become_modules(desk):
+    stacks = 'module_name,stack_info\n0:layers.0,"File train.py, line 3, in step,\n loss = model(x)"\n1:head,here\n'
+    desk.write(f"out/{FOLDER}/stack_info.csv", stacks)
+    target = desk.folder / "out" / "module_struct" / "rank0"
+    shutil.copytree(SAMPLES / "print_struct", target)
+    desk.bring(desk.folder / "out")
+    core = desk.ask(
+        "SELECT rank, vpp_stage, inputs, outputs FROM modules WHERE module = 'layers.0.core' AND inputs IS NOT NULL"
+    )
+
+    assert [{"shape": [8, 4, 2, 8], "dtype": "float32"}] * 3 == json.loads(core[0]["inputs"])
+    assert (0, 0, 19) == (core[0]["rank"], core[0]["vpp_stage"], desk.value("SELECT count(inputs) FROM modules"))
+    assert [("layers.0", 0, "File train.py, line 3, in step,\n loss = model(x)"), ("head", 1, "here")] == [
+        tuple(row.values())
+        for row in desk.ask("SELECT module, vpp_stage, stack FROM modules WHERE stack IS NOT NULL ORDER BY seq")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "because"),
+    [
+        (SINGLE, "11 statistics files of 1 rank folders and 1 JSON files"),
+        (SAMPLES / "cc_misaligned" / "other_0-0.csv", "the columns of msprobe's monitor"),
+        (SINGLE / "anomaly_detected" / "anomaly_analyse.json", "anomaly records"),
+        (SAMPLES / "print_struct" / "module_struct.json", "a model structure"),
+    ],
+)
+def test_it_is_recognised_and_says_why(path, because):
+    importer = find_importer(path)
+    head = b"" if path.is_dir() else path.read_bytes()
+
+    assert "msprobe" == importer.name
+    assert because in importer.detect(path, head).because
+
+
+def test_the_second_monitor_is_refused_by_name(desk):
+    path = desk.write("rank_0/module_step0-0.csv", "vpp_stage,step,module_name,scope,norm\n-1,0,fc,forward,1.0\n")
+
+    with pytest.raises(IngestError, match="not monitor_v2"):
+        desk.bring(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "good", "faults"),
+    [
+        (f"\ufeff{HEADER}\r\n0,w,0,1,1,1,1,0,0,[1],torch.float32\r\n", 1, 0),
+        (f"{HEADER}\n0,w,zero,1,1,1,1,0,0,[1],x\n0,w,1e400,1,1,1,1,0,0,[1],x\n0,w,-1,1,1,1,1,0,0,[1],x\n", 0, 3),
+        (f'{HEADER}\n0,w,0,1,1,1,1,0,0,"[1,x\n0,w,1,1,1,1,1,0,0,[1],x\n', 1, 1),  # an open quote ends with its line
+        (f"{HEADER}\n0,w,0,1,1,1,1,0,0,[1],torch.float32", 1, 0),  # no last end of line, yet whole
+        (f"{HEADER}\n0,w,0,1,1,1,1,0,0,[1],torch.flo", 0, 1),
+        (f"{HEADER}\n0,w,0,1,1,1,1,0", 0, 1),
+        (f"{HEADER}\n0,w,0,abc,1,1,1,0,0,[1],x\n", 0, 1),
+        (f"{HEADER}\n0,w,0,1e999,1,1,1,0,0,[99999999999999999999999],x\n", 1, 0),
+        (f"{HEADER}\n{'9' * 400},w,0,1,1,1,1,0,0,[1],x\n", 0, 1),
+        (f"{HEADER}\n0,{'w' * (1 << 21)},0,1,1,1,1,0,0,[1],x\n0,w,1,1,1,1,1,0,0,[1],x\n", 1, 1),
+        ("", 0, 1),
+        ("a,b\n1,2\n", 0, 1),
+    ],
+)
+def test_hostile_files_give_clear_faults(desk, content, good, faults):
+    path = desk.write(f"out/{FOLDER}/grad_reduced_0-9.csv", content)
+    report = desk.bring(path, kind="msprobe")
+
+    assert (good, faults) == (desk.value("SELECT count(*) FROM tensor_stats"), report.malformed)
+    assert all(f"{FOLDER}/grad_reduced_0-9.csv: " in fault.text for fault in report.faults if fault.line > 1)
+
+
+def test_utf_16_is_refused_with_the_remedy(desk):
+    path = csv_file(desk, ["0,w,0,1,1,1,1,0,0,[1],x"])
+    path.write_bytes(path.read_text().encode("utf-16"))
+
+    with pytest.raises(IngestError, match="UTF-16: convert it first"):
+        desk.bring(path.parent)
+
+
+def test_links_out_of_the_folder_are_not_followed(desk):
+    csv_file(desk, ["0,w,0,1,1,1,1,0,0,[1],x"])
+    elsewhere = desk.folder / "elsewhere"
+    shutil.copytree(SINGLE, elsewhere)
+    (desk.folder / "out" / "link").symlink_to(elsewhere)
+
+    assert 1 == sum(len(launch) for launch in finding.find(desk.folder / "out").launches)
+
+
+def mutated(draw, content):
+    data = bytearray(content)
+    for _ in range(draw(st.integers(1, 8))):
+        place = draw(st.integers(0, len(data)))
+        piece = draw(
+            st.sampled_from([b'"', b",", b"\n", b"\0", b"nan", b"inf", b"-", b"1e999", b"\xff", b"{", b"[", b"]"])
+        )
+        data[place : place + draw(st.integers(0, 20))] = piece
+    return bytes(data[: draw(st.integers(1, len(data)))])
+
+
+FUZZED = [
+    *sorted(SINGLE.rglob("*.csv")),
+    SINGLE / "anomaly_detected" / "anomaly_analyse.json",
+    SAMPLES / "print_struct" / "module_struct.json",
+]
+
+
+@pytest.mark.parametrize("sample", FUZZED, ids=lambda path: path.name)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damaged_files_never_raise_anything_but_an_import_error(tmp_path, sample, data):
+    path = tmp_path / FOLDER / sample.name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(mutated(data.draw, sample.read_bytes()[:4096]))
+    try:
+        list(importers()["msprobe"].read(path, Faults()))
+    except IngestError as error:
+        assert str(error)  # noqa: PT017 - either outcome is right
+
+
+def test_batches_of_any_size_read_the_same(monkeypatch, desk):
+    desk.bring(NAN, run="whole")
+    monkeypatch.setattr(cells, "BATCH_LINES", 3)
+    desk.bring(NAN, run="small")
+    query = "SELECT * EXCLUDE (run, incarnation, ordinal) FROM tensor_stats WHERE run = $run ORDER BY ALL"
+
+    assert desk.ask(query, run="whole") == desk.ask(query, run="small")
