@@ -44,11 +44,12 @@ class JsonWindow:
     """A position in a JSON text of any length. Values behind the position are forgotten."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
-        self.line = 1
         self._chunks = chunks
         self._decode = codecs.getincrementaldecoder("utf-8-sig")(errors="replace").decode
         self._text = ""
         self._at = 0
+        self._line = 1
+        self._counted = 0  # up to where the window's line ends are counted
         self._ended = False
 
     def peek(self) -> str:
@@ -105,24 +106,30 @@ class JsonWindow:
         if len(self._text) - self._at > MAX_VALUE_CHARACTERS:
             raise Malformed(f"a value of more than {MAX_VALUE_CHARACTERS:,} characters")
         # Twice as much each time, so that a long value is not scanned again for every chunk.
-        wanted = 2 * (len(self._text) - self._at)
-        if not self._refill():
+        if not self._refill(len(self._text) - self._at):
             raise Cut
-        while len(self._text) < wanted and self._refill():
-            pass
 
-    def _refill(self) -> bool:
-        """Drop what is behind the position and add a chunk; return whether there was one."""
+    def _refill(self, characters: int = 1) -> bool:
+        """Drop what is behind the position and add as many `characters`, in chunks; return whether there were any."""
         if self._ended:
             return False
-        chunk = next(self._chunks, b"")
-        self._ended = not chunk
-        self.line += self._text.count("\n", 0, self._at)
-        self._text = self._text[self._at :] + self._decode(chunk, self._ended)
-        self._at = 0
-        return not self._ended
+        self._count_lines()
+        pieces, added = [self._text[self._at :]], 0
+        while added < characters and not self._ended:
+            chunk = next(self._chunks, b"")
+            self._ended = not chunk
+            pieces.append(self._decode(chunk, self._ended))
+            added += len(pieces[-1])
+        self._text = "".join(pieces)
+        self._at = self._counted = 0
+        return added > 0
 
     @property
     def line_here(self) -> int:
         """Return the line of the position, from 1."""
-        return self.line + self._text.count("\n", 0, self._at)
+        self._count_lines()
+        return self._line
+
+    def _count_lines(self) -> None:
+        self._line += self._text.count("\n", self._counted, self._at)
+        self._counted = self._at

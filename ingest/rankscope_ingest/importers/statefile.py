@@ -21,7 +21,7 @@ from rankscope_ingest.importers.texts import clean_text, json_text
 HISTORY: Final = "log_history"
 STEP: Final = "step"
 
-_CHUNK_BYTES: Final = 1 << 20
+_CHUNK_BYTES: Final = 1 << 16  # an error in the window costs a look at all of it
 _PROBE_BYTES: Final = 4096
 _MAX_FACTS: Final = 200
 _FACT_CHARACTERS: Final = 8192
