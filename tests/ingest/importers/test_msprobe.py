@@ -227,7 +227,8 @@ def test_folder_that_grew_in_the_middle_of_a_line_brings_only_what_is_new(desk):
         path.write_bytes(content)
     second, third = desk.bring(target), desk.bring(target)
     desk.bring(NAN, run="at once")
-    query = "SELECT rank, attempt, step, micro_step, kind, tensor, norm, nans FROM tensor_stats WHERE run = $run ORDER BY ALL"
+    columns = "rank, attempt, step, micro_step, kind, tensor, norm, nans"
+    query = f"SELECT {columns} FROM tensor_stats WHERE run = $run ORDER BY ALL"
 
     assert first.malformed > 0 == second.malformed
     assert 0 < first.rows_stored
