@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 from rankscope_storage.connection import Connection
 from rankscope_storage.errors import ExportError
-from rankscope_storage.exports.families import FAMILIES, family_names
+from rankscope_storage.exports.families import FAMILIES, FEATURE_FAMILIES, family_names
 
 MAX_STEPS_PER_RECORD: Final = 1_000_000
 
@@ -79,7 +79,12 @@ class ExportOptions:
         """Return the kinds that `data_type_list` asks for; None when it asks for all."""
         if not self.data_type_list:
             return None
-        return frozenset(kind for name in self.data_type_list for kind in FAMILIES.get(name, (name,)))
+        kinds: set[str] = set()
+        for name in self.data_type_list:
+            kinds.update(FAMILIES.get(name, ()), FEATURE_FAMILIES.get(name, ()))
+            if name not in FAMILIES and name not in FEATURE_FAMILIES:
+                kinds.add(name)
+        return frozenset(kinds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -168,8 +168,11 @@ def _left_out(selection: Selection, placed: Counter[str]) -> Counter[str]:
     left_out["rows without a step"] = sum(selection.count(name, "step IS NULL") for name in HELD)
     known = ", ".join(sql_string(kind) for kinds in _families("features").values() for kind in sorted(kinds))
     left_out["features that the tool does not know"] = selection.count("features", f"kind NOT IN ({known})")
+    tensors = ", ".join(sql_string(kind) for kinds in _families("tensor_stats").values() for kind in sorted(kinds))
+    strange = selection.count("tensor_stats", f"step >= 0 AND kind NOT IN ({tensors})")
+    left_out["tensors of kinds that the tool does not know"] = strange
     left_out["rows before the first step"] = sum(selection.count(name, "step < 0") for name in HELD)
-    left_out[HIDDEN] = selection.count("tensor_stats", "step >= 0") - placed["tensor_stats"]
+    left_out[HIDDEN] = selection.count("tensor_stats", "step >= 0") - strange - placed["tensor_stats"]
     return left_out
 
 

@@ -22,9 +22,19 @@ FAMILIES: Final[dict[str, tuple[str, ...]]] = {
 }
 """`other` takes what the tool has no family for, so that no kind of ours is without one."""
 
+FEATURE_FAMILIES: Final[dict[str, tuple[str, ...]]] = {
+    "attention_hook": ("attention_entropy", "softmax_max"),
+    "linear_hook": ("stable_rank", "spectral_norm"),
+    "moe_router_weight_hook": ("router_similarity",),
+    "moe_router_logit_hook": ("router_entropy",),
+    "other": ("direction_agreement",),
+}
+"""Families of features, and the kinds in each."""
+
 FAMILY_OF: Final[dict[str, str]] = {kind: family for family, kinds in FAMILIES.items() for kind in kinds}
 
 
 def family_names() -> frozenset[str]:
     """Return every name that `data_type_list` may hold: families, and our own kinds."""
-    return frozenset(FAMILIES) | frozenset(map(str, FAMILY_OF))
+    features = {kind for kinds in FEATURE_FAMILIES.values() for kind in kinds}
+    return frozenset(FAMILIES) | frozenset(FEATURE_FAMILIES) | frozenset(map(str, FAMILY_OF)) | features

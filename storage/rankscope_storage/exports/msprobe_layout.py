@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from rankscope_contract.kinds import Kind
-from rankscope_storage.exports.families import FAMILIES, FAMILY_OF
+from rankscope_storage.exports.families import FAMILIES, FAMILY_OF, FEATURE_FAMILIES
 
 SHANGHAI: Final = dt.timezone(dt.timedelta(hours=8))  # no summer time since 1991
 
@@ -37,8 +37,8 @@ SLOTS: Final[dict[str, dict[str, Kind]]] = {
 MICRO_STEP_FAMILIES: Final = ("actv", "actv_grad", "attention_hook", "moe_router_logit_hook")
 """Families that always have the column; `grad_unreduced` has it when gradients were taken per micro-batch."""
 
-DIRECTION: Final = "direction_agreement"
 OTHER: Final = "other"
+(DIRECTION,) = FEATURE_FAMILIES[OTHER]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,16 @@ class FeatureFamily:
     suffix: str
 
 
+_FEATURE_NAMES: Final = {
+    "attention_hook": (("entropy", "softmax_max"), ".attention"),
+    "linear_hook": (("sr", "kernel_norm"), ".linear"),
+    "moe_router_weight_hook": (("router_weight_similarity",), ".moe_router"),
+    "moe_router_logit_hook": (("per_token_expert_entropy",), ".moe_router"),
+}
+
 FEATURES: Final[dict[str, FeatureFamily]] = {
-    "attention_hook": FeatureFamily({"entropy": "attention_entropy", "softmax_max": "softmax_max"}, ".attention"),
-    "linear_hook": FeatureFamily({"sr": "stable_rank", "kernel_norm": "spectral_norm"}, ".linear"),
-    "moe_router_weight_hook": FeatureFamily({"router_weight_similarity": "router_similarity"}, ".moe_router"),
-    "moe_router_logit_hook": FeatureFamily({"per_token_expert_entropy": "router_entropy"}, ".moe_router"),
+    family: FeatureFamily(dict(zip(columns, FEATURE_FAMILIES[family], strict=True)), suffix)
+    for family, (columns, suffix) in _FEATURE_NAMES.items()
 }
 """`stable_rank` is the tool's: Frobenius norm over spectral norm, not squared."""
 

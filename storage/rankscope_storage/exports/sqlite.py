@@ -76,7 +76,8 @@ class Sqlite:
             except (OSError, sqlite3.Error) as error:
                 raise ExportError(f"cannot write {target}: {error}") from error
             finally:
-                staged.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    staged.unlink()
             left_out = {
                 "rows without a step": sum(selection.count(name, "step IS NULL") for name in HELD),
                 "rows behind another of the same step and target (an earlier attempt or call)": selection.count(

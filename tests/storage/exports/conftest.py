@@ -51,7 +51,7 @@ class Shelf:
             tables[dataset] = pa.Table.from_pylist(numbered, schema=dataset_schema(dataset))
         self._seq += sum(map(len, rows.values()))
         with self._store.claim(owner="test") as writer:
-            writer.append(Batch(tables=tables, watermarks={"i": self._seq}))
+            writer.append(Batch(tables=tables, watermarks={"i": self._seq - 1}))
 
     def connect(self) -> Connection:
         self._connections.append(connect(self.folder / "store", locked=True))

@@ -1,0 +1,176 @@
+"""What the layout of the msprobe monitor can carry comes back as it was.
+
+It cannot carry: finite statistics beside a NaN or an Inf, how many Inf there were, the placement of a tensor, times,
+and whether a virtual stage (of activations: a micro step) was not told or 0.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import itertools
+import math
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rankscope_contract.kinds import VALUE_OPS, Kind
+from rankscope_ingest.importers import import_records, importers
+from rankscope_storage.connection import connect
+from rankscope_storage.exports import ExportOptions, exporters
+from rankscope_storage.schema import dataset_schema
+from rankscope_storage.store import Batch, Store
+
+SAMPLES = Path(__file__).resolve().parents[2] / "data" / "msprobe"
+SINGLE, NAN = SAMPLES / "single_rank", SAMPLES / "two_ranks_nan"
+COLUMNS = (
+    'attempt, rank, step, micro_step, vpp_stage, kind, tensor, "index", norm, min, max, mean, nans, infs, zeros, numel'
+)
+ACTIVATIONS = {Kind.ACT_IN, Kind.ACT_OUT, Kind.ACT_GRAD_IN, Kind.ACT_GRAD_OUT}
+BEGAN = dt.datetime(2026, 12, 31, 15, 59, 59, tzinfo=dt.UTC)  # the last second of the year in Shanghai
+
+printable = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="\x7f"), min_size=1, max_size=8)
+name = printable | st.sampled_from(["", "=1+1", "'=x", 'a,"b"', "layers.0", "@x", "-", "nan"])
+finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def tensors(draw):
+    """Return one row of `tensor_stats` as this layout can carry it."""
+    kind = draw(st.sampled_from(list(Kind)))
+    sliced = kind in ACTIVATIONS
+    numel = draw(st.integers(1, 1 << 24))
+    nans, infs = draw(st.sampled_from([(0, 0), (0, 0), (3, None), (0, 1)]))
+    values = {op: draw(finite) for op in VALUE_OPS} | {"norm": draw(st.floats(0, 2.0**100, width=32))}
+    return {
+        "kind": kind,
+        "tensor": draw(name if sliced else name.filter(bool)),
+        "index": draw(st.none() | st.integers(0, 3)) if sliced else None,
+        "micro_step": draw(st.integers(0, 2)) if sliced else None,
+        "vpp_stage": draw(st.integers(0, 2)),
+        "numel": numel,
+        "nans": nans,
+        "infs": infs,
+        "zeros": draw(st.integers(0, numel)),
+        **(values if infs == nans == 0 else dict.fromkeys(VALUE_OPS)),
+    }
+
+
+def distinct(rows):
+    keys = ("kind", "tensor", "index", "micro_step", "vpp_stage")
+    return list({tuple(row[key] for key in keys): row for row in rows}.values())
+
+
+def stored(folder, rows, features=()):
+    """Return a store with `rows` as run r."""
+    tables = {}
+    for dataset, listed in (("tensor_stats", rows), ("features", features)):
+        full = [{"run": "r", "incarnation": "i", "seq": seq, "ordinal": seq, **row} for seq, row in enumerate(listed)]
+        tables[dataset] = pa.Table.from_pylist(full, schema=dataset_schema(dataset))
+    began = [{"run": "r", "attempt": attempt, "state": "stopped", "started_at": BEGAN} for attempt in (0, 1)]
+    tables["attempts"] = pa.Table.from_pylist(began, schema=dataset_schema("attempts"))
+    with Store.open(folder, create=True).claim(owner="test") as writer:
+        writer.append(Batch(tables=tables, watermarks={"i": 1 << 40}))
+    return folder
+
+
+def through(store, folder, **options):
+    """Return a store with the run after it has been out and in again."""
+    with connect(store) as connection:
+        report = exporters()["csv"].export(connection, "r", folder / "csv", ExportOptions(**options))
+    with Store.open(folder / "again", create=True).claim(owner="test") as writer:
+        faults = import_records(folder / "csv", writer, importers()["msprobe"], run="r").faults
+    return folder / "again", report, faults
+
+
+def rows_of(store, columns=COLUMNS, dataset="tensor_stats"):
+    with connect(store) as connection:
+        return connection.query(f"SELECT {columns} FROM {dataset} ORDER BY ALL").to_pylist()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    steps=st.lists(st.lists(tensors(), min_size=1, max_size=5).map(distinct), min_size=1, max_size=4),
+    per_file=st.integers(1, 5),
+)
+def test_statistics_come_back_as_they_were(tmp_path_factory, steps, per_file):
+    folder = tmp_path_factory.mktemp("round")
+    places = itertools.product(range(2), range(2), enumerate(steps, 1))  # attempts, ranks, steps
+    rows = [
+        {"attempt": attempt, "rank": rank, "step": step, **row}
+        for attempt, rank, (step, listed) in places
+        for row in listed
+    ]
+    store = stored(folder / "store", rows)
+    again, report, faults = through(store, folder, step_count_per_record=per_file)
+
+    assert () == faults
+    assert {} == report.left_out
+    assert rows_of(store) == rows_of(again)
+
+
+def test_features_come_back_as_they_were(tmp_path):
+    kinds = ("stable_rank", "spectral_norm", "direction_agreement", "router_similarity")
+    with_micro = ("attention_entropy", "softmax_max", "router_entropy")
+    features = [
+        {"attempt": 0, "rank": 0, "step": step, "kind": kind, "module": module, "vpp_stage": 1, "value": step / 7}
+        | {"micro_step": 2 if kind in with_micro else None, "index": None if kind == "direction_agreement" else index}
+        for step in (1, 2)
+        for kind in (*kinds, *with_micro)
+        for module in ("fc", "=x")
+        for index in ((None,) if kind == "direction_agreement" else (None, 3))
+    ]
+    store = stored(tmp_path / "store", [], features)
+    again, _, faults = through(store, tmp_path)
+    columns = 'attempt, rank, step, micro_step, vpp_stage, kind, module, "index", value'
+
+    assert () == faults
+    assert rows_of(store, columns, "features") == rows_of(again, columns, "features")
+
+
+@pytest.mark.parametrize("sample", [SINGLE, NAN], ids=lambda path: path.name)
+def test_output_of_the_tool_itself_comes_back(tmp_path, sample):
+    """Shapes and types too, slot by slot."""
+    with Store.open(tmp_path / "store", create=True).claim(owner="test") as writer:
+        import_records(sample, writer, importers()["msprobe"], run="r")
+    again, _, _ = through(tmp_path / "store", tmp_path, step_count_per_record=2)
+    described = 'kind, tensor, "index", shape, dtype, numel, module'
+
+    assert rows_of(tmp_path / "store") == rows_of(again)
+    assert rows_of(tmp_path / "store", described, "tensors") == rows_of(again, described, "tensors")
+    assert rows_of(tmp_path / "store", "rank, step, kind, module, value", "features") == rows_of(
+        again, "rank, step, kind, module, value", "features"
+    )
+
+
+def test_with_the_rounding_of_the_tool_its_own_lines_come_out(tmp_path):
+    """Up to the eighth digit, which a float32 does not have, and without the rows of what was absent."""
+    with Store.open(tmp_path / "store", create=True).claim(owner="test") as writer:
+        import_records(NAN, writer, importers()["msprobe"], run="r")
+    with connect(tmp_path / "store") as connection:
+        options = ExportOptions(step_count_per_record=3, seed_rounding=6)
+        exporters()["csv"].export(connection, "r", tmp_path / "csv", options)
+    lines = 0
+    for path in sorted(NAN.rglob("*.csv")):
+        (folder,) = (tmp_path / "csv").glob(f"*-rank{path.parent.name.split('-rank')[1][0]}-*")
+        theirs = [line for line in path.read_text().splitlines() if not line.endswith(",nan" * 8)]
+        ours = (folder / path.name).read_text().splitlines()
+
+        assert len(theirs) == len(ours)
+        for their, our in zip(theirs, ours, strict=True):
+            for one, other in zip(their.split(","), our.split(","), strict=True):
+                assert one == other or math.isclose(float(one), float(other), rel_tol=1e-6)
+            lines += 1
+    assert lines > 400
+
+
+def test_beside_a_nan_the_counts_come_back_and_the_statistics_do_not(tmp_path):
+    row = {"attempt": 0, "rank": 0, "step": 1, "kind": "grad_reduced", "tensor": "w", "vpp_stage": 0, "numel": 8}
+    values = {"norm": 1.5, "min": -1.0, "max": 1.0, "mean": 0.5, "nans": 2, "infs": 1, "zeros": 4}
+    again, _, _ = through(stored(tmp_path / "store", [row | values]), tmp_path)
+
+    assert [(None, None, 2, None, 4)] == [
+        tuple(row.values()) for row in rows_of(again, "norm, mean, nans, infs, zeros")
+    ]
