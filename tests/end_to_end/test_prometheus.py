@@ -10,7 +10,8 @@ import urllib.request
 import pytest
 import yaml
 
-from rankscope_dashboards.generate import SERVICE, files
+from rankscope_dashboards.generate import files
+from rankscope_dashboards.prometheus_config import DEFAULT_SERVICE
 
 VARIABLES = {"$__rate_interval": "10s", "$__interval": "10s", "$run": "watched", "$rank": ".+"}
 
@@ -22,7 +23,7 @@ def prometheus(require_server, tmp_path, service):
     folder = tmp_path / "prometheus"
     folder.mkdir()
     made = files()
-    config = yaml.safe_load(made["prometheus/prometheus.yml"].replace(SERVICE, f"127.0.0.1:{service.port}"))
+    config = yaml.safe_load(made["prometheus/prometheus.yml"].replace(DEFAULT_SERVICE, f"127.0.0.1:{service.port}"))
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config["scrape_configs"][0]["http_sd_configs"][0]["refresh_interval"] = "1s"
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
