@@ -146,6 +146,7 @@ class _Intake:
         self._judge = judge
         self._appender = appender
         self._stamps: dict[str, Stamp] = {}
+        self._touched: dict[str, Stamp] = {}
         self._facts: dict[str, Any] = {}
         self._waiting: dict[str, list[pa.Table]] = defaultdict(list)
 
@@ -225,6 +226,7 @@ class _Intake:
         count = item.records if isinstance(item, ImportedBlock) else len(item)
         watermark = self._appender.watermark(stamp.incarnation)
         is_stored = stamp.records + count - 1 <= watermark
+        self._touched[stamp.incarnation] = stamp
         tables = stamp.block(item) if isinstance(item, ImportedBlock) else stamp.rows(item)
         if self.attempt is None and tables:
             self.attempt = first_attempt(tables, self._log.alike)
@@ -248,7 +250,8 @@ class _Intake:
 
     def _batch(self) -> Batch:
         waiting, self._waiting = self._waiting, defaultdict(list)
-        watermarks = {stamp.incarnation: stamp.records - 1 for stamp in self._stamps.values() if stamp.records}
+        touched, self._touched = self._touched, {}  # of a folder of many files, only those read since
+        watermarks = {incarnation: stamp.records - 1 for incarnation, stamp in touched.items() if stamp.records}
         return Batch(tables={name: _concat(name, tables) for name, tables in waiting.items()}, watermarks=watermarks)
 
 

@@ -115,6 +115,9 @@ def test_what_was_absent_has_no_row(desk):
     absent = [row for row in plain_rows(SINGLE, "actv_grad") if row["shape"] == "nan"]
 
     assert 8 == len(absent)
+    assert len([*plain_rows(SINGLE, "actv_grad")]) - 8 == desk.value(
+        "SELECT count(*) FROM tensor_stats WHERE kind LIKE 'act_grad_%'"
+    )
     assert 0 == desk.value(
         "SELECT count(*) FROM tensor_stats WHERE kind = 'act_grad_in' AND tensor IN ('', 'embedding')"
     )
@@ -197,18 +200,18 @@ def test_tensors_are_described_slot_by_slot(desk):
     assert ["embedding"] == [row["module"] for row in desk.ask(query, kind="exp_avg", tensor="embedding.weight")]
 
 
-def test_files_in_parts_and_of_many_steps_are_one_stream(desk):
+def test_files_in_parts_and_of_many_steps_are_all_read(desk):
     for first in (10, 0, 100):
         rows = [f"1,w,{step},1,1,1,1,0,0,[1],torch.float32" for step in range(first, first + 10)]
         csv_file(desk, rows, name=f"grad_reduced_{first}-{first + 9}.csv")
     csv_file(desk, ["1,v,109,1,1,1,1,0,0,[1],torch.float32"], name="grad_reduced_100-109_part_2.csv")
     report = desk.bring(desk.folder / "out")
-    found = desk.ask("SELECT step, vpp_stage, attempt, incarnation FROM tensor_stats ORDER BY seq")
+    found = desk.ask("SELECT step, vpp_stage, attempt, incarnation FROM tensor_stats ORDER BY step")
 
     assert 31 == report.rows_stored - desk.value("SELECT count(*) FROM tensors")
     assert [*range(1, 21), *range(101, 111), 110] == [row["step"] for row in found]
     assert {(1, 0)} == {(row["vpp_stage"], row["attempt"]) for row in found}
-    assert 1 == len({row["incarnation"] for row in found})
+    assert 4 == len({row["incarnation"] for row in found})
 
 
 def test_folder_that_grew_in_the_middle_of_a_line_brings_only_what_is_new(desk):
@@ -237,6 +240,22 @@ def test_folder_that_grew_in_the_middle_of_a_line_brings_only_what_is_new(desk):
     assert desk.ask(query, run="at once") == desk.ask(query, run="r")
 
 
+def test_files_may_come_in_any_order_and_old_ones_may_go(desk):
+    """As while a copy is under way, and after a clean-up."""
+    rows = {step: [f"0,{name},{step},1,1,1,1,0,0,[1],x" for name in "abc"] for step in range(12)}
+    for steps in ((0, 10, 11), (1, 5), range(12)):
+        for step in steps:
+            csv_file(desk, rows[step], name=f"grad_reduced_{step}-{step}.csv")
+        desk.bring(desk.folder / "out")
+    for step in range(8):
+        (desk.folder / "out" / FOLDER / f"grad_reduced_{step}-{step}.csv").unlink()
+    csv_file(desk, ["0,a,12,1,1,1,1,0,0,[1],x"], name="grad_reduced_12-12.csv")
+    desk.bring(desk.folder / "out")
+    found = desk.ask("SELECT step, count(*) AS rows FROM tensor_stats GROUP BY step ORDER BY step")
+
+    assert [*((step, 3) for step in range(1, 13)), (13, 1)] == [tuple(row.values()) for row in found]
+
+
 @pytest.mark.parametrize("at_once", [True, False])
 def test_steps_that_a_resumed_run_appends_are_another_attempt(desk, at_once):
     """Killed at step 4, started again from 2: the tool appends to the files of the steps it repeats."""
@@ -255,7 +274,19 @@ def test_steps_that_a_resumed_run_appends_are_another_attempt(desk, at_once):
         "GROUP BY ALL ORDER BY ALL"
     )
 
-    assert [(1.0, 0, 1, 4, 8), (2.0, 0, 11, 13, 6), (2.0, 1, 3, 10, 16)] == [tuple(row.values()) for row in found]
+    assert [(1.0, 0, 1, 4, 8), (2.0, 1, 3, 13, 22)] == [tuple(row.values()) for row in found]
+
+
+def test_attempts_go_on_behind_the_steps_that_were_repeated(desk):
+    """Also with a file for each step, and twice: killed at 4, from 2 again; killed at 5, from 3 again."""
+    passes = {step: [1.0] for step in range(8)} | {2: [1.0, 2.0], 3: [1.0, 2.0, 3.0], 4: [2.0, 3.0], 5: [3.0]}
+    for step, norms in (passes | {6: [3.0], 7: [3.0]}).items():
+        rows = [f"0,{name},{step},{norm},1,1,1,0,0,[1],x" for norm in norms for name in "ab"]
+        csv_file(desk, rows, name=f"grad_reduced_{step}-{step}.csv")
+    desk.bring(desk.folder / "out")
+    found = desk.ask("SELECT DISTINCT norm, attempt FROM tensor_stats ORDER BY ALL")
+
+    assert [(1.0, 0), (2.0, 1), (3.0, 2)] == [tuple(row.values()) for row in found]
 
 
 def test_rows_in_another_order_are_no_restart(desk):
@@ -377,6 +408,8 @@ def test_the_second_monitor_is_refused_by_name(desk):
         (f"\ufeff{HEADER}\r\n0,w,0,1,1,1,1,0,0,[1],torch.float32\r\n", 1, 0),
         (f"{HEADER}\n0,w,zero,1,1,1,1,0,0,[1],x\n0,w,1e400,1,1,1,1,0,0,[1],x\n0,w,-1,1,1,1,1,0,0,[1],x\n", 0, 3),
         (f'{HEADER}\n0,w,0,1,1,1,1,0,0,"[1,x\n0,w,1,1,1,1,1,0,0,[1],x\n', 1, 1),  # an open quote ends with its line
+        (f'{HEADER}\n0,w"x,0,1,1,1,1,0,0,"[1],x\n0,w,1,1,1,1,1,0,0,[1],x\n', 1, 1),  # even, and one of them open
+        (f"{HEADER}\n0,w,0,1,1,1,1,0,0,[1],x\r0,w,1,1,1,1,1,0,0,[1],x\n0,w,2,1,1,1,1,0,0,[1],x\n", 1, 1),
         (f"{HEADER}\n0,w,0,1,1,1,1,0,0,[1],torch.float32", 1, 0),  # no last end of line, yet whole
         (f"{HEADER}\n0,w,0,1,1,1,1,0,0,[1],torch.flo", 0, 1),
         (f"{HEADER}\n0,w,0,1,1,1,1,0", 0, 1),

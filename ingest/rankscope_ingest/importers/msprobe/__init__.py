@@ -84,9 +84,9 @@ def _detect_folder(found: Found) -> Detection:
 def _read_folder(folder: Folder, faults: Faults, attempt: int) -> Iterator[Imported | int]:
     """Yield what the files of one rank say, and behind each family how often its steps were repeated."""
     for family, files in folder.families.items():
-        source = f"{folder.source}/{family}"
-        reader = FamilyReader(family, rank=folder.rank, attempt=attempt, source=source)
-        yield from reader.blocks([path for _, path in files], faults)
+        reader = FamilyReader(family, rank=folder.rank, attempt=attempt, source=folder.source)
+        for _, path in files:
+            yield from reader.blocks(path, faults)
         yield reader.deepest
     if folder.stacks:
         source = f"{folder.source}/{folder.stacks.name}"

@@ -7,7 +7,9 @@ text); the rest is Arrow's own CSV reader, in batches.
 from __future__ import annotations
 
 import io
+import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,8 @@ Mask = npt.NDArray[np.bool_]
 _WHOLE: Final = r"^-?\d{1,15}(\.0+)?$"
 _TRUTH: Final = {"true": 1.0, "false": 0.0}
 _QUOTE: Final = b'"'
+_CELL: Final = rb'(?:[^",\r]*+|"(?:[^"\r]|"")*+")'
+_LINE: Final = re.compile(_CELL + b"(?:," + _CELL + b")*+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,24 +132,51 @@ def whole_numbers(column: pa.StringArray, limit: int) -> tuple[Integers, Mask]:
 
 
 def _parse(header: Sequence[str], lines: Sequence[bytes], numbers: Sequence[int], complain: Complain) -> Cells:
-    misfits: list[int] = []
+    parsed = _parsed(header, lines)
+    if parsed is None:
+        good = [_LINE.fullmatch(line) is not None for line in lines]
+        for number, line, is_good in zip(numbers, lines, good, strict=True):
+            if not is_good:
+                complain(number, f"no line of a CSV file: {shown(line)}")
+        lines, numbers = list(itertools.compress(lines, good)), list(itertools.compress(numbers, good))
+        parsed = _parsed(header, lines)
+    if parsed is None:
+        for number in numbers:
+            complain(number, "it stands among lines that cannot be told apart")
+        return Cells({name: pa.array([], pa.string()) for name in header}, np.array([], np.int64))
+    table, misfits = parsed
+    for row in misfits:
+        complain(numbers[row.number - 1], f"{row.actual_columns} fields under a header of {row.expected_columns}")
+    columns = {name: _one_array(table.column(name)) for name in table.column_names}
+    return Cells(columns, np.delete(np.array(numbers, np.int64), [row.number - 1 for row in misfits]))
+
+
+def _parsed(header: Sequence[str], lines: Sequence[bytes]) -> tuple[pa.Table, list[pa_csv.InvalidRow]] | None:
+    """Return the rows that fit under `header`, and those that do not; None when rows are not lines."""
+    misfits: list[pa_csv.InvalidRow] = []
 
     def skip(row: pa_csv.InvalidRow) -> str:
-        misfits.append(row.number - 1)
-        complain(numbers[row.number - 1], f"{row.actual_columns} fields under a header of {row.expected_columns}")
+        misfits.append(row)
         return "skip"
 
     text = b"\n".join(lines) + b"\n"
-    table = pa_csv.read_csv(
-        io.BytesIO(text),
-        read_options=pa_csv.ReadOptions(use_threads=False, column_names=list(header), block_size=len(text) + 1),
-        parse_options=pa_csv.ParseOptions(invalid_row_handler=skip),
-        convert_options=pa_csv.ConvertOptions(
-            column_types=dict.fromkeys(header, pa.string()), strings_can_be_null=False, quoted_strings_can_be_null=False
-        ),
-    ).combine_chunks()
-    columns = {name: _one_array(table.column(name)) for name in table.column_names}
-    return Cells(columns, np.delete(np.array(numbers, np.int64), misfits))
+    if not lines or b"\r" in text:
+        return None
+    try:
+        table = pa_csv.read_csv(
+            io.BytesIO(text),
+            read_options=pa_csv.ReadOptions(use_threads=False, column_names=list(header), block_size=len(text) + 1),
+            parse_options=pa_csv.ParseOptions(invalid_row_handler=skip),
+            convert_options=pa_csv.ConvertOptions(
+                column_types=dict.fromkeys(header, pa.string()),
+                strings_can_be_null=False,
+                quoted_strings_can_be_null=False,
+            ),
+        ).combine_chunks()
+    except pa.ArrowInvalid:
+        return None
+    # Quotes in the middle of cells may join lines, though their number is even.
+    return (table, misfits) if len(table) + len(misfits) == len(lines) else None
 
 
 def _one_array(column: pa.ChunkedArray) -> pa.StringArray:

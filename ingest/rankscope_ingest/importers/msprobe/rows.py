@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_ingest.importers.msprobe.cells import Cells, Complain, Floats, Integers, Mask, floats, whole_numbers
+from rankscope_ingest.importers.msprobe.repeats import Passes
 from rankscope_storage.exports.msprobe_layout import plain
 
 KEYS: Final = ("vpp_stage", "name", "step")
@@ -25,11 +26,12 @@ _SMALL_LIMIT: Final = 1 << 31
 class Rows:
     """Columns of equal length. `codes` are positions in `names`; -1 in `vpp` and `micro` stands for none.
 
-    `records` are the numbers of the rows: those that are left out later keep theirs.
+    `records` are the numbers of the rows: those that are left out later keep theirs. `passes` is all 0 at first.
     """
 
     lines: Integers
     records: Integers
+    passes: Integers
     steps: Integers
     vpp: Integers
     micro: Integers
@@ -49,6 +51,7 @@ class Rows:
         return Rows(
             self.lines[mask],
             self.records[mask],
+            self.passes[mask],
             self.steps[mask],
             self.vpp[mask],
             self.micro[mask],
@@ -61,6 +64,10 @@ class Rows:
     def numbered(self) -> Rows:
         """Return the same rows, numbered from 0."""
         return replace(self, records=np.arange(len(self)))
+
+    def told_apart_by(self, passes: Passes) -> Rows:
+        """Return the same rows, each of its pass over the file."""
+        return replace(self, passes=passes.of(self.steps, self.codes, self.names, self.vpp, self.micro))
 
     def spread(self, values: Sequence[Any], arrow_type: pa.DataType) -> pa.Array:
         """Return the column that has, for each row, the value that belongs to its name."""
@@ -90,5 +97,5 @@ def read_rows(cells: Cells, complain: Complain) -> Rows:
     texts = {str(text): cells.columns[text] for text in TEXTS if text in cells.columns}
     codes = name.indices.to_numpy().astype(np.int64)
     names = [plain(cell) for cell in name.dictionary.to_pylist()]
-    rows = Rows(cells.lines, np.arange(len(cells)), steps, vpp, micro, codes, names, numbers, texts)
+    rows = Rows(cells.lines, steps, np.zeros_like(steps), steps, vpp, micro, codes, names, numbers, texts)
     return rows.keep(good).numbered()

@@ -28,7 +28,7 @@ Tables = dict[str, pa.Table]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Whose rows these are."""
+    """Whose rows these are; `attempt` is that of the first pass."""
 
     rank: int | None
     attempt: int
@@ -139,7 +139,7 @@ def _directions(rows: Rows, origin: Origin, complain: Complain) -> Tables:
 def _common(rows: Rows, origin: Origin) -> dict[str, pa.Array]:
     columns = {
         RECORD_COLUMN: pa.array(rows.records, pa.int32()),
-        "attempt": pa.array(np.full(len(rows), origin.attempt, np.int32)),
+        "attempt": pa.array((origin.attempt + rows.passes).astype(np.int32)),
         "vpp_stage": pa.array(rows.vpp.astype(np.int32), mask=rows.vpp < 0),
         "micro_step": pa.array(rows.micro.astype(np.int32), mask=rows.micro < 0),
     }
