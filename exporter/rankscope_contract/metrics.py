@@ -39,6 +39,10 @@ def _counter(name: str, help: str, *labels: str, unit: str | None = None, stored
     return MetricSpec(name=name, type="counter", help=help, labels=labels, unit=unit, stored_as=stored_as)
 
 
+def _service_gauge(name: str, help: str, *labels: str, unit: str | None = None) -> MetricSpec:  # noqa: A002 - Prometheus' word
+    return MetricSpec(name=name, type="gauge", help=help, labels=labels, unit=unit, page="service")
+
+
 TENSOR_VALUE = _gauge(
     "rankscope_tensor_value",
     "Statistic of a tensor at the latest sampled step of its kind.",
@@ -189,6 +193,13 @@ LOST_RECORDS = MetricSpec(
     labels=("run",),
     page="service",
 )
+ANOMALIES_INGESTED = MetricSpec(
+    name="rankscope_ingest_anomaly_events_total",
+    type="counter",
+    help="Firings of rules that arrived from a rank; stays for a while after the rank and its page are gone.",
+    labels=("run", "rank", "rule", "kind"),
+    page="service",
+)
 LAG_RECORDS = MetricSpec(
     name="rankscope_ingest_lag_records",
     type="gauge",
@@ -209,6 +220,39 @@ RANKS_MISSING = MetricSpec(
     help="Ranks of the world that are not alive.",
     labels=("run",),
     page="service",
+)
+RUN_ATTEMPT = _service_gauge("rankscope_run_attempt", "Number of the latest launch of a run, from 0.", "run")
+RUN_START = _service_gauge(
+    "rankscope_run_start_timestamp_seconds", "When the latest launch began, in UTC.", "run", unit="seconds"
+)
+RUN_STEP = _service_gauge(
+    "rankscope_run_step", "Highest step the service has from any rank of the latest launch.", "run", unit="steps"
+)
+RUN_LAST_STEP = _service_gauge(
+    "rankscope_run_last_step_timestamp_seconds",
+    "When a rank last made a step, by its own clock, in UTC.",
+    "run",
+    unit="seconds",
+)
+RUN_STEPS_PLANNED = _service_gauge(
+    "rankscope_run_steps_planned", "Steps the run intends to make; absent when it did not say.", "run", unit="steps"
+)
+RUN_PROGRESS = _service_gauge("rankscope_run_progress_ratio", "Steps made, of the steps planned.", "run")
+RUN_ETA = _service_gauge(
+    "rankscope_run_eta_seconds",
+    "Time the remaining steps take at the speed of the last half minute; absent once the run ended.",
+    "run",
+    unit="seconds",
+)
+RANKS_EXPECTED = _service_gauge("rankscope_run_ranks_expected", "World size of the latest launch.", "run")
+RANKS_UP = _service_gauge("rankscope_run_ranks_up", "Ranks that registered and have not ended.", "run")
+RANK_VANISHED = _service_gauge(
+    "rankscope_rank_vanished", "1 for a rank that fell silent without a word, else 0.", "run", "rank"
+)
+LAST_COMMIT = _service_gauge(
+    "rankscope_ingest_last_commit_timestamp_seconds",
+    "When the service last committed to the store, in UTC; 0 before its first commit.",
+    unit="seconds",
 )
 NOTIFICATIONS = MetricSpec(
     name="rankscope_ingest_notifications_total",

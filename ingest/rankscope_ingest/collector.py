@@ -29,7 +29,7 @@ from rankscope_ingest.registry import Accepted, Registry
 from rankscope_ingest.rows import Row, Stamp, found_row, gap_row, incident_row, launch_row
 from rankscope_ingest.runs import ENDED, Attempt, AttemptKey, RunBook
 from rankscope_ingest.service_metrics import ServiceMetrics
-from rankscope_ingest.symptoms import symptoms
+from rankscope_ingest.symptoms import firings, symptoms
 from rankscope_ingest.tables import rows_table
 from rankscope_ingest.target import Health, Target
 from rankscope_ingest.versions import Versions
@@ -131,6 +131,7 @@ class Collector:
         target.cursor = body.last
         target.uncommitted.append((body.last, body.rows))
         self.metrics.body_taken(body.records, size)
+        self.metrics.fired(target.registration.run, target.registration.rank, firings(events))
         self._follow_run(target, body, now)
         for symptom in first_causes:
             if self.incidents.observe(symptom, now) is not None:
@@ -156,7 +157,7 @@ class Collector:
 
     def committed(self, batch: PendingBatch, rows: Mapping[str, int], seconds: float) -> list[Target]:
         """Note a commit; return the ranks that wait to hear of it."""
-        self.metrics.committed(rows, seconds)
+        self.metrics.committed(rows, seconds, self._wall())
         waiting = []
         for incarnation, seq in batch.watermarks.items():
             target = self.registry.get(incarnation)

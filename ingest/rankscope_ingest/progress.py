@@ -36,6 +36,8 @@ class RunProgress:
     ranks_alive: int
     world_size: int
     eta_seconds: float | None
+    started_at: int | None = None  # UTC µs
+    last_step_at: int | None = None  # UTC µs, by the rank's clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +59,15 @@ class RunMeter:
     loss: float | None = None
     rows_stored: int = 0
     records_lost: int = 0
+    last_step_at: int | None = None
     _tokens: dict[int, deque[tuple[float, float]]] = field(default_factory=dict)
     _steps: deque[tuple[float, float]] = field(default_factory=deque)
 
     def observe(self, rank: int, scalars: pa.Table | None, ts: int, step: int | None) -> None:
         """Take what one body says; `ts` is the rank's own clock in µs, so that a backlog does not look like speed."""
         seconds = ts / 1e6
+        if step is not None:
+            self.last_step_at = ts if self.last_step_at is None else max(self.last_step_at, ts)
         if step is not None and (not self._steps or step >= self._steps[-1][1]):  # a rank behind says nothing of speed
             _remember(self._steps, seconds, step)
         if scalars is None:
@@ -103,6 +108,8 @@ def run_progress(attempt: Attempt, meter: RunMeter, targets: Iterable[Target]) -
         ranks_alive=len(attempt.live_ranks),
         world_size=attempt.world_size,
         eta_seconds=None if attempt.state in ENDED else meter.eta_seconds(attempt.planned_steps, attempt.last_step),
+        started_at=attempt.started_at,
+        last_step_at=meter.last_step_at,
     )
 
 

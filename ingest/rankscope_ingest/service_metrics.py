@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from rankscope_contract.events import RunState
 from rankscope_contract.metrics import (
+    ANOMALIES_INGESTED,
     BYTES_INGESTED,
     CATALOG,
     COMMIT_SECONDS,
     COMMITS,
     LAG_RECORDS,
+    LAST_COMMIT,
     LOST_RECORDS,
     NOTIFICATIONS,
+    RANK_VANISHED,
+    RANKS_EXPECTED,
     RANKS_MISSING,
+    RANKS_UP,
     RECORDS_INGESTED,
     ROWS_COMMITTED,
     ROWS_PENDING,
+    RUN_ATTEMPT,
+    RUN_ETA,
+    RUN_LAST_STEP,
+    RUN_PROGRESS,
+    RUN_START,
     RUN_STATE,
+    RUN_STEP,
+    RUN_STEPS_PLANNED,
     SCRAPE_FAILURES,
     TARGETS,
     MetricSpec,
 )
+from rankscope_ingest.progress import RunProgress
 from rankscope_ingest.runs import Attempt
 from rankscope_ingest.target import Health, Target
 
@@ -48,6 +62,8 @@ FAILURE_REASONS: Final = (
 
 OUTCOMES: Final = ("sent", "failed", "muted")
 
+MICROSECONDS: Final = 1e6
+
 
 class ServiceMetrics:
     """Counters that move as things happen, and gauges that are set from the service's state when the page is made."""
@@ -57,6 +73,8 @@ class ServiceMetrics:
         self._families: dict[str, Gauge | Counter] = {
             spec.name: self._family(spec) for spec in CATALOG.values() if spec.page == "service"
         }
+        self._lost_runs: set[str] = set()
+        self._fired: defaultdict[str, set[tuple[str, ...]]] = defaultdict(set)  # label values by run
         for reason in FAILURE_REASONS:
             self._counter(SCRAPE_FAILURES, reason)
         for outcome in OUTCOMES:
@@ -71,9 +89,10 @@ class ServiceMetrics:
         self._counter(RECORDS_INGESTED).inc(records)
         self._counter(BYTES_INGESTED).inc(size)
 
-    def committed(self, rows: Mapping[str, int], seconds: float) -> None:
-        """Count one commit."""
+    def committed(self, rows: Mapping[str, int], seconds: float, wall: int) -> None:
+        """Count one commit that took `seconds` and ended at `wall` (UTC µs)."""
         self._counter(COMMITS).inc()
+        self._gauge(LAST_COMMIT).set(wall / MICROSECONDS)
         self._gauge(COMMIT_SECONDS).set(seconds)
         for dataset, count in rows.items():
             self._counter(ROWS_COMMITTED, dataset).inc(count)
@@ -85,13 +104,26 @@ class ServiceMetrics:
     def lost(self, run: str, records: int) -> None:
         """Count records that can no longer be had."""
         self._counter(LOST_RECORDS, run).inc(records)
+        self._lost_runs.add(run)
+
+    def fired(self, run: str, rank: int, firings: Mapping[tuple[str, str], int]) -> None:
+        """Count firings by rule and kind; of a rank that is gone, nobody but this page can tell Prometheus."""
+        for (rule, kind), count in firings.items():
+            labels = (run, str(rank), rule, kind)
+            self._counter(ANOMALIES_INGESTED, *labels).inc(count)
+            self._fired[run].add(labels)
 
     def notified(self, outcome: str) -> None:
         """Count a notification."""
         self._counter(NOTIFICATIONS, outcome).inc()
 
-    def show(self, targets: Iterable[Target], attempts: Iterable[Attempt], rows_pending: int) -> None:
-        """Set the gauges; `attempts` are the latest of each run."""
+    def show(
+        self, targets: Iterable[Target], attempts: Iterable[Attempt], progress: Iterable[RunProgress], rows_pending: int
+    ) -> None:
+        """Set the gauges; `attempts` and `progress` are of the latest launch of each run.
+
+        A run that is no longer among them leaves the page with all its series.
+        """
         known = list(targets)
         health = Tally(target.health for target in known)
         for condition in Health:
@@ -101,12 +133,35 @@ class ServiceMetrics:
         for target in known:
             if target.health is not Health.GONE:
                 lag.labels(target.registration.run, str(target.registration.rank)).set(target.lag_records)
-        states, missing = self._clear(RUN_STATE), self._clear(RANKS_MISSING)
+        self._show_states(list(attempts))
+        self._show_progress(progress)
+
+    def _show_states(self, attempts: Sequence[Attempt]) -> None:
+        states, missing, vanished = self._clear(RUN_STATE), self._clear(RANKS_MISSING), self._clear(RANK_VANISHED)
         for attempt in attempts:
             missing.labels(attempt.run).set(attempt.ranks_missing)
-            self._counter(LOST_RECORDS, attempt.run)
             for state in RunState:
                 states.labels(attempt.run, state).set(state is attempt.state)
+            for rank in attempt.ranks.values():
+                vanished.labels(attempt.run, str(rank.number)).set(rank.is_vanished)
+        self._keep_counters_of({attempt.run for attempt in attempts})
+
+    def _keep_counters_of(self, runs: set[str]) -> None:
+        for run in runs:
+            self._counter(LOST_RECORDS, run)  # at 0, so that increase() sees the first loss
+        for run in self._lost_runs - runs:
+            self._families[LOST_RECORDS.name].remove(run)
+        self._lost_runs = runs
+        for run in self._fired.keys() - runs:
+            for labels in self._fired.pop(run):
+                self._families[ANOMALIES_INGESTED.name].remove(*labels)
+
+    def _show_progress(self, progress: Iterable[RunProgress]) -> None:
+        families = {spec: self._clear(spec) for spec in _OF_A_RUN}
+        for run in progress:
+            for spec, value in _figures(run).items():
+                if value is not None:
+                    families[spec].labels(run.run).set(value)
 
     def _family(self, spec: MetricSpec) -> Gauge | Counter:
         kind = Counter if spec.type == "counter" else Gauge
@@ -130,3 +185,31 @@ class ServiceMetrics:
         assert isinstance(family, Gauge)
         family.clear()
         return family
+
+
+_OF_A_RUN: Final = (
+    RUN_ATTEMPT,
+    RUN_START,
+    RUN_STEP,
+    RUN_LAST_STEP,
+    RUN_STEPS_PLANNED,
+    RUN_PROGRESS,
+    RUN_ETA,
+    RANKS_EXPECTED,
+    RANKS_UP,
+)
+
+
+def _figures(run: RunProgress) -> dict[MetricSpec, float | None]:
+    """Return what the page says of a run; None is absent, never 0."""
+    return {
+        RUN_ATTEMPT: run.attempt,
+        RUN_START: None if run.started_at is None else run.started_at / MICROSECONDS,
+        RUN_STEP: run.step,
+        RUN_LAST_STEP: None if run.last_step_at is None else run.last_step_at / MICROSECONDS,
+        RUN_STEPS_PLANNED: run.planned_steps,
+        RUN_PROGRESS: run.step / run.planned_steps if run.step is not None and run.planned_steps else None,
+        RUN_ETA: run.eta_seconds,
+        RANKS_EXPECTED: run.world_size,
+        RANKS_UP: run.ranks_alive,
+    }

@@ -141,7 +141,7 @@ class Supervisor:
     def metrics_page(self) -> bytes:
         """Return the page for Prometheus."""
         latest = self._collector.runs.latest().values()
-        self._metrics.show(self.targets(), latest, self._batcher.pending_rows)
+        self._metrics.show(self.targets(), latest, self._collector.progress(), self._batcher.pending_rows)
         return self._metrics.page()
 
     def degraded(self) -> str | None:
