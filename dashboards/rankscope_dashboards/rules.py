@@ -46,9 +46,15 @@ class Alert:
         return {**entry, "labels": self.labels, "annotations": {"summary": self.summary}}
 
 
-def rule_file(rules: Sequence[AnomalyRule] = DEFAULT_RULES) -> dict[str, Any]:
-    """Return the document of a Prometheus rule file with the alerts of `rules`."""
-    alerts = [alert for rule in rules for alert in (_comparison(rule), _counter(rule))]
+def rule_file(
+    rules: Sequence[AnomalyRule] = DEFAULT_RULES, *, window: str = "2m", keep_firing_for: str = "1m"
+) -> dict[str, Any]:
+    """Return the document of a Prometheus rule file with the alerts of `rules`.
+
+    An event stays an alert for `window`, which must hold at least two scrapes; a comparison that no longer holds stays
+    one for `keep_firing_for`.
+    """
+    alerts = [alert for rule in rules for alert in (_comparison(rule, keep_firing_for), _counter(rule, window))]
     return {"groups": [{"name": "rankscope-anomaly", "rules": [alert.document() for alert in alerts]}]}
 
 
@@ -83,24 +89,30 @@ def _(rule: AnomalyNan) -> str:
     return "\n  or\n".join(parts)
 
 
-def _comparison(rule: AnomalyRule) -> Alert:
+def _comparison(rule: AnomalyRule, keep_firing_for: str) -> Alert:
     return Alert(
         name=rule.name,
         expression=f"group by (run, rank, kind, tensor, op) (\n{expression(rule)}\n)",
         summary=f"{rule.name} in {{{{ $labels.kind }}}} of {{{{ $labels.tensor }}}} ({{{{ $labels.op }}}}), "
         "run {{ $labels.run }} rank {{ $labels.rank }}",
         labels={"severity": str(rule.severity), "rule": rule.name},
-        keep_firing_for="1m",  # a spike lasts one scrape; do not flap
+        keep_firing_for=keep_firing_for,  # a spike lasts one scrape; do not flap
     )
 
 
-def _counter(rule: AnomalyRule) -> Alert:
-    """Return the alert on firings that no scrape saw; `increase` alone would miss a counter born above zero."""
-    counter = f'{metrics.ANOMALY_EVENTS.name}{{rule="{label_value(rule.name)}"}}'
-    by = "sum by (run, rank, kind)"
+def _counter(rule: AnomalyRule, window: str) -> Alert:
+    """Return the alert on firings that no scrape saw; `increase` alone would miss a counter born above zero.
+
+    The rank's own counter, and the service's count of what arrived: a rank that dies by what it did last has no page.
+    """
+    by, counts = "sum by (run, rank, kind)", []
+    for metric in (metrics.ANOMALY_EVENTS, metrics.ANOMALIES_INGESTED):
+        counter = f'{metric.name}{{rule="{label_value(rule.name)}"}}'
+        counts.append(f"{by} (increase({counter}[{window}])) > 0")
+        counts.append(f"{by} ({counter} unless {counter} offset {window}) > 0")
     return Alert(
         name=f"{rule.name}Events",
-        expression=f"{by} (increase({counter}[2m])) > 0\n  or\n{by} ({counter} unless {counter} offset 2m) > 0",
+        expression="\n  or\n".join(counts),
         summary=f"{rule.name} fired in {{{{ $labels.kind }}}}, run {{{{ $labels.run }}}} rank {{{{ $labels.rank }}}}",
         labels={"severity": str(rule.severity), "rule": rule.name},
     )

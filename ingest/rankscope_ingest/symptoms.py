@@ -67,6 +67,15 @@ def symptoms(events: pa.Table | None) -> list[Symptom]:
     return [_symptom(row, int(level), int(count)) for row, level, count in zip(rows, worst, counts, strict=True)]
 
 
+def firings(events: pa.Table | None) -> dict[tuple[str, str], int]:
+    """Return how often each rule fired on each kind in `events`; a scalar has the kind "", as on the rank's page."""
+    if events is None:
+        return {}
+    chosen = pc.and_(pc.equal(events["type"], EventType.ANOMALY), pc.is_valid(events["rule"]))
+    counts = events.filter(chosen).group_by(["rule", "kind"]).aggregate([([], "count_all")])
+    return {(row["rule"], row["kind"] or ""): row["count_all"] for row in counts.to_pylist()}
+
+
 def _symptom(row: dict[str, Any], level: int, count: int) -> Symptom:
     return Symptom(
         run=row["run"],
