@@ -1,0 +1,97 @@
+"""Names and documents of a spool folder. Reads and writes small texts; knows nothing of records or locks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+from rankscope_contract import SCHEMA_VERSION
+from rankscope_contract.channel import Registration
+
+FORMAT: Final = 1
+IDENTITY_NAME: Final = "identity.json"
+LOCK_NAME: Final = "lock"
+UNFINISHED_PREFIX: Final = "."
+"""A folder is built under such a name and renamed once it is locked and complete."""
+
+_SEGMENT: Final = re.compile(r"(\d{12,18})\.arrows")
+_PLAN: Final = re.compile(r"plan-[0-9a-f]{8,64}\.json")
+
+
+class SpoolError(Exception):
+    """A folder is no spool that can be read here; the text says which and why."""
+
+
+def segment_name(first: int) -> str:
+    """Return the name of the file whose first record is `first`; names sort as their numbers do."""
+    return f"{first:012d}.arrows"
+
+
+def plan_name(plan_hash: str) -> str:
+    """Return the name of a plan's file."""
+    return f"plan-{plan_hash}.json"
+
+
+def segments(folder: Path) -> list[tuple[int, Path]]:
+    """Return (first seq, path) of each file of records, in order; files of any other name are not ours."""
+    named = ((_SEGMENT.fullmatch(path.name), path) for path in folder.iterdir())
+    return sorted((int(match[1]), path) for match, path in named if match is not None)
+
+
+def is_ours(name: str) -> bool:
+    """Return whether a file of this name belongs to a spool, and goes with it."""
+    known = name in (IDENTITY_NAME, LOCK_NAME) or _SEGMENT.fullmatch(name) or _PLAN.fullmatch(name)
+    return bool(known) or name.endswith(".tmp")
+
+
+def folders(root: Path) -> list[Path]:
+    """Return the spools below `root`, oldest name first. Raises OSError when `root` cannot be read."""
+    return sorted(path for path in root.iterdir() if _is_spool(path))
+
+
+def _is_spool(path: Path) -> bool:
+    if path.name.startswith(UNFINISHED_PREFIX):
+        return False
+    try:
+        return (path / LOCK_NAME).is_file()
+    except OSError:
+        return True  # it cannot be looked into: whoever opens it says so
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write `text` so that `path` holds all of it or does not exist; only its owner can read it."""
+    temporary = path.with_name(path.name + ".tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(text.encode("utf-8", "replace"))
+    temporary.replace(path)
+
+
+def write_identity(folder: Path, registration: Registration) -> None:
+    """Write down who the process is."""
+    write_whole(folder / IDENTITY_NAME, json.dumps({"format": FORMAT, "registration": asdict(registration)}))
+
+
+def read_identity(folder: Path) -> Registration:
+    """Return who the process was. Raises SpoolError when that cannot be told, or was told in a later format."""
+    path = folder / IDENTITY_NAME
+    try:
+        document = json.loads(path.read_bytes())
+        spoken = document["format"], document["registration"]["schema_version"]
+        registration = Registration.from_json(json.dumps(document["registration"]))
+    except OSError as error:
+        raise SpoolError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise SpoolError(f"{path} is torn or foreign ({error!r}): whose records these are cannot be told") from error
+    if spoken != (FORMAT, SCHEMA_VERSION):
+        raise SpoolError(
+            f"{folder} has format {spoken[0]} and schema version {spoken[1]}, this release reads {FORMAT} and "
+            f"{SCHEMA_VERSION}: drain it with the release that wrote it"
+        )
+    if registration.incarnation != folder.name:
+        raise SpoolError(f"{folder} says that it belongs to {registration.incarnation!r}: it was renamed or copied")
+    return registration

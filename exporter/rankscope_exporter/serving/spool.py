@@ -1,0 +1,257 @@
+"""Every published record on disk at once, so that a killed process loses nothing it had published.
+
+The publisher appends, one write per record and no wait for the device: what a killed process wrote stays in the
+system's cache, and only a machine that loses power loses it. Whatever the disk does, the record still goes its usual
+way through the ring; what could not be kept is counted.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import pyarrow as pa
+
+from rankscope_contract.channel import NOTHING, Registration
+from rankscope_contract.spool import FolderLock, SpoolReader, Stretch
+from rankscope_contract.spool.layout import (
+    UNFINISHED_PREFIX,
+    plan_name,
+    segment_name,
+    write_identity,
+    write_whole,
+)
+from rankscope_contract.spool.orphan import remove_folder
+from rankscope_contract.spool.reading import END_OF_STREAM
+from rankscope_exporter.record import NamedPlan, StepRecord
+from rankscope_exporter.serving.codec import SCHEMA, encode
+from rankscope_exporter.serving.ring import record_bytes
+
+SEGMENT_BYTES: Final = 8 * 1024 * 1024
+SEGMENT_INFLATED_BYTES: Final = 64 * 1024 * 1024
+"""A reader inflates up to a whole file at once; zeros compress well, so the bytes on disk alone bound nothing."""
+
+FULL: Final = "spool_full"
+FAILED: Final = "spool_error"
+
+
+@dataclass(slots=True)
+class _Segment:
+    path: Path
+    first: int
+    last: int
+    bytes: int = 0
+    inflated: int = 0
+
+
+class Spool:
+    """The spool of this process. `append` is for the publisher's thread alone, all else for any."""
+
+    def __init__(self, root: str, incarnation: str, *, max_bytes: int, sync: bool = False) -> None:
+        self.folder = Path(root) / incarnation
+        self.dropped = {FULL: 0, FAILED: 0}
+        self._max_bytes = max_bytes
+        self._segment_bytes = max(1, min(SEGMENT_BYTES, max_bytes // 8))
+        self._sync = sync
+        self._writing = threading.Lock()  # a descriptor that is closed during a write may be another file by then
+        self._changed = threading.Lock()  # what the other threads ask for
+        self._segments: deque[_Segment] = deque()  # the last one is being written while `_file` is open
+        self._bytes = 0
+        self._committed = NOTHING
+        self._plans: set[str] = set()
+        self._file = -1
+        self._lock: FolderLock | None = None
+        self._reader = SpoolReader(self.folder, is_sound)
+
+    def open(self, registration: Registration) -> None:
+        """Make the folder. It has its name only once it is locked and says whose it is. Raises OSError, SpoolError."""
+        self.folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        unfinished = self.folder.with_name(UNFINISHED_PREFIX + self.folder.name)
+        unfinished.mkdir(mode=0o700)
+        lock = FolderLock.create(unfinished)
+        try:
+            write_identity(unfinished, registration)
+            unfinished.rename(self.folder)
+        except BaseException:
+            lock.release()
+            raise
+        self._lock = lock
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether records are kept."""
+        return self._lock is not None
+
+    def append(self, seq: int, record: StepRecord) -> None:
+        """Keep a record, or count why not. Raises what the disk raises, after the file is whole again."""
+        with self._writing:
+            kept = False
+            try:
+                kept = self._append(seq, record)
+            finally:
+                if not kept:
+                    self._close_file()  # what follows begins a file of its own: inside one, no seq is missing
+
+    def commit(self, seq: int) -> None:
+        """Note that all up to `seq` is durable, and delete the files that hold nothing else. Raises OSError."""
+        with self._changed:
+            self._committed = max(self._committed, seq)
+            gone = []
+            while self._segments and self._segments[0].last <= self._committed and not self._is_open(self._segments[0]):
+                gone.append(self._forget_oldest())
+        for segment in gone:
+            segment.path.unlink(missing_ok=True)
+
+    def holds(self, seq: int) -> bool:
+        """Return whether the record is on disk."""
+        with self._changed:
+            return any(segment.first <= seq <= segment.last for segment in self._segments)
+
+    def after(self, cursor: int, max_bytes: int) -> Stretch | None:
+        """Return records above `cursor` as they lie on disk. Raises OSError."""
+        with self._changed:
+            if not self._segments or self._segments[-1].last <= cursor:
+                return None
+        return self._reader.after(cursor, max_bytes)
+
+    def plan(self, plan_hash: str) -> str | None:
+        """Return the text of a plan that a record on disk uses."""
+        return self._reader.plan(plan_hash)
+
+    def close(self) -> None:
+        """Give up the lock. The folder goes when all in it is committed, and else waits for a service or a rank."""
+        with self._writing:
+            self._close_file()
+            lock, self._lock = self._lock, None
+        if lock is None:
+            return
+        try:
+            with self._changed:
+                done = not self._segments or self._segments[-1].last <= self._committed
+            if done:
+                remove_folder(self.folder)
+        finally:
+            lock.release()
+
+    def abandon(self) -> None:
+        """In a forked child: close what was inherited and touch nothing. The lock stays the parent's."""
+        lock, self._lock = self._lock, None
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        if lock is not None:
+            lock.forget()
+
+    def _append(self, seq: int, record: StepRecord) -> bool:
+        if self._lock is None:  # it could not be opened, which was said
+            self.dropped[FAILED] += 1
+            return False
+        try:
+            if record.statistics is not None:
+                self._keep_plan(record.statistics.plan)
+            message = memoryview(encode(seq, [record]).body)[len(schema_message()) : -len(END_OF_STREAM)]
+            if not self._make_room(len(message)):
+                self.dropped[FULL] += 1
+                return False
+            segment = self._segment(seq, len(message), record_bytes(record))
+            self._write(segment, message)
+        except BaseException:
+            self.dropped[FAILED] += 1
+            raise
+        with self._changed:
+            segment.last = seq
+        return True
+
+    def _keep_plan(self, plan: NamedPlan) -> None:
+        if plan.hash not in self._plans:
+            write_whole(self.folder / plan_name(plan.hash), plan.json)
+            self._plans.add(plan.hash)
+
+    def _make_room(self, size: int) -> bool:
+        """Let go of the oldest files until `size` more bytes fit; what a crash is explained by is the newest."""
+        size += len(schema_message())
+        if size > self._max_bytes:
+            return False
+        while self._bytes + size > self._max_bytes and self._segments:
+            if len(self._segments) == 1:
+                self._close_file()
+            with self._changed:
+                if not self._segments:  # it was committed just now
+                    break
+                oldest = self._forget_oldest()
+                self.dropped[FULL] += max(0, oldest.last - max(oldest.first - 1, self._committed))
+            oldest.path.unlink(missing_ok=True)
+        return True
+
+    def _segment(self, seq: int, size: int, inflated: int) -> _Segment:
+        """Return the file that takes the next record: the last one, or a new one when that is full or was closed."""
+        if self._file >= 0:
+            segment = self._segments[-1]
+            fits = segment.bytes + size <= self._segment_bytes
+            if fits and segment.inflated + inflated <= SEGMENT_INFLATED_BYTES:
+                segment.inflated += inflated
+                return segment
+            self._close_file()
+        path = self.folder / segment_name(seq)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        segment = _Segment(path, first=seq, last=seq - 1, inflated=inflated)
+        with self._changed:
+            self._segments.append(segment)
+        self._write(segment, memoryview(schema_message()))
+        return segment
+
+    def _write(self, segment: _Segment, data: memoryview) -> None:
+        """Append `data`, all of it or, should the disk be full, nothing."""
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(self._file, data[written:])
+            if self._sync:
+                os.fdatasync(self._file)
+        except BaseException:
+            os.ftruncate(self._file, segment.bytes)
+            raise
+        segment.bytes += len(data)
+        with self._changed:
+            self._bytes += len(data)
+
+    def _close_file(self) -> None:
+        descriptor, self._file = self._file, -1
+        if descriptor < 0:
+            return
+        os.close(descriptor)
+        with self._changed:
+            if self._segments and self._segments[-1].last < self._segments[-1].first:
+                empty = self._segments.pop()
+                self._bytes -= empty.bytes
+                empty.path.unlink(missing_ok=True)
+
+    def _is_open(self, segment: _Segment) -> bool:
+        return self._file >= 0 and segment is self._segments[-1]
+
+    def _forget_oldest(self) -> _Segment:
+        segment = self._segments.popleft()
+        self._bytes -= segment.bytes
+        return segment
+
+
+@cache
+def schema_message() -> bytes:
+    """Return what every file and every stream begins with."""
+    message: bytes = SCHEMA.serialize().to_pybytes()
+    return message
+
+
+def is_sound(stream: bytes) -> bool:
+    """Return whether Arrow can read `stream` to its end."""
+    try:
+        with pa.ipc.open_stream(stream) as reader:
+            reader.read_all().validate(full=True)
+    except (pa.ArrowException, ArithmeticError, LookupError, OSError, ValueError):
+        return False
+    return True
