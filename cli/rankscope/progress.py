@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
@@ -16,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rankscope.live.http_client import UnreachableError, get
 from rankscope.output import printable
 from rankscope_contract.channel import RUNS_PATH
 from rankscope_contract.events import RunState
@@ -49,12 +47,14 @@ def view_for(console: Console) -> View:
     return BarView(console) if console.is_terminal else PlainView(console)
 
 
-def fetch_runs(service_url: str) -> list[RunProgress] | None:
+def fetch_runs(service_url: str, *, token: str | None = None, ca_file: str | None = None) -> list[RunProgress] | None:
     """Return what the service on this machine says of its runs; None when it does not answer."""
     try:
-        with urllib.request.urlopen(service_url + RUNS_PATH, timeout=TIMEOUT_SECONDS) as answer:  # noqa: S310 - our own service
-            document = json.load(answer)
-    except (urllib.error.URLError, TimeoutError, ConnectionError, ValueError):
+        answer = get(service_url + RUNS_PATH, token=token, timeout_seconds=TIMEOUT_SECONDS, ca_file=ca_file)
+    except UnreachableError:
+        return None
+    document = answer.json() if answer.status == 200 else None
+    if not isinstance(document, list):
         return None
     return [RunProgress(**{key: _number(value, key) for key, value in run.items()}) for run in document]
 

@@ -16,8 +16,8 @@ import pytest
 from rich.console import Console
 
 from rankscope.demonstration.checks import AT_EVERY_STEP, WHERE_THE_OPTIMIZER_RAN, Fault, Plan, checks
-from rankscope.demonstration.processes import child, interrupted_by_termination, stop
 from rankscope.demonstration.receiver import Alert, Receiver
+from rankscope.live.children import child, interrupted_by_termination, stop
 from rankscope.progress import BarView, PlainView, facts
 from rankscope_ingest.progress import RunProgress
 

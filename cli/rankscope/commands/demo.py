@@ -16,9 +16,9 @@ import typer
 from rich.console import Console
 
 from rankscope.demonstration.checks import Fault, Plan
-from rankscope.demonstration.processes import child, interrupted_by_termination, stop
 from rankscope.demonstration.receiver import Receiver
 from rankscope.errors import USAGE, CommandError
+from rankscope.live.children import child, interrupted_by_termination, stop
 from rankscope.progress import View, fetch_runs, view_for
 
 RUN: Final = "demo"

@@ -40,7 +40,7 @@ def serve(
 
     rankscope serve service.toml --listen 127.0.0.1:9470 --notify json://127.0.0.1:8080/alerts
     """
-    settings = _settings(config, store, listen, notify)
+    settings = load_settings(config, store, listen, notify)
     from rankscope.progress import view_for
 
     console = Console(highlight=False)
@@ -53,7 +53,10 @@ def _default_store() -> str:
     return os.environ.get("RANKSCOPE_STORE") or DEFAULT_STORE
 
 
-def _settings(config: Path | None, store: Path | None, listen: str | None, notify: list[str] | None) -> ServiceConfig:
+def load_settings(
+    config: Path | None, store: Path | None, listen: str | None, notify: list[str] | None
+) -> ServiceConfig:
+    """Return the service's configuration, options over the file. Raises CommandError naming what is wrong."""
     from rankscope_ingest.config_file import load_config
     from rankscope_ingest.errors import ConfigError
 

@@ -1,0 +1,1 @@
+"""The parts of `rankscope up`: what is started, with which configuration and ports, and how it is kept running."""

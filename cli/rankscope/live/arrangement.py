@@ -1,0 +1,179 @@
+"""From the options of `rankscope up` to what is started: configuration read, programs found, ports chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from rankscope.commands.serve import load_settings
+from rankscope.errors import USAGE, CommandError
+from rankscope.live import ports as port_choice
+from rankscope.live.addresses import receivers
+from rankscope.live.folder import Folder
+from rankscope.live.ports import Ports
+from rankscope.live.programs import ALERTMANAGER, PROMETHEUS, required
+from rankscope.live.stack import LOOPBACK, SERVICE, TOKEN_FILE, Piece, ServiceWish, Wish, files, pace, pieces
+
+if TYPE_CHECKING:
+    from rankscope_ingest.config import ServiceConfig
+
+_LEFT_OUT: Final = "left out"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """The options of the command."""
+
+    config: Path | None = None
+    store: Path | None = None
+    listen: str | None = None
+    notify: tuple[str, ...] = ()
+    ports: Ports = Ports.FIXED
+    state: Path | None = None
+    scrape_seconds: float = 5.0
+    retention: str = "15d"
+    with_prometheus: bool = True
+    with_alertmanager: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrangement:
+    """Everything that is known before the first program is started."""
+
+    wish: Wish
+    folder: Folder
+    files: dict[str, str]
+    pieces: Sequence[Piece]
+    notes: tuple[str, ...]  # what is not as one would expect
+    facts: tuple[str, ...]  # who is told, and how fast
+    left_out: dict[str, str]
+
+    @property
+    def token(self) -> str | None:
+        """Return the token that service and ranks share."""
+        return self.wish.service.token
+
+    @property
+    def token_file(self) -> Path | None:
+        """Return where the token stands for others to read; None without one."""
+        return None if self.token is None else self.folder.config(TOKEN_FILE)
+
+    @property
+    def ca_file(self) -> str | None:
+        """Return which authority the service's certificate is checked against; None leaves it to the system's."""
+        return None if self.wish.service.tls is None else self.wish.service.tls.ca_file
+
+    @property
+    def secret_files(self) -> frozenset[str]:
+        """Return the generated files that are not shown."""
+        return frozenset({TOKEN_FILE})
+
+    def prepare(self) -> None:
+        """Write the files, and remember what the next start and `rankscope doctor` want to know."""
+        self.folder.write(self.files)
+        addresses = {piece.name: piece.url for piece in self.pieces}
+        self.folder.remember({"ports": dict(self.wish.ports), "urls": addresses})
+
+
+def arranged(choices: Choices) -> Arrangement:
+    """Return what to start. Raises CommandError, with the remedy, for whatever cannot be."""
+    settings = load_settings(choices.config, choices.store, choices.listen, None)
+    folder = Folder(choices.state.absolute()) if choices.state else Folder.beside(settings.store.path)
+    addresses = (*_addresses_of(settings), *choices.notify)
+    if addresses and not choices.with_alertmanager:
+        raise CommandError(
+            'without Alertmanager nobody reads --notify and mode = "alertmanager": '
+            'give the service [notify] mode = "embedded" with urls, or let Alertmanager run',
+            code=USAGE,
+        )
+    prometheus = required(PROMETHEUS, without="--without-prometheus") if choices.with_prometheus else None
+    alertmanager = required(ALERTMANAGER, without="--without-alertmanager") if choices.with_alertmanager else None
+    chosen, notes = _ports(choices, settings, folder)
+    wish = Wish(
+        service=_service_wish(choices, settings),
+        ports=chosen,
+        prometheus=prometheus,
+        alertmanager=alertmanager,
+        receivers=receivers(addresses),
+        scrape_seconds=choices.scrape_seconds,
+        retention=choices.retention,
+    )
+    return Arrangement(
+        wish=wish,
+        folder=folder,
+        files=files(wish, folder),
+        pieces=pieces(wish, folder),
+        notes=tuple(notes),
+        facts=tuple(_facts(wish, settings)),
+        left_out={name: _LEFT_OUT for name in ("prometheus", "alertmanager") if getattr(wish, name) is None},
+    )
+
+
+def _addresses_of(settings: ServiceConfig) -> list[str]:
+    """Return whom the configuration wants Alertmanager to tell."""
+    notify = settings.notify
+    return [url.get_secret_value() for url in notify.urls] if notify.mode == "alertmanager" else []
+
+
+def _ports(choices: Choices, settings: ServiceConfig, folder: Folder) -> tuple[dict[str, int], list[str]]:
+    from rankscope_ingest.config import split_address
+
+    host, port = split_address(settings.service.listen)
+    former = folder.notes().get("ports", {})
+    known = (
+        {name: value for name, value in former.items() if isinstance(value, int)} if isinstance(former, dict) else {}
+    )
+    names = [name for name in ("prometheus", "alertmanager") if getattr(choices, f"with_{name}")]
+    if _is_explicit(choices) and port:
+        if not port_choice.is_free(port, host):
+            raise CommandError(
+                f"{settings.service.listen} is taken: rankscope doctor says by whom; give another --listen"
+            )
+        # The service's own port is settled; the others must keep clear of it.
+        chosen, notes = _chosen(names, choices.ports, known, avoid=port)
+        return {SERVICE: port, **chosen}, notes
+    return _chosen([SERVICE, *names], Ports.FREE if _is_explicit(choices) else choices.ports, known)
+
+
+def _is_explicit(choices: Choices) -> bool:
+    """Return whether somebody said where the service is to listen."""
+    return choices.listen is not None or choices.config is not None
+
+
+def _chosen(
+    names: Sequence[str], ports: Ports, former: dict[str, int], avoid: int | None = None
+) -> tuple[dict[str, int], list[str]]:
+    def is_free(port: int) -> bool:
+        return port != avoid and port_choice.is_free(port, LOOPBACK)
+
+    return port_choice.choose(names, ports, former, is_free=is_free, any_free=port_choice.any_free)
+
+
+def _service_wish(choices: Choices, settings: ServiceConfig) -> ServiceWish:
+    from rankscope_ingest.config import split_address
+
+    return ServiceWish(
+        config=None if choices.config is None else choices.config.absolute(),
+        store=settings.store.path,
+        host=split_address(settings.service.listen)[0],
+        token=settings.token,
+        drain_seconds=settings.ingest.drain_seconds,
+    )
+
+
+def _facts(wish: Wish, settings: ServiceConfig) -> list[str]:
+    """Return who is told by whom: the two ways are independent, and each has addresses of its own."""
+    mode, count = settings.notify.mode, len(settings.notify.urls)
+    told = f"{count} addresses" if count != 1 else "1 address"
+    service = f"{told}, by itself" if mode == "embedded" and count else f'nobody ([notify] mode = "{mode}")'
+    lines = [f"the service tells    {service}"]
+    if wish.alertmanager is not None:
+        ways = ", ".join(_words(receiver.ways[0]) for receiver in wish.receivers)
+        lines.append(f"Alertmanager tells   {ways or 'nobody: name somebody with --notify'} ({pace(wish)})")
+    return lines
+
+
+def _words(way: object) -> str:
+    return f"1 {type(way).__name__.lower()}"

@@ -1,0 +1,69 @@
+"""Which port each program listens on: its usual one, the one it had before, or any that is free."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import socket
+from collections.abc import Callable, Iterable
+from typing import Final
+
+USUAL: Final = {"service": 9470, "prometheus": 9090, "alertmanager": 9093}
+
+
+class Ports(enum.StrEnum):
+    """How ports are chosen."""
+
+    FIXED = "fixed"
+    FREE = "free"
+
+
+def choose(
+    names: Iterable[str],
+    ports: Ports,
+    former: dict[str, int],
+    *,
+    is_free: Callable[[int], bool],
+    any_free: Callable[[], int],
+) -> tuple[dict[str, int], list[str]]:
+    """Return the port of each name, and a line for each that could not have the port one would expect.
+
+    What was chosen before is kept where it still can be: trainings that run already look for the service there.
+    """
+    chosen: dict[str, int] = {}
+    notes = []
+    for name in names:
+        usual = USUAL[name] if ports is Ports.FIXED else None
+        wanted = usual or former.get(name)
+        if wanted is not None and wanted not in chosen.values() and is_free(wanted):
+            chosen[name] = wanted
+            continue
+        fallback = former.get(name, 0)
+        chosen[name] = fallback if fallback and fallback != wanted and is_free(fallback) else _other(chosen, any_free)
+        if wanted is not None:
+            notes.append(f"port {wanted} is taken: {name} listens on {chosen[name]} instead")
+    return chosen, notes
+
+
+def is_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Return whether nobody listens on `port`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one in TIME_WAIT is free to the programs, too
+        with contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return True
+    return False
+
+
+def any_free(host: str = "127.0.0.1") -> int:
+    """Return a port that is free at this moment."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _other(chosen: dict[str, int], any_free: Callable[[], int]) -> int:
+    while (port := any_free()) in chosen.values():
+        pass
+    return port
