@@ -16,14 +16,17 @@ ARROW_STREAM: Final = "application/vnd.apache.arrow.stream"
 RECORDS_PATH: Final = "/records"
 PLAN_PATH: Final = "/plan/"
 METRICS_PATH: Final = "/metrics"
+NODE_METRICS_PATH: Final = "/node/metrics"  # of all ranks of the launch on that host
 HEALTH_PATH: Final = "/healthz"
 CONFIG_PATH: Final = "/config"
+STACKS_PATH: Final = "/stacks"  # POST, with a token
 
 # Paths on the service.
 REGISTER_PATH: Final = "/api/v1/register"
 POKE_PATH: Final = "/api/v1/poke"
 TARGETS_PATH: Final = "/api/v1/targets"
 RUNS_PATH: Final = "/api/v1/runs"
+RUN_STACKS_PATH: Final = "/api/v1/stacks"  # POST, with a token: asks the ranks of a run
 SERVICE_DISCOVERY_PATH: Final = "/sd"
 
 # Headers of GET /records. Requests carry SCHEMA and LEASE, answers all others.
@@ -59,6 +62,8 @@ class Registration:
     incarnation: str
     launch_id: str
     url: str  # where the service and Prometheus reach this rank: http://host:port
+    served_by: str | None = None  # who reads this process's spool at `url`, since it is dead; None: it lives
+    node: str = ""  # equal on the ranks that show one node page together; empty without one
     schema_version: int = SCHEMA_VERSION
     started_at: int = 0  # UTC microseconds
     state: str = STATE_RUNNING

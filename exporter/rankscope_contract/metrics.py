@@ -23,7 +23,7 @@ class MetricSpec:
     labels: tuple[str, ...] = ()  # beyond the page's own identity labels
     unit: str | None = None
     stored_as: str | None = None
-    page: Literal["rank", "service"] = "rank"
+    page: Literal["rank", "node", "service"] = "rank"
 
     @property
     def all_labels(self) -> tuple[str, ...]:
@@ -149,6 +149,14 @@ RUN_INFO = _gauge(
     "device",
 )
 BUILD_INFO = _gauge("rankscope_build_info", "1, with the versions in use.", "version", "schema_version", "torch")
+
+NODE_RANKS = MetricSpec(
+    name="rankscope_node_ranks",
+    type="gauge",
+    help="Ranks of a launch on a host: on the node's page (shown), or alive and without an answer in time (silent).",
+    labels=("run", "host", "state"),
+    page="node",
+)
 
 TARGETS = MetricSpec(
     name="rankscope_ingest_targets", type="gauge", help="Targets by health.", labels=("health",), page="service"

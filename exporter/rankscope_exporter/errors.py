@@ -9,3 +9,7 @@ class RankscopeError(Exception):
 
 class ConfigError(RankscopeError, ValueError):
     """A setting is wrong; the text names it and what would be right."""
+
+
+class ServeError(ConfigError):
+    """Serving cannot start as configured; the text names the fix."""

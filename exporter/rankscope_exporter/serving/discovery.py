@@ -10,7 +10,7 @@ from typing import Final
 
 from rankscope_contract.escaping import path_segment
 from rankscope_contract.identity import Identity
-from rankscope_exporter.serving.config import ServeError
+from rankscope_exporter.errors import ServeError
 
 JOB: Final = "rankscope"
 _LONGEST_NAME: Final = 120  # leaves room for suffixes below the 255 bytes of a file name

@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import socketserver
+import ssl
 import sys
 import threading
 import time
@@ -19,17 +20,19 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Final
 
-from rankscope_exporter.serving.config import Address, ServeError
+from rankscope_contract.tls import MakeContext, explain_to_server
+from rankscope_exporter.errors import ServeError
+from rankscope_exporter.serving.addresses import Address
 from rankscope_exporter.serving.meter import CpuMeter
+from rankscope_exporter.serving.sockets import REQUEST_BODY_READ, TEXT, hang_up, refuse, resolve, send_raw
 
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 32
 CLIENT_SECONDS: Final = 30.0
 """A client has this long to ask, and this long again to take its answer."""
-_REQUEST_BODY_READ: Final = 65_536  # read and thrown away, so that the refusal reaches the sender
 _SWEEP_SECONDS: Final = 0.5
-_TEXT: Final = "text/plain; charset=utf-8"
+_REMEMBERED_COMPLAINTS: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class Answer:
 
     status: int
     pieces: Sequence[Any] = ()  # objects with the buffer protocol
-    content_type: str = _TEXT
+    content_type: str = TEXT
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -61,7 +64,7 @@ Application = Callable[[Request], Answer]
 
 
 class HttpServer(socketserver.ThreadingTCPServer):
-    """Answers GET with what `application` returns, one daemon thread per connection."""
+    """Answers GET with what `application` returns, one daemon thread per connection, in TLS where `tls` is given."""
 
     daemon_threads = True
     allow_reuse_address = True  # a port in TIME_WAIT is free; one that somebody listens on is still refused
@@ -74,6 +77,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
         *,
         on_fault: Callable[[str, BaseException], None],
         meter: CpuMeter,
+        tls: MakeContext | None = None,
         max_connections: int = MAX_CONNECTIONS,
         client_seconds: float = CLIENT_SECONDS,
     ) -> None:
@@ -81,11 +85,13 @@ class HttpServer(socketserver.ThreadingTCPServer):
         self.meter = meter
         self.client_seconds = client_seconds
         self._on_fault = on_fault
+        self._tls = tls
+        self._complaints: set[str] = set()
         self._max_connections = max_connections
         self._lock = threading.Lock()
         self._since: dict[socket.socket, float] = {}  # connection -> start of what it is doing now
         self._thread: threading.Thread | None = None
-        self.address_family, sockaddr = _resolve(address)
+        self.address_family, sockaddr = resolve(address)
         try:
             super().__init__(sockaddr, _Handler)
         except OSError as error:
@@ -99,6 +105,31 @@ class HttpServer(socketserver.ThreadingTCPServer):
         """Return the port that was bound."""
         return int(self.server_address[1])
 
+    def server_bind(self) -> None:
+        """Bind; `[::]` takes IPv4 as well, whatever the system's default is."""
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Take a connection; no byte is read here, since the accepting thread waits for nobody's handshake."""
+        connection, client = super().get_request()
+        if self._tls is None:
+            return connection, client
+        try:
+            return self._tls().wrap_socket(connection, server_side=True, do_handshake_on_connect=False), client
+        except OSError:  # gone before it was looked at
+            connection.close()
+            raise
+
+    def complain(self, client: str, why: str) -> None:
+        """Say once of each client what is wrong with its handshakes."""
+        text = f"{client} could not speak to this rank: {why}"
+        with self._lock:
+            known = text in self._complaints or len(self._complaints) >= _REMEMBERED_COMPLAINTS
+            self._complaints.add(text)
+        log.log(logging.DEBUG if known else logging.WARNING, "%s", text)
+
     def start(self) -> None:
         """Serve from a daemon thread."""
         self._thread = threading.Thread(target=self._serve, name="rankscope-http", daemon=True)
@@ -107,14 +138,14 @@ class HttpServer(socketserver.ThreadingTCPServer):
     def stop(self) -> None:
         """Close the listening socket and all connections and end the thread."""
         if self._thread is not None:
-            _hang_up(self.socket)  # wakes the accepting thread, which would sleep out its poll interval
+            hang_up(self.socket)  # wakes the accepting thread, which would sleep out its poll interval
             self.shutdown()
             self._thread.join(timeout=2.0)
         self.server_close()
         with self._lock:
             connections = list(self._since)
         for connection in connections:
-            _hang_up(connection)
+            hang_up(connection)
 
     def abandon(self) -> None:
         """In a forked child: close the inherited descriptors without a word to the other side. Takes no lock."""
@@ -138,7 +169,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
         with self._lock:
             overdue = [connection for connection, since in self._since.items() if since < oldest]
         for connection in overdue:
-            _hang_up(connection)
+            hang_up(connection)
         self.meter.lap("http")
 
     def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ARG002 - the base class' signature
@@ -147,7 +178,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
             if len(self._since) < self._max_connections:
                 self._since[request] = time.monotonic()
                 return True
-        _refuse(request)
+        refuse(request)
         return False
 
     def shutdown_request(self, request: Any) -> None:
@@ -163,7 +194,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
             return
         self._on_fault("http", error)
         # Only writing to the client can fail once an answer has begun, and that is an OSError: nothing was sent yet.
-        _send_raw(request, "500 Internal Server Error", "this page could not be made; see the rank's log")
+        send_raw(request, "500 Internal Server Error", "this page could not be made; see the rank's log")
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -172,8 +203,21 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     server: HttpServer
 
     def setup(self) -> None:
+        self.request.settimeout(self.server.client_seconds)  # of one read; a write has it for the whole
+        if isinstance(self.request, ssl.SSLSocket):
+            self._shake_hands(self.request)
         super().setup()
-        self.connection.settimeout(self.server.client_seconds)  # of one read; a write has it for the whole
+
+    def _shake_hands(self, connection: ssl.SSLSocket) -> None:
+        try:
+            connection.do_handshake()
+        except OSError as error:
+            why = explain_to_server(error)
+            if why is not None:
+                self.server.complain(self.client_address[0], why)
+            if getattr(error, "reason", None) == "HTTP_REQUEST":
+                send_raw(connection, "400 Bad Request", "this port speaks TLS: write https://", is_clear=True)
+            raise
 
     def handle_one_request(self) -> None:
         super().handle_one_request()
@@ -203,7 +247,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _refuse_method(self) -> None:
         length = self.headers.get("Content-Length", "")
         if length.isdecimal():
-            self.rfile.read(min(int(length), _REQUEST_BODY_READ))
+            self.rfile.read(min(int(length), REQUEST_BODY_READ))
         self.close_connection = True
         self._send(Answer.text(HTTPStatus.METHOD_NOT_ALLOWED, f"{self.command}: only GET is offered here", Allow="GET"))
 
@@ -236,37 +280,3 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class' signature
         log.debug("%s: %s", self.client_address[0], format % args)
-
-
-def _resolve(address: Address) -> tuple[socket.AddressFamily, Any]:
-    host = "127.0.0.1" if address.host == "localhost" else address.host
-    try:
-        family, _, _, _, sockaddr = socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ServeError(
-            f"cannot listen on {address}: {error.strerror or error}; give an address of this machine"
-        ) from error
-    return family, sockaddr
-
-
-def _refuse(connection: socket.socket) -> None:
-    connection.settimeout(0)  # the accepting thread waits for nobody
-    _send_raw(connection, "429 Too Many Requests", "too many connections", "Retry-After: 1\r\n")
-
-
-def _send_raw(connection: socket.socket, status: str, text: str, headers: str = "") -> None:
-    """Answer without a handler and let the connection end."""
-    head = f"HTTP/1.1 {status}\r\n{headers}Content-Type: {_TEXT}\r\nContent-Length: {len(text) + 1}\r\n"
-    try:
-        connection.send(f"{head}Connection: close\r\n\r\n{text}\n".encode())
-        connection.settimeout(0)
-        connection.recv(_REQUEST_BODY_READ)  # an unread request would turn the close into a reset
-    except OSError:
-        log.debug("a client was gone before its answer")
-
-
-def _hang_up(connection: socket.socket) -> None:
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        log.debug("connection was already closed")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import urllib.error
 import urllib.request
 from typing import Any, Final
 
 from rankscope_contract.channel import POKE_PATH, REGISTER_PATH, Registration, RegistrationReply
+from rankscope_contract.tls import MakeContext, explain_to_client
 
 REGISTER_SECONDS: Final = 5.0
 POKE_SECONDS: Final = 1.0
@@ -31,12 +33,12 @@ class RefusedError(Exception):
 class ServiceClient:
     """Speaks to one service. Follows no redirect and uses no proxy: the token goes where the configuration says."""
 
-    def __init__(self, url: str, token: str | None) -> None:
+    def __init__(self, url: str, token: str | None, tls: MakeContext | None = None) -> None:
         self._url = url.rstrip("/")
+        self._tls = tls if url.startswith("https:") else None
         self._headers = {"Content-Type": "application/json"}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect())
 
     def register(self, registration: Registration) -> RegistrationReply:
         """Tell the service about this rank. Raises RefusedError or UnreachableError."""
@@ -55,18 +57,32 @@ class ServiceClient:
         # The scheme was checked with the configuration: http or https, so no file is opened here.
         request = urllib.request.Request(self._url + path, data, self._headers, method="POST")  # noqa: S310 - see above
         try:
-            with self._opener.open(request, timeout=timeout_seconds) as response:
+            with self._opener().open(request, timeout=timeout_seconds) as response:
                 return bytes(response.read(_REPLY_BYTES))
         except urllib.error.HTTPError as error:
             with error:
                 raise RefusedError(error.code, _words(error)) from error
         except (OSError, http.client.HTTPException) as error:
-            raise UnreachableError(f"{self._url}: {getattr(error, 'reason', None) or error!r}") from error
+            raise UnreachableError(f"{self._url}: {_trouble(error)}") from error
+
+    def _opener(self) -> urllib.request.OpenerDirector:
+        # Made for each call, once in seconds: certificates may have changed since the last one.
+        handlers = [urllib.request.HTTPSHandler(context=self._tls())] if self._tls is not None else []
+        return urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect(), *handlers)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any) -> None:
         """Follow nothing; the redirect itself then arrives as a refusal."""
+
+
+def _trouble(error: Exception) -> str:
+    """Return what went wrong, in words that name what mends it where TLS is to blame."""
+    cause = error.reason if isinstance(error, urllib.error.URLError) else error
+    if isinstance(cause, http.client.RemoteDisconnected | ConnectionResetError):
+        return "it hung up without an answer; if it speaks TLS (web_config), write https:// in ingest_url"
+    tls = explain_to_client(cause) if isinstance(cause, ssl.SSLError) else None
+    return tls or str(getattr(error, "reason", None) or repr(error))
 
 
 def _words(error: urllib.error.HTTPError) -> str:
