@@ -1,0 +1,260 @@
+"""The parts of `rankscope up`, without starting anything: addresses, ports, restarts, files, folder."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankscope.errors import CommandError
+from rankscope.live.addresses import receivers
+from rankscope.live.arrangement import Choices, arranged
+from rankscope.live.folder import Folder
+from rankscope.live.ports import Ports, any_free, choose, is_free
+from rankscope.live.programs import Program, required
+from rankscope.live.restarts import MOST_RESTARTS, WITHIN_SECONDS, Restarts
+from rankscope.live.stack import Piece, ServiceWish, Wish, files, pieces, told_within_seconds
+from rankscope.live.table import exports, overview
+from rankscope_contract.events import Severity
+from rankscope_dashboards.alertmanager_config import Mail, Webhook
+
+FOLDER = Folder(Path("/state"))
+SERVICE = ServiceWish(config=None, store="/data/history", host="127.0.0.1")
+PORTS = {"service": 9470, "prometheus": 9090, "alertmanager": 9093}
+WISH = Wish(service=SERVICE, ports=PORTS, prometheus=Path("/bin/prometheus"), alertmanager=Path("/bin/alertmanager"))
+
+
+def test_addresses_become_receivers():
+    chat, mail = receivers(["https://chat.example/hook?a=b", "critical=smtp://u:p%40ss@mail:587?to=me@x&from=r@x"])
+
+    assert (Webhook(url="https://chat.example/hook?a=b"),) == chat.ways
+    assert () == chat.severities
+    assert (Mail(to="me@x", sender="r@x", smarthost="mail:587", username="u", password="p@ss"),) == mail.ways
+    assert (Severity.CRITICAL,) == mail.severities
+
+
+def test_mail_may_go_without_encryption_to_several_and_has_a_usual_port():
+    (receiver,) = receivers(["smtp://[::1]?to=a@x&to=b@x&tls=no"])
+
+    assert (
+        Mail(to="a@x, b@x", sender="rankscope@localhost", smarthost="[::1]:25", require_tls=False),
+    ) == receiver.ways
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("slack://secret/x", "Apprise"),
+        ("nonsense", "smtp://"),
+        ("smtp://secret@host:25", "to=ADDRESS"),
+        ("smtp://host:25?to=secret", "mail address"),
+        ("smtp://host:25?to=a@b&secret=1x", "is unknown"),
+        ("smtp://host:secretport?to=a@b", "smtp"),
+        ("https://", "webhook"),
+    ],
+)
+def test_address_that_makes_no_sense_is_refused_with_the_forms(address, said):
+    with pytest.raises(CommandError, match=said) as refused:
+        receivers(["https://fine.example", address])
+
+    assert "address 2" in str(refused.value)
+    assert "secret@" not in str(refused.value)
+    assert 2 == refused.value.code
+
+
+def chosen(ports, former, taken=()):
+    free = iter(range(50_000, 60_000))
+    return choose(
+        ("service", "prometheus"), ports, former, is_free=lambda port: port not in taken, any_free=free.__next__
+    )
+
+
+def test_fixed_ports_are_the_usual_ones():
+    assert ({"service": 9470, "prometheus": 9090}, []) == chosen(Ports.FIXED, {"service": 1})
+
+
+def test_a_usual_port_that_is_taken_is_replaced_and_said():
+    ports, notes = chosen(Ports.FIXED, {}, taken=(9090,))
+
+    assert {"service": 9470, "prometheus": 50_000} == ports
+    assert ["port 9090 is taken: prometheus listens on 50000 instead"] == notes
+
+
+def test_free_ports_are_those_of_the_last_time_where_they_still_can_be():
+    assert ({"service": 41, "prometheus": 42}, []) == chosen(Ports.FREE, {"service": 41, "prometheus": 42})
+    assert {"service": 50_000, "prometheus": 42} == chosen(Ports.FREE, {"service": 41, "prometheus": 42}, taken=(41,))[
+        0
+    ]
+
+
+def test_the_stand_in_of_the_last_time_is_taken_again():
+    """Trainings that run already look for the service there."""
+    assert 41 == chosen(Ports.FIXED, {"service": 41}, taken=(9470,))[0]["service"]
+
+
+def test_a_port_somebody_listens_on_is_not_free():
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+
+        assert not is_free(taken)
+    assert is_free(any_free())
+
+
+def test_restarts_come_later_and_later_and_not_for_ever():
+    restarts = Restarts()
+
+    assert [0.5, 1.0, 2.0, 4.0, 8.0, None] == [restarts.wait_after_end(now) for now in range(MOST_RESTARTS + 1)]
+
+
+def test_what_ran_for_long_has_earned_a_fresh_count():
+    restarts = Restarts()
+    waits = [restarts.wait_after_end(number * WITHIN_SECONDS) for number in range(50)]
+
+    assert {0.5} == set(waits)
+
+
+def test_everything_listens_on_this_machine_alone():
+    for piece in pieces(WISH, FOLDER):
+        assert piece.url.startswith("http://127.0.0.1:")
+        assert any("127.0.0.1:" in part for part in piece.command)
+    assert "--cluster.listen-address=" in pieces(WISH, FOLDER)[1].command
+
+
+def test_what_is_left_out_is_neither_configured_nor_started():
+    alone = Wish(service=SERVICE, ports=PORTS)
+    silent = Wish(service=SERVICE, ports=PORTS, prometheus=Path("/bin/prometheus"))
+
+    assert {} == files(alone, FOLDER)
+    assert ["service"] == [piece.name for piece in pieces(alone, FOLDER)]
+    assert "alerting" not in files(silent, FOLDER)["prometheus.yml"]
+
+
+def test_service_is_reached_on_loopback_where_it_listens_everywhere():
+    everywhere = ServiceWish(config=None, store="s", host="0.0.0.0", token="secret")
+    wish = Wish(service=everywhere, ports=PORTS, prometheus=Path("/bin/prometheus"))
+    made = files(wish, FOLDER)
+
+    assert "http://127.0.0.1:9470/sd" in made["prometheus.yml"]
+    assert "secret" == made["token"]
+    assert "secret" not in made["prometheus.yml"]
+    assert "credentials_file: /state/config/token" in made["prometheus.yml"]
+    assert "0.0.0.0:9470" in pieces(wish, FOLDER)[0].command
+
+
+def test_promise_of_how_soon_people_are_told():
+    assert 12.0 == told_within_seconds(WISH)
+
+
+def test_configuration_file_says_where_the_store_is():
+    given = ServiceWish(config=Path("/etc/service.toml"), store="/x", host="127.0.0.1")
+    (service,) = pieces(Wish(service=given, ports=PORTS), FOLDER)
+
+    assert "/etc/service.toml" in service.command
+    assert "--store" not in service.command
+
+
+def test_overview_shows_what_runs_where_and_what_does_not():
+    piece = Piece(
+        name="service", command=(), url="http://127.0.0.1:9470", ready_path="/", log=Path("/state/service.log")
+    )
+    lines = overview([piece], {"service": "ready"}, {"prometheus": "left out"})
+
+    assert [
+        "what        address                state     log",
+        "service     http://127.0.0.1:9470  ready     /state/service.log",
+        "prometheus  -                      left out  -",
+    ] == lines
+
+
+def test_training_gets_the_address_and_never_sees_the_token_on_the_screen():
+    assert [
+        "export RANKSCOPE_INGEST_URL=http://h:1",
+        'export RANKSCOPE_TOKEN="$(cat /state/config/token)"',
+    ] == exports("http://h:1", Path("/state/config/token"))
+
+
+def test_folder_is_for_its_owner_alone(tmp_path):
+    folder = Folder(tmp_path / "state")
+    folder.make()
+    folder.write({"token": "secret"})
+
+    assert 0o700 == stat.S_IMODE(folder.path.stat().st_mode)
+    assert 0o600 == stat.S_IMODE(folder.config("token").stat().st_mode)
+
+
+def test_folder_lies_beside_the_store(tmp_path):
+    assert tmp_path / "rankscope-live" == Folder.beside(tmp_path / "history").path
+    assert Path.cwd() / "rankscope-live" == Folder.beside("s3://bucket/history").path
+
+
+def test_two_at_once_in_one_folder_is_refused_naming_the_other(tmp_path):
+    folder = Folder(tmp_path)
+    folder.make()
+    imports = "import sys; from pathlib import Path; from rankscope.live.folder import Folder"
+    other = f"{imports}\nwith Folder(Path(sys.argv[1])).held(): pass"
+    with folder.held():
+        done = subprocess.run([sys.executable, "-c", other, tmp_path], capture_output=True, text=True, check=False)
+
+    assert f"in use by process {os.getpid()}" in done.stderr
+
+
+def test_notes_that_somebody_broke_are_as_none(tmp_path):
+    folder = Folder(tmp_path)
+    for text in ("[1]", "{", "\x00"):
+        (tmp_path / "live.json").write_text(text)
+
+        assert {} == folder.notes()
+
+
+def test_a_missing_program_is_told_with_how_to_get_it_and_how_to_go_on():
+    missing = Program("Prometheus", ("no-such-program",), "prometheus")
+
+    with pytest.raises(CommandError, match=r"apt install prometheus,.*--without-prometheus"):
+        required(missing, without="--without-prometheus")
+
+
+@pytest.fixture
+def service_toml(tmp_path):
+    def write(text):
+        path = tmp_path / "service.toml"
+        path.write_text(f'[store]\npath = "history"\n[service]\nlisten = "127.0.0.1:0"\n{text}')
+        return path
+
+    return write
+
+
+@pytest.fixture
+def programs(require_server):
+    require_server("prometheus")
+    require_server("prometheus-alertmanager")
+
+
+def test_addresses_of_the_configuration_go_to_alertmanager_in_its_mode(service_toml, programs):
+    told = arranged(Choices(config=service_toml('[notify]\nmode = "alertmanager"\nurls = ["http://h/x"]\n')))
+    embedded = arranged(Choices(config=service_toml('[notify]\nurls = ["json://h/x"]\n'), notify=("http://h/y",)))
+
+    assert ["http://h/x"] == [receiver.ways[0].url for receiver in told.wish.receivers]
+    assert ["http://h/y"] == [receiver.ways[0].url for receiver in embedded.wish.receivers]
+    assert 'the service tells    nobody ([notify] mode = "alertmanager")' == told.facts[0]
+    assert "the service tells    1 address, by itself" == embedded.facts[0]
+    assert told.folder.path == service_toml("").parent / "rankscope-live"
+
+
+def test_somebody_to_tell_without_anybody_who_tells_is_refused(service_toml):
+    with pytest.raises(CommandError, match="embedded"):
+        arranged(Choices(config=service_toml(""), notify=("http://h/y",), with_alertmanager=False))
+
+
+def test_taken_port_that_was_asked_for_is_refused(tmp_path):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        listen = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(CommandError, match=f"{listen} is taken"):
+            arranged(Choices(store=tmp_path / "h", listen=listen, with_prometheus=False, with_alertmanager=False))

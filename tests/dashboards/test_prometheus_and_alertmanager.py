@@ -1,0 +1,153 @@
+"""What Prometheus and Alertmanager are given; promtool and amtool are the judges."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+import yaml
+
+from rankscope_contract.events import Severity
+from rankscope_contract.rules.nan import AnomalyNan
+from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_dashboards.alertmanager_config import AlertmanagerSettings, Mail, Receiver, Webhook, alertmanager_config
+from rankscope_dashboards.generate import PROVISIONING
+from rankscope_dashboards.prometheus_config import PrometheusSettings, Tls, duration, prometheus_config
+from rankscope_dashboards.yaml_text import as_yaml
+
+HOOK = Webhook(url="https://alerts.example/hook?key=1")
+MAIL = Mail(to="me@example", sender="rankscope@example", smarthost="mail.example:587", username="u", password="p")
+CHAT = Receiver(name="chat", ways=(HOOK,))
+ON_CALL = Receiver(name="on-call", ways=(MAIL, HOOK), severities=(Severity.CRITICAL,))
+HOSTILE = 'a"b\\c\n{{ .Evil }}'
+
+
+@pytest.fixture
+def checked(tmp_path, require_server):
+    """Return a function that has a document judged by the program that will read it."""
+
+    def check(document, program, package, *command):
+        (tmp_path / "secret").write_text("token")
+        path = tmp_path / "checked.yml"
+        path.write_text(as_yaml(document), encoding="utf-8")
+        arguments = [require_server(program, package), *command, path]
+        done = subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert 0 == done.returncode, done.stdout + done.stderr
+        return path
+
+    return check
+
+
+@pytest.fixture
+def by_amtool(checked):
+    return lambda document: checked(document, "amtool", "prometheus-alertmanager", "check-config")
+
+
+@pytest.fixture
+def by_promtool(checked):
+    return lambda document: checked(document, "promtool", "prometheus", "check", "config")
+
+
+def test_committed_alertmanager_configuration_is_valid(by_amtool):
+    by_amtool(yaml.safe_load((PROVISIONING / "alertmanager" / "alertmanager.yml").read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        AlertmanagerSettings(),
+        AlertmanagerSettings(receivers=(CHAT, ON_CALL), group_wait_seconds=0.25, repeat_seconds=90),
+        AlertmanagerSettings(receivers=(CHAT,), rules=(AnomalyNan(name=HOSTILE), AnomalyTurbulence(threshold=2.0))),
+    ],
+)
+def test_every_alertmanager_configuration_is_valid(by_amtool, settings):
+    by_amtool(alertmanager_config(settings))
+
+
+def test_who_is_told_of_what(by_amtool, require_server):
+    """One receiver hears everything, another critical alerts alone; without receivers nobody is told."""
+    path = by_amtool(alertmanager_config(AlertmanagerSettings(receivers=(CHAT, ON_CALL))))
+
+    def told(severity):
+        command = [
+            require_server("amtool"),
+            "config",
+            "routes",
+            "test",
+            f"--config.file={path}",
+            f"severity={severity}",
+        ]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert "chat,on-call" == told("critical")
+    assert "chat" == told("warning")
+    assert "nobody" == alertmanager_config(AlertmanagerSettings())["route"]["receiver"]
+
+
+def test_nan_hides_turbulence_of_the_same_tensor_and_nothing_that_names_no_tensor():
+    rules = (AnomalyNan(name="Broken"), AnomalyTurbulence(name="Wild", threshold=2.0))
+    document = alertmanager_config(AlertmanagerSettings(rules=rules))
+
+    assert [
+        {
+            "source_matchers": ['rule="Broken"', 'tensor!=""'],
+            "target_matchers": ['rule="Wild"', 'tensor!=""'],
+            "equal": ["run", "rank", "tensor"],
+        }
+    ] == document["inhibit_rules"]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Webhook(url="ftp://x"), "https://alerts.example/hook"),
+        (lambda: Mail(to="me", sender="a@b", smarthost="h:25"), "to is 'me'"),
+        (lambda: Mail(to="me@x", sender="a@b", smarthost="h"), "host:port"),
+        (lambda: Mail(to="me@x", sender="a@b", smarthost="h:25", password="p"), "needs a username"),
+        (lambda: AlertmanagerSettings(receivers=(CHAT, CHAT)), "names of their own"),
+        (lambda: PrometheusSettings(scrape_seconds=0), "scrape_seconds is 0"),
+        (lambda: Tls(cert_file="c"), "key_file"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_remedy(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_prometheus_without_secrets_finds_ranks_through_the_service(by_promtool):
+    document = prometheus_config(PrometheusSettings(service="127.0.0.1:1", rule_files=()))
+    by_promtool(document)
+    ranks, service = document["scrape_configs"]
+
+    assert "http://127.0.0.1:1/sd" == ranks["http_sd_configs"][0]["url"]
+    assert ["127.0.0.1:1"] == service["static_configs"][0]["targets"]
+    assert "authorization" not in ranks
+    assert "alerting" not in document
+
+
+def test_token_and_certificates_go_with_discovery_and_with_every_scrape(by_promtool):
+    tls = Tls(ca_file="secret", server_name="service")
+    settings = PrometheusSettings(
+        service="[::1]:9470", token_file="secret", tls=tls, ranks_tls=Tls(insecure_skip_verify=True), rule_files=()
+    )
+    document = prometheus_config(settings)
+    by_promtool(document)
+    ranks, service = document["scrape_configs"]
+    discovery = ranks["http_sd_configs"][0]
+
+    assert "https://[::1]:9470/sd" == discovery["url"]
+    assert "https" == service["scheme"]
+    assert ["secret"] * 3 == [part["authorization"]["credentials_file"] for part in (ranks, service, discovery)]
+    assert [{"ca_file": "secret", "server_name": "service"}] * 2 == [
+        part["tls_config"] for part in (service, discovery)
+    ]
+    assert {"insecure_skip_verify": True} == ranks["tls_config"]
+    assert "token" not in as_yaml(document)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(1, "1s"), (0.25, "250ms"), (60, "1m"), (90, "90s"), (3600, "1h"), (1.5, "1500ms"), (0, "0ms")],
+)
+def test_durations_are_written_as_prometheus_reads_them(seconds, text):
+    assert text == duration(seconds)
