@@ -9,19 +9,17 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from typing import Final
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from rankscope_contract.channel import Registration
-from rankscope_contract.events import EventType, RunState
 from rankscope_ingest.batch import Batcher, PendingBatch
 from rankscope_ingest.decode import Decoded
-from rankscope_ingest.details import last_word, parse_details
+from rankscope_ingest.details import last_words
 from rankscope_ingest.errors import FetchError
+from rankscope_ingest.failures import FailureBook
 from rankscope_ingest.incidents import Incident, IncidentBook
-from rankscope_ingest.messages import run_failed
 from rankscope_ingest.networks import Address
 from rankscope_ingest.plans import PlanColumns
 from rankscope_ingest.progress import RunMeter, RunProgress, run_progress
@@ -40,7 +38,10 @@ Urge = Callable[[str | None, int | None], None]
 """`urge(run, rank)` has that rank polled at once, without a rank all of the run; without a run the batcher is due."""
 
 REMEMBER_SECONDS: Final = 600.0
-REMEMBER_MICROSECONDS: Final = 3_600_000_000
+REMEMBER_ATTEMPT_SECONDS: Final = 3600.0
+
+AWAY_SECONDS: Final = 5.0
+"""A pause between two judgements, due once a second, that shows the service itself as stopped or starved."""
 
 
 class Collector:
@@ -69,7 +70,8 @@ class Collector:
         self.metrics = metrics
         self._clock = clock
         self._wall = wall
-        self._failures_told = set(failures_told)
+        self._failures = FailureBook(failures_told, wait_seconds=runs.longest_silence_seconds)
+        self._judged_at: float | None = None
         self._urge = urge
         self._meters: dict[AttemptKey, RunMeter] = {}
         self._last_ordinal = last_ordinal
@@ -92,7 +94,7 @@ class Collector:
         """Note a usable answer; a rank that drains waits for a commit, so nothing is held back for it."""
         target.vitals.heard(self._clock())
         target.gone_at = None
-        self.runs.heard(_key(target), target.registration.rank)
+        self.runs.heard(_key(target), target.registration.rank, target.incarnation)
         if target.health is Health.DRAINING and target.committed < target.cursor:
             self.flush_soon()
 
@@ -106,7 +108,7 @@ class Collector:
     def drained(self, target: Target) -> None:
         """Note that a rank ends, with everything committed."""
         target.leave(self._clock())
-        self.runs.closed(_key(target), target.registration.rank)
+        self.runs.closed(_key(target), target.registration.rank, target.incarnation)
 
     def replaced(self, target: Target, incarnation: str) -> None:
         """Note that another process answers at the target's address: this one cannot be there any more."""
@@ -125,7 +127,7 @@ class Collector:
         if (tensors := self._versions.of_tensors(target, plans)) is not None:
             tables["tensors"] = tensors
         events = body.tables.get("events")
-        first_causes, last_words = symptoms(events), _exits(events)
+        first_causes, said = symptoms(events), last_words(events)
         # From here on nothing may fail: rows that were taken must not be asked for again, nor the other way round.
         self.batcher.add(tables, now, watermarks={target.incarnation: body.last})
         target.cursor = body.last
@@ -136,9 +138,11 @@ class Collector:
         for symptom in first_causes:
             if self.incidents.observe(symptom, now) is not None:
                 self._urge(symptom.run, None)
-        for details in last_words:
-            self.runs.exited(_key(target), target.registration.rank, *last_word(details))
-        if last_words or self.batcher.due(now):
+        for reason, error, at in said:
+            self.runs.exited(
+                _key(target), target.registration.rank, reason, error, at=at, incarnation=target.incarnation
+            )
+        if said or self.batcher.due(now):
             self.flush_soon()
 
     # What the HTTP side and the store say.
@@ -146,7 +150,7 @@ class Collector:
     def accept(self, registration: Registration, addresses: Iterable[Address]) -> Accepted:
         """Take a registration or heartbeat. Raises RegistrationError."""
         now = self._clock()
-        accepted = self.registry.register(registration, addresses, now)
+        accepted = self.registry.register(registration, addresses, now, is_over=self.runs.is_over)
         target = accepted.target
         attempt = self.runs.registered(registration, target.attempt, target.vitals, self._wall())
         if accepted.is_new_target:
@@ -177,21 +181,20 @@ class Collector:
     def judge(self) -> list[Incident]:
         """Look at all runs; write what changed, leave ranks that vanished, and return failures to tell of."""
         now, wall = self._clock(), self._wall()
+        self._excuse_absence(now)
         verdict = self.runs.tick(now, wall)
         for _, rank in verdict.vanished:
             if target := self.registry.get(rank.incarnation):
                 self._abandon(target, now)
-        failures = []
         for attempt in verdict.changed:
             log.info("run is %s", attempt.state, extra={"run": attempt.run, "reason": attempt.reason})
             self._write_state(attempt)
             if attempt.state in ENDED:
                 self.flush_soon()
-            if attempt.state is RunState.FAILED and (failure := self._failure(attempt, now)):
-                failures.append(failure)
         for attempt in self._versions.due(self.runs.attempts(), wall):
             self._write_state(attempt)
-        self._forget(now, wall)
+        failures = self._failures.due(self.runs.attempts(), now)
+        self._forget(now)
         return failures
 
     def settle(self) -> list[Incident]:
@@ -223,62 +226,35 @@ class Collector:
         self.batcher.want_flush()
         self._urge(None, None)
 
+    def _excuse_absence(self, now: float) -> None:
+        """Hold nobody's silence against him while this process was stopped: it had no chance to listen."""
+        away = 0.0 if self._judged_at is None else now - self._judged_at
+        self._judged_at = now
+        if away > AWAY_SECONDS:
+            log.warning("the service did not run for %.0f s: no rank's silence counts from that time", away)
+            self.runs.excuse(away)
+
     def _follow_run(self, target: Target, body: Decoded, now: float) -> None:
         key, rank = _key(target), target.registration.rank
-        self.runs.stepped(key, rank, body.last_step, now)
+        self.runs.stepped(key, rank, body.last_step, now, target.incarnation)
         self._meter(key).observe(rank, body.tables.get("scalars"), body.last_ts, body.last_step)
-
-    def _gap(self, target: Target, first: int, last: int, why: str) -> Row:
-        lost = last - first + 1
-        target.records_lost += lost
-        self._meter(_key(target)).records_lost += lost
-        self.metrics.lost(target.registration.run, lost)
-        log.warning("%d records lost: %s", lost, why, extra={"target": target.name, "first": first, "last": last})
-        return gap_row(target, first, last, why, self._stamp())
-
-    def _found(self, target: Target, first: int, last: int) -> Row:
-        """Take back that records `first` to `last` were lost: the process that had vanished is here with them."""
-        found = last - first + 1
-        target.records_lost -= found
-        self._meter(_key(target)).records_lost -= found
-        log.info("%d records that were taken for lost arrived", found, extra={"target": target.name})
-        return found_row(target, first, last, self._stamp())
 
     def _abandon(self, target: Target, now: float) -> None:
         """Stop following a rank that vanished; what it had published and nobody fetched is lost."""
         target.leave(now)
-        first = max(target.cursor, target.given_up) + 1
-        if target.head >= first:
-            target.given_up = target.head
-            why = "the process vanished before they were fetched"
-            # Without a seq: the watermark must stay below these records, in case the process was only out of reach.
-            self._add_event(self._gap(target, first, target.head, why) | {"seq": None})
-
-    def _failure(self, attempt: Attempt, now: float) -> Incident | None:
-        culprit = next((rank for rank in attempt.ranks.values() if rank.error or rank.is_vanished), None)
-        incident = run_failed(
-            run=attempt.run,
-            attempt=attempt.number,
-            rank=culprit.number if culprit else 0,
-            step=attempt.last_step,
-            reason=attempt.reason or "",
-            opened_at=now,
-        )
-        if incident.key in self._failures_told:
-            return None
-        self._failures_told.add(incident.key)
-        return incident
+        for row in self.losses.of_vanished(target):
+            self._add_event(row)
 
     def _write_state(self, attempt: Attempt) -> None:
-        is_latest = self.runs.latest().get(attempt.run) is attempt
-        self.batcher.add(self._versions.of_attempt(attempt, is_latest=is_latest), self._clock())
+        version = self._versions.of_attempt(attempt, is_latest=self.runs.is_newest(attempt))
+        self.batcher.add(version, self._clock())
 
-    def _forget(self, now: float, wall: int) -> None:
+    def _forget(self, now: float) -> None:
         for target in list(self.registry.targets):
             if target.gone_at is not None and now - target.gone_at >= REMEMBER_SECONDS and not target.uncommitted:
                 self.registry.forget(target.incarnation)
         for attempt in list(self.runs.attempts()):
-            if attempt.ended_at is not None and wall - attempt.ended_at >= REMEMBER_MICROSECONDS:
+            if attempt.is_quiet(now, REMEMBER_ATTEMPT_SECONDS):
                 self.runs.forget(attempt.key)
                 self._meters.pop(attempt.key, None)
 
@@ -304,12 +280,3 @@ def _key(target: Target) -> AttemptKey:
 
 def _append(tables: dict[str, pa.Table], dataset: str, rows: pa.Table) -> None:
     tables[dataset] = pa.concat_tables([tables[dataset], rows]) if dataset in tables else rows
-
-
-def _exits(events: pa.Table | None) -> list[dict[str, Any]]:
-    """Return what the exit events say, which is at most one."""
-    if events is None:
-        return []
-    return [
-        parse_details(text) for text in events.filter(pc.equal(events["type"], EventType.EXIT))["details"].to_pylist()
-    ]

@@ -14,8 +14,9 @@ from rankscope_contract.records import DATASETS, DIMENSIONS
 from rankscope_ingest.announcer import OPENED, RESOLVED
 from rankscope_ingest.details import last_word, parse_details
 from rankscope_ingest.incidents import Incident, IncidentBook
-from rankscope_ingest.messages import RUN_FAILED
-from rankscope_ingest.runs import ENDED, Attempt, Rank, RunBook
+from rankscope_ingest.lives import ENDED, Attempt, Rank
+from rankscope_ingest.messages import RUN_FAILED, failure_key
+from rankscope_ingest.runs import RunBook
 from rankscope_ingest.symptoms import Symptom
 from rankscope_ingest.vitals import Vitals
 from rankscope_storage.views import HISTORY_SUFFIX
@@ -25,7 +26,7 @@ _SHOWN: Final = ("rule", "kind", "tensor", "op", "value", "baseline", "threshold
 
 _ATTEMPTS: Final = "SELECT * FROM attempts WHERE source_kind = 'live' ORDER BY run, attempt"
 _RANKS: Final = """\
-SELECT run, attempt, rank, incarnation, type, details FROM events
+SELECT run, attempt, rank, incarnation, type, details, ts FROM events
 WHERE (type = 'launch' AND ts_origin = 'ingest' OR type = 'exit') AND rank IS NOT NULL AND (run, attempt) IN (
   SELECT (run, attempt) FROM attempts WHERE state NOT IN ('completed', 'stopped'))
 ORDER BY ordinal"""
@@ -55,6 +56,7 @@ class History:
     unsent: tuple[Incident, ...] = ()
     failures_told: frozenset[str] = frozenset()
     last_ordinal: int = 0
+    read_at: float = 0.0  # seconds of the service's monotonic clock
 
     @property
     def launches(self) -> list[tuple[str, str, int]]:
@@ -64,10 +66,13 @@ class History:
     def restore(self, runs: RunBook, incidents: IncidentBook) -> None:
         """Put back what had not ended, and remember what had."""
         for attempt in self.attempts:
-            if attempt.state in ENDED:
-                runs.remember(attempt)
+            if not attempt.has_ended:
+                runs.restore(attempt, self.read_at)
+            elif attempt.state is RunState.FAILED and failure_key(*attempt.key) not in self.failures_told:
+                attempt.has_news = bool(attempt.ranks)  # who was first is still to be told
+                runs.restore(attempt, self.read_at)
             else:
-                runs.restore(attempt)
+                runs.remember(attempt)
         for incident in self.open_incidents:
             incidents.restore(incident)
 
@@ -95,6 +100,7 @@ def read_history(reader: Reader, now: float) -> History:
         unsent=tuple(incident for incident, state in incidents if state == OPENED),
         failures_told=frozenset(incident.key for incident, _ in incidents if incident.first.rule == RUN_FAILED),
         last_ordinal=_last_ordinal(reader),
+        read_at=now,
     )
 
 
@@ -118,13 +124,19 @@ def _attempt(row: Mapping[str, Any]) -> Attempt:
         planned_steps=row["planned_steps"],
         config=parse_details(row["config"]),
         state=RunState(row["state"]),
+        reason=row["reason"],
+        ended_at=_micros(row["ended_at"]) if row["ended_at"] else None,
         last_step=row["last_step"],
     )
 
 
 def _add_rank(attempt: Attempt, event: Mapping[str, Any], now: float) -> None:
     details = parse_details(event["details"])
+    known = attempt.ranks.get(event["rank"])
+    is_same = known is not None and known.incarnation == (event["incarnation"] or "")
     if event["type"] == EventType.LAUNCH:
+        if is_same:
+            return  # it spoke to several services, and may have said its last word to an earlier one
         attempt.ranks[event["rank"]] = Rank(
             number=event["rank"],
             incarnation=event["incarnation"] or "",
@@ -135,8 +147,9 @@ def _add_rank(attempt: Attempt, event: Mapping[str, Any], now: float) -> None:
             # Of a run that failed some ranks are dead for good: one that lives on does not bring the run back.
             is_vanished=attempt.state is RunState.FAILED,
         )
-    elif (rank := attempt.ranks.get(event["rank"])) and rank.incarnation == event["incarnation"]:
-        rank.exit_reason, rank.error = last_word(details)
+    elif known is not None and is_same:
+        known.exit_reason, known.error = last_word(details)
+        known.exited_at = _micros(event["ts"]) or None
 
 
 def _incidents(reader: Reader, now: float) -> list[tuple[Incident, str]]:

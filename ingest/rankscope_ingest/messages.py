@@ -67,8 +67,13 @@ def run_failed(*, run: str, attempt: int, rank: int, step: int | None, reason: s
         events=1,
         ranks={rank},
         is_settled=True,
-        fixed_key=f"{RUN_FAILED}:{attempt}:{run}",
+        fixed_key=failure_key(run, attempt),
     )
+
+
+def failure_key(run: str, attempt: int) -> str:
+    """Return what identifies the failure of an attempt."""
+    return f"{RUN_FAILED}:{attempt}:{run}"
 
 
 def _line(label: str, value: object) -> list[str]:

@@ -26,6 +26,9 @@ _LONGEST_TEXT = 1000  # each row of a rank repeats some of them
 _LATEST_START = 4_102_444_800_000_000
 
 
+IsOver = Callable[[tuple[str, int], Registration], bool]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
     """A registration that was taken: its target, and whether target and launch are new."""
@@ -69,8 +72,18 @@ class Registry:
         """Return the target of this process, or None."""
         return self._targets.get(incarnation)
 
-    def register(self, registration: Registration, addresses: Iterable[Address], now: float) -> Accepted:
-        """Take a registration or heartbeat. Raises RegistrationError with the status and what to do."""
+    def register(
+        self,
+        registration: Registration,
+        addresses: Iterable[Address],
+        now: float,
+        *,
+        is_over: IsOver | None = None,
+    ) -> Accepted:
+        """Take a registration or heartbeat. Raises RegistrationError with the status and what to do.
+
+        `is_over` says whether the attempt of a known launch is over, so that this process begins another one.
+        """
         check_allowed(registration.url, addresses, self._networks)
         self._refuse_second_life(registration, now)
         known = self._targets.get(registration.incarnation)
@@ -78,7 +91,11 @@ class Registry:
             _refuse_other_identity(known, registration)
             self._heartbeat(known, registration, now)
             return Accepted(target=known, is_new_target=False, is_new_launch=False)
-        attempt, is_new_launch = self.attempts.number(registration.run, registration.launch_id)
+        attempt, is_new_launch = self.attempts.number(
+            registration.run,
+            registration.launch_id,
+            is_over and (lambda number: is_over((registration.run, number), registration)),
+        )
         target = Target(
             registration=registration,
             attempt=attempt,

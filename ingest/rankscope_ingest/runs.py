@@ -1,100 +1,22 @@
-"""Where each run stands, decided from registrations, steps, exit words and silence. Pure: the clock is an argument.
+"""All runs and what was heard of them: registrations, steps, exit words and silence. Pure: the clock is an argument.
 
 A run is its latest attempt. An attempt has failed as soon as one rank raised or vanished without a word; it has ended
 when all ranks it ever had did. Ranks that never registered are counted as missing, but prove nothing: a training may
-watch rank 0 alone.
+watch rank 0 alone. What the facts say is decided in `rulings`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
 
 from rankscope_contract.channel import Registration
-from rankscope_contract.events import ExitReason, RunState
-from rankscope_ingest.vitals import Patience, Vitals
+from rankscope_contract.events import RunState
+from rankscope_ingest.lives import ARRIVAL_SECONDS, ENDED, Attempt, AttemptKey, Rank
+from rankscope_ingest.rulings import Ruling, Timing, judge
+from rankscope_ingest.vitals import Vitals
 
-ENDED: Final = frozenset({RunState.COMPLETED, RunState.STOPPED, RunState.FAILED})
-
-ARRIVAL_SECONDS: Final = 6.0
-"""How long a rank may take from a restart of the service, or from its registration, to its first answer."""
-
-AttemptKey = tuple[str, int]
-
-
-@dataclass(slots=True, kw_only=True)
-class Rank:
-    """One rank of one attempt."""
-
-    number: int
-    incarnation: str
-    host: str
-    vitals: Vitals
-    known_since: float  # restored or registered; monotonic seconds
-    last_step: int | None = None
-    stepped_at: float | None = None
-    phase: str | None = None
-    exit_reason: str | None = None
-    error: str | None = None
-    is_restored: bool = False  # known from the store, and not registered since this service started
-    is_read: bool = False  # it answered a poll
-    is_closed: bool = False  # it drained and said so
-    is_vanished: bool = False
-
-    @property
-    def has_ended(self) -> bool:
-        """Return whether nothing more is expected of the process."""
-        return self.exit_reason is not None or self.is_closed or self.is_vanished
-
-
-@dataclass(slots=True, kw_only=True)
-class Attempt:
-    """One launch of a run. Times named `_at` with a µs comment are wall clock, the others monotonic seconds."""
-
-    run: str
-    number: int
-    launch_id: str
-    world_size: int
-    started_at: int  # UTC µs
-    planned_steps: int | None = None
-    config: dict[str, Any] = field(default_factory=dict)
-    ranks: dict[int, Rank] = field(default_factory=dict)
-    state: RunState = RunState.PENDING
-    reason: str | None = None
-    ended_at: int | None = None  # UTC µs
-    last_step: int | None = None
-
-    @property
-    def key(self) -> AttemptKey:
-        """Return run and number."""
-        return self.run, self.number
-
-    @property
-    def live_ranks(self) -> list[Rank]:
-        """Return the ranks that still run, as far as is known."""
-        return [rank for rank in self.ranks.values() if not rank.has_ended]
-
-    def is_arriving(self, now: float) -> bool:
-        """Return whether a rank that became known a moment ago has not been read yet: it may know more."""
-        return any(not rank.is_read and now - rank.known_since < ARRIVAL_SECONDS for rank in self.live_ranks)
-
-    @property
-    def ranks_missing(self) -> int:
-        """Return how many ranks of the world are not alive; 0 for an attempt that ended as it should."""
-        if self.state in {RunState.COMPLETED, RunState.STOPPED}:
-            return 0
-        return max(0, self.world_size - len(self.live_ranks))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """How long things may take."""
-
-    patience: Patience
-    stalled_after_seconds: float
-    stalled_in_phase_after_seconds: float
+__all__ = ["ARRIVAL_SECONDS", "ENDED", "Attempt", "AttemptKey", "Rank", "RunBook", "Timing", "Verdict"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,15 +28,21 @@ class Verdict:
 
 
 class RunBook:
-    """All attempts that may still change, and those that ended since the service started."""
+    """All attempts that may still change, and those that ended long ago or under a former service."""
 
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
         self._attempts: dict[AttemptKey, Attempt] = {}
         self._past: dict[AttemptKey, Attempt] = {}
+        self._newest: dict[str, int] = {}
+
+    @property
+    def longest_silence_seconds(self) -> float:
+        """Return after how much silence a rank is taken for dead whatever the reason may be."""
+        return self._timing.patience.failed_after_seconds
 
     def attempts(self) -> Iterable[Attempt]:
-        """Return every attempt known."""
+        """Return every attempt that is looked at."""
         return self._attempts.values()
 
     def get(self, key: AttemptKey) -> Attempt | None:
@@ -122,115 +50,173 @@ class RunBook:
         return self._attempts.get(key)
 
     def latest(self) -> dict[str, Attempt]:
-        """Return the highest attempt of each run."""
-        return {attempt.run: attempt for _, attempt in sorted(self._attempts.items())}
+        """Return the newest attempt of each run; an older one that goes on alone does not speak for its run."""
+        return {attempt.run: attempt for attempt in self._attempts.values() if self.is_newest(attempt)}
 
-    def restore(self, attempt: Attempt) -> None:
+    def is_newest(self, attempt: Attempt) -> bool:
+        """Return whether no later launch of the run is known."""
+        return self._newest.get(attempt.run) == attempt.number
+
+    def restore(self, attempt: Attempt, now: float = 0.0) -> None:
         """Put back an attempt that had not ended when a former service stopped; its ranks must speak up again."""
+        # One that had stalled stays so until a step comes, though nobody knows any more since when.
+        attempt.progressed_at = float("-inf") if attempt.state is RunState.STALLED else now
         self._attempts[attempt.key] = attempt
+        self._note_number(attempt)
 
     def remember(self, attempt: Attempt) -> None:
         """Keep an attempt that had ended, in case one of its ranks speaks up after all."""
         self._past[attempt.key] = attempt
+        self._note_number(attempt)
+
+    def forget(self, key: AttemptKey) -> None:
+        """Look no more at an attempt that ended, until one of its ranks speaks up."""
+        if attempt := self._attempts.pop(key, None):
+            if attempt.state is not RunState.FAILED:  # of a failed one, who was lost must be known when some come back
+                attempt.ranks.clear()
+            self._past[key] = attempt
+
+    def is_over(self, key: AttemptKey, registration: Registration) -> bool:
+        """Return whether a process that was never heard of begins a new attempt, though its launch id is known.
+
+        Ranks without a process group derive their launch id, and derive the same one when they are started again.
+        """
+        attempt = self._attempts.get(key) or self._past.get(key)
+        if attempt is None or attempt.live_ranks:
+            return False
+        if attempt.ranks:
+            rank = attempt.ranks.get(registration.rank)
+            return rank is not None and rank.incarnation != registration.incarnation
+        return attempt.ended_at is not None and registration.started_at > attempt.ended_at
 
     def registered(self, registration: Registration, number: int, vitals: Vitals, wall: int) -> Attempt:
         """Note a registration or heartbeat."""
         key = (registration.run, number)
-        attempt = self._attempts.get(key) or self._past.pop(key, None) or _new_attempt(registration, number, wall)
-        self._attempts[key] = attempt
+        attempt = self._wake(key)
+        if attempt is None:
+            attempt = self._attempts[key] = _new_attempt(registration, number, wall)
+            self._note_number(attempt)
         attempt.world_size = max(attempt.world_size, registration.world_size)
         attempt.planned_steps = registration.planned_steps or attempt.planned_steps
         attempt.config = attempt.config or registration.config
         rank = attempt.ranks.get(registration.rank)
         if rank is None or rank.incarnation != registration.incarnation:
-            rank = attempt.ranks[registration.rank] = Rank(
-                number=registration.rank,
-                incarnation=registration.incarnation,
-                host=registration.host,
-                vitals=vitals,
-                known_since=vitals.last_sign,
-            )
+            # An attempt put back without its ranks had counted this one before it ended.
+            attempt.hear_news(of_work=bool(attempt.ranks))
+            rank = attempt.ranks[registration.rank] = _new_rank(registration, vitals)
+            attempt.progressed_at = max(attempt.progressed_at, vitals.last_sign)
         rank.vitals = vitals
         if rank.is_restored:
-            rank.is_restored, rank.known_since = False, vitals.last_sign
-        rank.is_vanished = False
-        rank.phase = registration.phase
+            rank.is_restored, rank.known_since, rank.phase = False, vitals.last_sign, registration.phase
+        if rank.speaks():
+            attempt.hear_news()
+        if rank.phase != registration.phase:
+            # Behind a long evaluation the next step is not late: its time begins now.
+            rank.phase, attempt.progressed_at = registration.phase, vitals.last_sign
         return attempt
 
-    def heard(self, key: AttemptKey, number: int) -> None:
+    def heard(self, key: AttemptKey, number: int, incarnation: str | None = None) -> None:
         """Note that a rank answered: whoever took it for dead was wrong."""
-        if rank := self._rank(key, number):
-            rank.is_vanished, rank.is_read = False, True
+        if found := self._find(key, number, incarnation):
+            attempt, rank = found
+            rank.is_read = True
+            if rank.speaks():
+                attempt.hear_news()
 
-    def stepped(self, key: AttemptKey, number: int, step: int | None, now: float) -> None:
+    def stepped(
+        self, key: AttemptKey, number: int, step: int | None, now: float, incarnation: str | None = None
+    ) -> None:
         """Note records of a rank; a step may rewind, any record with a step counts as progress."""
-        rank = self._rank(key, number)
-        if rank is None or step is None:
+        attempt = self._wake(key)
+        if attempt is None or step is None:
             return
-        rank.last_step, rank.stepped_at = step, now
-        attempt = self._attempts[key]
         attempt.last_step = step if attempt.last_step is None else max(attempt.last_step, step)
+        attempt.progressed_at = now
+        if found := self._find(key, number, incarnation):
+            rank = found[1]
+            rank.last_step, rank.stepped_at = step, now
+            attempt.hear_news(of_work=not rank.has_ended)
 
-    def exited(self, key: AttemptKey, number: int, reason: str, error: str | None) -> None:
-        """Note the last word of a process."""
-        if rank := self._rank(key, number):
-            rank.exit_reason, rank.error = reason, error
+    def exited(
+        self,
+        key: AttemptKey,
+        number: int,
+        reason: str,
+        error: str | None,
+        *,
+        at: int | None = None,
+        incarnation: str | None = None,
+    ) -> None:
+        """Note the last word of a process; `at` is when it said it, in UTC µs by its own clock."""
+        if found := self._find(key, number, incarnation):
+            attempt, rank = found
+            rank.exit_reason, rank.error, rank.exited_at = reason, error, at
+            attempt.hear_news(of_work=True)
 
-    def closed(self, key: AttemptKey, number: int) -> None:
+    def closed(self, key: AttemptKey, number: int, incarnation: str | None = None) -> None:
         """Note that a rank handed over everything and ends."""
-        if rank := self._rank(key, number):
+        if found := self._find(key, number, incarnation):
+            attempt, rank = found
             rank.is_closed = True
+            attempt.hear_news()
 
-    def forget(self, key: AttemptKey) -> None:
-        """Drop an attempt that ended."""
-        self._attempts.pop(key, None)
+    def excuse(self, seconds: float) -> None:
+        """Take `seconds` in which the service itself could not listen off everybody's silence."""
+        for attempt in self._attempts.values():
+            attempt.progressed_at += seconds
+            for rank in attempt.live_ranks:
+                rank.vitals.excuse(seconds)
 
     def tick(self, now: float, wall: int) -> Verdict:
         """Judge every attempt at this moment."""
         changed, vanished = [], []
         for attempt in self._attempts.values():
-            vanished += [(attempt, rank) for rank in self._find_vanished(attempt, now)]
-            state, reason = self._judge(attempt, now)
-            if state is not attempt.state or (state in ENDED and reason != attempt.reason):
-                attempt.state, attempt.reason = state, reason
-                attempt.ended_at = wall if state in ENDED else None
+            vanished += [(attempt, rank) for rank in self._find_vanished(attempt, now, wall)]
+            ruling = judge(attempt, now, wall, self._timing)
+            if ruling is not None and _follow(attempt, ruling, now, wall):
                 changed.append(attempt)
         return Verdict(changed=tuple(changed), vanished=tuple(vanished))
 
-    def _rank(self, key: AttemptKey, number: int) -> Rank | None:
-        attempt = self._attempts.get(key)
-        return None if attempt is None else attempt.ranks.get(number)
+    def _note_number(self, attempt: Attempt) -> None:
+        self._newest[attempt.run] = max(attempt.number, self._newest.get(attempt.run, 0))
 
-    def _find_vanished(self, attempt: Attempt, now: float) -> list[Rank]:
+    def _wake(self, key: AttemptKey) -> Attempt | None:
+        """Return the attempt, and look at it again when it had ended long ago."""
+        if key in self._past:
+            self._attempts[key] = self._past.pop(key)
+        return self._attempts.get(key)
+
+    def _find(self, key: AttemptKey, number: int, incarnation: str | None) -> tuple[Attempt, Rank] | None:
+        """Return the rank; None for a process whose place another one has taken: its words are not about that one."""
+        attempt = self._wake(key)
+        rank = None if attempt is None else attempt.ranks.get(number)
+        if attempt is None or rank is None or incarnation not in {None, rank.incarnation}:
+            return None
+        return attempt, rank
+
+    def _find_vanished(self, attempt: Attempt, now: float, wall: int) -> list[Rank]:
         found = [rank for rank in attempt.live_ranks if rank.vitals.has_vanished(now, self._timing.patience)]
         for rank in found:
-            rank.is_vanished = True
+            rank.vanish(now, wall)
+            attempt.hear_news()
         return found
 
-    def _judge(self, attempt: Attempt, now: float) -> tuple[RunState, str | None]:
-        ranks = [attempt.ranks[number] for number in sorted(attempt.ranks)]
-        for rank in ranks:
-            if rank.exit_reason == ExitReason.EXCEPTION:
-                return RunState.FAILED, f"rank {rank.number}: {rank.error or 'ended with an exception'}"
-        for rank in ranks:
-            if rank.is_vanished and rank.exit_reason is None and not rank.is_closed:
-                return RunState.FAILED, f"rank {rank.number} on {rank.host} vanished without a word"
-        if ranks and not attempt.live_ranks:
-            return _ending(ranks)
-        if attempt.last_step is None:
-            return RunState.PENDING, None
-        idle = self._idle_seconds(attempt, now)
-        if idle is not None:
-            return RunState.STALLED, f"alive, but no step for {idle:.0f} s"
-        return RunState.RUNNING, None
 
-    def _idle_seconds(self, attempt: Attempt, now: float) -> float | None:
-        """Return how long no rank made a step, when that is longer than it may be in the announced phase."""
-        steps = [rank.stepped_at for rank in attempt.live_ranks if rank.stepped_at is not None]
-        in_phase = any(rank.phase for rank in attempt.live_ranks)
-        limit = self._timing.stalled_in_phase_after_seconds if in_phase else self._timing.stalled_after_seconds
-        idle = now - max(steps, default=math.inf)
-        return idle if idle >= limit else None
+def _follow(attempt: Attempt, ruling: Ruling, now: float, wall: int) -> bool:
+    """Let `attempt` be as `ruling` says; return whether that is worth a new version."""
+    has_ended = ruling.state in ENDED
+    is_change = ruling.state is not attempt.state or (has_ended and ruling.reason != attempt.reason)
+    attempt.culprit, attempt.is_culprit_sure = ruling.culprit, ruling.is_culprit_sure
+    attempt.judged()
+    if not is_change:
+        return False
+    if not (has_ended and attempt.has_ended):
+        attempt.settled_at = now if has_ended else None
+    attempt.state, attempt.reason = ruling.state, ruling.reason
+    # A rank's clock may be off, and an end is never before the start nor in the future.
+    moment = min(wall, max(attempt.started_at, wall if ruling.moment is None else ruling.moment))
+    attempt.ended_at = moment if has_ended else None
+    return True
 
 
 def _new_attempt(registration: Registration, number: int, wall: int) -> Attempt:
@@ -243,11 +229,11 @@ def _new_attempt(registration: Registration, number: int, wall: int) -> Attempt:
     )
 
 
-def _ending(ranks: Iterable[Rank]) -> tuple[RunState, str | None]:
-    reasons = {rank.exit_reason for rank in ranks}
-    if reasons == {ExitReason.COMPLETED}:
-        return RunState.COMPLETED, None
-    if ExitReason.SIGNAL in reasons:
-        signalled = next(rank for rank in ranks if rank.exit_reason == ExitReason.SIGNAL)
-        return RunState.STOPPED, f"rank {signalled.number}: {signalled.error or 'ended by a signal'}"
-    return RunState.STOPPED, "ended without saying that it was done"
+def _new_rank(registration: Registration, vitals: Vitals) -> Rank:
+    return Rank(
+        number=registration.rank,
+        incarnation=registration.incarnation,
+        host=registration.host,
+        vitals=vitals,
+        known_since=vitals.last_sign,
+    )

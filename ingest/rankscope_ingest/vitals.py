@@ -29,6 +29,11 @@ class Vitals:
         """Note that nobody listened, or somebody else."""
         self.last_refused = max(self.last_refused, now)
 
+    def excuse(self, seconds: float) -> None:
+        """Take a time in which nobody listened off the silence."""
+        self.last_sign += seconds
+        self.last_refused += seconds
+
     def is_alive(self, now: float, ttl_seconds: float) -> bool:
         """Return whether the process must be assumed to run: heard of lately, and not found gone since."""
         return self.last_refused <= self.last_sign and now - self.last_sign < ttl_seconds

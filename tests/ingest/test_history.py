@@ -129,7 +129,8 @@ def test_ranks_of_an_unfinished_attempt_must_speak_up_or_the_run_has_failed(keep
 
     assert [] == early
     assert "failed" == runs.get(("r", 0)).state
-    assert "rank 0 on node0 vanished without a word" == runs.get(("r", 0)).reason
+    lost = "rank 0 on node0 was not heard of again since the service came back: it ended or was killed meanwhile"
+    assert lost == runs.get(("r", 0)).reason
 
 
 def test_last_words_that_were_stored_before_the_service_died_still_count(keep):
