@@ -14,17 +14,19 @@ from typing import Final
 import pyarrow as pa
 
 from rankscope_contract.channel import Registration
+from rankscope_ingest import inheritance
 from rankscope_ingest.batch import Batcher, PendingBatch
 from rankscope_ingest.decode import Decoded
 from rankscope_ingest.details import last_words
 from rankscope_ingest.errors import FetchError
 from rankscope_ingest.failures import FailureBook
 from rankscope_ingest.incidents import Incident, IncidentBook
+from rankscope_ingest.losses import GivenUp, Losses
 from rankscope_ingest.networks import Address
 from rankscope_ingest.plans import PlanColumns
 from rankscope_ingest.progress import RunMeter, RunProgress, run_progress
 from rankscope_ingest.registry import Accepted, Registry
-from rankscope_ingest.rows import Row, Stamp, found_row, gap_row, incident_row, launch_row
+from rankscope_ingest.rows import Row, Stamp, incident_row, launch_row
 from rankscope_ingest.runs import ENDED, Attempt, AttemptKey, RunBook
 from rankscope_ingest.service_metrics import ServiceMetrics
 from rankscope_ingest.symptoms import firings, symptoms
@@ -61,6 +63,7 @@ class Collector:
         failures_told: Iterable[str],
         last_ordinal: int,
         urge: Urge,
+        given_up: Mapping[str, GivenUp] | None = None,
     ) -> None:
         """Take over what the parts of the service share."""
         self.registry = registry
@@ -76,6 +79,7 @@ class Collector:
         self._meters: dict[AttemptKey, RunMeter] = {}
         self._last_ordinal = last_ordinal
         self._versions = Versions(self._stamp, run_starts)
+        self.losses = Losses(metrics, lambda target: self._meter(_key(target)), self._stamp, given_up or {})
 
     # What the target loops say.
 
@@ -94,7 +98,8 @@ class Collector:
         """Note a usable answer; a rank that drains waits for a commit, so nothing is held back for it."""
         target.vitals.heard(self._clock())
         target.gone_at = None
-        self.runs.heard(_key(target), target.registration.rank, target.incarnation)
+        if not target.is_dead:
+            self.runs.heard(_key(target), target.registration.rank, target.incarnation)
         if target.health is Health.DRAINING and target.committed < target.cursor:
             self.flush_soon()
 
@@ -106,9 +111,14 @@ class Collector:
         log.info("poll failed: %s", error, extra={"target": target.name, "reason": error.reason})
 
     def drained(self, target: Target) -> None:
-        """Note that a rank ends, with everything committed."""
+        """Note that a rank ends, or that the spool of a dead one does, with everything committed."""
         target.leave(self._clock())
-        self.runs.closed(_key(target), target.registration.rank, target.incarnation)
+        if not target.is_dead:
+            self.runs.closed(_key(target), target.registration.rank, target.incarnation)
+            return
+        inheritance.drained(self.runs, target, self._clock(), self._wall())
+        for row in self.losses.of_drained(target):
+            self._add_event(row)
 
     def replaced(self, target: Target, incarnation: str) -> None:
         """Note that another process answers at the target's address: this one cannot be there any more."""
@@ -119,10 +129,7 @@ class Collector:
         """Take the rows of one body into the batch, move the cursor, and note what the body says."""
         now = self._clock()
         tables = dict(body.tables)
-        gaps = [self._gap(target, first, last, "the ring had overwritten them") for first, last in body.missing]
-        if target.given_up > target.cursor:
-            gaps.append(self._found(target, target.cursor + 1, min(body.last, target.given_up)))
-        if gaps:
+        if gaps := self.losses.of_body(target, body):
             _append(tables, "events", rows_table("events", gaps))
         if (tensors := self._versions.of_tensors(target, plans)) is not None:
             tables["tensors"] = tensors
@@ -130,7 +137,7 @@ class Collector:
         first_causes, said = symptoms(events), last_words(events)
         # From here on nothing may fail: rows that were taken must not be asked for again, nor the other way round.
         self.batcher.add(tables, now, watermarks={target.incarnation: body.last})
-        target.cursor = body.last
+        target.cursor, target.last_ts = body.last, body.last_ts
         target.uncommitted.append((body.last, body.rows))
         self.metrics.body_taken(body.records, size)
         self.metrics.fired(target.registration.run, target.registration.rank, firings(events))
@@ -152,8 +159,10 @@ class Collector:
         now = self._clock()
         accepted = self.registry.register(registration, addresses, now, is_over=self.runs.is_over)
         target = accepted.target
-        attempt = self.runs.registered(registration, target.attempt, target.vitals, self._wall())
+        register = inheritance.registered if target.is_dead else _registered
+        attempt = register(self.runs, target, now, self._wall())
         if accepted.is_new_target:
+            self.losses.recall(target)
             self._add_event(launch_row(target, self._stamp()))
         if accepted.is_new_launch:
             self._write_state(attempt)
@@ -276,6 +285,10 @@ class Collector:
 
 def _key(target: Target) -> AttemptKey:
     return target.registration.run, target.attempt
+
+
+def _registered(runs: RunBook, target: Target, _now: float, wall: int) -> Attempt:
+    return runs.registered(target.registration, target.attempt, target.vitals, wall)
 
 
 def _append(tables: dict[str, pa.Table], dataset: str, rows: pa.Table) -> None:

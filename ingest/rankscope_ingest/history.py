@@ -15,6 +15,7 @@ from rankscope_ingest.announcer import OPENED, RESOLVED
 from rankscope_ingest.details import last_word, parse_details
 from rankscope_ingest.incidents import Incident, IncidentBook
 from rankscope_ingest.lives import ENDED, Attempt, Rank
+from rankscope_ingest.losses import GivenUp
 from rankscope_ingest.messages import RUN_FAILED, failure_key
 from rankscope_ingest.runs import RunBook
 from rankscope_ingest.symptoms import Symptom
@@ -30,6 +31,12 @@ SELECT run, attempt, rank, incarnation, type, details, ts FROM events
 WHERE (type = 'launch' AND ts_origin = 'ingest' OR type = 'exit') AND rank IS NOT NULL AND (run, attempt) IN (
   SELECT (run, attempt) FROM attempts WHERE state NOT IN ('completed', 'stopped'))
 ORDER BY ordinal"""
+_GIVEN_UP: Final = """\
+SELECT incarnation, details FROM events
+WHERE type = 'gap' AND ts_origin = 'ingest' AND seq IS NULL AND incarnation IS NOT NULL ORDER BY ordinal"""
+_LIVES: Final = """\
+SELECT incarnation, attempt FROM events
+WHERE type = 'launch' AND ts_origin = 'ingest' AND incarnation IS NOT NULL"""
 _INCIDENTS: Final = """\
 SELECT run, attempt, rank, step, severity, details, rule, kind, tensor, op, value, baseline, threshold FROM events
 WHERE type = 'incident' AND ts_origin = 'ingest' ORDER BY ordinal"""
@@ -56,6 +63,8 @@ class History:
     unsent: tuple[Incident, ...] = ()
     failures_told: frozenset[str] = frozenset()
     last_ordinal: int = 0
+    given_up: Mapping[str, GivenUp] = field(default_factory=dict)
+    lives: Mapping[str, int] = field(default_factory=dict)  # incarnation -> attempt, of all that ever registered
     read_at: float = 0.0  # seconds of the service's monotonic clock
 
     @property
@@ -100,8 +109,22 @@ def read_history(reader: Reader, now: float) -> History:
         unsent=tuple(incident for incident, state in incidents if state == OPENED),
         failures_told=frozenset(incident.key for incident, _ in incidents if incident.first.rule == RUN_FAILED),
         last_ordinal=_last_ordinal(reader),
+        given_up=_given_up(reader),
+        lives={row["incarnation"]: row["attempt"] for row in reader.query(_LIVES).to_pylist()},
         read_at=now,
     )
+
+
+def _given_up(reader: Reader) -> dict[str, GivenUp]:
+    """Return what was lost with processes that vanished, and was not found since: their records may still come."""
+    found: dict[str, GivenUp] = {}
+    for row in reader.query(_GIVEN_UP).to_pylist():
+        details = parse_details(row["details"])
+        last, records = details.get("last"), details.get("records")
+        if isinstance(last, int) and isinstance(records, int):
+            before = found.get(row["incarnation"], GivenUp(last=-1, records=0))
+            found[row["incarnation"]] = GivenUp(last=max(before.last, last), records=before.records + records)
+    return {incarnation: lost for incarnation, lost in found.items() if lost.records > 0}
 
 
 def _last_ordinal(reader: Reader) -> int:

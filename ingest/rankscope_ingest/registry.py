@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rankscope_contract import SCHEMA_VERSION
@@ -19,9 +19,10 @@ from rankscope_ingest.networks import Address, check_allowed, parse_target_url
 from rankscope_ingest.target import Health, Target
 from rankscope_ingest.vitals import Vitals
 
-_TEXTS = ("run", "host", "incarnation", "launch_id", "url", "state")
+_TEXTS = ("run", "host", "incarnation", "launch_id", "url", "state", "node")
 _INTEGERS = ("rank", "world_size", "local_rank", "pid", "schema_version", "started_at", "head")
 _OPTIONAL_INTEGERS = ("step", "planned_steps")
+_OPTIONAL_TEXTS = ("served_by", "phase")
 _LONGEST_TEXT = 1000  # each row of a rank repeats some of them
 _LATEST_START = 4_102_444_800_000_000
 
@@ -53,6 +54,7 @@ class Registry:
         heartbeat_seconds: float,
         ttl_seconds: float,
         attempts: AttemptBook | None = None,
+        lives: Mapping[str, int] | None = None,
         make_lease: Callable[[], str] = new_lease,
     ) -> None:
         self._networks = networks
@@ -60,6 +62,7 @@ class Registry:
         self._ttl_seconds = ttl_seconds
         self._make_lease = make_lease
         self.attempts = attempts or AttemptBook()
+        self._lives = lives or {}
         self._targets: dict[str, Target] = {}
         self._by_identity: dict[tuple[str, str, int], set[str]] = defaultdict(set)
 
@@ -85,17 +88,18 @@ class Registry:
         `is_over` says whether the attempt of a known launch is over, so that this process begins another one.
         """
         check_allowed(registration.url, addresses, self._networks)
-        self._refuse_second_life(registration, now)
         known = self._targets.get(registration.incarnation)
+        if registration.served_by is None:
+            self._refuse_second_life(registration, now)
+        elif known is not None and not known.is_dead and self._is_alive(known, now):
+            raise RegistrationError(
+                409, f"{known.name}: the process {known.incarnation} was heard of just now; try again when it is silent"
+            )
         if known is not None:
             _refuse_other_identity(known, registration)
             self._heartbeat(known, registration, now)
             return Accepted(target=known, is_new_target=False, is_new_launch=False)
-        attempt, is_new_launch = self.attempts.number(
-            registration.run,
-            registration.launch_id,
-            is_over and (lambda number: is_over((registration.run, number), registration)),
-        )
+        attempt, is_new_launch = self._attempt(registration, is_over)
         target = Target(
             registration=registration,
             attempt=attempt,
@@ -121,6 +125,18 @@ class Registry:
         if target := self._targets.pop(incarnation, None):
             self._by_identity[target.identity].discard(incarnation)
 
+    def _attempt(self, registration: Registration, is_over: IsOver | None) -> tuple[int, bool]:
+        # A process stays in its attempt, also one whose records come when its launch id has begun another one.
+        if (known := self._lives.get(registration.incarnation)) is not None:
+            return known, False
+        if is_over is None or registration.served_by is not None:
+            return self.attempts.number(registration.run, registration.launch_id)
+        return self.attempts.number(
+            registration.run,
+            registration.launch_id,
+            lambda number: is_over((registration.run, number), registration),
+        )
+
     def _heartbeat(self, target: Target, registration: Registration, now: float) -> None:
         target.registration = registration
         target.vitals.heard(now)
@@ -141,7 +157,8 @@ class Registry:
                 )
 
     def _is_alive(self, target: Target, now: float) -> bool:
-        return target.health is not Health.GONE and target.vitals.is_alive(now, self._ttl_seconds)
+        speaks = target.health is not Health.GONE and not target.is_dead
+        return speaks and target.vitals.is_alive(now, self._ttl_seconds)
 
 
 def _refuse_other_identity(known: Target, registration: Registration) -> None:
@@ -176,6 +193,9 @@ def parse_registration(body: bytes) -> Registration:
 def _wrong_fields(registration: Registration) -> Iterable[str]:
     for name in _TEXTS:
         if not isinstance(getattr(registration, name), str):
+            yield f"{name} must be text"
+    for name in _OPTIONAL_TEXTS:
+        if not isinstance(getattr(registration, name), str | None):
             yield f"{name} must be text"
     for name in _INTEGERS + _OPTIONAL_INTEGERS:
         value = getattr(registration, name)

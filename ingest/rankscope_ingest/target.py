@@ -39,6 +39,7 @@ class Target:
     failures_in_row: int = 0
     records_lost: int = 0
     gone_at: float | None = None
+    last_ts: int | None = None  # UTC µs of the newest record taken, by the clock of the rank
     given_up: int = NOTHING  # up to this seq, what was not taken was counted as lost when the process vanished
     uncommitted: deque[tuple[int, int]] = field(default_factory=deque)  # (last seq, rows) of each body on its way
 
@@ -56,6 +57,11 @@ class Target:
     def is_gone(self) -> bool:
         """Return whether the process ended, or is taken for dead."""
         return self.health is Health.GONE
+
+    @property
+    def is_dead(self) -> bool:
+        """Return whether somebody else speaks for the process, from its spool."""
+        return self.registration.served_by is not None
 
     @property
     def name(self) -> str:
