@@ -1,6 +1,7 @@
 """The last records of this rank, bounded in number and bytes, each under its sequence number. No encoding, no network.
 
-What the ring overwrites before a store committed it is lost; it is counted here and told to whoever asks for it.
+What the ring overwrites before a store committed it is lost unless a spool keeps it; what is lost is counted here and
+told to whoever asks for it.
 """
 
 from __future__ import annotations
@@ -44,9 +45,11 @@ class Window:
 class Ring:
     """Sequence numbers from 0, one writer, any number of readers. All methods may be called from any thread."""
 
-    def __init__(self, max_records: int, max_bytes: int) -> None:
+    def __init__(self, max_records: int, max_bytes: int, is_kept: Callable[[int], bool] | None = None) -> None:
+        """`is_kept(seq)` says whether a record is on disk as well: what is overwritten here is then not lost."""
         self._max_records = max_records
         self._max_bytes = max_bytes
+        self._is_kept = is_kept or (lambda _seq: False)
         self._changed = threading.Condition()
         self._entries: deque[tuple[StepRecord, int]] = deque()
         self._plans: dict[str, NamedPlan] = {}
@@ -140,7 +143,7 @@ class Ring:
 
     @property
     def overrun(self) -> int:
-        """Return how many records were overwritten before they were committed."""
+        """Return how many records were overwritten before they were committed, and are not on disk either."""
         return self._overrun
 
     @property
@@ -165,7 +168,7 @@ class Ring:
 
     def _drop_oldest(self) -> None:
         if self._first > self._committed:
-            self._overrun += 1
+            self._overrun += not self._is_kept(self._first)
             self._uncommitted_bytes -= self._entries[0][1]
         _, size = self._entries.popleft()
         self._bytes -= size

@@ -26,6 +26,7 @@ from rankscope_contract.channel import (
     LEASE_HEADER,
     LOST_HEADER,
     METRICS_PATH,
+    NODE_METRICS_PATH,
     NOTHING,
     PLAN_PATH,
     RECORDS_PATH,
@@ -36,6 +37,7 @@ from rankscope_contract.channel import (
     STATE_HEADER,
     STATE_RUNNING,
 )
+from rankscope_contract.spool import Orphan, Stretch
 from rankscope_exporter.serving.codec import encode
 from rankscope_exporter.serving.http_server import Answer, Request
 from rankscope_exporter.serving.ring import CursorError, Ring
@@ -66,6 +68,26 @@ class Host(Protocol):
         """The lease that may move `committed`."""
         ...
 
+    def commit(self, seq: int) -> None:
+        """Note what a store has. Raises CursorError."""
+        ...
+
+    def spooled(self, after: int, max_bytes: int) -> Stretch | None:
+        """Return records that have left the ring and are on disk."""
+        ...
+
+    def plan(self, plan_hash: str) -> str | None:
+        """Return the text of a plan."""
+        ...
+
+    def orphan(self, incarnation: str) -> Orphan | None:
+        """Return the spool of a dead process for which this one speaks."""
+        ...
+
+    def orphan_finished(self, orphan: Orphan) -> None:
+        """Note that the reader was told that a spool is drained."""
+        ...
+
     def health(self) -> Mapping[str, Any]:
         """Return what /healthz shows."""
         ...
@@ -76,6 +98,10 @@ class Host(Protocol):
 
     def page(self) -> Sequence[Any]:
         """Return the metrics page in pieces."""
+        ...
+
+    def node_page(self) -> Sequence[Any] | None:
+        """Return the page of the node's ranks in pieces; None where none was asked for."""
         ...
 
     def count_unencodable(self, rows: int) -> None:
@@ -131,6 +157,7 @@ class Routes:
         return {
             RECORDS_PATH: self._records,
             METRICS_PATH: self._metrics,
+            NODE_METRICS_PATH: self._node_metrics,
             CONFIG_PATH: lambda _: _json(self._host.settings()),
         }
 
@@ -146,10 +173,16 @@ class Routes:
             return refusal
         poll = _Poll.of(request.query)
         if poll.incarnation not in (None, self._host.incarnation):
+            orphan = self._host.orphan(str(poll.incarnation))
+            if orphan is not None:
+                return self._inherited(orphan, poll, request)
             return self._say(HTTPStatus.CONFLICT, f"this process is {self._host.incarnation}")
         try:
-            if poll.committed is not None and self._holds_lease(request):
-                self._host.ring.commit(poll.committed)
+            if poll.committed is not None and _holds_lease(request, self._host.lease):
+                self._host.commit(poll.committed)
+            stretch = self._host.spooled(poll.after, poll.max_bytes)
+            if stretch is not None:
+                return _answer(stretch, self._standing(), poll.after)
             window = self._host.ring.after(poll.after, poll.max_bytes)
         except CursorError as error:
             return self._say(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, str(error))
@@ -169,10 +202,23 @@ class Routes:
             headers[LOST_HEADER] = f"{window.lost[0]}-{window.lost[1]}"
         return Answer(HTTPStatus.OK, (encoded.body,), ARROW_STREAM, headers)
 
-    def _holds_lease(self, request: Request) -> bool:
-        lease = self._host.lease
-        given = request.headers.get(LEASE_HEADER.lower(), "")
-        return lease is not None and hmac.compare_digest(given.encode(), lease.encode())
+    def _inherited(self, orphan: Orphan, poll: _Poll, request: Request) -> Answer:
+        """Answer for a dead process from its spool, as that would have answered while it drained."""
+        if poll.committed is not None and _holds_lease(request, orphan.lease):
+            orphan.commit(poll.committed)
+        stretch = orphan.after(poll.after, poll.max_bytes)
+        standing = self._standing() | {
+            INCARNATION_HEADER: orphan.incarnation,
+            HEAD_HEADER: str(orphan.head),
+            RING_FILL_HEADER: "1.000",
+            STATE_HEADER: STATE_DRAINING,
+        }
+        if stretch is not None:
+            return _answer(stretch, standing, poll.after)
+        if not orphan.is_done:
+            return Answer(HTTPStatus.NO_CONTENT, headers=standing)
+        self._host.orphan_finished(orphan)
+        return Answer(HTTPStatus.SERVICE_UNAVAILABLE, (b"drained: everything is committed\n",), headers=standing)
 
     def _standing(self) -> dict[str, str]:
         ring = self._host.ring
@@ -188,19 +234,48 @@ class Routes:
         return Answer(status, ((text + "\n").encode(),), headers=self._standing())
 
     def _plan(self, plan_hash: str) -> Answer:
-        plan = self._host.ring.plan(plan_hash)
+        plan = self._host.plan(plan_hash)
         if plan is None:
             return Answer.text(HTTPStatus.NOT_FOUND, "no record of this process uses such a plan")
-        return Answer(HTTPStatus.OK, (plan.json.encode(),), _JSON, {"Cache-Control": "max-age=31536000, immutable"})
+        return Answer(HTTPStatus.OK, (plan.encode(),), _JSON, {"Cache-Control": "max-age=31536000, immutable"})
 
     def _metrics(self, request: Request) -> Answer:
-        pieces = self._host.page()
-        if not _accepts_gzip(request.headers.get("accept-encoding", "")):
-            return Answer(HTTPStatus.OK, pieces, PAGE_TYPE, {"Vary": "Accept-Encoding"})
-        # Level 1: a third of level 6's CPU for a page that is only a little larger.
-        deflate = zlib.compressobj(1, zlib.DEFLATED, 31)
-        packed = [*(deflate.compress(piece) for piece in pieces), deflate.flush()]
-        return Answer(HTTPStatus.OK, packed, PAGE_TYPE, {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"})
+        return _page(request, self._host.page())
+
+    def _node_metrics(self, request: Request) -> Answer:
+        pieces = self._host.node_page()
+        if pieces is None:
+            return Answer.text(
+                HTTPStatus.NOT_FOUND, "no node page here: set node_page (RANKSCOPE_NODE_PAGE=1) on the ranks"
+            )
+        return _page(request, pieces)
+
+
+def _page(request: Request, pieces: Sequence[Any]) -> Answer:
+    if not _accepts_gzip(request.headers.get("accept-encoding", "")):
+        return Answer(HTTPStatus.OK, pieces, PAGE_TYPE, {"Vary": "Accept-Encoding"})
+    # Level 1: a third of level 6's CPU for a page that is only a little larger.
+    deflate = zlib.compressobj(1, zlib.DEFLATED, 31)
+    packed = [*(deflate.compress(piece) for piece in pieces), deflate.flush()]
+    return Answer(HTTPStatus.OK, packed, PAGE_TYPE, {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"})
+
+
+def _answer(stretch: Stretch, standing: Mapping[str, str], after: int) -> Answer:
+    """Return records from a disk; what is missing before them is missing for good."""
+    headers = {
+        **standing,
+        FIRST_HEADER: str(stretch.first),
+        LAST_HEADER: str(stretch.last),
+        ROWS_HEADER: str(stretch.rows),
+    }
+    if stretch.first > after + 1:
+        headers[LOST_HEADER] = f"{after + 1}-{stretch.first - 1}"
+    return Answer(HTTPStatus.OK, (stretch.data,), ARROW_STREAM, headers)
+
+
+def _holds_lease(request: Request, lease: str | None) -> bool:
+    given = request.headers.get(LEASE_HEADER.lower(), "")
+    return lease is not None and hmac.compare_digest(given.encode(), lease.encode())
 
 
 def _negotiate(request: Request) -> Answer | None:
