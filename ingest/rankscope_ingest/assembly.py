@@ -7,13 +7,10 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from aiohttp import web
-
 from rankscope_ingest.attempts import AttemptBook
 from rankscope_ingest.batch import Batcher
 from rankscope_ingest.collector import Collector, Urge
-from rankscope_ingest.config import RunsSection, ServiceConfig, split_address
-from rankscope_ingest.errors import ServiceError
+from rankscope_ingest.config import RunsSection, ServiceConfig
 from rankscope_ingest.history import History
 from rankscope_ingest.incidents import IncidentBook
 from rankscope_ingest.notifiers import Notifier, make_notifiers
@@ -48,6 +45,7 @@ def make_collector(
         heartbeat_seconds=config.runs.heartbeat_seconds,
         ttl_seconds=3 * config.runs.heartbeat_seconds,
         attempts=AttemptBook(history.launches),
+        lives=history.lives,
     )
     return Collector(
         registry=registry,
@@ -61,6 +59,7 @@ def make_collector(
         failures_told=history.failures_told,
         last_ordinal=history.last_ordinal,
         urge=urge,
+        given_up=history.given_up,
     )
 
 
@@ -68,19 +67,6 @@ def configured_notifiers(config: ServiceConfig) -> list[Notifier]:
     """Return the notifiers this process sends with. Raises ConfigError for an address that none understands."""
     urls = [url.get_secret_value() for url in config.notify.urls] if config.notify.mode == "embedded" else []
     return make_notifiers(urls, timeout_seconds=config.notify.timeout_seconds)
-
-
-async def bind(runner: web.AppRunner, listen: str) -> str:
-    """Listen at host:port and return the URL. Raises ServiceError when that is not possible."""
-    host, port = split_address(listen)
-    try:
-        await web.TCPSite(runner, host, port).start()
-    except OSError as error:
-        raise ServiceError(
-            f"cannot listen at {listen}: {error.strerror or error}. Choose another [service] listen"
-        ) from error
-    bound = runner.addresses[0][1]
-    return f"http://[{host}]:{bound}" if ":" in host else f"http://{host}:{bound}"
 
 
 async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:

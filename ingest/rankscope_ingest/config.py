@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated, Literal, Self
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from rankscope_contract.channel import DEFAULT_MAX_BYTES
+from rankscope_contract.web_config import WebConfig, WebConfigError
+from rankscope_ingest.tls import read_service_web_config
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -17,8 +20,9 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 def split_address(address: str) -> tuple[str, int]:
     """Return (host, port) of `host:port` or `[v6]:port`; raises ValueError with the form that is wanted."""
     host, colon, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if is_bracketed else host
+    if not colon or not host or (":" in host) != is_bracketed or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f'"{address}" is not host:port, such as 127.0.0.1:9470 or [::1]:9470')
     return host, int(port)
 
@@ -26,9 +30,10 @@ def split_address(address: str) -> tuple[str, int]:
 def is_loopback(host: str) -> bool:
     """Return whether `host` names this machine alone; a name other than localhost is not looked up and counts as no."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
         return host == "localhost"
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 class _Section(BaseModel):
@@ -39,7 +44,14 @@ class ServiceSection(_Section):
     """[service]: where the service listens and with whom it speaks."""
 
     listen: str = "127.0.0.1:9470"
+    advertise: str | None = None
     token: SecretStr | None = None
+    token_file: str | None = None
+    web_config: str | None = None
+    ca_file: str | None = None  # these four: how ranks are dialled
+    cert_file: str | None = None
+    key_file: str | None = None
+    server_name: str | None = None
     allowed_networks: tuple[Network, ...] = (
         ipaddress.ip_network("127.0.0.0/8"),
         ipaddress.ip_network("::1/128"),
@@ -52,22 +64,71 @@ class ServiceSection(_Section):
         split_address(listen)
         return listen
 
+    @field_validator("advertise")
+    @classmethod
+    def _check_advertise(cls, advertise: str | None) -> str | None:
+        if advertise is not None and split_address(advertise)[0] in {"0.0.0.0", "::"}:  # noqa: S104 - refused here
+            raise ValueError(f'"{advertise}" is no address to dial: give a name or address of this machine')
+        return advertise
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_token(cls, section: Any) -> Any:
+        """Put the token of a file where a token in the configuration itself would stand."""
+        if not isinstance(section, dict) or not isinstance(section.get("token_file"), str):
+            return section
+        if section.get("token") is not None:
+            raise ValueError("token and token_file are both set: leave one of them out")
+        path = Path(section["token_file"]).expanduser()
+        try:
+            return {**section, "token": path.read_text(encoding="utf-8").strip()}
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"token_file {path}: {getattr(error, 'strerror', None) or error}") from error
+
     @field_validator("token")
     @classmethod
     def _check_token(cls, token: SecretStr | None) -> SecretStr | None:
-        if token is not None and not token.get_secret_value():
+        if token is None:
+            return None
+        text = token.get_secret_value()
+        if not text:
             raise ValueError("is empty: leave the key out or give a token")
+        if not text.isascii() or not text.isprintable() or " " in text:
+            raise ValueError("must be printable ASCII without spaces: it travels in an HTTP header")
         return token
+
+    @field_validator("allowed_networks")
+    @classmethod
+    def _plain_networks(cls, networks: tuple[Network, ...]) -> tuple[Network, ...]:
+        """Return IPv4 networks that were written as IPv6 ones as what they are: addresses are compared as such."""
+        return tuple(map(_unmapped, networks))
+
+    @property
+    def web(self) -> WebConfig | None:
+        """Return what `web_config` says, or None without one."""
+        return None if self.web_config is None else read_service_web_config(Path(self.web_config))
 
     @model_validator(mode="after")
     def _check_access(self) -> Self:
         host, _ = split_address(self.listen)
-        if not is_loopback(host) and self.token is None and not self.insecure:
+        try:
+            web = self.web
+        except WebConfigError as error:
+            raise ValueError(str(error)) from error
+        is_guarded = self.token is not None or self.insecure or (web is not None and web.demands_identity)
+        if not is_loopback(host) and not is_guarded:
             raise ValueError(
                 f'listen = "{self.listen}" can be reached from other machines: set token, '
                 "or insecure = true if that is what you want"
             )
         return self
+
+
+def _unmapped(network: Network) -> Network:
+    mapped = ipaddress.IPv6Network("::ffff:0:0/96")
+    if not isinstance(network, ipaddress.IPv6Network) or not network.subnet_of(mapped):
+        return network
+    return ipaddress.IPv4Network((int(network.network_address) & 0xFFFFFFFF, network.prefixlen - 96))
 
 
 class StoreSection(_Section):

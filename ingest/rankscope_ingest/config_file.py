@@ -18,12 +18,13 @@ from rankscope_ingest.errors import ConfigError
 def load_config(path: str | Path | None, overrides: Mapping[str, Any] | None = None) -> ServiceConfig:
     """Return the configuration in `path`, with `overrides` ("store.path": …) put over it.
 
-    A relative store path is relative to the file. Without a file the overrides must hold what has no default.
+    Relative paths are relative to the file. Without a file the overrides must hold what has no default.
     Raises ConfigError naming every fault at once.
     """
     document = {} if path is None else _read(Path(path))
     base = Path.cwd() if path is None else Path(path).resolve().parent
     _anchor_store(document, base)
+    _anchor_files(document, base)
     for key, value in (overrides or {}).items():
         _put(document, key, value)
     try:
@@ -49,6 +50,15 @@ def _anchor_store(document: dict[str, Any], base: Path) -> None:
     store = document.get("store")
     if isinstance(store, dict) and isinstance(store.get("path"), str) and "://" not in store["path"]:
         store["path"] = str(base / Path(store["path"]).expanduser())
+
+
+def _anchor_files(document: dict[str, Any], base: Path) -> None:
+    service = document.get("service")
+    if not isinstance(service, dict):
+        return
+    for key in ("token_file", "web_config", "ca_file", "cert_file", "key_file"):
+        if isinstance(service.get(key), str):
+            service[key] = str(base / Path(service[key]).expanduser())
 
 
 def _put(document: dict[str, Any], key: str, value: Any) -> None:

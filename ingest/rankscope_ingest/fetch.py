@@ -7,10 +7,11 @@ one record. What the status means is in DESIGN section 5.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Self, TypedDict
 
 import aiohttp
 from yarl import URL
@@ -32,6 +33,7 @@ from rankscope_contract.channel import (
     STATE_DRAINING,
     STATE_HEADER,
 )
+from rankscope_contract.tls import MakeContext, explain_to_client
 from rankscope_ingest.config import Network
 from rankscope_ingest.errors import FetchError
 from rankscope_ingest.networks import AllowedResolver, address_of, is_allowed
@@ -84,16 +86,32 @@ class OtherProcess:
 Answer = Body | NothingNew | Drained | OtherProcess
 
 
+class _Secured(TypedDict, total=False):
+    """What aiohttp is told of a call in TLS."""
+
+    ssl: ssl.SSLContext
+    server_hostname: str | None
+
+
 class Fetcher:
     """A pool of connections to all ranks."""
 
     def __init__(
-        self, *, networks: Sequence[Network], token: str | None, timeout_seconds: float, max_bytes: int
+        self,
+        *,
+        networks: Sequence[Network],
+        token: str | None,
+        timeout_seconds: float,
+        max_bytes: int,
+        tls: MakeContext | None = None,
+        server_name: str | None = None,
     ) -> None:
         self._networks = networks
         self._token = token
         self._timeout = aiohttp.ClientTimeout(total=timeout_seconds, connect=min(_CONNECT_SECONDS, timeout_seconds))
         self._max_bytes = max_bytes
+        self._tls = tls
+        self._server_name = server_name
         self.resolver = AllowedResolver(networks)
         self._session: aiohttp.ClientSession | None = None
 
@@ -143,7 +161,14 @@ class Fetcher:
         if self._token is not None:
             headers = {**headers, "Authorization": f"Bearer {self._token}"}
         async with _Reading(None, url):
-            return await self._session.get(target.with_query(query), headers=headers, allow_redirects=False)
+            return await self._session.get(
+                target.with_query(query), headers=headers, allow_redirects=False, **self._secured(target)
+            )
+
+    def _secured(self, target: URL) -> _Secured:
+        if target.scheme != "https" or self._tls is None:
+            return {}
+        return {"ssl": self._tls(), "server_hostname": self._server_name}
 
     async def _read_records(self, response: aiohttp.ClientResponse, incarnation: str) -> Answer:
         if response.status == 503 and response.headers.get(STATE_HEADER) == STATE_DRAINING:
@@ -189,6 +214,8 @@ class _Reading:
                 self._response.release()
             else:
                 self._response.close()
+        if (trouble := _tls_trouble(error)) is not None:
+            raise FetchError("tls", f"{self._url}: {trouble}") from error
         if isinstance(error, TimeoutError | asyncio.TimeoutError):
             raise FetchError("timeout", f"{self._url} did not answer in time") from error
         if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError):
@@ -197,6 +224,13 @@ class _Reading:
             raise FetchError("cut", f"{self._url} broke off in the middle of a body") from error
         if isinstance(error, aiohttp.ClientError | OSError | ValueError):
             raise FetchError("connection", f"{self._url}: {error or type(error).__name__}") from error
+
+
+def _tls_trouble(error: BaseException | None) -> str | None:
+    """Return what is wrong in words, when TLS is to blame: aiohttp wraps what was raised in one of several ways."""
+    wrapped = (getattr(error, name, None) for name in ("os_error", "certificate_error", "__cause__", "__context__"))
+    found = next((cause for cause in (error, *wrapped) if isinstance(cause, ssl.SSLError)), None)
+    return None if found is None else explain_to_client(found)
 
 
 async def _whole_body(response: aiohttp.ClientResponse, limit: int) -> bytes:

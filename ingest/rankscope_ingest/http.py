@@ -7,7 +7,6 @@ import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, Final, Protocol
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -22,10 +21,11 @@ from rankscope_contract.channel import (
     Registration,
     RegistrationReply,
 )
+from rankscope_ingest.discovery import per_node, per_rank
 from rankscope_ingest.errors import RegistrationError
 from rankscope_ingest.progress import RunProgress
 from rankscope_ingest.registry import parse_registration
-from rankscope_ingest.target import Health, Target
+from rankscope_ingest.target import Target
 
 MAX_REQUEST_BYTES: Final = 1 << 20
 _PAGE_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -98,9 +98,11 @@ class _Routes:
             raise RegistrationError(404, f"no process {incarnation!r} is registered: register first")
         return web.Response(status=204)
 
-    async def discovery(self, _: web.Request) -> web.Response:
-        live = (target for target in self._backend.targets() if target.health is not Health.GONE)
-        return _json([_discovered(target) for target in live])
+    async def discovery(self, request: web.Request) -> web.Response:
+        found = {"rank": per_rank, "node": per_node}.get(request.query.get("per", "rank"))
+        if found is None:
+            raise RegistrationError(400, "per is rank or node: /sd?per=node lists one page per host")
+        return _json(found(self._backend.targets()))
 
     async def targets(self, _: web.Request) -> web.Response:
         return _json([_described(target) for target in self._backend.targets()])
@@ -117,11 +119,6 @@ class _Routes:
         return web.Response(body=self._backend.metrics_page(), headers={"Content-Type": _PAGE_TYPE})
 
 
-def _discovered(target: Target) -> dict[str, Any]:
-    address = urlsplit(target.registration.url)
-    return {"targets": [address.netloc], "labels": {"job": "rankscope", "instance": target.name}}
-
-
 def _described(target: Target) -> dict[str, Any]:
     who = target.registration
     return {
@@ -133,6 +130,7 @@ def _described(target: Target) -> dict[str, Any]:
         "pid": who.pid,
         "url": who.url,
         "incarnation": who.incarnation,
+        "served_by": who.served_by,
         "health": target.health,
         "last_error": target.last_error,
         "last_scrape_seconds": target.last_scrape_seconds,

@@ -18,6 +18,7 @@ from rankscope_ingest.fetch import Fetcher
 from rankscope_ingest.history import History, read_history
 from rankscope_ingest.progress import Progress
 from rankscope_ingest.supervisor import Supervisor
+from rankscope_ingest.tls import client_tls, server_tls
 from rankscope_storage.connection import connect
 from rankscope_storage.store import Store, Writer
 
@@ -37,7 +38,10 @@ async def run(
     # Batches come and go in hundreds of megabytes: giving the pages back each time cost a sixth of all CPU time.
     pa.set_memory_pool(pa.system_memory_pool())
     stop = stop or asyncio.Event()
-    notifiers = configured_notifiers(config)  # first: an address that nobody understands must not leave a store behind
+    # First what may be refused: an address or a file that nobody can use must not leave a store behind.
+    notifiers = configured_notifiers(config)
+    own_tls = server_tls(config.service.web_config)
+    ranks_tls = client_tls(config.service.ca_file, config.service.cert_file, config.service.key_file)
     with _signals(stop):
         writer = await asyncio.to_thread(_claim, config)
         try:
@@ -47,8 +51,10 @@ async def run(
                 token=config.token,
                 timeout_seconds=config.ingest.timeout_seconds,
                 max_bytes=config.ingest.max_bytes,
+                tls=ranks_tls,
+                server_name=config.service.server_name,
             ) as fetcher:
-                supervisor = Supervisor(config, writer, history, fetcher, notifiers)
+                supervisor = Supervisor(config, writer, history, fetcher, notifiers, own_tls)
                 await supervisor.serve(stop, on_progress=on_progress, on_ready=on_ready)
         finally:
             writer.close()

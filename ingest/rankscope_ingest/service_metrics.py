@@ -51,6 +51,7 @@ FAILURE_REASONS: Final = (
     "garbage",
     "schema",
     "unauthorized",
+    "tls",
     "redirect",
     "forbidden",
     "cursor",

@@ -12,8 +12,9 @@ from typing import Any, Final
 from aiohttp import web
 
 from rankscope_contract.channel import Registration, RegistrationReply
+from rankscope_contract.tls import Reloading
 from rankscope_ingest.announcer import RESOLVED, Announcer
-from rankscope_ingest.assembly import bind, cancel, make_batcher, make_collector
+from rankscope_ingest.assembly import cancel, make_batcher, make_collector
 from rankscope_ingest.batch import PendingBatch
 from rankscope_ingest.config import ServiceConfig
 from rankscope_ingest.errors import RegistrationError, ServiceError
@@ -22,6 +23,7 @@ from rankscope_ingest.flusher import Committed, Flusher
 from rankscope_ingest.history import History
 from rankscope_ingest.http import make_application
 from rankscope_ingest.incidents import Incident
+from rankscope_ingest.listening import bind
 from rankscope_ingest.loop import Pace, TargetLoop
 from rankscope_ingest.maintenance import keep_in_order
 from rankscope_ingest.networks import parse_target_url
@@ -31,6 +33,7 @@ from rankscope_ingest.progress import Progress, RunProgress
 from rankscope_ingest.service_metrics import ServiceMetrics
 from rankscope_ingest.statics import watch
 from rankscope_ingest.target import Health, Target
+from rankscope_ingest.tls import keep_fresh
 from rankscope_storage.errors import StoreError
 from rankscope_storage.store import Writer
 
@@ -50,6 +53,7 @@ class Supervisor:
         history: History,
         fetcher: Fetcher,
         notifiers: Sequence[Notifier],
+        tls: Reloading | None,
     ) -> None:
         self._config = config
         self._writer = writer
@@ -68,6 +72,7 @@ class Supervisor:
         self._rows_stored = 0
         self._commits = 0
         self._metrics = ServiceMetrics()
+        self._tls = tls
         self._batcher = make_batcher(config)
         self._flusher = Flusher(writer, self._batcher, on_commit=self._on_commit, clock=time.monotonic)
         self._collector = make_collector(config, history, self._batcher, self._metrics, self._urge)
@@ -166,6 +171,7 @@ class Supervisor:
 
     def _works(self, on_progress: Callable[[Progress], None] | None) -> list[Coroutine[Any, Any, None]]:
         works = [self._tick(), keep_in_order(self._writer, lambda: self._commits)]
+        works += [keep_fresh(self._tls)] if self._tls is not None else []
         works += [
             watch(static, self._fetcher, self._accept_static, poll_seconds=self._config.ingest.poll_seconds)
             for static in self._config.targets
@@ -301,7 +307,7 @@ class Supervisor:
         runner = web.AppRunner(application, access_log=None, handle_signals=False)
         await runner.setup()
         try:
-            self._url = await bind(runner, self._config.service.listen)
+            self._url = await bind(runner, self._config.service, self._tls)
             yield
         finally:
             await runner.cleanup()

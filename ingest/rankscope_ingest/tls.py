@@ -1,0 +1,76 @@
+"""TLS of the service: what it shows, how it dials ranks, and new certificates without a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+from typing import Final
+
+import yaml
+
+from rankscope_contract.tls import Reloading, client_context, load_own, load_trusted, server_context
+from rankscope_contract.web_config import WebConfig, WebConfigError, read_web_config
+from rankscope_ingest.errors import ConfigError
+
+LOOK_SECONDS: Final = 5.0
+
+
+def read_service_web_config(path: Path) -> WebConfig:
+    """Return the file as far as the service can follow it. Raises WebConfigError."""
+    config = read_web_config(path, yaml.safe_load)
+    if config.users:
+        raise WebConfigError(
+            f"web_config {path}: basic_auth_users is not supported: ranks and readers show a token (token, "
+            "token_file), Prometheus by `authorization`"
+        )
+    return config
+
+
+def server_tls(path: str | None) -> Reloading | None:
+    """Return the context of the service's own server, always the same object. Raises ConfigError."""
+    if path is None:
+        return None
+    config = read_service_web_config(Path(path)).tls
+    assert config is not None, "a configuration without users has TLS"
+    renewed = _Renewed(Path(path))
+    try:
+        return Reloading(renewed, (Path(path), *config.files))
+    except WebConfigError as error:
+        raise ConfigError(str(error)) from error
+
+
+def client_tls(ca_file: str | None, cert_file: str | None, key_file: str | None) -> Reloading:
+    """Return the contexts by which ranks are dialled. Raises ConfigError."""
+    ca, cert, key = (None if name is None else Path(name) for name in (ca_file, cert_file, key_file))
+    try:
+        return Reloading(lambda: client_context(ca, cert, key), [path for path in (ca, cert, key) if path is not None])
+    except WebConfigError as error:
+        raise ConfigError(f"[service] {error}") from error
+
+
+async def keep_fresh(tls: Reloading) -> None:
+    """Take new certificates as they come; runs until cancelled."""
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        tls()
+
+
+class _Renewed:
+    """Puts new certificates into the context that the listening server holds: asyncio takes no other one later."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._context: ssl.SSLContext | None = None
+
+    def __call__(self) -> ssl.SSLContext:
+        config = read_service_web_config(self._path).tls
+        assert config is not None, "a configuration without users has TLS"
+        tried = server_context(config)  # a key that does not fit would spoil the context in use
+        if self._context is None:
+            self._context = tried
+        else:
+            load_own(self._context, config.cert_file, config.key_file)
+            if config.client_ca_file is not None:
+                load_trusted(self._context, config.client_ca_file, "client_ca_file")
+        return self._context
