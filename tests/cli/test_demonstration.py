@@ -15,8 +15,8 @@ import psutil
 import pytest
 from rich.console import Console
 
-from rankscope.demonstration.checks import AT_EVERY_STEP, WHERE_THE_OPTIMIZER_RAN, Fault, Plan, checks
-from rankscope.demonstration.receiver import Alert, Receiver
+from rankscope.demonstration.checks import AT_EVERY_STEP, WHERE_THE_OPTIMIZER_RAN, Fault, Plan, checks, delays
+from rankscope.demonstration.receiver import Alert, Receiver, Way, understood
 from rankscope.live.children import child, interrupted_by_termination, stop
 from rankscope.progress import BarView, PlainView, facts
 from rankscope_ingest.progress import RunProgress
@@ -37,9 +37,11 @@ RUN = RunProgress(
     world_size=2,
     eta_seconds=75.0,
 )
-FAULT = Fault(step=2, rank=1, tensor="w", skips_step=True)
+FAULT = Fault(step=2, rank=1, tensor="w", rule="AnomalyNan", skips_step=True)
 PLAN = Plan(run="demo", ranks=2, steps=3, tensors=4, faults=(FAULT,))
 ALERT = Alert(0.0, "[critical] demo: AnomalyNan", "run: demo\nrank: 1\nstep: 2\ntensor: w\n")
+LABELS = {"run": "demo", "rule": "AnomalyNan", "rank": "1"}
+BOTH_WAYS = replace(PLAN, ways=tuple(Way))
 
 
 def stored(**changes):
@@ -80,6 +82,43 @@ def test_checks_hold_for_a_perfect_run():
 )
 def test_anything_missing_or_superfluous_fails_a_check(changes, alerts):
     assert not all(check.holds for check in checks(PLAN, stored(**changes), alerts))
+
+
+def webhook(*labels: dict[str, str], at: float = 5.0, status: str = "firing") -> Alert:
+    alerts = [{"labels": given, "annotations": {"summary": f"rank {given['rank']}"}} for given in labels]
+    group = {"run": "demo", "rule": "AnomalyNan"}
+    return understood({"version": "4", "status": status, "groupLabels": group, "alerts": alerts}, at)
+
+
+def test_alertmanager_is_told_from_the_service_by_what_it_posts():
+    alert = webhook(LABELS, LABELS | {"rank": "0"}, status="resolved")
+
+    assert Way.ALERTMANAGER is alert.way
+    assert Way.EMBEDDED is understood({"title": "bad", "message": "worse"}, 0.0).way
+    assert "[resolved] AnomalyNan in run demo: 2 alerts" == alert.title
+    assert ["      rank 0", "      rank 1"] == list(alert.lines())[1:]
+    assert "by Alertmanager: " in next(alert.lines())
+
+
+def failed(alerts: list[Alert]) -> list[str]:
+    return [check.text for check in checks(BOTH_WAYS, stored(), alerts) if not check.holds]
+
+
+def test_both_ways_must_tell_of_each_fault_and_of_nothing_else():
+    second_rank = webhook(LABELS, LABELS | {"rank": "0"})  # the fault reaches the other rank with the reduction
+    stranger = webhook(LABELS, {"run": "demo", "alertname": "RanksMissing", "rank": ""})
+
+    assert [] == failed([ALERT, second_rank])
+    assert ["Alertmanager tells of AnomalyNan on rank 1"] == failed([ALERT])
+    assert ["Alertmanager tells of nothing else: [('demo', 'RanksMissing', '')]"] == failed([ALERT, stranger])
+    assert 2 == len(failed([webhook(LABELS)]))  # the service's own message is missing
+
+
+def test_delay_is_from_the_bad_step_to_the_first_message_of_each_way():
+    late = webhook(LABELS, at=9.0)
+    found = delays(BOTH_WAYS, lambda _: [(2, 3.0)], [replace(ALERT, at=4.5), webhook(LABELS), late])
+
+    assert [(FAULT, Way.EMBEDDED, 1.5), (FAULT, Way.ALERTMANAGER, 2.0)] == list(found)
 
 
 def test_receiver_takes_what_a_json_notifier_posts():

@@ -16,14 +16,19 @@ def demo(folder, *arguments: str) -> list[str]:
 
 
 @pytest.mark.timeout(600)
-def test_demo_shows_what_it_promises(tmp_path):
-    """The demo checks itself: rows exact, two incidents that name rank, tensor and step, a completed run."""
+def test_demo_shows_what_it_promises(tmp_path, require_server):
+    """The demo checks itself: rows exact, two incidents told by both ways, a completed run."""
+    require_server("prometheus")
+    require_server("prometheus-alertmanager")
     command = demo(tmp_path / "demo", "--steps", "130")
     done = subprocess.run(command, capture_output=True, text=True, check=False)
 
     assert 0 == done.returncode, done.stdout + done.stderr
     assert "FAIL" not in done.stdout
-    assert 2 == done.stdout.count("ALERT ")
+    alerts = [line for line in done.stdout.splitlines() if line.startswith("ALERT ")]
+    assert 2 == sum("by Alertmanager" not in line for line in alerts)
+    for rule, rank in (("AnomalyNan", 1), ("AnomalyTurbulence", 0)):
+        assert f"ok    Alertmanager tells of {rule} on rank {rank}" in done.stdout
     for heading in ("Summary", "Anomalies, the first cause first", "Checks", "What to try next"):
         assert f"\n{heading}\n" in done.stdout
     assert 3 == done.stdout.count("\nselect ")
@@ -42,7 +47,7 @@ def test_interrupted_demo_leaves_no_process_behind(tmp_path):
     process.send_signal(signal.SIGINT)
     _, complaint = process.communicate(timeout=90)
 
-    assert len(children) >= 4  # the service, torchrun, two ranks
+    assert len(children) >= 4  # the service, torchrun, two ranks; Prometheus and Alertmanager where they are
     assert [] == psutil.wait_procs(children, timeout=10)[1]
     assert 130 == process.returncode
     assert "Traceback" not in complaint

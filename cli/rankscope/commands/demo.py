@@ -8,15 +8,15 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 from rich.console import Console
 
-from rankscope.demonstration.checks import Fault, Plan
-from rankscope.demonstration.receiver import Receiver
+from rankscope.demonstration.checks import Fault, Plan, told_by_alertmanager
+from rankscope.demonstration.receiver import Receiver, Way
 from rankscope.errors import USAGE, CommandError
 from rankscope.live.children import child, interrupted_by_termination, stop
 from rankscope.progress import View, fetch_runs, view_for
@@ -26,9 +26,12 @@ RANKS: Final = 2
 MARK: Final = ".rankscope-demo"
 SCRIPT: Final = Path(__file__).parents[3] / "examples" / "gpt_ddp.py"
 FAULTS: Final = (
-    Fault(step=60, rank=1, tensor="blocks.2.mlp.0.weight", skips_step=True),
-    Fault(step=120, rank=0, tensor="positions.weight", skips_step=False),
+    Fault(step=60, rank=1, tensor="blocks.2.mlp.0.weight", rule="AnomalyNan", skips_step=True),
+    Fault(step=120, rank=0, tensor="positions.weight", rule="AnomalyTurbulence", skips_step=False),
 )
+
+QUIET_SECONDS: Final = 3.0
+LATEST_SECONDS: Final = 15.0
 
 CONFIG: Final = """\
 [service]
@@ -62,34 +65,53 @@ def demo(
     console = Console(highlight=False)
     began = time.monotonic()
     _make_afresh(folder)
+    faults = () if no_faults else FAULTS
     with interrupted_by_termination(), Receiver() as receiver:
-        tensors = _collect(console, folder, receiver, steps, _training_command(steps, seed, no_faults))
+        tensors, ways = _collect(console, folder, receiver, faults, _training_command(steps, seed, no_faults))
     from rankscope.demonstration.report import report
 
-    plan = Plan(run=RUN, ranks=RANKS, steps=steps, tensors=tensors, faults=() if no_faults else FAULTS)
+    plan = Plan(run=RUN, ranks=RANKS, steps=steps, tensors=tensors, faults=faults, ways=ways)
     good = report(console, folder, plan, receiver.alerts)
     console.print(f"\n{time.monotonic() - began:.0f} seconds in all.")
     if not good:
         raise CommandError(f"the demo did not show what it should: see the checks above and the logs in {folder}")
 
 
-def _collect(console: Console, folder: Path, receiver: Receiver, steps: int, command: list[str]) -> int:
-    """Train under the service until both have ended; return how many tensors the model has."""
+def _collect(
+    console: Console, folder: Path, receiver: Receiver, faults: Sequence[Fault], command: list[str]
+) -> tuple[int, Sequence[Way]]:
+    """Train under the service until both have ended; return how many tensors the model has, and who was to tell."""
     (folder / "service.toml").write_text(CONFIG.format(notify_url=receiver.notify_url), encoding="utf-8")
     serve: list[str | Path] = [sys.executable, "-m", "rankscope", "serve", folder / "service.toml"]
     with child(serve, folder / "service.log", {}) as service:
         url = _wait_for_service(folder / "service.log", service)
-        console.print(f"service   {url}  (log: {folder / 'service.log'})")
-        environment = {"RANKSCOPE_INGEST_URL": url, "RANKSCOPE_RUN": RUN, "OMP_NUM_THREADS": "1"}
-        with child(command, folder / "training.log", environment) as training, view_for(console) as view:
-            view.say(f"training  {RANKS} ranks, {steps} steps  (log: {folder / 'training.log'})")
-            _watch(training, url, receiver, view)
-        if training.returncode != 0:
-            raise CommandError(f"training ended with {training.returncode}: {_tail(folder / 'training.log')}")
-        _wait_for_alerts(receiver, console)
+        console.print(f"{'service':<14}{url}  (log: {folder / 'service.log'})")
+        with _monitored(console, folder, url, receiver) as ways:
+            environment = {"RANKSCOPE_INGEST_URL": url, "RANKSCOPE_RUN": RUN, "OMP_NUM_THREADS": "1"}
+            with child(command, folder / "training.log", environment) as training, view_for(console) as view:
+                view.say(f"{'training':<14}{RANKS} ranks  (log: {folder / 'training.log'})")
+                _watch(training, url, receiver, view)
+            if training.returncode != 0:
+                raise CommandError(f"training ended with {training.returncode}: {_tail(folder / 'training.log')}")
+            _wait_for_alerts(receiver, console, faults if Way.ALERTMANAGER in ways else ())
         if stop(service) != 0:
             raise CommandError(f"the service ended with {service.returncode}: {_tail(folder / 'service.log')}")
-    return _tensors_in(folder / "training.log")
+    return _tensors_in(folder / "training.log"), ways
+
+
+@contextlib.contextmanager
+def _monitored(console: Console, folder: Path, url: str, receiver: Receiver) -> Iterator[Sequence[Way]]:
+    """Give the ways by which alerts will arrive: Prometheus and Alertmanager are used where the machine has them."""
+    from rankscope.demonstration.monitoring import missing, monitored
+
+    if remedies := missing():
+        console.print(f"{'alerts':<14}by the service alone: {'; '.join(remedies)}", markup=False, soft_wrap=True)
+        yield (Way.EMBEDDED,)
+        return
+    with monitored(folder / "live", folder / "history", url, receiver.webhook_url) as addresses:
+        for name, address in addresses.items():
+            console.print(f"{name:<14}{address}", markup=False)
+        yield (Way.EMBEDDED, Way.ALERTMANAGER)
 
 
 def _training_command(steps: int, seed: int, no_faults: bool) -> list[str]:
@@ -117,10 +139,12 @@ def _watch(training: subprocess.Popen[bytes], url: str, receiver: Receiver, view
                 training.wait(1.0)
 
 
-def _wait_for_alerts(receiver: Receiver, console: Console) -> None:
-    """Give a late or superfluous notification time to show itself: the grouping of incidents waits a second."""
-    deadline = time.monotonic() + 3.0
-    while time.monotonic() < deadline:
+def _wait_for_alerts(receiver: Receiver, console: Console, awaited: Sequence[Fault]) -> None:
+    """Give a late or superfluous message time to show itself; Alertmanager's come after a scrape and its gathering."""
+    began = time.monotonic()
+    while time.monotonic() - began < QUIET_SECONDS or (
+        time.monotonic() - began < LATEST_SECONDS and not all(told_by_alertmanager(receiver.alerts, awaited))
+    ):
         _tell(receiver, lambda line: console.print(line, markup=False))
         time.sleep(0.2)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rankscope.demonstration.receiver import Alert
+from rankscope.demonstration.receiver import Alert, Way
 from rankscope_contract.escaping import sql_identifier
 from rankscope_contract.records import TENSOR_ROW_KEY
 
@@ -24,6 +24,7 @@ class Fault:
     step: int
     rank: int
     tensor: str
+    rule: str
     skips_step: bool
 
 
@@ -36,6 +37,7 @@ class Plan:
     steps: int
     tensors: int
     faults: Sequence[Fault] = ()
+    ways: Sequence[Way] = (Way.EMBEDDED,)
 
     def rows_of(self, kind: str) -> int:
         """Return the rows that `kind` must have: a skipped step has gradients, but nothing of the optimizer."""
@@ -59,6 +61,31 @@ def checks(plan: Plan, query: Query, alerts: Sequence[Alert]) -> Iterator[Check]
     yield _no_gap(plan, query)
     yield _state(plan, query)
     yield from _incidents(plan, alerts)
+    yield from _alerts(plan, alerts)
+
+
+def delays(plan: Plan, query: Query, alerts: Sequence[Alert]) -> Iterator[tuple[Fault, Way, float]]:
+    """Yield how many seconds after the bad step each way first told of it."""
+    begun: dict[int, float] = dict(
+        query("select step, epoch(min(ts)) from events where type = 'anomaly' group by step")
+    )
+    for fault in plan.faults:
+        for way in plan.ways:
+            told = [alert.at for alert in alerts if alert.way is way and _tells_of(alert, fault)]
+            if told and fault.step in begun:
+                yield fault, way, min(told) - begun[fault.step]
+
+
+def told_by_alertmanager(alerts: Sequence[Alert], faults: Sequence[Fault]) -> list[bool]:
+    """Return of each fault whether Alertmanager told of it."""
+    told = [alert for alert in alerts if alert.way is Way.ALERTMANAGER]
+    return [any(_tells_of(alert, fault) for alert in told) for fault in faults]
+
+
+def _tells_of(alert: Alert, fault: Fault) -> bool:
+    if alert.way is Way.EMBEDDED:
+        return _names(alert, fault)
+    return any((labels.get("rule"), labels.get("rank")) == (fault.rule, str(fault.rank)) for labels in alert.labels)
 
 
 def _rows(plan: Plan, query: Query) -> Iterator[Check]:
@@ -90,12 +117,30 @@ def _state(plan: Plan, query: Query) -> Check:
 
 
 def _incidents(plan: Plan, alerts: Sequence[Alert]) -> Iterator[Check]:
+    """The service itself sends one message per incident, which names everything."""
+    told = [alert for alert in alerts if alert.way is Way.EMBEDDED]
     wanted = len(plan.faults)
-    yield Check(len(alerts) == wanted, f"{len(alerts)} alerts delivered, {wanted} expected")
+    yield Check(len(told) == wanted, f"{len(told)} messages from the service, {wanted} expected")
     for fault in plan.faults:
-        naming = [alert for alert in alerts if _names(alert, fault)]
+        naming = [alert for alert in told if _names(alert, fault)]
         what = f"rank {fault.rank}, {fault.tensor}, step {fault.step}"
-        yield Check(len(naming) == 1, f"{len(naming)} alert names {what}")
+        yield Check(len(naming) == 1, f"{len(naming)} message names {what}")
+
+
+def _alerts(plan: Plan, alerts: Sequence[Alert]) -> Iterator[Check]:
+    """Prometheus and Alertmanager tell of each fault too, and of nothing else."""
+    if Way.ALERTMANAGER not in plan.ways:
+        return
+    told = {_of_run(labels) for alert in alerts if alert.way is Way.ALERTMANAGER for labels in alert.labels}
+    for fault in plan.faults:
+        found = (plan.run, fault.rule, str(fault.rank)) in told
+        yield Check(found, f"Alertmanager tells of {fault.rule} on rank {fault.rank}")
+    others = sorted(told - {(plan.run, fault.rule, str(rank)) for fault in plan.faults for rank in range(plan.ranks)})
+    yield Check(not others, f"Alertmanager tells of nothing else{f': {others}' if others else ''}")
+
+
+def _of_run(labels: Mapping[str, str]) -> tuple[str, str, str]:
+    return labels.get("run", ""), labels.get("rule", labels.get("alertname", "")), labels.get("rank", "")
 
 
 def _names(alert: Alert, fault: Fault) -> bool:

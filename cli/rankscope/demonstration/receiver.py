@@ -1,31 +1,59 @@
-"""A real HTTP receiver of notifications, as a chat or paging service would be one; it keeps what it was told."""
+"""A real HTTP receiver of alerts, as a chat or paging service would be one; it keeps what it was told, and by whom.
+
+The service itself and Alertmanager both post JSON here; their documents look different, and so they are told apart.
+"""
 
 from __future__ import annotations
 
+import enum
 import json
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
+
+
+class Way(enum.StrEnum):
+    """By whom we were told."""
+
+    EMBEDDED = "embedded"  # the service itself, through Apprise
+    ALERTMANAGER = "Alertmanager"
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One notification as it arrived."""
+    """One message as it arrived. Alertmanager gathers several alerts in one; `labels` has those of each."""
 
     at: float  # seconds since the epoch
     title: str
     text: str
+    way: Way = Way.EMBEDDED
+    status: str = "firing"
+    labels: tuple[Mapping[str, str], ...] = ()
 
     def lines(self) -> Iterator[str]:
         """Yield the lines a person is shown."""
-        yield f"ALERT {time.strftime('%H:%M:%S', time.localtime(self.at))}  {self.title}"
+        clock = time.strftime("%H:%M:%S", time.localtime(self.at))
+        yield f"ALERT {clock}  {'' if self.way is Way.EMBEDDED else f'by {self.way}: '}{self.title}"
         for line in self.text.splitlines():
             yield f"      {line}"
+
+
+def understood(document: Mapping[str, Any], at: float) -> Alert:
+    """Return the message in a posted document."""
+    if "alerts" not in document:
+        return Alert(at, str(document.get("title", "")), str(document.get("message", "")))
+    alerts = [alert for alert in document["alerts"] if isinstance(alert, dict)]
+    group = document.get("groupLabels", {})
+    status = str(document.get("status", ""))
+    title = f"[{status}] {group.get('rule', '')} in run {group.get('run', '')}: {len(alerts)} alerts"
+    text = "\n".join(sorted({str(alert.get("annotations", {}).get("summary", "")) for alert in alerts}))
+    labels = tuple(dict(alert.get("labels", {})) for alert in alerts)
+    return Alert(at, title, text, Way.ALERTMANAGER, status, labels)
 
 
 class Receiver:
@@ -51,7 +79,16 @@ class Receiver:
     @property
     def notify_url(self) -> str:
         """Return the address in the form a `[notify]` section takes."""
-        return f"json://127.0.0.1:{self._server.server_port}/alerts"
+        return f"json://{self._address}"
+
+    @property
+    def webhook_url(self) -> str:
+        """Return the address in the form Alertmanager takes."""
+        return f"http://{self._address}"
+
+    @property
+    def _address(self) -> str:
+        return f"127.0.0.1:{self._server.server_port}/alerts"
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -70,7 +107,6 @@ class Receiver:
             yield self._new.get()
 
     def _take(self, body: bytes) -> None:
-        document = json.loads(body)
-        alert = Alert(time.time(), str(document.get("title", "")), str(document.get("message", "")))
+        alert = understood(json.loads(body), time.time())
         self.alerts.append(alert)
         self._new.put(alert)

@@ -10,8 +10,9 @@ from rich.console import Console
 
 from rankscope.commands.anomalies import SHOWN, anomaly_table
 from rankscope.commands.summary import summary_lines
-from rankscope.demonstration.checks import Plan, checks
+from rankscope.demonstration.checks import Plan, Query, checks, delays
 from rankscope.demonstration.receiver import Alert
+from rankscope.live.table import columns
 from rankscope.opening import opened
 from rankscope.output import print_table
 
@@ -72,6 +73,7 @@ def report(console: Console, folder: Path, plan: Plan, alerts: Sequence[Alert]) 
         def query(statement: str) -> list[tuple[Any, ...]]:
             return [tuple(row.values()) for row in connection.query(statement).to_pylist()]
 
+        _tell_delays(console, plan, query, alerts)
         _heading(console, "Checks")
         outcome = list(checks(plan, query, alerts))
     for check in outcome:
@@ -82,6 +84,16 @@ def report(console: Console, folder: Path, plan: Plan, alerts: Sequence[Alert]) 
     for line in _next_steps(folder, store):
         console.print(line, markup=False, soft_wrap=True)
     return all(check.holds for check in outcome)
+
+
+def _tell_delays(console: Console, plan: Plan, query: Query, alerts: Sequence[Alert]) -> None:
+    found = [
+        (str(fault.step), fault.rule, way, f"{seconds:.1f} s") for fault, way, seconds in delays(plan, query, alerts)
+    ]
+    if found:
+        _heading(console, "From the bad step to the receiver, by each way")
+        for line in columns(("step", "rule", "told by", "after"), found):
+            console.print(line, markup=False, soft_wrap=True)
 
 
 def _next_steps(folder: Path, store: Path) -> Sequence[str]:

@@ -80,7 +80,7 @@ class Arrangement:
 def arranged(choices: Choices) -> Arrangement:
     """Return what to start. Raises CommandError, with the remedy, for whatever cannot be."""
     settings = load_settings(choices.config, choices.store, choices.listen, None)
-    folder = Folder(choices.state.absolute()) if choices.state else Folder.beside(settings.store.path)
+    folder = Folder(choices.state) if choices.state else Folder.beside(settings.store.path)
     addresses = (*_addresses_of(settings), *choices.notify)
     if addresses and not choices.with_alertmanager:
         raise CommandError(

@@ -27,11 +27,15 @@ class Folder:
 
     path: Path
 
+    def __post_init__(self) -> None:
+        # Prometheus takes a relative path for one beside its configuration.
+        object.__setattr__(self, "path", self.path.absolute())
+
     @classmethod
     def beside(cls, store: str | Path) -> Folder:
         """Return the folder that goes with a store: beside it, or here when the store is on object storage."""
         local = "://" not in str(store)
-        return cls((Path(store).absolute().parent if local else Path.cwd()) / DEFAULT)
+        return cls((Path(store).parent if local else Path()) / DEFAULT)
 
     def log(self, name: str) -> Path:
         """Return the log file of a program."""
