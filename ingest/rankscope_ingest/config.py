@@ -179,6 +179,13 @@ class RunsSection(_Section):
         return self
 
 
+class SpoolSection(_Section):
+    """[spool]: folders in which ranks keep their records, as far as this service can read them."""
+
+    folders: tuple[str, ...] = ()
+    scan_seconds: Seconds = 2.0
+
+
 class NotifySection(_Section):
     """[notify]: who tells people. Only `embedded` makes the service send; the others leave it to Prometheus' side."""
 
@@ -214,6 +221,7 @@ class ServiceConfig(_Section):
     store: StoreSection
     ingest: IngestSection = IngestSection()
     runs: RunsSection = RunsSection()
+    spool: SpoolSection = SpoolSection()
     notify: NotifySection = NotifySection()
     targets: tuple[StaticTarget, ...] = ()
 

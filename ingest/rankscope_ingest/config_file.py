@@ -25,6 +25,7 @@ def load_config(path: str | Path | None, overrides: Mapping[str, Any] | None = N
     base = Path.cwd() if path is None else Path(path).resolve().parent
     _anchor_store(document, base)
     _anchor_files(document, base)
+    _anchor_spools(document, base)
     for key, value in (overrides or {}).items():
         _put(document, key, value)
     try:
@@ -59,6 +60,14 @@ def _anchor_files(document: dict[str, Any], base: Path) -> None:
     for key in ("token_file", "web_config", "ca_file", "cert_file", "key_file"):
         if isinstance(service.get(key), str):
             service[key] = str(base / Path(service[key]).expanduser())
+
+
+def _anchor_spools(document: dict[str, Any], base: Path) -> None:
+    spool = document.get("spool")
+    if isinstance(spool, dict) and isinstance(spool.get("folders"), list):
+        spool["folders"] = [
+            str(base / Path(folder).expanduser()) if isinstance(folder, str) else folder for folder in spool["folders"]
+        ]
 
 
 def _put(document: dict[str, Any], key: str, value: Any) -> None:

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from rankscope_ingest.decode import Decoded, RowContext, decode, plan_ids
 from rankscope_ingest.errors import DecodeError, FetchError
-from rankscope_ingest.fetch import Body, Drained, Fetcher, NothingNew, OtherProcess, Standing
+from rankscope_ingest.fetch import Answer, Body, Drained, NothingNew, OtherProcess, Standing
 from rankscope_ingest.plans import PlanCache, PlanColumns
 from rankscope_ingest.target import Health, Target
 from rankscope_ingest.wire import open_stream
@@ -26,6 +26,18 @@ DRAINING_POLL_SECONDS: Final = 0.2
 POKE_SECONDS: Final = 0.25  # between two polls out of turn: whoever pokes without end does not get polls without end
 _FAST_SHARE: Final = 0.25  # of the interval, while the ring is more than half full
 _INLINE_BYTES: Final = 65_536  # a small body is decoded faster than a thread is woken
+
+
+class Source(Protocol):
+    """Where records come from: ranks over HTTP, or what they left on a disk. Both raise FetchError."""
+
+    async def records(self, url: str, *, incarnation: str, after: int, committed: int, lease: str | None) -> Answer:
+        """Return the records of a process after the cursor, and pass on what is committed."""
+        ...
+
+    async def plan(self, url: str, plan_id: str) -> str:
+        """Return the text of a plan."""
+        ...
 
 
 class Sink(Protocol):
@@ -94,7 +106,7 @@ class TargetLoop:
     def __init__(
         self,
         target: Target,
-        fetcher: Fetcher,
+        source: Source,
         plans: PlanCache,
         sink: Sink,
         pace: Pace,
@@ -103,7 +115,7 @@ class TargetLoop:
         jitter: Callable[[], float] = random.random,
     ) -> None:
         self.target = target
-        self._fetcher = fetcher
+        self._source = source
         self._plans = plans
         self._sink = sink
         self._pace = pace
@@ -165,7 +177,7 @@ class TargetLoop:
     async def _exchange(self) -> bool:
         """Ask once and act on the answer; return whether more is waiting on the rank."""
         target = self.target
-        answer = await self._fetcher.records(
+        answer = await self._source.records(
             target.registration.url,
             incarnation=target.incarnation,
             after=target.cursor,
@@ -214,7 +226,7 @@ class TargetLoop:
         known = self._plans.get(plan_id)
         if known is not None:
             return known
-        text = await self._fetcher.plan(self.target.registration.url, plan_id)
+        text = await self._source.plan(self.target.registration.url, plan_id)
         return self._plans.add(plan_id, text)
 
     def _note(self, standing: Standing) -> None:

@@ -178,6 +178,13 @@ def parse_registration(body: bytes) -> Registration:
         registration = Registration.from_json(body)
     except (ValueError, RecursionError) as error:
         raise RegistrationError(400, f"not a registration: {error}") from error
+    check_registration(registration)
+    parse_target_url(registration.url)
+    return registration
+
+
+def check_registration(registration: Registration) -> None:
+    """Raise RegistrationError when a field cannot be what it says, or the sender speaks another schema version."""
     for faulty in _wrong_fields(registration):
         raise RegistrationError(400, f"not a registration: {faulty}")
     if registration.schema_version != SCHEMA_VERSION:
@@ -186,8 +193,6 @@ def parse_registration(body: bytes) -> Registration:
             f"schema version {registration.schema_version} is not supported; supported: {SCHEMA_VERSION}. "
             "Install the same Rankscope release on ranks and service",
         )
-    parse_target_url(registration.url)
-    return registration
 
 
 def _wrong_fields(registration: Registration) -> Iterable[str]:

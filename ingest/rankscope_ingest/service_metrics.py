@@ -58,6 +58,7 @@ FAILURE_REASONS: Final = (
     "busy",
     "replaced",
     "status",
+    "spool",
 )
 """Every value of the label, so that each counter exists at 0 before its first failure."""
 

@@ -31,6 +31,8 @@ from rankscope_ingest.notifiers import Notifier
 from rankscope_ingest.plans import PlanCache
 from rankscope_ingest.progress import Progress, RunProgress
 from rankscope_ingest.service_metrics import ServiceMetrics
+from rankscope_ingest.spool_watch import SpoolWatch
+from rankscope_ingest.spools import Spools
 from rankscope_ingest.statics import watch
 from rankscope_ingest.target import Health, Target
 from rankscope_ingest.tls import keep_fresh
@@ -59,6 +61,7 @@ class Supervisor:
         self._writer = writer
         self._history = history
         self._fetcher = fetcher
+        self._spools = Spools(config.spool.folders, fetcher, max_bytes=config.ingest.max_bytes)
         self._plans = PlanCache()
         self._pace = Pace(
             poll_seconds=config.ingest.poll_seconds, max_backoff_seconds=config.ingest.max_backoff_seconds
@@ -76,6 +79,9 @@ class Supervisor:
         self._batcher = make_batcher(config)
         self._flusher = Flusher(writer, self._batcher, on_commit=self._on_commit, clock=time.monotonic)
         self._collector = make_collector(config, history, self._batcher, self._metrics, self._urge)
+        self._spool_watch = SpoolWatch(
+            self._spools, self._collector, watermark=self._watermark, follow=self._follow_at_once
+        )
         self._announcer = Announcer(
             notifiers,
             record=self._collector.record_incident,
@@ -91,6 +97,7 @@ class Supervisor:
         on_ready: Callable[[str], None] | None,
     ) -> None:
         """Do everything until `stop`, then drain."""
+        await self._spool_watch.look()  # before anybody can register: older launches are older attempts
         async with self._listening():
             if on_ready is not None:
                 on_ready(self._url)
@@ -108,6 +115,7 @@ class Supervisor:
                 await self._drain(flushing)
             finally:
                 await cancel([stopping, *others, *self._following.values(), *self._background, flushing])
+                self._spools.close()
                 if on_progress is not None:
                     on_progress(self.progress())
 
@@ -176,6 +184,7 @@ class Supervisor:
             watch(static, self._fetcher, self._accept_static, poll_seconds=self._config.ingest.poll_seconds)
             for static in self._config.targets
         ]
+        works += [self._spool_watch.run(self._config.spool.scan_seconds)] if self._config.spool.folders else []
         return [*works, self._report(on_progress)] if on_progress is not None else works
 
     async def _tick(self) -> None:
@@ -202,6 +211,10 @@ class Supervisor:
             task.add_done_callback(_tell_of_faults)
         return target
 
+    def _follow_at_once(self, target: Target) -> None:
+        self._follow(target)
+        self.poke(target.incarnation)
+
     async def _poll(self, target: Target) -> None:
         loop = await self._loop_of(target)
         await loop.run()
@@ -214,7 +227,7 @@ class Supervisor:
             # Of a process that was taken for dead, more may have been taken than is stored yet.
             target.cursor, target.committed = max(target.cursor, mark), max(target.committed, mark)
             self._loops[target.incarnation] = TargetLoop(
-                target, self._fetcher, self._plans, self._collector, self._pace, clock=time.monotonic
+                target, self._spools, self._plans, self._collector, self._pace, clock=time.monotonic
             )
             if target.incarnation in self._poked_early:
                 self.poke(target.incarnation)

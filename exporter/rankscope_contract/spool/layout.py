@@ -22,6 +22,9 @@ _SEGMENT: Final = re.compile(r"(\d{12,18})\.arrows")
 _PLAN: Final = re.compile(r"plan-[0-9a-f]{8,64}\.json")
 
 
+_NEEDED: Final = {"run": str, "launch_id": str, "host": str, "rank": int, "world_size": int, "started_at": int}
+
+
 class SpoolError(Exception):
     """A folder is no spool that can be read here; the text says which and why."""
 
@@ -92,6 +95,9 @@ def read_identity(folder: Path) -> Registration:
             f"{folder} has format {spoken[0]} and schema version {spoken[1]}, this release reads {FORMAT} and "
             f"{SCHEMA_VERSION}: drain it with the release that wrote it"
         )
+    for name, kind in _NEEDED.items():
+        if not isinstance(getattr(registration, name), kind):
+            raise SpoolError(f"{path} is torn or foreign: {name} is {getattr(registration, name)!r}")
     if registration.incarnation != folder.name:
         raise SpoolError(f"{folder} says that it belongs to {registration.incarnation!r}: it was renamed or copied")
     return registration

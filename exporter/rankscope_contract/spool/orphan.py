@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Self
@@ -11,7 +10,7 @@ from typing import Self
 from rankscope_contract.channel import NOTHING, Registration
 from rankscope_contract.spool.layout import IDENTITY_NAME, LOCK_NAME, is_ours, read_identity, segments
 from rankscope_contract.spool.locking import FolderLock
-from rankscope_contract.spool.reading import SpoolReader, Stretch
+from rankscope_contract.spool.reading import NeededPlans, SpoolReader, Stretch
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ class Orphan:
         self._lock = lock
 
     @classmethod
-    def take(cls, folder: Path, is_sound: Callable[[bytes], bool]) -> Self | None:
+    def take(cls, folder: Path, needed_plans: NeededPlans) -> Self | None:
         """Return the spool in `folder`, None while its process lives or another one reads it.
 
         Raises SpoolError or OSError when nobody holds it and yet it cannot be read.
@@ -41,7 +40,7 @@ class Orphan:
                 remove_folder(folder)  # whoever drained it was killed while it removed the rest
                 lock.release()
                 return None
-            return cls(SpoolReader(folder, is_sound), lock, read_identity(folder))
+            return cls(SpoolReader(folder, needed_plans), lock, read_identity(folder))
         except BaseException:
             lock.release()
             raise

@@ -1,19 +1,21 @@
 """Whole messages out of files that may end in the middle of one. No Arrow here: a message is a run of bytes.
 
 Record i of a file has seq `first + i`, because a file is closed wherever a record is missing; so a reader finds its
-place without inflating anything. Whether the bytes of a message mean something is for the caller's `is_sound` to say.
+place without inflating anything. Whether the bytes of a message mean something is for the caller's `needed_plans` to
+say: it returns the plans that a stream uses, None when the stream cannot be read.
 """
 
 from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from rankscope_contract.channel import NOTHING
+from rankscope_contract.records import plan_hash
 from rankscope_contract.spool.layout import plan_name, segments
 
 log = logging.getLogger(__name__)
@@ -67,12 +69,16 @@ def _body_length(data: bytes, start: int, length: int) -> int:
     return body if body >= 0 else len(data)
 
 
+NeededPlans = Callable[[bytes], Iterable[str] | None]
+
+
 class SpoolReader:
     """The files of one folder, read anew at each call: their writer may still be at work."""
 
-    def __init__(self, folder: Path, is_sound: Callable[[bytes], bool]) -> None:
+    def __init__(self, folder: Path, needed_plans: NeededPlans) -> None:
         self.folder = folder
-        self._is_sound = is_sound
+        self._needed_plans = needed_plans
+        self._good_plans: set[str] = set()
         self._told: set[tuple[str, int]] = set()
 
     def head(self) -> int:
@@ -98,14 +104,25 @@ class SpoolReader:
                 return stretch
         return None
 
-    def plan(self, plan_hash: str) -> str | None:
+    def plan(self, plan_id: str) -> str | None:
         """Return the text of a plan, None when there is none of this hash."""
-        if not plan_hash.isalnum():
+        if not plan_id.isalnum():
             return None
         try:
-            return (self.folder / plan_name(plan_hash)).read_text(encoding="utf-8")
+            text = (self.folder / plan_name(plan_id)).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             return None
+        return text if plan_hash(text) == plan_id else None
+
+    def _is_sound(self, stream: bytes) -> bool:
+        needed = self._needed_plans(stream)
+        if needed is None:
+            return False
+        for plan_id in set(needed) - self._good_plans:
+            if self.plan(plan_id) is None:
+                return False
+            self._good_plans.add(plan_id)
+        return True
 
     def _stretch(self, path: Path, data: bytes, first: int, start: int, max_bytes: int) -> Stretch | None:
         ends = message_ends(data)

@@ -66,7 +66,7 @@ class Spool:
         self._plans: set[str] = set()
         self._file = -1
         self._lock: FolderLock | None = None
-        self._reader = SpoolReader(self.folder, is_sound)
+        self._reader = SpoolReader(self.folder, needed_plans)
 
     def open(self, registration: Registration) -> None:
         """Make the folder. It has its name only once it is locked and says whose it is. Raises OSError, SpoolError."""
@@ -247,11 +247,12 @@ def schema_message() -> bytes:
     return message
 
 
-def is_sound(stream: bytes) -> bool:
-    """Return whether Arrow can read `stream` to its end."""
+def needed_plans(stream: bytes) -> list[str] | None:
+    """Return the plans that the records of `stream` use; None when Arrow cannot read it to its end."""
     try:
         with pa.ipc.open_stream(stream) as reader:
-            reader.read_all().validate(full=True)
+            table = reader.read_all()
+        table.validate(full=True)
+        return [plan for plan in table["plan"].unique().to_pylist() if plan is not None]
     except (pa.ArrowException, ArithmeticError, LookupError, OSError, ValueError):
-        return False
-    return True
+        return None

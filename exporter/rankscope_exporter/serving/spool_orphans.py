@@ -19,7 +19,7 @@ from rankscope_contract.spool import Orphan, SpoolError
 from rankscope_contract.spool.layout import folders
 from rankscope_exporter.serving.registration import Client, retry_seconds
 from rankscope_exporter.serving.service_client import RefusedError, UnreachableError
-from rankscope_exporter.serving.spool import is_sound
+from rankscope_exporter.serving.spool import needed_plans
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class Orphans:
             if folder.name in self._taken or self._stopping.is_set():
                 return
             try:
-                orphan = Orphan.take(folder, is_sound)
+                orphan = Orphan.take(folder, needed_plans)
             except (SpoolError, OSError) as error:
                 self._tell(f"passed over: {error}")
                 return

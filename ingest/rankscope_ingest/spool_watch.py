@@ -1,0 +1,76 @@
+"""Looks for spools of dead processes at the start and ever so often, and has them followed like ranks that drain."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from rankscope_contract.channel import Registration
+from rankscope_ingest.errors import RegistrationError
+from rankscope_ingest.networks import Address
+from rankscope_ingest.registry import Accepted, Registry, check_registration
+from rankscope_ingest.spools import Spools
+from rankscope_ingest.target import Target
+
+log = logging.getLogger(__name__)
+
+
+class Knowledge(Protocol):
+    """What the service knows, as far as it is needed here."""
+
+    registry: Registry
+
+    def accept(self, registration: Registration, addresses: tuple[Address, ...]) -> Accepted:
+        """Take a registration. Raises RegistrationError."""
+        ...
+
+
+class SpoolWatch:
+    """`watermark` asks the store how far it has a process, `follow` sees to it that a target is polled, at once."""
+
+    def __init__(
+        self,
+        spools: Spools,
+        knowledge: Knowledge,
+        *,
+        watermark: Callable[[str], Awaitable[int]],
+        follow: Callable[[Target], None],
+    ) -> None:
+        self._spools = spools
+        self._knowledge = knowledge
+        self._watermark = watermark
+        self._follow = follow
+
+    async def run(self, scan_seconds: float) -> None:
+        """Look until cancelled."""
+        while True:
+            await asyncio.sleep(scan_seconds)
+            try:
+                await self.look()
+            except Exception:  # what lies on a disk may be anything, and must not end the service
+                log.exception("looking for spools failed, trying again")
+
+    async def look(self) -> None:
+        """Follow what is found, delete what the store has, and leave what belongs to a process that lives after all."""
+        for who in await self._spools.find():
+            await self._adopt(who)
+        for incarnation, url in self._spools.held():
+            target = self._knowledge.registry.get(incarnation)
+            if target is not None and target.registration.url != url:
+                self._spools.let_go(url, "its process lives. Does the file system carry locks between hosts?")
+
+    async def _adopt(self, who: Registration) -> None:
+        try:
+            check_registration(who)
+            is_known = self._knowledge.registry.get(who.incarnation) is not None
+            if not is_known and await self._watermark(who.incarnation) >= who.head:
+                await self._spools.remove(who.url)
+                return
+            target = self._knowledge.accept(who, ()).target
+        except RegistrationError as error:
+            self._spools.let_go(who.url, str(error))
+            return
+        log.info("records of a dead process are read from disk", extra={"target": target.name, "url": who.url})
+        self._follow(target)
