@@ -21,6 +21,9 @@ class EventType(enum.StrEnum):
     INCIDENT = "incident"  # the service grouped anomalies of one cause: `details` holds key, state and extent
     FAULT = "fault"  # Rankscope itself swallowed an error on the rank
     NOTE = "note"  # free text of the training script
+    HANG = "hang"  # training gives no sign of life, or does so again: `details` holds state and seconds
+    STACKS = "stacks"  # where the threads of the process stand: `details` holds them, see stacks.StackDump
+    FLIGHT_RECORD = "flight_record"  # the latest collectives: `details` holds them, see stacks.FlightRecord
     # What logs of other tools tell:
     LOSS_MISSING = "loss_missing"  # a step was logged without a loss, which is how some tools print NaN
     CHECKPOINT = "checkpoint"  # one is being, or was, saved or loaded: `details` holds action and path
@@ -72,6 +75,7 @@ class Event:
     threshold: float | None = None
     pp_stage: int | None = None
     vpp_stage: int | None = None
+    micro_step: int | None = None
     call_id: int | None = None
     message: str = ""
     details: str | None = None  # JSON

@@ -15,6 +15,8 @@ from rankscope_contract import SCHEMA_VERSION
 from rankscope_contract.fields import Field, ListOf, StructOf, required
 from rankscope_contract.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS
 
+_MICRO_STEP: Final = Field("micro_step", "int32", "Micro-batch within the step; null for what covers the whole step.")
+
 COMMON_FIELDS: Final = (
     required("run", "string", "Name of the run."),
     Field("attempt", "int32", "0, 1, …: which launch of the run."),
@@ -23,7 +25,7 @@ COMMON_FIELDS: Final = (
     Field("seq", "int64", "0, 1, … within an incarnation; a gap is lost data."),
     Field("ordinal", "int64", "Arrival order within a run."),
     Field("step", "int64", "The training's own number; may rewind in a new attempt."),
-    Field("micro_step", "int32", "Micro-batch within the step; null for what covers the whole step."),
+    _MICRO_STEP,
     Field("vpp_stage", "int32", "Virtual pipeline stage (model chunk); null without one."),
     Field("ts", "timestamp", "When it was measured, UTC, microseconds."),
     Field("ts_origin", "string", "Whose clock `ts` is: rank, log, file or ingest."),
@@ -54,7 +56,7 @@ SCALAR_FIELDS: Final = (
 FEATURE_FIELDS: Final = (
     required("kind", "string"),
     required("module", "string"),
-    Field("index", "int32"),
+    Field("index", "int32", "Head or expert; null for the whole module."),
     Field("value", "float32"),
 )
 
@@ -168,13 +170,13 @@ TENSOR_ROW_KEY: Final = ("incarnation", "seq", "vpp_stage", "kind", "tensor", "i
 
 NESTED: Final[dict[str, tuple[Field, ...]]] = {
     "scalars": SCALAR_FIELDS,
-    "features": FEATURE_FIELDS,
+    "features": (*FEATURE_FIELDS, _MICRO_STEP),
     "histograms": HISTOGRAM_FIELDS,
     "collectives": COLLECTIVE_FIELDS,
     "modules": MODULE_FIELDS,
-    "events": EVENT_FIELDS,
+    "events": (*EVENT_FIELDS, _MICRO_STEP),
 }
-"""Datasets that travel inside a wire record as a list of structs."""
+"""Datasets that travel inside a wire record as a list of structs: what is null there is as the record has it."""
 
 WIRE_VALUE_OPS: Final = (*VALUE_OPS, *BASELINE_OPS)
 WIRE_COUNT_OPS: Final = COUNT_OPS
@@ -202,6 +204,7 @@ class PlanEntry:
     tensor: str
     index: int | None = None
     vpp_stage: int | None = None
+    micro_step: int | None = None
     call_seq: int | None = None
     placement: str = "full"
     shard_group: str | None = None

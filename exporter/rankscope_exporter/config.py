@@ -16,7 +16,8 @@ from rankscope_contract.rules import AnomalyRule, rule_from_config
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter.errors import ConfigError
-from rankscope_exporter.quantities import select_quantities
+from rankscope_exporter.quantities import Quantity, select_quantities
+from rankscope_exporter.quantities.base import QuantityOptions
 from rankscope_exporter.serving.config import ServeConfig
 
 DEFAULT_QUANTITIES: Final = ("parameters", "gradients", "optimizer_state")
@@ -36,6 +37,8 @@ class MonitorConfig:
     quantities: tuple[str, ...] = DEFAULT_QUANTITIES
     tensors: tuple[str, ...] = ("*",)
     """Globs over parameter names; a parameter is monitored when one matches."""
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Settings of single quantities by their name: targets, start_step, every, times, ranks, and their own."""
     every: int = 1
     """Sample every n-th step; the steps between cost nothing."""
     rules: tuple[AnomalyRule, ...] = DEFAULT_RULES
@@ -68,7 +71,9 @@ class MonitorConfig:
             raise ConfigError(f"statistics is 'auto' or 'torch', not {self.statistics!r}")
         if self.steps not in ("auto", "explicit"):
             raise ConfigError(f"steps is 'auto' or 'explicit', not {self.steps!r}")
-        select_quantities(self.quantities)
+        for quantity_class in select_quantities(self.quantities):
+            self.options_of(quantity_class)
+        self._check_options()
         self._check_rules()
 
     def _check_types(self) -> None:
@@ -91,6 +96,27 @@ class MonitorConfig:
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise ConfigError(f"rules: the name {repeated[0]!r} is used twice; give one of them its own name=…")
+
+    def options_of(self, quantity_class: type[Quantity]) -> QuantityOptions:
+        """Return what the configuration says of one quantity. Raises ConfigError."""
+        name = quantity_class.name
+        settings = self.options.get(name, {})
+        if not isinstance(settings, Mapping):
+            raise ConfigError(f"options.{name} is a table of settings, not {settings!r}")
+        known = {item.name for item in fields(quantity_class.options_class)}
+        _check_keys(dict(settings), known, f"options.{name}.")
+        try:
+            return quantity_class.options_class(**settings)
+        except ValueError as error:
+            raise ConfigError(f"options.{name}: {error}") from error
+
+    def _check_options(self) -> None:
+        if not isinstance(self.options, Mapping):
+            raise ConfigError(f"options is a table of tables by quantity, not {self.options!r}")
+        for name in self.options:
+            if name not in self.quantities:
+                select_quantities([name])  # names the nearest one
+                raise ConfigError(f"options.{name} has no effect: add {name!r} to quantities")
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> MonitorConfig:

@@ -6,9 +6,8 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-import torch
-
 from rankscope_contract.events import Event, EventType, Severity
+from rankscope_exporter.deferred import Deferred, Row, Transfer
 from rankscope_exporter.logged import Pending
 from rankscope_exporter.statistics import HostCopy
 
@@ -28,6 +27,8 @@ class Draft:
     learning_rates: list[Pending] = field(default_factory=list)
     found_inf: list[Pending] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
+    deferred: list[Deferred] = field(default_factory=list)
+    rows: dict[str, list[Row]] = field(default_factory=dict)  # of other datasets, by name
     call_order: list[int] = field(default_factory=list)  # by parameter: when its gradient arrived, -1 for never
 
 
@@ -44,7 +45,7 @@ def amounts_of(pending: Iterable[Pending]) -> dict[str, float]:
     """Return what was logged as amounts; a tensor's value is not known yet and gives no rate."""
     amounts: dict[str, float] = {}
     for item in pending:
-        if item.name in AMOUNTS and not isinstance(item.value, torch.Tensor):
+        if item.name in AMOUNTS and not isinstance(item.value, Transfer):
             amounts[item.name] = amounts.get(item.name, 0.0) + item.value
     return amounts
 

@@ -13,7 +13,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from rankscope_exporter.guard import Guard
-from rankscope_exporter.quantities.base import Subject
+from rankscope_exporter.quantities.base import Gate, Subject
 from rankscope_exporter.recorder import Recorder
 
 _NO_BACKWARD: Final = -1
@@ -35,14 +35,18 @@ class Hooks:
         self._recorder = recorder
         self._guard = guard
         self._handles: list[RemovableHandle] = []
+        self._forward_end: RemovableHandle | None = None
         self._hooked: set[int] = set()
         self._backward = _NO_BACKWARD
         self._in_hook_reads = not subject.framework.local_until_backward_ends
+        self.in_forward = False
+        """Whether a training forward of the whole model is under way; see `follow_forward`."""
 
     def install(self) -> None:
         """Register on the outermost module, every parameter that takes gradients, and every optimizer."""
         model = self._subject.framework.model
         self._handles.append(model.register_forward_pre_hook(_Uncopied(self._forward_begins)))
+        self._recorder.install(self)
         self._hook_parameters()
         for optimizer in self._subject.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._update_begins))
@@ -54,6 +58,34 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    # What quantities ask for that register hooks of their own.
+
+    @property
+    def micro_step(self) -> int:
+        """Return which training forward of the step was the last to begin, from 0 on."""
+        return max(0, self._recorder.micro_step)
+
+    def keep(self, handle: RemovableHandle) -> None:
+        """Remove `handle` with the others."""
+        self._handles.append(handle)
+
+    def follow_forward(self) -> None:
+        """Keep `in_forward` up to date: one more hook on the outermost module."""
+        if self._forward_end is None:
+            hook = _Uncopied(self._forward_ended)
+            self._forward_end = self._subject.framework.model.register_forward_hook(hook, always_call=True)
+            self.keep(self._forward_end)
+
+    def guarded(self, where: str, function: Callable[..., None], gate: Gate) -> Callable[..., None]:
+        """Return `function` as a hook that is called while `gate` is open."""
+
+        def call(*args: Any) -> None:
+            if gate.is_open and self.active and not torch.compiler.is_compiling():
+                with torch.no_grad():
+                    self._timed(where, function, *args)
+
+        return _Uncopied(call)
 
     def look_again(self) -> None:
         """Notice parameters that were thawed or replaced since; called when a step begins.
@@ -83,7 +115,11 @@ class Hooks:
         if torch.compiler.is_compiling():  # while a graph is made nothing runs, and tracing us would break it
             return
         if self.active and module.training and torch.is_grad_enabled():
+            self.in_forward = True
             self._timed("a forward hook", self._recorder.forward_begins)
+
+    def _forward_ended(self, *_: Any) -> None:
+        self.in_forward = False
 
     def _gradient_ready(self, index: int, _parameter: torch.Tensor) -> None:
         if not self.active:

@@ -6,7 +6,7 @@ Runs on the publisher thread, on the CPU, and holds the only state rules have: o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -52,6 +52,13 @@ class Judgement:
     left_out: int = 0  # firings beyond the limit
     firing: frozenset[tuple[str, str]] = field(default_factory=frozenset)
     """(rule, kind) of every rule that fires by itself, whether or not it names the alert: PromQL says the same."""
+    calls: Mapping[int, int] = field(default_factory=dict)
+    """By entry that fired: when what it belongs to was called within the step."""
+
+    def call_order(self, entry: int) -> int | None:
+        """Return when within the step the tensor of `entry` was seen; None when that is not known."""
+        order = self.calls.get(entry, -1)
+        return None if order < 0 else order
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +71,46 @@ class _Scope:
 
 
 class Judge:
-    """Keeps the baselines of the entries of one plan and judges step after step."""
+    """Keeps the baselines of the entries of a plan, which may grow, and judges step after step."""
 
-    def __init__(self, rules: Sequence[AnomalyRule], entries: Sequence[PlanEntry], *, limit: int = 64) -> None:
+    def __init__(self, rules: Sequence[AnomalyRule], entries: Sequence[PlanEntry] = (), *, limit: int = 64) -> None:
         self._rules = tuple(rules)
         self._limit = limit
-        self._kinds = sorted({entry.kind for entry in entries})
-        place = {kind: index for index, kind in enumerate(self._kinds)}
-        self._kind_of_entry = torch.tensor([place[entry.kind] for entry in entries], dtype=torch.int64, device=_CPU)
-        stages = [causal_stage(entry.kind) for entry in entries]
-        self._stage_of_entry = torch.tensor(stages, dtype=torch.float64)
-        self._scopes = {op: self._scopes_of(op) for op in _OPS}
-        self._baselines = torch.full((len(JUDGED_OPS), len(entries)), math.nan, dtype=torch.float32, device=_CPU)
+        self._kinds: list[str] = []
+        self._kind_of_entry = torch.zeros(0, dtype=torch.int64, device=_CPU)
+        self._stage_of_entry = torch.zeros(0, dtype=torch.float64, device=_CPU)
+        self._owner_of_entry = torch.zeros(0, dtype=torch.int64, device=_CPU)
+        self._scopes: dict[str, tuple[_Scope, ...]] = {}
+        self._baselines = torch.full((len(JUDGED_OPS), 0), math.nan, dtype=torch.float32, device=_CPU)
         self._scalars: dict[str, SeriesEvaluator] = {}
+        self.extend(entries)
+
+    def extend(self, entries: Sequence[PlanEntry], owners: Sequence[int] | None = None) -> None:
+        """Take over the whole plan as it is now: entries known before stand at the beginning, unchanged.
+
+        `owners` says of each entry which parameter it belongs to, -1 for none; without it, none does.
+        """
+        known = len(self._kind_of_entry)
+        if len(entries) == known and self._scopes:
+            return
+        added = entries[known:]
+        self._kinds += sorted({entry.kind for entry in added} - set(self._kinds))
+        place = {kind: index for index, kind in enumerate(self._kinds)}
+        kinds = torch.tensor([place[entry.kind] for entry in added], dtype=torch.int64, device=_CPU)
+        stages = torch.tensor([causal_stage(entry.kind) for entry in added], dtype=torch.float64, device=_CPU)
+        own = [-1] * len(added) if owners is None else list(owners[known:])
+        self._kind_of_entry = torch.cat([self._kind_of_entry, kinds])
+        self._stage_of_entry = torch.cat([self._stage_of_entry, stages])
+        self._owner_of_entry = torch.cat([self._owner_of_entry, torch.tensor(own, dtype=torch.int64, device=_CPU)])
+        fresh = torch.full((len(JUDGED_OPS), len(added)), math.nan, dtype=torch.float32, device=_CPU)
+        self._baselines = torch.cat([self._baselines, fresh], dim=1)
+        self._scopes = {op: self._scopes_of(op) for op in _OPS}
 
     def observe(self, finished: Finished, call_order: Sequence[int] = ()) -> Judgement:
         """Judge one step and move the baselines on. Absent entries and null values leave their baseline alone.
 
-        `call_order` says of each parameter when its gradient arrived (-1: not at all); the entries of every kind stand
-        in the order of the parameters.
+        `call_order` says of each parameter when its gradient arrived (-1: not at all). What belongs to no parameter was
+        called in the order in which it entered the plan.
         """
         with torch.inference_mode(False), torch.no_grad():
             before, against = self._advance(finished)
@@ -90,8 +118,10 @@ class Judge:
             shown = against.masked_fill(~finished.present, math.nan)
             if not any(bool(fires.any()) for _, fires in verdicts.values()):
                 return Judgement(shown)
-            firings, left_out = self._firings(finished, before, verdicts, call_order)
-            return Judgement(shown, firings, left_out, self._firing(verdicts))
+            calls = self._calls(call_order)
+            firings, left_out = self._firings(finished, before, verdicts, calls)
+            order = {firing.entry: int(calls[firing.entry]) for firing in firings}
+            return Judgement(shown, firings, left_out, self._firing(verdicts), order)
 
     def judge_scalar(self, name: str, value: float) -> AnomalyRule | None:
         """Return the rule that fires on this observation of the scalar `name`."""
@@ -148,7 +178,7 @@ class Judge:
         finished: Finished,
         before: torch.Tensor,
         verdicts: dict[tuple[str, int], tuple[_Scope, torch.Tensor]],
-        call_order: Sequence[int],
+        calls: torch.Tensor,
     ) -> tuple[tuple[Firing, ...], int]:
         """Return the first rule that fires for each (entry, op); NaN and Inf of one entry are one firing."""
         nobody = len(self._rules)
@@ -160,20 +190,26 @@ class Judge:
         infs.masked_fill_(nans < nobody, nobody)
         places = (winner < nobody).nonzero()
         # What is cut off must be effects: one NaN loss makes every kind of every tensor fire, the gradients first.
-        places = places[torch.argsort(self._causal_rank(places[:, 0], call_order), stable=True)]
+        places = places[torch.argsort(self._causal_rank(places[:, 0], calls), stable=True)]
         firings = tuple(
             self._firing_at(finished, before, entry, _OPS[column], self._rules[int(winner[entry, column])])
             for entry, column in places[: self._limit].tolist()
         )
         return firings, max(0, len(places) - self._limit)
 
-    def _causal_rank(self, entries: torch.Tensor, call_order: Sequence[int]) -> torch.Tensor:
-        stages = self._stage_of_entry[entries]
+    def _calls(self, call_order: Sequence[int]) -> torch.Tensor:
+        """Return for each entry when its tensor was seen within its stage; -1 where that is not known."""
+        count = len(self._owner_of_entry)
+        own = torch.arange(count, dtype=torch.int64, device=_CPU)
         if not call_order:
-            return stages
-        calls = torch.tensor(call_order, dtype=torch.float64)
-        calls[calls < 0] = len(call_order)
-        return stages * (len(call_order) + 1) + calls[entries % len(call_order)]
+            return torch.where(self._owner_of_entry >= 0, -1, own)
+        seen = torch.tensor(call_order, dtype=torch.int64, device=_CPU)
+        return torch.where(self._owner_of_entry >= 0, seen[self._owner_of_entry.clamp(min=0)], own)
+
+    def _causal_rank(self, entries: torch.Tensor, calls: torch.Tensor) -> torch.Tensor:
+        last = int(calls.max()) + 1  # what was not seen comes behind what was
+        order = torch.where(calls < 0, last, calls)[entries].double()
+        return self._stage_of_entry[entries] * (last + 1) + order
 
     def _firing_at(self, finished: Finished, before: torch.Tensor, entry: int, op: str, rule: AnomalyRule) -> Firing:
         if op in _COUNTS_JUDGED:

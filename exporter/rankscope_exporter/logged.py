@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+from rankscope_exporter.deferred import Transfer
 from rankscope_exporter.record import Scalar
 
 UNITS: Final[dict[str, str]] = {"tokens": "tokens", "samples": "samples"}
@@ -17,18 +18,16 @@ LABEL_OF_GROUP: Final[dict[str, str]] = {"loss": "loss", "learning_rate": "group
 
 @dataclass(slots=True)
 class Pending:
-    """One number on its way: a float, or a host tensor that a device copy is still filling."""
+    """One number on its way: a float, or a tensor that a device copy is still filling."""
 
     name: str
-    value: float | torch.Tensor
+    value: float | Transfer
     labels: Mapping[str, str] = field(default_factory=dict)
-    copied: Any = None  # the CUDA event after the copy
 
     def scalar(self) -> Scalar:
         """Return the number; waits for its copy, so it is called off the training thread."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        return Scalar(self.name, float(self.value), UNITS.get(self.name), self.labels)
+        value = self.value.wait() if isinstance(self.value, Transfer) else self.value
+        return Scalar(self.name, float(value), UNITS.get(self.name), self.labels)
 
 
 def take(name: str, value: Any) -> Iterator[Pending]:
@@ -42,7 +41,7 @@ def take(name: str, value: Any) -> Iterator[Pending]:
         label = LABEL_OF_GROUP.get(name, "key")
         for key, item in value.items():
             for pending in take(name, item):
-                yield Pending(name, pending.value, {label: str(key)}, pending.copied)
+                yield Pending(name, pending.value, {label: str(key)})
     elif isinstance(value, torch.Tensor):
         yield _take_tensor(name, value)
     else:
@@ -55,15 +54,7 @@ def _take_tensor(name: str, value: torch.Tensor) -> Pending:
         raise ValueError(f"log({name}=…) takes one number, not a tensor of shape {tuple(value.shape)}")
     if value.is_complex() or value.is_meta:
         raise ValueError(f"log({name}=…) takes a real number, not {value.dtype} on {value.device}")
-    value = value.reshape(())
-    if value.device.type != "cuda":
-        # The caller may go on to change its tensor in place.
-        return Pending(name, value.clone())
-    host = torch.empty((), dtype=value.dtype, pin_memory=True)
-    host.copy_(value, non_blocking=True)
-    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
-    copied.record()
-    return Pending(name, host, copied=copied)
+    return Pending(name, Transfer.of(value.reshape(())))
 
 
 def _without_mesh(name: str, value: torch.Tensor) -> torch.Tensor:

@@ -7,17 +7,19 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
 from rankscope_contract.events import Event, EventType
-from rankscope_contract.records import Plan, PlanEntry
+from rankscope_contract.records import PlanEntry
 from rankscope_exporter.drafts import Draft, skipped_event
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.judge import Firing, Judge, Judgement
-from rankscope_exporter.record import NamedPlan, Scalar, Statistics, StepRecord
+from rankscope_exporter.plan_book import PlanBook
+from rankscope_exporter.record import Scalar, Statistics, StepRecord
 from rankscope_exporter.resources import memory_scalars
 from rankscope_exporter.serving.live import NO_KIND
 from rankscope_exporter.statistics import Finished, finish
@@ -36,7 +38,7 @@ class Publisher:
 
     def __init__(
         self,
-        plan: Plan,
+        book: PlanBook,
         judge: Judge,
         publish: Callable[[StepRecord], int],
         *,
@@ -44,7 +46,7 @@ class Publisher:
         guard: Guard,
         on_firing: Callable[[int | None, Sequence[Event]], None],
     ) -> None:
-        self._plan = NamedPlan.of(plan)
+        self._book = book
         self._judge = judge
         self._publish_record = publish
         self._device = device
@@ -97,7 +99,7 @@ class Publisher:
         if any(pending.scalar().value for pending in draft.found_inf):
             events.append(skipped_event())
         if judgement is not None:
-            events += [self._anomaly(firing, draft.call_order) for firing in judgement.firings]
+            events += [self._anomaly(firing, judgement.call_order(firing.entry)) for firing in judgement.firings]
             self.events_left_out += judgement.left_out
         firing = set(judgement.firing) if judgement is not None else set()
         for event in self._judged_scalars(scalars):
@@ -113,6 +115,7 @@ class Publisher:
             scalars=tuple(scalars),
             events=tuple(events),
             firing=frozenset(firing),
+            **self._other_rows(draft),
         )
         self._publish_record(record)
         anomalies = [event for event in events if event.type == EventType.ANOMALY]
@@ -126,14 +129,21 @@ class Publisher:
             finished = finish(draft.copy)
         finally:
             self.published()
+        known = len(finished.present)
+        self._judge.extend(self._book.entries[:known], self._book.owners[:known])
         judgement = self._judge.observe(finished, draft.call_order)
         values, counts = arrow_statistics(finished, judgement.baselines)
-        return Statistics(self._plan, values, counts), judgement
+        return Statistics(self._book.plan(known), values, counts), judgement
 
-    def _anomaly(self, firing: Firing, call_order: Sequence[int]) -> Event:
-        entry = self._plan.plan.entries[firing.entry]
-        # Every quantity lists the parameters in one order, so the remainder is the parameter's own place.
-        order = call_order[firing.entry % len(call_order)] if call_order else -1
+    def _other_rows(self, draft: Draft) -> dict[str, Any]:
+        rows = {name: list(known) for name, known in draft.rows.items()}
+        for deferred in draft.deferred:
+            read = self._guard.call(f"rows of {deferred.dataset}", deferred.read)
+            rows.setdefault(deferred.dataset, []).extend(read or ())
+        return {name: tuple(items) for name, items in rows.items()}
+
+    def _anomaly(self, firing: Firing, order: int | None) -> Event:
+        entry = self._book.entries[firing.entry]
         return Event(
             type=EventType.ANOMALY,
             severity=firing.rule.severity,
@@ -145,7 +155,8 @@ class Publisher:
             baseline=firing.baseline,
             threshold=firing.threshold,
             vpp_stage=entry.vpp_stage,
-            call_id=order if order >= 0 else None,
+            micro_step=entry.micro_step,
+            call_id=order,
             message=_sentence(firing, entry),
         )
 

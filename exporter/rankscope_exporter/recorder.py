@@ -7,25 +7,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from rankscope_contract.events import Event
-from rankscope_contract.records import Plan
+from rankscope_exporter.collection import Collection
 from rankscope_exporter.drafts import Draft, amounts_of, now_microseconds, skipped_event, timing
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.logged import Pending, take
-from rankscope_exporter.quantities import Quantity
-from rankscope_exporter.quantities.base import Subject
-from rankscope_exporter.statistics import HostCopy, StatisticsTable
+from rankscope_exporter.quantities.base import Hooking, Subject
 from rankscope_exporter.steps import Ended, Stage, StepTracker
-from rankscope_exporter.windows import Measurement, TableWindow
-
-MAX_BACKLOG: Final = 64
-"""Measured steps that may wait for the publisher; one more is counted as dropped rather than waited for."""
 
 
 @dataclass(slots=True)
@@ -47,22 +41,19 @@ class Recorder:
     def __init__(
         self,
         subject: Subject,
-        quantities: Iterable[type[Quantity]],
+        collection: Collection,
         hand_over: Callable[[Draft], None],
         *,
-        device: torch.device,
         guard: Guard,
         tracker: StepTracker | None = None,
-        every: int = 1,
-        measurement: Measurement | None = None,
     ) -> None:
         self._subject = subject
+        self._collection = collection
         self._hand_over = hand_over
         self._guard = guard
-        self._every = every
         self._lock = threading.RLock()
         self._tracker = tracker or StepTracker(has_optimizer=bool(subject.optimizers))
-        self._attempts = 0  # decides which steps are sampled; the training's own number may jump
+        self._attempts = 0
         self._draft: Draft | None = None
         self._early: list[Pending] = []  # logged with its number before the step began
         self._numbered = False  # whether the script itself gave the number of the step under way
@@ -72,24 +63,15 @@ class Recorder:
         self._late: _Timing | None = None
         self._updated_by: set[int] = set()
         self._witness: torch.nn.Parameter | None = None
-        self._backlog = 0
         self._gradients_seen = 0
-        self.unsampled = 0  # steps not measured because the publisher was behind
+        self.micro_step = -1
+        """Which training forward of the step under way was the last to begin, from 0 on."""
         self.on_open: Callable[[int], None] = lambda _attempt: None
         """Called with the number of steps begun so far whenever a sampled one begins."""
 
-        measured = [quantity_class(subject) for quantity_class in quantities]
-        parts = [quantity.entries() for quantity in measured]
-        self.plan = Plan(tuple(entry for part in parts for entry in part))
-        self._table = StatisticsTable(len(self.plan.entries), device)
-        self._quantities: list[tuple[Quantity, TableWindow]] = []
-        first = 0
-        for quantity, part in zip(measured, parts, strict=True):
-            self._quantities.append((quantity, TableWindow(self._table, first, measurement or Measurement())))
-            first += len(part)
-        self._per_gradient = [
-            pair for pair in self._quantities if type(pair[0]).gradient_ready is not Quantity.gradient_ready
-        ]
+    def install(self, hooking: Hooking) -> None:
+        """Let the quantities register hooks of their own."""
+        self._collection.install(hooking)
 
     # What the hooks report, in the order of a step.
 
@@ -97,6 +79,7 @@ class Recorder:
         """A training forward of the whole model begins."""
         with self._lock:
             self._after(self._tracker.forward_begins(self._gradients_cleared))
+            self.micro_step += 1
 
     def backward_begins(self) -> None:
         """The first gradient of a backward pass has arrived."""
@@ -117,8 +100,7 @@ class Recorder:
         if draft.call_order[index] < 0:
             draft.call_order[index] = self._gradients_seen
             self._gradients_seen += 1
-        for quantity, window in self._per_gradient:
-            quantity.gradient_ready(index, window)
+        self._collection.gradient_ready(index)
 
     def backward_ends(self) -> None:
         """All gradients have accumulated; the framework has not yet written reduced ones back."""
@@ -204,7 +186,7 @@ class Recorder:
     def published(self) -> None:
         """A measured step has been read from its copy."""
         with self._lock:
-            self._backlog -= 1
+            self._collection.backlog -= 1
 
     # The step's life.
 
@@ -220,15 +202,13 @@ class Recorder:
         if self._late is not None:
             late, self._late = self._late, None
             self._hand_over(Draft(late.step, now_microseconds(), pending=timing(now - late.began, late.amounts)))
-        sampled = self._attempts % self._every == 0
+        sampled = self._collection.begin(self._tracker.step)
         self._attempts += 1
-        if sampled and self._backlog >= MAX_BACKLOG:
-            self.unsampled += 1
-            sampled = False
         self._draft = Draft(self._tracker.step, now_microseconds(), sampled=sampled)
         self._draft.pending, self._early = self._early, []
         self._updated_by.clear()
         self._gradients_seen = 0
+        self.micro_step = -1
         self._began = now
         if sampled:
             self._guard.call("looking at the parameters", self.on_open, self._attempts)
@@ -248,16 +228,12 @@ class Recorder:
         if ended is not None and ended.skipped:
             draft.events.append(skipped_event())
         if draft.sampled:
-            draft.copy = HostCopy(self._table)
-            self._backlog += 1
+            self._collection.end(draft)
         self._hand_over(draft)
 
     def _each(self, moment: str) -> None:
-        """Tell every quantity of a moment; one that fails costs its own rows alone."""
         if self.sampling:
-            with torch.no_grad():
-                for quantity, window in self._quantities:
-                    self._guard.call(f"{quantity.name} ({moment})", getattr(quantity, moment), window)
+            self._collection.each(moment)
 
     def _gradients_cleared(self) -> bool:
         return self._witness is not None and self._witness.grad is None

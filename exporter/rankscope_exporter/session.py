@@ -13,6 +13,7 @@ import torch
 from rankscope_contract.events import Event, EventType, Severity
 from rankscope_contract.kinds import COUNT_OPS
 from rankscope_contract.records import WIRE_VALUE_OPS
+from rankscope_exporter.collection import Collection
 from rankscope_exporter.config import MonitorConfig
 from rankscope_exporter.console import Console, banner
 from rankscope_exporter.drafts import Draft
@@ -23,10 +24,11 @@ from rankscope_exporter.judge import Judge
 from rankscope_exporter.lifecycle import encodable
 from rankscope_exporter.naming import element_count
 from rankscope_exporter.publisher import Publisher
-from rankscope_exporter.quantities import select_quantities
+from rankscope_exporter.quantities import Quantity, select_quantities
 from rankscope_exporter.quantities.base import Subject
 from rankscope_exporter.recorder import Recorder
 from rankscope_exporter.redaction import redacted_arguments
+from rankscope_exporter.schedule import Timing
 from rankscope_exporter.serving.channel import Channel
 from rankscope_exporter.statistics import backend_name, warm_up
 from rankscope_exporter.steps import StepTracker
@@ -51,17 +53,20 @@ class Session:
         device = subject.parameters[0].parameter.device if subject.parameters else torch.device("cpu")
         self.console = Console(self.identity.rank, enabled=config.console)
         explicit = config.steps == "explicit"
-        self.recorder = Recorder(
-            subject,
-            select_quantities(config.quantities),
-            self._hand_over,
+        self._collection = Collection(
+            _chosen(subject, config, self.identity.rank),
             device=device,
             guard=guard,
-            tracker=StepTracker(first_step, has_optimizer=bool(subject.optimizers), explicit=explicit),
-            every=config.every,
             measurement=Measurement(config.zero_below, compiled=config.statistics == "auto"),
         )
-        plan = self.recorder.plan
+        self._book = self._collection.book
+        self.recorder = Recorder(
+            subject,
+            self._collection,
+            self._hand_over,
+            guard=guard,
+            tracker=StepTracker(first_step, has_optimizer=bool(subject.optimizers), explicit=explicit),
+        )
         self.hooks = Hooks(subject, self.recorder, guard)
         self.channel = Channel(
             self.identity,
@@ -75,14 +80,14 @@ class Session:
             faults=lambda: guard.count,
         )
         self.publisher = Publisher(
-            plan,
-            Judge(config.rules, plan.entries),
+            self._book,
+            Judge(config.rules),
             self.channel.publish,
             device=device,
             guard=guard,
             on_firing=self.console.firing,
         )
-        self.channel.announce(sorted({entry.kind for entry in plan.entries}))
+        self.channel.announce(sorted({entry.kind for entry in self._book.entries}))
         self.publisher.published = self.recorder.published
         self.publisher.flush_idle = self.recorder.flush_idle
         self.recorder.on_open = self._step_opens
@@ -107,7 +112,7 @@ class Session:
         """Tell on rank 0 what is monitored, what it costs, and who reads it."""
         if self.identity.rank != 0:
             return
-        entries = len(self.recorder.plan.entries)
+        entries = len(self._book)
         parameters = self.subject.parameters
         lines = banner(
             run=self.identity.run,
@@ -131,8 +136,9 @@ class Session:
 
     def _dropped(self) -> dict[str, int]:
         return {
-            "publisher_behind": self.recorder.unsampled + self.publisher.dropped,
+            "publisher_behind": self._collection.unsampled + self.publisher.dropped,
             "events_per_step": self.publisher.events_left_out,
+            "plan_full": self._book.left_out,
         }
 
     def _hand_over(self, draft: Draft) -> None:
@@ -146,6 +152,18 @@ class Session:
     def _tell_fault(self, where: str, error: BaseException) -> None:
         text = encodable(f"{where} failed, training goes on: {error!r}")
         self.recorder.event(Event(type=EventType.FAULT, severity=Severity.WARNING, message=text))
+
+
+def _chosen(subject: Subject, config: MonitorConfig, rank: int) -> list[tuple[Quantity, Timing]]:
+    """Return what this rank measures, and when."""
+    chosen: list[tuple[Quantity, Timing]] = []
+    for quantity_class in select_quantities(config.quantities):
+        options = config.options_of(quantity_class)
+        if options.ranks is None or rank in options.ranks:
+            every = config.every if options.every is None else options.every
+            timing = Timing(start_step=options.start_step, every=every, times=options.times)
+            chosen.append((quantity_class(subject, options), timing))
+    return chosen
 
 
 def public_settings(config: MonitorConfig) -> dict[str, Any]:

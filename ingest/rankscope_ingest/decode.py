@@ -161,7 +161,7 @@ def _statistics(
 
     columns = plan.repeated(len(chosen)) | context.columns(rows)
     for name, array in records.items():
-        columns[name] = _spread(array, parents)
+        columns[name] = _over(columns.get(name), _spread(array, parents))
     floats = values.to_numpy(zero_copy_only=False).reshape(len(chosen), len(WIRE_VALUE_OPS), len(plan))
     for position, op in enumerate(WIRE_VALUE_OPS):
         columns[op] = pa.array(np.ascontiguousarray(floats[:, position]).ravel(), from_pandas=True)
@@ -207,6 +207,15 @@ def _spread(array: pa.Array, parents: npt.NDArray[np.intp]) -> pa.Array:
     return pa.array(plain.to_numpy()[parents]).view(array.type)
 
 
+def _over(own: pa.Array | None, of_record: pa.Array | None) -> pa.Array:
+    """Return what a row says itself, and where it says nothing what its record does."""
+    if own is None or of_record is None:
+        return of_record if own is None else own
+    if own.null_count == len(own):
+        return of_record
+    return own if own.null_count == 0 else pc.coalesce(own, of_record)
+
+
 def _nested(wire: pa.Table, dataset: str, records: Mapping[str, pa.Array], context: RowContext) -> pa.Table | None:
     """Return the rows that travel inside the records as a list of structs, or None when there are none."""
     if dataset not in wire.column_names:
@@ -222,7 +231,7 @@ def _nested(wire: pa.Table, dataset: str, records: Mapping[str, pa.Array], conte
     for name, array in records.items():
         columns[name] = _spread(array, parents)
     for field in NESTED[dataset]:
-        columns[field.name] = _member(structs, dataset, field)
+        columns[field.name] = _over(_member(structs, dataset, field), columns.get(field.name))
     schema = table_schema(dataset)
     arrays = [columns[field.name] if field.name in columns else pa.nulls(len(structs), field.type) for field in schema]
     return pa.Table.from_arrays(arrays, schema=schema)

@@ -11,7 +11,7 @@ from rankscope_contract.records import Plan, PlanEntry, plan_hash
 from rankscope_ingest.errors import DecodeError
 from rankscope_ingest.tables import GrowingColumn, rows_table, table_schema, tiled_column
 
-NAME_COLUMNS: Final = ("kind", "tensor", "index", "placement", "shard_group", "call_seq", "vpp_stage")
+NAME_COLUMNS: Final = ("kind", "tensor", "index", "placement", "shard_group", "call_seq", "vpp_stage", "micro_step")
 """Columns of `tensor_stats` that a plan supplies."""
 
 KEPT_PLANS: Final = 256

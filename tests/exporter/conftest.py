@@ -26,6 +26,8 @@ class Row:
     tensor: str
     placement: str
     numbers: dict[str, float | int | None]
+    index: int | None = None
+    micro_step: int | None = None
 
 
 class Reader:
@@ -69,7 +71,8 @@ class Reader:
                 continue
             values = record["values"][position :: len(entries)]
             numbers = dict(zip((*WIRE_VALUE_OPS, *COUNT_OPS), (*values, *counts), strict=True))
-            yield Row(record["step"], entry.kind, entry.tensor, entry.placement, numbers)
+            where = (entry.index, entry.micro_step)
+            yield Row(record["step"], entry.kind, entry.tensor, entry.placement, numbers, *where)
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:

@@ -17,8 +17,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from torch import nn
 
-from rankscope_exporter import Monitor, MonitorConfig, ServeConfig
-from rankscope_exporter import recorder as recorder_module
+from rankscope_exporter import Monitor, MonitorConfig, ServeConfig, collection
 
 Eventually = Callable[..., Any]
 MakeReader = Callable[[Monitor], Any]
@@ -67,7 +66,7 @@ def test_a_value_that_cannot_be_logged_costs_nothing_but_itself(
     bad: Any, quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:
     """More of them than steps may wait for the publisher: sampling goes on."""
-    steps = recorder_module.MAX_BACKLOG + 6
+    steps = collection.MAX_BACKLOG + 6
     net, optimizer = make()
     with Monitor(quiet).attach(net, optimizer) as monitor:
         read = reader(monitor)
@@ -418,7 +417,7 @@ def test_a_parameter_that_was_replaced_is_absent_and_said_once(
 def test_steps_that_wait_beyond_the_limit_are_counted_not_kept(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder_module, "MAX_BACKLOG", 3)
+    monkeypatch.setattr(collection, "MAX_BACKLOG", 3)
     net, optimizer = make()
     with Monitor(quiet).attach(net, optimizer) as monitor:
         read = reader(monitor)

@@ -43,6 +43,7 @@ entries = st.builds(
     tensor=TEXT,
     index=SMALL,
     vpp_stage=SMALL,
+    micro_step=SMALL,
     call_seq=st.none() | st.integers(0, 1 << 40),
     placement=st.sampled_from(["full", "shard"]),
     shard_group=st.none() | TEXT,
@@ -50,7 +51,14 @@ entries = st.builds(
 plans = st.lists(entries, max_size=4).map(lambda chosen: Plan(tuple(chosen)))
 scalars = st.fixed_dictionaries({"name": TEXT, "value": NUMBER, "unit": st.none() | TEXT, "labels": st.none() | TEXT})
 events = st.fixed_dictionaries(
-    {"type": TEXT, "tensor": st.none() | TEXT, "value": NUMBER, "vpp_stage": SMALL, "message": st.none() | TEXT}
+    {
+        "type": TEXT,
+        "tensor": st.none() | TEXT,
+        "value": NUMBER,
+        "vpp_stage": SMALL,
+        "micro_step": SMALL,
+        "message": st.none() | TEXT,
+    }
 )
 histograms = st.fixed_dictionaries(
     {"kind": TEXT, "tensor": TEXT, "scheme": TEXT, "counts": st.none() | st.lists(st.integers(0, 9), max_size=3)}
@@ -107,12 +115,14 @@ def slow_rows(records: list[dict[str, Any]], known: list[Plan], first_ordinal: i
                 row = dict.fromkeys(field.name for field in DATASETS["tensor_stats"]) | common
                 for name in ("kind", "tensor", "index", "vpp_stage", "call_seq", "placement", "shard_group"):
                     row[name] = getattr(entry, name)
+                row |= {} if entry.micro_step is None else {"micro_step": entry.micro_step}
                 row |= {op: record["values"][n * len(plan) + at] for n, op in enumerate(WIRE_VALUE_OPS)}
                 row |= {op: record["counts"][n * len(plan) + at] for n, op in enumerate(WIRE_COUNT_OPS)}
                 rows.setdefault("tensor_stats", []).append(row)
         for dataset in NESTED:
             for item in record.get(dataset) or ():
                 row = dict.fromkeys(field.name for field in DATASETS[dataset]) | common | item
+                row |= {"micro_step": common["micro_step"]} if item.get("micro_step") is None else {}
                 rows.setdefault(dataset, []).append(row)
     return rows
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from rankscope_contract.records import PlanEntry
+from rankscope_exporter.deferred import Row
 from rankscope_exporter.frameworks import Framework
 from rankscope_exporter.naming import NamedParameter, local_tensor
+from rankscope_exporter.targets import Targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,41 +26,167 @@ class Subject:
     world_size: int = 1
     retired: set[int] = field(default_factory=set)
     """Positions of parameters that the model has replaced since: the old tensor would repeat its last gradient."""
+    positions: tuple[int, ...] | None = None
+    """Where the parameters stand among those of the whole subject, when they are a part of them."""
 
     def tensors(self) -> list[torch.nn.Parameter | None]:
         """Return the parameters by position, None where one is retired."""
         if not self.retired:
             return [named.parameter for named in self.parameters]
-        return [None if i in self.retired else named.parameter for i, named in enumerate(self.parameters)]
+        owners = zip(self.owners(), self.parameters, strict=True)
+        return [None if owner in self.retired else named.parameter for owner, named in owners]
+
+    def owners(self) -> Sequence[int]:
+        """Return the position of each parameter among those of the whole subject."""
+        return range(len(self.parameters)) if self.positions is None else self.positions
+
+    def only(self, targets: Targets) -> Subject:
+        """Return the subject with the parameters that `targets` selects by name or alias."""
+        if targets.selects_all:
+            return self
+        kept = [i for i, item in enumerate(self.parameters) if targets.selects(item.name, *item.aliases)]
+        return replace(self, parameters=tuple(self.parameters[i] for i in kept), positions=tuple(kept))
 
 
-class Table:
+class Table(Protocol):
     """Where a quantity writes during one sampled step; `rows` are relative to the quantity's own first entry."""
+
+    def add(self, entries: Sequence[PlanEntry], owners: Sequence[int] | None = None) -> range | None:
+        """Append entries that were not known before; None when the plan is full. `owners` are parameters."""
+        ...
 
     def measure(self, tensors: Sequence[torch.Tensor | None], rows: range) -> None:
         """Take the statistics of `tensors` into entries `rows`; None leaves an entry absent."""
-        raise NotImplementedError
+        ...
 
     def copy(self, source: range, target: range) -> None:
         """Set entries `target` equal to entries `source`, which were measured before."""
-        raise NotImplementedError
+        ...
 
     def forget(self, rows: range) -> None:
         """Make entries absent that were measured before."""
-        raise NotImplementedError
+        ...
+
+    def defer(self, dataset: str, tensor: torch.Tensor, rows: Callable[[torch.Tensor], Iterable[Row]]) -> None:
+        """Have `rows` make rows of `dataset` of `tensor` once it is on the host; nothing waits for the device."""
+        ...
+
+    def write(self, dataset: str, row: Row) -> None:
+        """Add a row of `dataset` that is known already."""
+        ...
+
+
+class Gate(Protocol):
+    """Tells a quantity's own hooks whether to read, and where to write."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the step under way is measured by this quantity."""
+        ...
+
+    @property
+    def table(self) -> Table:
+        """Where to write while the gate is open."""
+        ...
+
+
+class Hooking(Protocol):
+    """What a quantity needs to hook a model: everything registered goes through the guard and away at detach."""
+
+    @property
+    def micro_step(self) -> int:
+        """Which training forward of the step is under way or was the last, from 0 on."""
+        ...
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a training forward of the whole model is under way."""
+        ...
+
+    def keep(self, handle: RemovableHandle) -> None:
+        """Remove `handle` at detach()."""
+        ...
+
+    def guarded(self, where: str, function: Callable[..., None], gate: Gate) -> Callable[..., None]:
+        """Return `function` as a hook: called while `gate` is open, timed, and never raising into training.
+
+        Its result is dropped, gradients are off inside, nothing runs while a graph is being compiled, and it is inert
+        after detach, in a forked child, and in a copy of the model.
+        """
+        ...
+
+    def follow_forward(self) -> None:
+        """Have `in_forward` kept up to date."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantityOptions:
+    """What every quantity can be told; a subclass adds its own. Checked at construction."""
+
+    targets: tuple[str, ...] = ("*",)
+    """Names, globs, or regular expressions behind "re:"; of parameters, or of modules where modules are measured."""
+    start_step: int | None = None
+    """The first step to measure; null measures from the beginning."""
+    every: int | None = None
+    """Measure every n-th step; null is the monitor's own `every`."""
+    times: int | None = None
+    """Stop after so many measured steps; null never stops."""
+    ranks: tuple[int, ...] | None = None
+    """Measure on these ranks alone; null is all."""
+
+    def __post_init__(self) -> None:
+        for name in ("targets", "ranks"):
+            value = getattr(self, name)
+            if isinstance(value, list):
+                object.__setattr__(self, name, tuple(value))
+        self._check_whole("start_step", 0)
+        self._check_whole("every", 1)
+        self._check_whole("times", 0)
+        if self.ranks is not None and not all(_is_whole(rank) and rank >= 0 for rank in self.ranks):
+            raise ValueError(f"ranks is a list of rank numbers, not {self.ranks!r}")
+        Targets(self.targets)
+
+    def _check_whole(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if value is not None and not (_is_whole(value) and value >= least):
+            raise ValueError(f"{name} is a whole number from {least} on, not {value!r}")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class Quantity:
     """Reads tensors at fixed moments of a sampled step. All calls come from the training thread, gradients off."""
 
     name: ClassVar[str]
+    options_class: ClassVar[type[QuantityOptions]] = QuantityOptions
+    of_modules: ClassVar[bool] = False
+    """Whether targets name modules rather than parameters."""
 
-    def __init__(self, subject: Subject) -> None:
-        self.subject = subject
+    def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
+        self.options = options or self.options_class()
+        self.targets = Targets(self.options.targets)
+        self.subject = subject if self.of_modules else subject.only(self.targets)
 
     def entries(self) -> list[PlanEntry]:
-        """Return the entries this quantity fills, in the order of its rows."""
-        raise NotImplementedError
+        """Return the entries this quantity fills, in the order of its rows; more may be added later."""
+        return []
+
+    def owners(self) -> list[int]:
+        """Return for each of `entries()` the parameter it belongs to: by default all parameters, kind after kind."""
+        count = len(self.entries())
+        own = self.subject.owners()
+        return [own[i % len(own)] for i in range(count)] if len(own) else []
+
+    def install(self, hooking: Hooking, gate: Gate) -> None:
+        """Register hooks of its own; called once, when the model is attached."""
+
+    @classmethod
+    def hears(cls, moment: str) -> bool:
+        """Return whether the class does anything at `moment`."""
+        return getattr(cls, moment) is not getattr(Quantity, moment)
 
     def step_begins(self, table: Table) -> None:
         """A sampled step begins; the table is empty."""

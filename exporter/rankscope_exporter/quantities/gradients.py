@@ -8,7 +8,7 @@ import torch
 
 from rankscope_contract.kinds import Kind
 from rankscope_contract.records import PlanEntry
-from rankscope_exporter.quantities.base import Quantity, Subject, Table
+from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Subject, Table
 
 
 class Gradients(Quantity):
@@ -19,9 +19,9 @@ class Gradients(Quantity):
 
     name: ClassVar[str] = "gradients"
 
-    def __init__(self, subject: Subject) -> None:
-        super().__init__(subject)
-        count = len(subject.parameters)
+    def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
+        super().__init__(subject, options)
+        count = len(self.subject.parameters)
         self._unreduced, self._reduced = range(count), range(count, 2 * count)
         self._batched = subject.framework.local_until_backward_ends
         # A loop that reduces by itself between backward and step is seen at the step only.

@@ -8,7 +8,7 @@ import torch
 
 from rankscope_contract.kinds import Kind
 from rankscope_contract.records import PlanEntry
-from rankscope_exporter.quantities.base import Quantity, Subject, Table
+from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Subject, Table
 
 # Key in `optimizer.state[parameter]` -> kind, by the option that says the optimizer keeps it.
 ADAM_STATE: Final = (("exp_avg", Kind.EXP_AVG), ("exp_avg_sq", Kind.EXP_AVG_SQ))
@@ -20,8 +20,8 @@ class OptimizerState(Quantity):
 
     name: ClassVar[str] = "optimizer_state"
 
-    def __init__(self, subject: Subject) -> None:
-        super().__init__(subject)
+    def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
+        super().__init__(subject, options)
         self._kept = _kept_state(subject.optimizers)
 
     def entries(self) -> list[PlanEntry]:

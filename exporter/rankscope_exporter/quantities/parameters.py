@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from rankscope_contract.kinds import Kind
 from rankscope_contract.records import PlanEntry
-from rankscope_exporter.quantities.base import Quantity, Subject, Table
+from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Subject, Table
 
 
 class Parameters(Quantity):
@@ -17,9 +17,9 @@ class Parameters(Quantity):
 
     name: ClassVar[str] = "parameters"
 
-    def __init__(self, subject: Subject) -> None:
-        super().__init__(subject)
-        count = len(subject.parameters)
+    def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
+        super().__init__(subject, options)
+        count = len(self.subject.parameters)
         self._before, self._after = range(count), range(count, 2 * count)
 
     def entries(self) -> list[PlanEntry]:

@@ -32,7 +32,10 @@ class Finished:
 
 
 class StatisticsTable:
-    """Raw sums of `size` entries on one device, preallocated. Written by one thread, in the order of one stream."""
+    """Raw sums of `size` entries on one device, preallocated. Written by one thread, in the order of one stream.
+
+    It may grow, to hold entries that were not known at first; what is measured already stays.
+    """
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
@@ -46,6 +49,17 @@ class StatisticsTable:
         """Make every entry absent."""
         # Only `numel` is reset: what else an absent entry holds is never read.
         self.buffer[NUMEL_ROW].fill_(ABSENT)
+
+    def grow(self, size: int) -> None:
+        """Make room for at least `size` entries, doubled so that growing one by one stays cheap."""
+        if size <= self.size:
+            return
+        old, kept = self.buffer, self.size
+        self.size = max(size, 2 * self.size, _LEAST_GROWN)
+        with torch.no_grad():
+            self.buffer = self._new_buffer(self.device)
+            self.clear()
+            self.buffer[:, :kept].copy_(old)
 
     def forget(self, rows: range) -> None:
         """Make the entries `rows` absent."""
@@ -83,10 +97,12 @@ class StatisticsTable:
 
     def take_host_buffer(self) -> torch.Tensor:
         """Return a free buffer on the host, pinned where the device copies to it by itself."""
-        try:
-            return self._free_host_buffers.popleft()
-        except IndexError:  # all in use: the publisher is behind
-            return self._new_buffer(torch.device("cpu"), pinned=self.device.type == "cuda")
+        while self._free_host_buffers:
+            buffer = self._free_host_buffers.popleft()
+            if buffer.shape[1] == self.size:  # else it is from before the table grew
+                return buffer
+        # All in use: the publisher is behind.
+        return self._new_buffer(torch.device("cpu"), pinned=self.device.type == "cuda")
 
     def give_host_buffer(self, buffer: torch.Tensor) -> None:
         """Take back a buffer that nobody reads any more; called from the publisher thread."""
@@ -99,6 +115,7 @@ class StatisticsTable:
 
 
 _HOST_BUFFERS_KEPT: Final = 4
+_LEAST_GROWN: Final = 64
 _INDICES_KEPT: Final = 256
 
 
@@ -124,12 +141,16 @@ def copy_entries(table: StatisticsTable, source_rows: Sequence[int], target_rows
 
 
 class HostCopy:
-    """The table of one step on its way to the host. Making it empties the table, which is then free for a next step."""
+    """The table of one step on its way to the host. Making it empties the table, which is then free for a next step.
 
-    __slots__ = ("_event", "buffer", "table")
+    `used` is how many entries, from the first on, have a meaning; None means all.
+    """
 
-    def __init__(self, table: StatisticsTable) -> None:
+    __slots__ = ("_event", "buffer", "table", "used")
+
+    def __init__(self, table: StatisticsTable, used: int | None = None) -> None:
         self.table = table
+        self.used = table.size if used is None else used
         self.buffer = table.take_host_buffer()
         self._event: torch.cuda.Event | None = None
         with torch.no_grad():
@@ -157,8 +178,8 @@ def finish(host: HostCopy) -> Finished:
     """Return the statistics of a copy that is ready, and free its buffer. On the publisher thread, once per copy."""
     with torch.inference_mode(False), torch.no_grad():
         host.wait()
-        counts = host.buffer[len(SUMS) :].clone()
-        sums = host.buffer[: len(SUMS)].view(torch.float64).clone()
+        counts = host.buffer[len(SUMS) :, : host.used].clone()
+        sums = host.buffer[: len(SUMS)].view(torch.float64)[:, : host.used].clone()
         host.table.give_host_buffer(host.buffer)
         numel = counts[COUNT_OPS.index("numel")]
         present = numel >= 0

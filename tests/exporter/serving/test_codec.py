@@ -127,7 +127,7 @@ def test_events_keep_every_field():
 
 
 def test_every_nested_dataset_comes_back_under_its_record():
-    feature = {"kind": "act_out", "module": "layers.0", "index": 3, "value": 0.25}
+    feature = {"kind": "act_out", "module": "layers.0", "index": 3, "value": 0.25, "micro_step": 2}
     histogram = {
         "kind": "grad_reduced", "tensor": "a", "scheme": "log2",
         "below": 0, "above": 1, "nonfinite": 2, "counts": [0, 5, 1 << 40],
@@ -155,7 +155,7 @@ def test_every_nested_dataset_comes_back_under_its_record():
 
 def test_a_row_that_fits_no_column_is_left_out_and_counted():
     """One bad row must not hold up every record behind it."""
-    good = {"kind": "act_out", "module": "a", "index": None, "value": 1.0}
+    good = {"kind": "act_out", "module": "a", "index": None, "value": 1.0, "micro_step": None}
     bad = [
         {**good, "index": 1 << 40},
         {**good, "value": "much"},

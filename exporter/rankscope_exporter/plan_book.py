@@ -1,0 +1,47 @@
+"""The plan of a rank while it grows: entries in the order in which they were first needed.
+
+Parameters are known when the monitor is attached; activations only once a module has run. An entry never moves and
+never leaves, so a position means the same in every table, and a plan is told by its length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from rankscope_contract.records import Plan, PlanEntry
+from rankscope_exporter.record import NamedPlan
+
+MAX_ENTRIES: Final = 200_000
+"""64 bytes each in every table; a model that makes up names without end must not fill the memory."""
+
+
+class PlanBook:
+    """Grows on the training thread; the publisher may ask for a plan of any length that has been."""
+
+    def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
+        self.entries: list[PlanEntry] = []
+        self.owners: list[int] = []
+        """By entry: the position of the parameter it belongs to, -1 for none."""
+        self.left_out = 0  # entries that found the book full
+        self._max_entries = max_entries
+        self._named: NamedPlan | None = None
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def add(self, entries: Sequence[PlanEntry], owners: Sequence[int] | None = None) -> range | None:
+        """Append `entries` and return their positions; None, and counted, when they do not fit any more."""
+        first = len(self.entries)
+        if first + len(entries) > self._max_entries:
+            self.left_out += len(entries)
+            return None
+        self.owners += [-1] * len(entries) if owners is None else owners
+        self.entries += entries
+        return range(first, first + len(entries))
+
+    def plan(self, length: int) -> NamedPlan:
+        """Return the plan of the first `length` entries; for the publisher, since naming one costs milliseconds."""
+        if self._named is None or len(self._named.plan.entries) != length:
+            self._named = NamedPlan.of(Plan(tuple(self.entries[:length])))
+        return self._named

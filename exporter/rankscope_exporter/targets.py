@@ -1,0 +1,54 @@
+"""Choosing by name: exactly, by glob, or by regular expression. Pure."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from fnmatch import translate
+from typing import Final
+
+REGEX: Final = "re:"
+
+
+class Targets:
+    """A name is selected when one pattern matches all of it: itself, a glob, or a regular expression behind "re:".
+
+    Raises ValueError for what is no list of names, and for a regular expression that is none.
+    """
+
+    def __init__(self, patterns: Sequence[str] = ("*",)) -> None:
+        if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+            raise ValueError(f"targets is a list of names, not {patterns!r}")
+        self.patterns = tuple(patterns)
+        self._exact = frozenset(patterns)
+        self._compiled = [(pattern, _compiled(pattern)) for pattern in self.patterns]
+
+    @property
+    def selects_all(self) -> bool:
+        """Return whether every name is selected."""
+        return "*" in self._exact
+
+    def selects(self, *names: str) -> bool:
+        """Return whether one of the `names` of one thing is selected."""
+        return any(
+            name in self._exact or any(compiled.fullmatch(name) for _, compiled in self._compiled) for name in names
+        )
+
+    def unmatched(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Return the patterns that select none of `names`, each with the names nearest to it."""
+        known = list(names)
+        return {
+            pattern: difflib.get_close_matches(pattern.removeprefix(REGEX), known, n=3, cutoff=0.4)
+            for pattern, compiled in self._compiled
+            if pattern != "*" and not any(name == pattern or compiled.fullmatch(name) for name in known)
+        }
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    if not pattern.startswith(REGEX):
+        return re.compile(translate(pattern))
+    try:
+        return re.compile(pattern.removeprefix(REGEX))
+    except re.error as error:
+        raise ValueError(f"target {pattern!r} is no regular expression: {error}") from error
