@@ -1,4 +1,4 @@
-"""The contract's rules as Prometheus alerts.
+"""The contract's rules as Prometheus alerts, and with them everything that a rule file holds.
 
 A rank exports value, baseline and threshold of what it judged, so PromQL only repeats the comparison. Two alerts per
 rule: the comparison on what a scrape happened to see, and the counter of firings, which misses no step.
@@ -6,17 +6,20 @@ rule: the comparison on what a scrape happened to see, and the counter of firing
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any, Final
 
 from rankscope_contract import metrics
 from rankscope_contract.escaping import label_value
-from rankscope_contract.kinds import Kind
+from rankscope_contract.kinds import VALUE_OPS, Kind
 from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_dashboards.alerts import RUNBOOKS, Alert, AlertGroup
+from rankscope_dashboards.lifecycle_alerts import lifecycle_alerts
+from rankscope_dashboards.self_check import disagreement
 
 DEFAULT_RULES: Final[tuple[AnomalyRule, ...]] = (
     AnomalyNan(),
@@ -24,79 +27,123 @@ DEFAULT_RULES: Final[tuple[AnomalyRule, ...]] = (
 )
 """What a rank judges unless it is told otherwise; a test holds this equal to the exporter's own defaults."""
 
+WINDOW: Final = "2m"
+KEEP_FIRING_FOR: Final = "1m"
+
 _SERIES: Final = "on (run, rank, kind, tensor, op)"
 _SCALARS: Final = (metrics.LOSS, metrics.GRAD_NORM, metrics.LEARNING_RATE, metrics.SCALAR)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alert:
-    """One alerting rule of a Prometheus rule file."""
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The PromQL of a rule: alternatives over the statistics of tensors, and over logged scalars."""
 
-    name: str
-    expression: str
-    summary: str
-    labels: dict[str, str] = field(default_factory=dict)
-    keep_firing_for: str | None = None
-
-    def document(self) -> dict[str, Any]:
-        """Return the rule as it stands in the file."""
-        entry: dict[str, Any] = {"alert": self.name, "expr": self.expression}
-        if self.keep_firing_for:
-            entry["keep_firing_for"] = self.keep_firing_for
-        return {**entry, "labels": self.labels, "annotations": {"summary": self.summary}}
+    tensors: Sequence[str]
+    scalars: Sequence[str] = ()
 
 
 def rule_file(
-    rules: Sequence[AnomalyRule] = DEFAULT_RULES, *, window: str = "2m", keep_firing_for: str = "1m"
+    rules: Sequence[AnomalyRule] = DEFAULT_RULES,
+    *,
+    window: str = WINDOW,
+    keep_firing_for: str = KEEP_FIRING_FOR,
+    runbooks: str = RUNBOOKS,
 ) -> dict[str, Any]:
-    """Return the document of a Prometheus rule file with the alerts of `rules`.
+    """Return the document of a Prometheus rule file: the alerts of `rules`, of runs, and of the rules' self-check.
+
+    `window` and `keep_firing_for` are those of `anomaly_alerts`; `runbooks` is the address of the page of runbooks.
+    """
+    groups = alert_groups(rules, window=window, keep_firing_for=keep_firing_for)
+    return {"groups": [group.document(runbooks) for group in groups]}
+
+
+def alert_groups(
+    rules: Sequence[AnomalyRule] = DEFAULT_RULES, *, window: str = WINDOW, keep_firing_for: str = KEEP_FIRING_FOR
+) -> tuple[AlertGroup, ...]:
+    """Return every alert there is, in groups."""
+    return (
+        AlertGroup("rankscope-anomaly", anomaly_alerts(rules, window=window, keep_firing_for=keep_firing_for)),
+        AlertGroup("rankscope-lifecycle", lifecycle_alerts()),
+        AlertGroup("rankscope-self-check", [disagreement(rule.name, tensor_expression(rule)) for rule in rules]),
+    )
+
+
+def anomaly_alerts(
+    rules: Sequence[AnomalyRule], *, window: str = WINDOW, keep_firing_for: str = KEEP_FIRING_FOR
+) -> tuple[Alert, ...]:
+    """Return two alerts for each rule.
 
     An event stays an alert for `window`, which must hold at least two scrapes; a comparison that no longer holds stays
     one for `keep_firing_for`.
     """
-    alerts = [alert for rule in rules for alert in (_comparison(rule, keep_firing_for), _counter(rule, window))]
-    return {"groups": [{"name": "rankscope-anomaly", "rules": [alert.document() for alert in alerts]}]}
+    return tuple(alert for rule in rules for alert in (_comparison(rule, keep_firing_for), _counter(rule, window)))
+
+
+def expression(rule: AnomalyRule) -> str:
+    """Return the PromQL that is true for the series on which `rule` fires."""
+    found = terms(rule)
+    return _any((*found.tensors, *found.scalars))
+
+
+def tensor_expression(rule: AnomalyRule) -> str:
+    """Return the same over the statistics of tensors alone."""
+    return _any(terms(rule).tensors)
 
 
 @singledispatch
-def expression(rule: AnomalyRule) -> str:
-    """Return the PromQL that is true for the series on which `rule` fires."""
-    raise NotImplementedError(f"{type(rule).__name__} has no PromQL form: register one with expression.register")
+def terms(rule: AnomalyRule) -> Terms:
+    """Return the PromQL form of `rule`; a rule gets one with `terms.register`."""
+    raise NotImplementedError(f"{type(rule).__name__} has no PromQL form: register one with terms.register")
 
 
-@expression.register
-def _(rule: AnomalyTurbulence) -> str:
+@terms.register
+def _(rule: AnomalyTurbulence) -> Terms:
     series = _selector(rule, rule.ops)
     value, baseline = f"abs({metrics.TENSOR_VALUE.name}{series})", f"{metrics.TENSOR_BASELINE.name}{series}"
     factor = f"on (run, rank) group_left () (1 + {_threshold(rule)})"
     high = f"{value} > {_SERIES} ({baseline} * {factor})"
-    if rule.direction == "up":
-        return high
-    return f"{high}\n  or\n{value} < {_SERIES} ({baseline} / {factor})"
+    low = f"{value} < {_SERIES} ({baseline} / {factor})"
+    return Terms([high] if rule.direction == "up" else [high, low])
 
 
-@expression.register
-def _(rule: AnomalyNan) -> str:
-    parts = [f"{metrics.TENSOR_VALUE.name}{_selector(rule, ('nans', *(('infs',) if rule.infs else ())))} > 0"]
-    if rule.kinds is None:
-        for scalar in _SCALARS:
-            # v != v keeps NaN alone, and its value is NaN: group() turns it into 1.
-            parts.append(f"{scalar.name} != {scalar.name}")
-            parts += [f"abs({scalar.name}) == Inf"] if rule.infs else []
+@terms.register
+def _(rule: AnomalyNan) -> Terms:
+    tensors = [f"{metrics.TENSOR_VALUE.name}{_selector(rule, ('nans', *(('infs',) if rule.infs else ())))} > 0"]
     if rule.threshold is not None:
-        judged = _selector(rule, ("norm", "min", "max", "mean"))
-        parts.append(f"abs({metrics.TENSOR_VALUE.name}{judged}) > on (run, rank) group_left () {_threshold(rule)}")
+        judged = _selector(rule, VALUE_OPS)
+        tensors.append(f"abs({metrics.TENSOR_VALUE.name}{judged}) > on (run, rank) group_left () {_threshold(rule)}")
+    return Terms(tensors, [part for scalar in _SCALARS for part in _nonfinite(rule, scalar.name)])
+
+
+def _nonfinite(rule: AnomalyNan, scalar: str) -> Iterable[str]:
+    if rule.kinds is not None:
+        return
+    # v != v keeps NaN alone, and its value is NaN: group() turns it into 1.
+    yield f"{scalar} != {scalar}"
+    if rule.infs:
+        yield f"abs({scalar}) == Inf"
+    if rule.threshold is not None:
+        yield f"abs({scalar}) > on (run, rank) group_left () {_threshold(rule)}"
+
+
+def _any(parts: Iterable[str]) -> str:
     return "\n  or\n".join(parts)
 
 
 def _comparison(rule: AnomalyRule, keep_firing_for: str) -> Alert:
+    where = (
+        "{{ $labels.kind }} of {{ $labels.tensor }} ({{ $labels.op }}), run {{ $labels.run }} rank {{ $labels.rank }}"
+    )
     return Alert(
         name=rule.name,
         expression=f"group by (run, rank, kind, tensor, op) (\n{expression(rule)}\n)",
-        summary=f"{rule.name} in {{{{ $labels.kind }}}} of {{{{ $labels.tensor }}}} ({{{{ $labels.op }}}}), "
-        "run {{ $labels.run }} rank {{ $labels.rank }}",
-        labels={"severity": str(rule.severity), "rule": rule.name},
+        summary=f"{rule.name} in {where}",
+        description=_described(rule, "At the step that Prometheus saw last, the rule holds for this series."),
+        severity=str(rule.severity),
+        runbook=rule.runbook or type(rule).__name__,
+        rule=rule.name,
         keep_firing_for=keep_firing_for,  # a spike lasts one scrape; do not flap
+        panel="Anomalies",
     )
 
 
@@ -112,10 +159,18 @@ def _counter(rule: AnomalyRule, window: str) -> Alert:
         counts.append(f"{by} ({counter} unless {counter} offset {window}) > 0")
     return Alert(
         name=f"{rule.name}Events",
-        expression="\n  or\n".join(counts),
+        expression=_any(counts),
         summary=f"{rule.name} fired in {{{{ $labels.kind }}}}, run {{{{ $labels.run }}}} rank {{{{ $labels.rank }}}}",
-        labels={"severity": str(rule.severity), "rule": rule.name},
+        description=_described(rule, f"Counted on the rank at every step; within {window} it fired at least once."),
+        severity=str(rule.severity),
+        runbook=rule.runbook or type(rule).__name__,
+        rule=rule.name,
+        panel="Anomalies",
     )
+
+
+def _described(rule: AnomalyRule, what: str) -> str:
+    return f"{rule.summary} {what}".strip() + " `rankscope anomalies` puts the tensors in causal order."
 
 
 def _selector(rule: AnomalyRule, ops: Sequence[str]) -> str:
