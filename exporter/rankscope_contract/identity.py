@@ -59,11 +59,18 @@ def new_incarnation() -> str:
 def new_launch_id(environment: Mapping[str, str]) -> str:
     """Return a launch id to be made on rank 0 and shared: readable where the launcher has a name, always unique.
 
-    A requeued job repeats its job id and its restart count, so these alone would not tell two launches apart.
+    A requeued job repeats its job id, and torchrun counts its restarts anew in it, so these alone would not tell two
+    launches apart.
     """
     job = environment.get("SLURM_JOB_ID") or environment.get("TORCHELASTIC_RUN_ID", _UNSET_ELASTIC_ID)
-    restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"{job}.{restart}.{uuid.uuid4().hex[:12]}"
+    requeued = environment.get("SLURM_RESTART_COUNT", "")
+    job = f"{job}-r{requeued}" if requeued.isdecimal() and int(requeued) else job
+    return f"{job}.{restart_count(environment)}.{uuid.uuid4().hex[:12]}"
+
+
+def restart_count(environment: Mapping[str, str]) -> str:
+    """Return how often torchrun's elastic agent has started the workers again; "0" without it."""
+    return environment.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def host_name() -> str:

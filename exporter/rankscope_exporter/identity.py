@@ -21,12 +21,15 @@ from rankscope_contract.identity import (
     new_incarnation,
     new_launch_id,
     rank_from_environment,
+    restart_count,
     run_from_environment,
 )
 
 log = logging.getLogger("rankscope")
 
 LAUNCH_KEY: Final = "rankscope/launch"
+"""Followed by restart count and world size: torchrun's agent keeps one store over all restarts of its workers."""
+
 WAIT_FOR_RANK_0: Final = dt.timedelta(seconds=20)
 
 
@@ -59,15 +62,16 @@ def _launch(environment: Mapping[str, str], run: str | None, rank: int, world_si
     store = _group_store()
     if store is None:
         return _derived_launch(environment, named, "no process group at attach()")
+    key = f"{LAUNCH_KEY}/{restart_count(environment)}/{world_size}"
     if rank == 0:
         launch = {"run": named or _generated_run(), "launch_id": new_launch_id(environment)}
         # Whoever attaches a second monitor in the same launch gets the launch id of the first.
-        return _decoded(store.compare_set(LAUNCH_KEY, "", json.dumps(launch)))
+        return _decoded(store.compare_set(key, "", json.dumps(launch)))
     try:
-        store.wait([LAUNCH_KEY], WAIT_FOR_RANK_0)
+        store.wait([key], WAIT_FOR_RANK_0)
     except (RuntimeError, ValueError) as error:  # DistStoreError is a RuntimeError; a closed store says ValueError
         return _derived_launch(environment, named, f"rank 0 has not attached a monitor: {error}")
-    return _decoded(store.get(LAUNCH_KEY))
+    return _decoded(store.get(key))
 
 
 def _decoded(text: bytes) -> dict[str, str]:
@@ -84,7 +88,14 @@ def _group_store() -> Any:
 
 def _derived_launch(environment: Mapping[str, str], run: str | None, why: str) -> dict[str, str]:
     """Return what all ranks can compute alone. Two launches on one address at one port cannot be told apart."""
-    variables = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+    variables = (
+        "SLURM_JOB_ID",
+        "SLURM_RESTART_COUNT",
+        "TORCHELASTIC_RUN_ID",
+        "TORCHELASTIC_RESTART_COUNT",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
     text = "|".join(environment.get(name, "") for name in variables)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     name = run or f"run-{digest}"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
-from typing import Protocol
+from typing import Final, Protocol
 
 from rankscope_contract.events import ExitReason
 
@@ -19,6 +20,13 @@ class Attached(Protocol):
     def end_of_process(self, reason: ExitReason, error: str | None) -> None:
         """The interpreter is about to exit."""
 
+
+_STOPPED_BY_CODE: Final = {
+    128 + number: name
+    for name in ("SIGHUP", "SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+    if (number := getattr(signal, name, None)) is not None
+}
+"""Exit codes by which a script that caught a signal says so, as a shell does."""
 
 _attached: set[Attached] = set()
 """Strong references: a monitor that the script has dropped still has hooks, threads and a socket to answer for."""
@@ -66,8 +74,35 @@ def encodable(text: str) -> str:
 
 
 def exit_reason(error: BaseException | None) -> tuple[ExitReason, str | None]:
-    """Return why the process ends, given the exception that ends it, and that exception in words."""
-    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+    """Return why the process ends, given the exception that ends it, and that exception in words.
+
+    `sys.exit(0)` says success without saying that all is done: what was planned decides, see `weighed_reason`.
+    """
+    if error is None:
         return ExitReason.COMPLETED, None
-    text = encodable(f"{type(error).__name__}: {error}")
-    return (ExitReason.SIGNAL if isinstance(error, KeyboardInterrupt) else ExitReason.EXCEPTION), text
+    text = encodable(f"{type(error).__name__}: {error}".removesuffix(": "))
+    if isinstance(error, SystemExit):
+        if error.code in (None, 0):
+            return ExitReason.COMPLETED, "sys.exit(0)"
+        name = _STOPPED_BY_CODE.get(error.code) if isinstance(error.code, int) else None
+        return (ExitReason.EXCEPTION, text) if name is None else (ExitReason.SIGNAL, f"{name}, {text}")
+    # torch's elastic agent turns a signal into this exception where training runs in its process.
+    is_signal = isinstance(error, KeyboardInterrupt) or type(error).__name__ == "SignalException"
+    return (ExitReason.SIGNAL if is_signal else ExitReason.EXCEPTION), text
+
+
+def weighed_reason(
+    reason: ExitReason, error: str | None, last_step: int | None, planned_steps: int | None
+) -> tuple[ExitReason, str | None]:
+    """Return `reason` and `error` in the light of what was planned.
+
+    Whoever made all planned steps is done, however the process ends without an error. Whoever calls `sys.exit(0)`
+    before is not: that is how a script leaves that was asked to. A loop that simply ends sooner has its own reasons.
+    """
+    if planned_steps is None or last_step is None or reason not in (ExitReason.COMPLETED, ExitReason.UNKNOWN):
+        return reason, None if reason is ExitReason.COMPLETED else error
+    if last_step >= planned_steps:
+        return ExitReason.COMPLETED, None
+    if error is None:
+        return reason, None
+    return ExitReason.UNKNOWN, f"{error} at step {last_step} of {planned_steps} planned"

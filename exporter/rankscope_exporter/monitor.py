@@ -123,9 +123,7 @@ class Monitor:
     def _say_goodbye(self, session: Session, reason: ExitReason, error: str | None) -> None:
         deadline = time.monotonic() + self._config.exit_wait_seconds
         last_step = session.recorder.finish()
-        planned = self._total_steps
-        if reason is ExitReason.UNKNOWN and planned is not None and last_step is not None and last_step >= planned:
-            reason = ExitReason.COMPLETED
+        reason, error = lifecycle.weighed_reason(reason, error, last_step, self._total_steps)
         session.recorder.event(_exit_event(reason, error, last_step))
         session.publisher.stop(max(PUBLISH_SECONDS, deadline - time.monotonic()))
         left = session.channel.drain(max(0.0, deadline - time.monotonic()))

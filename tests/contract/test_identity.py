@@ -64,5 +64,10 @@ def test_two_launches_of_one_job_differ_and_say_whose_they_are():
     assert new_launch_id({}).startswith("none.0.")
 
 
+def test_a_requeued_job_says_how_often_it_was_requeued():
+    assert new_launch_id({**SLURM, "SLURM_RESTART_COUNT": "1"}).startswith("4711-r1.0.")
+    assert new_launch_id({**SLURM, "SLURM_RESTART_COUNT": "0"}).startswith("4711.0.")
+
+
 def test_incarnations_differ():
     assert new_incarnation() != new_incarnation()

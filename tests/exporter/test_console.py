@@ -8,7 +8,7 @@ import pytest
 
 from rankscope_contract.events import Event, EventType, ExitReason
 from rankscope_exporter.console import FREE_LINES, MIN_SECONDS_BETWEEN_LINES, Console, banner
-from rankscope_exporter.lifecycle import encodable, exit_reason
+from rankscope_exporter.lifecycle import encodable, exit_reason, weighed_reason
 
 
 def anomaly(kind: str, message: str) -> Event:
@@ -74,12 +74,46 @@ def test_the_banner_says_what_is_watched_what_it_costs_and_who_reads_it() -> Non
         (SystemExit(0), ExitReason.COMPLETED),
         (SystemExit(None), ExitReason.COMPLETED),
         (SystemExit(3), ExitReason.EXCEPTION),
+        (SystemExit("no data"), ExitReason.EXCEPTION),
+        (SystemExit(128 + 15), ExitReason.SIGNAL),
+        (SystemExit(128 + 2), ExitReason.SIGNAL),
+        (SystemExit(128 + 9), ExitReason.EXCEPTION),
         (KeyboardInterrupt(), ExitReason.SIGNAL),
         (ValueError("no"), ExitReason.EXCEPTION),
     ],
 )
 def test_why_a_process_ends(error: BaseException | None, reason: ExitReason) -> None:
     assert reason is exit_reason(error)[0]
+
+
+@pytest.mark.parametrize(
+    ("ended_by", "last_step", "planned", "weighed"),
+    [
+        (None, 100, 100, (ExitReason.COMPLETED, None)),
+        (None, 40, 100, (ExitReason.COMPLETED, None)),
+        (None, None, None, (ExitReason.COMPLETED, None)),
+        (SystemExit(0), 100, 100, (ExitReason.COMPLETED, None)),
+        (SystemExit(0), 40, None, (ExitReason.COMPLETED, None)),
+        (SystemExit(0), 40, 100, (ExitReason.UNKNOWN, "sys.exit(0) at step 40 of 100 planned")),
+        (SystemExit(143), 100, 100, (ExitReason.SIGNAL, "SIGTERM, SystemExit: 143")),
+        (KeyboardInterrupt(), 40, 100, (ExitReason.SIGNAL, "KeyboardInterrupt")),
+        (SystemExit(3), 100, 100, (ExitReason.EXCEPTION, "SystemExit: 3")),
+    ],
+)
+def test_what_was_planned_tells_an_end_from_a_stop(
+    ended_by: BaseException | None,
+    last_step: int | None,
+    planned: int | None,
+    weighed: tuple[ExitReason, str | None],
+) -> None:
+    assert weighed == weighed_reason(*exit_reason(ended_by), last_step, planned)
+
+
+@pytest.mark.parametrize(("last_step", "reason"), [(100, ExitReason.COMPLETED), (40, ExitReason.UNKNOWN)])
+def test_a_process_that_ends_without_a_word_has_completed_what_was_planned_or_nobody_knows(
+    last_step: int, reason: ExitReason
+) -> None:
+    assert (reason, None) == weighed_reason(ExitReason.UNKNOWN, None, last_step, 100)
 
 
 def test_text_that_utf8_cannot_say_is_written_out() -> None:

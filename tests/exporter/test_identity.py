@@ -68,6 +68,36 @@ def test_ranks_of_a_group_share_run_and_launch_but_not_incarnation(tmp_path: Pat
     assert 2 == len({row[3] for row in rows})
 
 
+def _restarted(rank: int, store: str, results: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    launches = [resolve_identity({"TORCHELASTIC_RESTART_COUNT": count}, None).launch_id for count in "011"]
+    results.put(launches)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_restart_on_the_store_of_the_former_one_is_another_launch(tmp_path: Path) -> None:
+    """The agent of torchrun keeps its store over restarts of its workers: what the first left there is not taken."""
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    workers = [context.Process(target=_restarted, args=(rank, str(tmp_path / "store"), results)) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    said = [results.get(timeout=60) for _ in workers]
+    for worker in workers:
+        worker.join(30)
+
+    assert said[0] == said[1]
+    assert said[0][0] != said[0][1] == said[0][2]
+
+
+def test_a_requeued_job_without_a_group_is_another_launch() -> None:
+    launcher = {"WORLD_SIZE": "2", "SLURM_JOB_ID": "7", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+    requeued = {**launcher, "SLURM_RESTART_COUNT": "1"}
+
+    assert resolve_identity(launcher, None).launch_id != resolve_identity(requeued, None).launch_id
+
+
 def test_without_a_group_ranks_derive_one_name_from_the_launcher() -> None:
     launcher = {"WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
     first = resolve_identity({**launcher, "RANK": "0"}, None)
