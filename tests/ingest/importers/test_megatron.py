@@ -8,7 +8,8 @@ import math
 import pytest
 
 from rankscope_ingest.importers.base import Faults, ImportedRun
-from rankscope_ingest.importers.megatron import MegatronText
+from rankscope_ingest.importers.megatron import MegatronText, reading
+from rankscope_ingest.importers.megatron.rows import parse_rows
 
 HEAD = "[2025-02-28 16:26:20] iteration {step:8d}/ 1000 | consumed samples: {samples:12d} | "
 REST = (
@@ -114,6 +115,9 @@ def test_whatever_stands_in_front_of_a_row_it_is_read(tmp_path, prefix, rank, co
         ("[2025-02-28 16:25:40.545549] ", "2025-02-28T16:25:40.545549+00:00"),
         ("[2025-02-28T16:25:40,545] ", "2025-02-28T16:25:40.545000+00:00"),
         ("[[2025-02-28 16:25:40] ", "2025-02-28T16:25:40+00:00"),
+        ("[2025-02-28T16:25:40+08:00] ", "2025-02-28T08:25:40+00:00"),
+        ("[2025-02-28 16:25:40.5Z] ", "2025-02-28T16:25:40.500000+00:00"),
+        ("[2025/02/28 16:25:40] ", "2025-02-28T16:25:40+00:00"),
         ("[2025-02-31 16:25:40] ", None),
         ("[20250228 16:25:40][rank-7/8][INFO ] [--------trainer.py:2199] :  ", "2025-02-28T16:25:40+00:00"),
         ("2025-02-28 16:25:40,545 INFO training: ", "2025-02-28T16:25:40.545000+00:00"),
@@ -153,6 +157,13 @@ def test_time_of_a_row_may_be_absent_or_finer(tmp_path, stamp, moment):
         ("decoupled learning rate: 1.0E-04", {"decoupled_learning_rate": 1e-4}),
         ("learning rate: 8e-08", {"learning_rate": 8e-08}),
         ("brand new number: 42", {"brand_new_number": 42.0}),
+        ("grad norm: 1,234.5", {"grad_norm": 1234.5}),
+        ("consumed samples: 1,234,567", {"samples_total": 1234567.0}),
+        ("learning rate: 3,000000E-06", {"learning_rate": 3e-06}),
+        ("grad norm 5.127", {"grad_norm": 5.127}),
+        ("elapsed time per iteration (ms) 1234.5", {"step_seconds": 1234.5 * 1e-3}),
+        ("ETA: 1:02:03", {"remaining_seconds": 3723.0}),
+        ("iteration state: warm", {}),
         (
             "hip mem usage/free/total/usage_ratio: 144.89GB/47.10GB/191.98GB/75.47%",
             {
@@ -302,6 +313,78 @@ def test_torn_rows_are_counted_with_their_lines_and_not_stored(tmp_path):
     assert [(step, 9.763827) for step in range(1, 7)] == series(scalars, "loss")
     assert [5, 6] == [fault.line for fault in faults.first]
     assert {1} == {one["rank"] for one in scalars}
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_row_that_breaks_off_at_a_bar_is_no_signal_of_nan(tmp_path, count):
+    """S0-08 (variant 8): of other rows it has the beginning alone; one that lacks its loss has what stands behind."""
+    torn = row(9).partition("learning rate")[0] + "\n"
+    scalars, events, _, faults = read(tmp_path, row(8) + "\n" + torn * count + (row(10) + "\n") * 2)
+
+    assert [] == events
+    assert {8, 10} == {step for step, _ in series(scalars, "step_seconds")}
+    assert [*range(2, 2 + count)] == [fault.line for fault in faults.first]
+
+
+def test_last_key_of_a_row_may_be_its_loss_and_be_missing(tmp_path):
+    text = "iteration 1/ 9 | grad norm: 1.0 | lm loss: 2.0 |\niteration 2/ 9 | grad norm: 1.0 |\n"
+    _, events, _, faults = read(tmp_path, text)
+
+    assert ["loss_missing"] == [one["type"] for one in events]
+    assert 0 == faults.count
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_rows_of_the_first_megatrons_have_no_colons(tmp_path, count):
+    text = (
+        " iteration {}/  320000 | elapsed time per iteration (ms): 1234.5 | learning rate 1.5E-04 | lm loss 9.5E+00 |"
+    )
+    rows = "".join(f"{text.format(step * 100)} loss scale 65536.0 |\n" for step in range(1, count + 1))
+    scalars, events, _, faults = read(tmp_path, rows)
+    last = {one["name"]: one["value"] for one in scalars if one["step"] == count * 100}
+
+    assert {"step_seconds": 1234.5 * 1e-3, "learning_rate": 1.5e-4, "loss": 9.5, "loss_scale": 65536.0} == last
+    assert ([], 0) == (events, faults.count)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("nan", math.nan), ("-NaN", math.nan), ("-nan(ind)", math.nan), ("1.#QNAN", math.nan), ("-1.#IND00", math.nan),
+        ("inf", math.inf), ("-INF", -math.inf), ("1.#INF", math.inf), ("-1.#INF00", -math.inf), ("1e400", math.inf),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("count", [1, 12])
+def test_however_nan_and_inf_are_spelled(tmp_path, text, value, count):
+    scalars, _, _, faults = read(tmp_path, f"iteration 5/ 10 | lm loss: {text} | grad norm: 1.0 |\n" * count)
+
+    assert [repr(value)] * count == [repr(found) for _, found in series(scalars, "loss")]
+    assert 0 == faults.count
+
+
+@pytest.mark.parametrize("text", ["5,127", "1.2.3", "0x1F", "--5"])
+def test_number_that_cannot_be_read_is_told(tmp_path, text):
+    """With a comma it may be 5127, or a little above 5."""
+    scalars, _, _, faults = read(tmp_path, f"iteration 5/ 10 | lm loss: 2.0 | grad norm: {text} |\n")
+
+    assert ["loss"] == [one["name"] for one in scalars]
+    assert ["part of the row makes no sense"] == [fault.text.partition(":")[0] for fault in faults.first]
+
+
+def test_iteration_may_begin_with_a_capital(tmp_path):
+    assert [(5, 2.0)] * 9 == series(read(tmp_path, "Iteration 5/ 10 | lm loss: 2.0 |\n" * 9)[0], "loss")
+
+
+def test_many_sorts_of_rows_are_read_in_columns(tmp_path, monkeypatch):
+    """As where each data set prints its own loss in turn; the careful reader is ten times as slow."""
+    careful = []
+    monkeypatch.setattr(reading, "parse_rows", lambda text: careful.append(text) or parse_rows(text))
+    lines = [f"iteration {step}/ 900 | lm loss: {step}.5 | set_{step % 30} loss: 1.0 |\n" for step in range(1, 301)]
+    scalars, *_ = read(tmp_path, "".join(lines))
+
+    assert [(step, step + 0.5) for step in range(1, 301)] == series(scalars, "loss")
+    assert 30 == len({one["name"] for one in scalars}) - 1
+    assert 1 == len(careful)  # the last, which may go on
 
 
 def test_last_row_is_taken_once_it_is_whole(tmp_path):

@@ -103,7 +103,7 @@ class Stretch:
     def add_row(self, row: Row, position: int) -> None:
         """Add a row that was read by itself."""
         self.single += [(position, scalar) for scalar in row_scalars(row)]
-        if main_loss(tuple(key for key, _ in row.parts)) is None:
+        if main_loss(row.keys) is None:
             self.without_loss.append(np.array([position]))
 
     def add_timers(self, alike: Alike, positions: Integers) -> None:
@@ -197,8 +197,7 @@ def _text(texts: Sequence[str | None]) -> pa.DictionaryArray:
 
 def row_scalars(row: Row) -> list[dict[str, Any]]:
     """Return the numbers of a row as scalars."""
-    keys = tuple(key for key, _ in row.parts)
-    main = main_loss(keys)
+    main = main_loss(row.keys)
     scalars = []
     for part, text in row.parts:
         for key, is_average, value, unit in values(part, text):
@@ -219,6 +218,6 @@ def group_losses(group: Group) -> npt.NDArray[np.float64]:
 
 def row_loss(row: Row) -> float:
     """Return the loss of a row, NaN where it is or was left out."""
-    main = main_loss(tuple(key for key, _ in row.parts))
+    main = main_loss(row.keys)
     text = next((text for key, text in row.parts if key == main), "")
     return next((value for _, is_average, value, _ in values(LOSS, text) if not is_average), np.nan)

@@ -20,7 +20,9 @@ from rankscope_ingest.importers.megatron.rows import MAX_PREFIX, has_head, numbe
 Numbers = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
-_TEMPLATES: Final = 8
+_TEMPLATES: Final = 3
+_VALUES: Final = r"^[^|]*\||:[^:|]*\|"
+"""What tells lines with the same keys apart: all before the first bar, and the values."""
 _NO_STOP: Final = 1 << 24
 _ENOUGH_LINES: Final = 4
 
@@ -82,19 +84,43 @@ def read_alike(lines: pa.Array, numbers: Integers, shape: Shape) -> tuple[list[A
     for count in np.unique(counts):
         chosen = np.flatnonzero(counts == count)
         table = _Pieces(pieces.take(pa.array(chosen)) if len(chosen) < len(lines) else pieces, int(count))
-        rest = numbers[chosen]
-        for _ in range(_TEMPLATES):
-            if len(rest) < _ENOUGH_LINES:
-                break
-            group, fits = _read_like_first(table, rest, shape)
-            if group is not None:
-                groups.append(group)
-            if not fits.any():
-                fits[0] = True
-                left.append(rest[:1])
-            table, rest = table.without(fits), rest[~fits]
+        rest = _take_alike(table, numbers[chosen], shape, groups)
+        if len(rest) >= _ENOUGH_LINES:
+            rest = _take_by_look(lines.take(pa.array(np.searchsorted(numbers, rest))), rest, shape, groups)
         left.append(rest)
     return groups, np.sort(np.concatenate(left)) if left else np.empty(0, np.int64)
+
+
+def _take_alike(table: _Pieces, numbers: Integers, shape: Shape, groups: list[Alike]) -> Integers:
+    """Add the lines that have the keys of the first one, or of the next; return the numbers of the others."""
+    left: list[Integers] = []
+    for _ in range(_TEMPLATES):
+        if len(numbers) < _ENOUGH_LINES:
+            break
+        group, fits = _read_like_first(table, numbers, shape)
+        if group is not None:
+            groups.append(group)
+        if not fits.any():
+            fits[0] = True
+            left.append(numbers[:1])
+        if fits.all():
+            return np.concatenate(left) if left else numbers[:0]
+        table, numbers = table.without(fits), numbers[~fits]
+    return np.sort(np.concatenate([*left, numbers]))
+
+
+def _take_by_look(lines: pa.Array, numbers: Integers, shape: Shape, groups: list[Alike]) -> Integers:
+    """As above for lines of many sorts: those that look alike are put together first."""
+    looks = pc.replace_substring_regex(lines, _VALUES, "|").dictionary_encode().indices.to_numpy(zero_copy_only=False)
+    order = np.argsort(looks, kind="stable")
+    left = []
+    for chosen in np.split(order, np.flatnonzero(np.diff(looks[order])) + 1):
+        rest = numbers[chosen]
+        if len(rest) >= _ENOUGH_LINES:
+            pieces = pc.split_pattern(lines.take(pa.array(chosen)), "|")
+            rest = _take_alike(_Pieces(pieces, len(pieces[0])), rest, shape, groups)
+        left.append(rest)
+    return np.sort(np.concatenate(left))
 
 
 class _Pieces:
@@ -133,7 +159,7 @@ def _read_like_first(table: _Pieces, numbers: Integers, shape: Shape) -> tuple[A
     columns: list[Column] = []
     for position, key in enumerate(keys, 1):
         piece = table.column(position)
-        prefix = first[position].encode()[: first[position].rindex(":") + 1]
+        prefix = _before_value(first[position], key)
         fits &= pc.starts_with(piece, pattern=prefix).to_numpy(zero_copy_only=False)
         taken, valid = _numbers(piece, len(prefix), key, first[position])
         columns += taken
@@ -147,6 +173,12 @@ def _read_like_first(table: _Pieces, numbers: Integers, shape: Shape) -> tuple[A
         columns=tuple(Column(column.key, column.is_average, column.numbers[fits]) for column in columns),
     )
     return alike, fits
+
+
+def _before_value(piece: str, key: str) -> bytes:
+    """Return what stands before the value of a part, which may have no colon."""
+    end = piece.rindex(":") if ":" in piece else piece.index(key) + len(key)
+    return piece[: end + 1].encode()
 
 
 def _keys(first: list[str], shape: Shape) -> tuple[str, ...] | None:

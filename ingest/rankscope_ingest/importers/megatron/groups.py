@@ -21,7 +21,7 @@ TIMERS_PATTERN: Final = r"time \(ms\) \|"
 
 _ROW_HEAD: Final = (
     rf"^[ \t]*(?P<labels>(?:{LABEL_PATTERN})*?)(?:\[+(?P<time>{TIME_PATTERN})\]+)?[ \t]*"
-    r"iteration[ \t]+(?P<step>\d+)[ \t]*/[ \t]*(?P<planned>\d+)[ \t]*$"
+    r"[Ii]teration[ \t]+(?P<step>\d+)[ \t]*/[ \t]*(?P<planned>\d+)[ \t]*$"
 )
 _ROWS: Final = Shape(_ROW_HEAD, is_closed=True, has_pairs=True)
 _OPEN_ROWS: Final = Shape(_ROW_HEAD, is_closed=False, has_pairs=True)

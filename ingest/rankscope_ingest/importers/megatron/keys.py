@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,6 +22,9 @@ _OWN_NAMES: Final = {
     "curriculum_seqlen": ("curriculum_sequence_length", "tokens"),
 }
 _MAIN_LOSSES: Final = ("lm_loss", "loss", "total_loss", "train_loss", "reduced_train_loss", "sft_loss")
+_BEHIND_LOSS: Final = frozenset({
+    "loss_scale", "grad_norm", "num_zeros", "params_norm", "number_of_skipped_iterations", "number_of_nan_iterations",
+})  # fmt: skip
 _SOME_LOSS: Final = re.compile(r"(?:.*[_/])?loss")
 _SIDE_LOSS: Final = re.compile(r"mtp|balanc|aux|(?:^|_)z_loss|router|indexer|moe|(?:^|_)kd_|seq_")
 
@@ -54,6 +58,23 @@ def main_loss(keys: tuple[str, ...]) -> str | None:
         if name in folded:
             return folded[name]
     return next((key for key in keys if _SOME_LOSS.fullmatch(fold(key)) and not _SIDE_LOSS.search(fold(key))), None)
+
+
+@functools.lru_cache(maxsize=256)
+def may_break_off(keys: tuple[str, ...]) -> bool:
+    """Return whether a row has neither a loss nor anything that stands behind it."""
+    return main_loss(keys) is None and _BEHIND_LOSS.isdisjoint(map(fold, keys))
+
+
+def breaks_off(keys: tuple[str, ...], known: Iterable[tuple[str, ...]]) -> bool:
+    """Return whether a row is only the beginning of one like those of `known`, up to a bar before the loss.
+
+    A row that leaves out its loss alone still has what stands behind it.
+    """
+    if not may_break_off(keys):
+        return False
+    longer = [one for one in known if len(one) > len(keys) + 1 and one[: len(keys)] == keys]
+    return any(main_loss(one) not in {None, one[-1]} for one in longer)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -21,7 +21,7 @@ from rankscope_ingest.importers.megatron.columns import Alike, Integers
 from rankscope_ingest.importers.megatron.companions import Companion, Companions
 from rankscope_ingest.importers.megatron.groups import NO_NUMBER, NO_TIME, Group, read_groups, read_timers
 from rankscope_ingest.importers.megatron.joining import joined_row
-from rankscope_ingest.importers.megatron.keys import fold
+from rankscope_ingest.importers.megatron.keys import breaks_off, fold, main_loss, may_break_off
 from rankscope_ingest.importers.megatron.printers import Printers
 from rankscope_ingest.importers.megatron.rows import Row, clean, parse_rows
 from rankscope_ingest.importers.megatron.stretches import Lines
@@ -30,6 +30,7 @@ _PLACES: Final = 64
 """Records in one line at most: place = line x _PLACES + record within the line, and gives the order of the log."""
 
 _REMEMBERED: Final = 4096
+_REMEMBERED_KEYS: Final = 64
 _LAST_KEYS: Final = frozenset({"number_of_nan_iterations", "tflops"})
 
 
@@ -77,6 +78,7 @@ class Reading:
         self._attempts = AttemptCounter()
         self._printers = Printers()
         self._last_keys: set[str] = set()  # of the rows that ended with a bar
+        self._whole_keys: dict[tuple[str, ...], None] = {}  # of the rows with a loss
         self._once: dict[Hashable, None] = {}
         self._line = 0  # lines of earlier stretches
         self._step = NO_NUMBER
@@ -118,6 +120,8 @@ class Reading:
         alike = np.flatnonzero(lines.is_row & ~single)
         are_open = not self._last_keys and lines.are_open()
         groups, careful = read_groups(lines.chosen(alike), alike, are_open=are_open)
+        careful = np.concatenate([careful, *(group.lines for group in groups if may_break_off(group.keys))])
+        groups = [group for group in groups if not may_break_off(group.keys)]
         alike = np.flatnonzero(lines.has_timers)
         timers, _ = read_timers(lines.chosen(alike), alike)
         found = _Found(groups, timers, are_open=are_open)
@@ -130,13 +134,12 @@ class Reading:
 
     def _read_one_by_one(self, lines: Lines, careful: Integers, timed: Integers, found: _Found) -> int:
         """Read lines in their order; return how many lines behind them were parts of rows."""
-        closed = [] if found.are_open else found.groups
-        opening = sorted(closed, key=lambda group: -int(group.lines[0]))
+        opening = sorted(found.groups, key=lambda group: -int(group.lines[0]))
         rows, timers = _Seen(np.flatnonzero(lines.is_row)), _Seen(timed)
         used: set[int] = set()
         for line in [*careful.tolist(), len(lines)]:
             while opening and opening[-1].lines[0] < line:
-                self._last_keys.add(fold(opening.pop().keys[-1]))
+                self._learn(opening.pop().keys, is_closed=not found.are_open)
             if line in used:
                 continue
             is_row = line < len(lines) and lines.is_row[line]
@@ -170,10 +173,16 @@ class Reading:
                 continue
             if row.odd_parts:
                 self._fault(line, f"part of the row makes no sense: {shown(text.encode())}")
-            if row.is_closed:
-                self._last_keys.add(fold(row.parts[-1][0]))
+            self._learn(row.keys, is_closed=row.is_closed)
             found.rows.append((line * _PLACES + position, row))
         return set(range(line + 1, line + 1 + used))
+
+    def _learn(self, keys: tuple[str, ...], *, is_closed: bool) -> None:
+        """Remember how a whole row looks."""
+        if is_closed:
+            self._last_keys.add(fold(keys[-1]))
+        if len(self._whole_keys) < _REMEMBERED_KEYS and main_loss(keys) is not None:
+            self._whole_keys[keys] = None
 
     def _is_whole(self, row: Row, *, is_end: bool, is_cut: bool) -> bool:
         """Return whether nothing of a row is missing, as far as one can tell.
@@ -181,7 +190,7 @@ class Reading:
         A row ends with a bar, except in dialects that never set one. The last line of a log may still be written: a
         bar at its end is the end of the row if other rows end with the same key.
         """
-        if not row.parts:
+        if not row.parts or breaks_off(row.keys, self._whole_keys):
             return False
         if is_cut:
             return row.is_closed and fold(row.parts[-1][0]) in self._last_keys | _LAST_KEYS

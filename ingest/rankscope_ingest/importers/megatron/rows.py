@@ -13,16 +13,18 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-HEAD_PATTERN: Final = r"iteration[ \t]+\d{1,18}[ \t]*/[ \t]*\d{1,18}[ \t]*\|"
+from rankscope_ingest.importers.quantities import seconds
+
+HEAD_PATTERN: Final = r"[Ii]teration[ \t]+\d{1,18}[ \t]*/[ \t]*\d{1,18}[ \t]*\|"
 """What every row begins with, behind its prefixes; the same text is given to Arrow's own regular expressions."""
 
 LABEL_PATTERN: Final = r"(?:\[[^\[\]|]+\][ \t]*:?[ \t]*|[\w.-]+:[ \t]+)"
-TIME_PATTERN: Final = r"\d{4}-?\d\d-?\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?"
+TIME_PATTERN: Final = r"\d{4}[-/]?\d\d[-/]?\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[-+]\d\d:?\d\d)?"
 
 MAX_PREFIX: Final = 400
 """Characters before a row that can be its prefixes."""
 
-_HEAD: Final = re.compile(r"iteration[ \t]+(\d{1,18})[ \t]*/[ \t]*(\d{1,18})[ \t]*\|")
+_HEAD: Final = re.compile(r"[Ii]teration[ \t]+(\d{1,18})[ \t]*/[ \t]*(\d{1,18})[ \t]*\|")
 _TIME: Final = re.compile(rf"(?<!\d){TIME_PATTERN}")
 _BEFORE: Final = re.compile(rf"(?P<labels>(?:{LABEL_PATTERN})*?)(?:\[+(?P<time>{TIME_PATTERN})\]+)?[ \t]*$")
 _LABEL: Final = re.compile(LABEL_PATTERN)
@@ -33,6 +35,21 @@ _TASK: Final = re.compile(r"(\d{1,9}):")
 _HOST: Final = re.compile(r"([\w.-]+):")
 _LARGEST_RANK: Final = 1 << 31
 _EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
+_MOMENT: Final = re.compile(
+    r"(\d{4})[-/]?(\d\d)[-/]?(\d\d)[ T](\d\d:\d\d:\d\d)(?:[.,](\d{1,6})\d*)?(Z|[-+]\d\d:?\d\d)?"
+)
+_BARE: Final = re.compile(
+    r"((?:[\w-]{1,40} ){0,4}loss|learning rate|loss scale|grad norm|num zeros|params norm|consumed samples"
+    r"|global batch size|elapsed time per iteration \(m?s\)|number of (?:skipped|nan) iterations)[ \t]+(\S+)"
+)
+"""A part as the first Megatrons print it, without a colon: `lm loss 9.5E+00`."""
+_CLOCK: Final = re.compile(r"([^:|]*[^:|\s])\s*:\s*((?:\d{1,6} days?, )?\d{1,6}(?::\d\d){1,2}(?:\.\d+)?)")
+_THOUSANDS: Final = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
+_DECIMAL_COMMA: Final = re.compile(r"[-+]?\d+,\d+(?:[eE][-+]?\d+)?")
+_EITHER: Final = re.compile(r"[-+]?\d{1,3},\d{3}")
+_SPELLED_NAN: Final = re.compile(r"[-+]?(?:s?nan\(\w*\)|1\.#(?:[qs]?nan|ind)\d*)", re.IGNORECASE)
+_SPELLED_INF: Final = re.compile(r"([-+]?)1\.#inf\d*", re.IGNORECASE)
+_LIKE_A_NUMBER: Final = re.compile(r"[-+.]{0,2}\d")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +74,11 @@ class Row:
     is_closed: bool
     is_whole: bool
     """Whether its last part is a key with a value: so ends a row of a dialect that sets no bar behind it."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of its parts, in their order."""
+        return tuple(key for key, _ in self.parts)
 
 
 def clean(text: str) -> str:
@@ -107,16 +129,20 @@ def _row(head: re.Match[str], before: re.Match[str] | None, moment: str | None, 
         step=int(head[1]),
         planned=int(head[2]),
         parts=tuple(reversed(parts.items())),
-        odd_parts=sum(part is None for part in split),
+        odd_parts=sum(part is None or _is_odd(*part) for part in split),
         is_closed=is_closed,
         is_whole=bool(split) and split[-1] is not None,
     )
 
 
 def split_part(piece: str) -> tuple[str, str] | None:
-    """Return key and value of ` lm loss: 2.1E+00 `; None where one of the two is missing."""
+    """Return key and value of ` lm loss: 2.1E+00 `, or of ` lm loss 2.1E+00 `; None where one of the two is missing."""
     key, colon, value = piece.rpartition(":")
     key, value = key.strip(), value.strip()
+    if colon and ":" in key and (clock := _CLOCK.fullmatch(piece.strip())):
+        return clock[1], clock[2]
+    if not colon and (bare := _BARE.fullmatch(value)) and number(bare[2]) is not None:
+        return bare[1], bare[2]
     return (key, value) if colon and key and value else None
 
 
@@ -127,7 +153,28 @@ def number(text: str) -> float | None:
     try:
         return float(text)
     except ValueError:
+        return _oddly_written(text.strip())
+
+
+def _oddly_written(text: str) -> float | None:
+    """Return a number with `1,234.5` thousands, a `0,5` comma, or the NaN of another C library.
+
+    `1,234` may be either, and is none: a wrong number is worse than a part that is told not to make sense.
+    """
+    if _SPELLED_NAN.fullmatch(text):
+        return math.nan
+    if infinite := _SPELLED_INF.fullmatch(text):
+        return -math.inf if infinite[1] == "-" else math.inf
+    if _EITHER.fullmatch(text):
         return None
+    if _THOUSANDS.fullmatch(text):
+        return float(text.replace(",", ""))
+    return float(text.replace(",", ".")) if _DECIMAL_COMMA.fullmatch(text) else None
+
+
+def _is_odd(key: str, text: str) -> bool:
+    """Return whether a value that looks like a number cannot be read as one."""
+    return number(text) is None and _LIKE_A_NUMBER.match(text) is not None and not values(key, text)
 
 
 def values(key: str, text: str) -> list[tuple[str, bool, float, str | None]]:
@@ -138,6 +185,8 @@ def values(key: str, text: str) -> list[tuple[str, bool, float, str | None]]:
     single = number(text)
     if single is not None:
         return [(key, False, single, None)]
+    if ":" in text and (duration := seconds(text)) is not None:
+        return [(key, False, duration, "s")]
     read = [_with_unit(part) for part in text.split("/")]
     given = [part for part in read if part is not None]
     if not given or len(given) < len(read):
@@ -185,14 +234,15 @@ def printer(labels: str) -> Printer:
 
 @functools.lru_cache(maxsize=1024)
 def micros(text: str) -> int | None:
-    """Return a time as UTC µs; a log does not say its zone, and is taken for UTC."""
+    """Return a time as UTC µs; a log that does not say its zone is taken for UTC."""
+    found = _MOMENT.fullmatch(text)
+    if found is None:
+        return None
+    year, month, day, clock, fraction, zone = found.groups()
     try:
-        moment = dt.datetime.fromisoformat(text.replace(",", ".").replace("T", " ")[:26]).replace(tzinfo=dt.UTC)
+        moment = dt.datetime.fromisoformat(
+            f"{year}-{month}-{day} {clock}.{(fraction or '0').ljust(6, '0')}{zone or 'Z'}"
+        )
     except ValueError:
         return None
     return (moment - _EPOCH) // dt.timedelta(microseconds=1)
-
-
-def finite(value: float | None) -> bool:
-    """Return whether a value is there and is an ordinary number."""
-    return value is not None and math.isfinite(value)
