@@ -19,6 +19,7 @@ from rankscope_storage.views import files_select
 INCIDENT_GAP_STEPS: Final = 20
 """Anomalies of an attempt belong to one incident as long as no more steps than this lie between them."""
 
+# An import says when it was made, which is nothing about the run.
 _RUNS: Final = """\
 WITH known AS (
   SELECT run, max(attempt) + 1 AS attempts, count(DISTINCT rank) AS ranks, max(step) AS last_step,
@@ -26,7 +27,7 @@ WITH known AS (
   FROM (
     SELECT run, attempt, rank, step, ts FROM scalars
     UNION ALL
-    SELECT run, attempt, rank, step, ts FROM events
+    SELECT run, attempt, rank, step, CASE WHEN type <> 'import' THEN ts END AS ts FROM events
     UNION ALL
     SELECT run, NULL, NULL, last_step, NULL FROM ({tensor_runs})
   ) GROUP BY run

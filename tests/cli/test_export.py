@@ -45,6 +45,23 @@ def test_run_named_like_a_path_stays_in_the_folder(rankscope, tmp_path):
     assert ["%2E.%2Fother%20run-parquet"] == [path.name for path in tmp_path.iterdir()]
 
 
+@pytest.mark.parametrize("form", sorted(exporters()))
+def test_run_with_a_name_longer_than_a_files_may_be_is_written(rankscope, tmp_path, form):
+    """80 of these characters are 720 bytes of a file's name."""
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"step": 1, "loss": 2.0, "timestamp": "2026-03-01T12:00:00"}\n')
+    run, store = "学" * 80, str(tmp_path / "store")
+    rankscope("import", str(log), "--run", run, "--store", store)
+    (tmp_path / "out").mkdir()
+    done = rankscope("export", run, "--format", form, "--store", store, cwd=tmp_path / "out")
+
+    if form in {"csv", "sqlite"}:  # which hold tensors alone
+        assert "nothing was written" in done.stderr
+    else:
+        assert 0 == done.returncode, done.stderr
+        assert [True] == [path.name.startswith("%E5%AD%A6%E5") for path in (tmp_path / "out").iterdir()]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [

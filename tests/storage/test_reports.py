@@ -70,6 +70,18 @@ def test_a_run_nobody_registered_is_known_by_its_rows(asking, put, monkeypatch):
     assert (None, START) == (rows["only scalars"]["state"], rows["only scalars"]["started_at"])
 
 
+def test_time_of_an_import_is_none_of_the_runs(asking, put):
+    """A trainer state tells no time: nobody knows when its run began, and it is no later than others."""
+    put("scalars", scalar("loss", 1, 2.0), run="imported")
+    put("events", {"type": "import", "attempt": 0, "ts": START + dt.timedelta(days=1)}, run="imported")
+    put("scalars", scalar("loss", 1, 2.0, ts=START), run="live")
+    rows = reports.runs(asking).to_pylist()
+
+    assert ["live", "imported"] == [row["run"] for row in rows]
+    assert [START, None] == [row["started_at"] for row in rows]
+    assert [START, None] == [row["last_seen_at"] for row in rows]
+
+
 def test_the_summary_counts_rows_ranks_attempts_and_steps(asking, put):
     put("runs", {"state": "completed", "planned_steps": 20, "ordinal": 1})
     put("scalars", *(scalar("loss", step, 1.0, rank=rank) for step in range(3, 6) for rank in range(2)))

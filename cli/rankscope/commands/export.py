@@ -66,7 +66,7 @@ def export(
 
     rankscope export my-run --format parquet --steps 1000:2000 --ranks 0-7
     """
-    from rankscope_contract.escaping import path_segment
+    from rankscope_storage.layout import own_part
 
     exporter = _exporter(form)
     with opened(store) as connection:
@@ -86,7 +86,7 @@ def export(
             append_output=append_output,
             step_partition=step_partition,
         )
-        target = output or Path(f"{path_segment(name)}-{form}{exporter.suffix}")
+        target = output or Path(f"{own_part(name)}-{form}{exporter.suffix}")
         with _progress(name) as progress:
             report = exporter.export(connection, name, target, options, progress)
     _tell(name, form, target, report)
