@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -19,6 +20,12 @@ from rankscope_exporter.errors import ConfigError
 from rankscope_exporter.quantities import Quantity, select_quantities
 from rankscope_exporter.quantities.base import QuantityOptions
 from rankscope_exporter.serving.config import ServeConfig
+
+STACK_SIGNALS: Final = ("SIGUSR1", "SIGUSR2", "SIGQUIT")
+"""Signals that mean nothing to Python itself. Others end a process or stand for a fault."""
+
+_HANG_VARIABLE: Final = "RANKSCOPE_HANG_AFTER_SECONDS"
+_SIGNAL_VARIABLE: Final = "RANKSCOPE_STACKS_SIGNAL"
 
 DEFAULT_QUANTITIES: Final = ("parameters", "gradients", "optimizer_state")
 
@@ -52,8 +59,15 @@ class MonitorConfig:
     """"auto" uses the fused CPU kernel where numba is installed, "torch" never."""
     exit_wait_seconds: float = 5.0
     """How long the end of training waits for the service to commit what it has not yet."""
+    hang_after_seconds: float = 240.0
+    """Without a sign of training for so long the rank says that it hangs, and where; 0 watches nothing. Below the
+    service's [runs] stalled_after_seconds, so that its stacks are there when the service judges."""
+    hang_in_phase_after_seconds: float = 1500.0
+    """The same within an announced phase, and before the first step is finished."""
+    stacks_signal: str | None = None
+    """A signal, such as SIGUSR2, that has the stacks recorded; without it no signal handler is ours."""
     console: bool = True
-    """Print the banner on rank 0, and one line when a rule fires."""
+    """Print the banner on rank 0, and one line when a rule fires or training hangs."""
     enabled: bool = True
     serve: ServeConfig = field(default_factory=ServeConfig)
 
@@ -75,12 +89,20 @@ class MonitorConfig:
             self.options_of(quantity_class)
         self._check_options()
         self._check_rules()
+        self._check_hangs()
+
+    def _check_hangs(self) -> None:
+        for name in ("hang_after_seconds", "hang_in_phase_after_seconds"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is a time from 0 s on, not {getattr(self, name)!r}; 0 watches nothing")
+        if self.stacks_signal is not None and self.stacks_signal not in STACK_SIGNALS:
+            raise ConfigError(f"stacks_signal is one of {', '.join(STACK_SIGNALS)}, not {self.stacks_signal!r}")
 
     def _check_types(self) -> None:
         for name in ("console", "enabled"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is true or false, not {getattr(self, name)!r}")
-        for name in ("zero_below", "exit_wait_seconds"):
+        for name in ("zero_below", "exit_wait_seconds", "hang_after_seconds", "hang_in_phase_after_seconds"):
             if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int | float):
                 raise ConfigError(f"{name} is a number, not {getattr(self, name)!r}")
         if self.run is not None and not (isinstance(self.run, str) and self.run):
@@ -154,9 +176,18 @@ class MonitorConfig:
         disabled = environment.get("RANKSCOPE_DISABLED", "") not in ("", "0")
         return replace(
             self,
+            hang_after_seconds=_seconds(environment.get(_HANG_VARIABLE), self.hang_after_seconds),
+            stacks_signal=environment.get(_SIGNAL_VARIABLE) or self.stacks_signal,
             serve=self.serve.with_environment(environment),
             enabled=self.enabled and not disabled,
         )
+
+
+def _seconds(text: str | None, default: float) -> float:
+    try:
+        return float(text) if text else default
+    except ValueError:
+        raise ConfigError(f"{_HANG_VARIABLE} is {text!r}: give seconds, or 0 to watch nothing") from None
 
 
 def _listed(name: str, value: Any, of: type) -> tuple[Any, ...]:

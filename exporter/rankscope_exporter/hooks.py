@@ -38,6 +38,8 @@ class Hooks:
         self._forward_end: RemovableHandle | None = None
         self._hooked: set[int] = set()
         self._backward = _NO_BACKWARD
+        self.beat: Callable[[], None] = lambda: None
+        """Called at every sign that training goes on: a forward, also of an evaluation, a backward, an update."""
         self._in_hook_reads = not subject.framework.local_until_backward_ends
         self.in_forward = False
         """Whether a training forward of the whole model is under way; see `follow_forward`."""
@@ -114,6 +116,8 @@ class Hooks:
     def _forward_begins(self, module: torch.nn.Module, _inputs: Any) -> None:
         if torch.compiler.is_compiling():  # while a graph is made nothing runs, and tracing us would break it
             return
+        if self.active:
+            self.beat()
         if self.active and module.training and torch.is_grad_enabled():
             self.in_forward = True
             self._timed("a forward hook", self._recorder.forward_begins)
@@ -128,6 +132,7 @@ class Hooks:
         backward = torch._C._current_graph_task_id()  # noqa: SLF001 - see above
         if backward != self._backward:
             self._backward = backward
+            self.beat()
             self._timed("a backward hook", self._backward_begins)
         if self._in_hook_reads:
             self._timed("a gradient hook", self._recorder.gradient_ready, index)
@@ -150,10 +155,12 @@ class Hooks:
 
     def _update_begins(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if self.active:
+            self.beat()
             self._timed("an optimizer hook", self._recorder.update_begins, optimizer)
 
     def _updated(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if self.active:
+            self.beat()
             self._timed("an optimizer hook", self._recorder.updated, optimizer)
 
     def _timed(self, where: str, function: Callable[..., Any], *args: Any) -> None:

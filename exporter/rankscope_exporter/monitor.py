@@ -16,8 +16,10 @@ from typing import Any, Self
 import torch
 
 from rankscope_contract.events import Event, EventType, ExitReason, Severity
+from rankscope_contract.stacks import stacks_text
 from rankscope_exporter import lifecycle
 from rankscope_exporter.config import MonitorConfig
+from rankscope_exporter.diagnosis import Taken
 from rankscope_exporter.errors import ConfigError
 from rankscope_exporter.frameworks import framework_of
 from rankscope_exporter.guard import Guard
@@ -108,6 +110,7 @@ class Monitor:
         session, self._session = self._session, None
         if session is not None:
             session.hooks.active = False
+            self._guard.call("fork", session.watchdog.abandon_after_fork)
             self._guard.call("fork", session.channel.abandon_after_fork)
 
     def _end(self, reason: ExitReason, error: str | None) -> None:
@@ -116,6 +119,7 @@ class Monitor:
             return
         lifecycle.forget(self)
         self._guard.call("detach()", session.hooks.remove)
+        self._guard.call("detach()", session.watchdog.stop)
         self._guard.call("end of training", self._say_goodbye, session, reason, error)
         self._guard.call("closing", session.channel.close)
         self._guard.on_first = None
@@ -146,12 +150,14 @@ class Monitor:
         """
         session = self._session
         if session is not None:
+            session.watchdog.beat()
             self._guard.call("log()", session.recorder.log, values, step)
 
     def event(self, type: str, message: str = "", **details: Any) -> None:  # noqa: A002 - the field's own word
         """Record that something happened, with JSON-able details; it is handed over at once."""
         session = self._session
         if session is not None:
+            session.watchdog.beat()
             self._guard.call("event()", self._event, session, type, message, details)
 
     def _event(self, session: Session, kind: str, message: str, details: Mapping[str, Any]) -> None:
@@ -175,6 +181,7 @@ class Monitor:
 
     def _show_phase(self) -> None:
         if self._session is not None:
+            self._session.watchdog.beat()
             self._session.channel.set_phase(self._phases[-1] if self._phases else None)
 
     def _phase_ended(self, name: str, seconds: float) -> None:
@@ -192,7 +199,19 @@ class Monitor:
         """
         session = self._session
         if session is not None:
+            session.watchdog.beat()
             self._guard.call("end_step()", lambda: session.recorder.end_step(skipped=skipped))
+
+    def dump_stacks(self) -> str | None:
+        """Record where all threads of this process stand, and return it as text; None while not attached.
+
+        For a handler of your own that suspects something. The event has the collectives under way beside it.
+        """
+        session = self._session
+        if session is None:
+            return None
+        taken: Taken | None = self._guard.call("dump_stacks()", session.diagnosis.take, "call")
+        return None if taken is None else stacks_text(taken.stacks)
 
     # What one may ask.
 

@@ -16,8 +16,10 @@ from rankscope_contract.records import WIRE_VALUE_OPS
 from rankscope_exporter.collection import Collection
 from rankscope_exporter.config import MonitorConfig
 from rankscope_exporter.console import Console, banner
+from rankscope_exporter.diagnosis import Diagnosis
 from rankscope_exporter.drafts import Draft
 from rankscope_exporter.guard import Guard
+from rankscope_exporter.hang import HangLimits
 from rankscope_exporter.hooks import Hooks
 from rankscope_exporter.identity import resolve_identity
 from rankscope_exporter.judge import Judge
@@ -32,6 +34,7 @@ from rankscope_exporter.schedule import Timing
 from rankscope_exporter.serving.channel import Channel
 from rankscope_exporter.statistics import backend_name, warm_up
 from rankscope_exporter.steps import StepTracker
+from rankscope_exporter.watchdog import Watchdog
 from rankscope_exporter.windows import Measurement
 
 BYTES_PER_ENTRY = 4 * len(WIRE_VALUE_OPS) + 8 * len(COUNT_OPS)
@@ -88,6 +91,18 @@ class Session:
             on_firing=self.console.firing,
         )
         self.channel.announce(sorted({entry.kind for entry in self._book.entries}))
+        self.diagnosis = Diagnosis(self.identity.rank, self.channel.publish, lambda: self.channel.standing()[0], guard)
+        self.watchdog = Watchdog(
+            HangLimits(training=config.hang_after_seconds, in_phase=config.hang_in_phase_after_seconds),
+            config.stacks_signal,
+            self.diagnosis,
+            guard,
+            standing=self.channel.standing,
+            planned_steps=total_steps,
+            say=self.console.line,
+        )
+        self.hooks.beat = self.watchdog.beat
+        self.channel.take_stacks = lambda: self.diagnosis.take("request").document(self.identity.rank)
         self.publisher.published = self.recorder.published
         self.publisher.flush_idle = self.recorder.flush_idle
         self.recorder.on_open = self._step_opens
@@ -100,6 +115,8 @@ class Session:
             address = self.channel.start()
             undo.append(lambda: self.publisher.stop(1.0))
             self.publisher.start()
+            undo.append(self.watchdog.stop)
+            self.watchdog.start()
             undo.append(self.hooks.remove)
             self.hooks.install()
         except BaseException:
@@ -127,12 +144,16 @@ class Session:
             address=address,
             service=self.channel.service_url,
         )
-        for line in lines:
+        for line in (*lines, *filter(None, [self.watchdog.signal_note()])):
             self.console.line(line)
 
     def overhead_seconds(self) -> dict[str, float]:
         """Return CPU seconds by who spent them; the serving threads count for themselves."""
-        return {"hooks": self.hooks.cpu_seconds, "publisher": self.publisher.cpu_seconds}
+        return {
+            "hooks": self.hooks.cpu_seconds,
+            "publisher": self.publisher.cpu_seconds,
+            "watchdog": self.watchdog.cpu_seconds,
+        }
 
     def _dropped(self) -> dict[str, int]:
         return {

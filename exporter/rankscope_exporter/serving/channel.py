@@ -37,7 +37,7 @@ from rankscope_exporter.serving.spool import Spool
 from rankscope_exporter.serving.spool_orphans import Orphans
 from rankscope_exporter.serving.tls import client_tls
 
-_URGENT: Final = (EventType.ANOMALY, EventType.EXIT)
+_URGENT: Final = (EventType.ANOMALY, EventType.EXIT, EventType.HANG, EventType.STACKS, EventType.FLIGHT_RECORD)
 _INERT: Final = -1
 _ELDERS_FIRST_SECONDS: Final = 2.0
 
@@ -84,12 +84,15 @@ class Channel:
             device=str(settings.get("device", "")),
         )
         self._started_at = time.time_ns() // 1000
+        self.take_stacks: Callable[[], Mapping[str, Any]] | None = None
+        """Called for POST /stacks, on the server's thread."""
         self._step: int | None = None
         self._phase: str | None = None
         self._lease: str | None = None
         self._draining = False
         self._unencodable = 0
         self._counting = threading.Lock()
+        self._publishing = threading.Lock()
         self._server: HttpServer | None = None
         self._registration: RegistrationLoop | None = None
         self._node = NodePage(identity, self.page, on_fault, self._meter) if config.node_page else None
@@ -132,15 +135,16 @@ class Channel:
         self._live.announce(kinds)
 
     def publish(self, record: StepRecord) -> int:
-        """Take over a finished record and return its seq. Never waits for the network. For one thread only."""
+        """Take over a finished record and return its seq. Never waits for the network. From any thread."""
         if self._abandoned:
             return _INERT
-        if self.spool is not None:
-            self._keep(self.spool, record)
-        seq = self.ring.append(record)
-        if record.step is not None:
-            self._step = record.step
-        self._live.update(record)
+        with self._publishing:  # spool, ring and page get records in one order
+            if self.spool is not None:
+                self._keep(self.spool, record)
+            seq = self.ring.append(record)
+            if record.step is not None:
+                self._step = record.step
+            self._live.update(record)
         if self._registration is not None and any(event.type in _URGENT for event in record.events):
             self._registration.poke()
         return seq
@@ -250,6 +254,14 @@ class Channel:
         """Return what /healthz shows."""
         state = STATE_DRAINING if self._draining else STATE_RUNNING
         return {"status": "ok", "state": state, "incarnation": self.incarnation, "head": self.ring.head}
+
+    def standing(self) -> tuple[int | None, str | None]:
+        """Return the last step that was published, and the phase that training is in."""
+        return self._step, self._phase
+
+    def stacks(self) -> Mapping[str, Any] | None:
+        """Take stacks, record them, and return what was taken; None where nobody takes any."""
+        return None if self.take_stacks is None or self._closed else self.take_stacks()
 
     def settings(self) -> Mapping[str, Any]:
         """Return what /config shows; secrets were left out by who made it."""

@@ -37,11 +37,12 @@ _REMEMBERED_COMPLAINTS: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked: decoded path, query (last value of each name), headers by lower-case name."""
+    """What was asked: decoded path, query (last value of each name), headers by lower-case name, GET or POST."""
 
     path: str
     query: Mapping[str, str]
     headers: Mapping[str, str]
+    method: str = "GET"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ Application = Callable[[Request], Answer]
 
 
 class HttpServer(socketserver.ThreadingTCPServer):
-    """Answers GET with what `application` returns, one daemon thread per connection, in TLS where `tls` is given."""
+    """Answers GET and POST with what `application` returns, a daemon thread each, in TLS where `tls` is given."""
 
     daemon_threads = True
     allow_reuse_address = True  # a port in TIME_WAIT is free; one that somebody listens on is still refused
@@ -235,6 +236,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
             self.close_connection = True  # its body would read as the next request
+        self._answer()
+
+    def do_POST(self) -> None:
+        """Answer a request whose body says nothing that any page here would want to know."""
+        self._discard_body()
+        self._answer()
+
+    def _answer(self) -> None:
         target = urllib.parse.urlsplit(self.path)
         try:
             query = dict(urllib.parse.parse_qsl(target.query, keep_blank_values=True, max_num_fields=32))
@@ -242,16 +251,20 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send(Answer.text(HTTPStatus.BAD_REQUEST, "too many query parameters"))
             return
         headers = {name.lower(): value for name, value in self.headers.items()}
-        self._send(self.server.application(Request(urllib.parse.unquote(target.path), query, headers)))
+        request = Request(urllib.parse.unquote(target.path), query, headers, self.command)
+        self._send(self.server.application(request))
 
-    def _refuse_method(self) -> None:
+    def _discard_body(self) -> None:
         length = self.headers.get("Content-Length", "")
         if length.isdecimal():
             self.rfile.read(min(int(length), REQUEST_BODY_READ))
-        self.close_connection = True
+        self.close_connection = True  # what is left of it would read as the next request
+
+    def _refuse_method(self) -> None:
+        self._discard_body()
         self._send(Answer.text(HTTPStatus.METHOD_NOT_ALLOWED, f"{self.command}: only GET is offered here", Allow="GET"))
 
-    do_POST = do_PUT = do_PATCH = do_DELETE = do_HEAD = do_OPTIONS = _refuse_method  # noqa: N815 - see do_GET
+    do_PUT = do_PATCH = do_DELETE = do_HEAD = do_OPTIONS = _refuse_method  # noqa: N815 - see do_GET
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002 - the base class' signature
         self.close_connection = True

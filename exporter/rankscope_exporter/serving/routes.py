@@ -33,6 +33,7 @@ from rankscope_contract.channel import (
     RING_FILL_HEADER,
     ROWS_HEADER,
     SCHEMA_HEADER,
+    STACKS_PATH,
     STATE_DRAINING,
     STATE_HEADER,
     STATE_RUNNING,
@@ -46,6 +47,10 @@ PAGE_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _JSON: Final = "application/json"
 _MAX_BYTES_LIMIT: Final = 1 << 28  # a reader may ask for less memory in this process, not for any amount of it
 _PATHS: Final = (RECORDS_PATH, PLAN_PATH + "<hash>", METRICS_PATH, HEALTH_PATH, CONFIG_PATH)
+_STACKS_REFUSED: Final = (
+    "stacks show where this process stands, and are given only where a token is set: set RANKSCOPE_TOKEN for the rank,"
+    " the same as [service] token, and send it as Authorization: Bearer <token>"
+)
 
 
 class BadRequestError(ValueError):
@@ -104,6 +109,10 @@ class Host(Protocol):
         """Return the page of the node's ranks in pieces; None where none was asked for."""
         ...
 
+    def stacks(self) -> Mapping[str, Any] | None:
+        """Take stacks, record them, and return what was taken; None where nobody takes any."""
+        ...
+
     def count_unencodable(self, rows: int) -> None:
         """Note rows that were left out of a stream."""
         ...
@@ -134,7 +143,9 @@ class Routes:
         self._token = token
 
     def __call__(self, request: Request) -> Answer:
-        """Return the answer to a GET."""
+        """Return the answer to a GET, or to the one POST there is."""
+        if request.method == "POST" and request.path != STACKS_PATH:
+            return Answer.text(HTTPStatus.METHOD_NOT_ALLOWED, "POST: only GET is offered here", Allow="GET")
         if request.path == HEALTH_PATH:  # says nothing worth a secret, and probes have none
             return _json(self._host.health())
         if not self._is_authorized(request):
@@ -155,6 +166,7 @@ class Routes:
 
     def _routes(self) -> dict[str, Callable[[Request], Answer]]:
         return {
+            STACKS_PATH: self._stacks,
             RECORDS_PATH: self._records,
             METRICS_PATH: self._metrics,
             NODE_METRICS_PATH: self._node_metrics,
@@ -238,6 +250,17 @@ class Routes:
         if plan is None:
             return Answer.text(HTTPStatus.NOT_FOUND, "no record of this process uses such a plan")
         return Answer(HTTPStatus.OK, (plan.encode(),), _JSON, {"Cache-Control": "max-age=31536000, immutable"})
+
+    def _stacks(self, request: Request) -> Answer:
+        if request.method != "POST":
+            return Answer.text(HTTPStatus.METHOD_NOT_ALLOWED, "use POST here: it has stacks taken", Allow="POST")
+        if self._token is None:
+            return Answer.text(HTTPStatus.FORBIDDEN, _STACKS_REFUSED)
+        taken = self._host.stacks()
+        if taken is None:
+            return Answer.text(HTTPStatus.SERVICE_UNAVAILABLE, "this process is about to end")
+        text = json.dumps(taken, ensure_ascii=False)
+        return Answer(HTTPStatus.OK, ((text + "\n").encode("utf-8", "replace"),), _JSON, {"Cache-Control": "no-store"})
 
     def _metrics(self, request: Request) -> Answer:
         return _page(request, self._host.page())

@@ -1,0 +1,105 @@
+"""The stacks of all threads of this process, taken by faulthandler: files, lines and functions; no values.
+
+faulthandler walks the frames in C and takes no lock of any thread, so it does not matter what they are waiting for.
+Called from Python it still needs the interpreter lock, as everything in Python does: while C code holds that, only the
+handler of a configured signal can look (`stack_signal`).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from rankscope_contract.stacks import MAX_DETAILS_BYTES, Frame, StackDump, ThreadStack
+
+OUR_THREADS: Final = "rankscope-"
+_OUR_CODE: Final = str(Path(__file__).parent)
+_CURRENT: Final = "Current thread"
+_THREAD: Final = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)\b.*\(most recent call first\):$")
+_FRAME: Final = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+_FRAME_CAPS: Final = (100, 40, 15, 5)  # of threads beside the training one, until the dump fits
+
+
+def take_stacks(reason: str, training_thread: int) -> StackDump:
+    """Return where every thread stands now; of the calling thread, without the calls that lead here."""
+    return read_stacks(_dumped(), reason, training_thread, _names())
+
+
+def read_stacks(text: str, reason: str, training_thread: int, names: dict[int, str] | None = None) -> StackDump:
+    """Return what faulthandler wrote. Lines that are none of its own are passed over."""
+    threads: list[ThreadStack] = []
+    names = _names() if names is None else names
+    for ident, is_current, frames in _threads(text):
+        name = names.get(ident)
+        thread = ThreadStack(
+            ident=ident,
+            frames=_without_our_calls(frames) if is_current else frames,
+            name=name,
+            is_training=ident == training_thread,
+            is_ours=name is not None and name.startswith(OUR_THREADS),
+        )
+        threads.append(thread)
+    threads.sort(key=lambda thread: (thread.is_ours, not thread.is_training))
+    return within(StackDump(reason=reason, threads=tuple(threads)), MAX_DETAILS_BYTES)
+
+
+def within(dump: StackDump, max_bytes: int) -> StackDump:
+    """Return `dump`, or as much of it as has room: other threads lose their outermost calls first, then go."""
+    for cap in _FRAME_CAPS:
+        if _size(dump) <= max_bytes:
+            return dump
+        dump = _with_others_cut(dump, cap)
+    while _size(dump) > max_bytes and len(dump.threads) > 1:
+        dump = replace(dump, threads=dump.threads[:-1], left_out=dump.left_out + 1)
+    return dump if _size(dump) <= max_bytes else replace(dump, threads=tuple(_cut(t, 5) for t in dump.threads))
+
+
+def _dumped() -> str:
+    with (
+        tempfile.TemporaryFile()
+        if not hasattr(os, "memfd_create")
+        else os.fdopen(os.memfd_create("rankscope-stacks"), "w+b") as file
+    ):
+        faulthandler.dump_traceback(file.fileno(), all_threads=True)
+        file.seek(0)
+        return file.read().decode("utf-8", "replace")
+
+
+def _names() -> dict[int, str]:
+    return {thread.ident: thread.name for thread in threading.enumerate() if thread.ident is not None}
+
+
+def _threads(text: str) -> list[tuple[int, bool, tuple[Frame, ...]]]:
+    found: list[tuple[int, bool, list[Frame]]] = []
+    for line in text.splitlines():
+        if head := _THREAD.match(line):
+            found.append((int(head[1], 16), line.startswith(_CURRENT), []))
+        elif found and (call := _FRAME.match(line)):
+            found[-1][2].append(Frame(call[1], int(call[2]) if call[2].isdecimal() else 0, call[3]))
+    return [(ident, is_current, tuple(frames)) for ident, is_current, frames in found]
+
+
+def _without_our_calls(frames: Sequence[Frame]) -> tuple[Frame, ...]:
+    """Return `frames` without the innermost ones that are ours; a thread that is all ours keeps them."""
+    own = next((i for i, frame in enumerate(frames) if not frame.file.startswith(_OUR_CODE)), 0)
+    return tuple(frames[own:])
+
+
+def _size(dump: StackDump) -> int:
+    return len(dump.to_json().encode())
+
+
+def _with_others_cut(dump: StackDump, frames: int) -> StackDump:
+    cut = (thread if thread.is_training else _cut(thread, frames) for thread in dump.threads)
+    return replace(dump, threads=tuple(cut))
+
+
+def _cut(thread: ThreadStack, frames: int) -> ThreadStack:
+    return replace(thread, frames=thread.frames[:frames])

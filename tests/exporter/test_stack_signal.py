@@ -1,0 +1,151 @@
+"""A signal has the stacks recorded only where the configuration names one; a handler that was there goes on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from rankscope_exporter import ConfigError, MonitorConfig
+
+PREAMBLE = """
+import faulthandler, glob, json, os, signal, sys, tempfile, threading, time, torch
+from rankscope_exporter import Monitor, MonitorConfig
+from torch import nn
+def attached(**settings):
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    return Monitor(MonitorConfig(console=False, exit_wait_seconds=0, **settings)).attach(net, optimizer)
+def records(monitor):
+    return monitor._session.channel.ring.after(-1, 1 << 30).records
+def events(monitor, kind):
+    return [event for record in records(monitor) for event in record.events if event.type == kind]
+def eventually(condition, seconds=15):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+def files_of(process):
+    return glob.glob(f"{tempfile.gettempdir()}/rankscope-stacks-{process}-*.txt")
+def files():
+    return files_of(os.getpid())
+def caught():
+    return next(line for line in open("/proc/self/status") if line.startswith("SigCgt"))
+"""
+
+
+def run(body: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", PREAMBLE + textwrap.dedent(body)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert 0 == done.returncode, done.stderr
+    return done.stdout
+
+
+def test_without_a_name_no_signal_handler_is_ours_and_with_one_the_default_action_is_held_back_and_given_back():
+    """Chained to its default action SIGUSR2 would end the process."""
+    assert "True\n1\nTrue True\n['later']\n" == run("""
+        before = caught(), [signal.getsignal(number) for number in signal.valid_signals()]
+        monitor = attached()
+        print(before == (caught(), [signal.getsignal(number) for number in signal.valid_signals()]))
+        monitor.detach()
+
+        monitor = attached(stacks_signal="SIGUSR2")
+        os.kill(os.getpid(), signal.SIGUSR2)
+        print(len(eventually(lambda: events(monitor, "stacks"))))
+        monitor.detach()
+        print(before[0] == caught(), signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL)
+
+        # A handler that the script sets while we are attached stays its own.
+        heard = []
+        monitor = attached(stacks_signal="SIGUSR2")
+        signal.signal(signal.SIGUSR2, lambda *_: heard.append("later"))
+        monitor.detach()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        print(heard)
+    """)
+
+
+def test_a_signal_records_stacks_calls_the_handler_that_was_there_and_is_given_back():
+    """Also in a forked child, which writes nothing into its parent's file."""
+    assert "['before'] True True 0\n0 1\n['before', 'before'] True []\n" == run("""
+        heard = []
+        def handler(number, frame):
+            heard.append("before")
+        signal.signal(signal.SIGUSR2, handler)
+        monitor = attached(stacks_signal="SIGUSR2")
+        os.kill(os.getpid(), signal.SIGUSR2)
+        recorded = eventually(lambda: events(monitor, "stacks"))
+        stacks = json.loads(recorded[0].details)
+        print(heard, "signal" == stacks["reason"], stacks["threads"][0].get("is_training"), monitor.faults)
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            os._exit(0 if heard == ["before", "before"] and os.path.getsize(files_of(os.getppid())[0]) == 0 else 1)
+        print(os.waitpid(child, 0)[1], len(events(monitor, "stacks")))
+        monitor.detach()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        print(heard, signal.getsignal(signal.SIGUSR2) is handler, files())
+    """)
+
+
+def test_stacks_are_written_while_c_code_holds_the_interpreter_and_recorded_when_it_lets_go():
+    """Another process sends the signal and reads the file meanwhile: no Python of this one can run."""
+    assert "hold_the_interpreter in the file\nhold_the_interpreter recorded\n" == run("""
+        import ctypes, subprocess
+        def hold_the_interpreter(seconds):
+            ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+        monitor = attached(stacks_signal="SIGUSR2")
+        path, = files()
+        helper = subprocess.Popen([sys.executable, "-c",
+            "import os, signal, sys, time; time.sleep(1); os.kill(int(sys.argv[1]), signal.SIGUSR2); time.sleep(1);"
+            "print('hold_the_interpreter in the file' if 'hold_the_interpreter' in open(sys.argv[2]).read() else 'no')",
+            str(os.getpid()), path])
+        # A sleep is cut short by a signal, so that more than one is needed to hold on.
+        while helper.poll() is None:
+            hold_the_interpreter(5)
+        found = eventually(lambda: [e for e in events(monitor, "stacks") if "hold_the_interpreter" in e.details])
+        print("hold_the_interpreter recorded" if found else "not recorded")
+        monitor.detach()
+    """)
+
+
+def test_a_signal_that_faulthandler_already_serves_is_refused_and_left_alone():
+    assert "True False True\n" == run("""
+        import tempfile
+        with tempfile.TemporaryFile() as file:
+            faulthandler.register(signal.SIGUSR2, file=file)
+            said = []
+            import logging
+            handler = logging.Handler()
+            handler.emit = lambda record: said.append(record.getMessage())
+            logging.getLogger("rankscope").addHandler(handler)
+            monitor = attached(stacks_signal="SIGUSR2")
+            os.kill(os.getpid(), signal.SIGUSR2)
+            named = any("SIGUSR2 has a handler in C already" in text and "name SIGUSR1" in text for text in said)
+            print(named, monitor.address is not None, file.tell() >= 0 and os.fstat(file.fileno()).st_size > 0)
+    """)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL", "SIGINT", "usr2", "SIGSEGV", ""])
+def test_a_signal_that_training_cannot_spare_is_refused_with_those_it_can(name):
+    with pytest.raises(ConfigError, match="SIGUSR1, SIGUSR2, SIGQUIT"):
+        MonitorConfig(stacks_signal=name)
+
+
+def test_the_environment_may_name_the_signal_and_the_limit():
+    config = MonitorConfig().with_environment(
+        {"RANKSCOPE_STACKS_SIGNAL": "SIGUSR1", "RANKSCOPE_HANG_AFTER_SECONDS": "7.5"}
+    )
+
+    assert ("SIGUSR1", 7.5) == (config.stacks_signal, config.hang_after_seconds)
+    with pytest.raises(ConfigError, match="RANKSCOPE_HANG_AFTER_SECONDS is 'soon': give seconds"):
+        MonitorConfig().with_environment({"RANKSCOPE_HANG_AFTER_SECONDS": "soon"})
