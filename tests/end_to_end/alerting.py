@@ -1,0 +1,187 @@
+"""What the tests of alerts share: service, Prometheus and Alertmanager as `rankscope up` runs them, and who is told."""
+
+from __future__ import annotations
+
+import email
+import email.message
+import email.policy
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aiosmtpd.controller import Controller
+
+from rankscope.demonstration.receiver import Alert, Receiver, Way
+from rankscope.live.addresses import receivers
+from rankscope.live.folder import Folder
+from rankscope.live.ports import any_free
+from rankscope.live.stack import ServiceWish, Wish, files, pieces
+from rankscope.live.supervision import Requests, Supervision
+
+SCRAPE_SECONDS = 1.0
+GROUP_WAIT_SECONDS = 1.0
+EVENT_SECONDS = 5.0
+
+CONFIG = """
+[store]
+path = "history"
+[ingest]
+poll_seconds = 2.0
+flush_after_seconds = 1.0
+[runs]
+heartbeat_seconds = 1.0
+refused_after_seconds = 3.0
+failed_after_seconds = 8.0
+[notify]
+urls = ["{url}"]
+"""
+
+
+class Postbox:
+    """Takes mail from an SMTP server, as a mailbox would."""
+
+    def __init__(self) -> None:
+        self.mails: list[tuple[float, email.message.EmailMessage]] = []
+
+    async def handle_DATA(self, _server: Any, _session: Any, envelope: Any) -> str:  # noqa: N802 - aiosmtpd's name
+        mail = email.message_from_bytes(envelope.content, policy=email.policy.default)
+        assert isinstance(mail, email.message.EmailMessage)
+        self.mails.append((time.time(), mail))
+        return "250 taken"
+
+    def subjects(self) -> list[str]:
+        return [str(mail["Subject"]) for _, mail in self.mails]
+
+
+@dataclass
+class Ranks:
+    """A `faulty_rank.py`, and what it said of each run."""
+
+    process: subprocess.Popen[str]
+    bad: dict[str, list[tuple[int, float]]]
+    exits: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def order(self, run: str, what: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{run} {what}\n")
+        self.process.stdin.flush()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            word, run, *numbers = line.split()
+            if word == "bad":
+                self.bad[run].append((int(numbers[0]), float(numbers[1])))
+            else:
+                self.exits[run] = int(numbers[0])
+
+
+@dataclass
+class Alerting:
+    """Everything that runs, with the means to break it and to see who was told."""
+
+    folder: Path
+    urls: dict[str, str]
+    receiver: Receiver
+    postbox: Postbox
+    start_ranks: Callable[..., Ranks]
+
+    def told(self, way: Way, run: str, status: str = "firing", rule: str = "AnomalyNan") -> list[Alert]:
+        """Return what arrived of a run by one way, in order."""
+        return [
+            alert for alert in list(self.receiver.alerts) if alert.way is way and self._is_of(alert, run, status, rule)
+        ]
+
+    def _is_of(self, alert: Alert, run: str, status: str, rule: str) -> bool:
+        if alert.way is Way.EMBEDDED:
+            return f"run: {run} (attempt 0)" in alert.text.splitlines() and rule in alert.title
+        return f"[{status}] {rule} in run {run}:" in alert.title
+
+    def wait_for(self, condition: Callable[[], Any], seconds: float = 90.0) -> Any:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if value := condition():
+                return value
+            time.sleep(0.02)
+        logs = "\n".join(path.read_text(errors="replace")[-1500:] for path in self.folder.rglob("*.log"))
+        raise AssertionError(f"not within {seconds} s; arrived: {self.receiver.alerts}\n{logs}")
+
+
+@contextmanager
+def alerting(
+    folder: Path, prometheus: str, alertmanager: str, *, scrape_seconds: float = SCRAPE_SECONDS
+) -> Iterator[Alerting]:
+    """Run the three programs over `folder`, all told to one receiver, and Alertmanager's also to a mailbox."""
+    postbox = Postbox()
+    mail = Controller(postbox, hostname="127.0.0.1", port=any_free())
+    with ExitStack() as stack:
+        receiver = stack.enter_context(Receiver())
+        mail.start()
+        stack.callback(mail.stop)
+        config = folder / "service.toml"
+        config.write_text(CONFIG.format(url=receiver.notify_url))
+        smtp = f"smtp://127.0.0.1:{mail.port}?to=oncall@example.invalid&tls=no"
+        wish = Wish(
+            service=ServiceWish(config=config, store=str(folder / "history"), host="127.0.0.1"),
+            ports={name: any_free() for name in ("service", "prometheus", "alertmanager")},
+            prometheus=Path(prometheus),
+            alertmanager=Path(alertmanager),
+            receivers=receivers([receiver.webhook_url, smtp]),
+            scrape_seconds=scrape_seconds,
+            group_wait_seconds=GROUP_WAIT_SECONDS,
+            group_interval_seconds=1.0,
+            event_window=f"{EVENT_SECONDS:g}s",
+            keep_firing_for="2s",
+        )
+        state = Folder(folder / "live")
+        state.make()
+        state.write(files(wish, state))
+        supervision = Supervision(pieces(wish, state), say=print, requests=Requests())
+        stack.callback(supervision.stop)
+        supervision.start()
+        urls = {piece.name: piece.url for piece in pieces(wish, state)}
+        yield Alerting(folder, urls, receiver, postbox, _ranks(stack, folder, urls["service"]))
+
+
+def _ranks(stack: ExitStack, folder: Path, service_url: str) -> Callable[..., Ranks]:
+    def start(*runs: str) -> Ranks:
+        environment = {"RANKSCOPE_INGEST_URL": service_url, "OMP_NUM_THREADS": "1"}
+        log = stack.enter_context((folder / "ranks.log").open("wb"))
+        process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("faulty_rank.py")), *runs],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+        stack.callback(_end, process)
+        return Ranks(process, {run: [] for run in runs})
+
+    return start
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(10)
+
+
+def live_runs(service_url: str) -> dict[str, int]:
+    """Return the last step of every run that the service follows."""
+    with urllib.request.urlopen(f"{service_url}/api/v1/runs", timeout=5) as answer:
+        return {run["run"]: run["step"] or 0 for run in json.load(answer)}

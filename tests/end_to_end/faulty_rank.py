@@ -1,0 +1,96 @@
+"""Ranks that do as they are told on standard input: `python faulty_rank.py RUN…`, then lines `RUN ORDER`.
+
+Orders: `nan` spoils one gradient; `nan-raise` does so and raises right after the step; `nan-die` is killed -9 a few
+steps later. In between each trains. Said on standard output: `bad RUN STEP SECONDS`, and `exit RUN CODE` at its end.
+All are forked from one process, since torch takes its time to load.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from typing import TextIO
+
+import torch
+from torch import nn
+
+import rankscope
+
+rankscope.Monitor  # noqa: B018 - loads the training side before the fork
+PAUSE_SECONDS = 0.05
+FAREWELL_STEPS = 6  # after these a rank that is killed has published, and no scrape of every second need have come
+
+
+def train(run: str, orders: TextIO) -> None:
+    """Train until told otherwise."""
+    torch.manual_seed(0)
+    net = nn.Linear(16, 4)
+    optimizer = torch.optim.Adam(net.parameters())
+    spoil = False
+    net.weight.register_hook(lambda gradient: gradient * float("nan") if spoil else gradient)
+    said: list[str] = []
+    threading.Thread(target=lambda: said.extend(line.strip() for line in orders), daemon=True).start()
+    with rankscope.Monitor(rankscope.MonitorConfig(console=False)).attach(net, optimizer) as monitor:
+        step, left = 0, -1
+        while left != 0:
+            step, left = step + 1, left - 1
+            order = said.pop(0) if said else ""
+            spoil = order.startswith("nan")
+            if spoil:
+                print("bad", run, step, time.time(), flush=True)
+            loss = net(torch.ones(2, 16)).square().mean()
+            loss.backward()
+            if not spoil:  # as a gradient scaler would
+                optimizer.step()
+            optimizer.zero_grad()
+            monitor.log(loss=loss)
+            if order == "nan-raise":
+                raise RuntimeError("the last step was bad")
+            if order == "nan-die":
+                left = FAREWELL_STEPS
+            time.sleep(PAUSE_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def start(run: str) -> tuple[int, TextIO]:
+    """Fork a rank; return its id and where to write its orders."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(reading)
+        return child, os.fdopen(writing, "w", buffering=1)
+    os.environ["RANKSCOPE_RUN"] = run
+    code = 0
+    try:
+        train(run, os.fdopen(reading))
+    except RuntimeError:
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main() -> None:
+    """Start the ranks, hand on orders, and tell how each ended."""
+    ranks = {run: start(run) for run in sys.argv[1:]}
+    runs = {child: run for run, (child, _) in ranks.items()}
+
+    def report() -> None:
+        while True:
+            child, status = os.wait()
+            print("exit", runs[child], os.waitstatus_to_exitcode(status), flush=True)
+
+    threading.Thread(target=report, daemon=True).start()
+    for line in sys.stdin:
+        run, order = line.split()
+        ranks[run][1].write(order + "\n")
+    for child in runs:
+        os.kill(child, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
