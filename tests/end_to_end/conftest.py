@@ -25,7 +25,7 @@ listen = "127.0.0.1:{port}"
 path = "{store}"
 [ingest]
 poll_seconds = 0.3
-flush_after_seconds = 1.0
+flush_after_seconds = {flush}
 [runs]
 heartbeat_seconds = 1.0
 refused_after_seconds = 3.0
@@ -33,6 +33,9 @@ failed_after_seconds = 8.0
 [notify]
 mode = "{mode}"
 urls = [{urls}]
+[spool]
+folders = [{spools}]
+scan_seconds = 0.3
 """
 
 
@@ -43,6 +46,8 @@ class Service:
     folder: Path
     port: int
     urls: tuple[str, ...] = ()
+    flush_after_seconds: float = 1.0
+    spools: tuple[Path, ...] = ()
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     @property
@@ -57,7 +62,11 @@ class Service:
         config = self.folder / "service.toml"
         urls = ", ".join(json.dumps(url) for url in self.urls)
         mode = "embedded" if urls else "off"
-        config.write_text(CONFIG.format(port=self.port, store=self.store, urls=urls, mode=mode))
+        spools = ", ".join(json.dumps(str(folder)) for folder in self.spools)
+        text = CONFIG.format(
+            port=self.port, store=self.store, urls=urls, mode=mode, flush=self.flush_after_seconds, spools=spools
+        )
+        config.write_text(text)
         with (self.folder / "service.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "rankscope", "serve", str(config), "--quiet"],

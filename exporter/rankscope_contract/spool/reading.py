@@ -92,8 +92,8 @@ class SpoolReader:
     def after(self, cursor: int, max_bytes: int) -> Stretch | None:
         """Return the next records above `cursor` that one file holds: at least one, else up to `max_bytes`."""
         files = segments(self.folder)
-        for (first, path), (next_first, _) in zip(files, [*files[1:], (None, None)], strict=True):
-            if next_first is not None and next_first <= cursor + 1:
+        for place, (first, path) in enumerate(files):
+            if place + 1 < len(files) and files[place + 1][0] <= cursor + 1:
                 continue
             try:
                 data = path.read_bytes()

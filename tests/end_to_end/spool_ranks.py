@@ -1,0 +1,87 @@
+"""Starts rank processes on request: imports what they need once, then forks one for each line of JSON it reads.
+
+    {"rank": 0, "life": "first", "steps": 50, "pause": 0.01, "end": "linger", "out": "…", "environment": {…}}
+
+A rank writes each seq it has published to `out`, so that a test knows what it may ask for after a kill.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from rankscope_contract.events import Event
+from rankscope_contract.identity import Identity
+from rankscope_contract.records import Plan, PlanEntry
+from rankscope_exporter.record import NamedPlan, Scalar, Statistics, StepRecord
+from rankscope_exporter.serving.channel import Channel
+from rankscope_exporter.serving.config import ServeConfig
+
+PLAN = NamedPlan.of(Plan((PlanEntry(kind="param_after", tensor="w"),)))
+
+
+def record(step: int, *events: Event) -> StepRecord:
+    values, counts = pa.array([float(step)] * 6, pa.float32()), pa.array([0, 0, 0, 1], pa.int64())
+    return StepRecord(
+        ts=time.time_ns() // 1000,
+        step=step,
+        statistics=Statistics(PLAN, values, counts),
+        scalars=(Scalar("loss", 1.0 / (step + 1)),),
+        events=events,
+    )
+
+
+def live(order: dict[str, Any]) -> None:
+    rank, life, steps = order["rank"], order["life"], order["steps"]
+    identity = Identity(
+        run="r", launch_id=life, rank=rank, world_size=2, local_rank=rank, host="h", incarnation=f"{life}-{rank}"
+    )
+    channel = Channel(
+        identity,
+        ServeConfig.from_environment({**os.environ, **order["environment"]}),
+        rules=(),
+        settings={},
+        planned_steps=None,
+        on_fault=lambda where, error: print(where, repr(error), file=sys.stderr, flush=True),
+        overhead=dict,
+        dropped=dict,
+        faults=lambda: 0,
+    )
+    channel.start()
+    out = os.open(order["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for step in range(steps):
+        os.write(out, b"%d\n" % channel.publish(record(step)))
+        time.sleep(order["pause"])
+    if order["end"] == "linger":
+        time.sleep(600)
+    details = json.dumps({"reason": "completed", "last_step": steps - 1})
+    os.write(out, b"%d\n" % channel.publish(record(steps, Event(type="exit", details=details))))
+    left = channel.drain(float(order["end"]))
+    Path(order["out"]).with_suffix(".left").write_text(str(left))
+    channel.close()
+
+
+def main() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the ranks
+    for line in sys.stdin:
+        child = os.fork()
+        if child:
+            print(child, flush=True)
+            continue
+        try:
+            live(json.loads(line))
+        except BaseException:
+            traceback.print_exc()
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

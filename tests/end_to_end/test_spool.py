@@ -1,0 +1,261 @@
+"""Real processes killed with -9, alone and together. With a spool every published record is stored exactly once.
+
+Without one, what is lost is counted where it happened, and stored and lost add up to what was published.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankscope_storage.connection import connect
+
+RANKS = Path(__file__).with_name("spool_ranks.py")
+
+
+@dataclass
+class Life:
+    """One rank process: what it has published is what it wrote down."""
+
+    pid: int
+    out: Path
+
+    @property
+    def published(self) -> int:
+        return len(self.out.read_bytes().splitlines()) if self.out.exists() else 0
+
+    @property
+    def left(self) -> int:
+        """Return how many records the rank said at its end that no store had."""
+        return int(self.out.with_suffix(".left").read_bytes())
+
+    @property
+    def is_alive(self) -> bool:
+        return Path(f"/proc/{self.pid}").exists()
+
+    def kill(self) -> None:
+        if self.is_alive:
+            os.kill(self.pid, signal.SIGKILL)
+        until(lambda: not self.is_alive)
+
+
+class Host:
+    """A machine on which ranks live and die. `spool` is their common folder."""
+
+    def __init__(self, folder: Path, parent: subprocess.Popen[bytes]) -> None:
+        self.folder = folder
+        self.spool = folder / "spool"
+        self.lives: list[Life] = []
+        self.parent = parent
+
+    def start(
+        self, service: Any, rank: int, life: str, *, steps: int, pause: float = 0.0, end: str, spool: bool = True
+    ) -> Life:
+        out = self.folder / f"{life}-{rank}.out"
+        environment = {"RANKSCOPE_INGEST_URL": service.url, "RANKSCOPE_SPOOL_DIR": str(self.spool) if spool else ""}
+        order = {"rank": rank, "life": life, "steps": steps, "pause": pause, "end": end, "out": str(out)}
+        assert self.parent.stdin is not None
+        assert self.parent.stdout is not None
+        self.parent.stdin.write(json.dumps(order | {"environment": environment}).encode() + b"\n")
+        self.parent.stdin.flush()
+        self.lives.append(Life(int(self.parent.stdout.readline()), out))
+        return self.lives[-1]
+
+    def left(self) -> list[str]:
+        return sorted(path.name for path in self.spool.iterdir()) if self.spool.exists() else []
+
+    def end(self) -> None:
+        for life in self.lives:
+            life.kill()
+
+
+@pytest.fixture(scope="module")
+def parent() -> Iterator[subprocess.Popen[bytes]]:
+    """Return what forks ranks: torch is imported once for all of them."""
+    process = subprocess.Popen([sys.executable, str(RANKS)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.wait(10)
+
+
+@pytest.fixture
+def host(tmp_path: Path, parent: subprocess.Popen[bytes]) -> Iterator[Host]:
+    made = Host(tmp_path, parent)
+    yield made
+    made.end()
+
+
+def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.02)
+
+
+def stored(store: Path) -> dict[str, list[int]]:
+    """Return the seqs of each process, as often as they are stored."""
+    with connect(store) as connection:
+        rows = connection.query("SELECT incarnation, seq FROM tensor_stats ORDER BY ALL").to_pylist()
+    found: dict[str, list[int]] = {}
+    for row in rows:
+        found.setdefault(row["incarnation"], []).append(row["seq"])
+    return found
+
+
+def gaps(store: Path) -> list[dict[str, Any]]:
+    with connect(store) as connection:
+        rows = connection.query("SELECT details FROM events WHERE type = 'gap' ORDER BY ordinal").to_pylist()
+    return [json.loads(row["details"]) for row in rows]
+
+
+def attempts(store: Path) -> dict[str, tuple[int, str]]:
+    """Return number and last state of each launch."""
+    with connect(store) as connection:
+        rows = connection.query("SELECT launch_id, attempt, state FROM attempts").to_pylist()
+    return {row["launch_id"]: (row["attempt"], row["state"]) for row in rows}
+
+
+def targets(service: Any) -> dict[str, dict[str, Any]]:
+    return {target["incarnation"]: target for target in json.loads(service.get("/api/v1/targets"))}
+
+
+def test_a_rank_killed_beside_a_living_service_loses_nothing(service: Any, host: Host) -> None:
+    service.spools = (host.spool,)
+    service.start()
+    life = host.start(service, 0, "first", steps=10_000, pause=0.002, end="linger")
+    until(lambda: life.published > 300)
+    life.kill()
+    service.wait_for(lambda: service.runs()[0]["state"] == "failed")
+    service.wait_for(lambda: host.left() == [])
+    run = service.runs()[0]
+    page = service.get("/metrics")
+
+    assert 0 == service.stop(), service.log()
+    published = list(range(life.published))
+    assert published == stored(service.store)["first-0"][: len(published)]
+    assert len(stored(service.store)["first-0"]) - len(published) in {0, 1}  # killed before it wrote the number down
+    assert [] == gaps(service.store)
+    assert 0 == run["records_lost"]
+    assert 'rankscope_ingest_lost_records_total{run="r"} 0.0' in page
+    assert "vanished" in run["reason"]
+
+
+def test_a_rank_killed_together_with_the_service_is_stored_by_the_next_service(service: Any, host: Host) -> None:
+    service.spools = (host.spool,)
+    service.start()
+    lives = [host.start(service, rank, "first", steps=10_000, pause=0.002, end="linger") for rank in range(2)]
+    until(lambda: all(life.published > 200 for life in lives))
+    service.kill()
+    lives[1].kill()
+    lost = lives[1].published
+    service.start()
+    service.wait_for(lambda: host.left() == ["first-0"])
+    lives[0].kill()
+    service.wait_for(lambda: host.left() == [])
+
+    assert 0 == service.stop(), service.log()
+    rows = stored(service.store)
+    assert list(range(lost)) == rows["first-1"][:lost]
+    assert list(range(lives[0].published)) == rows["first-0"][: lives[0].published]
+    assert all(seqs == list(range(len(seqs))) for seqs in rows.values())
+    assert [] == gaps(service.store)
+    assert {"first": (0, "failed")} == attempts(service.store)
+
+
+def test_a_service_killed_between_fetch_and_commit_while_the_rank_exits_loses_nothing(service: Any, host: Host) -> None:
+    """The rank's last word is in the spool as well: the run has completed, though no service heard it say so."""
+    service.spools = (host.spool,)
+    service.flush_after_seconds = 600.0
+    service.start()
+    lives = [host.start(service, rank, "first", steps=60, pause=0.03, end="0.1") for rank in range(2)]
+    service.wait_for(
+        lambda: [t["cursor"] > 10 and t["committed"] == -1 for t in targets(service).values()] == [True] * 2
+    )
+    service.kill()
+    until(lambda: not any(life.is_alive for life in lives))
+    service.flush_after_seconds = 1.0
+    service.start()
+    service.wait_for(lambda: host.left() == [])
+    service.wait_for(lambda: service.runs()[0]["state"] == "completed")
+
+    assert 0 == service.stop(), service.log()
+    assert {f"first-{rank}": list(range(61)) for rank in range(2)} == stored(service.store)
+    assert [] == gaps(service.store)
+    assert {"first": (0, "completed")} == attempts(service.store)
+
+
+def test_after_everything_was_killed_the_next_ranks_of_the_host_hand_over_what_was_left(
+    service: Any, host: Host
+) -> None:
+    """The new service sees no spool folder: the new ranks speak for the dead, under their names and attempt."""
+    service.flush_after_seconds = 600.0
+    service.start()
+    lives = [host.start(service, rank, "first", steps=10_000, pause=0.002, end="linger") for rank in range(2)]
+    service.wait_for(lambda: len(targets(service)) == 2)
+    until(lambda: all(life.published > 300 for life in lives))
+    service.kill()
+    for life in lives:
+        life.kill()
+    service.flush_after_seconds = 1.0
+    heirs = [host.start(service, rank, "second", steps=50, pause=0.02, end="linger") for rank in range(2)]
+    service.start()
+    service.wait_for(lambda: host.left() == ["second-0", "second-1"])
+    service.wait_for(lambda: len(json.loads(service.get("/sd"))) == 2)
+    discovered = sorted(entry["labels"]["instance"] for entry in json.loads(service.get("/sd")))
+    until(lambda: all(heir.published == 50 for heir in heirs))
+    service.wait_for(lambda: all(targets(service)[f"second-{rank}"]["committed"] == 49 for rank in range(2)))
+
+    assert 0 == service.stop(), service.log()
+    rows = stored(service.store)
+    for rank, life in enumerate(lives):
+        assert list(range(life.published)) == rows[f"first-{rank}"][: life.published]
+        assert list(range(50)) == rows[f"second-{rank}"]
+    assert all(seqs == list(range(len(seqs))) for seqs in rows.values())
+    assert [] == gaps(service.store)
+    assert ["r/0", "r/1"] == discovered
+    assert "failed" == attempts(service.store)["first"][1]
+
+
+def test_without_a_spool_what_dies_with_a_rank_is_counted_and_adds_up(service: Any, host: Host) -> None:
+    service.start()
+    life = host.start(service, 0, "first", steps=10_000, pause=0.002, end="linger", spool=False)
+    until(lambda: life.published > 300)
+    service.wait_for(lambda: targets(service)["first-0"]["head"] > 100)
+    life.kill()
+    service.wait_for(lambda: service.runs()[0]["state"] == "failed")
+    target = targets(service)["first-0"]
+    page = service.get("/metrics")
+
+    assert 0 == service.stop(), service.log()
+    seqs = stored(service.store)["first-0"]
+    lost = sum(gap["records"] for gap in gaps(service.store))
+    assert list(range(len(seqs))) == seqs
+    assert target["head"] + 1 == len(seqs) + lost  # all that the service was ever told of
+    assert lost == target["records_lost"]
+    assert f'rankscope_ingest_lost_records_total{{run="r"}} {lost}.0' in page
+
+
+def test_without_a_spool_a_rank_that_exits_while_no_service_lives_says_how_much_is_lost(
+    service: Any, host: Host
+) -> None:
+    service.flush_after_seconds = 600.0
+    service.start()
+    life = host.start(service, 0, "first", steps=40, pause=0.03, end="0.1", spool=False)
+    service.wait_for(lambda: (target := targets(service).get("first-0")) and target["cursor"] > 10)
+    service.kill()
+    until(lambda: not life.is_alive)
+    service.flush_after_seconds = 1.0
+    service.start()
+
+    assert 0 == service.stop(), service.log()
+    assert 41 == life.left + len(stored(service.store).get("first-0", []))

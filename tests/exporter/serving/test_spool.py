@@ -1,0 +1,445 @@
+"""The spool of a living rank: what is on disk after every moment at which its process may be killed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankscope_contract.channel import Registration
+from rankscope_contract.records import PlanEntry
+from rankscope_contract.spool import Orphan, SpoolReader
+from rankscope_contract.spool.layout import segments
+from rankscope_contract.spool.reading import message_ends
+from rankscope_exporter.record import Scalar, StepRecord
+from rankscope_exporter.serving import spool as spool_module
+from rankscope_exporter.serving.codec import encode
+from rankscope_exporter.serving.spool import FAILED, FULL, Spool, needed_plans
+
+WHO = Registration(
+    run="r",
+    rank=0,
+    world_size=1,
+    local_rank=0,
+    host="h",
+    pid=1,
+    incarnation="i0",
+    launch_id="l0",
+    url="",
+    started_at=5,
+    planned_steps=100,
+    config={"every": 1},
+)
+ENTRY = PlanEntry(kind="param_after", tensor="w", shape=(2,))
+OTHER = PlanEntry(kind="param_after", tensor="v", shape=(2,))
+
+
+def made(root: Path, *, max_bytes: int = 1 << 30) -> Spool:
+    spool = Spool(str(root), "i0", max_bytes=max_bytes)
+    spool.open(WHO)
+    return spool
+
+
+def plain(step: int, **more: Any) -> StepRecord:
+    return StepRecord(ts=1_700_000_000_000_000 + step, step=step, scalars=(Scalar("loss", float(step)),), **more)
+
+
+def die(spool: Spool) -> None:
+    """Do what the system does for a killed process: close its files, and nothing else."""
+    if spool._file >= 0:
+        os.close(spool._file)
+        spool._file = -1
+    if spool._lock is not None:
+        spool._lock.release()
+
+
+def found(root: Path) -> list[int]:
+    """Return the seqs that whoever comes next can read, and leave the folder as it is."""
+    folder = root / "i0"
+    if not folder.exists():
+        return []
+    orphan = Orphan.take(folder, needed_plans)
+    if orphan is None:
+        assert [] == [path.name for path in folder.glob("*")]  # it was being removed
+        return []
+    try:
+        return read_all(orphan)
+    finally:
+        orphan.release()
+
+
+def read_all(orphan: Orphan, cursor: int = -1) -> list[int]:
+    seqs: list[int] = []
+    while (stretch := orphan.after(cursor, 1 << 20)) is not None:
+        rows = pa.ipc.open_stream(stretch.data).read_all()["seq"].to_pylist()
+        assert list(range(stretch.first, stretch.last + 1)) == rows
+        seqs += rows
+        cursor = stretch.last
+    return seqs
+
+
+def test_what_was_published_is_read_back_as_it_would_have_been_served(tmp_path, record):
+    spool = made(tmp_path)
+    records = [record(step, [ENTRY], [{"norm": 1.0 + step}], scalars=(Scalar("loss", 0.5),)) for step in range(5)]
+    for seq, one in enumerate(records):
+        spool.append(seq, one)
+    die(spool)
+    orphan = Orphan.take(tmp_path / "i0", needed_plans)
+    assert orphan is not None
+    stretch = orphan.after(-1, 1 << 20)
+    assert stretch is not None
+    plan = records[0].statistics.plan
+
+    assert pa.ipc.open_stream(encode(0, records).body).read_all() == pa.ipc.open_stream(stretch.data).read_all()
+    assert plan.json == orphan.reader.plan(plan.hash)
+    assert WHO == orphan.registration
+    assert 4 == orphan.head
+
+
+def test_only_the_owner_can_read_it(tmp_path, record):
+    spool = made(tmp_path / "deep" / "spool")
+    spool.append(0, record(0, [ENTRY], [{"norm": 1.0}]))
+    folder = spool.folder
+    files = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    spool.close()
+
+    assert 0o700 == stat.S_IMODE(folder.stat().st_mode)
+    assert {0o600} == set(files.values())
+    assert {"lock", "identity.json", "000000000000.arrows"} < set(files)
+
+
+def test_a_file_cut_anywhere_gives_all_records_before_the_cut(tmp_path):
+    spool = made(tmp_path)
+    for seq in range(4):
+        spool.append(seq, plain(seq))
+    die(spool)
+    ((_, path),) = segments(tmp_path / "i0")
+    whole = path.read_bytes()
+    ends = message_ends(whole)
+
+    assert 5 == len(ends)
+    for cut in {0, 1, 7, *(end + shift for end in ends for shift in (-1, 0, 1, 9)), len(whole) // 2}:
+        path.write_bytes(whole[:cut])
+        reader = SpoolReader(tmp_path / "i0", needed_plans)
+        wanted = sum(end <= cut for end in ends[1:])
+        stretch = reader.after(-1, 1 << 20)
+
+        assert wanted - 1 == reader.head()
+        assert wanted == (0 if stretch is None else stretch.rows)
+
+
+@given(st.binary(max_size=400))
+def test_bytes_of_any_kind_are_no_messages_and_no_fault(data):
+    ends = message_ends(data)
+
+    assert all(0 < end <= len(data) for end in ends)
+    assert sorted(set(ends)) == ends
+
+
+def test_files_are_rolled_and_go_once_all_in_them_is_committed(tmp_path):
+    spool = made(tmp_path, max_bytes=8 * 20_000)
+    for seq in range(30):
+        spool.append(seq, plain(seq))
+    firsts = [first for first, _ in segments(spool.folder)]
+    spool.commit(firsts[2] - 1)
+
+    assert len(firsts) > 4
+    assert firsts[2:] == [first for first, _ in segments(spool.folder)]
+    spool.commit(29)
+    assert firsts[-1:] == [first for first, _ in segments(spool.folder)]  # the one that is written to
+    spool.close()
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_a_spool_that_no_store_has_yet_stays_behind(tmp_path):
+    spool = made(tmp_path)
+    for seq in range(3):
+        spool.append(seq, plain(seq))
+    spool.commit(1)
+    spool.close()
+
+    assert [0, 1, 2] == found(tmp_path)
+
+
+def test_at_its_cap_the_oldest_records_go_and_are_counted(tmp_path):
+    spool = made(tmp_path, max_bytes=60_000)
+    for seq in range(40):
+        spool.append(seq, plain(seq))
+    size = sum(path.stat().st_size for _, path in segments(spool.folder))
+    die(spool)
+    kept = found(tmp_path)
+
+    assert kept == list(range(kept[0], 40))
+    assert kept[0] == spool.dropped[FULL] > 0
+    assert 0 == spool.dropped[FAILED]
+    assert size <= 60_000
+
+
+def test_what_is_committed_is_not_counted_when_it_makes_room(tmp_path):
+    spool = made(tmp_path, max_bytes=60_000)
+    for seq in range(40):
+        spool.append(seq, plain(seq))
+        spool.commit(seq)
+    spool.close()
+
+    assert {FULL: 0, FAILED: 0} == spool.dropped
+
+
+def test_a_record_above_the_cap_is_left_out_and_counted(tmp_path):
+    spool = made(tmp_path, max_bytes=60_000)
+    spool.append(0, plain(0))
+    spool.append(1, plain(1, modules=({"module": "m", "class": "c", "stack": os.urandom(60_000).hex()},)))
+    spool.append(2, plain(2))
+    die(spool)
+
+    assert [0, 2] == found(tmp_path)
+    assert 1 == spool.dropped[FULL]
+
+
+@pytest.mark.parametrize("room", [0, 1, 100])
+def test_a_full_disk_costs_the_records_it_had_no_room_for(tmp_path, monkeypatch, room):
+    """However much of a record still fitted, the file stays whole, and goes on when there is room again."""
+    spool = made(tmp_path)
+    spool.append(0, plain(0))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", _until_empty(os.write, room))
+        for seq in (1, 2):
+            with pytest.raises(OSError, match="No space"):
+                spool.append(seq, plain(seq))
+    spool.append(3, plain(3))
+    die(spool)
+
+    assert [0, 3] == found(tmp_path)
+    assert 2 == spool.dropped[FAILED]
+
+
+def _until_empty(real: Callable[[int, Any], int], room: int) -> Callable[[int, Any], int]:
+    left = room
+
+    def write(descriptor: int, data: Any) -> int:
+        nonlocal left
+        if left == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = real(descriptor, data[:left])
+        left -= written
+        return written
+
+    return write
+
+
+class KilledError(BaseException):
+    """The process is no more: nothing it still wants to do happens."""
+
+
+class Fuse:
+    """Lets `calls` system calls that change the disk happen and then none; a last write may get half way."""
+
+    NAMES = ("open", "write", "ftruncate", "rename", "replace", "unlink", "mkdir", "rmdir")
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, calls: int, *, torn: bool) -> None:
+        self.left = calls
+        self.torn = torn
+        self.blown = False
+        for name in self.NAMES:
+            monkeypatch.setattr(os, name, self._wrapped(name, getattr(os, name)))
+
+    def _wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            if self.left == 0 and not self.blown and name == "write" and self.torn:
+                descriptor, data = arguments
+                real(descriptor, data[: len(data) // 2])
+            self.blown |= self.left == 0
+            if self.blown:
+                raise KilledError(name)
+            self.left -= 1
+            return real(*arguments, **named)
+
+        return call
+
+
+class Story:
+    """A life with everything in it: two plans, several files, commits, an orderly end."""
+
+    def __init__(self, root: Path) -> None:
+        self.spool = Spool(str(root), "i0", max_bytes=8 * 12_000)
+        self.kept = self.committed = -1
+
+    def live(self, record: Callable[..., StepRecord]) -> None:
+        self.spool.open(WHO)
+        for seq in range(9):
+            entry = ENTRY if seq < 6 else OTHER
+            self.spool.append(seq, record(seq, [entry], [{"norm": 1.0}]) if seq % 3 == 0 else plain(seq))
+            self.kept = seq
+            if seq in (3, 5):
+                self._commit(seq - 1)
+        self._commit(8)
+        self.spool.close()
+
+    def _commit(self, seq: int) -> None:
+        self.committed = seq  # it is durable before the rank hears of it
+        self.spool.commit(seq)
+
+
+def lives_cut_short(tmp_path: Path, record: Any) -> Iterator[tuple[Story, Path, bool]]:
+    """Yield a story for every system call before which it may end."""
+    for torn in (False, True):
+        for calls in range(1000):
+            root = tmp_path / f"{calls}-{torn}"
+            story = Story(root)
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                fuse = Fuse(root, monkeypatch, calls, torn=torn)
+                try:
+                    story.live(record)
+                except KilledError:
+                    pass
+            die(story.spool)
+            yield story, root, fuse.blown
+            if not fuse.blown:
+                break
+
+
+def test_whatever_moment_a_rank_is_killed_at_what_it_had_published_is_read_by_the_next(tmp_path, record):
+    moments = 0
+    for story, root, was_killed in lives_cut_short(tmp_path, record):
+        moments += 1
+        seqs = found(root)
+        wanted = set(range(story.committed + 1, story.kept + 1))
+
+        assert wanted <= set(seqs)
+        assert sorted(set(seqs)) == seqs
+        assert set(seqs) <= set(range(story.kept + 2))
+        if not was_killed:
+            assert not (root / "i0").exists()
+    assert moments > 60
+
+
+def test_whatever_moment_a_reader_is_killed_at_each_record_is_stored_once_and_the_folder_goes(tmp_path):
+    """The store is a model: it takes a stretch and its watermark together, as the real one does."""
+    for calls in range(1000):
+        root = tmp_path / str(calls)
+        spool = made(root, max_bytes=8 * 12_000)
+        for seq in range(9):
+            spool.append(seq, plain(seq))
+        die(spool)
+        table: list[int] = []
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            fuse = Fuse(root, monkeypatch, calls, torn=False)
+            try:
+                drain(root, table)
+            except KilledError:
+                pass
+        drain(root, table)
+
+        assert list(range(9)) == table
+        assert [] == list(root.iterdir())
+        if not fuse.blown:
+            break
+    assert calls > 8
+
+
+def drain(root: Path, table: list[int]) -> None:
+    """Do what service and exporter do: read above the watermark, store, tell, delete."""
+    folder = root / "i0"
+    orphan = Orphan.take(folder, needed_plans) if folder.exists() else None
+    if orphan is None:
+        if folder.exists():
+            folder.rmdir()  # nothing is in it any more, not even the lock
+        return
+    try:
+        while (stretch := orphan.after(len(table) - 1, 20_000)) is not None:
+            table += range(stretch.first, stretch.last + 1)
+            orphan.commit(stretch.last)
+        orphan.commit(len(table) - 1)
+        assert orphan.is_done
+        orphan.remove()
+    finally:
+        orphan.release()
+
+
+def test_a_lock_is_free_exactly_when_its_process_is_gone(tmp_path):
+    spool = made(tmp_path)
+    spool.append(0, plain(0))
+
+    assert Orphan.take(spool.folder, needed_plans) is None
+    child = os.fork()
+    if child == 0:
+        spool.abandon()  # what the fork handler does; the child then outlives its parent
+        os._exit(0 if Orphan.take(spool.folder, needed_plans) is None else 1)
+    assert 0 == os.waitpid(child, 0)[1]
+    spool.append(1, plain(1))  # the parent was not disturbed
+    die(spool)
+    assert [0, 1] == found(tmp_path)
+
+
+def test_a_forked_child_that_lives_on_does_not_keep_the_dead_parent_alive(tmp_path):
+    spool = made(tmp_path)
+    (reading, writing), (hearing, saying) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        spool.abandon()
+        os.close(writing)
+        os.write(saying, b"!")
+        os.read(reading, 1)  # until the parent lets go
+        os._exit(0)
+    try:
+        os.read(hearing, 1)
+        die(spool)
+
+        assert [] == found(tmp_path)
+    finally:
+        for end in (reading, writing, hearing, saying):
+            os.close(end)
+        os.waitpid(child, 0)
+
+
+def test_damage_in_the_middle_costs_the_rest_of_that_file_alone(tmp_path, caplog):
+    spool = made(tmp_path, max_bytes=8 * 20_000)
+    for seq in range(9):
+        spool.append(seq, plain(seq))
+    die(spool)
+    (first, path), (second, _), *_ = segments(tmp_path / "i0")
+    data = bytearray(path.read_bytes())
+    start = message_ends(bytes(data))[1]
+    data[start + 4000 : start + 4200] = b"\xff" * 200
+    path.write_bytes(bytes(data))
+    seqs = found(tmp_path)
+
+    assert 0 == first < second
+    assert [0, *range(second, 9)] == seqs
+    assert "is damaged from seq 1 on" in caplog.text
+
+
+def test_a_record_whose_plan_is_gone_is_passed_over(tmp_path, record):
+    spool = made(tmp_path)
+    spool.append(0, plain(0))
+    spool.append(1, record(1, [ENTRY], [{"norm": 1.0}]))
+    die(spool)
+    for plan in (tmp_path / "i0").glob("plan-*.json"):
+        plan.write_text("{}")
+
+    assert [0] == found(tmp_path)
+
+
+def test_stretches_keep_to_the_bytes_that_were_asked_for(tmp_path):
+    spool = made(tmp_path)
+    for seq in range(6):
+        spool.append(seq, plain(seq))
+    size = (segments(spool.folder)[0][1].stat().st_size - len(spool_module.schema_message())) // 6
+    few = spool.after(0, 2 * size)
+    one = spool.after(4, 1)
+    none = spool.after(5, 1 << 20)
+    spool.close()
+
+    assert few is not None
+    assert (1, 2) == (few.first, few.last)
+    assert one is not None
+    assert (5, 5) == (one.first, one.last)
+    assert none is None
