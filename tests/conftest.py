@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
+import subprocess
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,3 +43,68 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """A CA and what it signed, made by openssl: `server` and `client` are good for every name of this machine.
+
+    `expired` was signed by it too, `elsewhere` names another machine, and `stranger` is signed by a CA of its own.
+    """
+
+    folder: Path
+
+    @property
+    def ca(self) -> Path:
+        return self.folder / "ca.pem"
+
+    @property
+    def other_ca(self) -> Path:
+        return self.folder / "other_ca.pem"
+
+    def cert(self, name: str) -> Path:
+        return self.folder / f"{name}.pem"
+
+    def key(self, name: str) -> Path:
+        return self.folder / f"{name}.key"
+
+    def web_config(self, path: Path, name: str = "server", **settings: str) -> Path:
+        """Write a web configuration that shows certificate `name`, and return `path`."""
+        shown = {"cert_file": str(self.cert(name)), "key_file": str(self.key(name))}
+        path.write_text(json.dumps({"tls_server_config": shown | settings}))
+        return path
+
+    def make_ca(self, name: str) -> None:
+        self._openssl("req", "-x509", *self._new(name), "-out", f"{name}.pem", "-days", "2")
+
+    def sign(self, name: str, ca: str, names: str, days: int = 2) -> None:
+        (self.folder / "extensions").write_text(f"subjectAltName={names}\nextendedKeyUsage=serverAuth,clientAuth\n")
+        self._openssl("req", *self._new(name), "-out", f"{name}.csr")
+        signer = ("-CA", f"{ca}.pem", "-CAkey", f"{ca}.key", "-CAcreateserial", "-days", str(days))
+        self._openssl("x509", "-req", "-in", f"{name}.csr", *signer, "-extfile", "extensions", "-out", f"{name}.pem")
+
+    def _new(self, name: str) -> tuple[str, ...]:
+        key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout", f"{name}.key")
+        return (*key, "-subj", f"/CN={name}")
+
+    def _openssl(self, *arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=self.folder, check=True, capture_output=True)
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: Any) -> Certificates:
+    """Return certificates of every kind that a rank or a service may meet."""
+    _require_server("openssl")
+    made = Certificates(tmp_path_factory.mktemp("certificates"))
+    here = f"DNS:localhost,DNS:{socket.gethostname()},IP:127.0.0.1,IP:127.0.0.2,IP:0:0:0:0:0:0:0:1"
+    for ca in ("ca", "other_ca"):
+        made.make_ca(ca)
+    for name, signer, names, days in (
+        ("server", "ca", here, 2),
+        ("client", "ca", here, 2),
+        ("expired", "ca", here, -1),
+        ("elsewhere", "ca", "DNS:elsewhere.test", 2),
+        ("stranger", "other_ca", here, 2),
+    ):
+        made.sign(name, signer, names, days)
+    return made

@@ -116,7 +116,7 @@ _OF_SERVERS: Final = {  # what a client is told, by OpenSSL's reason
     "SSLV3_ALERT_BAD_CERTIFICATE": "it refuses our client certificate",
     "SSLV3_ALERT_CERTIFICATE_EXPIRED": "our client certificate has expired: renew cert_file",
     "TLSV1_ALERT_PROTOCOL_VERSION": "it speaks no TLS version that is spoken here (1.2 or 1.3)",
-    "UNEXPECTED_EOF_WHILE_READING": "it hung up during the handshake: it may speak no TLS, see the log there",
+    "UNEXPECTED_EOF_WHILE_READING": "it hung up: it may want a client certificate (cert_file) or speak no TLS",
 }
 _OF_CLIENTS: Final = {  # what a server says of a client
     "HTTP_REQUEST": "it spoke plain HTTP to a TLS port: use https:// there",
@@ -136,6 +136,8 @@ def explain_to_client(error: BaseException) -> str | None:
     """Return why a server could not be spoken to by TLS and what mends it; None when TLS is not to blame."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return _certificate_trouble(error, "its certificate", "name its CA in ca_file")
+    if isinstance(error, ssl.SSLEOFError):
+        return _OF_SERVERS["UNEXPECTED_EOF_WHILE_READING"]
     if isinstance(error, ssl.SSLError):
         return _OF_SERVERS.get(error.reason or "", f"TLS failed: {error.reason or error}")
     return None

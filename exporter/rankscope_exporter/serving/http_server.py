@@ -24,7 +24,7 @@ from rankscope_contract.tls import MakeContext, explain_to_server
 from rankscope_exporter.errors import ServeError
 from rankscope_exporter.serving.addresses import Address
 from rankscope_exporter.serving.meter import CpuMeter
-from rankscope_exporter.serving.sockets import REQUEST_BODY_READ, TEXT, hang_up, refuse, resolve, send_raw
+from rankscope_exporter.serving.sockets import REQUEST_BODY_READ, TEXT, hang_up, refuse, resolve, see_off, send_raw
 
 log = logging.getLogger(__name__)
 
@@ -214,10 +214,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             connection.do_handshake()
         except OSError as error:
             why = explain_to_server(error)
-            if why is not None:
-                self.server.complain(self.client_address[0], why)
             if getattr(error, "reason", None) == "HTTP_REQUEST":
                 send_raw(connection, "400 Bad Request", "this port speaks TLS: write https://", is_clear=True)
+            if why is not None:
+                self.server.complain(self.client_address[0], why)
+                see_off(connection)
             raise
 
     def handle_one_request(self) -> None:

@@ -32,6 +32,7 @@ _ANSWER_SECONDS: Final = 10.0
 _LONGEST_PATH: Final = 107  # what a socket's address holds, in bytes
 _SIZE: Final = struct.Struct(">Q")  # goes before the page, so that one cut short is not taken for whole
 _CHUNK: Final = 1 << 20
+_PLEASE: Final = b"?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class Neighbours:
     def gather(self, seconds: float = GATHER_SECONDS) -> Gathered:
         """Return the pages of all other ranks of this launch on this host."""
         others = [path for path in self._sockets(self._launch) if path.name != self._name]
-        calls = {path: connection for path in others if (connection := _call(path)) is not None}
+        calls = {path: connection for path in others if (connection := _call(path, _PLEASE)) is not None}
         bodies = _read_all(calls, time.monotonic() + seconds)
         pages = [(_rank_of(path), page) for path, body in bodies.items() if (page := _whole(body)) is not None]
         return Gathered(sorted(pages, key=lambda item: item[0]), len(calls) - len(pages))
@@ -107,6 +108,8 @@ class Neighbours:
     def _show(self, connection: socket.socket) -> None:
         try:
             connection.settimeout(_ANSWER_SECONDS)
+            if connection.recv(1) != _PLEASE:  # somebody only looked whether anybody lives here
+                return
             page = self._page()
             connection.sendall(_SIZE.pack(len(page)))
             connection.sendall(page)
@@ -154,12 +157,13 @@ def _listening(path: Path) -> socket.socket:
     return listening
 
 
-def _call(path: Path) -> socket.socket | None:
-    """Return a connection; None when nobody lives there any more, and then the file goes too."""
+def _call(path: Path, word: bytes = b"") -> socket.socket | None:
+    """Return a connection on which `word` was said; None when nobody lives there, and then the file goes too."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.setblocking(False)
     try:
         connection.connect(str(path))
+        connection.send(word)
     except BlockingIOError:  # too many wait there already: it stays silent
         return connection
     except (ConnectionRefusedError, FileNotFoundError):
@@ -182,17 +186,20 @@ def _read_all(calls: dict[Path, socket.socket], deadline: float) -> dict[Path, b
         while waiting.get_map() and (left := deadline - time.monotonic()) > 0:
             for key, _ in waiting.select(left):
                 chunk = _received(calls[key.data])
-                bodies[key.data] += chunk
-                if not chunk:
+                bodies[key.data] += chunk or b""
+                if chunk == b"":
                     waiting.unregister(key.fileobj)
     for connection in calls.values():
         connection.close()
     return bodies
 
 
-def _received(connection: socket.socket) -> bytes:
+def _received(connection: socket.socket) -> bytes | None:
+    """Return what came, nothing at the end; None when nothing is there yet after all."""
     try:
         return connection.recv(_CHUNK)
+    except BlockingIOError:
+        return None
     except OSError:  # reset: what came so far is not whole, and is judged by its size
         return b""
 

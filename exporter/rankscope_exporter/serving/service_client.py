@@ -79,10 +79,11 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 def _trouble(error: Exception) -> str:
     """Return what went wrong, in words that name what mends it where TLS is to blame."""
     cause = error.reason if isinstance(error, urllib.error.URLError) else error
-    if isinstance(cause, http.client.RemoteDisconnected | ConnectionResetError):
-        return "it hung up without an answer; if it speaks TLS (web_config), write https:// in ingest_url"
-    tls = explain_to_client(cause) if isinstance(cause, ssl.SSLError) else None
-    return tls or str(getattr(error, "reason", None) or repr(error))
+    if isinstance(cause, ssl.SSLError):
+        return str(explain_to_client(cause))
+    if isinstance(cause, http.client.RemoteDisconnected | ConnectionResetError | BrokenPipeError):
+        return "it hung up without an answer; where it speaks TLS (web_config), ingest_url begins with https://"
+    return str(getattr(error, "reason", None) or repr(error))
 
 
 def _words(error: urllib.error.HTTPError) -> str:

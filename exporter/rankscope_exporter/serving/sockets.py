@@ -13,6 +13,8 @@ from rankscope_exporter.serving.addresses import Address
 log = logging.getLogger(__name__)
 
 REQUEST_BODY_READ: Final = 65_536  # read and thrown away, so that a refusal reaches the sender
+_FAREWELL_SECONDS: Final = 0.5
+_FAREWELL_READS: Final = 16
 TEXT: Final = "text/plain; charset=utf-8"
 
 
@@ -48,6 +50,18 @@ def send_raw(connection: socket.socket, status: str, text: str, headers: str = "
         receive(connection, REQUEST_BODY_READ)  # an unread request would turn the close into a reset
     except OSError:
         log.debug("a client was gone before its answer")
+
+
+def see_off(connection: socket.socket) -> None:
+    """Give a client a moment to read why its handshake failed: a close before it has spoken out would be a reset."""
+    try:
+        socket.socket.shutdown(connection, socket.SHUT_WR)
+        connection.settimeout(_FAREWELL_SECONDS)
+        for _ in range(_FAREWELL_READS):
+            if not socket.socket.recv(connection, REQUEST_BODY_READ):
+                return
+    except OSError:
+        log.debug("a client left without a word")
 
 
 def hang_up(connection: socket.socket) -> None:

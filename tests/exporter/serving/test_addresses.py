@@ -1,0 +1,172 @@
+"""Addresses of ranks: ranges that ranks and jobs of a node share, IPv6, and what others are told."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankscope_exporter.errors import ServeError
+from rankscope_exporter.serving.addresses import Address
+from rankscope_exporter.serving.config import ServeConfig
+from rankscope_exporter.serving.http_server import Answer
+from rankscope_exporter.serving.listening import open_server
+from rankscope_exporter.serving.meter import CpuMeter
+
+HOSTS = st.sampled_from(["127.0.0.1", "0.0.0.0", "::1", "::", "fd00::2", "node-7", "::ffff:10.0.0.1"])
+
+
+@pytest.fixture
+def listening():
+    """Return what opens a server as configured."""
+    servers = []
+
+    def make(listen, **settings):
+        config = ServeConfig(listen=listen, token="t", **settings)
+        servers.append(open_server(config, lambda _: Answer(204), on_fault=lambda *_: None, meter=CpuMeter()))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.stop()
+
+
+@given(HOSTS, st.integers(1, 65535), st.none() | st.integers(1, 900))
+def test_an_address_is_read_as_it_is_written(host, port, more):
+    last = None if more is None else min(65535, port + more)
+    written = Address(host, port, None if last == port else last)
+
+    assert written == Address.parse(str(written), what="listen")
+
+
+@pytest.mark.parametrize(
+    ("listen", "fix"),
+    [
+        ("127.0.0.1:9499-9400", "a range of ports goes up"),
+        ("127.0.0.1:0-10", "a range of ports goes up"),
+        ("127.0.0.1:1-60000", "1000 at most"),
+        ("::1:9400", "in brackets"),
+        ("[::1", "listen"),
+        ("[fe80::1%eth0]:9400", "zone"),
+    ],
+)
+def test_an_address_that_cannot_be_meant_is_refused_with_its_fix(listen, fix):
+    with pytest.raises(ServeError, match=fix):
+        ServeConfig(listen=listen, token="t")
+
+
+def test_ranks_and_jobs_of_a_node_share_a_range(listening, free_port):
+    """Whoever comes takes the first port that is free, and one that was given up is taken again."""
+    listen = f"127.0.0.1:{free_port}-{free_port + 30}"
+    first, second, third = (listening(listen) for _ in range(3))
+    second.stop()
+
+    assert free_port <= first.port < second.port < third.port <= free_port + 30
+    assert second.port == listening(listen).port
+
+
+def test_a_range_that_is_full_is_told(listening):
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+        with socket.socket() as two:
+            try:
+                two.bind(("127.0.0.1", port + 1))
+                two.listen()
+            except OSError:
+                pytest.skip("the next port is taken by somebody else, which is as good, but not ours to close")
+            one.listen()
+            with pytest.raises(ServeError, match=f"127.0.0.1:{port}-{port + 1}: all 2 ports are in use; give a longer"):
+                listening(f"127.0.0.1:{port}-{port + 1}")
+
+
+@pytest.mark.parametrize(
+    ("listen", "reached_at"),
+    [
+        ("[::1]:0", ["::1"]),
+        ("0.0.0.0:0", ["127.0.0.1", "127.0.0.2"]),
+        ("[::]:0", ["::1", "127.0.0.1"]),
+        ("localhost:0", ["127.0.0.1"]),
+        ("[::ffff:127.0.0.1]:0", ["127.0.0.1"]),
+    ],
+)
+def test_a_rank_is_reached_by_either_family(listening, listen, reached_at):
+    server = listening(listen)
+    server.start()
+    for host in reached_at:
+        with socket.create_connection((host, server.port), timeout=10) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
+            assert client.recv(100).startswith(b"HTTP/1.1 204")
+
+
+@pytest.mark.parametrize(
+    ("settings", "advertised"),
+    [
+        ({"listen": "0.0.0.0:4700-4799"}, "node-1:4711"),
+        ({"listen": "[::]:4700-4799"}, "node-1:4711"),
+        ({"listen": "0.0.0.0:4700-4799", "advertise": "gateway"}, "gateway:4711"),
+        ({"listen": "0.0.0.0:4700-4799", "advertise": "gateway:14700-14799"}, "gateway:14711"),
+        ({"listen": "0.0.0.0:4711", "advertise": "gateway:80"}, "gateway:80"),
+        ({"listen": "[::]:0", "advertise": "[fd00::2]"}, "[fd00::2]:4711"),
+    ],
+)
+def test_others_are_told_where_a_rank_of_a_range_is(settings, advertised):
+    assert advertised == str(ServeConfig(token="t", **settings).advertised(4711, "node-1"))
+
+
+@pytest.mark.parametrize("advertise", ["gateway:80", "gateway:14700-14710", "0.0.0.0", "[::]:9400"])
+def test_an_address_that_could_be_only_one_of_several_ranks_or_nobody_is_refused(advertise):
+    with pytest.raises(ServeError, match=r"as many ports as listen has|no address to dial"):
+        ServeConfig(listen="0.0.0.0:4700-4799", token="t", advertise=advertise)
+
+
+@pytest.mark.parametrize("listen", ["[::ffff:127.0.0.1]:0", "[::1]:0"])
+def test_loopback_is_loopback_in_either_family(listen):
+    assert ServeConfig(listen=listen).address.is_loopback
+
+
+# The token.
+
+
+def test_a_token_file_is_as_good_as_a_token(tmp_path):
+    path = tmp_path / "token"
+    path.write_text("open-sesame\n")
+
+    assert "open-sesame" == ServeConfig(listen="0.0.0.0:0", token_file=str(path)).secret
+    assert "open-sesame" == ServeConfig.from_environment({"RANKSCOPE_TOKEN_FILE": str(path)}).secret
+
+
+def test_the_environment_replaces_the_token_wherever_it_is_kept(tmp_path):
+    path = tmp_path / "token"
+    path.write_text("from-file")
+
+    given = ServeConfig(token_file=str(path)).with_environment({"RANKSCOPE_TOKEN": "said"})
+    named = ServeConfig(token="said").with_environment({"RANKSCOPE_TOKEN_FILE": str(path)})
+
+    assert ("said", "from-file") == (given.secret, named.secret)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fix"),
+    [
+        ({"token": "a", "token_file": "x"}, "both set"),
+        ({"token_file": "nowhere"}, "token_file nowhere: No such file"),
+        ({"cert_file": "nowhere"}, "cert_file nowhere: no such file"),
+        ({"key_file": "nowhere"}, "key_file without cert_file"),
+        ({"node_page": "yes"}, "node_page is true or false"),
+    ],
+)
+def test_a_wrong_file_is_told(settings, fix, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ServeError, match=fix):
+        ServeConfig(**settings)
+
+
+@pytest.mark.parametrize(("text", "fix"), [("", "is empty"), ("\n", "is empty"), ("two words", "without spaces")])
+def test_what_a_token_file_holds_is_checked(tmp_path, text, fix):
+    path = tmp_path / "token"
+    path.write_text(text)
+    with pytest.raises(ServeError, match=f"token_file .*{fix}"):
+        ServeConfig(token_file=str(path))

@@ -1,0 +1,258 @@
+"""A rank that speaks TLS: who gets in, what is said to those who do not, and no handshake that holds up another."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import logging
+import socket
+import ssl
+import time
+
+import pytest
+
+from rankscope_contract.tls import client_context
+from rankscope_exporter.errors import ServeError
+from rankscope_exporter.serving.addresses import Address
+from rankscope_exporter.serving.config import ServeConfig
+from rankscope_exporter.serving.http_server import Answer, HttpServer
+from rankscope_exporter.serving.listening import open_server
+from rankscope_exporter.serving.meter import CpuMeter
+from rankscope_exporter.serving.service_client import ServiceClient, UnreachableError
+from rankscope_exporter.serving.tls import server_tls
+
+
+@pytest.fixture
+def new_server(certificates, tmp_path):
+    """Return what starts a server that shows a certificate, by settings of its web configuration."""
+    servers = []
+
+    def make(name="server", *, application=lambda request: Answer.text(200, request.path), limits=None, **settings):
+        web = certificates.web_config(tmp_path / "web.json", name, **settings)
+        server = HttpServer(
+            Address("127.0.0.1", 0),
+            application,
+            on_fault=lambda where, error: pytest.fail(f"{where}: {error}"),
+            meter=CpuMeter(),
+            tls=server_tls(web),
+            **(limits or {}),
+        )
+        server.start()
+        servers.append(server)
+        return server
+
+    yield make
+    for server in servers:
+        server.stop()
+
+
+def asked(server, context, path="/hello", host="127.0.0.1"):
+    connection = http.client.HTTPSConnection(host, server.port, timeout=10, context=context)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().read()
+    finally:
+        connection.close()
+
+
+@pytest.fixture
+def trusting(certificates):
+    """Return the context of a client that trusts the CA and shows nothing."""
+    return client_context(certificates.ca, None, None)
+
+
+def test_a_page_comes_through_whole(new_server, trusting):
+    body = bytes(range(256)) * 20_000
+
+    assert body == asked(new_server(application=lambda _: Answer(200, (body[:7], body[7:]))), trusting)
+
+
+def test_only_who_shows_a_certificate_of_the_ca_gets_in(new_server, certificates, trusting, caplog, until):
+    server = new_server(client_auth_type="RequireAndVerifyClientCert", client_ca_file=str(certificates.ca))
+    known = client_context(certificates.ca, certificates.cert("client"), certificates.key("client"))
+    stranger = client_context(certificates.ca, certificates.cert("stranger"), certificates.key("stranger"))
+
+    assert b"/hello\n" == asked(server, known)
+    for refused in (trusting, stranger):
+        with pytest.raises(OSError):
+            asked(server, refused)
+    until(lambda: len(caplog.records) >= 2)
+    assert "127.0.0.1 could not speak to this rank: it showed no client certificate" in caplog.text
+    assert "its client certificate is not signed by a CA that is trusted here" in caplog.text
+
+
+def test_plain_http_to_a_tls_port_is_told_on_both_sides(new_server, caplog, until):
+    with socket.create_connection(("127.0.0.1", new_server().port), timeout=10) as client:
+        client.sendall(b"GET /metrics HTTP/1.1\r\nHost: rank\r\n\r\n")
+        answer = client.recv(65536)
+
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"this port speaks TLS: write https://" in answer
+    assert until(lambda: "it spoke plain HTTP to a TLS port: use https:// there" in caplog.text)
+
+
+def test_a_client_that_does_not_trust_us_is_told_once_on_our_side(new_server, certificates, caplog, until):
+    server = new_server()
+    for _ in range(3):
+        with pytest.raises(ssl.SSLCertVerificationError):
+            asked(server, client_context(certificates.other_ca, None, None))
+    until(lambda: not server._since)
+
+    assert [
+        "127.0.0.1 could not speak to this rank: it does not trust our certificate: name the CA in its ca_file"
+    ] == [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_an_old_version_of_tls_is_refused(new_server, certificates):
+    old = client_context(certificates.ca, None, None)
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+    with pytest.raises(ssl.SSLError):
+        asked(new_server(min_version="TLS13"), old)
+
+
+def test_clients_that_stall_in_the_handshake_hold_up_nobody_and_are_dropped(new_server, trusting, until):
+    """Each says nothing, or half of a hello, as a port scanner does."""
+    server = new_server(limits={"client_seconds": 1.0})
+    with contextlib.ExitStack() as stalled:
+        clients = [stalled.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(5)]
+        for client in clients[2:]:
+            client.sendall(b"\x16\x03\x01\x02\x00\x01")
+        until(lambda: len(server._since) == 5)
+        begun = time.monotonic()
+        assert b"/hello\n" == asked(server, trusting)
+        took = time.monotonic() - begun
+        until(lambda: not server._since, 5.0)
+
+    assert took < 0.9  # less than it takes until one of them is dropped
+
+
+def test_a_crowd_is_dropped_without_waiting_for_its_handshake(new_server, trusting, until):
+    server = new_server(limits={"max_connections": 1})
+    with socket.create_connection(("127.0.0.1", server.port)):
+        until(lambda: len(server._since) == 1)
+        with pytest.raises(OSError):
+            asked(server, trusting)
+    until(lambda: not server._since)
+
+    assert b"/hello\n" == asked(server, trusting)
+
+
+def test_garbage_after_the_handshake_and_faults_are_answered_inside_tls(certificates, tmp_path, trusting):
+    faults = []
+    server = HttpServer(
+        Address("127.0.0.1", 0),
+        lambda _: 1 / 0,
+        on_fault=lambda _, error: faults.append(error),
+        meter=CpuMeter(),
+        tls=server_tls(certificates.web_config(tmp_path / "web.json")),
+    )
+    server.start()
+    said = asked(server, trusting)
+    server.stop()
+
+    assert b"this page could not be made" in said
+    assert [ZeroDivisionError] == [type(fault) for fault in faults]
+
+
+def test_a_new_certificate_is_shown_to_the_next_connection(new_server, certificates, tmp_path, trusting):
+    server = new_server("expired")
+    with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
+        asked(server, trusting)
+    certificates.web_config(tmp_path / "fresh.json").replace(tmp_path / "web.json")
+
+    assert b"/hello\n" == asked(server, trusting)
+
+
+def test_a_channel_is_told_as_https(new_rank, certificates, tmp_path, service, until):
+    web = certificates.web_config(tmp_path / "web.json")
+    rank = new_rank(web_config=str(web), listen="127.0.0.1:0", token="t", ingest_url=service.url)
+    until(lambda: service.registrations)
+
+    assert rank.channel.url == service.registrations[0]["url"]
+    assert rank.channel.url.startswith("https://127.0.0.1:")
+
+
+# What a rank says of a service it cannot speak to.
+
+
+def registering(url, certificates, ca=None, client=None):
+    pair = (certificates.cert(client), certificates.key(client)) if client else (None, None)
+    context = client_context(ca or certificates.ca, *pair)
+    with pytest.raises(UnreachableError) as error:
+        ServiceClient(url, None, lambda: context).poke("feedc0de")
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("shown", "ca", "complaint"),
+    [
+        ("expired", "ca", "its certificate has expired: renew it"),
+        ("server", "other_ca", "not signed by a CA that is trusted here"),
+        ("elsewhere", "ca", "its certificate is for another name"),
+    ],
+)
+def test_a_rank_says_what_is_wrong_with_the_certificate_of_the_service(new_server, certificates, shown, ca, complaint):
+    said = registering(f"https://127.0.0.1:{new_server(shown).port}", certificates, certificates.cert(ca))
+
+    assert complaint in said
+    assert "https://127.0.0.1" in said
+
+
+@pytest.mark.parametrize(
+    ("client", "complaint"), [(None, "it asks for a client certificate"), ("stranger", "client cert")]
+)
+def test_a_rank_says_that_its_own_certificate_is_missing_or_wrong(new_server, certificates, client, complaint):
+    server = new_server(client_auth_type="RequireAndVerifyClientCert", client_ca_file=str(certificates.ca))
+
+    assert complaint in registering(f"https://127.0.0.1:{server.port}", certificates, client=client)
+
+
+def test_https_to_a_plain_service_is_told(service, certificates):
+    said = registering(service.url.replace("http:", "https:"), certificates)
+
+    assert "it does not speak TLS: use http://" in said
+
+
+def test_a_rank_that_shows_its_certificate_registers(new_server, certificates):
+    server = new_server(
+        application=lambda request: Answer.text(200, "{}"),
+        client_auth_type="RequireAndVerifyClientCert",
+        client_ca_file=str(certificates.ca),
+    )
+    config = ServeConfig(
+        ca_file=str(certificates.ca),
+        cert_file=str(certificates.cert("client")),
+        key_file=str(certificates.key("client")),
+    )
+    from rankscope_exporter.serving.service_client import RefusedError
+    from rankscope_exporter.serving.tls import client_tls
+
+    with pytest.raises(RefusedError, match="405"):  # through TLS; this server takes no POST
+        ServiceClient(f"https://localhost:{server.port}", None, client_tls(config)).poke("feedc0de")
+
+
+# Settings.
+
+
+def test_client_certificates_may_take_the_place_of_a_token(certificates, tmp_path):
+    web = certificates.web_config(tmp_path / "open.json")
+    with pytest.raises(ServeError, match="RANKSCOPE_TOKEN"):
+        ServeConfig(listen="0.0.0.0:0", web_config=str(web))
+    guarded = certificates.web_config(
+        tmp_path / "web.json", client_auth_type="RequireAndVerifyClientCert", client_ca_file=str(certificates.ca)
+    )
+
+    assert "https" == ServeConfig(listen="0.0.0.0:0", web_config=str(guarded)).scheme
+
+
+def test_users_are_refused_on_a_rank_with_what_to_use_instead(tmp_path):
+    web = tmp_path / "web.json"
+    web.write_text('{"basic_auth_users": {"me": "$2y$10$abc"}}')
+    with pytest.raises(ServeError, match=r"basic_auth_users is not supported on a rank.*RANKSCOPE_TOKEN"):
+        ServeConfig(web_config=str(web))
+
+
+def test_a_certificate_that_cannot_be_used_is_told_when_the_rank_starts(certificates, tmp_path):
+    web = certificates.web_config(tmp_path / "web.json", key_file=str(certificates.key("client")))
+    with pytest.raises(ServeError, match="the key belongs to another certificate"):
+        open_server(ServeConfig(web_config=str(web)), lambda _: Answer(204), on_fault=lambda *_: None, meter=CpuMeter())
