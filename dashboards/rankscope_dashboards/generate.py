@@ -1,11 +1,13 @@
-"""Write what Grafana and Prometheus are given: `python -m rankscope_dashboards.generate [--check]`.
+"""Write what Grafana, Prometheus and Alertmanager are given: `python -m rankscope_dashboards.generate [--check]`.
 
 Everything under `dashboards/provisioning/` comes from here and is committed, so that it is there without running this.
+With `--into FOLDER` the same tree is written elsewhere, `--runbooks URL` then says where the runbooks stand.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Final
@@ -14,9 +16,13 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
 from rankscope_contract.events import Severity
 from rankscope_dashboards.alertmanager_config import AlertmanagerSettings, Mail, Receiver, Webhook, alertmanager_config
+from rankscope_dashboards.alerts import RUNBOOKS
 from rankscope_dashboards.boards import boards
+from rankscope_dashboards.grafana_alerts import Shown, alert_rules
+from rankscope_dashboards.grafana_sources import board_provider, data_sources
+from rankscope_dashboards.lint import exceptions
 from rankscope_dashboards.prometheus_config import DEFAULT_ALERTMANAGER, PrometheusSettings, prometheus_config
-from rankscope_dashboards.rules import rule_file
+from rankscope_dashboards.rules import alert_groups, rule_file
 from rankscope_dashboards.yaml_text import as_yaml
 
 PROVISIONING: Final = Path(__file__).parents[1] / "provisioning"
@@ -35,13 +41,24 @@ EXAMPLE_ALERTMANAGER: Final = AlertmanagerSettings(
 """Addresses to be replaced by one's own; `rankscope up --notify` writes the same with real ones."""
 
 
-def files() -> dict[str, str]:
+ALERTS_BOARD: Final = "run_overview"
+"""The board to which an alert leads."""
+
+
+def files(runbooks: str = RUNBOOKS) -> dict[str, str]:
     """Return the text of every generated file by its path under `provisioning/`."""
     made = {f"dashboards/{name}.json": _json(board.build()) for name, board in boards().items()}
-    made["prometheus/rankscope.rules.yml"] = HEADER + as_yaml(rule_file())
-    made["prometheus/prometheus.yml"] = HEADER + as_yaml(prometheus_config(EXAMPLE_PROMETHEUS))
-    made["alertmanager/alertmanager.yml"] = HEADER + as_yaml(alertmanager_config(EXAMPLE_ALERTMANAGER))
-    return made
+    shown = _shown(made[f"dashboards/{ALERTS_BOARD}.json"])
+    documents = {
+        "datasources/rankscope.yaml": data_sources(EXAMPLE_PROMETHEUS),
+        "dashboards/rankscope.yaml": board_provider(),
+        "dashboards/.lint": exceptions(),
+        "alerting/rules.yaml": alert_rules(alert_groups(), shown, runbooks),
+        "prometheus/rankscope.rules.yml": rule_file(runbooks=runbooks),
+        "prometheus/prometheus.yml": prometheus_config(EXAMPLE_PROMETHEUS),
+        "alertmanager/alertmanager.yml": alertmanager_config(EXAMPLE_ALERTMANAGER),
+    }
+    return made | {name: HEADER + as_yaml(document) for name, document in documents.items()}
 
 
 def stale(folder: Path = PROVISIONING) -> list[str]:
@@ -56,14 +73,22 @@ def main() -> int:
     """Write the files, or with --check only say which differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a file would change")
-    if parser.parse_args().check:
+    parser.add_argument("--into", type=Path, default=PROVISIONING, help="write the tree into this folder")
+    parser.add_argument("--runbooks", default=RUNBOOKS, help="where the page of runbooks stands; alerts link to it")
+    chosen = parser.parse_args()
+    if chosen.check:
         for name in stale():
             print(f"stale: dashboards/provisioning/{name}: run make generate", file=sys.stderr)  # noqa: T201 - a command
         return 1 if stale() else 0
-    for name, text in files().items():
-        (PROVISIONING / name).parent.mkdir(parents=True, exist_ok=True)
-        (PROVISIONING / name).write_text(text, encoding="utf-8")
+    for name, text in files(chosen.runbooks).items():
+        (chosen.into / name).parent.mkdir(parents=True, exist_ok=True)
+        (chosen.into / name).write_text(text, encoding="utf-8")
     return 0
+
+
+def _shown(board: str) -> Shown:
+    document = json.loads(board)
+    return Shown(board=document["uid"], panels={panel["title"]: panel["id"] for panel in document["panels"]})
 
 
 def _json(board: object) -> str:

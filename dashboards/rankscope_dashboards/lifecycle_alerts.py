@@ -80,7 +80,8 @@ def _service_down() -> Alert:
     up = f'up{{job="{SERVICE_JOB}"}}'
     return Alert(
         name="ServiceDown",
-        expression=f"{up} == 0\n  or\nabsent({up})",
+        # group() makes 1 of the 0: Grafana, which takes the same text, asks for a value above zero.
+        expression=f"group by (job, instance) ({up} == 0)\n  or\nabsent({up})",
         summary="Rankscope's service does not answer",
         description="No step is stored, and no alert on runs can fire, while it is away. Ranks keep what they can in "
         "their rings and spools, and training goes on.",

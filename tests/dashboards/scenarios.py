@@ -71,9 +71,26 @@ class Scenario:
 
 def test_file(scenarios):
     """Return the scenarios as one of promtool's files: in one test where they can, since each test makes a storage."""
+    packed, single = _packable(scenarios)
+    tests = [*([_side_by_side(packed)] if packed else []), *(scenario.document() for scenario in single)]
+    return {"evaluation_interval": f"{SECONDS}s", "tests": tests}
+
+
+def values_above_zero(expression, scenarios):
+    """Return the scenarios as tests that `expression` leaves nothing over that is not above zero, NaN included."""
+    packed, single = _packable(scenarios)
+    tests = [*([_side_by_side(packed)] if packed else []), *(scenario.document() for scenario in single)]
+    never = f"({expression}) unless (({expression}) > 0)"
+    times = sorted({at for scenario in scenarios for at in scenario.expected})
+    checks = [{"expr": never, "eval_time": f"{SECONDS * at}s", "exp_samples": []} for at in times]
+    looked_at = [{**test, "alert_rule_test": [], "promql_expr_test": checks} for test in tests]
+    return {"evaluation_interval": f"{SECONDS}s", "tests": looked_at}
+
+
+def _packable(scenarios):
+    """Return the scenarios whose series all have a run, and the others."""
     packed = [scenario for scenario in scenarios if all('run="' in name for name in scenario.given)]
-    tests = [scenario.document() for scenario in scenarios if scenario not in packed]
-    return {"evaluation_interval": f"{SECONDS}s", "tests": [*tests, _side_by_side(packed)] if packed else tests}
+    return packed, [scenario for scenario in scenarios if scenario not in packed]
 
 
 def _side_by_side(scenarios):

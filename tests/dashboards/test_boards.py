@@ -5,24 +5,34 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
 
 from rankscope_contract.metrics import CATALOG
+from rankscope_dashboards import boards as boards_package
 from rankscope_dashboards.boards import boards
 from rankscope_dashboards.generate import PROVISIONING, files, stale
 
-BOARDS = {name: json.loads(text) for name, text in files().items() if name.startswith("dashboards/")}
-PANELS = [(name, panel) for name, board in BOARDS.items() for panel in board["panels"]]
+BOARDS = {Path(name).stem: json.loads(text) for name, text in files().items() if name.endswith(".json")}
+PANELS = [(name, panel) for name, board in BOARDS.items() for panel in board["panels"] if panel["type"] != "row"]
 EXPRESSIONS = [(panel["title"], target["expr"]) for _, panel in PANELS for target in panel["targets"]]
 VARIABLES = {"$__rate_interval": "1m", "$__interval": "30s", "$run": "demo", "$rank": ".+"}
+UNITS = set(json.loads(Path(__file__).with_name("data").joinpath("grafana_units.json").read_text())["units"])
 
 
 def substituted(expression: str) -> str:
     for variable, value in VARIABLES.items():
         expression = expression.replace(variable, value)
     return expression
+
+
+def cells(panel):
+    place = panel["gridPos"]
+    return [
+        (x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])
+    ]
 
 
 def test_committed_files_are_what_the_code_makes():
@@ -56,39 +66,81 @@ def test_labels_of_a_panel_exist_on_its_metrics(title, expression):
         assert used <= set(CATALOG[metric].all_labels), metric
 
 
-def test_every_panel_explains_itself_and_has_a_unit_and_a_data_source():
+@pytest.mark.parametrize(("title", "expression"), EXPRESSIONS)
+def test_every_query_is_about_the_run_that_is_chosen(title, expression):
+    for metric in re.findall(r"(rankscope_\w+)(?:$|[^\w{])", expression):
+        assert "run" not in CATALOG[metric].all_labels, f"{metric} is asked for without a run"
+    for selector in re.findall(r"rankscope_\w+\{([^}]*)\}", expression):
+        assert 'run=~"$run"' in selector
+
+
+def test_every_panel_teaches_what_it_shows():
+    """What it is, what is good or what else it may be, and where it helps what to do: more than its title."""
     for _, panel in PANELS:
-        assert panel["title"]
-        assert len(panel["description"]) > 15
-        assert panel["fieldConfig"]["defaults"]["unit"]
-        assert {"type": "prometheus", "uid": "${datasource}"} == panel["datasource"]
+        assert len(panel["description"]) > 80, panel["title"]
+        assert panel["description"].endswith("."), panel["title"]
+
+
+def test_units_are_grafana_s():
+    assert 273 == len(UNITS)
+    for _, panel in PANELS:
+        unit = panel["fieldConfig"]["defaults"]["unit"]
+
+        assert unit in UNITS or re.fullmatch(r"(suffix|prefix|currency|time):.+", unit), (panel["title"], unit)
+
+
+def test_colours_have_a_meaning():
+    """Thresholds are one plain colour or "none is good"; the SDK and the editor put red at 80 on everything."""
+    for _, panel in PANELS:
+        steps = panel["fieldConfig"]["defaults"]["thresholds"]["steps"]
+
+        assert [step["value"] for step in steps] in ([None], [None, 1]), panel["title"]
 
 
 @pytest.mark.parametrize("name", BOARDS)
-def test_board_has_a_stable_uid_and_is_not_editable(name):
+def test_board_has_a_stable_uid_and_finds_its_like(name):
     board = BOARDS[name]
+    (link,) = board["links"]
 
-    assert re.fullmatch(r"rankscope-[a-z-]{1,30}", board["uid"])
-    assert board["editable"] is False
-    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
-    assert ["datasource", "run", "rank"] == [variable["name"] for variable in board["templating"]["list"]]
-
-
-def test_panels_do_not_overlap():
-    for board in BOARDS.values():
-        cells = [
-            (x, y)
-            for panel in board["panels"]
-            for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
-            for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
-        ]
-
-        assert len(cells) == len(set(cells))
-        assert all(x < 24 for x, _ in cells)
+    assert f"rankscope-{name.replace('_', '-')}" == board["uid"]
+    assert "id" not in board
+    assert "__inputs" not in board
+    assert 39 <= board["schemaVersion"] <= 42
+    assert ["rankscope"] == board["tags"] == link["tags"]
+    assert link["keepTime"]
+    assert link["includeVars"]
+    assert [*range(1, len(board["panels"]) + 1)] == [panel["id"] for panel in board["panels"]]
 
 
-def test_prometheus_parses_every_expression(require_server, tmp_path):
-    promtool = require_server("promtool", "prometheus")
+@pytest.mark.parametrize("name", BOARDS)
+def test_run_and_rank_are_choices_of_several_that_include_what_has_died(name):
+    run, rank = BOARDS[name]["templating"]["list"][1:]
+
+    assert ("run", "label_values(rankscope_run_state, run)") == (run["name"], run["query"])
+    assert ("rank", 'label_values(rankscope_rank_vanished{run=~"$run"}, rank)') == (rank["name"], rank["query"])
+    for variable in (run, rank):
+        assert (True, True, ".+") == (variable["multi"], variable["includeAll"], variable["allValue"])
+        (metric,) = re.findall(r"rankscope_\w+", variable["query"])
+        assert "service" == CATALOG[metric].page
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_panels_fill_whole_lines_and_do_not_overlap(name):
+    taken = [cell for panel in BOARDS[name]["panels"] for cell in cells(panel)]
+    height = max(y for _, y in taken) + 1
+
+    assert len(taken) == len(set(taken))
+    assert {(x, y) for x in range(24) for y in range(height)} == set(taken)
+
+
+def test_panels_are_large_enough_to_be_read():
+    for _, panel in PANELS:
+        least = {"stat": (3, 4), "gauge": (4, 5), "timeseries": (8, 7), "table": (8, 7)}[panel["type"]]
+
+        assert (panel["gridPos"]["w"], panel["gridPos"]["h"]) >= least, panel["title"]
+
+
+def test_prometheus_parses_every_expression(promtool, tmp_path):
     rules = [{"record": f"panel:{number}", "expr": substituted(text)} for number, (_, text) in enumerate(EXPRESSIONS)]
     path = tmp_path / "rules.yml"
     path.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}), encoding="utf-8")
@@ -97,5 +149,16 @@ def test_prometheus_parses_every_expression(require_server, tmp_path):
     assert 0 == done.returncode, done.stdout + done.stderr
 
 
-def test_a_board_is_found_by_its_file():
-    assert "run_overview" in boards()
+def test_a_board_is_added_by_adding_a_file(tmp_path, monkeypatch):
+    (tmp_path / "my_board.py").write_text(
+        "from rankscope_dashboards.layout import Place, Section, make_board\n"
+        "from rankscope_dashboards.panels import Query, Words, lines\n\n\n"
+        "def board():\n"
+        "    words = Words(title='T', description='D', unit='none')\n"
+        "    return make_board('Mine', 'D.', [Section('S', [Place(lines(words, Query('up')), 24, 8)])])\n"
+    )
+    monkeypatch.setattr(boards_package, "__path__", [*boards_package.__path__, str(tmp_path)])
+    made = boards()["my_board"].build()
+
+    assert {"my_board", "run_overview"} <= boards().keys()
+    assert ("rankscope-my-board", "Rankscope · Mine") == (made.uid, made.title)

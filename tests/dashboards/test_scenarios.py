@@ -187,3 +187,15 @@ def test_no_change_of_an_alert_goes_unseen(judge, promtool, scenarios, tmp_path,
 
     assert 0 == parsed.returncode, parsed.stderr
     assert [] == [mutant for mutant in MUTANTS[alert] if mutant not in killed]
+
+
+def test_whatever_an_alert_leaves_over_is_above_zero(judge, scenarios):
+    """Prometheus takes any value for a firing one; Grafana's condition on the same expression asks for > 0."""
+    cases = []
+    for name in sorted({scenario.alert for scenario in scenarios.SUITE}):
+        for rules, mine in grouped(scenarios.SUITE, name).items():
+            document = alone(rules, name)
+            for rule in document["groups"][0]["rules"]:
+                cases += [(document, scenarios.values_above_zero(rule["expr"], mine))]
+
+    assert [] == [objection for objection in judge(cases) if objection]
