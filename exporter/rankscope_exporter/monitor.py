@@ -132,9 +132,11 @@ class Monitor:
         session.publisher.stop(max(PUBLISH_SECONDS, deadline - time.monotonic()))
         left = session.channel.drain(max(0.0, deadline - time.monotonic()))
         if left and session.channel.service_url:
+            kept = session.channel.keeper.folder
+            fate = f"wait in {kept} for a service or the next rank here" if kept else "are lost with this process"
             session.console.line(
                 f"rank {session.identity.rank}: {left} records were not committed by {session.channel.service_url} "
-                f"within {self._config.exit_wait_seconds:g} s and are lost with this process"
+                f"within {self._config.exit_wait_seconds:g} s and {fate}"
             )
 
     # What the training script says.

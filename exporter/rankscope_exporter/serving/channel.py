@@ -17,29 +17,26 @@ from rankscope_contract.channel import STATE_DRAINING, STATE_RUNNING, Registrati
 from rankscope_contract.events import EventType
 from rankscope_contract.identity import Identity
 from rankscope_contract.rules.base import AnomalyRule
-from rankscope_contract.spool import Orphan, SpoolError, Stretch
 from rankscope_exporter.errors import ServeError
 from rankscope_exporter.record import StepRecord
 from rankscope_exporter.serving.addresses import Address
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.serving.discovery import DiscoveryFile
 from rankscope_exporter.serving.http_server import HttpServer
+from rankscope_exporter.serving.keeper import Keeper
 from rankscope_exporter.serving.listening import open_server
 from rankscope_exporter.serving.live import LiveState
 from rankscope_exporter.serving.meter import CpuMeter
 from rankscope_exporter.serving.node_page import NodePage
 from rankscope_exporter.serving.page import Page, Standing
 from rankscope_exporter.serving.registration import RegistrationLoop
-from rankscope_exporter.serving.ring import CursorError, Ring, record_bytes
+from rankscope_exporter.serving.ring import CursorError, Ring
 from rankscope_exporter.serving.routes import Routes
 from rankscope_exporter.serving.service_client import ServiceClient
-from rankscope_exporter.serving.spool import Spool
-from rankscope_exporter.serving.spool_orphans import Orphans
 from rankscope_exporter.serving.tls import client_tls
 
 _URGENT: Final = (EventType.ANOMALY, EventType.EXIT, EventType.HANG, EventType.STACKS, EventType.FLIGHT_RECORD)
 _INERT: Final = -1
-_ELDERS_FIRST_SECONDS: Final = 2.0
 
 
 class Channel:
@@ -59,8 +56,8 @@ class Channel:
         faults: Callable[[], int],
     ) -> None:
         self.incarnation = identity.incarnation
-        self.spool = _spool(config, identity)
-        self.ring = Ring(config.ring_records, config.ring_bytes, is_kept=self.spool.holds if self.spool else None)
+        self.keeper = Keeper(config, identity.incarnation, on_fault=on_fault)
+        self.ring = Ring(config.ring_records, config.ring_bytes, is_kept=self.keeper.holds)
         self.service_url = config.ingest_url
         self.scraped_by: str | None = None
         self.url: str | None = None
@@ -97,7 +94,6 @@ class Channel:
         self._registration: RegistrationLoop | None = None
         self._node = NodePage(identity, self.page, on_fault, self._meter) if config.node_page else None
         self._discovery: DiscoveryFile | None = None
-        self._orphans: Orphans | None = None
         self._closed = False
         self._abandoned = False
 
@@ -115,18 +111,14 @@ class Channel:
         except ServeError:
             self.close()
             raise
-        self._open_spool()
+        self.keeper.open(self._describe())
         self._server.start()
         self._meet_neighbours()
         if client is not None:
             self._registration = RegistrationLoop(
                 client, self._introduce, self._on_reply, on_fault=self._on_fault, meter=self._meter
             )
-            if config.spool_dir is not None:
-                self._orphans = Orphans(
-                    config.spool_dir, self.incarnation, client, lambda: self.url, on_fault=self._on_fault
-                )
-                self._orphans.start()
+            self.keeper.serve_orphans(client, lambda: self.url)
             self._registration.start()
         return self.url
 
@@ -139,8 +131,7 @@ class Channel:
         if self._abandoned:
             return _INERT
         with self._publishing:  # spool, ring and page get records in one order
-            if self.spool is not None:
-                self._keep(self.spool, record)
+            self.keeper.keep(self.ring.head + 1, record)
             seq = self.ring.append(record)
             if record.step is not None:
                 self._step = record.step
@@ -183,10 +174,7 @@ class Channel:
             self._node.close()
         if self._server is not None:
             self._server.stop()
-        if self._orphans is not None:
-            self._orphans.stop()
-        if self.spool is not None:
-            self.spool.close()
+        self.keeper.close()
 
     def abandon_after_fork(self) -> None:
         """In a forked child: close the inherited sockets and be inert. Takes no lock, since its owner may be gone."""
@@ -195,10 +183,7 @@ class Channel:
             self._server.abandon()
         if self._node is not None:
             self._node.abandon()
-        if self._orphans is not None:
-            self._orphans.abandon()
-        if self.spool is not None:
-            self.spool.abandon()
+        self.keeper.abandon()
         self.ring = Ring(self._config.ring_records, self._config.ring_bytes)
 
     @property
@@ -214,41 +199,12 @@ class Channel:
     def commit(self, seq: int) -> None:
         """Note that a store has everything up to `seq`. Raises CursorError above the newest record."""
         self.ring.commit(seq)
-        if self.spool is not None:
-            try:
-                self.spool.commit(seq)
-            except OSError as error:
-                self._on_fault("spool", error)
-
-    def spooled(self, after: int, max_bytes: int) -> Stretch | None:
-        """Return records that only the disk still has, when those after `after` have left the ring."""
-        first_in_ring = self.ring.first
-        if self.spool is None or after + 1 >= first_in_ring:
-            return None
-        stretch = self.spool.after(after, max_bytes)
-        return stretch if stretch is not None and stretch.first < first_in_ring else None
+        self.keeper.commit(seq)
 
     def plan(self, plan_hash: str) -> str | None:
         """Return the text of a plan that records served from here use."""
         plan = self.ring.plan(plan_hash)
-        if plan is not None:
-            return plan.json
-        sources = (source for source in (self.spool, self._orphans) if source is not None)
-        return next((text for source in sources if (text := source.plan(plan_hash)) is not None), None)
-
-    def orphan(self, incarnation: str) -> Orphan | None:
-        """Return the spool of a dead process for which this one speaks."""
-        return None if self._orphans is None else self._orphans.get(incarnation)
-
-    def orphan_finished(self, orphan: Orphan) -> None:
-        """Note that the service has heard that a spool is drained."""
-        if self._orphans is not None:
-            self._orphans.finished(orphan)
-
-    @property
-    def kept_in(self) -> str | None:
-        """Return the folder in which records outlive this process, None without one."""
-        return str(self.spool.folder) if self.spool is not None and self.spool.is_open else None
+        return self.keeper.plan(plan_hash) if plan is None else plan.json
 
     def health(self) -> dict[str, Any]:
         """Return what /healthz shows."""
@@ -284,22 +240,6 @@ class Channel:
         with self._counting:
             self._unencodable += rows
 
-    def _open_spool(self) -> None:
-        """Begin the spool. A folder that cannot be used costs the spool alone; each record it lacks is counted."""
-        if self.spool is not None:
-            try:
-                self.spool.open(self._describe())
-            except (OSError, SpoolError) as error:
-                self._on_fault("spool", error)
-
-    def _keep(self, spool: Spool, record: StepRecord) -> None:
-        """Put a record on disk before anybody can hear of it, so that whatever was seen outlives this process."""
-        record_bytes(record)  # refuses what the ring would: a seq must stand on disk only once
-        try:
-            spool.append(self.ring.head + 1, record)
-        except Exception as error:  # noqa: BLE001 - whatever the disk or the encoding does, the ring takes the record
-            self._on_fault("spool", error)
-
     def _client(self) -> ServiceClient | None:
         config = self._config
         if config.ingest_url is None:
@@ -320,9 +260,8 @@ class Channel:
             self._discovery.write(str(address))
 
     def _standing(self) -> Standing:
-        dropped = {"ring_overrun": self.ring.overrun, "unencodable": self._unencodable, **self._dropped()}
-        if self.spool is not None:
-            dropped |= self.spool.dropped
+        own = {"ring_overrun": self.ring.overrun, "unencodable": self._unencodable}
+        dropped = {**own, **self.keeper.dropped, **self._dropped()}
         return Standing(
             faults=self._faults(),
             dropped=dropped,
@@ -332,8 +271,7 @@ class Channel:
         )
 
     def _introduce(self) -> Registration:
-        if self._orphans is not None:
-            self._orphans.wait_looked(_ELDERS_FIRST_SECONDS)  # attempts are numbered as launches are heard of
+        self.keeper.wait_for_elders()
         return self._describe()
 
     def _describe(self) -> Registration:
@@ -366,12 +304,6 @@ class Channel:
             self.commit(reply.committed)
         except CursorError as error:
             self._on_fault("registration", error)
-
-
-def _spool(config: ServeConfig, identity: Identity) -> Spool | None:
-    if config.spool_dir is None:
-        return None
-    return Spool(config.spool_dir, identity.incarnation, max_bytes=config.spool_bytes, sync=config.spool_sync)
 
 
 def _versions() -> dict[str, str]:

@@ -41,6 +41,8 @@ from rankscope_contract.channel import (
 from rankscope_contract.spool import Orphan, Stretch
 from rankscope_exporter.serving.codec import encode
 from rankscope_exporter.serving.http_server import Answer, Request
+from rankscope_exporter.serving.keeper import Keeper
+from rankscope_exporter.serving.readers import Readers
 from rankscope_exporter.serving.ring import CursorError, Ring
 
 PAGE_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -62,6 +64,7 @@ class Host(Protocol):
 
     incarnation: str
     ring: Ring
+    keeper: Keeper
 
     @property
     def draining(self) -> bool:
@@ -77,20 +80,8 @@ class Host(Protocol):
         """Note what a store has. Raises CursorError."""
         ...
 
-    def spooled(self, after: int, max_bytes: int) -> Stretch | None:
-        """Return records that have left the ring and are on disk."""
-        ...
-
     def plan(self, plan_hash: str) -> str | None:
         """Return the text of a plan."""
-        ...
-
-    def orphan(self, incarnation: str) -> Orphan | None:
-        """Return the spool of a dead process for which this one speaks."""
-        ...
-
-    def orphan_finished(self, orphan: Orphan) -> None:
-        """Note that the reader was told that a spool is drained."""
         ...
 
     def health(self) -> Mapping[str, Any]:
@@ -141,19 +132,21 @@ class Routes:
     def __init__(self, host: Host, token: str | None) -> None:
         self._host = host
         self._token = token
+        self._readers = Readers()
 
     def __call__(self, request: Request) -> Answer:
         """Return the answer to a GET, or to the one POST there is."""
         if request.method == "POST" and request.path != STACKS_PATH:
             return Answer.text(HTTPStatus.METHOD_NOT_ALLOWED, "POST: only GET is offered here", Allow="GET")
         if request.path == HEALTH_PATH:  # says nothing worth a secret, and probes have none
-            return _json(self._host.health())
+            return _json({**self._host.health(), "readers": self._readers.latest()})
         if not self._is_authorized(request):
             return Answer.text(
                 HTTPStatus.UNAUTHORIZED,
                 "send Authorization: Bearer <token> (RANKSCOPE_TOKEN)",
                 WWW_Authenticate="Bearer",
             )
+        self._readers.note(request.path, request.headers.get("user-agent", ""))
         if request.path.startswith(PLAN_PATH):
             return self._plan(request.path.removeprefix(PLAN_PATH))
         route = self._routes().get(request.path)
@@ -185,14 +178,14 @@ class Routes:
             return refusal
         poll = _Poll.of(request.query)
         if poll.incarnation not in (None, self._host.incarnation):
-            orphan = self._host.orphan(str(poll.incarnation))
+            orphan = self._host.keeper.orphan(str(poll.incarnation))
             if orphan is not None:
                 return self._inherited(orphan, poll, request)
             return self._say(HTTPStatus.CONFLICT, f"this process is {self._host.incarnation}")
         try:
             if poll.committed is not None and _holds_lease(request, self._host.lease):
                 self._host.commit(poll.committed)
-            stretch = self._host.spooled(poll.after, poll.max_bytes)
+            stretch = self._host.keeper.after(poll.after, poll.max_bytes, self._host.ring.first)
             if stretch is not None:
                 return _answer(stretch, self._standing(), poll.after)
             window = self._host.ring.after(poll.after, poll.max_bytes)
@@ -229,7 +222,7 @@ class Routes:
             return _answer(stretch, standing, poll.after)
         if not orphan.is_done:
             return Answer(HTTPStatus.NO_CONTENT, headers=standing)
-        self._host.orphan_finished(orphan)
+        self._host.keeper.finished(orphan)
         return Answer(HTTPStatus.SERVICE_UNAVAILABLE, (b"drained: everything is committed\n",), headers=standing)
 
     def _standing(self) -> dict[str, str]:

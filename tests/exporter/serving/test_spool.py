@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -296,10 +297,8 @@ def lives_cut_short(tmp_path: Path, record: Any) -> Iterator[tuple[Story, Path, 
             story = Story(root)
             with pytest.MonkeyPatch.context() as monkeypatch:
                 fuse = Fuse(root, monkeypatch, calls, torn=torn)
-                try:
+                with contextlib.suppress(KilledError):
                     story.live(record)
-                except KilledError:
-                    pass
             die(story.spool)
             yield story, root, fuse.blown
             if not fuse.blown:
@@ -332,10 +331,8 @@ def test_whatever_moment_a_reader_is_killed_at_each_record_is_stored_once_and_th
         table: list[int] = []
         with pytest.MonkeyPatch.context() as monkeypatch:
             fuse = Fuse(root, monkeypatch, calls, torn=False)
-            try:
+            with contextlib.suppress(KilledError):
                 drain(root, table)
-            except KilledError:
-                pass
         drain(root, table)
 
         assert list(range(9)) == table

@@ -1,0 +1,131 @@
+"""The disk side of a rank: its own spool, and those of dead processes that it speaks for. Off without a folder.
+
+Nothing here raises into the channel: what a disk refuses is a fault that is counted, and the record goes its usual way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from rankscope_contract.channel import Registration
+from rankscope_contract.spool import Orphan, SpoolError, Stretch
+from rankscope_exporter.record import StepRecord
+from rankscope_exporter.serving.config import ServeConfig
+from rankscope_exporter.serving.registration import Client
+from rankscope_exporter.serving.ring import record_bytes
+from rankscope_exporter.serving.spool import Spool
+from rankscope_exporter.serving.spool_orphans import Orphans
+
+ELDERS_FIRST_SECONDS = 2.0
+"""How long our own registration waits for those of dead processes: attempts are numbered as launches are heard of."""
+
+
+class Keeper:
+    """Keeps records until a store has them, also beyond the life of a process."""
+
+    def __init__(
+        self, config: ServeConfig, incarnation: str, *, on_fault: Callable[[str, BaseException], None]
+    ) -> None:
+        self._root = config.spool_dir
+        self._incarnation = incarnation
+        self._on_fault = on_fault
+        self._orphans: Orphans | None = None
+        self._spool: Spool | None = None
+        if config.spool_dir is not None:
+            self._spool = Spool(config.spool_dir, incarnation, max_bytes=config.spool_bytes, sync=config.spool_sync)
+
+    @property
+    def folder(self) -> str | None:
+        """Return where records outlive this process, None where they do not."""
+        return str(self._spool.folder) if self._spool is not None and self._spool.is_open else None
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """Return how many records were not kept, by reason; nothing where nothing was to be kept."""
+        return {} if self._spool is None else self._spool.dropped
+
+    def open(self, registration: Registration) -> None:
+        """Begin. A folder that cannot be used costs the spool alone; each record that is not kept is counted."""
+        if self._spool is not None:
+            try:
+                self._spool.open(registration)
+            except (OSError, SpoolError) as error:
+                self._on_fault("spool", error)
+
+    def serve_orphans(self, client: Client, url: Callable[[], str | None]) -> None:
+        """Begin to look for what dead processes left, and to register it."""
+        if self._root is not None:
+            self._orphans = Orphans(self._root, self._incarnation, client, url, on_fault=self._on_fault)
+            self._orphans.start()
+
+    def wait_for_elders(self) -> None:
+        """Wait, not for long, until those that were found have been registered."""
+        if self._orphans is not None:
+            self._orphans.wait_looked(ELDERS_FIRST_SECONDS)
+
+    def keep(self, seq: int, record: StepRecord) -> None:
+        """Put a record on disk before anybody can hear of it, so that whatever was seen outlives this process.
+
+        Raises ValueError for what the ring would refuse: a seq must stand on disk only once.
+        """
+        if self._spool is None:
+            return
+        record_bytes(record)
+        try:
+            self._spool.append(seq, record)
+        except Exception as error:  # noqa: BLE001 - whatever the disk or the encoding does, the ring takes the record
+            self._on_fault("spool", error)
+
+    def commit(self, seq: int) -> None:
+        """Note that a store has everything up to `seq`."""
+        if self._spool is not None:
+            try:
+                self._spool.commit(seq)
+            except OSError as error:
+                self._on_fault("spool", error)
+
+    def holds(self, seq: int) -> bool:
+        """Return whether a record is on disk."""
+        return self._spool is not None and self._spool.holds(seq)
+
+    def after(self, cursor: int, max_bytes: int, first_in_ring: int) -> Stretch | None:
+        """Return records above `cursor` that have left the ring and that only the disk still has."""
+        if self._spool is None or cursor + 1 >= first_in_ring:
+            return None
+        try:
+            stretch = self._spool.after(cursor, max_bytes)
+        except OSError as error:
+            self._on_fault("spool", error)
+            return None
+        return stretch if stretch is not None and stretch.first < first_in_ring else None
+
+    def plan(self, plan_id: str) -> str | None:
+        """Return the text of a plan that a record on disk uses."""
+        sources = (source for source in (self._spool, self._orphans) if source is not None)
+        return next((text for source in sources if (text := source.plan(plan_id)) is not None), None)
+
+    def orphan(self, incarnation: str) -> Orphan | None:
+        """Return the spool of a dead process that was taken over."""
+        return None if self._orphans is None else self._orphans.get(incarnation)
+
+    def finished(self, orphan: Orphan) -> None:
+        """Note that its reader was told that a spool is drained."""
+        if self._orphans is not None:
+            self._orphans.finished(orphan)
+
+    def close(self) -> None:
+        """Leave what no store has to whoever comes next."""
+        if self._orphans is not None:
+            self._orphans.stop()
+        if self._spool is not None:
+            try:
+                self._spool.close()
+            except OSError as error:
+                self._on_fault("spool", error)
+
+    def abandon(self) -> None:
+        """In a forked child: let go of what was inherited, and change nothing on disk."""
+        if self._orphans is not None:
+            self._orphans.abandon()
+        if self._spool is not None:
+            self._spool.abandon()

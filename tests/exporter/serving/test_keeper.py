@@ -1,0 +1,256 @@
+"""A rank with a spool as others see it: what the ring has lost is served from disk, and dead processes have a voice."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankscope_contract.channel import Registration
+from rankscope_contract.records import PlanEntry
+from rankscope_exporter.errors import ConfigError
+from rankscope_exporter.serving import spool_orphans
+from rankscope_exporter.serving.config import ServeConfig
+from rankscope_exporter.serving.spool import Spool
+
+ENTRY = PlanEntry(kind="param_after", tensor="w", shape=(2,))
+OWN = "feedc0de"
+LEASE = {"Rankscope_Lease": "lease-1"}
+
+
+def leave_behind(root: Path, incarnation: str, records: list[Any], **who: Any) -> Spool:
+    """Leave the spool of a process that published `records` and was killed."""
+    facts = {"run": "run-1", "rank": 0, "world_size": 2, "launch_id": "launch-0", "started_at": 7} | who
+    spool = Spool(str(root), incarnation, max_bytes=1 << 30)
+    spool.open(Registration(local_rank=0, host="node-0", pid=1, incarnation=incarnation, url="", **facts))
+    for seq, record in enumerate(records):
+        spool.append(seq, record)
+    spool.close()
+    return spool
+
+
+def metric(page: str, reason: str) -> float:
+    (line,) = [line for line in page.splitlines() if line.startswith("rankscope_dropped_total") and reason in line]
+    return float(line.rpartition(" ")[2])
+
+
+def test_what_the_ring_has_overwritten_is_served_from_disk(new_rank, record, tmp_path):
+    """A service that is away for longer than the ring is deep finds everything."""
+    rank = new_rank(ring_records=256, spool_dir=str(tmp_path))
+    for step in range(300):
+        rank.channel.publish(record(step, [ENTRY], [{"norm": 1.0}]))
+    seqs: list[int] = []
+    while (got := rank.records(seqs[-1] if seqs else -1)).status == 200:
+        assert "Rankscope-Lost" not in got.headers
+        assert [int(got.headers[f"Rankscope-{name}"]) for name in ("First", "Last")] == [got.seqs[0], got.seqs[-1]]
+        seqs += got.seqs
+
+    assert list(range(300)) == seqs
+    assert 0 == metric(rank.get("/metrics").text, "ring_overrun")
+    assert 0 == metric(rank.get("/metrics").text, "spool_full")
+
+
+def test_what_neither_ring_nor_disk_has_is_told_as_lost_and_counted(new_rank, record, tmp_path):
+    rank = new_rank(ring_records=256, spool_dir=str(tmp_path), spool_bytes=60_000)
+    for step in range(300):
+        rank.channel.publish(record(step))
+    got = rank.records(-1)
+    page = rank.get("/metrics").text
+
+    assert "0-43" == got.headers["Rankscope-Lost"]
+    assert 44 == got.seqs[0]
+    assert 44 == metric(page, "ring_overrun")
+    assert 0 < metric(page, "spool_full") < 300
+
+
+def test_a_folder_that_cannot_be_used_costs_the_spool_alone(new_rank, record, tmp_path):
+    (tmp_path / "taken").write_text("a file stands where the folder should be")
+    rank = new_rank(spool_dir=str(tmp_path / "taken"))
+    seqs = [rank.channel.publish(record(step)) for step in range(3)]
+
+    assert [0, 1, 2] == seqs == rank.records(-1).seqs
+    assert ["spool"] == [where for where, _ in rank.faults]
+    assert 3 == metric(rank.get("/metrics").text, "spool_error")
+
+
+def test_a_record_that_the_ring_refuses_does_not_stand_on_disk_either(new_rank, record, statistics, tmp_path):
+    rank = new_rank(spool_dir=str(tmp_path))
+    good = record(0, [ENTRY], [{"norm": 1.0}])
+    bad = type(good.statistics)(good.statistics.plan, good.statistics.values[:1], good.statistics.counts)
+    with pytest.raises(ValueError, match="needs"):
+        rank.channel.publish(type(good)(ts=1, step=0, statistics=bad))
+    seq = rank.channel.publish(good)
+    rank.channel.close()
+
+    assert 0 == seq
+    assert [f"{0:012d}.arrows"] == [path.name for path in (tmp_path / OWN).glob("*.arrows")]
+    assert [] == rank.faults
+
+
+def test_a_rank_whose_records_are_all_committed_leaves_nothing(new_rank, service, until, record, tmp_path):
+    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
+    for step in range(3):
+        rank.channel.publish(record(step))
+    until(lambda: rank.channel.lease)
+    rank.records(2, committed=2, **LEASE)
+    rank.channel.close()
+
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_the_identity_on_disk_is_what_the_service_would_have_been_told(new_rank, record, tmp_path):
+    rank = new_rank(spool_dir=str(tmp_path), settings={"every": 5})
+    rank.channel.publish(record(0))
+    known = json.loads((tmp_path / OWN / "identity.json").read_text())["registration"]
+
+    assert ("run-1", "launch-1", 0, 2, OWN) == tuple(
+        known[name] for name in ("run", "launch_id", "rank", "world_size", "incarnation")
+    )
+    assert ("node-1", os.getpid(), 100, {"every": 5}) == tuple(
+        known[name] for name in ("host", "pid", "planned_steps", "config")
+    )
+    assert known["started_at"] > 0
+
+
+def test_spools_of_dead_processes_are_registered_before_the_rank_itself_and_served(
+    new_rank, service, until, record, tmp_path
+):
+    records = [record(step, [ENTRY], [{"norm": 1.0}]) for step in range(4)]
+    leave_behind(tmp_path, "dead-b", records[:2], started_at=9)
+    leave_behind(tmp_path, "dead-a", records, started_at=8)
+    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
+    until(lambda: len(service.registrations) >= 3)
+    first, second, third = service.registrations[:3]
+    got = rank.get("/records?incarnation=dead-a&after=0")
+    plan = rank.get(f"/plan/{records[0].statistics.plan.hash}")
+
+    assert ["dead-a", "dead-b", OWN] == [told["incarnation"] for told in (first, second, third)]
+    assert ("launch-0", "draining", 3, OWN) == tuple(
+        first[name] for name in ("launch_id", "state", "head", "served_by")
+    )
+    assert rank.channel.url == first["url"]
+    assert third["served_by"] is None
+    assert [1, 2, 3] == got.seqs
+    assert ("dead-a", "draining", "3") == tuple(
+        got.headers[f"Rankscope-{name}"] for name in ("Incarnation", "State", "Head")
+    )
+    assert records[0].statistics.plan.json == plan.text
+
+
+def test_a_served_spool_goes_once_the_holder_of_its_lease_has_all_of_it(new_rank, service, until, record, tmp_path):
+    leave_behind(tmp_path, "dead", [record(step) for step in range(4)])
+    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
+    until(lambda: service.registrations)
+    until(lambda: rank.channel.keeper.orphan("dead").lease)
+    path = "/records?incarnation=dead"
+    stranger = rank.get(f"{path}&after=3&committed=3")
+    waiting = rank.get(f"{path}&after=3&committed=1", **LEASE)
+
+    assert (204, 204) == (stranger.status, waiting.status)
+    assert (tmp_path / "dead").exists()
+    drained = rank.get(f"{path}&after=3&committed=3", **LEASE)
+    assert (503, "draining") == (drained.status, drained.headers["Rankscope-State"])
+    assert not (tmp_path / "dead").exists()
+    assert 409 == rank.get(f"{path}&after=3").status
+
+
+def test_a_served_spool_also_goes_by_what_the_reply_says_is_committed(new_rank, service, until, record, tmp_path):
+    leave_behind(tmp_path, "dead", [record(step) for step in range(4)])
+    service.committed = 3
+    new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
+
+    until(lambda: not (tmp_path / "dead").exists())
+
+
+def test_several_ranks_that_start_at_once_share_what_was_left(new_rank, service, until, record, tmp_path):
+    """The lock decides: each spool has one voice."""
+    for number in range(6):
+        leave_behind(tmp_path, f"dead-{number}", [record(0)])
+    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
+    other = spool_orphans.Orphans(
+        str(tmp_path), "another", _Deaf(), lambda: "http://127.0.0.1:1", on_fault=lambda where, error: None
+    )
+    other.start()
+    other.wait_looked(5.0)
+    until(lambda: len(service.registrations) >= 1)
+    voices = [
+        sum(voice.get(f"dead-{number}") is not None for voice in (rank.channel.keeper._orphans, other))
+        for number in range(6)
+    ]
+    other.stop()
+
+    assert [1] * 6 == voices
+
+
+class _Deaf:
+    def register(self, registration: Registration) -> Any:
+        raise spool_orphans.UnreachableError("nobody")
+
+    def poke(self, incarnation: str) -> None:
+        """Hear nothing."""
+
+
+def test_what_is_not_drained_when_the_rank_ends_waits_for_the_next(new_rank, service, until, record, tmp_path):
+    leave_behind(tmp_path, "dead", [record(step) for step in range(4)])
+    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
+    until(lambda: service.registrations)
+    rank.channel.close()
+    again = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
+
+    until(lambda: again.channel.keeper.orphan("dead") is not None)
+    assert [0, 1, 2, 3] == again.get("/records?incarnation=dead&after=-1").seqs
+
+
+@pytest.mark.parametrize("name", ["../dead", "dead/..", "..", "%2e%2e", ".", ""])
+def test_no_path_leads_out_of_the_folder(new_rank, service, until, record, tmp_path, name):
+    leave_behind(tmp_path / "spool", "dead", [record(0)])
+    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path / "spool"))
+    until(lambda: service.registrations)
+
+    assert 409 == rank.get(f"/records?incarnation={name}&after=-1").status
+    assert 404 == rank.get(f"/plan/{name or 'x'}/../identity").status
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda folder: (folder / "identity.json").write_text('{"format": 1, "registr'),
+        lambda folder: (folder / "identity.json").unlink(),
+        lambda folder: (folder / "identity.json").write_text('{"format": 2, "registration": {"schema_version": 1}}'),
+        lambda folder: (folder / "identity.json").write_text(
+            (folder / "identity.json").read_text().replace('"rank": 0', '"rank": "zero"')
+        ),
+        lambda folder: folder.rename(folder.with_name("copied")),
+    ],
+    ids=["torn", "missing", "future", "foreign", "renamed"],
+)
+def test_a_folder_that_is_not_understood_is_left_alone_and_named_once(
+    new_rank, service, until, record, tmp_path, caplog, spoil
+):
+    leave_behind(tmp_path, "dead", [record(0)])
+    leave_behind(tmp_path, "good", [record(0)])
+    spoil(tmp_path / "dead")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign.txt").write_text("no spool")
+    before = sorted(path.name for path in tmp_path.glob("*/*"))
+    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
+    until(lambda: rank.channel.keeper.orphan("good") is not None)
+
+    assert rank.channel.keeper.orphan("dead") is None
+    assert before == sorted(path.name for path in tmp_path.glob("*/*") if OWN not in str(path))
+    assert 1 == sum("passed over" in message for message in caplog.messages)
+    assert [] == rank.faults
+
+
+def test_settings_are_checked(monkeypatch):
+    found = ServeConfig.from_environment({"RANKSCOPE_SPOOL_DIR": "~/spool", "RANKSCOPE_SPOOL_SYNC": "1"})
+
+    assert (str(Path("~/spool").expanduser()), True) == (found.spool_dir, found.spool_sync)
+    assert ServeConfig().spool_dir is None
+    with pytest.raises(ConfigError, match="spool_bytes is 0"):
+        ServeConfig(spool_bytes=0)
+    with pytest.raises(ConfigError, match="spool_dir is text"):
+        ServeConfig(spool_dir=5)
