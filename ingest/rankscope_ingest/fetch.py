@@ -16,7 +16,7 @@ from typing import Final, Self, TypedDict
 import aiohttp
 from yarl import URL
 
-from rankscope_contract import SCHEMA_VERSION
+from rankscope_contract import SCHEMA_VERSION, __version__
 from rankscope_contract.channel import (
     ARROW_STREAM,
     FIRST_HEADER,
@@ -42,6 +42,10 @@ MAX_BODY_BYTES: Final = 1 << 28  # a single record may be larger than what was a
 MAX_PLAN_BYTES: Final = 1 << 26
 MAX_TEXT_BYTES: Final = 2000
 _CONNECT_SECONDS: Final = 5.0
+_HUNG_UP: Final = (
+    "hung up without an answer: it may ask for a client certificate ([service] cert_file, key_file), or not trust the "
+    "one it was shown; its log says which"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +123,11 @@ class Fetcher:
         # One pool without a limit: a slow rank must not keep another one waiting for a connection.
         connector = aiohttp.TCPConnector(limit=0, resolver=self.resolver, use_dns_cache=False)
         self._session = aiohttp.ClientSession(
-            connector=connector, timeout=self._timeout, cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False
+            connector=connector,
+            timeout=self._timeout,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            headers={"User-Agent": f"Rankscope/{__version__}"},  # so that a rank can say who reads it
         )
         return self
 
@@ -222,6 +230,9 @@ class _Reading:
             raise FetchError("refused", f"nobody listens at {self._url}") from error
         if isinstance(error, aiohttp.ClientPayloadError):
             raise FetchError("cut", f"{self._url} broke off in the middle of a body") from error
+        if isinstance(error, aiohttp.ServerDisconnectedError) and self._url.startswith("https:"):
+            # In TLS 1.3 a refusal of our certificate comes after the handshake, and aiohttp drops what it says.
+            raise FetchError("tls", f"{self._url} {_HUNG_UP}") from error
         if isinstance(error, aiohttp.ClientError | OSError | ValueError):
             raise FetchError("connection", f"{self._url}: {error or type(error).__name__}") from error
 
@@ -229,7 +240,7 @@ class _Reading:
 def _tls_trouble(error: BaseException | None) -> str | None:
     """Return what is wrong in words, when TLS is to blame: aiohttp wraps what was raised in one of several ways."""
     wrapped = (getattr(error, name, None) for name in ("os_error", "certificate_error", "__cause__", "__context__"))
-    found = next((cause for cause in (error, *wrapped) if isinstance(cause, ssl.SSLError)), None)
+    found = next((cause for cause in (*wrapped, error) if isinstance(cause, ssl.SSLError)), None)
     return None if found is None else explain_to_client(found)
 
 
