@@ -147,8 +147,9 @@ class RunBook:
         at: int | None = None,
         incarnation: str | None = None,
     ) -> None:
-        """Note the last word of a process; `at` is when it said it, in UTC µs by its own clock."""
-        if found := self._find(key, number, incarnation):
+        """Note the last word of a process, which is the first one heard; `at` is when, in UTC µs by its own clock."""
+        found = self._find(key, number, incarnation)
+        if found is not None and found[1].exit_reason is None:
             attempt, rank = found
             rank.exit_reason, rank.error, rank.exited_at = reason, error, at
             attempt.hear_news(of_work=True)

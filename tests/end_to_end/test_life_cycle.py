@@ -1,0 +1,192 @@
+"""A run's life as real processes lead it: restarts by torchrun's agent, requeued jobs, and each way to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankscope_storage.connection import connect
+
+TRAINING = Path(__file__).with_name("restarting_training.py")
+TORCHRUN = ("-m", "torch.distributed.run")
+
+# torch 2.13 keeps one store over restarts of the workers, in which gloo then finds the addresses of dead peers.
+FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+Launch = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def launch(service: Any, tmp_path: Path) -> Iterator[Launch]:
+    """Return what starts the training in a session of its own, as a job; output goes to training.log."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*arguments: object, launcher: tuple[str, ...] = (), **environment: str) -> subprocess.Popen[bytes]:
+        with (tmp_path / "training.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, *launcher, str(TRAINING), *map(str, arguments)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "RANKSCOPE_INGEST_URL": service.url, "OMP_NUM_THREADS": "1", **environment},
+                start_new_session=True,
+            )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+
+
+def run_of(service: Any, run: str) -> dict[str, Any]:
+    found: dict[str, Any] = next((known for known in service.runs() if known["run"] == run), {})
+    return found
+
+
+def stored(service: Any, query: str) -> list[dict[str, Any]]:
+    with connect(service.store) as connection:
+        rows: list[dict[str, Any]] = connection.query(query).to_pylist()
+    return rows
+
+
+def attempts(service: Any, run: str) -> list[dict[str, Any]]:
+    return stored(service, f"SELECT * FROM attempts WHERE run = '{run}' ORDER BY attempt")
+
+
+def test_torchrun_restarts_failed_ranks_and_the_run_goes_on_from_its_checkpoint(
+    service: Any, launch: Launch, tmp_path: Path
+) -> None:
+    """Rank 0 loses its peer within the moment, and says so first: the cause is rank 1 all the same."""
+    service.start()
+    agent = launch(
+        *(tmp_path, 40, 0.1, "exception:8", "kill:17"),
+        launcher=(*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"),
+        RANKSCOPE_RUN="elastic",
+        **FRESH_STORE,
+    )
+
+    assert 0 == agent.wait(120), (tmp_path / "training.log").read_text()
+    service.wait_for(
+        lambda: ["failed", "failed", "completed"] == [found["state"] for found in attempts(service, "elastic")]
+    )
+    shown = run_of(service, "elastic")
+    assert ("completed", 2, 40, None) == (shown["state"], shown["attempt"], shown["step"], shown["reason"])
+    assert 0 == service.stop(), service.log()
+    launches = attempts(service, "elastic")
+    (host,) = {
+        row["host"] for row in stored(service, "SELECT details->>'$.host' AS host FROM events WHERE type = 'launch'")
+    }
+    assert ["rank 1: ValueError: planted", f"rank 1 on {host} vanished without a word", None] == [
+        found["reason"] for found in launches
+    ]
+    assert ["0", "1", "2"] == [found["launch_id"].split(".")[-2] for found in launches]  # torchrun's own count
+    ends = [found["ended_at"] for found in launches]
+    assert sorted(ends) == ends
+    assert all(found["started_at"] < found["ended_at"] for found in launches)
+    (run,) = stored(service, "SELECT * FROM runs")
+    assert ("completed", 2, 2, 40) == (run["state"], run["attempt"], run["world_size"], run["last_step"])
+    assert launches[0]["started_at"] == run["started_at"]
+    reach = stored(
+        service,
+        "SELECT attempt, min(step) AS first, max(step) AS last FROM scalars WHERE name = 'loss' "
+        "GROUP BY attempt ORDER BY attempt",
+    )
+    assert [1, 6, 16] == [row["first"] for row in reach]
+    assert 40 == reach[-1]["last"]
+    # A step that was made twice counts as its latest attempt made it: no step is missing, none is there twice.
+    assert [(step, 0 if step < 6 else 1 if step < 16 else 2) for step in range(1, 41)] == [
+        (row["step"], row["attempt"])
+        for row in stored(
+            service,
+            "SELECT step, attempt FROM scalars WHERE run = 'elastic' AND name = 'loss' AND rank = 0 "
+            "QUALIFY attempt = max(attempt) OVER (PARTITION BY step) ORDER BY step",
+        )
+    ]
+
+
+def test_a_requeued_job_joins_its_history_whatever_became_of_the_service(
+    service: Any, launch: Launch, tmp_path: Path
+) -> None:
+    """Simulated Slurm: its variables, its SIGTERM, its second start of one job; then another job with the same name."""
+    steps, pause = 60, 0.05
+    service.start()
+    job = launch(tmp_path, steps, pause, "--on-sigterm", RANKSCOPE_RUN="long", SLURM_JOB_ID="71")
+    service.wait_for(lambda: (run_of(service, "long").get("step") or 0) >= 7)
+    job.send_signal(signal.SIGTERM)
+
+    assert 143 == job.wait(30), (tmp_path / "training.log").read_text()
+    service.wait_for(lambda: run_of(service, "long")["state"] == "stopped")
+    assert "rank 0: SIGTERM, SystemExit: 143" == run_of(service, "long")["reason"]
+    assert 0 == service.stop(), service.log()
+    service.start()
+    requeued = launch(tmp_path, steps, pause, RANKSCOPE_RUN="long", SLURM_JOB_ID="71", SLURM_RESTART_COUNT="1")
+    service.wait_for(lambda: run_of(service, "long").get("attempt") == 1 and (run_of(service, "long")["step"] or 0) > 9)
+    requeued.kill()
+    service.wait_for(lambda: run_of(service, "long")["state"] == "failed")
+    assert 0 == service.stop(), service.log()
+    other_job = launch(tmp_path, steps, 0.2, RANKSCOPE_RUN="long", SLURM_JOB_ID="72")
+    time.sleep(4)  # it trains on while nobody listens
+    service.start()
+    service.wait_for(lambda: run_of(service, "long").get("attempt") == 2 and run_of(service, "long")["step"])
+    service.kill()
+    service.start()
+
+    assert 0 == other_job.wait(60), (tmp_path / "training.log").read_text()
+    service.wait_for(lambda: run_of(service, "long").get("state") == "completed")
+    assert 0 == service.stop(), service.log()
+    known = attempts(service, "long")
+    assert ["stopped", "failed", "completed"] == [attempt["state"] for attempt in known]
+    assert ["71.0", "71-r1.0", "72.0"] == [attempt["launch_id"].rpartition(".")[0] for attempt in known]
+    states = stored(service, "SELECT state FROM attempts_history WHERE run = 'long' AND attempt = 2 ORDER BY ordinal")
+    assert ["pending", "running", "completed"] == list(dict.fromkeys(row["state"] for row in states))
+    assert [steps] == [row["last_step"] for row in stored(service, "SELECT last_step FROM runs")]
+    # Each attempt begins behind the checkpoint of the one before: steps come back, none is missing.
+    reach = stored(
+        service,
+        "SELECT attempt, min(step) AS first, max(step) AS last, count(DISTINCT step) AS steps FROM scalars "
+        "WHERE name = 'loss' GROUP BY attempt ORDER BY attempt",
+    )
+    assert [0, 1, 2] == [row["attempt"] for row in reach]
+    assert all(row["steps"] == row["last"] - row["first"] + 1 for row in reach)
+    assert all(one["last"] - 5 < two["first"] <= one["last"] + 1 for one, two in pairwise(reach))
+
+
+ENDINGS = {
+    "exception": ("failed", "rank 0: ValueError: planted", 1),
+    "exit-0": ("stopped", "rank 0: sys.exit(0) at step 5 of 4000 planned", 0),
+    "SIGINT": ("stopped", "rank 0: KeyboardInterrupt", None),
+    "SIGTERM": ("failed", "vanished without a word", -15),
+}
+"""How a process ends, and what becomes of its run: state, reason, and the exit code that it would have without us."""
+
+
+def test_each_way_to_end_is_told_from_the_others(service: Any, launch: Launch, tmp_path: Path) -> None:
+    """Four runs on one host at once; nobody's end touches another's state."""
+    service.start()
+    jobs = {}
+    for ending in ENDINGS:
+        (tmp_path / ending).mkdir()
+        planted = () if ending.startswith("SIG") else (f"{ending}:5",)
+        jobs[ending] = launch(tmp_path / ending, 4000, 0.02, *planted, RANKSCOPE_RUN=ending)
+    for ending in ("SIGINT", "SIGTERM"):
+        service.wait_for(lambda ending=ending: run_of(service, ending).get("state") == "running")
+        jobs[ending].send_signal(getattr(signal, ending))
+    for ending, (state, reason, code) in ENDINGS.items():
+        assert jobs[ending].wait(60) == code or code is None, (tmp_path / "training.log").read_text()
+        service.wait_for(lambda ending=ending, state=state: run_of(service, ending).get("state") == state)
+        assert reason in run_of(service, ending)["reason"], ending
+    assert 0 == service.stop(), service.log()
+    rows = stored(service, "SELECT run, state, epoch(ended_at - started_at) AS seconds FROM runs")
+    assert {ending: state for ending, (state, _, _) in ENDINGS.items()} == {row["run"]: row["state"] for row in rows}
+    assert all(0 < row["seconds"] < 60 for row in rows)
