@@ -22,7 +22,14 @@ def split_address(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     is_bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if is_bracketed else host
-    if not colon or not host or (":" in host) != is_bracketed or not port.isdecimal() or int(port) > 65535:
+    if (
+        not colon
+        or not host
+        or (":" in host) != is_bracketed
+        or set("[]") & set(host)
+        or not port.isdecimal()
+        or int(port) > 65535
+    ):
         raise ValueError(f'"{address}" is not host:port, such as 127.0.0.1:9470 or [::1]:9470')
     return host, int(port)
 
