@@ -21,6 +21,8 @@ def registered(runs: RunBook, target: Target, now: float, wall: int) -> Attempt:
     before = None if known is None else replace(known)
     attempt = runs.registered(target.registration, target.attempt, target.vitals, wall)
     rank = attempt.ranks[target.registration.rank]
+    if attempt.has_ended and attempt.settled_at is None:
+        attempt.settled_at = now  # under a former service; there is news of it, so that it is shown again for a while
     if before is not None and before.is_vanished:
         rank.is_vanished, rank.is_unheard = True, before.is_unheard
     elif attempt.state is RunState.FAILED and not _has_spoken(rank):

@@ -22,6 +22,7 @@ _SEGMENT: Final = re.compile(r"(\d{12,18})\.arrows")
 _PLAN: Final = re.compile(r"plan-[0-9a-f]{8,64}\.json")
 
 
+_SPOKEN: Final = (FORMAT, SCHEMA_VERSION)
 _NEEDED: Final = {"run": str, "launch_id": str, "host": str, "rank": int, "world_size": int, "started_at": int}
 
 
@@ -84,13 +85,14 @@ def read_identity(folder: Path) -> Registration:
     path = folder / IDENTITY_NAME
     try:
         document = json.loads(path.read_bytes())
-        spoken = document["format"], document["registration"]["schema_version"]
-        registration = Registration.from_json(json.dumps(document["registration"]))
+        facts = document["registration"]
+        spoken = document["format"], facts["schema_version"]
+        registration = Registration.from_json(json.dumps(facts)) if spoken == _SPOKEN else None
     except OSError as error:
         raise SpoolError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise SpoolError(f"{path} is torn or foreign ({error!r}): whose records these are cannot be told") from error
-    if spoken != (FORMAT, SCHEMA_VERSION):
+    if registration is None:
         raise SpoolError(
             f"{folder} has format {spoken[0]} and schema version {spoken[1]}, this release reads {FORMAT} and "
             f"{SCHEMA_VERSION}: drain it with the release that wrote it"
