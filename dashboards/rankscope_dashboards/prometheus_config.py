@@ -47,6 +47,7 @@ class PrometheusSettings:
     token_file: str | None = None  # holds the token of service and ranks, and nothing else
     tls: Tls | None = None
     ranks_tls: Tls | None = None  # how the ranks' certificates are checked, where discovery names https ranks
+    per_node: bool = False  # one page per host instead of one per rank, for ranks with node_page
     alertmanager: str | None = None
     rule_files: tuple[str, ...] = (RULE_FILE,)
     scrape_seconds: float = 5.0
@@ -88,7 +89,7 @@ def duration(seconds: float) -> str:
 def _ranks(settings: PrometheusSettings) -> dict[str, Any]:
     scheme = "http" if settings.tls is None else "https"
     discovery = {
-        "url": f"{scheme}://{settings.service}{SERVICE_DISCOVERY_PATH}",
+        "url": f"{scheme}://{settings.service}{SERVICE_DISCOVERY_PATH}" + ("?per=node" if settings.per_node else ""),
         "refresh_interval": duration(settings.discovery_seconds),
         **_access(settings, settings.tls),
     }

@@ -1,0 +1,54 @@
+"""Ranks of one launch on one host, each a training of its own: `python node_ranks.py RANKS`; says `RANK PID` of each.
+
+They are forked from one process, since torch takes its time to load, and train until they are killed or told to end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+from torch import nn
+
+import rankscope
+
+rankscope.Monitor  # noqa: B018 - loads the training side before the fork
+
+
+def train() -> None:
+    """Train until SIGTERM, then end as a script does."""
+    ended: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
+    net = nn.Linear(16, 4)
+    optimizer = torch.optim.Adam(net.parameters())
+    with rankscope.Monitor(rankscope.MonitorConfig(console=False)).attach(net, optimizer) as monitor:
+        while not ended:
+            loss = net(torch.ones(2, 16)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.log(loss=loss)
+            time.sleep(0.05)
+
+
+def main() -> None:
+    """Start the ranks and wait for them."""
+    count = int(sys.argv[1])
+    children = []
+    for rank in range(count):
+        child = os.fork()
+        if not child:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
+            train()
+            os._exit(0)
+        children.append(child)
+        print(rank, child, flush=True)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main()

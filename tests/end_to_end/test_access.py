@@ -1,0 +1,212 @@
+"""All of it behind locks: IPv6, mutual TLS and a token on every way, a range of ports, and one page for the node."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rankscope_contract.tls import client_context
+from rankscope_dashboards.prometheus_config import PrometheusSettings, Tls, prometheus_config
+from rankscope_storage.connection import connect
+
+RANKS = Path(__file__).with_name("node_ranks.py")
+SERVICE = """
+[service]
+listen = "[::1]:{port}"
+token_file = "token"
+web_config = "web.json"
+ca_file = "{ca}"
+cert_file = "{cert}"
+key_file = "{key}"
+[store]
+path = "history"
+[ingest]
+poll_seconds = 0.3
+flush_after_seconds = 1.0
+[runs]
+heartbeat_seconds = 1.0
+refused_after_seconds = 3.0
+failed_after_seconds = 8.0
+[notify]
+mode = "off"
+"""
+
+
+class Node:
+    """A service, its ranks and a Prometheus on ::1, each with the certificates of one CA and one token."""
+
+    def __init__(self, folder, certificates, port):
+        self.folder, self.certificates, self.port = folder, certificates, port
+        self.processes = []
+        self.temporary = tempfile.mkdtemp(prefix="rs-")  # sockets need a shorter one than pytest's
+        (folder / "token").write_text("open-sesame\n")
+        certificates.web_config(
+            folder / "web.json",
+            client_auth_type="RequireAndVerifyClientCert",
+            client_ca_file=str(certificates.ca),
+            min_version="TLS13",
+        )
+        self.context = client_context(certificates.ca, certificates.cert("client"), certificates.key("client"))
+        self.context.check_hostname = True
+
+    def start(self, name, command, **environment):
+        with (self.folder / f"{name}.log").open("wb") as log:
+            process = subprocess.Popen(
+                [str(part) for part in command],
+                stdout=subprocess.PIPE if name == "ranks" else log,
+                stderr=log,
+                env={**os.environ, **environment, "TMPDIR": self.temporary},
+                start_new_session=True,
+            )
+        self.processes.append(process)
+        return process
+
+    def start_service(self):
+        client = {"cert": self.certificates.cert("client"), "key": self.certificates.key("client")}
+        config = self.folder / "service.toml"
+        config.write_text(SERVICE.format(port=self.port, ca=self.certificates.ca, **client))
+        self.start("service", [sys.executable, "-m", "rankscope", "serve", config, "--quiet"])
+        self.wait_for(lambda: self.get(f"https://[::1]:{self.port}/healthz"))
+
+    def start_ranks(self, count):
+        """Start them and return their process ids, lowest rank first."""
+        process = self.start(
+            "ranks",
+            [sys.executable, RANKS, count],
+            RANKSCOPE_RUN="locked",
+            RANKSCOPE_INGEST_URL=f"https://[::1]:{self.port}",
+            RANKSCOPE_LISTEN=f"[::1]:{self.port + 10}-{self.port + 60}",
+            RANKSCOPE_TOKEN_FILE=str(self.folder / "token"),
+            RANKSCOPE_WEB_CONFIG=str(self.folder / "web.json"),
+            RANKSCOPE_CA_FILE=str(self.certificates.ca),
+            RANKSCOPE_CERT_FILE=str(self.certificates.cert("client")),
+            RANKSCOPE_KEY_FILE=str(self.certificates.key("client")),
+            RANKSCOPE_NODE_PAGE="1",
+        )
+        return [int(process.stdout.readline().split()[1]) for _ in range(count)]
+
+    def start_prometheus(self, program):
+        tls = Tls(
+            ca_file=str(self.certificates.ca),
+            cert_file=str(self.certificates.cert("client")),
+            key_file=str(self.certificates.key("client")),
+        )
+        settings = PrometheusSettings(
+            service=f"[::1]:{self.port}",
+            token_file=str(self.folder / "token"),
+            tls=tls,
+            ranks_tls=tls,
+            per_node=True,
+            rule_files=(),
+            scrape_seconds=1.0,
+            discovery_seconds=1.0,
+        )
+        config = self.folder / "prometheus.yml"
+        config.write_text(yaml.safe_dump(prometheus_config(settings)))
+        listen = f"127.0.0.1:{self.port + 1}"
+        files = [f"--config.file={config}", f"--storage.tsdb.path={self.folder / 'data'}"]
+        self.start("prometheus", [program, *files, f"--web.listen-address={listen}"])
+
+    def get(self, url, token="open-sesame"):
+        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+        with urllib.request.urlopen(request, timeout=5, context=self.context) as answer:
+            return answer.read().decode()
+
+    def asked(self, expression):
+        """Return values by instance and rank."""
+        query = urllib.parse.urlencode({"query": expression})
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port + 1}/api/v1/query?{query}", timeout=5) as answer:
+            found = json.load(answer)["data"]["result"]
+        return {(one["metric"]["instance"], one["metric"].get("rank")): float(one["value"][1]) for one in found}
+
+    def targets(self):
+        return json.loads(self.get(f"https://[::1]:{self.port}/api/v1/targets"))
+
+    def wait_for(self, condition, seconds=60.0):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            try:
+                value = condition()
+            except OSError as error:
+                value, trouble = None, error
+            else:
+                trouble = value
+            if value:
+                return value
+            time.sleep(0.1)
+        logs = "\n".join(path.read_text(errors="replace")[-3000:] for path in sorted(self.folder.glob("*.log")))
+        return pytest.fail(f"not within {seconds} s, last: {trouble!r}\n{logs}")
+
+    def stop(self):
+        for process in reversed(self.processes):
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                if process.poll() is None:
+                    os.killpg(process.pid, number)
+                    try:
+                        process.wait(20)
+                    except subprocess.TimeoutExpired:
+                        continue
+            if process.stdout is not None:
+                process.stdout.close()
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+@pytest.fixture
+def node(tmp_path, certificates, free_port):
+    """Give a node on which nothing runs yet; ports above `free_port` are its own by chance, as good as any."""
+    made = Node(tmp_path, certificates, min(free_port, 65_000))
+    yield made
+    made.stop()
+
+
+@pytest.mark.timeout(240)
+def test_everything_runs_over_ipv6_with_mutual_tls_and_a_token_and_the_node_page_outlives_a_rank(
+    node, require_server, certificates
+):
+    program = require_server("prometheus")
+    node.start_service()
+    first, _ = node.start_ranks(2)
+    node.start_prometheus(program)
+    instance = f"locked@{os.environ.get('HOSTNAME') or socket.gethostname()}"
+
+    # Every step of both ranks is stored, and Prometheus has both from one target.
+    node.wait_for(lambda: [target for target in node.targets() if target["committed"] > 20][1:])
+    assert node.wait_for(lambda: node.asked("rankscope_step > 20").keys() == {(instance, "0"), (instance, "1")})
+    assert {(instance, None): 1.0} == node.asked('up{job="rankscope"}')
+    assert {(instance, None): 2.0} == node.asked('rankscope_node_ranks{state="shown"}')
+    assert all(target["url"].startswith("https://[::1]:") for target in node.targets())
+
+    # Nobody without a certificate, and nobody without the token.
+    url = node.targets()[0]["url"]
+    bare = ssl.create_default_context(cafile=str(certificates.ca))
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"{url}/metrics", timeout=5, context=bare).read()
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        node.get(f"{url}/node/metrics", token="guessed")
+
+    # The rank that Prometheus asks is killed: the other takes over, and its own series go on.
+    os.kill(first, signal.SIGKILL)
+    assert node.wait_for(lambda: node.asked("rankscope_step").keys() == {(instance, "1")})
+    step = node.asked("rankscope_step")[instance, "1"]
+    assert node.wait_for(lambda: node.asked("rankscope_step").get((instance, "1"), 0) > step + 20)
+    assert {(instance, None): 1.0} == node.asked('rankscope_node_ranks{state="shown"}')
+
+    node.stop()
+    with connect(node.folder / "history") as connection:
+        steps = connection.query("SELECT step FROM scalars WHERE name = 'loss' AND rank = 1 ORDER BY seq").to_pylist()
+    assert list(range(1, len(steps) + 1)) == [row["step"] for row in steps]
