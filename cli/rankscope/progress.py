@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rankscope.live.http_client import UnreachableError, get
+from rankscope.live.http_client import Trust, UnreachableError, get
 from rankscope.output import printable
 from rankscope_contract.channel import RUNS_PATH
 from rankscope_contract.events import RunState
@@ -47,10 +47,10 @@ def view_for(console: Console) -> View:
     return BarView(console) if console.is_terminal else PlainView(console)
 
 
-def fetch_runs(service_url: str, *, token: str | None = None, ca_file: str | None = None) -> list[RunProgress] | None:
+def fetch_runs(service_url: str, *, token: str | None = None, trust: Trust | None = None) -> list[RunProgress] | None:
     """Return what the service on this machine says of its runs; None when it does not answer."""
     try:
-        answer = get(service_url + RUNS_PATH, token=token, timeout_seconds=TIMEOUT_SECONDS, ca_file=ca_file)
+        answer = get(service_url + RUNS_PATH, token=token, timeout_seconds=TIMEOUT_SECONDS, trust=trust)
     except UnreachableError:
         return None
     document = answer.json() if answer.status == 200 else None

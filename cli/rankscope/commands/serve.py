@@ -49,7 +49,8 @@ def serve(
         _run(settings, view, show=not quiet)
 
 
-def _default_store() -> str:
+def default_store() -> str:
+    """Return where the store is when nobody says so."""
     return os.environ.get("RANKSCOPE_STORE") or DEFAULT_STORE
 
 
@@ -61,7 +62,7 @@ def load_settings(
     from rankscope_ingest.errors import ConfigError
 
     given: dict[str, Any] = {
-        "store.path": str(store) if store else _default_store() if config is None else None,
+        "store.path": str(store) if store else default_store() if config is None else None,
         "service.listen": listen,
         "notify.urls": tuple(notify) if notify else None,
     }

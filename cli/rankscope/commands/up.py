@@ -102,7 +102,7 @@ def _run(arrangement: Arrangement, *, quiet: bool) -> None:
     arrangement.folder.make()
     with arrangement.folder.held(), requests.caught(), view_for(console) as view:
         arrangement.prepare()
-        supervision = Supervision(arrangement.pieces, say=view.say, requests=requests, ca_file=arrangement.ca_file)
+        supervision = Supervision(arrangement.pieces, say=view.say, requests=requests, trust=arrangement.trust)
         try:
             supervision.start()
             _tell(arrangement, supervision, view)
@@ -117,7 +117,7 @@ def _run(arrangement: Arrangement, *, quiet: bool) -> None:
 
 
 def _tell(arrangement: Arrangement, supervision: Supervision, view: View) -> None:
-    from rankscope.live.table import exports, overview, service_url
+    from rankscope.live.table import exports, overview
 
     for line in arrangement.notes:
         view.say(line)
@@ -128,7 +128,7 @@ def _tell(arrangement: Arrangement, supervision: Supervision, view: View) -> Non
     for line in arrangement.facts:
         view.say(line)
     view.say("\nFor the training job:")
-    for line in exports(service_url(arrangement.pieces), arrangement.token_file):
+    for line in exports(arrangement.advertised, arrangement.token_file):
         view.say(f"  {line}")
     view.say("\nCtrl-C ends all of it.")
 
@@ -142,7 +142,7 @@ def _watch(arrangement: Arrangement, supervision: Supervision, requests: Request
     while not requests.count and supervision.look():
         if not quiet and time.monotonic() - shown_at >= SHOW_EVERY_SECONDS:
             shown_at = time.monotonic()
-            runs = fetch_runs(url, token=arrangement.token, ca_file=arrangement.ca_file)
+            runs = fetch_runs(url, token=arrangement.token, trust=arrangement.trust)
             if runs is not None:
                 view.show(runs, shown_at)
         time.sleep(LOOK_EVERY_SECONDS)

@@ -12,9 +12,12 @@ from rankscope.errors import USAGE, CommandError
 from rankscope.live import ports as port_choice
 from rankscope.live.addresses import receivers
 from rankscope.live.folder import Folder
+from rankscope.live.http_client import Trust
 from rankscope.live.ports import Ports
 from rankscope.live.programs import ALERTMANAGER, PROMETHEUS, required
 from rankscope.live.stack import LOOPBACK, SERVICE, TOKEN_FILE, Piece, ServiceWish, Wish, files, pace, pieces
+from rankscope.live.trust import service_trust
+from rankscope_dashboards.prometheus_config import Tls
 
 if TYPE_CHECKING:
     from rankscope_ingest.config import ServiceConfig
@@ -49,6 +52,8 @@ class Arrangement:
     notes: tuple[str, ...]  # what is not as one would expect
     facts: tuple[str, ...]  # who is told, and how fast
     left_out: dict[str, str]
+    advertised: str  # where ranks find the service
+    trust: Trust | None  # how we check its certificate
 
     @property
     def token(self) -> str | None:
@@ -59,11 +64,6 @@ class Arrangement:
     def token_file(self) -> Path | None:
         """Return where the token stands for others to read; None without one."""
         return None if self.token is None else self.folder.config(TOKEN_FILE)
-
-    @property
-    def ca_file(self) -> str | None:
-        """Return which authority the service's certificate is checked against; None leaves it to the system's."""
-        return None if self.wish.service.tls is None else self.wish.service.tls.ca_file
 
     @property
     def secret_files(self) -> frozenset[str]:
@@ -81,6 +81,11 @@ def arranged(choices: Choices) -> Arrangement:
     """Return what to start. Raises CommandError, with the remedy, for whatever cannot be."""
     settings = load_settings(choices.config, choices.store, choices.listen, None)
     folder = Folder(choices.state) if choices.state else Folder.beside(settings.store.path)
+    web = settings.service.web
+    if web is not None and web.users and settings.token is None:
+        raise CommandError(
+            "web_config asks for users, whose passwords Prometheus would have to know: set [service] token", code=USAGE
+        )
     addresses = (*_addresses_of(settings), *choices.notify)
     if addresses and not choices.with_alertmanager:
         raise CommandError(
@@ -107,6 +112,8 @@ def arranged(choices: Choices) -> Arrangement:
         pieces=pieces(wish, folder),
         notes=tuple(notes),
         facts=tuple(_facts(wish, settings)),
+        advertised=_advertised(settings, chosen[SERVICE]),
+        trust=service_trust(settings),
         left_out={name: _LEFT_OUT for name in ("prometheus", "alertmanager") if getattr(wish, name) is None},
     )
 
@@ -159,8 +166,43 @@ def _service_wish(choices: Choices, settings: ServiceConfig) -> ServiceWish:
         store=settings.store.path,
         host=split_address(settings.service.listen)[0],
         token=settings.token,
+        tls=_tls(service_trust(settings)),
+        ranks_tls=_tls(_ranks_trust(settings)),
         drain_seconds=settings.ingest.drain_seconds,
     )
+
+
+def _advertised(settings: ServiceConfig, port: int) -> str:
+    """Return the address that ranks are given, also those on other machines."""
+    from rankscope_ingest.listening import advertised
+
+    scheme = "http" if service_trust(settings) is None else "https"
+    return f"{scheme}://{advertised(settings.service, port)}"
+
+
+def _ranks_trust(settings: ServiceConfig) -> Trust | None:
+    """Return how Prometheus checks the ranks' certificates: as the service does."""
+    section = settings.service
+    files = (section.ca_file, section.cert_file, section.key_file, section.server_name)
+    ca_file, cert_file, key_file, server_name = files
+    trust = Trust(ca_file=ca_file, cert_file=cert_file, key_file=key_file, server_name=server_name)
+    return trust if any(files) else None
+
+
+def _tls(trust: Trust | None) -> Tls | None:
+    """Return the same for Prometheus."""
+    if trust is None:
+        return None
+    return Tls(
+        ca_file=_absolute(trust.ca_file),
+        cert_file=_absolute(trust.cert_file),
+        key_file=_absolute(trust.key_file or trust.cert_file),
+        server_name=trust.server_name,
+    )
+
+
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).expanduser().absolute())
 
 
 def _facts(wish: Wish, settings: ServiceConfig) -> list[str]:

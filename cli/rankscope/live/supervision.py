@@ -15,7 +15,7 @@ from typing import Final
 
 from rankscope.errors import CommandError
 from rankscope.live.children import kill, start
-from rankscope.live.http_client import UnreachableError, get
+from rankscope.live.http_client import Trust, UnreachableError, get
 from rankscope.live.restarts import MOST_RESTARTS, Restarts
 from rankscope.live.stack import Piece
 
@@ -64,14 +64,14 @@ class Supervision:
         say: Callable[[str], None],
         requests: Requests,
         environment: Mapping[str, str] | None = None,
-        ca_file: str | None = None,
+        trust: Trust | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pieces = pieces
         self._say = say
         self._requests = requests
         self._environment = environment or {}
-        self._ca_file = ca_file
+        self._trust = trust
         self._clock = clock
         self._running: list[_Running] = []
 
@@ -125,7 +125,7 @@ class Supervision:
 
     def _is_ready(self, piece: Piece) -> bool:
         try:
-            answer = get(piece.ready_url, timeout_seconds=1.0, ca_file=self._ca_file)
+            answer = get(piece.ready_url, timeout_seconds=1.0, trust=self._trust)
         except UnreachableError:
             return False
         return answer.status == 200 or piece.is_essential  # a service in trouble says so itself, and serves

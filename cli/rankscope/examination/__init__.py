@@ -1,0 +1,1 @@
+"""The parts of `rankscope doctor`: what is looked at, and how it is told."""

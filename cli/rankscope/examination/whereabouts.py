@@ -1,0 +1,65 @@
+"""Where everything is: said on the command line, else noted by `rankscope up`, else configured, else usual."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from rankscope.live.folder import Folder
+from rankscope.live.http_client import Trust
+from rankscope.live.ports import USUAL
+from rankscope.live.trust import service_address, service_trust
+
+if TYPE_CHECKING:
+    from rankscope_ingest.config import ServiceConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whereabouts:
+    """The addresses of an examination."""
+
+    service: str
+    prometheus: str
+    alertmanager: str
+    store: str
+    token: str | None = None
+    trust: Trust | None = None
+
+    @property
+    def ports(self) -> list[tuple[str, int]]:
+        """Return the ports of what should be on this machine."""
+        named = {"service": self.service, "prometheus": self.prometheus, "alertmanager": self.alertmanager}
+        return [(name, port) for name, url in named.items() if (port := _local_port(url))]
+
+
+def told(service: str | None, prometheus: str | None, alertmanager: str | None) -> dict[str, str]:
+    """Return the addresses that were given."""
+    given = {"service": service, "prometheus": prometheus, "alertmanager": alertmanager}
+    return {name: url.rstrip("/") for name, url in given.items() if url}
+
+
+def found(settings: ServiceConfig, state: Path | None, *, given: Mapping[str, str], is_explicit: bool) -> Whereabouts:
+    """Return where to look; a configuration that was named beats what `rankscope up` noted of the service."""
+    folder = Folder(state) if state else Folder.beside(settings.store.path)
+    notes = folder.notes().get("urls", {})
+    noted = {name: url for name, url in notes.items() if isinstance(url, str)} if isinstance(notes, dict) else {}
+    usual = {name: f"http://127.0.0.1:{port}" for name, port in USUAL.items()}
+    configured = service_address(settings)
+    if is_explicit and configured:
+        noted["service"] = configured
+    urls = {**usual, **noted, **given}
+    return Whereabouts(
+        **urls,
+        store=settings.store.path,
+        token=settings.token or os.environ.get("RANKSCOPE_TOKEN") or None,
+        trust=service_trust(settings),
+    )
+
+
+def _local_port(url: str) -> int | None:
+    parts = urlsplit(url)
+    return parts.port if parts.hostname in {"127.0.0.1", "::1", "localhost"} else None

@@ -1,0 +1,46 @@
+"""How a program on this machine reaches the service that a configuration describes, with TLS and without."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rankscope.live.http_client import Trust
+
+if TYPE_CHECKING:
+    from rankscope_ingest.config import ServiceConfig
+
+
+def service_trust(settings: ServiceConfig) -> Trust | None:
+    """Return how its certificate is checked; None when it speaks plain HTTP.
+
+    Without a CA its certificate is trusted as it lies in the file: whoever can change that file is the service.
+    """
+    section, web = settings.service, settings.service.web
+    if web is None or web.tls is None:
+        return None
+    return Trust(
+        ca_file=section.ca_file or str(web.tls.cert_file),
+        cert_file=section.cert_file,
+        key_file=section.key_file,
+        server_name=_name(settings),
+    )
+
+
+def service_address(settings: ServiceConfig) -> str | None:
+    """Return its address as a URL on this machine; None where the port is chosen when it starts."""
+    from rankscope_ingest.config import split_address
+
+    host, port = split_address(settings.service.listen)
+    if not port:
+        return None
+    here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - the wildcard is replaced
+    scheme = "http" if service_trust(settings) is None else "https"
+    return f"{scheme}://[{here}]:{port}" if ":" in here else f"{scheme}://{here}:{port}"
+
+
+def _name(settings: ServiceConfig) -> str | None:
+    """Return the name that its certificate is for, where that is not the address we dial."""
+    from rankscope_ingest.config import split_address
+
+    advertise = settings.service.advertise
+    return split_address(advertise)[0] if advertise else None

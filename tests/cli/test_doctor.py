@@ -1,0 +1,271 @@
+"""`rankscope doctor`: what it says of worlds that are well, broken and absent, as a person reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankscope.commands.doctor import examined
+from rankscope.examination.findings import as_json, fail, healthy, lines, ok, warn
+from rankscope.examination.listeners import Listener, listeners
+from rankscope.examination.machine import numbers
+from rankscope.examination.surroundings import Machine
+from rankscope.examination.whereabouts import Whereabouts, found
+from rankscope.live.folder import Folder
+from rankscope.live.http_client import Answer, UnreachableError
+from rankscope_ingest.config_file import load_config
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "cli"
+NOW = 1_772_366_400.5  # 2026-03-01 12:00:00.5 UTC
+DATE = {"date": "Sun, 01 Mar 2026 12:00:00 GMT"}
+LATE = {"date": "Sun, 01 Mar 2026 11:59:00 GMT"}
+SERVICE, PROMETHEUS, ALERTMANAGER = "http://127.0.0.1:9470", "http://127.0.0.1:9090", "http://127.0.0.1:9093"
+
+
+@dataclass
+class World:
+    """Surroundings as a test wants them."""
+
+    pages: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    programs: dict[str, str] = field(default_factory=dict)
+    ports: dict[int, Listener] = field(default_factory=dict)
+    free: int = 100 << 30
+    writable: bool = True
+    token: str | None = None
+    date: dict[str, str] = field(default_factory=lambda: DATE)
+
+    def python(self):
+        return self.versions.get("python", "3.11.7")
+
+    def installed(self, package):
+        return self.versions.get(package)
+
+    def wanted(self):
+        return {"torch": "2.13", "duckdb": "2", "deltalake": "1.6.6", "pyarrow": "17"}
+
+    def program(self, program):
+        return self.programs.get(program.title)
+
+    def get(self, url, token=None):
+        if url not in self.pages:
+            raise UnreachableError(f"{url}: Connection refused")
+        page = self.pages[url]
+        if self.token is not None and token != self.token and url.endswith("/api/v1/targets"):
+            return Answer(401, b"{}", self.date)
+        body = page if isinstance(page, str) else json.dumps(page)
+        return Answer(200, body.encode(), self.date)
+
+    def free_bytes(self, path):
+        return self.free
+
+    def check_writable(self, folder):
+        if not self.writable:
+            raise PermissionError(13, "Permission denied")
+
+    def listener(self, port):
+        return self.ports.get(port)
+
+    def now(self):
+        return NOW
+
+
+def target(rank: int, **changes: Any) -> dict[str, Any]:
+    known = {"run": "my-run", "rank": rank, "url": f"http://127.0.0.1:500{rank}", "health": "up", "last_error": None}
+    return known | {"records_lost": 0} | changes
+
+
+def readers(*names: tuple[str, str]) -> dict[str, Any]:
+    return {"status": "ok", "readers": [{"page": page, "by": by, "seconds_ago": 0.4} for page, by in names]}
+
+
+VERSIONS = {
+    "pyarrow": "26.0.1",
+    "prometheus-client": "0.26.0",
+    "torch": "2.13.0+cpu",
+    "deltalake": "1.6.6",
+    "duckdb": "2.0.0",
+    "aiohttp": "3.14.5",
+}
+PROGRAMS = {"Prometheus": "2.42.0 (/usr/bin/prometheus)", "Alertmanager": "0.25.0 (/usr/bin/prometheus-alertmanager)"}
+
+
+def scraped(job: str, health: str = "up", error: str = "") -> dict[str, Any]:
+    return {"labels": {"job": job}, "health": health, "lastError": error}
+
+
+def healthy_world() -> World:
+    read = readers(("/records", "Rankscope/0.1.0"), ("/metrics", "Prometheus/2.42.0"))
+    config = "receivers:\n- name: nobody\n- name: chat\n  webhook_configs:\n  - url: http://chat.example\n"
+    targets = [scraped("rankscope"), scraped("rankscope"), scraped("rankscope-service"), scraped("node")]
+    pages = {
+        f"{SERVICE}/healthz": {"status": "ok"},
+        f"{SERVICE}/api/v1/targets": [target(0), target(1), target(2, health="gone", last_error="over")],
+        "http://127.0.0.1:5000/healthz": read,
+        "http://127.0.0.1:5001/healthz": read,
+        f"{PROMETHEUS}/api/v1/targets?state=active": {"data": {"activeTargets": targets}},
+        f"{PROMETHEUS}/api/v1/rules": {
+            "data": {"groups": [{"name": "rankscope-anomaly", "rules": [{"health": "ok"}]}]}
+        },
+        f"{PROMETHEUS}/api/v1/alertmanagers": {"data": {"activeAlertmanagers": [{"url": ALERTMANAGER}]}},
+        f"{ALERTMANAGER}/api/v2/status": {"config": {"original": config}},
+        f"{ALERTMANAGER}/metrics": 'alertmanager_notifications_failed_total{integration="webhook"} 0\n',
+    }
+    ports = {9470: Listener(12, "python3"), 9090: Listener(13, "prometheus"), 9093: Listener()}
+    return World(pages=pages, versions=VERSIONS, programs=PROGRAMS, ports=ports)
+
+
+def broken_world() -> World:
+    world = healthy_world()
+    world.date = LATE
+    world.versions = {**VERSIONS, "torch": "2.4.1", "duckdb": ""}
+    world.versions.pop("duckdb")
+    world.programs = {"Prometheus": PROGRAMS["Prometheus"]}
+    world.free, world.writable = 100 << 20, False
+    rule = {"name": "AnomalyNan", "health": "err", "lastError": "many-to-many"}
+    world.pages |= {
+        f"{SERVICE}/healthz": {"status": "degraded", "reason": "the disk is full"},
+        f"{SERVICE}/api/v1/targets": [
+            target(0, records_lost=7),
+            target(1, health="failing", last_error="nobody listens\x1b[2J", url="http://127.0.0.1:5009"),
+        ],
+        "http://127.0.0.1:5000/healthz": readers(("/records", "Rankscope/0.1.0")),
+        f"{PROMETHEUS}/api/v1/targets?state=active": {
+            "data": {"activeTargets": [scraped("rankscope"), scraped("rankscope", "down", "401 Unauthorized")]}
+        },
+        f"{PROMETHEUS}/api/v1/rules": {"data": {"groups": [{"name": "rankscope-anomaly", "rules": [rule]}]}},
+        f"{PROMETHEUS}/api/v1/alertmanagers": {"data": {"activeAlertmanagers": []}},
+        f"{ALERTMANAGER}/api/v2/status": {"config": {"original": "receivers:\n- name: nobody\n"}},
+        f"{ALERTMANAGER}/metrics": 'alertmanager_notifications_failed_total{integration="webhook"} 3\n',
+    }
+    return world
+
+
+def where(store: Path, **changes: Any) -> Whereabouts:
+    addresses = {"service": SERVICE, "prometheus": PROMETHEUS, "alertmanager": ALERTMANAGER}
+    return Whereabouts(**{**addresses, "store": str(store), **changes})
+
+
+def report(world: World, store: Path, **changes: Any) -> str:
+    text = "\n".join(lines(list(examined(world, where(store, **changes))))) + "\n"
+    return text.replace(str(store), "STORE")
+
+
+@pytest.mark.parametrize("name", ["healthy", "broken", "nothing"])
+def test_report_is_what_a_person_should_read(name, sample_store, tmp_path):
+    world = {"healthy": healthy_world, "broken": broken_world, "nothing": World}[name]()
+    store = tmp_path / "none-yet" if name == "nothing" else sample_store
+    expected = GOLDEN / f"doctor_{name}.txt"
+    text = report(world, store)
+
+    assert expected.read_text(encoding="utf-8") == text
+
+
+def test_token_that_is_missing_wrong_or_right(sample_store):
+    world = healthy_world()
+    world.token = "right"
+
+    assert "FAIL  asks for a token\n        -> export RANKSCOPE_TOKEN=" in report(world, sample_store)
+    assert "FAIL  refuses the token" in report(world, sample_store, token="wrong")
+    assert "OK    takes the token" in report(world, sample_store, token="right")
+    assert "wrong" not in report(world, sample_store, token="wrong")
+
+
+def test_service_without_ranks_says_what_goes_into_the_training_job(sample_store):
+    world = healthy_world()
+    world.pages[f"{SERVICE}/api/v1/targets"] = []
+
+    assert f"none is registered\n        -> in the training job: export RANKSCOPE_INGEST_URL={SERVICE}" in report(
+        world, sample_store
+    )
+
+
+@pytest.mark.parametrize("answer", ["<html>", [], {"hello": 1}])
+def test_somebody_else_at_the_address_is_not_taken_for_the_service(sample_store, answer):
+    world = healthy_world()
+    world.pages[f"{SERVICE}/healthz"] = answer
+
+    assert f"what answers at {SERVICE} is not Rankscope" in report(world, sample_store)
+
+
+@pytest.mark.parametrize("answer", ["<html>", [], {"data": 1}])
+def test_somebody_else_at_prometheus_address_is_no_traceback(sample_store, answer):
+    world = healthy_world()
+    world.pages[f"{PROMETHEUS}/api/v1/targets?state=active"] = answer
+
+    assert "this is not Prometheus" in report(world, sample_store)
+
+
+def test_store_on_object_storage_is_left_alone():
+    assert "STORE is on object storage" in report(healthy_world(), "s3://bucket/history")
+
+
+def test_only_what_does_not_work_is_unhealthy():
+    assert healthy([ok("a", "x"), warn("a", "y")])
+    assert not healthy([ok("a", "x"), fail("a", "y", "z")])
+    assert {"area": "a", "state": "FAIL", "text": "y", "remedy": "z"} == json.loads(as_json([fail("a", "y", "z")]))[
+        "findings"
+    ][0]
+
+
+def test_versions_are_compared_as_numbers():
+    assert numbers("2.13.0+cpu") > numbers("2.4.1")
+    assert () == numbers("dev")
+
+
+def test_least_versions_are_those_of_our_own_metadata():
+    wanted = Machine().wanted()
+
+    assert "2.13" == wanted["torch"]
+    assert "1.6.6" == wanted["deltalake"]
+
+
+def test_listener_is_named_by_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        listener = listeners()[server.getsockname()[1]]
+
+    assert os.getpid() == listener.pid
+    assert f"(process {os.getpid()})" in str(listener)
+
+
+def test_nothing_is_known_without_proc(tmp_path):
+    assert {} == listeners(tmp_path)
+
+
+def test_addresses_come_from_the_command_line_then_from_up_then_from_the_usual(tmp_path):
+    settings = load_config(None, {"store.path": str(tmp_path / "history")})
+    folder = Folder.beside(tmp_path / "history")
+    folder.make()
+    folder.remember({"urls": {"service": "http://127.0.0.1:1", "prometheus": "http://127.0.0.1:2"}})
+    chosen = found(settings, None, given={"service": "http://other:3"}, is_explicit=False)
+
+    assert ("http://other:3", "http://127.0.0.1:2", ALERTMANAGER) == (
+        chosen.service,
+        chosen.prometheus,
+        chosen.alertmanager,
+    )
+    assert [("prometheus", 2), ("alertmanager", 9093)] == chosen.ports
+
+
+def test_command_says_what_is_wrong_with_a_configuration_and_looks_on(tmp_path, free_port):
+    (tmp_path / "service.toml").write_text('[store]\npath = "h"\n[servise]\n')
+    address = f"http://127.0.0.1:{free_port}"
+    unused = ["--prometheus", address, "--alertmanager", address]
+    command = [sys.executable, "-m", "rankscope", "doctor", "--config", "service.toml", "--url", address, "--json"]
+    done = subprocess.run([*command, *unused], cwd=tmp_path, capture_output=True, text=True, check=False)
+    outcome = json.loads(done.stdout)
+    failed = [finding["area"] for finding in outcome["findings"] if finding["state"] == "FAIL"]
+
+    assert 1 == done.returncode
+    assert outcome["healthy"] is False
+    assert ["Configuration", "Service"] == failed
+    assert "did you mean service" in outcome["findings"][0]["text"]
+    assert "" == done.stderr
