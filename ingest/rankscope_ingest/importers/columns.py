@@ -26,6 +26,7 @@ from rankscope_ingest.importers.sampling import sample_lines
 _TELLING: Final = {"loss", "eval_loss", "learning_rate", "accuracy", "eval_accuracy"}
 _TWO_COLUMNS: Final = ("step", "loss")
 _FEWEST_ROWS: Final = 3
+_DECIMAL_COMMA: Final = re.compile(r"[-+]?\d+,\d+(?:[eE][-+]?\d+)?")
 _BLANKS: Final = re.compile(r"\s+")
 _HEADING_CELL: Final = re.compile(r"[A-Za-z_][\w ./()-]{0,80}")
 
@@ -109,6 +110,8 @@ def row_of(line: str, layout: Layout) -> dict[str, Any] | None:
     cells = cells_of(line, layout.separator)
     if len(cells) != len(layout.names):
         return None
+    if layout.separator == ";":  # set by those whose numbers have commas
+        cells = [cell.replace(",", ".") if _DECIMAL_COMMA.fullmatch(cell) else cell for cell in cells]
     row = {name: cell for name, cell in zip(layout.names, cells, strict=True) if cell}
     steps = [cell for name, cell in row.items() if role_of(name) is Role.STEP]
     others = [cell for name, cell in row.items() if role_of(name) is not Role.STEP]

@@ -6,6 +6,7 @@ import ast
 import math
 import re
 import warnings
+from collections.abc import Sequence
 from typing import Any, Final
 
 MAX_CHARACTERS: Final = 65_536
@@ -14,8 +15,10 @@ _NAMES: Final = {"nan": math.nan, "NaN": math.nan, "inf": math.inf, "Infinity": 
 _FUNCTION: Final = re.compile(r"<[^<>']*>")  # grad_fn=<NllLossBackward0> is no Python
 
 
-_NUMERIC: Final = re.compile(r"[Tt]ensor|Parameter|array|b?float\d*|u?int\d*")
+_NUMERIC: Final = re.compile(r"[Tt]ensor|Parameter|[Aa]rray|b?float\d*|u?int\d*|bool_?|Decimal|longdouble|half")
 """What numbers are printed in: tensor(2.3, device='cuda:0'), np.float64(2.3), array([1, 2])."""
+
+_TEXT_CHARACTERS: Final = 200
 
 
 class _NotPrintedError(ValueError):
@@ -41,10 +44,10 @@ def _value(node: ast.expr) -> Any:
         case ast.Constant(value=value) if value is None or isinstance(value, str | int | float):
             return value
         case ast.Dict(keys=keys, values=values):
-            return {_key(key): _value(value) for key, value in zip(keys, values, strict=True)}
+            return _items(keys, values)
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_value(item) for item in items]
-        case ast.Name(id=name) if name in _NAMES:
+        case ast.Name(id=name) | ast.Attribute(attr=name) if name in _NAMES:
             return _NAMES[name]
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_number(_value(operand))
@@ -53,6 +56,24 @@ def _value(node: ast.expr) -> Any:
         case ast.Call(func=ast.Name(id=kind) | ast.Attribute(attr=kind), args=[first, *_]) if _NUMERIC.fullmatch(kind):
             return _value(first)
     raise _NotPrintedError
+
+
+def _items(keys: Sequence[ast.expr | None], values: Sequence[ast.expr]) -> dict[str, Any]:
+    """Return a dictionary; beside numbers, a value of any other type is its text."""
+    items: dict[str, Any] = {}
+    has_number = False
+    unknown: dict[str, ast.expr] = {}
+    for key, node in zip(keys, values, strict=True):
+        name = _key(key)
+        try:
+            items[name] = _value(node)
+        except _NotPrintedError:
+            items[name] = None
+            unknown[name] = node
+        has_number = has_number or isinstance(items[name], int | float)
+    if unknown and not has_number:
+        raise _NotPrintedError
+    return items | {name: ast.unparse(node)[:_TEXT_CHARACTERS] for name, node in unknown.items()}
 
 
 def _key(node: ast.expr | None) -> str:

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from rankscope_contract.events import EventType
 from rankscope_ingest.importers.aliases import UNITS, canonical, is_known
+from rankscope_ingest.importers.bars import written_over
 from rankscope_ingest.importers.base import NOT_MINE, Detection, Faults, Imported
 from rankscope_ingest.importers.blocks import BlockBuilder
 from rankscope_ingest.importers.lines import read_lines, shown
@@ -54,7 +55,10 @@ _CHECKPOINT: Final = re.compile(r"\b(?:checkpoint|ckpt)", re.IGNORECASE)
 _EVALUATION: Final = re.compile(r"(?:^|[\[|(\s])(?:eval|valid|validation|val)(?:[\])|:\s]|$)", re.IGNORECASE)
 _SHORT_NAMES: Final = {"train": "train_loss", "val": "val_loss"}  # "train=3.2, val=3.3"
 _MEGATRON: Final = re.compile(r"consumed samples:|elapsed time per iteration")
-_TELLING: Final = {"loss", "eval_loss", "step_seconds", "grad_norm"}
+_TELLING: Final = {"loss", "eval_loss", "step_seconds", "grad_norm", "learning_rate", "samples_per_second"}
+_MANY: Final = 5
+_WRAPPED: Final = re.compile(r"\b(?:(?:np|numpy|jnp|torch)\.\w{1,16}|tensor)\(([^(),]{1,40})(?:, [^()]{0,80})?\)")
+"""A number as Python prints it: np.float64(2.5), tensor(2.5, device='cuda:0')."""
 _FEWEST: Final = 2
 
 
@@ -67,7 +71,8 @@ class TextLog:
         """Count lines that tell a step and its loss, from the beginning, the middle and the end."""
         if path.is_dir() or b"\0" in head[:4096]:
             return NOT_MINE
-        lines = [line.decode(errors="replace") for line in sample_lines(path, head) if line.strip()]
+        sample = [line.decode(errors="replace") for line in sample_lines(path, head) if line.strip()]
+        lines = [part for line in sample for part in written_over(line)]
         records = [record for line in lines if (record := numbers_of(line)) and _is_telling(record)]
         if len(records) < min(_FEWEST, len(lines)) or not records:
             return NOT_MINE
@@ -82,14 +87,15 @@ class TextLog:
         others = number = 0
         cut = _Cut(path)
         for number, line in read_lines(path, faults):
-            text = without_colours(line.decode(errors="replace"))
-            record = numbers_of(text) or _checkpoint(text)
-            if record is None:
-                others += 1
-            elif cut.may_be(record, text, faults.read_bytes):
-                faults.add(number, f"the last line has no end, and other numbers than the one before: {shown(line)}")
-            else:
-                objects.add(record, builder)
+            for part in written_over(line.decode(errors="replace")):
+                text = without_colours(part)
+                record = numbers_of(text) or _checkpoint(text)
+                if record is None:
+                    others += 1
+                elif cut.may_be(record, text, faults.read_bytes):
+                    faults.add(number, f"the last line has no end, and other numbers than before: {shown(line)}")
+                else:
+                    objects.add(record, builder)
             if builder.is_full and (block := builder.take()):
                 yield block
         if block := builder.take():
@@ -103,6 +109,7 @@ def numbers_of(line: str) -> dict[str, Any] | None:
     text = without_colours(line).strip()
     if not text or len(text) > MAX_LINE_CHARACTERS:
         return None
+    text = _WRAPPED.sub(r"\1", text) if "(" in text else text
     if bare := _BARE.match(text):
         return {"step": bare["step"], _BARE_NAMES.get(bare["name"].lower(), bare["name"]): bare["value"]}
     step = next((found for pattern in _STEPS if (found := pattern.search(text))), None)
@@ -175,7 +182,7 @@ def _checkpoint(text: str) -> dict[str, Any] | None:
 
 
 def _is_telling(record: dict[str, Any]) -> bool:
-    return any(canonical(key).name in _TELLING for key in record)
+    return len(record) > _MANY or any(canonical(key).name in _TELLING for key in record)
 
 
 class _Cut:

@@ -366,8 +366,53 @@ def test_fuzzed_lines_are_read_counted_or_refused(tmp_path_factory, text):
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("np.float64(1.5)", 1.5),
+        ("np.int64(3)", 3),
+        ("-np.float32(1.5)", -1.5),
+        ("tensor(1.5, device='cuda:0')", 1.5),
+        ("tensor(1.5, grad_fn=<NllLossBackward0>)", 1.5),
+        ("torch.tensor([1.0, 2.0])", [1.0, 2.0]),
+        ("Array(1.5, dtype=float32)", 1.5),
+        ("array([1., 2.])", [1.0, 2.0]),
+        ("Decimal('1.5')", "1.5"),
+        ("np.inf", math.inf),
+        ("-inf", -math.inf),
+        ("datetime.timedelta(seconds=3)", "datetime.timedelta(seconds=3)"),
+        ("AdamW", "AdamW"),
+    ],
+)
+def test_values_as_python_prints_them(text, expected):
+    """What is no number is text, and spoils no number beside it."""
+    assert {"loss": 2.0, "x": expected} == printed_dict(f"{{'loss': 2.0, 'x': {text}}}")
+
+
+def test_dictionary_of_nothing_but_other_types_is_no_record():
+    assert printed_dict("{'optimizer': AdamW, 'model': Llama()}") is None
+
+
+@pytest.mark.parametrize(
+    ("prefix", "rank"),
+    [("[rank3]: ", 3), ("[default3]:", 3), ("3: ", 3), ("[Rank 3] ", 3), ("rank=3 ", 3), ("10:00:03: ", None)],
+)
+def test_rank_before_an_object(desk, prefix, rank):
+    desk.bring(desk.write("train.log", f'{prefix}{{"step": 1, "loss": 2.0}}\n' * 2))
+
+    assert [rank] == [row["rank"] for row in desk.ask("SELECT DISTINCT rank FROM scalars")]
+
+
+@pytest.mark.parametrize(
     "text",
-    ["{" * 5000, "__import__('os').system('true')", "{'a': __import__('os')}", "{'a': 1 + 1}", "{**{}}", "{1, 2}"],
+    [
+        "{" * 5000,
+        "__import__('os').system('true')",
+        "{'a': __import__('os')}",
+        "{'a': 1 + 1}",
+        "{**{}}",
+        "{'a': 1, **b}",
+        "{1, 2}",
+    ],
 )
 def test_printed_dictionary_is_never_evaluated(text):
     assert printed_dict(text) is None

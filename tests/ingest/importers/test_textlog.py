@@ -84,6 +84,37 @@ DIALECTS = {
         ),
         [(10, "learning_rate", 9.5e-06), (10, "learning_rate", 9.5e-06), (10, "loss", 2.5), (10, "skipped", 0.0)],
     ),
+    "deepspeed_timer": (
+        (
+            "[2024-05-01 10:00:03,125] [INFO] [timer.py:260:stop] epoch=0/micro_step=30/global_step=30, "
+            "RunningAvgSamplesPerSec=12.3, CurrSamplesPerSec=12.5, MemAllocated=1.2GB, MaxMemAllocated=3.4GB"
+        ),
+        [
+            (30, "MaxMemAllocated", 3.4e9),
+            (30, "MemAllocated", 1.2e9),
+            (30, "RunningAvgSamplesPerSec", 12.3),
+            (30, "epoch", 0.0),
+            (30, "samples_per_second", 12.5),
+        ],
+    ),
+    "deepspeed_without_loss": (
+        "[2024-05-01 10:00:03,123] [INFO] [logging.py:96:log_dist] [Rank 0] step=30, skipped=0, lr=[1e-05]",
+        [(30, "learning_rate", 1e-05), (30, "skipped", 0.0)],
+    ),
+    "verl": (
+        (
+            "(TaskRunner pid=123) step:3 - actor/pg_loss:1.85 - actor/grad_norm:1.2 - critic/score/mean:0.5 "
+            "- timing_s/step:12.3 - timing_s/gen:np.float64(3.5) - x:tensor(0.25, device='cuda:0')"
+        ),
+        [
+            (3, "actor/grad_norm", 1.2),
+            (3, "actor/pg_loss", 1.85),
+            (3, "critic/score/mean", 0.5),
+            (3, "timing_s/gen", 3.5),
+            (3, "timing_s/step", 12.3),
+            (3, "x", 0.25),
+        ],
+    ),
     "deepspeed_pipeline": (
         "steps: 10 loss: 2.3012 iter time (s): 0.512 samples/sec: 62.500",
         [(10, "loss", 2.3012), (10, "samples_per_second", 62.5), (10, "step_seconds", 0.512)],
@@ -131,6 +162,37 @@ def test_dialect_is_recognised(tmp_path, dialect):
     path.write_text("\n".join(["Starting"] * 3 + [line] * 5), encoding="utf-8")
 
     assert "textlog" == find_importer(path).name
+
+
+def test_progress_bar_tells_a_record_each_time_it_is_drawn(desk):
+    """As of Accelerate's examples: one line of the file, and the same bar drawn again is no new record."""
+    bars = [f"Steps:  5%|▌   | {k}/20 [00:10<01:30,  1.00s/it, lr=1e-05, step_loss={k}.5]" for k in (1, 1, 2, 3)]
+    path = desk.write("train.log", "Loading…\n" + "\r".join(bars) + "\n")
+    desk.bring(path)
+
+    assert "textlog" == find_importer(path).name
+    assert [
+        (k, name, value) for k in (1, 2, 3) for name, value in (("learning_rate", 1e-5), ("step_loss", k + 0.5))
+    ] == (scalars(desk))
+    assert 20 == desk.value("SELECT planned_steps FROM runs")
+
+
+def test_progress_bars_of_epochs_are_one_attempt(desk):
+    bars = [
+        f"Epoch {e}:  50%|███ | {k}/2 [00:01<00:02,  3.21it/s, v_num=3, train_loss=0.5]" for e in (0, 1) for k in (1, 2)
+    ]
+    desk.bring(desk.write("train.log", "\r".join(bars) + "\n"))
+    rows = desk.ask("SELECT step, attempt FROM scalars WHERE name = 'loss' ORDER BY seq")
+
+    assert [(1, 0), (2, 0), (1, 0), (2, 0)] == [tuple(row.values()) for row in rows]
+
+
+def test_table_between_semicolons_may_have_decimal_commas(desk):
+    desk.bring(desk.write("loss.csv", "step;loss;lr\n1;2,125;1e-4\n2;1,5;1,5E-4\n"))
+
+    assert [
+        (1, "learning_rate", 1e-4), (1, "loss", 2.125), (2, "learning_rate", 1.5e-4), (2, "loss", 1.5),
+    ] == scalars(desk)  # fmt: skip
 
 
 def test_time_and_rank_before_the_record_are_its_own(desk):
