@@ -14,6 +14,7 @@ from rich.console import Console
 
 from rankscope.errors import USAGE, CommandError
 from rankscope.output import printable
+from rankscope.systemd import ALIVE, READY, notify
 
 if TYPE_CHECKING:
     from rankscope.progress import View
@@ -81,6 +82,7 @@ def _run(settings: ServiceConfig, view: View, *, show: bool) -> None:
         view.say(f"listening on {url}")
         view.say(f"storing into {settings.store.path}")
         view.say(f"ranks find it with RANKSCOPE_INGEST_URL={url}")
+        notify(READY)
 
     teller = _Teller(view, show=show)
     try:
@@ -104,6 +106,7 @@ class _Teller:
 
     def tell(self, progress: Progress) -> None:
         self.rows_stored, self.rows_pending = progress.rows_stored, progress.rows_pending
+        notify(ALIVE)
         if progress.degraded != self._trouble:
             self._trouble = progress.degraded
             self._view.say(f"trouble: {self._trouble}" if self._trouble else "all is well again")

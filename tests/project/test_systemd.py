@@ -1,0 +1,117 @@
+"""The systemd units are valid, their command is what a service needs, and systemd hears when it is ready."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from rankscope.systemd import notify
+from rankscope_ingest.config_file import load_config
+
+DEPLOY = Path(__file__).parents[2] / "deploy" / "systemd"
+PROGRAM = "/opt/rankscope/bin/rankscope"
+UNITS = ("rankscope.service", "rankscope@.service")
+
+
+def setting(unit: str, key: str) -> str:
+    found = re.search(rf"^{key}=(.*)$", (DEPLOY / unit).read_text(), re.MULTILINE)
+    assert found, f"{unit} has no {key}"
+    return found[1]
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_unit_is_valid(unit, tmp_path, require_server):
+    """As systemd itself judges it, with a program that exists."""
+    analyze = require_server("systemd-analyze", "systemd")
+    path = tmp_path / unit.replace("@.", "@shard0.")
+    path.write_text((DEPLOY / unit).read_text().replace(PROGRAM, "/bin/true"))
+    done = subprocess.run([analyze, "verify", path], capture_output=True, text=True, check=False)
+
+    assert 0 == done.returncode, done.stderr
+    assert "" == done.stderr
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_unit_is_locked_in(unit):
+    assert "strict" == setting(unit, "ProtectSystem")
+    assert "yes" == setting(unit, "NoNewPrivileges") == setting(unit, "DynamicUser")
+    assert "rankscope" == setting(unit, "StateDirectory") == setting(unit, "User")  # shards share one user and store
+    assert "on-failure" == setting(unit, "Restart")
+
+
+def test_units_differ_in_their_configuration_alone():
+    one, many = ((DEPLOY / unit).read_text().partition("[Service]")[2] for unit in UNITS)
+
+    assert one.replace("/etc/rankscope/rankscope.toml", "/etc/rankscope/%i.toml") == many
+
+
+def test_shipped_configuration_is_valid_also_with_what_is_commented_out(tmp_path):
+    path = DEPLOY / "rankscope.toml"
+    text = path.read_text().replace("# For", "#: For")
+    (tmp_path / "token").write_text("secret")
+    whole = re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE).replace("/etc/rankscope", str(tmp_path))
+    whole = whole.replace('listen = "127.0.0.1:9470"\n', "", 1)
+    (tmp_path / "whole.toml").write_text(whole)
+
+    assert "/var/lib/rankscope/history" == load_config(path).store.path
+    assert "0.0.0.0:9470" == tomllib.loads(whole)["service"]["listen"]
+    assert "secret" == load_config(tmp_path / "whole.toml").token
+
+
+def test_command_of_the_unit_serves_and_tells_systemd_that_it_is_ready_and_alive(tmp_path, free_port):
+    """Ready is said once it listens; then, while it works, that it is alive."""
+    text = (DEPLOY / "rankscope.toml").read_text()
+    text = text.replace("/var/lib/rankscope", str(tmp_path)).replace("127.0.0.1:9470", f"127.0.0.1:{free_port}")
+    (tmp_path / "rankscope.toml").write_text(text)
+    program, *arguments = shlex.split(setting("rankscope.service", "ExecStart"))
+    arguments = [argument.replace("/etc/rankscope", str(tmp_path)) for argument in arguments]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(60)
+        command = [sys.executable, "-m", "rankscope", *arguments]
+        environment = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+        service = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+        try:
+            told = [systemd.recv(1000).decode() for _ in range(3)]
+            with socket.create_connection(("127.0.0.1", free_port), timeout=5):
+                listens = True
+        finally:
+            service.send_signal(signal.SIGTERM)
+            said, _ = service.communicate(timeout=60)
+
+    assert PROGRAM == program
+    assert ["READY=1", "WATCHDOG=1", "WATCHDOG=1"] == told
+    assert listens
+    assert 0 == service.returncode, said
+
+
+def test_without_systemd_nothing_is_said(tmp_path, caplog):
+    notify("READY=1", {})
+
+    assert [] == caplog.records
+
+
+def test_systemd_that_cannot_be_told_is_no_reason_to_stop(tmp_path, caplog):
+    notify("READY=1", {"NOTIFY_SOCKET": str(tmp_path / "gone")})
+
+    assert ["systemd cannot be told READY: No such file or directory"] == [
+        record.getMessage().replace("[Errno 2] ", "") for record in caplog.records
+    ]
+
+
+def test_abstract_sockets_are_reached_too():
+    name = f"rankscope-test-{time.time_ns()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind("\0" + name)
+        notify("READY=1", {"NOTIFY_SOCKET": "@" + name})
+
+        assert b"READY=1" == systemd.recv(100)
