@@ -17,6 +17,9 @@ from rankscope_ingest.errors import DecodeError
 END_OF_STREAM: Final = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 MAX_INFLATED_BYTES: Final = 1 << 29
 
+# Arrow's own threads cost more than they save: a spool has hundreds of small buffers, a poll inflates in milliseconds.
+_OPTIONS: Final = pa.ipc.IpcReadOptions(use_threads=False)
+
 # Positions of fields in the tables of Message.fbs.
 _MESSAGE_HEADER: Final = 2
 _BATCH_BUFFERS: Final = 2
@@ -32,7 +35,7 @@ def open_stream(body: bytes, *, max_inflated_bytes: int = MAX_INFLATED_BYTES) ->
         claimed = inflated_bytes(body)
         if claimed > max_inflated_bytes:
             raise DecodeError(f"the body would inflate to {claimed} bytes; the limit is {max_inflated_bytes}")
-        with pa.ipc.open_stream(body) as reader:
+        with pa.ipc.open_stream(body, options=_OPTIONS) as reader:
             table = reader.read_all()
         table.validate(full=True)
     except (pa.ArrowException, ArithmeticError, LookupError, OSError, ValueError, struct.error) as error:

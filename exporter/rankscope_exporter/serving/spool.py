@@ -36,6 +36,8 @@ SEGMENT_BYTES: Final = 8 * 1024 * 1024
 SEGMENT_INFLATED_BYTES: Final = 64 * 1024 * 1024
 """A reader inflates up to a whole file at once; zeros compress well, so the bytes on disk alone bound nothing."""
 
+_OPTIONS: Final = pa.ipc.IpcReadOptions(use_threads=False)
+
 FULL: Final = "spool_full"
 FAILED: Final = "spool_error"
 
@@ -250,7 +252,7 @@ def schema_message() -> bytes:
 def needed_plans(stream: bytes) -> list[str] | None:
     """Return the plans that the records of `stream` use; None when Arrow cannot read it to its end."""
     try:
-        with pa.ipc.open_stream(stream) as reader:
+        with pa.ipc.open_stream(stream, options=_OPTIONS) as reader:
             table = reader.read_all()
         table.validate(full=True)
         return [plan for plan in table["plan"].unique().to_pylist() if plan is not None]

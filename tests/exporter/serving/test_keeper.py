@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -245,7 +246,28 @@ def test_a_folder_that_is_not_understood_is_left_alone_and_named_once(
     assert [] == rank.faults
 
 
-def test_settings_are_checked(monkeypatch):
+def test_a_spool_of_another_user_is_named_and_left_alone(
+    new_rank, service, until, record, tmp_path, caplog, monkeypatch
+):
+    leave_behind(tmp_path, "theirs", [record(0)])
+    leave_behind(tmp_path, "ours", [record(0)])
+    real = os.open
+
+    def refuse(path: Any, *arguments: Any, **named: Any) -> int:
+        if "theirs" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
+    until(lambda: rank.channel.keeper.orphan("ours") is not None)
+
+    assert rank.channel.keeper.orphan("theirs") is None
+    assert "Permission denied" in caplog.text
+    assert [] == rank.faults
+
+
+def test_settings_are_checked():
     found = ServeConfig.from_environment({"RANKSCOPE_SPOOL_DIR": "~/spool", "RANKSCOPE_SPOOL_SYNC": "1"})
 
     assert (str(Path("~/spool").expanduser()), True) == (found.spool_dir, found.spool_sync)
