@@ -42,7 +42,7 @@ class Transfer:
 class Deferred:
     """Rows of `dataset` that `rows` makes of the numbers when they have arrived."""
 
-    dataset: str
+    dataset: str | None  # None: no rows, the numbers are used otherwise
     transfer: Transfer
     rows: Callable[[torch.Tensor], Iterable[Row]]
 

@@ -139,7 +139,8 @@ class Publisher:
         rows = {name: list(known) for name, known in draft.rows.items()}
         for deferred in draft.deferred:
             read = self._guard.call(f"rows of {deferred.dataset}", deferred.read)
-            rows.setdefault(deferred.dataset, []).extend(read or ())
+            if deferred.dataset is not None:
+                rows.setdefault(deferred.dataset, []).extend(read or ())
         return {name: tuple(items) for name, items in rows.items()}
 
     def _anomaly(self, firing: Firing, order: int | None) -> Event:

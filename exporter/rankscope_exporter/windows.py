@@ -72,9 +72,22 @@ class TableWindow(Table):
         """Make entries absent that were measured before."""
         self._sheet.table.forget(self._shifted(rows))
 
+    def forget_equal(self, rows: range, others: range) -> torch.Tensor:
+        """Make those of `rows` absent whose statistics are, bit for bit, those of the entry beside them in `others`."""
+        return self._sheet.table.forget_equal(self._shifted(rows), self._shifted(others))
+
     def defer(self, dataset: str, tensor: torch.Tensor, rows: Callable[[torch.Tensor], Iterable[Row]]) -> None:
         """Have `rows` make rows of `dataset` of `tensor` once it is on the host; nothing waits for the device."""
         self._sheet.deferred.append(Deferred(dataset, Transfer.of(tensor), rows))
+
+    def later(self, tensor: torch.Tensor, use: Callable[[torch.Tensor], None]) -> None:
+        """Call `use` on the publisher's thread with what `tensor` holds now, once it is on the host."""
+
+        def no_rows(numbers: torch.Tensor) -> tuple[()]:
+            use(numbers)
+            return ()
+
+        self._sheet.deferred.append(Deferred(None, Transfer.of(tensor), no_rows))
 
     def write(self, dataset: str, row: Row) -> None:
         """Add a row of `dataset` that is known already."""

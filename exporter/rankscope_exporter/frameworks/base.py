@@ -42,6 +42,11 @@ class Framework:
         """
         return True
 
+    @property
+    def interleaves_micro_batches(self) -> bool:
+        """Return whether a later micro-batch may go forward before an earlier one has gone backward."""
+        return False
+
     def reduces_in_backward(self) -> bool:
         """Return whether the backward pass that is under way ends with `.grad` reduced over the ranks."""
         return False

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from rankscope_contract.records import PlanEntry
 from rankscope_exporter.deferred import Row
@@ -67,8 +66,19 @@ class Table(Protocol):
         """Make entries absent that were measured before."""
         ...
 
+    def forget_equal(self, rows: range, others: range) -> torch.Tensor:
+        """Make those of `rows` absent whose statistics are, bit for bit, those of the entry beside them in `others`.
+
+        Returns bool [len(rows)] on the device: which were measured and differ.
+        """
+        ...
+
     def defer(self, dataset: str, tensor: torch.Tensor, rows: Callable[[torch.Tensor], Iterable[Row]]) -> None:
         """Have `rows` make rows of `dataset` of `tensor` once it is on the host; nothing waits for the device."""
+        ...
+
+    def later(self, tensor: torch.Tensor, use: Callable[[torch.Tensor], None]) -> None:
+        """Call `use` on the publisher's thread with what `tensor` holds now, once it is on the host."""
         ...
 
     def write(self, dataset: str, row: Row) -> None:
@@ -90,6 +100,14 @@ class Gate(Protocol):
         ...
 
 
+class Removable(Protocol):
+    """What torch gives for a hook, or several of them together."""
+
+    def remove(self) -> None:
+        """Take the hook away."""
+        ...
+
+
 class Hooking(Protocol):
     """What a quantity needs to hook a model: everything registered goes through the guard and away at detach."""
 
@@ -103,8 +121,17 @@ class Hooking(Protocol):
         """Whether a training forward of the whole model is under way."""
         ...
 
-    def keep(self, handle: RemovableHandle) -> None:
+    @property
+    def grad_enabled(self) -> bool:
+        """Whether training computes gradients where the guarded hook that is running was called."""
+        ...
+
+    def keep(self, handle: Removable) -> None:
         """Remove `handle` at detach()."""
+        ...
+
+    def tell(self, message: str) -> None:
+        """Say something that its reader should know, on the console and as an event."""
         ...
 
     def guarded(self, where: str, function: Callable[..., None], gate: Gate) -> Callable[..., None]:

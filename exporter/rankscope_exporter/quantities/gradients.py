@@ -1,4 +1,4 @@
-"""Gradients: this rank's own (`grad_unreduced`), and after the reduction over ranks (`grad_reduced`)."""
+"""Gradients: this rank's own (`grad_unreduced`), reduced over ranks (`grad_reduced`), and as clipping left them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Subjec
 
 
 class Gradients(Quantity):
-    """Both are read as backward leaves them, before the loop clips: over all micro-batches of the step so far.
+    """The first two are read as backward leaves them, before the loop clips: over all micro-batches of the step so far.
+
+    `grad_clipped` is what the optimizer sees, and absent where that is bit for bit the reduced gradient. With a
+    gradient scaler the first two carry the loss scale; what the scaler and clipping make of them is in the third.
 
     A gradient that does not exist (unused or frozen parameter, `zero_grad` since) is absent, never a stale value.
     """
@@ -23,22 +26,29 @@ class Gradients(Quantity):
         super().__init__(subject, options)
         count = len(self.subject.parameters)
         self._unreduced, self._reduced = range(count), range(count, 2 * count)
+        self._clipped = range(2 * count, 3 * count)
         self._batched = subject.framework.local_until_backward_ends
         # A loop that reduces by itself between backward and step is seen at the step only.
         self._reduced_by_loop = subject.world_size > 1 and not subject.framework.replicated
         self._mixed = False
+        self._left: list[tuple[int, int] | None] = []  # identity and version of each gradient as backward left it
+        # A gradient scaler changes gradients without telling their version. Whether one does is learnt at the first
+        # update, where all are measured; None before that.
+        self._changed_unseen: bool | None = None
 
     def entries(self) -> list[PlanEntry]:
-        """Return all `grad_unreduced`, then all `grad_reduced`."""
+        """Return all `grad_unreduced`, then all `grad_reduced`, then all `grad_clipped`."""
         local = "partial" if self.subject.world_size > 1 else self.placement
         return [
             *self.parameter_entries(Kind.GRAD_UNREDUCED, local),
             *self.parameter_entries(Kind.GRAD_REDUCED, self.placement),
+            *self.parameter_entries(Kind.GRAD_CLIPPED, self.placement),
         ]
 
     def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
         """Nothing of this step has been reduced yet."""
         self._mixed = False
+        self._left = []
 
     def gradient_ready(self, index: int, table: Table) -> None:
         """Read one gradient before its bucket is reduced in place."""
@@ -60,11 +70,44 @@ class Gradients(Quantity):
             table.measure(self._gradients(), self._reduced)
         elif self.subject.world_size == 1:
             table.copy(self._unreduced, self._reduced)
+        else:
+            return
+        self._left = [_sight(gradient) for gradient in self._gradients()]
 
     def before_update(self, table: Table) -> None:
-        """Read what a loop with its own reduction gives the optimizer."""
+        """Read what a loop with its own reduction gives the optimizer, and what was changed since backward."""
+        gradients = self._gradients()
         if self._reduced_by_loop:
-            table.measure(self._gradients(), self._reduced)
+            table.measure(gradients, self._reduced)
+        elif self._left:
+            self._read_clipped(gradients, table)
+
+    def _read_clipped(self, gradients: list[torch.Tensor | None], table: Table) -> None:
+        pairs = zip(gradients, self._left, strict=True)
+        changed = [gradient if _sight(gradient) != left else None for gradient, left in pairs]
+        if self._changed_unseen is not False:
+            changed = gradients
+        if all(gradient is None for gradient in changed):
+            return
+        table.measure(changed, self._clipped)
+        # Clipping multiplies by 1 where nothing is too long, which shows in the version and not in the numbers.
+        differs = table.forget_equal(self._clipped, self._reduced)
+        if self._changed_unseen is None:
+            unseen = [place for place, pair in enumerate(zip(gradients, self._left, strict=True)) if _same(*pair)]
+            table.later(differs[unseen].any(), self._learn)
+            self._changed_unseen = True  # until the answer is there
+
+    def _learn(self, unseen: torch.Tensor) -> None:
+        self._changed_unseen = bool(unseen)
 
     def _gradients(self) -> list[torch.Tensor | None]:
         return [None if parameter is None else parameter.grad for parameter in self.subject.tensors()]
+
+
+def _same(gradient: torch.Tensor | None, left: tuple[int, int] | None) -> bool:
+    return gradient is not None and _sight(gradient) == left
+
+
+def _sight(gradient: torch.Tensor | None) -> tuple[int, int] | None:
+    """Return what differs once a gradient was replaced or changed in place."""
+    return None if gradient is None else (id(gradient), gradient._version)  # noqa: SLF001 - torch has no public name

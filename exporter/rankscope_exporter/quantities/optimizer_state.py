@@ -1,28 +1,55 @@
-"""The optimizer's state of every parameter, after the step: Adam's moments, SGD's momentum."""
+"""The optimizer's state of every parameter, after the step: Adam's moments, SGD's momentum, anything by name."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Final
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
 
 import torch
 
 from rankscope_contract.kinds import Kind
 from rankscope_contract.records import PlanEntry
+from rankscope_exporter.naming import local_tensor
 from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Subject, Table
+from rankscope_exporter.targets import Targets
 
 # Key in `optimizer.state[parameter]` -> kind, by the option that says the optimizer keeps it.
 ADAM_STATE: Final = (("exp_avg", Kind.EXP_AVG), ("exp_avg_sq", Kind.EXP_AVG_SQ))
 MOMENTUM_STATE: Final = (("momentum_buffer", Kind.MOMENTUM),)
+KIND_OF_STATE: Final[dict[str, str]] = dict((*ADAM_STATE, *MOMENTUM_STATE))
+"""Every other state has its own name as kind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerStateOptions(QuantityOptions):
+    """Which state is read."""
+
+    names: tuple[str, ...] = ()
+    """Keys of further tensors in `optimizer.state[parameter]`, or globs: "max_exp_avg_sq", "square_avg", "*"."""
+
+    def __post_init__(self) -> None:
+        QuantityOptions.__post_init__(self)
+        if isinstance(self.names, list):
+            object.__setattr__(self, "names", tuple(self.names))
+        Targets(self.names)
 
 
 class OptimizerState(Quantity):
-    """What the optimizers keep is known from their options, since state itself appears only in the first step."""
+    """What the optimizers keep is known from their options, since state itself appears only in the first step.
+
+    State that `names` asks for is found when it appears, at the first measured step that has it.
+    """
 
     name: ClassVar[str] = "optimizer_state"
+    options_class: ClassVar[type[QuantityOptions]] = OptimizerStateOptions
 
     def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
         super().__init__(subject, options)
         self._kept = _kept_state(subject.optimizers)
+        assert isinstance(self.options, OptimizerStateOptions)
+        self._named = Targets(self.options.names)
+        self._found: dict[str, tuple[list[int], range | None]] = {}  # further key -> parameters that have it, and rows
 
     def entries(self) -> list[PlanEntry]:
         """Return the entries of each kept kind in turn."""
@@ -30,23 +57,57 @@ class OptimizerState(Quantity):
 
     def after_update(self, table: Table) -> None:
         """Read the state the step left."""
-        parameters = self.subject.tensors()
-        count = len(parameters)
+        states = [self._state_of(parameter) for parameter in self.subject.tensors()]
+        count = len(states)
         for position, (key, _) in enumerate(self._kept):
-            table.measure(
-                [self._state_of(parameter, key) for parameter in parameters],
-                range(position * count, (position + 1) * count),
-            )
+            rows = range(position * count, (position + 1) * count)
+            table.measure([_tensor(state, key) for state in states], rows)
+        if self._named.patterns:
+            self._look_for_more(states, table)
+        for key, (owners, found) in self._found.items():
+            if found is not None:
+                table.measure([_tensor(states[owner], key) for owner in owners], found)
 
-    def _state_of(self, parameter: torch.nn.Parameter | None, key: str) -> torch.Tensor | None:
+    def _look_for_more(self, states: list[dict[str, Any]], table: Table) -> None:
+        known = {*self._found, *(key for key, _ in self._kept)}
+        for key in dict.fromkeys(key for state in states for key in self._further(state) if key not in known):
+            owners = [index for index, state in enumerate(states) if _tensor(state, key) is not None]
+            entries = [self._entry(key, index, states[index][key]) for index in owners]
+            positions = self.subject.owners()
+            self._found[key] = owners, table.add(entries, [positions[index] for index in owners])
+
+    def _further(self, state: dict[str, Any]) -> Iterator[str]:
+        # `step` is a number that Adam keeps as a tensor; whoever wants it names it.
+        return (
+            key
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor)
+            and self._named.selects(key)
+            and (value.numel() > 1 or key in self._named.patterns)
+        )
+
+    def _entry(self, key: str, index: int, value: torch.Tensor) -> PlanEntry:
+        named = self.subject.parameters[index]
+        return PlanEntry(
+            kind=KIND_OF_STATE.get(key, key),
+            tensor=named.name,
+            placement=self.placement,
+            dtype=str(value.dtype).removeprefix("torch."),
+            shape=tuple(local_tensor(value).shape),
+            module=named.module,
+            aliases=named.aliases,
+        )
+
+    def _state_of(self, parameter: torch.nn.Parameter | None) -> dict[str, Any]:
         if parameter is None:
-            return None
-        for optimizer in self.subject.optimizers:
-            state = optimizer.state.get(parameter)
-            if state is not None:
-                value = state.get(key)
-                return value if isinstance(value, torch.Tensor) else None
-        return None
+            return {}
+        states = (optimizer.state.get(parameter) for optimizer in self.subject.optimizers)
+        return next((state for state in states if state is not None), {})
+
+
+def _tensor(state: dict[str, Any], key: str) -> torch.Tensor | None:
+    value = state.get(key)
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def _kept_state(optimizers: tuple[torch.optim.Optimizer, ...]) -> tuple[tuple[str, Kind], ...]:

@@ -65,6 +65,16 @@ class StatisticsTable:
         """Make the entries `rows` absent."""
         self.buffer[NUMEL_ROW, rows.start : rows.stop].fill_(ABSENT)
 
+    def forget_equal(self, rows: range, others: range) -> torch.Tensor:
+        """Make those of `rows` absent whose sums and counts are those of `others`; nothing is looked at on the host.
+
+        Returns bool [len(rows)] on the device: which were measured and differ.
+        """
+        own, other = self.buffer[:, rows.start : rows.stop], self.buffer[:, others.start : others.stop]
+        same = (own == other).all(dim=0)
+        own[NUMEL_ROW].masked_fill_(same, ABSENT)
+        return own[NUMEL_ROW] != ABSENT
+
     @property
     def sums(self) -> torch.Tensor:
         """Return the float64 rows, in the order of SUMS."""

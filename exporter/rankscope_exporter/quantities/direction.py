@@ -1,0 +1,57 @@
+"""Whether a gradient points where the optimizer is already heading."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final
+
+import torch
+
+from rankscope_exporter.naming import local_tensor
+from rankscope_exporter.quantities.base import Quantity, Table
+
+KIND: Final = "direction_agreement"
+_MOMENTA: Final = ("exp_avg", "momentum_buffer")
+
+
+class Direction(Quantity):
+    """A feature of each parameter, between 0 and 1: (Σ sign(g)·sign(m) / n + 1) / 2 over its n elements.
+
+    g is the gradient that the optimizer is given, m the momentum before the step. An element where either is 0 counts
+    as half an agreement. Absent while there is no momentum, as before the first step; NaN when either holds a NaN.
+    """
+
+    name: ClassVar[str] = "direction"
+
+    def before_update(self, table: Table) -> None:
+        """Compare signs, all parameters in one transfer."""
+        names, agreements = [], []
+        for named, parameter in zip(self.subject.parameters, self.subject.tensors(), strict=True):
+            gradient = None if parameter is None else parameter.grad
+            momentum = None if parameter is None else self._momentum(parameter)
+            if gradient is not None and momentum is not None and not gradient.is_sparse:
+                names.append(named.name)
+                agreements.append(_agreement(local_tensor(gradient), local_tensor(momentum)))
+        if agreements:
+            table.defer("features", torch.stack(agreements), lambda numbers: _rows(names, numbers))
+
+    def _momentum(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        for optimizer in self.subject.optimizers:
+            state: Mapping[str, Any] = optimizer.state.get(parameter, {})
+            for key in _MOMENTA:
+                found = state.get(key)
+                if isinstance(found, torch.Tensor):
+                    return found
+        return None
+
+
+def _agreement(gradient: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+    same = torch.sum(gradient.sign() * momentum.sign(), dtype=torch.float64)
+    return ((same / max(1, gradient.numel()) + 1) / 2).float()
+
+
+def _rows(names: list[str], numbers: torch.Tensor) -> list[dict[str, Any]]:
+    return [
+        {"kind": KIND, "module": name, "index": None, "micro_step": None, "value": value}
+        for name, value in zip(names, numbers.tolist(), strict=True)
+    ]
