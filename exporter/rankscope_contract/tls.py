@@ -107,6 +107,12 @@ class Reloading:
         return tuple(map(_stamp, self._files))
 
 
+HUNG_UP: Final = (
+    "it hung up: it may want a client certificate (cert_file, key_file), not trust the one it was shown, "
+    "or speak no TLS; its log says which"
+)
+"""All that can be said when a server's refusal was lost: in TLS 1.3 it comes after the handshake, and may be lost."""
+
 _OF_SERVERS: Final = {  # what a client is told, by OpenSSL's reason
     "WRONG_VERSION_NUMBER": "it does not speak TLS: use http:// there, or give it a web_config",
     "RECORD_LAYER_FAILURE": "it does not speak TLS: use http:// there, or give it a web_config",
@@ -116,7 +122,7 @@ _OF_SERVERS: Final = {  # what a client is told, by OpenSSL's reason
     "SSLV3_ALERT_BAD_CERTIFICATE": "it refuses our client certificate",
     "SSLV3_ALERT_CERTIFICATE_EXPIRED": "our client certificate has expired: renew cert_file",
     "TLSV1_ALERT_PROTOCOL_VERSION": "it speaks no TLS version that is spoken here (1.2 or 1.3)",
-    "UNEXPECTED_EOF_WHILE_READING": "it hung up: it may want a client certificate (cert_file) or speak no TLS",
+    "UNEXPECTED_EOF_WHILE_READING": HUNG_UP,
 }
 _OF_CLIENTS: Final = {  # what a server says of a client
     "HTTP_REQUEST": "it spoke plain HTTP to a TLS port: use https:// there",
@@ -137,7 +143,7 @@ def explain_to_client(error: BaseException) -> str | None:
     if isinstance(error, ssl.SSLCertVerificationError):
         return _certificate_trouble(error, "its certificate", "name its CA in ca_file")
     if isinstance(error, ssl.SSLEOFError):
-        return _OF_SERVERS["UNEXPECTED_EOF_WHILE_READING"]
+        return HUNG_UP
     if isinstance(error, ssl.SSLError):
         return _OF_SERVERS.get(error.reason or "", f"TLS failed: {error.reason or error}")
     return None

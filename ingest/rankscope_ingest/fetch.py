@@ -33,7 +33,7 @@ from rankscope_contract.channel import (
     STATE_DRAINING,
     STATE_HEADER,
 )
-from rankscope_contract.tls import MakeContext, explain_to_client
+from rankscope_contract.tls import HUNG_UP, MakeContext, explain_to_client
 from rankscope_ingest.config import Network
 from rankscope_ingest.errors import FetchError
 from rankscope_ingest.networks import AllowedResolver, address_of, is_allowed
@@ -42,10 +42,6 @@ MAX_BODY_BYTES: Final = 1 << 28  # a single record may be larger than what was a
 MAX_PLAN_BYTES: Final = 1 << 26
 MAX_TEXT_BYTES: Final = 2000
 _CONNECT_SECONDS: Final = 5.0
-_HUNG_UP: Final = (
-    "hung up without an answer: it may ask for a client certificate ([service] cert_file, key_file), or not trust the "
-    "one it was shown; its log says which"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,8 +227,7 @@ class _Reading:
         if isinstance(error, aiohttp.ClientPayloadError):
             raise FetchError("cut", f"{self._url} broke off in the middle of a body") from error
         if isinstance(error, aiohttp.ServerDisconnectedError) and self._url.startswith("https:"):
-            # In TLS 1.3 a refusal of our certificate comes after the handshake, and aiohttp drops what it says.
-            raise FetchError("tls", f"{self._url} {_HUNG_UP}") from error
+            raise FetchError("tls", f"{self._url}: {HUNG_UP}") from error
         if isinstance(error, aiohttp.ClientError | OSError | ValueError):
             raise FetchError("connection", f"{self._url}: {error or type(error).__name__}") from error
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 import yaml
 
-from rankscope_contract.tls import Reloading, client_context, load_own, load_trusted, server_context
+from rankscope_contract.tls import Reloading, client_context, explain_to_server, load_own, load_trusted, server_context
 from rankscope_contract.web_config import WebConfig, WebConfigError, read_web_config
 from rankscope_ingest.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 LOOK_SECONDS: Final = 5.0
 
@@ -56,6 +59,24 @@ async def keep_fresh(tls: Reloading) -> None:
         tls()
 
 
+class _Handshake(ssl.SSLObject):
+    """A connection whose failed handshake is told, once for each reason: asyncio would let it pass in silence."""
+
+    _told: ClassVar[set[str]] = set()
+
+    def do_handshake(self) -> None:
+        """Go on with the handshake as far as what arrived allows."""
+        try:
+            super().do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise
+        except ssl.SSLError as error:
+            why = str(explain_to_server(error))
+            log.log(logging.DEBUG if why in self._told else logging.WARNING, "a client was not let in: %s", why)
+            self._told.add(why)
+            raise
+
+
 class _Renewed:
     """Puts new certificates into the context that the listening server holds: asyncio takes no other one later."""
 
@@ -68,6 +89,7 @@ class _Renewed:
         assert config is not None, "a configuration without users has TLS"
         tried = server_context(config)  # a key that does not fit would spoil the context in use
         if self._context is None:
+            tried.sslobject_class = _Handshake
             self._context = tried
         else:
             load_own(self._context, config.cert_file, config.key_file)

@@ -17,6 +17,7 @@ from rankscope_contract.web_config import TlsServer
 from rankscope_exporter.serving.addresses import Address
 from rankscope_exporter.serving.http_server import Answer, HttpServer
 from rankscope_exporter.serving.meter import CpuMeter
+from rankscope_exporter.serving.service_client import ServiceClient, UnreachableError
 from rankscope_exporter.serving.tls import server_tls
 from rankscope_ingest import tls as service_tls
 from rankscope_ingest.config_file import load_config
@@ -196,6 +197,38 @@ async def test_only_certificates_of_the_ca_get_in(start_service, certificates, t
         for refused in (None, "stranger", "expired"):
             with pytest.raises(aiohttp.ClientError):
                 await secured(service, context(refused))()
+
+
+@pytest.mark.parametrize(
+    ("url", "name", "told_here", "told_there"),
+    [
+        ("http", None, "it spoke plain HTTP to a TLS port: use https:// there", "ingest_url begins with https://"),
+        ("https", None, "it showed no client certificate", "client certificate"),
+        (
+            "https",
+            "stranger",
+            "its client certificate is not signed by a CA that is trusted here",
+            "client certificate",
+        ),
+        ("https", "expired", "its client certificate has expired: renew it", "client certificate"),
+    ],
+)
+async def test_a_rank_that_is_not_let_in_is_told_on_both_sides(
+    start_service, certificates, tmp_path, caplog, monkeypatch, url, name, told_here, told_there
+):
+    monkeypatch.setattr(service_tls._Handshake, "_told", set())
+    web_config = certificates.web_config(
+        tmp_path / "web.json", client_auth_type="RequireAndVerifyClientCert", client_ca_file=str(certificates.ca)
+    )
+    pair = (certificates.cert(name), certificates.key(name)) if name else (None, None)
+    context = client_context(certificates.ca, *pair)
+    async with start_service(**{"service.web_config": str(web_config)}) as service:
+        client = ServiceClient(service.url.replace("https", url), None, lambda: context)
+        with pytest.raises(UnreachableError) as error:
+            await asyncio.to_thread(client.poke, "nobody")
+
+    assert told_there in str(error.value)
+    assert f"a client was not let in: {told_here}" in caplog.text
 
 
 async def test_clients_that_stall_in_the_handshake_hold_up_nobody(start_service, certificates, web_config):

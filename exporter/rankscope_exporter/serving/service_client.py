@@ -10,7 +10,7 @@ import urllib.request
 from typing import Any, Final
 
 from rankscope_contract.channel import POKE_PATH, REGISTER_PATH, Registration, RegistrationReply
-from rankscope_contract.tls import MakeContext, explain_to_client
+from rankscope_contract.tls import HUNG_UP, MakeContext, explain_to_client
 
 REGISTER_SECONDS: Final = 5.0
 POKE_SECONDS: Final = 1.0
@@ -63,7 +63,7 @@ class ServiceClient:
             with error:
                 raise RefusedError(error.code, _words(error)) from error
         except (OSError, http.client.HTTPException) as error:
-            raise UnreachableError(f"{self._url}: {_trouble(error)}") from error
+            raise UnreachableError(f"{self._url}: {_trouble(error, self._url)}") from error
 
     def _opener(self) -> urllib.request.OpenerDirector:
         # Made for each call, once in seconds: certificates may have changed since the last one.
@@ -76,13 +76,14 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         """Follow nothing; the redirect itself then arrives as a refusal."""
 
 
-def _trouble(error: Exception) -> str:
+def _trouble(error: Exception, url: str) -> str:
     """Return what went wrong, in words that name what mends it where TLS is to blame."""
     cause = error.reason if isinstance(error, urllib.error.URLError) else error
     if isinstance(cause, ssl.SSLError):
         return str(explain_to_client(cause))
     if isinstance(cause, http.client.RemoteDisconnected | ConnectionResetError | BrokenPipeError):
-        return "it hung up without an answer; where it speaks TLS (web_config), ingest_url begins with https://"
+        is_plain = url.startswith("http:")
+        return "it hung up; where it speaks TLS (web_config), ingest_url begins with https://" if is_plain else HUNG_UP
     return str(getattr(error, "reason", None) or repr(error))
 
 
