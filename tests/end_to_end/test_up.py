@@ -23,7 +23,8 @@ class Up:
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.log = folder / "up.log"
-        command = [sys.executable, "-m", "rankscope", "up", "--store", "history", "--scrape", "1", *arguments]
+        store = [] if "service.toml" in arguments else ["--store", "history"]
+        command = [sys.executable, "-m", "rankscope", "up", *store, "--scrape", "1", *arguments]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
 
@@ -45,7 +46,7 @@ class Up:
     def ready(self) -> dict[str, str]:
         """Wait until everything runs; return the address of each program."""
         self.wait_for(lambda: "Ctrl-C ends all of it" in self.said())
-        return dict(re.findall(r"^(\w+) +(http://\S+) +ready", self.said(), re.MULTILINE))
+        return dict(re.findall(r"^(\w+) +(https?://\S+) +ready", self.said(), re.MULTILINE))
 
     def children(self) -> dict[str, psutil.Process]:
         """Return the programs by name."""
@@ -76,6 +77,47 @@ def asked(url: str) -> Any:
         return json.load(answer)
 
 
+def examined(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rankscope", "doctor", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=60)
+
+
+LOCKED = """
+[service]
+listen = "[::1]:{port}"
+token_file = "secret"
+web_config = "web.json"
+ca_file = "{ca}"
+cert_file = "{cert}"
+key_file = "{key}"
+[store]
+path = "history"
+"""
+
+
+def test_behind_locks_all_find_each_other(start_up, tmp_path, certificates, free_port):
+    """IPv6, certificates on both sides and a token: Prometheus sees the service, the doctor is let in."""
+    (tmp_path / "secret").write_text("open-sesame\n")
+    certificates.web_config(
+        tmp_path / "web.json",
+        client_auth_type="RequireAndVerifyClientCert",
+        client_ca_file=str(certificates.ca),
+    )
+    files = {"ca": certificates.ca, "cert": certificates.cert("client"), "key": certificates.key("client")}
+    (tmp_path / "service.toml").write_text(LOCKED.format(port=free_port, **files))
+    up = start_up("service.toml")
+    urls = up.ready()
+    line = "scrapes the service: 1 of 1 up"
+    doctor = up.wait_for(lambda: seen if line in (seen := examined(tmp_path, "-c", "service.toml")).stdout else None)
+
+    assert f"https://[::1]:{free_port}" == urls["service"]
+    assert 0 == doctor.returncode, doctor.stdout
+    assert "takes the token" in doctor.stdout
+    assert f"export RANKSCOPE_INGEST_URL=https://[::1]:{free_port}" in up.said()
+    assert 'export RANKSCOPE_TOKEN="$(cat ' in up.said()
+    assert "open-sesame" not in up.said() + doctor.stdout
+
+
 def test_all_run_configured_for_each_other_and_what_dies_is_started_again(start_up, tmp_path):
     up = start_up("--ports", "free", "--notify", "http://127.0.0.1:9/hook")
     urls = up.ready()
@@ -92,6 +134,11 @@ def test_all_run_configured_for_each_other_and_what_dies_is_started_again(start_
     assert "http://127.0.0.1:9/hook" in asked(f"{urls['alertmanager']}/api/v2/status")["config"]["original"]
     rules = asked(f"{urls['prometheus']}/api/v1/rules")["data"]["groups"]
     assert "rankscope-anomaly" in {group["name"] for group in rules}
+
+    doctor = examined(tmp_path)
+    assert 0 == doctor.returncode, doctor.stdout
+    for line in ("scrapes the service: 1 of 1 up", "tells address-1", f"sends alerts to {urls['alertmanager']}"):
+        assert line in doctor.stdout
 
     before = up.children()
     for name in ("prometheus", "service"):
