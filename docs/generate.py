@@ -142,6 +142,7 @@ def command_reference() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "rank-metrics": lambda: metric_table("rank"),
     "service-metrics": lambda: metric_table("service"),
+    "node-metrics": lambda: metric_table("node"),
     "datasets": dataset_tables,
     "wire": wire_table,
     "rules": rule_table,

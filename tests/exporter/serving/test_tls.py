@@ -215,7 +215,7 @@ def test_https_to_a_plain_service_is_told(service, certificates):
 
 def test_a_rank_that_shows_its_certificate_registers(new_server, certificates):
     server = new_server(
-        application=lambda request: Answer.text(200, "{}"),
+        application=lambda request: Answer.text(403, "heard, and refused"),
         client_auth_type="RequireAndVerifyClientCert",
         client_ca_file=str(certificates.ca),
     )
@@ -227,7 +227,7 @@ def test_a_rank_that_shows_its_certificate_registers(new_server, certificates):
     from rankscope_exporter.serving.service_client import RefusedError
     from rankscope_exporter.serving.tls import client_tls
 
-    with pytest.raises(RefusedError, match="405"):  # through TLS; this server takes no POST
+    with pytest.raises(RefusedError, match="403: heard, and refused"):
         ServiceClient(f"https://localhost:{server.port}", None, client_tls(config)).poke("feedc0de")
 
 
