@@ -24,12 +24,13 @@ listen = "127.0.0.1:{port}"
 [store]
 path = "{store}"
 [ingest]
-poll_seconds = 0.3
+poll_seconds = {poll}
 flush_after_seconds = {flush}
 [runs]
 heartbeat_seconds = 1.0
 refused_after_seconds = 3.0
 failed_after_seconds = 8.0
+stalled_after_seconds = {stalled}
 [notify]
 mode = "{mode}"
 urls = [{urls}]
@@ -48,6 +49,8 @@ class Service:
     urls: tuple[str, ...] = ()
     flush_after_seconds: float = 1.0
     spools: tuple[Path, ...] = ()
+    poll_seconds: float = 0.3
+    stalled_after_seconds: float = 300.0
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     @property
@@ -64,7 +67,14 @@ class Service:
         mode = "embedded" if urls else "off"
         spools = ", ".join(json.dumps(str(folder)) for folder in self.spools)
         text = CONFIG.format(
-            port=self.port, store=self.store, urls=urls, mode=mode, flush=self.flush_after_seconds, spools=spools
+            port=self.port,
+            store=self.store,
+            urls=urls,
+            mode=mode,
+            flush=self.flush_after_seconds,
+            spools=spools,
+            poll=self.poll_seconds,
+            stalled=self.stalled_after_seconds,
         )
         config.write_text(text)
         with (self.folder / "service.log").open("ab") as log:

@@ -1,80 +1,231 @@
-"""A real Prometheus with the configuration we ship: it finds the ranks, answers every panel, and its alerts fire."""
+"""A real Prometheus with the configuration we ship: it finds the ranks, and answers every panel, variable and alert.
+
+The queries are those of the files that a Grafana server reads, asked at the addresses it would ask. Grafana itself is
+not here, and nothing of this shows what it makes of the answers.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import socket
 import subprocess
+import sys
+import time
 import urllib.parse
 import urllib.request
+from pathlib import Path
 
 import pytest
 import yaml
 
 from rankscope_dashboards.generate import files
 from rankscope_dashboards.prometheus_config import DEFAULT_SERVICE
+from rankscope_dashboards.rules import alert_groups
 
-VARIABLES = {"$__rate_interval": "10s", "$__interval": "10s", "$run": "watched", "$rank": ".+"}
+TRAINING = Path(__file__).with_name("troubled_training.py")
+RUN = "watched"
+STALLED_AFTER_SECONDS = 3.0
+AFTER_ALL_TROUBLE = 60
+WHAT_A_STEP_WAITS_FOR = {21: "AnomalyNan", 31: "AnomalyTurbulence", 40: "RunStalled"}
+ALL = ".+"
+VARIABLES = {"$__rate_interval": "10s", "$__interval": "10s", "$run": RUN, "$rank": ALL}
+FILES = files()
+BOARDS = [json.loads(text) for name, text in FILES.items() if name.endswith(".json")]
+ALERTS = {" ".join((alert.name, *alert.labels.values())): alert for group in alert_groups() for alert in group.alerts}
+
+
+class Asked:
+    """What a Prometheus answers."""
+
+    def __init__(self, url):
+        self.url = url
+        self.started = time.time()
+
+    def get(self, path, **arguments):
+        query = urllib.parse.urlencode(arguments, doseq=True)
+        with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{query}", timeout=10) as answer:
+            document = json.load(answer)
+        assert "warnings" not in document
+        return document["data"]
+
+    def now(self, expression):
+        return self.get("query", query=expression)["result"]
+
+    def since_start(self, expression, step=1):
+        return self.get("query_range", query=expression, start=self.started, end=time.time(), step=step)["result"]
+
+    def labels_since_start(self, expression):
+        return [series["metric"] for series in self.since_start(expression)]
 
 
 @pytest.fixture
 def prometheus(require_server, tmp_path, service):
-    """Give the address of a Prometheus that was told of `service`, and nothing else."""
+    """Give a Prometheus that was told of `service`, and nothing else."""
     program = require_server("prometheus")
     folder = tmp_path / "prometheus"
     folder.mkdir()
-    made = files()
-    config = yaml.safe_load(made["prometheus/prometheus.yml"].replace(DEFAULT_SERVICE, f"127.0.0.1:{service.port}"))
+    made = FILES["prometheus/prometheus.yml"].replace(DEFAULT_SERVICE, f"127.0.0.1:{service.port}")
+    config = yaml.safe_load(made)
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config["scrape_configs"][0]["http_sd_configs"][0]["refresh_interval"] = "1s"
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    (folder / "rankscope.rules.yml").write_text(made["prometheus/rankscope.rules.yml"], encoding="utf-8")
-    listen = f"127.0.0.1:{service.port + 1 if service.port < 65535 else service.port - 1}"
+    (folder / "rankscope.rules.yml").write_text(FILES["prometheus/rankscope.rules.yml"], encoding="utf-8")
+    listen = f"127.0.0.1:{another_port()}"
     command = [program, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen([*command, f"--web.listen-address={listen}"], stdout=log, stderr=log)
-    yield f"http://{listen}"
+    yield Asked(f"http://{listen}")
     process.terminate()
     process.wait(20)
 
 
-def asked(prometheus: str, expression: str) -> list[dict[str, object]]:
-    query = urllib.parse.urlencode({"query": expression})
-    with urllib.request.urlopen(f"{prometheus}/api/v1/query?{query}", timeout=5) as answer:
-        result: list[dict[str, object]] = json.load(answer)["data"]["result"]
-    return result
+@pytest.fixture
+def ranks(tmp_path, service):
+    """Return what starts two ranks of the troubled training; it returns their processes."""
+    started = []
+
+    def start():
+        for rank in ("0", "1"):
+            told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "RANKSCOPE_RUN": RUN}
+            told |= {"RANKSCOPE_INGEST_URL": service.url}
+            with (tmp_path / f"rank{rank}.log").open("wb") as log:
+                command = [sys.executable, str(TRAINING), str(tmp_path)]
+                started.append(subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **told}))
+        return started
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait(10)
 
 
-def panel_queries() -> dict[str, str]:
-    queries = {}
-    for name, text in files().items():
-        for panel in json.loads(text)["panels"] if name.startswith("dashboards/") else ():
-            for target in panel["targets"]:
-                expression = target["expr"]
-                for variable, value in VARIABLES.items():
-                    expression = expression.replace(variable, value)
-                queries[f"{panel['title']} {target['refId']}"] = expression
-    return queries
+def another_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def substituted(text):
+    for variable, value in VARIABLES.items():
+        text = text.replace(variable, value)
+    return text
+
+
+def panel_targets():
+    for board in BOARDS:
+        for panel in board["panels"]:
+            for target in panel.get("targets", ()):
+                yield f"{panel['title']} {target['refId']}", target
+
+
+def unanswered_panels(prometheus):
+    """Return the panels without data, asked as Grafana would: at one moment, or over a stretch of time."""
+    missing = []
+    for name, target in panel_targets():
+        ask = prometheus.now if target["instant"] else prometheus.since_start
+        if not ask(substituted(target["expr"])):
+            missing.append(name)
+    return missing
+
+
+def values_of_variables(prometheus):
+    """Return what each variable lists, by the address for label values and by the one for series."""
+    listed = {}
+    for variable in (item for board in BOARDS for item in board["templating"]["list"] if item["type"] == "query"):
+        selector, label = re.fullmatch(r"label_values\((.+), (\w+)\)", substituted(variable["query"])).groups()
+        window = {"match[]": selector, "start": prometheus.started, "end": time.time()}
+        by_label = prometheus.get(f"label/{label}/values", **window)
+        by_series = {series[label] for series in prometheus.get("series", **window)}
+        assert set(by_label) == by_series
+        listed[variable["name"]] = by_label
+    return listed
+
+
+def unwell(promtool, page):
+    checked = subprocess.run([promtool, "check", "metrics"], input=page, capture_output=True, check=False)
+    return (checked.stdout + checked.stderr).decode()
+
+
+def of_the_run(prometheus, *names):
+    """Return which of these alerts' expressions have had no result of the watched run yet."""
+    found = {name: prometheus.labels_since_start(ALERTS[name].expression) for name in names}
+    return {name for name in names if not any(labels.get("run") == RUN for labels in found[name])}
+
+
+def fired(prometheus):
+    found = prometheus.labels_since_start('ALERTS{alertstate="firing"}')
+    return {(labels["alertname"], labels.get("rank")) for labels in found}
+
+
+def step_of(service, processes):
+    assert [None, None] == [process.poll() for process in processes], rank_logs(service)
+    return service.runs()[0]["step"]
+
+
+def rank_logs(service):
+    return "\n".join(path.read_text(errors="replace")[-2000:] for path in service.folder.glob("rank*.log"))
+
+
+def kill_with_something_published(service, processes):
+    """Kill the ranks when the service knows, from a heartbeat, of records that it has not fetched."""
+    named = {target["pid"]: target for target in json.loads(service.get("/api/v1/targets"))}
+    assert {process.pid for process in processes} == named.keys()
+
+    def waiting():
+        return [one["head"] - one["cursor"] for one in json.loads(service.get("/api/v1/targets"))]
+
+    # Heartbeats come twice as often as polls: with the first one that tells of more, the next poll is a second away.
+    service.wait_for(lambda: 0 in waiting())
+    service.wait_for(lambda: all(count > 0 for count in waiting()))
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
 
 
 @pytest.mark.timeout(300)
-def test_shipped_configuration_finds_ranks_fills_panels_and_fires_alerts(service, train, prometheus):
+def test_every_panel_variable_and_alert_has_an_answer(service, ranks, prometheus, require_server):
+    service.poll_seconds, service.stalled_after_seconds = 2.0, STALLED_AFTER_SECONDS
     service.start()
-    train(service, "watched", steps=3000, pause=0.05)
-    unanswered = panel_queries()
+    processes = ranks()
 
-    def every_panel_has_data() -> bool:
-        for name, expression in list(unanswered.items()):
-            if asked(prometheus, expression):
-                del unanswered[name]
-        return not unanswered
+    service.wait_for(lambda: service.runs() and step_of(service, processes) is None, 90)
+    service.wait_for(lambda: len(prometheus.now('up{job="rankscope"} == 1')) == 2, 30)
+    instances = {series["metric"]["instance"] for series in prometheus.now('up{job="rankscope"}')}
+    (service.folder / "go").touch()
+    for step, alert in WHAT_A_STEP_WAITS_FOR.items():
+        service.wait_for(lambda step=step: (step_of(service, processes) or 0) >= step - 1)
+        service.wait_for(lambda alert=alert: not of_the_run(prometheus, alert))
+        (service.folder / f"seen-{step}").touch()
+    service.wait_for(lambda: (step_of(service, processes) or 0) >= AFTER_ALL_TROUBLE)
 
-    def alerting() -> set[tuple[str, str]]:
-        found = asked(prometheus, 'ALERTS{alertstate="firing", run="watched"}')
-        return {(series["metric"]["alertname"], series["metric"]["rank"]) for series in found}
+    assert {f"{RUN}/0", f"{RUN}/1"} == instances
+    service.wait_for(lambda: not unanswered_panels(prometheus), 30)
+    assert {"run": [RUN], "rank": ["0", "1"]} == values_of_variables(prometheus)
 
-    assert service.wait_for(lambda: len(asked(prometheus, 'up{job="rankscope"} == 1')) == 2)
-    instances = {series["metric"]["instance"] for series in asked(prometheus, 'up{job="rankscope"}')}
-    assert {"watched/0", "watched/1"} == instances
-    # The NaN lasted one step of a twentieth of a second, before Prometheus had found the ranks: the counter tells.
-    assert service.wait_for(lambda: ("AnomalyNanEvents", "1") in alerting())
-    assert service.wait_for(every_panel_has_data, 90), unanswered
+    promtool = require_server("promtool", "prometheus")
+    addresses = [address for one in json.loads(service.get("/sd")) for address in one["targets"]]
+    for url in (service.url, *(f"http://{address}" for address in addresses)):
+        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+            assert "" == unwell(promtool, answer.read()), url
+
+    while_it_lived = ("AnomalyNan", "AnomalyNanEvents", "AnomalyTurbulence", "AnomalyTurbulenceEvents", "RunStalled")
+    assert set() == of_the_run(prometheus, *while_it_lived)
+    for rule in ("AnomalyNan", "AnomalyTurbulence"):
+        assert prometheus.since_start(f'rankscope_rule_firing{{rule="{rule}", kind!=""}} == 1'), "the rank agrees"
+
+    kill_with_something_published(service, processes)
+    death = {("RunFailed", None), ("RankGone", "0"), ("RankGone", "1"), ("IngestLosing", None)}
+    service.wait_for(lambda: death <= fired(prometheus))
+    service.kill()
+    deadline = time.monotonic() + 30
+    while not prometheus.now(ALERTS["ServiceDown"].expression):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+    told = fired(prometheus)
+    of_runs = {name for name, alert in ALERTS.items() if alert.name not in {"RuleDisagreement", "ServiceDown"}}
+    assert {("AnomalyNan", "1"), ("AnomalyNanEvents", "1"), ("AnomalyTurbulence", "0"), ("RunStalled", None)} <= told
+    assert "RuleDisagreement" not in {name for name, _ in told}, "ranks and Prometheus judge alike"
+    assert set() == of_the_run(prometheus, *of_runs)

@@ -1,0 +1,76 @@
+"""A DDP training in which everything goes wrong once, and which waits until whoever watches has seen it.
+
+    RANK=… WORLD_SIZE=2 python troubled_training.py FOLDER
+
+The ranks meet in FOLDER, and begin when it holds a file `go`. Step 20: NaN in a gradient of rank 1. Step 30: gradients
+a thousand times too large on both. Steps 21, 31 and 40 last until FOLDER holds a file `seen-<step>`: what a step was is
+published during the next one. After that it goes on until it is killed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import rankscope
+
+NAN_STEP, LARGE_STEP = 20, 30
+WAITING_STEPS = (21, 31, 40)
+PLANNED_STEPS = 100_000
+PAUSE_SECONDS = 0.05
+
+
+def wait_for(sign: Path) -> None:
+    """Return when the file is there."""
+    while not sign.exists():
+        time.sleep(PAUSE_SECONDS)
+
+
+def main() -> None:
+    """Train."""
+    folder = Path(sys.argv[1])
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    net = nn.Linear(16, 4)
+    step = 0
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        if (step, rank) == (NAN_STEP, 1):
+            return gradient * math.nan
+        return gradient * (1000.0 if step == LARGE_STEP else 1.0)
+
+    net.weight.register_hook(spoil)
+    ddp = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4)
+    monitor = rankscope.Monitor(rankscope.MonitorConfig(console=False), total_steps=PLANNED_STEPS)
+    with monitor.attach(ddp, optimizer):
+        wait_for(folder / "go")
+        for step in range(1, PLANNED_STEPS + 1):
+            loss = ddp(torch.ones(2, 16)).square().mean()
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+            if torch.isfinite(norm):
+                optimizer.step()
+            optimizer.zero_grad()
+            monitor.log(loss=loss, grad_norm=norm, tokens=32)
+            time.sleep(PAUSE_SECONDS)
+            if step in WAITING_STEPS:
+                wait_for(folder / f"seen-{step}")
+
+
+if __name__ == "__main__":
+    main()
