@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import subprocess
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,6 +16,9 @@ from rankscope_ingest.runs import Attempt, Rank
 from rankscope_ingest.service_metrics import FAILURE_REASONS, ServiceMetrics
 from rankscope_ingest.tables import rows_table
 from rankscope_ingest.vitals import Vitals
+
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "service_page.txt"
 
 
 def scalars(*rows):
@@ -153,6 +157,23 @@ def test_the_time_of_the_last_commit_is_a_wall_clock_time():
     metrics.committed({"scalars": 3}, 0.5, 1_700_000_000_500_000)
 
     assert "rankscope_ingest_last_commit_timestamp_seconds 1.7000000005e+09" in metrics.page().decode()
+
+
+def test_page_is_the_golden_one():
+    """Families, types, help and labels as Prometheus gets them; `_created` holds the time of this test."""
+    metrics = ServiceMetrics()
+    metrics.body_taken(3, 4096)
+    metrics.committed({"scalars": 3}, 0.5, 1_700_000_000_500_000)
+    meter = RunMeter()
+    for second in range(11):
+        meter.observe(0, None, (7 + second) * 1_000_000, second * 2)
+    attempt = an_attempt('h"os\\tile\n', planned_steps=80, last_step=20, state=RunState.RUNNING)
+    attempt.ranks[1].is_vanished = True
+    shown(metrics, attempt, meter=meter)
+    lines = metrics.page().decode().splitlines(keepends=True)
+    page = "".join(line for line in lines if "_created" not in line)
+
+    assert GOLDEN.read_text(encoding="utf-8") == page, f"meant? then write to {GOLDEN}:\n{page}"
 
 
 def test_promtool_has_nothing_to_say_of_the_page(require_server):
