@@ -1,0 +1,141 @@
+"""What may stand in a file of any format, and what each importer makes of it: the same, everywhere.
+
+What is special to a format is in its own tests, and so is a fuzzer over its parser.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from rankscope_ingest.errors import IngestError
+from rankscope_ingest.importers import find_importer, importers
+
+HEADER = "vpp_stage,name,step,norm,min,max,mean,nans,zeros,shape,dtype\n"
+SAMPLES = {
+    "megatron": ("train.log", "", "iteration {step}/ 10 | lm loss: {value} | grad norm: 1.0 |\n", ""),
+    "jsonl": ("log.jsonl", "", '{{"step": {step}, "loss": {value}}}\n', ""),
+    "textlog": ("train.log", "", "step {step} loss {value} lr 1e-4\n", ""),
+    "columns": ("loss.csv", "step,loss\n", "{step},{value}\n", ""),
+    "trainer_state": ("trainer_state.json", '{"log_history": [\n', '{{"step": {step}, "loss": {value}}},\n', "{}]}\n"),
+    "openmetrics": ("metrics.txt", "# TYPE loss gauge\n", "loss {value} 171455760{step}\n", "# EOF\n"),
+    "msprobe": ("grad_reduced_0-9.csv", HEADER, "0,w,{step},{value},1,1,1,0,0,[1],x\n", ""),
+}
+VALUE_OF = {
+    "openmetrics": "SELECT value FROM samples ORDER BY ts",
+    "msprobe": "SELECT coalesce(norm, CASE WHEN infs > 0 THEN 'inf' ELSE 'nan' END::DOUBLE) FROM tensor_stats "
+    "ORDER BY step",
+}
+
+_MEASURED = """
+import resource, sys
+from pathlib import Path
+from rankscope_ingest.importers import Faults, importers
+importer = importers()[sys.argv[1]]
+for path in sys.argv[2:]:
+    faults = Faults()
+    for _ in importer.read(Path(path), faults):
+        pass
+    print(faults.count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+
+
+def text_of(kind, *values):
+    _, begin, row, end = SAMPLES[kind]
+    return begin + "".join(row.format(step=step, value=value) for step, value in enumerate(values, 1)) + end
+
+
+def path_of(desk, kind, content):
+    return desk.write(f"out/Dec03_21-34-40-rank0-0123abcd/{SAMPLES[kind][0]}", content)
+
+
+def values(desk, kind):
+    rows = desk.ask(VALUE_OF.get(kind, "SELECT value FROM scalars WHERE name = 'loss' ORDER BY step"))
+    return [next(iter(row.values())) for row in rows]
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda text: text.encode("utf-16"), "UTF-16: convert it first"),
+        (lambda text: (text * 9).encode("utf-16-be"), "UTF-16: convert it first"),
+        (lambda text: gzip.compress(text.encode()), "compressed: unpack it first"),
+        (lambda _: b"\x7fELF" + bytes(9000), "binary file"),
+    ],
+    ids=["utf-16", "utf-16 without a mark", "gzip", "binary"],
+)
+def test_what_is_no_text_is_refused_with_the_fix(desk, kind, change, said):
+    path = path_of(desk, kind, change(text_of(kind, 1.0)))
+
+    with pytest.raises(IngestError, match=said):
+        desk.bring(path, kind=kind)
+    with pytest.raises(IngestError, match=said):
+        find_importer(path)
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_byte_order_mark_and_crlf_change_nothing(desk, kind):
+    text = "\ufeff" + text_of(kind, 1.5, 2.5, 3.5).replace("\n", "\r\n")
+    path = path_of(desk, kind, text.encode())
+
+    assert kind == find_importer(path).name
+    desk.bring(path)
+    assert [1.5, 2.5, 3.5] == values(desk, kind)
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+@pytest.mark.parametrize(("nan", "infinity"), [("NaN", "Infinity"), ("NaN", "1e999")])
+def test_nan_infinity_and_overflow_are_values(desk, kind, nan, infinity):
+    infinity = infinity.replace("Infinity", "+Inf") if kind == "openmetrics" else infinity
+    report = desk.bring(path_of(desk, kind, text_of(kind, nan, infinity, 0.0)), kind=kind)
+
+    assert repr([math.nan, math.inf, 0.0]) == repr(values(desk, kind))
+    assert 0 == report.malformed
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_line_of_a_hundred_megabytes_is_counted_and_costs_no_memory(tmp_path, kind):
+    """Zeros, which take no disk; in the middle of a value, so that it is the parser's own matter."""
+    _, _, row, end = SAMPLES[kind]
+    paths = [tmp_path / name / "Dec03_21-34-40-rank0-0123abcd" / SAMPLES[kind][0] for name in ("short", "long")]
+    for path in paths:
+        path.parent.mkdir(parents=True)
+        path.write_text(text_of(kind, *[1.0] * 800))
+    with paths[1].open("r+b") as file:
+        before, torn = (
+            text_of(kind, *[1.0] * 800).removesuffix(end),
+            row.format(step=801, value="1.0").partition("1.0")[0],
+        )
+        file.write(f"{before}{torn}".encode())
+        file.truncate(file.tell() + (96 << 20))
+        file.seek(0, 2)
+        file.write(("\n" + row.format(step=802, value=2.0) + end).encode())
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURED, kind, *map(str, paths)], capture_output=True, text=True, check=True
+    )
+    (faults, peak), (more_faults, higher_peak) = (map(int, line.split()) for line in done.stdout.splitlines())
+
+    assert 0 == faults < more_faults <= 2
+    assert higher_peak - peak < 80
+
+
+@pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "a/b\\c", "..", "con", "x" * 300, "学" * 90, "a\nb"])
+def test_names_never_leave_the_store(desk, name):
+    """Of runs and of numbers: they are values, and no paths."""
+    before = set(desk.folder.parent.iterdir())
+    text = json.dumps({"step": 1, name: 2.0}) + "\n"
+    desk.bring(desk.write("log.jsonl", text), run=name, kind="jsonl")
+
+    assert [(name, 2.0)] == [tuple(row.values()) for row in desk.ask("SELECT run, value FROM scalars")]
+    assert {path.name for path in desk.folder.iterdir()} == {"store", "log.jsonl"}
+    assert before == set(desk.folder.parent.iterdir())
+
+
+def test_every_importer_of_text_is_among_these():
+    assert set(importers()) - {"tensorboard"} == set(SAMPLES)  # event files are binary, and have lengths of their own
