@@ -95,7 +95,8 @@ class RunBook:
         attempt = self._wake(key)
         if attempt is None:
             attempt = self._attempts[key] = _new_attempt(registration, number, wall)
-            self._note_number(attempt)
+            if registration.served_by is None or not self._began_before_newest(attempt):
+                self._note_number(attempt)
         attempt.world_size = max(attempt.world_size, registration.world_size)
         attempt.planned_steps = registration.planned_steps or attempt.planned_steps
         attempt.config = attempt.config or registration.config
@@ -177,6 +178,12 @@ class RunBook:
             if ruling is not None and _follow(attempt, ruling, now, wall):
                 changed.append(attempt)
         return Verdict(changed=tuple(changed), vanished=tuple(vanished))
+
+    def _began_before_newest(self, attempt: Attempt) -> bool:
+        """Return whether a launch that was heard of late, by what a dead process left, is older than the newest."""
+        key = (attempt.run, self._newest.get(attempt.run, attempt.number))
+        newest = self._attempts.get(key) or self._past.get(key) or attempt
+        return attempt.started_at < newest.started_at
 
     def _note_number(self, attempt: Attempt) -> None:
         self._newest[attempt.run] = max(attempt.number, self._newest.get(attempt.run, 0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Protocol
 
 from rankscope_contract.channel import Registration
@@ -12,7 +13,7 @@ from rankscope_ingest.errors import RegistrationError
 from rankscope_ingest.networks import Address
 from rankscope_ingest.registry import Accepted, Registry, check_registration
 from rankscope_ingest.spools import Spools
-from rankscope_ingest.target import Target
+from rankscope_ingest.target import Health, Target
 
 log = logging.getLogger(__name__)
 
@@ -57,15 +58,26 @@ class SpoolWatch:
         for who in await self._spools.find():
             await self._adopt(who)
         for incarnation, url in self._spools.held():
-            target = self._knowledge.registry.get(incarnation)
-            if target is not None and target.registration.url != url:
-                self._spools.let_go(url, "its process lives. Does the file system carry locks between hosts?")
+            if (target := self._knowledge.registry.get(incarnation)) is not None:
+                self._look_after(target, url)
+
+    def _look_after(self, target: Target, url: str) -> None:
+        if target.registration.url != url:
+            self._spools.let_go(url, "its process lives. Does the file system carry locks between hosts?")
+        elif target.is_gone:
+            self._spools.let_go(url, f"it could not be read ({target.last_error}); it is tried again")
+        elif target.health is not Health.FAILING:
+            self._knowledge.accept(target.registration, ())  # a heartbeat: it may have to wait for the store
 
     async def _adopt(self, who: Registration) -> None:
         try:
             check_registration(who)
-            is_known = self._knowledge.registry.get(who.incarnation) is not None
-            if not is_known and await self._watermark(who.incarnation) >= who.head:
+            known = self._knowledge.registry.get(who.incarnation)
+            if known is not None:
+                # A rank that does not register has its identity from our configuration, and so have its rows.
+                named = known.registration
+                who = replace(who, run=named.run, rank=named.rank, launch_id=named.launch_id)
+            elif await self._watermark(who.incarnation) >= who.head:
                 await self._spools.remove(who.url)
                 return
             target = self._knowledge.accept(who, ()).target

@@ -211,6 +211,7 @@ def test_after_everything_was_killed_the_next_ranks_of_the_host_hand_over_what_w
     service.start()
     service.wait_for(lambda: host.left() == ["second-0", "second-1"])
     service.wait_for(lambda: len(json.loads(service.get("/sd"))) == 2)
+    states = service.runs()
     discovered = sorted(entry["labels"]["instance"] for entry in json.loads(service.get("/sd")))
     until(lambda: all(heir.published == 50 for heir in heirs))
     service.wait_for(lambda: all(targets(service)[f"second-{rank}"]["committed"] == 49 for rank in range(2)))
@@ -224,6 +225,7 @@ def test_after_everything_was_killed_the_next_ranks_of_the_host_hand_over_what_w
     assert [] == gaps(service.store)
     assert ["r/0", "r/1"] == discovered
     assert "failed" == attempts(service.store)["first"][1]
+    assert {"r": "running"} == {run["run"]: run["state"] for run in states}
 
 
 def test_without_a_spool_what_dies_with_a_rank_is_counted_and_adds_up(service: Any, host: Host) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +288,70 @@ def _change(folder: Path, old: str, new: str) -> None:
     path = folder / "identity.json"
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))
+
+
+async def test_what_cannot_be_deleted_is_named_and_not_stored_again(
+    start_service, eventually, root, caplog, monkeypatch
+):
+    leave_behind(root, "dead", 3)
+    real = os.unlink
+
+    def refuse(path: Any, *arguments: Any, **named: Any) -> None:
+        if str(root) in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        real(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    for _ in range(2):
+        async with start_service(**settings(root)):
+            await eventually(lambda: "is stored and cannot be removed" in caplog.text)
+            caplog.clear()
+    async with start_service() as service:
+        pass
+
+    assert [0, 1, 2] == [row["seq"] for row in service.rows(SEQS)]
+
+
+async def test_older_launches_are_older_attempts_though_nobody_knew_them(start_service, fake_rank, eventually, root):
+    leave_behind(root, "b", 2, launch_id="second", started_at=9)
+    leave_behind(root, "a", 2, launch_id="first", started_at=5)
+    async with start_service(**settings(root)) as service, fake_rank(launch_id="third", started_at=12) as rank:
+        await rank.register(service.url)
+        await eventually(lambda: not any(root.iterdir()))
+
+    assert {("a", 0), ("b", 1)} == {(row["incarnation"], row["attempt"]) for row in service.rows(SEQS)}
+    assert 2 == rank.attempt
+
+
+async def test_a_launch_that_is_heard_of_late_does_not_speak_for_the_run(start_service, fake_rank, eventually, root):
+    """Its records come when a later launch is at work: the run is what that one is."""
+    async with start_service(**settings(root)) as service, fake_rank(launch_id="new", started_at=12) as rank:
+        rank.publish_steps(3)
+        await rank.register(service.url)
+        await eventually(lambda: _state(service, "running"))
+        leave_behind(root, "old", 2, launch_id="old", started_at=5)
+        await eventually(lambda: not any(root.iterdir()))
+        rank.publish_steps(1)
+        await eventually(lambda: rank.committed == 3)
+        state = await service.run_state()
+    attempts = service.rows("SELECT launch_id, state FROM attempts ORDER BY ALL")
+
+    assert "running" == state["state"]
+    assert {"launch_id": "old", "state": "failed"} in attempts
+
+
+async def test_a_spool_that_waits_for_the_store_is_not_taken_for_lost(start_service, eventually, root):
+    """The store takes nothing for longer than a rank may be silent."""
+    leave_behind(root, "dead", 40, EXIT)
+    patience = {"runs.failed_after_seconds": 0.4, "ingest.max_pending_rows": 10, "ingest.flush_rows": 10}
+    slow = {"ingest.flush_after_seconds": 3.0, "ingest.max_bytes": 65_536, "ingest.poll_seconds": 0.2}
+    async with start_service(**settings(root) | patience | slow) as service:
+        await eventually(lambda: not any(root.iterdir()))
+        state = await eventually(lambda: _state(service, "completed"))
+    gaps = service.rows("SELECT * FROM events WHERE type = 'gap'")
+
+    assert ([], 0) == (gaps, state["records_lost"])
+    assert 40 == len(service.rows(SEQS))
 
 
 async def test_a_torn_end_costs_the_torn_record_alone(start_service, eventually, root):

@@ -56,7 +56,7 @@ class Channel:
         faults: Callable[[], int],
     ) -> None:
         self.incarnation = identity.incarnation
-        self.keeper = Keeper(config, identity.incarnation, on_fault=on_fault)
+        self.keeper = Keeper(config, identity.incarnation, self._describe, on_fault=on_fault)
         self.ring = Ring(config.ring_records, config.ring_bytes, is_kept=self.keeper.holds)
         self.service_url = config.ingest_url
         self.scraped_by: str | None = None
@@ -111,7 +111,6 @@ class Channel:
         except ServeError:
             self.close()
             raise
-        self.keeper.open(self._describe())
         self._server.start()
         self._meet_neighbours()
         if client is not None:
@@ -244,7 +243,8 @@ class Channel:
         config = self._config
         if config.ingest_url is None:
             return None
-        return ServiceClient(config.ingest_url, config.secret, client_tls(config))
+        tls = client_tls(config) if config.ingest_url.startswith("https:") else None
+        return ServiceClient(config.ingest_url, config.secret, tls)
 
     def _meet_neighbours(self) -> None:
         """Join the node's page. Where that cannot be, the rank's own page stays, and the fault is counted."""
@@ -257,7 +257,7 @@ class Channel:
     def _announce(self, address: Address) -> None:
         if self._config.discovery_dir is not None and self._config.ingest_url is None:
             self._discovery = DiscoveryFile(self._config.discovery_dir, self._identity)
-            self._discovery.write(str(address))
+            self._discovery.write(str(address), self._config.scheme)
 
     def _standing(self) -> Standing:
         own = {"ring_overrun": self.ring.overrun, "unencodable": self._unencodable}

@@ -24,10 +24,17 @@ class Keeper:
     """Keeps records until a store has them, also beyond the life of a process."""
 
     def __init__(
-        self, config: ServeConfig, incarnation: str, *, on_fault: Callable[[str, BaseException], None]
+        self,
+        config: ServeConfig,
+        incarnation: str,
+        describe: Callable[[], Registration],
+        *,
+        on_fault: Callable[[str, BaseException], None],
     ) -> None:
         self._root = config.spool_dir
         self._incarnation = incarnation
+        self._describe = describe
+        self._is_begun = False
         self._on_fault = on_fault
         self._orphans: Orphans | None = None
         self._spool: Spool | None = None
@@ -43,14 +50,6 @@ class Keeper:
     def dropped(self) -> Mapping[str, int]:
         """Return how many records were not kept, by reason; nothing where nothing was to be kept."""
         return {} if self._spool is None else self._spool.dropped
-
-    def open(self, registration: Registration) -> None:
-        """Begin. A folder that cannot be used costs the spool alone; each record that is not kept is counted."""
-        if self._spool is not None:
-            try:
-                self._spool.open(registration)
-            except (OSError, SpoolError) as error:
-                self._on_fault("spool", error)
 
     def serve_orphans(self, client: Client, url: Callable[[], str | None]) -> None:
         """Begin to look for what dead processes left, and to register it."""
@@ -71,9 +70,22 @@ class Keeper:
         if self._spool is None:
             return
         record_bytes(record)
+        if not self._is_begun:
+            self._begin(self._spool)
         try:
             self._spool.append(seq, record)
         except Exception as error:  # noqa: BLE001 - whatever the disk or the encoding does, the ring takes the record
+            self._on_fault("spool", error)
+
+    def _begin(self, spool: Spool) -> None:
+        """Make the folder: with the first record and not at attach, since a disk that hangs must not hold up training.
+
+        One that cannot be used costs the spool alone; each record that is not kept is counted.
+        """
+        self._is_begun = True
+        try:
+            spool.open(self._describe())
+        except (OSError, SpoolError) as error:
             self._on_fault("spool", error)
 
     def commit(self, seq: int) -> None:

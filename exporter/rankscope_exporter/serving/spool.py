@@ -36,6 +36,9 @@ SEGMENT_BYTES: Final = 8 * 1024 * 1024
 SEGMENT_INFLATED_BYTES: Final = 64 * 1024 * 1024
 """A reader inflates up to a whole file at once; zeros compress well, so the bytes on disk alone bound nothing."""
 
+CLOSE_SECONDS: Final = 1.0
+"""The most that the end of training waits for a disk that hangs."""
+
 _OPTIONS: Final = pa.ipc.IpcReadOptions(use_threads=False)
 
 FULL: Final = "spool_full"
@@ -127,9 +130,13 @@ class Spool:
 
     def close(self) -> None:
         """Give up the lock. The folder goes when all in it is committed, and else waits for a service or a rank."""
-        with self._writing:
+        if not self._writing.acquire(timeout=CLOSE_SECONDS):
+            return  # a write hangs in the system; the end of the process gives the lock back
+        try:
             self._close_file()
             lock, self._lock = self._lock, None
+        finally:
+            self._writing.release()
         if lock is None:
             return
         try:

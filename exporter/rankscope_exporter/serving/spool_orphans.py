@@ -74,7 +74,6 @@ class Orphans:
 
     def abandon(self) -> None:
         """In a forked child: close what was inherited. Takes no lock, since its owner may be gone."""
-        self._stopping.set()
         for orphan in list(self._taken.values()):
             orphan.release()
         self._taken = {}
@@ -145,22 +144,24 @@ class Orphans:
         """Speak for each of them once, the oldest first; return whether the service heard them all."""
         with self._changed:
             waiting = sorted(self._taken.values(), key=lambda orphan: orphan.registration.started_at)
-        return all([self._register(orphan) for orphan in waiting])  # noqa: C419 - one that is refused holds up no other
+        heard = True
+        for orphan in waiting:
+            try:
+                self._register(orphan)
+            except RefusedError as error:  # the others may be welcome
+                self._tell(f"records of {orphan.folder} wait for the service: {error}")
+                heard = False
+            except UnreachableError as error:
+                self._tell(f"records of dead processes in {self._root} wait for the service: {error}")
+                return False
+        return heard
 
-    def _register(self, orphan: Orphan) -> bool:
-        url = self._url()
-        if url is None:
-            return False
-        try:
-            reply = self._client.register(self._describe(orphan, url))
-        except (RefusedError, UnreachableError) as error:
-            self._tell(f"records of {orphan.folder} wait for the service: {error}")
-            return False
+    def _register(self, orphan: Orphan) -> None:
+        reply = self._client.register(self._describe(orphan, self._url() or ""))
         orphan.lease = reply.lease
         orphan.commit(reply.committed)
         if orphan.is_done:
             self.finished(orphan)
-        return True
 
     def _describe(self, orphan: Orphan, url: str) -> Registration:
         return replace(

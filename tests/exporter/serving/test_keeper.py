@@ -12,10 +12,12 @@ import pytest
 
 from rankscope_contract.channel import Registration
 from rankscope_contract.records import PlanEntry
+from rankscope_contract.spool import Orphan
 from rankscope_exporter.errors import ConfigError
+from rankscope_exporter.serving import spool as spool_module
 from rankscope_exporter.serving import spool_orphans
 from rankscope_exporter.serving.config import ServeConfig
-from rankscope_exporter.serving.spool import Spool
+from rankscope_exporter.serving.spool import Spool, needed_plans
 
 ENTRY = PlanEntry(kind="param_after", tensor="w", shape=(2,))
 OWN = "feedc0de"
@@ -75,6 +77,43 @@ def test_a_folder_that_cannot_be_used_costs_the_spool_alone(new_rank, record, tm
     assert [0, 1, 2] == seqs == rank.records(-1).seqs
     assert ["spool"] == [where for where, _ in rank.faults]
     assert 3 == metric(rank.get("/metrics").text, "spool_error")
+
+
+def test_a_forked_child_holds_nothing_of_the_spool(new_rank, service, until, record, tmp_path):
+    """It may outlive its parent, whose lock must then be free; the parent goes on as before."""
+    leave_behind(tmp_path, "dead", [record(0)])
+    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
+    rank.channel.publish(record(0))
+    until(lambda: rank.channel.keeper.orphan("dead") is not None)
+    child = os.fork()
+    if child == 0:
+        try:
+            rank.channel.abandon_after_fork()
+            rank.channel.publish(record(1))
+            open_files = [path.resolve() for path in Path("/proc/self/fd").iterdir()]
+            os._exit(sum(tmp_path in path.parents for path in open_files))
+        finally:
+            os._exit(99)
+    code = os.waitpid(child, 0)[1]
+    rank.channel.publish(record(1))
+
+    assert 0 == code
+    assert rank.channel.keeper.orphan("dead") is not None
+    assert [0, 1] == rank.records(-1).seqs
+    assert Orphan.take(tmp_path / OWN, needed_plans) is None
+
+
+def test_a_disk_that_hangs_holds_up_neither_attach_nor_the_end(new_rank, record, tmp_path, monkeypatch):
+    rank = new_rank(spool_dir=str(tmp_path))
+
+    assert [] == list(tmp_path.iterdir())  # nothing was asked of the disk yet
+    spool = rank.channel.keeper._spool
+    monkeypatch.setattr(spool_module, "CLOSE_SECONDS", 0.05)
+    rank.channel.publish(record(0))
+    with spool._writing:  # as a write that does not return
+        rank.channel.close()
+    assert spool.is_open
+    spool.close()
 
 
 def test_a_record_that_the_ring_refuses_does_not_stand_on_disk_either(new_rank, record, statistics, tmp_path):
