@@ -24,6 +24,8 @@ _VERIFY: Final = {
 }
 
 MakeContext = Callable[[], ssl.SSLContext]
+MakeFromFiles = Callable[[], tuple[ssl.SSLContext, tuple[Path, ...]]]
+"""Makes a context, and says which files it was made of."""
 
 
 def server_context(tls: TlsServer) -> ssl.SSLContext:
@@ -54,6 +56,12 @@ def client_context(ca_file: Path | None, cert_file: Path | None, key_file: Path 
     return context
 
 
+def reloading_client(ca_file: Path | None, cert_file: Path | None, key_file: Path | None) -> Reloading:
+    """Return client contexts that follow their files. Raises WebConfigError."""
+    files = tuple(path for path in (ca_file, cert_file, key_file) if path is not None)
+    return Reloading(lambda: (client_context(ca_file, cert_file, key_file), files))
+
+
 def load_own(context: ssl.SSLContext, cert_file: Path, key_file: Path) -> None:
     """Have `context` show this certificate, also a context in use. Raises WebConfigError."""
     for what, path in (("cert_file", cert_file), ("key_file", key_file)):
@@ -78,18 +86,17 @@ def load_trusted(context: ssl.SSLContext, ca_file: Path, what: str) -> None:
 class Reloading:
     """A context that is made anew when one of its files changed; while they cannot be used, the former one stays."""
 
-    def __init__(self, make: MakeContext, files: Iterable[Path]) -> None:
+    def __init__(self, make: MakeFromFiles) -> None:
         """Make the first context. Raises WebConfigError."""
         self._make = make
-        self._files = tuple(files)
         self._lock = threading.Lock()
-        self._stamps = self._look()
-        self._context = make()
+        self._context, self._files = make()
+        self._stamps = _look(self._files)
 
     def __call__(self) -> ssl.SSLContext:
         """Return the context of the files as they are now."""
         with self._lock:
-            stamps = self._look()
+            stamps = _look(self._files)
             if stamps != self._stamps:
                 self._stamps = stamps  # also when they are bad: told once, and tried again when they change again
                 self._reload()
@@ -97,14 +104,13 @@ class Reloading:
 
     def _reload(self) -> None:
         try:
-            self._context = self._make()
+            self._context, files = self._make()
         except WebConfigError as error:
             log.warning("certificates changed and cannot be used, the former ones stay: %s", error)
-        else:
-            log.info("certificates changed: %s", ", ".join(map(str, self._files)))
-
-    def _look(self) -> tuple[tuple[int, ...] | None, ...]:
-        return tuple(map(_stamp, self._files))
+            return
+        if files != self._files:  # the configuration names others now; else what was seen before the reading counts
+            self._files, self._stamps = files, _look(files)
+        log.info("certificates changed: %s", ", ".join(map(str, files)))
 
 
 HUNG_UP: Final = (
@@ -180,6 +186,10 @@ def _check_readable(what: str, path: Path) -> None:
 def _no_password() -> str:
     # Without this OpenSSL would ask on the terminal, and a training would wait for an answer.
     raise WebConfigError("the key is encrypted: give a key file without a password")
+
+
+def _look(files: Iterable[Path]) -> tuple[tuple[int, ...] | None, ...]:
+    return tuple(map(_stamp, files))
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:

@@ -10,7 +10,14 @@ from typing import ClassVar, Final
 
 import yaml
 
-from rankscope_contract.tls import Reloading, client_context, explain_to_server, load_own, load_trusted, server_context
+from rankscope_contract.tls import (
+    Reloading,
+    explain_to_server,
+    load_own,
+    load_trusted,
+    reloading_client,
+    server_context,
+)
 from rankscope_contract.web_config import WebConfig, WebConfigError, read_web_config
 from rankscope_ingest.errors import ConfigError
 
@@ -34,11 +41,8 @@ def server_tls(path: str | None) -> Reloading | None:
     """Return the context of the service's own server, always the same object. Raises ConfigError."""
     if path is None:
         return None
-    config = read_service_web_config(Path(path)).tls
-    assert config is not None, "a configuration without users has TLS"
-    renewed = _Renewed(Path(path))
     try:
-        return Reloading(renewed, (Path(path), *config.files))
+        return Reloading(_Renewed(Path(path)))
     except WebConfigError as error:
         raise ConfigError(str(error)) from error
 
@@ -47,7 +51,7 @@ def client_tls(ca_file: str | None, cert_file: str | None, key_file: str | None)
     """Return the contexts by which ranks are dialled. Raises ConfigError."""
     ca, cert, key = (None if name is None else Path(name) for name in (ca_file, cert_file, key_file))
     try:
-        return Reloading(lambda: client_context(ca, cert, key), [path for path in (ca, cert, key) if path is not None])
+        return reloading_client(ca, cert, key)
     except WebConfigError as error:
         raise ConfigError(f"[service] {error}") from error
 
@@ -84,7 +88,7 @@ class _Renewed:
         self._path = path
         self._context: ssl.SSLContext | None = None
 
-    def __call__(self) -> ssl.SSLContext:
+    def __call__(self) -> tuple[ssl.SSLContext, tuple[Path, ...]]:
         config = read_service_web_config(self._path).tls
         assert config is not None, "a configuration without users has TLS"
         tried = server_context(config)  # a key that does not fit would spoil the context in use
@@ -95,4 +99,4 @@ class _Renewed:
             load_own(self._context, config.cert_file, config.key_file)
             if config.client_ca_file is not None:
                 load_trusted(self._context, config.client_ca_file, "client_ca_file")
-        return self._context
+        return self._context, (self._path, *config.files)

@@ -72,7 +72,7 @@ def rotating(certificates, tmp_path):
 
     put("server")
     tls = TlsServer(cert_file=tmp_path / "rank.pem", key_file=tmp_path / "rank.key")
-    return Reloading(lambda: server_context(tls), tls.files), put
+    return Reloading(lambda: (server_context(tls), tls.files)), put
 
 
 def test_files_that_stay_cost_no_new_context(rotating):

@@ -24,9 +24,10 @@ class DiscoveryFile:
         self._text = ""
         self.path = Path(folder) / f"{_file_name(identity)}.json"
 
-    def write(self, target: str) -> None:
-        """Announce `target` (host:port). Raises ServeError when the folder cannot be written."""
+    def write(self, target: str, scheme: str = "http") -> None:
+        """Announce `target` (host:port), which speaks `scheme`. Raises ServeError when the folder cannot be written."""
         labels = {"job": JOB, "instance": f"{self._identity.run}/{self._identity.rank}"}
+        labels |= {"__scheme__": scheme} if scheme != "http" else {}
         self._text = json.dumps([{"targets": [target], "labels": labels}], indent=2) + "\n"
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         try:

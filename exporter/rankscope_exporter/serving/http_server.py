@@ -128,7 +128,8 @@ class HttpServer(socketserver.ThreadingTCPServer):
         text = f"{client} could not speak to this rank: {why}"
         with self._lock:
             known = text in self._complaints or len(self._complaints) >= _REMEMBERED_COMPLAINTS
-            self._complaints.add(text)
+            if not known:
+                self._complaints.add(text)
         log.log(logging.DEBUG if known else logging.WARNING, "%s", text)
 
     def start(self) -> None:

@@ -119,7 +119,11 @@ class Neighbours:
             self._on_fault("node page", error)
 
     def _sockets(self, launch: str = "") -> list[Path]:
-        return sorted(path for path in self._folder.iterdir() if path.name.startswith(launch) and "~" not in path.name)
+        try:
+            found = list(self._folder.iterdir())
+        except FileNotFoundError:  # somebody tidied up the temporary folder
+            return []
+        return sorted(path for path in found if path.name.startswith(launch) and "~" not in path.name)
 
     def _sweep(self) -> None:
         """Take away what killed processes of any launch have left."""

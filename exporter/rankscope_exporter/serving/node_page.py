@@ -45,10 +45,11 @@ class NodePage:
         """Return the page of all ranks that answer now, lowest rank first."""
         who = self._identity
         gathered = self._neighbours.gather()
-        pages = sorted([(who.rank, joined(self._own())), *gathered.pages], key=lambda item: item[0])
+        # One page per rank: a launch that cannot be told from its successor may still have a process here.
+        pages = {**dict(gathered.pages), who.rank: joined(self._own())}
         return [
             census(who.run, who.host, shown=len(pages), silent=gathered.silent),
-            *merged(page for _, page in pages),
+            *merged(pages[rank] for rank in sorted(pages)),
         ]
 
     def close(self) -> None:

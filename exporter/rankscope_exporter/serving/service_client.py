@@ -35,7 +35,7 @@ class ServiceClient:
 
     def __init__(self, url: str, token: str | None, tls: MakeContext | None = None) -> None:
         self._url = url.rstrip("/")
-        self._tls = tls if url.startswith("https:") else None
+        self._tls = tls
         self._headers = {"Content-Type": "application/json"}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"

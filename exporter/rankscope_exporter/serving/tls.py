@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from rankscope_contract.tls import Reloading, client_context, server_context
+from rankscope_contract.tls import Reloading, reloading_client, server_context
 from rankscope_contract.web_config import LoadYaml, TlsServer, WebConfig, WebConfigError, read_web_config
 from rankscope_exporter.errors import ServeError
 
@@ -39,15 +40,18 @@ def read_rank_web_config(path: Path) -> WebConfig:
 
 def server_tls(path: Path) -> Reloading:
     """Return the contexts of the rank's server. Raises ServeError when the files cannot be used."""
-    files = _tls_of(read_rank_web_config(path)).files
-    return _told(lambda: Reloading(lambda: server_context(_tls_of(_for_rank(path))), (path, *files)))
+
+    def make() -> tuple[ssl.SSLContext, tuple[Path, ...]]:
+        tls = _tls_of(_for_rank(path))
+        return server_context(tls), (path, *tls.files)
+
+    return _told(lambda: Reloading(make))
 
 
 def client_tls(files: ClientFiles) -> Reloading:
     """Return the contexts for calls to the service. Raises ServeError when the files cannot be used."""
     ca, cert, key = (None if name is None else Path(name) for name in (files.ca_file, files.cert_file, files.key_file))
-    named = [path for path in (ca, cert, key) if path is not None]
-    return _told(lambda: Reloading(lambda: client_context(ca, cert, key), named))
+    return _told(lambda: reloading_client(ca, cert, key))
 
 
 def _for_rank(path: Path) -> WebConfig:

@@ -151,6 +151,21 @@ def test_ranks_of_a_launch_name_one_node(node, new_rank, service, until):
     assert all(said["node"] for said in service.registrations)
 
 
+def test_a_page_whose_folder_was_tidied_away_still_shows_its_own_rank(node, new_rank):
+    rank = new_rank(node_page=True)
+    shutil.rmtree(folder(node))
+
+    assert 'state="shown"} 1' in rank.get("/node/metrics").text
+
+
+def test_a_rank_that_two_processes_claim_is_shown_once(node, new_rank, new_neighbour):
+    new_neighbour(0, page=lambda: b"# HELP a First.\n# TYPE a gauge\na 1\n")
+    page = new_rank(node_page=True).get("/node/metrics").text
+
+    assert 'state="shown"} 1' in page
+    assert "\na 1\n" not in page
+
+
 def test_jobs_of_a_node_do_not_see_each_other(new_neighbour):
     ours = [new_neighbour(rank) for rank in range(2)]
     new_neighbour(0, launch="launch-2")

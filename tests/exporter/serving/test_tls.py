@@ -163,6 +163,22 @@ def test_a_new_certificate_is_shown_to_the_next_connection(new_server, certifica
     assert b"/hello\n" == asked(server, trusting)
 
 
+def test_files_that_a_changed_configuration_names_are_followed_too(new_server, certificates, tmp_path, trusting):
+    server = new_server()
+    copies = {f"{kind}_file": tmp_path / f"copy.{kind}" for kind in ("cert", "key")}
+
+    def put(name):
+        copies["cert_file"].write_bytes(certificates.cert(name).read_bytes())
+        copies["key_file"].write_bytes(certificates.key(name).read_bytes())
+
+    put("server")
+    certificates.web_config(tmp_path / "web.json", **{key: str(path) for key, path in copies.items()})
+    assert b"/hello\n" == asked(server, trusting)
+    put("expired")
+    with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
+        asked(server, trusting)
+
+
 def test_a_channel_is_told_as_https(new_rank, certificates, tmp_path, service, until):
     web = certificates.web_config(tmp_path / "web.json")
     rank = new_rank(web_config=str(web), listen="127.0.0.1:0", token="t", ingest_url=service.url)
