@@ -37,6 +37,8 @@ class RunProgress:
     world_size: int
     eta_seconds: float | None
     started_at: int | None = None  # UTC µs
+    ended_at: int | None = None  # UTC µs; of an attempt that ended
+    failed_rank: int | None = None  # the one that failed first
     last_step_at: int | None = None  # UTC µs, by the rank's clock
 
 
@@ -109,6 +111,8 @@ def run_progress(attempt: Attempt, meter: RunMeter, targets: Iterable[Target]) -
         world_size=attempt.world_size,
         eta_seconds=None if attempt.state in ENDED else meter.eta_seconds(attempt.planned_steps, attempt.last_step),
         started_at=attempt.started_at,
+        ended_at=attempt.ended_at,
+        failed_rank=attempt.culprit,
         last_step_at=meter.last_step_at,
     )
 

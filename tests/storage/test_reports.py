@@ -70,6 +70,18 @@ def test_a_run_nobody_registered_is_known_by_its_rows(asking, put, monkeypatch):
     assert (None, START) == (rows["only scalars"]["state"], rows["only scalars"]["started_at"])
 
 
+def test_a_run_took_from_its_start_to_its_end_or_until_it_was_last_seen(asking, put):
+    hour = dt.timedelta(hours=1)
+    put("runs", {"state": "failed", "ordinal": 1, "started_at": START, "ended_at": START + hour}, run="ended")
+    put("runs", {"state": "running", "ordinal": 2, "started_at": START}, run="goes on")
+    put("scalars", scalar("loss", 1, 1.0, ts=START + 2 * hour), run="goes on")
+    put("runs", {"state": "pending", "ordinal": 3}, run="nobody knows")
+
+    assert {"ended": 3600.0, "goes on": 7200.0, "nobody knows": None} == {
+        row["run"]: row["seconds"] for row in reports.runs(asking).to_pylist()
+    }
+
+
 def test_time_of_an_import_is_none_of_the_runs(asking, put):
     """A trainer state tells no time: nobody knows when its run began, and it is no later than others."""
     put("scalars", scalar("loss", 1, 2.0), run="imported")
