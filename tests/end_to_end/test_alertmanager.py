@@ -1,12 +1,13 @@
 """A real rank, Prometheus and Alertmanager, a real HTTP receiver and SMTP server: who is told, of what, how soon.
 
 Promised: within 2 s by the service itself; by Prometheus and Alertmanager within one scrape, one evaluation and the
-wait for the group. `benchmarks/alert_latency.py` measures both on a quiet machine; here a busy one gets a second more.
+wait for the group. `benchmarks/alert_latency.py` measures both on a quiet machine; here a busy one gets more.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import urllib.parse
@@ -23,7 +24,6 @@ from alerting import EVENT_SECONDS, GROUP_WAIT_SECONDS, SCRAPE_SECONDS, Alerting
 
 EMBEDDED_SECONDS = 2.0
 ALERTMANAGER_SECONDS = 2 * SCRAPE_SECONDS + GROUP_WAIT_SECONDS
-BUSY_MACHINE_SECONDS = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +51,19 @@ def break_it(running: Alerting, ranks: Ranks, run: str, order: str) -> tuple[int
     return ranks.bad[run][-1]
 
 
-def told_in_time(running: Alerting, run: str, at: float, *, earlier: int = 0) -> None:
-    """Wait until both ways told of the run, once more than `earlier` times, and see how long it took."""
+def patience() -> float:
+    """Return the seconds a busy machine gets beyond what is promised: one, or one per process that waits for a core."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1) - 1.0)
+
+
+def told_in_time(running: Alerting, run: str, at: float) -> None:
+    """Wait until both ways told of the run, and see how long it took."""
     for way, promised in ((Way.EMBEDDED, EMBEDDED_SECONDS), (Way.ALERTMANAGER, ALERTMANAGER_SECONDS)):
-        told = running.wait_for(lambda way=way: running.told(way, run)[earlier:])
+        told = running.wait_for(lambda way=way: running.told(way, run))
         seconds = told[0].at - at
         print(f"{run}: {way} after {seconds:.2f} s")
 
-        assert 0 < seconds <= promised + BUSY_MACHINE_SECONDS, (way, seconds)
+        assert 0 < seconds <= promised + patience(), (way, seconds)
 
 
 def asked(running: Alerting, expression: str) -> list[dict[str, Any]]:
@@ -85,10 +90,9 @@ def test_alert_fires_resolves_and_fires_again_by_webhook_and_by_mail(running, ra
     _, again_at = break_it(running, ranks, "comes-again", "nan")
     running.wait_for(lambda: len(running.told(Way.ALERTMANAGER, "comes-again")) > fired)
 
-    assert (
-        running.told(Way.ALERTMANAGER, "comes-again")[fired].at - again_at
-        <= ALERTMANAGER_SECONDS + BUSY_MACHINE_SECONDS
-    )
+    seconds = running.told(Way.ALERTMANAGER, "comes-again")[fired].at - again_at
+
+    assert seconds <= ALERTMANAGER_SECONDS + patience()
     for status, times in (("FIRING", 2), ("RESOLVED", 1)):
         subject = f'[{status}] AnomalyNan in run "comes-again"'
         running.wait_for(lambda s=subject, n=times: running.postbox.subjects().count(s) >= n)
