@@ -13,7 +13,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from rankscope_exporter.guard import Guard
-from rankscope_exporter.quantities.base import Gate, Subject
+from rankscope_exporter.quantities.base import Gate, Removable, Subject
 from rankscope_exporter.recorder import Recorder
 
 _NO_BACKWARD: Final = -1
@@ -34,7 +34,7 @@ class Hooks:
         self._subject = subject
         self._recorder = recorder
         self._guard = guard
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Removable] = []
         self._forward_end: RemovableHandle | None = None
         self._hooked: set[int] = set()
         self._backward = _NO_BACKWARD
@@ -43,6 +43,10 @@ class Hooks:
         self._in_hook_reads = not subject.framework.local_until_backward_ends
         self.in_forward = False
         """Whether a training forward of the whole model is under way; see `follow_forward`."""
+        self.grad_enabled = True
+        """Whether gradients were enabled where the guarded hook that is running was called."""
+        self.tell: Callable[[str], None] = lambda _message: None
+        """Says something that its reader should know."""
 
     def install(self) -> None:
         """Register on the outermost module, every parameter that takes gradients, and every optimizer."""
@@ -68,7 +72,7 @@ class Hooks:
         """Return which training forward of the step was the last to begin, from 0 on."""
         return max(0, self._recorder.micro_step)
 
-    def keep(self, handle: RemovableHandle) -> None:
+    def keep(self, handle: Removable) -> None:
         """Remove `handle` with the others."""
         self._handles.append(handle)
 
@@ -83,7 +87,11 @@ class Hooks:
         """Return `function` as a hook that is called while `gate` is open."""
 
         def call(*args: Any) -> None:
+            # First, and a constant to the compiler: it would compile again whenever the gate opens or closes.
+            if torch.compiler.is_dynamo_compiling():
+                return
             if gate.is_open and self.active and not torch.compiler.is_compiling():
+                self.grad_enabled = torch.is_grad_enabled()
                 with torch.no_grad():
                     self._timed(where, function, *args)
 

@@ -102,6 +102,7 @@ class Session:
             say=self.console.line,
         )
         self.hooks.beat = self.watchdog.beat
+        self.hooks.tell = self._tell
         self.channel.take_stacks = lambda: self.diagnosis.take("request").document(self.identity.rank)
         self.publisher.published = self.recorder.published
         self.publisher.flush_idle = self.recorder.flush_idle
@@ -169,6 +170,11 @@ class Session:
         if attempt == WARM_UP_AT_STEP and self.config.statistics == "auto":
             warm_up()
         self.hooks.look_again()
+
+    def _tell(self, message: str) -> None:
+        self.console.line(f"rank {self.identity.rank}: {message}")
+        note = Event(type=EventType.NOTE, severity=Severity.WARNING, message=encodable(message))
+        self.recorder.event(note)
 
     def _tell_fault(self, where: str, error: BaseException) -> None:
         text = encodable(f"{where} failed, training goes on: {error!r}")

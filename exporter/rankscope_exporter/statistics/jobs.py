@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import enum
+import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -48,7 +49,6 @@ class PointerJobs:
     def __init__(self, rows: Rows, zero_below: float) -> None:
         self._rows = rows
         self._zero_below = array.array("q", _thresholds(zero_below))
-        self._scratch = array.array("d", bytes(8 * BLOCK))
         self._seen: list[Sight | None] = []
         self._permuted: list[tuple[int, torch.Size, tuple[int, ...]]] = []
         self._jobs = array.array("q")
@@ -70,7 +70,7 @@ class PointerJobs:
                 sums + 8 * len(SUMS) * table.size,
                 table.size,
                 self._zero_below.buffer_info()[0],
-                self._scratch.buffer_info()[0],
+                _scratch(),
             )
         return self._others
 
@@ -96,6 +96,20 @@ class PointerJobs:
             for position, shape, stride in self._permuted
             for tensor in [tensors[position]]
         )
+
+
+class _Scratch(threading.local):
+    """Room for one block of wide numbers, one for each thread: a plan may have many thousand groups."""
+
+    def __init__(self) -> None:
+        self.block = array.array("d", bytes(8 * BLOCK))
+
+
+_SCRATCH: Final = _Scratch()
+
+
+def _scratch() -> int:
+    return _SCRATCH.block.buffer_info()[0]
 
 
 def _sights(tensors: Sequence[torch.Tensor | None]) -> list[Sight | None]:

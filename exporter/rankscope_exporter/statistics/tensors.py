@@ -47,6 +47,17 @@ def held(tensor: torch.Tensor | None) -> Held | None:
     return Held(_flat(values), tensor.numel() - values.numel())
 
 
+def why_not_measurable(tensor: torch.Tensor) -> str | None:
+    """Return in words why a tensor has no statistics; None when it has."""
+    if tensor.is_meta:
+        return "a meta tensor"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.dtype not in MEASURABLE:
+        return f"packed or quantized ({str(tensor.dtype).removeprefix('torch.')})"
+    return "inside of a functorch transform" if _is_transformed(tensor) else None
+
+
 def is_freed(tensor: torch.Tensor) -> bool:
     """Return whether the memory is gone while the shape stays, as FSDP leaves parameters it has resharded."""
     if type(tensor) not in PLAIN_TYPES or not tensor.numel():
@@ -70,5 +81,8 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.reshape(-1)
     return tensor.as_strided((tensor.numel(),), (1,))  # a transposed tensor need not be copied to be summed
 
+
+# What vmap and grad run on has no memory; no public name for it exists.
+_is_transformed = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda _tensor: False)  # noqa: SLF001
 
 _COMPRESSED: Final = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)

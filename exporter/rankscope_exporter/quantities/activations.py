@@ -1,0 +1,250 @@
+"""What modules take and return in a training forward, and the gradients of both.
+
+Inputs are read before the forward runs, since it may write over them. Gradients come from hooks on the very tensors:
+nothing is put into the graph, so no sum changes its order, and what is written in place later harms nothing. The
+gradient of an input is therefore that of the tensor: of all its uses, not of this module's alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from rankscope_contract.kinds import Kind
+from rankscope_exporter.modules import NamedModule, named_modules, selected, unmatched
+from rankscope_exporter.object_specs import Specs
+from rankscope_exporter.objects import Found, Slot, received, returned
+from rankscope_exporter.quantities.activations_calls import Call, Calls
+from rankscope_exporter.quantities.activations_gaps import Gaps
+from rankscope_exporter.quantities.activations_options import ActivationOptions
+from rankscope_exporter.quantities.activations_rows import SIDES, Memory, Rows, Site
+from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Subject, Table
+from rankscope_exporter.statistics.tensors import why_not_measurable
+
+_GRADIENT: Final[dict[Kind, Kind]] = {Kind.ACT_IN: Kind.ACT_GRAD_IN, Kind.ACT_OUT: Kind.ACT_GRAD_OUT}
+_OBJECT: Final[dict[Kind, str]] = {
+    kind: side + ("_grad" if kind in _GRADIENT.values() else "") for kind, side in SIDES.items()
+}
+
+_UNSEEN: Final = "no gradient of what it was before can be seen"
+
+
+@dataclass(slots=True)
+class _Step:
+    """What is known of the sampled step under way."""
+
+    calls: Calls = field(default_factory=Calls)
+    open: dict[str, list[Call | None]] = field(default_factory=dict)  # calls under way, by module; None: not measured
+    measured: Memory[range] = field(default_factory=Memory)
+    watched: Memory[list[Site]] = field(default_factory=Memory)
+    handles: list[RemovableHandle] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    """A module with hooks, and what of it is measured."""
+
+    name: str
+    module: torch.nn.Module
+    objects: frozenset[str]
+    specs: Specs
+
+
+class Activations(Quantity):
+    """Rows of `act_in`, `act_out`, `act_grad_in`, `act_grad_out`, one for each tensor, micro-batch and call."""
+
+    name: ClassVar[str] = "activations"
+    options_class: ClassVar[type[QuantityOptions]] = ActivationOptions
+    of_modules: ClassVar[bool] = True
+    options: ActivationOptions
+
+    def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
+        super().__init__(subject, options)
+        self._step = _Step()
+        self._rows = Rows()
+        self._gaps = Gaps()
+        self._looked_for_silence = False
+        self._followed: list[tuple[NamedModule, _Followed]] = []
+        self._hooking: Hooking
+        self._gate: Gate
+
+    def install(self, hooking: Hooking, gate: Gate) -> None:
+        """Register on every module that is measured."""
+        self._hooking, self._gate = hooking, gate
+        objects = self.options.objects
+        if not objects:
+            hooking.tell("activations: forward_only and backward_only exclude each other; nothing is measured")
+            return
+        hooking.follow_forward()
+        hooking.keep(_Together(self._release))
+        modules = named_modules(self.subject.framework.module)
+        for sentence in unmatched(modules, self.targets):
+            hooking.tell(f"activations: {sentence}")
+        for module in modules if self.options.all_modules else selected(modules, self.targets):
+            self._follow(module, objects)
+
+    def _follow(self, named: NamedModule, objects: frozenset[str]) -> None:
+        specs = self.options.specs_of(named.name, *named.aliases)
+        wanted = objects & specs.keys() if specs else objects
+        followed = _Followed(named.name, named.module, wanted, specs)
+        hooking, gate = self._hooking, self._gate
+
+        def before(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+            self._begins(followed, module, args, kwargs)
+
+        def after(module: torch.nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+            self._ended(followed, module, output)
+
+        try:
+            first = hooking.guarded("inputs of modules", before, gate)
+            hooking.keep(named.module.register_forward_pre_hook(first, with_kwargs=True))
+            last = hooking.guarded("outputs of modules", after, gate)
+            hooking.keep(named.module.register_forward_hook(last, with_kwargs=True))
+        except (RuntimeError, AttributeError) as error:  # scripted modules and other things that only look like modules
+            self._gaps.add(f"no hook can be registered ({type(error).__name__})", named.name)
+        self._followed.append((named, followed))
+
+    def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
+        """Nothing of this step has been called yet."""
+        self._release()
+        self._step = _Step()
+
+    def after_update(self, table: Table) -> None:  # noqa: ARG002 - see above
+        """Say what was missing, and let go of leaf tensors."""
+        self._release()
+
+    def _begins(
+        self, followed: _Followed, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        if module is not followed.module:  # a replica of DataParallel, on a thread of its own
+            self._gaps.add("runs as replicas, which are not measured", followed.name)
+            return
+        again = _in_backward()
+        frames = self._step.open.setdefault(followed.name, [])
+        frames.append(None)
+        if not (again or self._hooking.in_forward):
+            return
+        found = received(args, kwargs)
+        call = self._call(followed, found, again=again)
+        frames[-1] = call
+        if call is not None:
+            self._read(followed, Kind.ACT_IN, call, found, again=again)
+
+    def _call(self, followed: _Followed, found: Found, *, again: bool) -> Call | None:
+        enabled = self._hooking.grad_enabled
+        pointer = 0
+        if (again or not enabled) and found.slots:
+            pointer = _pointer(found.slots[0].tensor)
+        if again:
+            return self._step.calls.again(followed.name, pointer)
+        micro_step = self._hooking.micro_step
+        return self._step.calls.begins(followed.name, micro_step, with_gradients=enabled, pointer=pointer)
+
+    def _ended(self, followed: _Followed, module: torch.nn.Module, output: Any) -> None:
+        frames = self._step.open.get(followed.name) if module is followed.module else None
+        call = frames.pop() if frames else None
+        if call is not None:
+            self._read(followed, Kind.ACT_OUT, call, returned(output), again=_in_backward())
+
+    def _read(self, followed: _Followed, kind: Kind, call: Call, found: Found, *, again: bool) -> None:
+        side = SIDES[kind]
+        for unknown in found.unknown:
+            self._gaps.add(f"{side} holds what is not looked into: {unknown}", followed.name)
+        if not again:
+            for slot in self._chosen(followed, kind, found):
+                self._measure(Site.of(kind, call, slot), slot.tensor)
+        if self._hooking.grad_enabled:
+            for slot in self._chosen(followed, _GRADIENT[kind], found):
+                if slot.tensor.requires_grad:
+                    self._watch(Site.of(_GRADIENT[kind], call, slot), slot.tensor)
+
+    def _chosen(self, followed: _Followed, kind: Kind, found: Found) -> Sequence[Slot]:
+        if _OBJECT[kind] not in followed.objects:
+            return ()
+        spec = followed.specs.get(_OBJECT[kind])
+        slots = found.slots if spec is None else spec.select(found)
+        if slots is None or (spec is not None and not slots):
+            text = "" if spec is None else spec.text
+            self._gaps.add(
+                f"{SIDES[kind]} holds {len(found.slots)} tensors in {found.length} elements, which is not {text!r} "
+                "as its targets have it",
+                followed.name,
+            )
+            return ()
+        return slots
+
+    def _measure(self, site: Site, tensor: torch.Tensor) -> None:
+        reason = why_not_measurable(tensor)
+        if reason is not None:
+            self._gaps.add(f"{SIDES[site.kind]}{site.path} is {reason}", site.call.module)
+            return
+        table = self._gate.table
+        row = self._rows.row(table, site, tensor)
+        if row is None:
+            return
+        known = self._step.measured.get(tensor)
+        if known is None:
+            table.measure([tensor], row)
+            self._step.measured.keep(tensor, row)
+        else:
+            table.copy(known, row)
+
+    def _watch(self, site: Site, tensor: torch.Tensor) -> None:
+        sites = self._step.watched.get(tensor)
+        if sites is not None:
+            sites.append(site)
+            return
+        if tensor._is_view():  # noqa: SLF001 - torch has no other name for it
+            for lost in self._step.watched.before(tensor) or ():
+                self._gaps.add(f"{SIDES[lost.kind]} is a view and written in place: {_UNSEEN}", lost.call.module)
+        sites = [site]
+        step = self._step
+
+        def arrived(gradient: torch.Tensor | None) -> None:
+            if gradient is not None and step is self._step:
+                self._arrived(sites, gradient)
+
+        hook = self._hooking.guarded("gradients of activations", arrived, self._gate)
+        step.handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]  # untyped in torch
+        step.watched.keep(tensor, sites)
+
+    def _arrived(self, sites: Sequence[Site], gradient: torch.Tensor) -> None:
+        self._step.calls.gradient_arrived()
+        for site in sites:
+            self._measure(site, gradient)
+
+    def _release(self) -> None:
+        """Take hooks off tensors: those of a leaf outlive the graph."""
+        for handle in self._step.handles:
+            handle.remove()
+        self._step.handles.clear()
+        if self._step.calls.called and not self._looked_for_silence:
+            self._looked_for_silence = True
+            for named, followed in self._followed:
+                if followed.name not in self._step.calls.called:
+                    why = "is part of compiled code" if named.compiled else "was not called in a forward of the model"
+                    self._gaps.add(f"{why}, so it has no activations", followed.name)
+        self._gaps.tell(lambda message: self._hooking.tell(f"activations: {message}"))
+
+
+class _Together:
+    """Removes what a step registered, when the monitor is detached."""
+
+    def __init__(self, remove: Any) -> None:
+        self.remove = remove
+
+
+def _in_backward() -> bool:
+    """Return whether a backward pass is under way: a forward inside of it is a recomputation. It has no public name."""
+    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001 - see above
+
+
+def _pointer(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # no memory of its own
+        return 0

@@ -1,0 +1,115 @@
+"""Where activations stand in the table: their entries, and which tensors of the step have been measured already."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
+
+import torch
+
+from rankscope_contract.kinds import Kind
+from rankscope_contract.records import PlanEntry
+from rankscope_exporter.naming import local_tensor
+from rankscope_exporter.objects import Slot
+from rankscope_exporter.quantities.activations_calls import Call
+from rankscope_exporter.quantities.base import Table
+
+T = TypeVar("T")
+
+SIDES: Final = {
+    Kind.ACT_IN: "input",
+    Kind.ACT_OUT: "output",
+    Kind.ACT_GRAD_IN: "input",
+    Kind.ACT_GRAD_OUT: "output",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What one row of the table is of: an input or output of a call, or the gradient of one."""
+
+    kind: Kind
+    call: Call
+    index: int | None
+    path: str
+
+    @classmethod
+    def of(cls, kind: Kind, call: Call, slot: Slot) -> Site:
+        """Return the site of a slot."""
+        return cls(kind, call, slot.index, slot.path)
+
+
+class Rows:
+    """The entries of the plan, made as they are needed; they stay for all later steps."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[Kind, str, int | None, int, int | None], range | None] = {}
+
+    def row(self, table: Table, site: Site, tensor: torch.Tensor) -> range | None:
+        """Return the row of `site`, which holds `tensor`; None when the plan is full."""
+        call = site.call
+        key = (site.kind, call.module, site.index, call.micro_step, call.seq)
+        try:
+            return self._rows[key]
+        except KeyError:
+            row = self._rows[key] = table.add([_entry(site, tensor)])
+            return row
+
+
+def _entry(site: Site, tensor: torch.Tensor) -> PlanEntry:
+    call = site.call
+    return PlanEntry(
+        kind=site.kind,
+        tensor=call.module,
+        index=site.index,
+        micro_step=call.micro_step,
+        call_seq=call.seq,
+        placement=placement_of(tensor),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(local_tensor(tensor).shape),
+        module=call.module,
+        aliases=() if site.index is None else (f"{SIDES[site.kind]}{site.path}",),
+    )
+
+
+def placement_of(tensor: torch.Tensor) -> str:
+    """Return how an activation lies on the ranks: each has its own batch, unless it is a distributed tensor."""
+    placements = getattr(tensor, "placements", None)
+    if placements is None:
+        return "full"
+    if any(placement.is_shard() for placement in placements):
+        return "shard"
+    return "partial" if any(placement.is_partial() for placement in placements) else "replica"
+
+
+class Memory(Generic[T]):
+    """Remembers something of tensors as long as they live and are not written to."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, tuple[weakref.ref[torch.Tensor], int, T]] = {}
+
+    def get(self, tensor: torch.Tensor) -> T | None:
+        """Return what was kept of this very tensor with its present content."""
+        known = self._by_id.get(id(tensor))
+        if known is None or known[0]() is not tensor or known[1] != _version(tensor):
+            return None
+        return known[2]
+
+    def before(self, tensor: torch.Tensor) -> T | None:
+        """Return what was kept of this very tensor when it had another content."""
+        known = self._by_id.get(id(tensor))
+        return None if known is None or known[0]() is not tensor or known[1] == _version(tensor) else known[2]
+
+    def keep(self, tensor: torch.Tensor, what: T) -> None:
+        """Remember `what`; nothing of a tensor that counts no changes."""
+        version = _version(tensor)
+        if version is not None:
+            self._by_id[id(tensor)] = weakref.ref(tensor), version, what
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    if tensor.is_inference():
+        return None
+    version: int = tensor._version  # noqa: SLF001 - the count of in-place changes; torch has no other name for it
+    return version
