@@ -150,15 +150,11 @@ def test_prometheus_parses_every_expression(promtool, tmp_path):
 
 
 def test_a_board_is_added_by_adding_a_file(tmp_path, monkeypatch):
-    (tmp_path / "my_board.py").write_text(
-        "from rankscope_dashboards.layout import Place, Section, make_board\n"
-        "from rankscope_dashboards.panels import Query, Words, lines\n\n\n"
-        "def board():\n"
-        "    words = Words(title='T', description='D', unit='none')\n"
-        "    return make_board('Mine', 'D.', [Section('S', [Place(lines(words, Query('up')), 24, 8)])])\n"
-    )
+    page = Path(__file__).parents[2] / "docs" / "dashboards.md"
+    (example,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "my_board.py").write_text(example, encoding="utf-8")
     monkeypatch.setattr(boards_package, "__path__", [*boards_package.__path__, str(tmp_path)])
     made = boards()["my_board"].build()
 
     assert {"my_board", "run_overview"} <= boards().keys()
-    assert ("rankscope-my-board", "Rankscope · Mine") == (made.uid, made.title)
+    assert ("rankscope-my-board", "Rankscope · Memory") == (made.uid, made.title)

@@ -17,7 +17,6 @@ from rankscope_ingest.service_metrics import FAILURE_REASONS, ServiceMetrics
 from rankscope_ingest.tables import rows_table
 from rankscope_ingest.vitals import Vitals
 
-
 GOLDEN = Path(__file__).parents[1] / "golden" / "service_page.txt"
 
 
