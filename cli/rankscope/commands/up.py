@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -102,18 +104,29 @@ def _run(arrangement: Arrangement, *, quiet: bool) -> None:
     arrangement.folder.make()
     with arrangement.folder.held(), requests.caught(), view_for(console) as view:
         arrangement.prepare()
-        supervision = Supervision(arrangement.pieces, say=view.say, requests=requests, trust=arrangement.trust)
+        say = _surviving(view.say)
+        supervision = Supervision(arrangement.pieces, say=say, requests=requests, trust=arrangement.trust)
         try:
             supervision.start()
             _tell(arrangement, supervision, view)
             _watch(arrangement, supervision, requests, view, quiet=quiet)
         finally:
-            view.say("ending: the service takes the ranks' last records; once more Ctrl-C ends all at once")
+            say("ending: the service takes the ranks' last records; once more Ctrl-C ends all at once")
             supervision.stop()
     if supervision.given_up:
         raise CommandError(f"given up: {', '.join(supervision.given_up)}; the logs are in {arrangement.folder.path}")
     if requests.count > 1:
         raise CommandError("ended at once: what the service had not stored yet, live ranks still have", code=130)
+
+
+def _surviving(say: Callable[[str], None]) -> Callable[[str], None]:
+    """Return `say` that does not mind a terminal that is gone: what was started must be ended all the same."""
+
+    def try_to_say(line: str) -> None:
+        with contextlib.suppress(OSError):
+            say(line)
+
+    return try_to_say
 
 
 def _tell(arrangement: Arrangement, supervision: Supervision, view: View) -> None:

@@ -17,11 +17,13 @@ from rankscope.live.ports import Ports
 from rankscope.live.programs import ALERTMANAGER, PROMETHEUS, required
 from rankscope.live.stack import LOOPBACK, SERVICE, TOKEN_FILE, Piece, ServiceWish, Wish, files, pace, pieces
 from rankscope.live.trust import service_trust
-from rankscope_dashboards.prometheus_config import Tls
+from rankscope_dashboards.prometheus_config import Tls, duration
 
 if TYPE_CHECKING:
     from rankscope_ingest.config import ServiceConfig
 
+EVENT_SECONDS: Final = 120.0
+KEEP_SECONDS: Final = 60.0
 _LEFT_OUT: Final = "left out"
 
 
@@ -81,11 +83,6 @@ def arranged(choices: Choices) -> Arrangement:
     """Return what to start. Raises CommandError, with the remedy, for whatever cannot be."""
     settings = load_settings(choices.config, choices.store, choices.listen, None)
     folder = Folder(choices.state) if choices.state else Folder.beside(settings.store.path)
-    web = settings.service.web
-    if web is not None and web.users and settings.token is None:
-        raise CommandError(
-            "web_config asks for users, whose passwords Prometheus would have to know: set [service] token", code=USAGE
-        )
     addresses = (*_addresses_of(settings), *choices.notify)
     if addresses and not choices.with_alertmanager:
         raise CommandError(
@@ -103,6 +100,8 @@ def arranged(choices: Choices) -> Arrangement:
         alertmanager=alertmanager,
         receivers=receivers(addresses),
         scrape_seconds=choices.scrape_seconds,
+        event_window=duration(max(EVENT_SECONDS, 4 * choices.scrape_seconds)),  # a rate needs several looks
+        keep_firing_for=duration(max(KEEP_SECONDS, 2 * choices.scrape_seconds)),
         retention=choices.retention,
     )
     return Arrangement(

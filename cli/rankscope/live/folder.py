@@ -1,6 +1,7 @@
 """The folder in which `rankscope up` keeps what it makes: configuration, data of Prometheus, logs, and its ports.
 
-Readable by its owner alone, since tokens and people's addresses stand in it. One `up` at a time works in it.
+What it holds is readable by its owner alone, since tokens and people's addresses stand in it. One `up` at a time works
+in it.
 """
 
 from __future__ import annotations
@@ -50,12 +51,14 @@ class Folder:
         return self.path / "config" / name
 
     def make(self) -> None:
-        """Make the folder. Raises CommandError when that cannot be."""
+        """Make the folder, for its owner alone. Raises CommandError when that cannot be, or it is somebody else's."""
         try:
+            if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / _LOCK).exists():
+                raise CommandError(f"{self.path} was not made by us: name an empty folder with --state")
             self.path.mkdir(parents=True, exist_ok=True)
-            self.path.chmod(0o700)
             for part in ("logs", "data", "config"):
-                (self.path / part).mkdir(exist_ok=True)
+                (self.path / part).mkdir(mode=0o700, exist_ok=True)
+            (self.path / _LOCK).touch(0o600)
         except OSError as error:
             raise CommandError(f"cannot write to {self.path}: {error.strerror}; name another with --state") from error
 

@@ -109,8 +109,6 @@ class Supervision:
             if running.process.poll() is None:
                 running.process.terminate()
                 self._wait_end(running)
-        for running in self._running:
-            kill(running.process)  # what it left behind in its group, and what did not end in time
 
     def _wait_ready(self, running: _Running, deadline: float) -> None:
         while not self._is_ready(running.piece):

@@ -184,8 +184,23 @@ def test_folder_is_for_its_owner_alone(tmp_path):
     folder.make()
     folder.write({"token": "secret"})
 
-    assert 0o700 == stat.S_IMODE(folder.path.stat().st_mode)
+    assert 0o700 == stat.S_IMODE(folder.config("token").parent.stat().st_mode)
     assert 0o600 == stat.S_IMODE(folder.config("token").stat().st_mode)
+
+
+def test_a_folder_that_holds_something_else_is_left_as_it_is(tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    mode = tmp_path.stat().st_mode
+
+    with pytest.raises(CommandError, match="not made by us"):
+        Folder(tmp_path).make()
+    assert mode == tmp_path.stat().st_mode
+    assert ["precious"] == [path.name for path in tmp_path.iterdir()]
+
+
+def test_a_folder_of_ours_is_taken_again(tmp_path):
+    for _ in range(2):
+        Folder(tmp_path / "state").make()
 
 
 def test_folder_lies_beside_the_store(tmp_path):
@@ -244,6 +259,13 @@ def test_addresses_of_the_configuration_go_to_alertmanager_in_its_mode(service_t
     assert 'the service tells    nobody ([notify] mode = "alertmanager")' == told.facts[0]
     assert "the service tells    1 address, by itself" == embedded.facts[0]
     assert told.folder.path == service_toml("").parent / "rankscope-live"
+
+
+def test_slow_looks_have_longer_windows(tmp_path, programs):
+    """An event is an alert while several scrapes see it."""
+    wish = arranged(Choices(store=tmp_path / "h", ports=Ports.FREE, scrape_seconds=60.0)).wish
+
+    assert ("4m", "2m") == (wish.event_window, wish.keep_firing_for)
 
 
 def test_somebody_to_tell_without_anybody_who_tells_is_refused(service_toml):
