@@ -241,7 +241,7 @@ class Collector:
         self._judged_at = now
         if away > AWAY_SECONDS:
             log.warning("the service did not run for %.0f s: no rank's silence counts from that time", away)
-            self.runs.excuse(away)
+            self.runs.excuse(away, now)
 
     def _follow_run(self, target: Target, body: Decoded, now: float) -> None:
         key, rank = _key(target), target.registration.rank

@@ -162,12 +162,12 @@ class RunBook:
             rank.is_closed = True
             attempt.hear_news()
 
-    def excuse(self, seconds: float) -> None:
+    def excuse(self, seconds: float, now: float) -> None:
         """Take `seconds` in which the service itself could not listen off everybody's silence."""
         for attempt in self._attempts.values():
-            attempt.progressed_at += seconds
+            attempt.progressed_at = min(now, attempt.progressed_at + seconds)
             for rank in attempt.live_ranks:
-                rank.vitals.excuse(seconds)
+                rank.vitals.excuse(seconds, now)
 
     def tick(self, now: float, wall: int) -> Verdict:
         """Judge every attempt at this moment."""

@@ -29,10 +29,11 @@ class Vitals:
         """Note that nobody listened, or somebody else."""
         self.last_refused = max(self.last_refused, now)
 
-    def excuse(self, seconds: float) -> None:
-        """Take a time in which nobody listened off the silence."""
-        self.last_sign += seconds
-        self.last_refused += seconds
+    def excuse(self, seconds: float, now: float) -> None:
+        """Take a time in which nobody listened off the silence, of which there is none at `now` at the least."""
+        shift = min(seconds, now - self.last_sign)
+        self.last_sign += shift
+        self.last_refused += shift
 
     def is_alive(self, now: float, ttl_seconds: float) -> bool:
         """Return whether the process must be assumed to run: heard of lately, and not found gone since."""

@@ -54,7 +54,7 @@ class Life:
                 self.restart()
             elif verb == "stop-service":
                 self.now += float(argument)
-                self.book.excuse(float(argument))
+                self.book.excuse(float(argument), self.now)
             else:
                 for rank in sorted(self.vitals) if argument == "*" else [int(argument)]:
                     self._rank_does(verb, rank)

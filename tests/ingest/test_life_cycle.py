@@ -54,6 +54,7 @@ TABLE = [
     ("what is completed stays so", "step *;done *;back 0;wait 60", "running completed", "ended at step 2 of 100 planned"),  # noqa: E501
     ("a rank that comes late was not counted", "step 0;done *;register 2;step 2", "running completed running", None),
     ("the service was stopped for long", "step 0;stop-service 600;wait 20", "running", None),
+    ("killed while the service was stopped", "step 0;refuse 1;stop-service 600;wait 11", "running failed", LOST.format(1)),  # noqa: E501
     ("the service is started again", "step 0;restart;wait 60", "running", None),
     ("stalled, and the service is started again", "step 0;wait 300;restart;wait 20", "running stalled", "alive, but no step for 300 s"),  # noqa: E501
     ("stalled under the new one", "step 0;restart;wait 300", "running stalled", "alive, but no step for 300 s"),
