@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import subprocess
 import sys
 import urllib.parse
 import urllib.request
@@ -71,6 +73,26 @@ def asked(running: Alerting, expression: str) -> list[dict[str, Any]]:
     with urllib.request.urlopen(f"{running.urls['prometheus']}/api/v1/query?{query}", timeout=5) as answer:
         result: list[dict[str, Any]] = json.load(answer)["data"]["result"]
     return result
+
+
+@pytest.mark.timeout(120)
+def test_doctor_sees_who_reads_the_ranks_and_who_is_told(running, ranks):
+    running.wait_for(lambda: len(asked(running, 'up{job="rankscope"} == 1')) == len(ranks.bad))
+    given = [f"--{name}={running.urls[name]}" for name in ("prometheus", "alertmanager")]
+    store = f"--store={running.folder / 'history'}"
+    command = [sys.executable, "-m", "rankscope", "doctor", f"--url={running.urls['service']}", store, *given]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+    for expected in (
+        r"OK    /records is read by Rankscope/\S+ \(\d of \d ranks, \d+ s ago\)",
+        r"OK    /metrics is read by Prometheus/2\.\S+ \(\d of \d ranks, \d+ s ago\)",
+        r"OK    their clocks agree",
+        r"OK    scrapes the ranks: \d of \d up",
+        r"OK    evaluates our \d+ rules",
+        r"OK    tells address-1, address-2",
+        r"\(service\): \S+ \(process \d+\)",
+    ):
+        assert re.search(expected, done.stdout), (expected, done.stdout + done.stderr)
 
 
 @pytest.mark.timeout(240)
