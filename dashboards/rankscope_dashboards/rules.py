@@ -34,6 +34,15 @@ _SERIES: Final = "on (run, rank, kind, tensor, op)"
 _SCALARS: Final = (metrics.LOSS, metrics.GRAD_NORM, metrics.LEARNING_RATE, metrics.SCALAR)
 
 
+# Templates of Prometheus and Grafana alike. What is logged by name has neither kind nor tensor.
+_RANK_NAMED: Final = "run {{ $labels.run }} rank {{ $labels.rank }}"
+_KIND_NAMED: Final = "{{ if $labels.kind }}{{ $labels.kind }}{{ else }}logged numbers{{ end }}"
+_SERIES_NAMED: Final = (
+    "{{ if $labels.kind }}{{ $labels.kind }} of {{ $labels.tensor }} ({{ $labels.op }})"
+    "{{ else }}a logged number{{ end }}"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Terms:
     """The PromQL of a rule: alternatives over the statistics of tensors, and over logged scalars."""
@@ -131,13 +140,10 @@ def _any(parts: Iterable[str]) -> str:
 
 
 def _comparison(rule: AnomalyRule, keep_firing_for: str) -> Alert:
-    where = (
-        "{{ $labels.kind }} of {{ $labels.tensor }} ({{ $labels.op }}), run {{ $labels.run }} rank {{ $labels.rank }}"
-    )
     return Alert(
         name=rule.name,
         expression=f"group by (run, rank, kind, tensor, op) (\n{expression(rule)}\n)",
-        summary=f"{rule.name} in {where}",
+        summary=f"{rule.name} in {_SERIES_NAMED}, {_RANK_NAMED}",
         description=_described(rule, "At the step that Prometheus saw last, the rule holds for this series."),
         severity=str(rule.severity),
         runbook=rule.runbook or type(rule).__name__,
@@ -160,7 +166,7 @@ def _counter(rule: AnomalyRule, window: str) -> Alert:
     return Alert(
         name=f"{rule.name}Events",
         expression=_any(counts),
-        summary=f"{rule.name} fired in {{{{ $labels.kind }}}}, run {{{{ $labels.run }}}} rank {{{{ $labels.rank }}}}",
+        summary=f"{rule.name} fired in {_KIND_NAMED}, {_RANK_NAMED}",
         description=_described(rule, f"Counted on the rank at every step; within {window} it fired at least once."),
         severity=str(rule.severity),
         runbook=rule.runbook or type(rule).__name__,

@@ -62,11 +62,15 @@ class Scenario:
         alerts = [alert for group in alert_groups(self.rules) for alert in group.alerts if alert.name == self.alert]
         alert = next(one for one in alerts if one.labels.get("judged_by") == labels.get("judged_by"))
         whole = {**labels, **alert.all_labels()}
-        texts = {
-            name: re.sub(r"\{\{ \$labels\.(\w+) \}\}", lambda found: whole.get(found[1], ""), text)
-            for name, text in alert.document()["annotations"].items()
-        }
+        texts = {name: filled_in(text, whole) for name, text in alert.document()["annotations"].items()}
         return {"exp_labels": whole, "exp_annotations": texts}
+
+
+def filled_in(text, labels):
+    """Return an annotation as Prometheus makes it of its template."""
+    choice = r"\{\{ if \$labels\.(\w+) \}\}(.*?)\{\{ else \}\}(.*?)\{\{ end \}\}"
+    text = re.sub(choice, lambda found: found[2] if labels.get(found[1]) else found[3], text)
+    return re.sub(r"\{\{ \$labels\.(\w+) \}\}", lambda found: labels.get(found[1], ""), text)
 
 
 def test_file(scenarios):
@@ -239,6 +243,8 @@ def events():
     }
     each = [fired, {**fired, "kind": "act_out"}]
     yield Scenario(alert="AnomalyNanEvents", what="one alert for each kind", given=two, expected={1: each})
+    logged = {series("rankscope_anomaly_events_total", **{**NAN_KIND, "kind": ""}): "0 1"}
+    yield Scenario(alert="AnomalyNanEvents", what="a logged number", given=logged, expected={0: [], 1: [RANK]})
     turbulent = series("rankscope_anomaly_events_total", **{**NAN_KIND, "rule": "AnomalyTurbulence"})
     its_own = {0: [], 1: [fired]}
     yield Scenario(alert="AnomalyTurbulenceEvents", what="its own", given={turbulent: "0 1"}, expected=its_own)

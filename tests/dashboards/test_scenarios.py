@@ -148,12 +148,17 @@ def test_every_alert_does_what_its_scenarios_say(judge, scenarios):
 
 
 def test_the_texts_of_an_alert_name_what_it_is_about(judge, scenarios):
-    """One scenario of each alert, in promtool's own form, which compares the annotations too."""
+    """One scenario of each alert, of tensors and of logged numbers; promtool compares the annotations too."""
     firing = [scenario for scenario in scenarios.SUITE if any(scenario.expected.values())]
-    first = {scenario.alert: scenario for scenario in reversed(firing)}
+    first = {
+        (scenario.alert, "kind" in labels): scenario
+        for scenario in reversed(firing)
+        for alerts in scenario.expected.values()
+        for labels in alerts
+    }
     cases = [
         (alone(scenario.rules, name), {"evaluation_interval": "10s", "tests": [scenario.document()]})
-        for name, scenario in first.items()
+        for (name, _), scenario in first.items()
     ]
 
     assert [] == [objection for objection in judge(cases) if objection]
