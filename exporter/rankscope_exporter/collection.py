@@ -68,6 +68,10 @@ class Collection:
             name = member.quantity.name
             self._guard.call(f"hooks of {name}", member.quantity.install, hooking, _Gate(member))
 
+    def quantity(self, name: str) -> Quantity | None:
+        """Return the quantity of that name, if it is measured here."""
+        return next((member.quantity for member in self._members if member.quantity.name == name), None)
+
     def begin(self, step: int) -> bool:
         """Note that a step begins; return whether any quantity is due."""
         for member in self._members:

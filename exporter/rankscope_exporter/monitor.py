@@ -227,6 +227,11 @@ class Monitor:
         """Return the URL under which this rank serves, None while not attached."""
         return self._session.channel.url if self._session is not None else None
 
+    def structure(self) -> str:
+        """Return a line for each module: class, inputs, outputs. Empty until a step with "structure" was measured."""
+        session = self._session
+        return "" if session is None else session.structure()
+
     def overhead_seconds(self) -> dict[str, float]:
         """Return the CPU seconds this monitor has cost so far, by thread; empty while not attached."""
         session = self._session

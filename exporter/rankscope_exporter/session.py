@@ -28,6 +28,7 @@ from rankscope_exporter.naming import element_count
 from rankscope_exporter.publisher import Publisher
 from rankscope_exporter.quantities import Quantity, select_quantities
 from rankscope_exporter.quantities.base import Subject
+from rankscope_exporter.quantities.structure import Structure
 from rankscope_exporter.recorder import Recorder
 from rankscope_exporter.redaction import redacted_arguments
 from rankscope_exporter.schedule import Timing
@@ -170,6 +171,11 @@ class Session:
         if attempt == WARM_UP_AT_STEP and self.config.statistics == "auto":
             warm_up()
         self.hooks.look_again()
+
+    def structure(self) -> str:
+        """Return the structure of the model in words, empty until it was seen."""
+        quantity = self._collection.quantity(Structure.name)
+        return quantity.text if isinstance(quantity, Structure) else ""
 
     def _tell(self, message: str) -> None:
         self.console.line(f"rank {self.identity.rank}: {message}")

@@ -7,12 +7,11 @@ gradient of an input is therefore that of the tensor: of all its uses, not of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from rankscope_contract.kinds import Kind
 from rankscope_exporter.modules import NamedModule, named_modules, selected, unmatched
@@ -23,6 +22,7 @@ from rankscope_exporter.quantities.activations_gaps import Gaps
 from rankscope_exporter.quantities.activations_options import ActivationOptions
 from rankscope_exporter.quantities.activations_rows import SIDES, Memory, Rows, Site
 from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Subject, Table
+from rankscope_exporter.quantities.handles import Handles
 from rankscope_exporter.statistics.tensors import why_not_measurable
 
 _GRADIENT: Final[dict[Kind, Kind]] = {Kind.ACT_IN: Kind.ACT_GRAD_IN, Kind.ACT_OUT: Kind.ACT_GRAD_OUT}
@@ -41,7 +41,6 @@ class _Step:
     open: dict[str, list[Call | None]] = field(default_factory=dict)  # calls under way, by module; None: not measured
     measured: Memory[range] = field(default_factory=Memory)
     watched: Memory[list[Site]] = field(default_factory=Memory)
-    handles: list[RemovableHandle] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +64,7 @@ class Activations(Quantity):
     def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
         super().__init__(subject, options)
         self._step = _Step()
+        self._handles = Handles()
         self._rows = Rows()
         self._gaps = Gaps()
         self._looked_for_silence = False
@@ -80,7 +80,7 @@ class Activations(Quantity):
             hooking.tell("activations: forward_only and backward_only exclude each other; nothing is measured")
             return
         hooking.follow_forward()
-        hooking.keep(_Together(self._release))
+        hooking.keep(_AtDetach(self._release))
         modules = named_modules(self.subject.framework.module)
         for sentence in unmatched(modules, self.targets):
             hooking.tell(f"activations: {sentence}")
@@ -209,7 +209,7 @@ class Activations(Quantity):
                 self._arrived(sites, gradient)
 
         hook = self._hooking.guarded("gradients of activations", arrived, self._gate)
-        step.handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]  # untyped in torch
+        self._handles.hook(tensor, hook)
         step.watched.keep(tensor, sites)
 
     def _arrived(self, sites: Sequence[Site], gradient: torch.Tensor) -> None:
@@ -219,9 +219,7 @@ class Activations(Quantity):
 
     def _release(self) -> None:
         """Take hooks off tensors: those of a leaf outlive the graph."""
-        for handle in self._step.handles:
-            handle.remove()
-        self._step.handles.clear()
+        self._handles.remove()
         if self._step.calls.called and not self._looked_for_silence:
             self._looked_for_silence = True
             for named, followed in self._followed:
@@ -231,10 +229,10 @@ class Activations(Quantity):
         self._gaps.tell(lambda message: self._hooking.tell(f"activations: {message}"))
 
 
-class _Together:
-    """Removes what a step registered, when the monitor is detached."""
+class _AtDetach:
+    """Lets go, and says what there is to say, when the monitor is detached."""
 
-    def __init__(self, remove: Any) -> None:
+    def __init__(self, remove: Callable[[], None]) -> None:
         self.remove = remove
 
 

@@ -1,0 +1,203 @@
+"""The structure of the model and where its modules are called from, seen at one step, into the dataset `modules`.
+
+Everything is gathered by hooks that keep shapes and names; text, JSON and files are made on the publisher's thread.
+Training goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, ClassVar, Final
+
+import torch
+import torch.distributed as dist
+
+from rankscope_contract.identity import rank_from_environment
+from rankscope_exporter.deferred import Row
+from rankscope_exporter.modules import NamedModule, named_modules, selected, unmatched
+from rankscope_exporter.objects import Found, received, returned
+from rankscope_exporter.quantities.activations_rows import placement_of
+from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Subject, Table
+from rankscope_exporter.quantities.handles import Handles
+from rankscope_exporter.quantities.structure_modules import (
+    Described,
+    Seen,
+    shape_and_type,
+    structure_document,
+    structure_text,
+)
+
+MAX_FRAMES: Final = 24
+OUTPUT_VARIABLE: Final = "MONITOR_OUTPUT_DIR"
+"""Where the existing tool writes; `./monitor_output` without it."""
+
+_OUR_CODE: Final = str(Path(__file__).parents[1])
+_TORCH_CODE: Final = str(Path(torch.__file__).parent)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructureOptions(QuantityOptions):
+    """When to look, and what to do with it beside storing it."""
+
+    times: int | None = 1
+    """One step is enough: a structure seldom changes."""
+    stacks: bool = True
+    """Also note where each module is called from."""
+    print_struct: bool = False
+    """Also print it on rank 0, and write `module_struct/rank<r>/module_struct.json` as the existing tool does."""
+    output_dir: str | None = None
+    """Where that file goes; null is MONITOR_OUTPUT_DIR, else `monitor_output` in the working directory."""
+
+    def __post_init__(self) -> None:
+        QuantityOptions.__post_init__(self)
+        for name in ("stacks", "print_struct"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is true or false, not {getattr(self, name)!r}")  # noqa: TRY004 - becomes a ConfigError
+        if self.output_dir is not None and not (isinstance(self.output_dir, str) and self.output_dir):
+            raise ValueError(f"output_dir is a folder, not {self.output_dir!r}")
+
+
+class Structure(Quantity):
+    """One row for each module: its class, what it took and gave at its first call of the step, placement and stack."""
+
+    name: ClassVar[str] = "structure"
+    options_class: ClassVar[type[QuantityOptions]] = StructureOptions
+    of_modules: ClassVar[bool] = True
+    options: StructureOptions
+
+    def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
+        super().__init__(subject, options)
+        self.text = ""
+        """The structure as it was last seen, a line for each module."""
+        self._modules: tuple[NamedModule, ...] = ()
+        self._seen: dict[str, Seen] = {}
+        self._open: set[str] = set()  # modules whose first call is under way
+        self._handles = Handles()
+        self._tell: Callable[[str], None] = lambda _message: None
+
+    def install(self, hooking: Hooking, gate: Gate) -> None:
+        """Register on every module of the targets."""
+        self._tell = lambda message: hooking.tell(f"structure: {message}")
+        hooking.follow_forward()
+        hooking.keep(self._handles)
+        modules = named_modules(self.subject.framework.module)
+        for sentence in unmatched(modules, self.targets):
+            self._tell(sentence)
+        self._modules = selected(modules, self.targets)
+        for named in self._modules:
+            self._follow(named, hooking, gate)
+
+    def _follow(self, named: NamedModule, hooking: Hooking, gate: Gate) -> None:
+        def before(_module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+            if hooking.in_forward:
+                self._called(named, received(args, kwargs), hooking, gate)
+
+        def after(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+            if named.name in self._open:
+                self._open.remove(named.name)
+                self._returned(self._seen[named.name], output, hooking, gate)
+
+        try:
+            first = hooking.guarded("structure of inputs", before, gate)
+            hooking.keep(named.module.register_forward_pre_hook(first, with_kwargs=True))
+            last = hooking.guarded("structure of outputs", after, gate)
+            hooking.keep(named.module.register_forward_hook(last, with_kwargs=True))
+        except (RuntimeError, AttributeError) as error:
+            self._tell(f"{named.name}: no hook can be registered ({type(error).__name__})")
+
+    def step_begins(self, table: Table) -> None:
+        """Begin anew; what this step shows is put together once it is over."""
+        self._handles.remove()
+        self._open.clear()
+        seen = self._seen = {
+            item.name: Seen(item.name, type(item.module).__name__, _placement(item.module, self.placement))
+            for item in self._modules
+        }
+        table.defer("modules", torch.empty(0), lambda _nothing: self._report(list(seen.values())))
+
+    def after_update(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
+        """Let go of tensors that outlive their graph."""
+        self._handles.remove()
+
+    def _called(self, named: NamedModule, found: Found, hooking: Hooking, gate: Gate) -> None:
+        seen = self._seen.get(named.name)
+        if seen is None or seen.inputs is not None:
+            return
+        self._open.add(named.name)
+        seen.took(found)
+        if self.options.stacks:
+            seen.stack = call_stack(sys._getframe())  # noqa: SLF001 - the only way to look without building a traceback
+        self._watch(found, seen.inputs or [], hooking, gate)
+
+    def _returned(self, seen: Seen, output: Any, hooking: Hooking, gate: Gate) -> None:
+        found = returned(output)
+        seen.gave(output, found)
+        self._watch(found, seen.outputs or [], hooking, gate)
+
+    def _watch(self, found: Found, described: Iterable[Described], hooking: Hooking, gate: Gate) -> None:
+        if not hooking.grad_enabled:
+            return
+        for slot, item in zip(found.slots, described, strict=True):
+            if slot.tensor.requires_grad:
+
+                def arrived(gradient: torch.Tensor | None, item: Described = item) -> None:
+                    if gradient is not None:
+                        item.grad = shape_and_type(gradient)
+
+                self._handles.hook(slot.tensor, hooking.guarded("structure of gradients", arrived, gate))
+
+    def _report(self, seen: list[Seen]) -> list[Row]:
+        """Return the rows; on the publisher's thread, where files may be written."""
+        self.text = structure_text(seen)
+        if self.options.print_struct:
+            rank = _rank()
+            if rank == 0:
+                with contextlib.suppress(OSError, ValueError):  # a closed stream
+                    sys.stderr.write(f"{self.text}\n")
+            self._write(structure_document(seen), rank)
+        return [item.row() for item in seen]
+
+    def _write(self, document: Mapping[str, Any], rank: int) -> None:
+        folder = self.options.output_dir or os.environ.get(OUTPUT_VARIABLE) or "monitor_output"
+        path = Path(folder, "module_struct", f"rank{rank}", "module_struct.json")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            beside = path.with_suffix(".tmp")
+            beside.write_text(json.dumps(document, indent=4, ensure_ascii=False), encoding="utf-8")
+            beside.replace(path)
+        except OSError as error:
+            self._tell(f"{path} cannot be written: {error.strerror}")
+
+
+def call_stack(frame: FrameType | None) -> tuple[str, ...]:
+    """Return the calls that lead to `frame` as `file:line function`, the outermost first; torch's and ours left out."""
+    calls: list[str] = []
+    while frame is not None and len(calls) < MAX_FRAMES:
+        code = frame.f_code
+        if not code.co_filename.startswith((_OUR_CODE, _TORCH_CODE, "<frozen ")):
+            calls.append(f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}")
+        frame = frame.f_back
+    return tuple(reversed(calls))
+
+
+def _placement(module: torch.nn.Module, otherwise: str) -> str | None:
+    """Return how the module's own parameters lie on the ranks; None without any."""
+    placements = {_lies(parameter, otherwise) for parameter in module.parameters(recurse=False)}
+    return ", ".join(sorted(placements)) or None
+
+
+def _lies(parameter: torch.Tensor, otherwise: str) -> str:
+    return placement_of(parameter) if hasattr(parameter, "placements") else otherwise
+
+
+def _rank() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return rank_from_environment(os.environ)[0]
