@@ -33,10 +33,11 @@ from rankscope_contract.channel import (
     STATE_DRAINING,
     STATE_HEADER,
 )
-from rankscope_contract.tls import HUNG_UP, MakeContext, explain_to_client
+from rankscope_contract.tls import HUNG_UP, MakeContext
 from rankscope_ingest.config import Network
 from rankscope_ingest.errors import FetchError
 from rankscope_ingest.networks import AllowedResolver, address_of, is_allowed
+from rankscope_ingest.tls import tls_trouble
 
 MAX_BODY_BYTES: Final = 1 << 28  # a single record may be larger than what was asked for, but not without end
 MAX_PLAN_BYTES: Final = 1 << 26
@@ -218,7 +219,7 @@ class _Reading:
                 self._response.release()
             else:
                 self._response.close()
-        if (trouble := _tls_trouble(error)) is not None:
+        if (trouble := tls_trouble(error)) is not None:
             raise FetchError("tls", f"{self._url}: {trouble}") from error
         if isinstance(error, TimeoutError | asyncio.TimeoutError):
             raise FetchError("timeout", f"{self._url} did not answer in time") from error
@@ -230,13 +231,6 @@ class _Reading:
             raise FetchError("tls", f"{self._url}: {HUNG_UP}") from error
         if isinstance(error, aiohttp.ClientError | OSError | ValueError):
             raise FetchError("connection", f"{self._url}: {error or type(error).__name__}") from error
-
-
-def _tls_trouble(error: BaseException | None) -> str | None:
-    """Return what is wrong in words, when TLS is to blame: aiohttp wraps what was raised in one of several ways."""
-    wrapped = (getattr(error, name, None) for name in ("os_error", "certificate_error", "__cause__", "__context__"))
-    found = next((cause for cause in (*wrapped, error) if isinstance(cause, ssl.SSLError)), None)
-    return None if found is None else explain_to_client(found)
 
 
 async def _whole_body(response: aiohttp.ClientResponse, limit: int) -> bytes:

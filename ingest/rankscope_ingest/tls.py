@@ -12,6 +12,7 @@ import yaml
 
 from rankscope_contract.tls import (
     Reloading,
+    explain_to_client,
     explain_to_server,
     load_own,
     load_trusted,
@@ -54,6 +55,13 @@ def client_tls(ca_file: str | None, cert_file: str | None, key_file: str | None)
         return reloading_client(ca, cert, key)
     except WebConfigError as error:
         raise ConfigError(f"[service] {error}") from error
+
+
+def tls_trouble(error: BaseException | None) -> str | None:
+    """Return what is wrong with a rank in words, when TLS is to blame; aiohttp wraps errors in several ways."""
+    wrapped = (getattr(error, name, None) for name in ("os_error", "certificate_error", "__cause__", "__context__"))
+    found = next((cause for cause in (*wrapped, error) if isinstance(cause, ssl.SSLError)), None)
+    return None if found is None else explain_to_client(found)
 
 
 async def keep_fresh(tls: Reloading) -> None:

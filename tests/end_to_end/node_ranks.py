@@ -1,4 +1,4 @@
-"""Ranks of one launch on one host, each a training of its own: `python node_ranks.py RANKS`; says `RANK PID` of each.
+"""Ranks of several jobs on one host, each a training of its own: `python node_ranks.py RUN:RANKS …`; says their ids.
 
 They are forked from one process, since torch takes its time to load, and train until they are killed or told to end.
 """
@@ -36,16 +36,16 @@ def train() -> None:
 
 def main() -> None:
     """Start the ranks and wait for them."""
-    count = int(sys.argv[1])
     children = []
-    for rank in range(count):
-        child = os.fork()
-        if not child:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
-            train()
-            os._exit(0)
-        children.append(child)
-        print(rank, child, flush=True)
+    for run, _, count in (job.partition(":") for job in sys.argv[1:]):
+        for rank in range(int(count)):
+            child = os.fork()
+            if not child:
+                os.environ.update(RANKSCOPE_RUN=run, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=count)
+                train()
+                os._exit(0)
+            children.append(child)
+            print(child, flush=True)
     for child in children:
         os.waitpid(child, 0)
 

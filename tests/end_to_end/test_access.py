@@ -83,12 +83,11 @@ class Node:
         self.start("service", [sys.executable, "-m", "rankscope", "serve", config, "--quiet"])
         self.wait_for(lambda: self.get(f"https://[::1]:{self.port}/healthz"))
 
-    def start_ranks(self, count):
-        """Start them and return their process ids, lowest rank first."""
+    def start_ranks(self, **jobs):
+        """Start so many ranks of each job and return their process ids, lowest rank first."""
         process = self.start(
             "ranks",
-            [sys.executable, RANKS, count],
-            RANKSCOPE_RUN="locked",
+            [sys.executable, RANKS, *(f"{run}:{count}" for run, count in jobs.items())],
             RANKSCOPE_INGEST_URL=f"https://[::1]:{self.port}",
             RANKSCOPE_LISTEN=f"[::1]:{self.port + 10}-{self.port + 60}",
             RANKSCOPE_TOKEN_FILE=str(self.folder / "token"),
@@ -98,7 +97,7 @@ class Node:
             RANKSCOPE_KEY_FILE=str(self.certificates.key("client")),
             RANKSCOPE_NODE_PAGE="1",
         )
-        return [int(process.stdout.readline().split()[1]) for _ in range(count)]
+        return [int(process.stdout.readline()) for _ in range(sum(jobs.values()))]
 
     def start_prometheus(self, program):
         tls = Tls(
@@ -180,16 +179,20 @@ def test_everything_runs_over_ipv6_with_mutual_tls_and_a_token_and_the_node_page
 ):
     program = require_server("prometheus")
     node.start_service()
-    first, _ = node.start_ranks(2)
+    first, *_ = node.start_ranks(locked=2, beside=1)
     node.start_prometheus(program)
-    instance = f"locked@{os.environ.get('HOSTNAME') or socket.gethostname()}"
+    host = os.environ.get("HOSTNAME") or socket.gethostname()
+    instance, other = f"locked@{host}", f"beside@{host}"
 
-    # Every step of both ranks is stored, and Prometheus has both from one target.
-    node.wait_for(lambda: [target for target in node.targets() if target["committed"] > 20][1:])
-    assert node.wait_for(lambda: node.asked("rankscope_step > 20").keys() == {(instance, "0"), (instance, "1")})
-    assert {(instance, None): 1.0} == node.asked('up{job="rankscope"}')
-    assert {(instance, None): 2.0} == node.asked('rankscope_node_ranks{state="shown"}')
-    assert all(target["url"].startswith("https://[::1]:") for target in node.targets())
+    # Every step of each rank is stored, and Prometheus has those of a job from one target, beside those of another job.
+    node.wait_for(lambda: [target for target in node.targets() if target["committed"] > 5][2:])
+    everybody = {(instance, "0"), (instance, "1"), (other, "0")}
+    assert node.wait_for(lambda: node.asked("rankscope_step > 5").keys() == everybody)
+    assert {(instance, None): 1.0, (other, None): 1.0} == node.asked('up{job="rankscope"}')
+    assert {(instance, None): 2.0, (other, None): 1.0} == node.asked('rankscope_node_ranks{state="shown"}')
+    urls = {target["url"] for target in node.targets()}
+    assert 3 == len(urls)
+    assert all(url.startswith("https://[::1]:") for url in urls)
 
     # Nobody without a certificate, and nobody without the token.
     url = node.targets()[0]["url"]
@@ -201,12 +204,13 @@ def test_everything_runs_over_ipv6_with_mutual_tls_and_a_token_and_the_node_page
 
     # The rank that Prometheus asks is killed: the other takes over, and its own series go on.
     os.kill(first, signal.SIGKILL)
-    assert node.wait_for(lambda: node.asked("rankscope_step").keys() == {(instance, "1")})
+    assert node.wait_for(lambda: node.asked('rankscope_step{run="locked"}').keys() == {(instance, "1")})
     step = node.asked("rankscope_step")[instance, "1"]
-    assert node.wait_for(lambda: node.asked("rankscope_step").get((instance, "1"), 0) > step + 20)
-    assert {(instance, None): 1.0} == node.asked('rankscope_node_ranks{state="shown"}')
+    assert node.wait_for(lambda: node.asked("rankscope_step").get((instance, "1"), 0) > step + 5)
+    assert {(instance, None): 1.0, (other, None): 1.0} == node.asked('rankscope_node_ranks{state="shown"}')
 
     node.stop()
     with connect(node.folder / "history") as connection:
-        steps = connection.query("SELECT step FROM scalars WHERE name = 'loss' AND rank = 1 ORDER BY seq").to_pylist()
+        question = "SELECT step FROM scalars WHERE name = 'loss' AND run = 'locked' AND rank = 1 ORDER BY seq"
+        steps = connection.query(question).to_pylist()
     assert list(range(1, len(steps) + 1)) == [row["step"] for row in steps]
