@@ -113,6 +113,33 @@ def test_a_rank_killed_is_a_failed_run_with_its_losses_counted(
     assert 0 <= lost <= died_after - stored[1] + 1
 
 
+def test_a_training_killed_with_a_spool_loses_no_step_it_had_published(
+    service: Any, start_rank: StartRank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole monitor: a step is published while the next one begins, so at most the last two are not yet."""
+    monkeypatch.setenv("RANKSCOPE_SPOOL_DIR", str(tmp_path / "spool"))
+    service.spools = (tmp_path / "spool",)
+    service.start()
+    rank = start_rank(service, 0, steps=10_000, pause=0.005)
+    service.wait_for(lambda: last_printed(tmp_path, 0) > 100)
+    rank.kill()
+    rank.wait(10)
+    died_after = last_printed(tmp_path, 0)
+    service.wait_for(lambda: service.runs()[0]["state"] == "failed")
+    service.wait_for(lambda: not any((tmp_path / "spool").iterdir()))
+    lost = service.runs()[0]["records_lost"]
+
+    assert 0 == service.stop(), service.log()
+    with connect(service.store) as connection:
+        steps = [step for (step,) in connection.sql("select distinct step from tensor_stats order by step").fetchall()]
+        seqs = connection.sql("select count(distinct seq), max(seq) + 1 from scalars").fetchall()
+        gaps = connection.sql("select count(*) from events where type = 'gap'").fetchall()
+    assert list(range(1, len(steps) + 1)) == steps
+    assert died_after - 2 <= len(steps) <= died_after + 1
+    assert seqs[0][0] == seqs[0][1]
+    assert (0, [(0,)]) == (lost, gaps)
+
+
 def lost_of(gaps: list[tuple[int, str]]) -> int:
     documents = [json.loads(details) for _, details in gaps]
     return sum(document["last"] - document["first"] + 1 for document in documents)

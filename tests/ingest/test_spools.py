@@ -253,35 +253,35 @@ async def _gone(service: Any) -> bool:
     return [target["health"] for target in await service.targets()] == ["gone"]
 
 
-@pytest.mark.parametrize(
-    ("spoil", "told"),
-    [
-        (lambda folder: (folder / "identity.json").write_text("{"), "torn or foreign"),
-        (lambda folder: (folder / "identity.json").unlink(), "cannot be read"),
-        (
-            lambda folder: (folder / "identity.json").write_text(
-                '{"format": 9, "registration": {"schema_version": 1}}'
-            ),
-            "format 9",
-        ),
-        (lambda folder: _change(folder, '"rank": 0', '"rank": 7'), "does not fit world_size"),
-        (lambda folder: _change(folder, '"world_size": 1', '"world_size": null'), "torn or foreign"),
-    ],
-    ids=["torn", "missing", "future", "impossible", "foreign"],
-)
-async def test_a_folder_that_is_not_understood_is_named_and_stays(start_service, eventually, root, caplog, spoil, told):
-    spool = leave_behind(root, "dead", 3)
-    leave_behind(root, "good", 3)
-    spoil(spool.folder)
+SPOILED = {
+    "torn": (lambda folder: (folder / "identity.json").write_text("{"), "torn or foreign (JSONDecodeError"),
+    "missing": (lambda folder: (folder / "identity.json").unlink(), "cannot be read"),
+    "future": (
+        lambda folder: (folder / "identity.json").write_text('{"format": 9, "registration": {"schema_version": 1}}'),
+        "format 9",
+    ),
+    "impossible": (lambda folder: _change(folder, '"rank": 0', '"rank": 7'), "does not fit world_size"),
+    "foreign": (lambda folder: _change(folder, '"world_size": 1', '"world_size": null'), "world_size is None"),
+    "copied": (lambda folder: _change(folder, '"copied"', '"original"'), "was renamed or copied"),
+}
+
+
+async def test_a_folder_that_is_not_understood_is_named_and_stays(start_service, eventually, root, caplog):
+    for name, (spoil, _) in SPOILED.items():
+        spoil(leave_behind(root, name, 3).folder)
+    leave_behind(root, "whole", 3)
     (root / "empty").mkdir()
     (root / "foreign.txt").write_text("no spool")
     async with start_service(**settings(root)) as service:
-        await eventually(lambda: not (root / "good").exists())
-        await eventually(lambda: told in caplog.text)
+        await eventually(lambda: not (root / "whole").exists())
+        await eventually(lambda: all(told in caplog.text for _, told in SPOILED.values()))
+        await eventually(lambda: _enough(service))
 
-    assert (spool.folder / f"{0:012d}.arrows").exists()
-    assert {"good"} == {row["incarnation"] for row in service.rows(SEQS)}
-    assert 1 == sum(told in message for message in caplog.messages)
+    assert {*SPOILED, "empty", "foreign.txt"} == {path.name for path in root.iterdir()}
+    assert all((root / name / f"{0:012d}.arrows").exists() for name in SPOILED)
+    assert {"whole"} == {row["incarnation"] for row in service.rows(SEQS)}
+    for _, told in SPOILED.values():
+        assert 1 == sum(told in message for message in caplog.messages)
 
 
 def _change(folder: Path, old: str, new: str) -> None:
