@@ -20,7 +20,7 @@ CLOCKS_DIFFER_MICROSECONDS: Final = 2_000_000
 
 _PEER_LOST: Final = re.compile(
     r"closed by peer|reset by peer|connection (was )?(closed|reset|refused|aborted|lost)|broken pipe|gloo|nccl"
-    r"|timed? ?out|timeout|DistNetworkError|DistStoreError|DistBackendError|remote process",
+    r"|timed? ?out|timeout|DistNetworkError|DistStoreError|DistBackendError|remote process|killed by signal",
     re.IGNORECASE,
 )
 
@@ -103,6 +103,8 @@ def _kind(rank: Rank) -> Kind | None:
 
 
 def _precedes(one: Cause, other: Cause) -> bool:
+    if one.kind is Kind.SIGNALLED and other.kind is Kind.RAISED:
+        return False  # being asked to end excuses a lost peer, no error of the rank's own
     return other.earliest is not None and one.latest + CLOCKS_DIFFER_MICROSECONDS <= other.earliest
 
 

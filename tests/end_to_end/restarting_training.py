@@ -1,10 +1,11 @@
 """A training that resumes from its checkpoint, for the tests of a run's life: told from outside how and when to end.
 
-    [torchrun --nproc-per-node N] restarting_training.py FOLDER STEPS SECONDS_PER_STEP [ENDING:STEP …] [--on-sigterm]
+    [torchrun …] restarting_training.py FOLDER STEPS SECONDS_PER_STEP [ENDING:STEP …] [--on-sigterm] [--hold]
 
 The last rank ends by the first ENDING in the first launch, by the second after torchrun's first restart, and so on:
 exception, kill, exit-3, exit-0, break, or silent (the process ends without leaving the monitor's context). Every fifth
-step is checkpointed. With `--on-sigterm` it leaves with exit code 143 when it is asked to end, as careful scripts do.
+step is checkpointed. With `--on-sigterm` it leaves with exit code 143 when it is asked to end, as careful scripts do;
+with `--hold` it makes its last step only when there is a file FOLDER/finish.
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ def train(
         time.sleep(pause)
         if step == at and end(how):
             return
+        while "--hold" in sys.argv and step + 1 == steps.stop - 1 and not checkpoint.with_name("finish").exists():
+            time.sleep(0.02)
         if step % 5 == 0 and int(os.environ.get("RANK", "0")) == 0:
             checkpoint.with_suffix(".new").write_text(str(step))
             checkpoint.with_suffix(".new").replace(checkpoint)

@@ -34,6 +34,7 @@ TABLE = [
     ("one is asked, the other loses its peer", "step 0;term 1;peer 0", "running stopped", "rank 1: SIGTERM"),
     ("one is asked and the other works on", "step 0;term 1;wait 60", "running", None),
     ("one is asked, the other killed in the end", "step 0;term 1;wait 30;refuse 0;wait 11", "running stopped", "rank 1: SIGTERM"),  # noqa: E501
+    ("one is asked, the other fails by itself", "step 0;term 1;wait 5;raise 0", "running failed", "rank 0: ValueError: no"),  # noqa: E501
     ("Ctrl-C", "step 0;int *", "running stopped", "rank 0: KeyboardInterrupt"),
     ("an exception", "step 0;raise 1", "running failed", "rank 1: ValueError: no"),
     ("before any step", "raise 1", "failed", "rank 1: ValueError: no"),
