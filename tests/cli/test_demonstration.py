@@ -47,9 +47,11 @@ BOTH_WAYS = replace(PLAN, ways=tuple(Way))
 def stored(**changes):
     """Return a stand-in for the store that answers the checks' own questions as a perfect run would."""
     rows = {kind: PLAN.rows_of(kind) for kind in (*AT_EVERY_STEP, *WHERE_THE_OPTIMIZER_RAN)}
+    rows["grad_clipped"] = 2 * PLAN.tensors
     answers = {
         "group by kind": list((rows | changes.get("rows", {})).items()),
         "having": [(changes.get("doubled", 0),)],
+        "'grad_norm'": [(changes.get("clipped", 2),)],
         "'loss'": changes.get("losses", [(0, 3, 1, 3), (1, 3, 1, 3)]),
         "from runs": changes.get("states", [("demo", "completed")]),
     }
@@ -71,6 +73,7 @@ def test_checks_hold_for_a_perfect_run():
         ({"rows": {"grad_reduced": 23}}, [ALERT]),
         ({"rows": {"exp_avg": 17}}, [ALERT]),
         ({"rows": {"surprise": 1}}, [ALERT]),
+        ({"clipped": 3}, [ALERT]),
         ({"doubled": 1}, [ALERT]),
         ({"losses": [(0, 3, 1, 3), (1, 2, 1, 3)]}, [ALERT]),
         ({"states": [("demo", "failed")]}, [ALERT]),

@@ -87,7 +87,7 @@ def test_a_service_killed_five_times_loses_and_doubles_nothing(
     """Killed at random moments: in the middle of a poll, a flush, a commit; restarted at once each time."""
     draw = random.Random(7)
     service.start()
-    training = train(service, "killed", steps=150, pause=0.05)
+    training = train(service, "killed", steps=150, pause=0.2)
     service.wait_for(lambda: service.runs() and service.runs()[0]["step"])
     for _ in range(5):
         time.sleep(draw.uniform(0.3, 1.8))
