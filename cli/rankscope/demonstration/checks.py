@@ -16,7 +16,7 @@ Query = Callable[[str], list[tuple[Any, ...]]]
 AT_EVERY_STEP: Final = ("grad_unreduced", "grad_reduced")
 WHERE_THE_OPTIMIZER_RAN: Final = ("param_before", "param_after", "exp_avg", "exp_avg_sq")
 LONGEST_GRADIENT: Final = 1.0
-"""Gradients whose norm together is greater are clipped by the training script, and stored once more as they are then."""
+"""The script clips gradients whose norm together is greater; they are stored once more as they are then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,10 +95,8 @@ def _rows(plan: Plan, query: Query) -> Iterator[Check]:
     for kind in (*AT_EVERY_STEP, *WHERE_THE_OPTIMIZER_RAN):
         wanted, found = plan.rows_of(kind), stored.pop(kind, 0)
         yield Check(wanted == found, f"{kind}: {found:,} rows of {wanted:,}")
-    ((clipped,),) = query(
-        "select count(*) from scalars "
-        f"where name = 'grad_norm' and value > {LONGEST_GRADIENT} and not isnan(value)"  # noqa: S608 - our own number
-    )
+    too_long = f"value > {LONGEST_GRADIENT} and not isnan(value)"
+    ((clipped,),) = query(f"select count(*) from scalars where name = 'grad_norm' and {too_long}")  # noqa: S608 - our own number
     wanted, found = clipped * plan.tensors, stored.pop("grad_clipped", 0)
     yield Check(wanted == found, f"grad_clipped: {found:,} rows of {wanted:,}")
     yield Check(not stored, "no other kind of tensor row" if not stored else f"rows nobody asked for: {stored}")
