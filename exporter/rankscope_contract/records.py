@@ -213,6 +213,11 @@ class PlanEntry:
     module: str | None = None
     aliases: tuple[str, ...] = ()
 
+    @property
+    def label(self) -> str:
+        """Return the name that people and pages see: parts of a tensor are told apart by their number."""
+        return self.tensor if self.index is None else f"{self.tensor}[{self.index}]"
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

@@ -186,7 +186,7 @@ class Publisher:
 
 
 def _sentence(firing: Firing, entry: PlanEntry) -> str:
-    where = f"{firing.rule.name} on {entry.kind} of {entry.tensor}: {firing.op} is {firing.value:g}"
+    where = f"{firing.rule.name} on {entry.kind} of {entry.label}: {firing.op} is {firing.value:g}"
     if firing.baseline:
         return f"{where}, {firing.value / firing.baseline:.3g} times its average"
     return f"{where} of {math.prod(entry.shape)} elements" if firing.op in ("nans", "infs") else where

@@ -6,9 +6,9 @@ Names become line prefixes once per plan; each step costs a gather, a cast and a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,6 +20,10 @@ from rankscope_contract.records import WIRE_COUNT_OPS, WIRE_VALUE_OPS, PlanEntry
 from rankscope_contract.rules.base import AnomalyRule
 from rankscope_exporter.record import NamedPlan, Statistics
 from rankscope_exporter.serving.live import Sampled
+from rankscope_exporter.serving.tensor_names import MicroSteps, distinct
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 _LAYOUTS_KEPT: Final = 8
 _BASELINE_SUFFIX: Final = "_baseline"
@@ -66,7 +70,8 @@ class TensorRenderer:
         self._rules = tuple(rules)
         self._budget = series_budget
         self._all_ops = all_ops
-        self._layouts: OrderedDict[tuple[str, frozenset[str], int], _Layout] = OrderedDict()
+        self._layouts: OrderedDict[tuple[str, frozenset[str], int, int | None], _Layout] = OrderedDict()
+        self._micro_steps: OrderedDict[tuple[str, frozenset[str]], MicroSteps] = OrderedDict()
 
     def render(self, tensors: Iterable[Sampled]) -> TensorLines:
         """Return the lines of all `tensors`: a family's lines together, as the format demands."""
@@ -87,18 +92,17 @@ class TensorRenderer:
 
     def _layout(self, sampled: Sampled, budget: int) -> _Layout:
         plan = sampled.statistics.plan
-        key = (plan.hash, sampled.kinds, budget)
-        layout = self._layouts.get(key)
-        if layout is None:
-            layout = self._layouts[key] = self._make_layout(plan, sampled.kinds, budget)
-            if len(self._layouts) > _LAYOUTS_KEPT:
-                self._layouts.popitem(last=False)
-        self._layouts.move_to_end(key)
-        return layout
+        kinds = sampled.kinds
+        present = sampled.statistics.counts.slice(0, len(plan.plan.entries)).is_valid()
+        micro_steps = _kept(self._micro_steps, (plan.hash, kinds), lambda: MicroSteps(plan.plan.entries, kinds))
+        last = micro_steps.last(present)
+        return _kept(
+            self._layouts, (plan.hash, kinds, budget, last), lambda: self._make_layout(plan, kinds, budget, last)
+        )
 
-    def _make_layout(self, plan: NamedPlan, kinds: frozenset[str], budget: int) -> _Layout:
+    def _make_layout(self, plan: NamedPlan, kinds: frozenset[str], budget: int, last_micro_step: int | None) -> _Layout:
         entries = plan.plan.entries
-        shown, ambiguous = _distinct(entries, kinds)
+        shown, ambiguous = distinct(entries, kinds, last_micro_step)
         # Tensor by tensor, so that a budget leaves out whole tensors rather than one statistic of all.
         wanted = [(position, op) for position in shown for op in self._ops(str(entries[position].kind))]
         kept = wanted[:budget]
@@ -132,25 +136,18 @@ class TensorRenderer:
         return op in JUDGED_OPS or any(rule.judges(kind, op) for rule in self._rules)
 
     def _prefix(self, spec: MetricSpec, entry: PlanEntry, op: str) -> str:
-        own = f'kind="{label_value(str(entry.kind))}",tensor="{label_value(entry.tensor)}",op="{op}"'
+        own = f'kind="{label_value(str(entry.kind))}",tensor="{label_value(entry.label)}",op="{op}"'
         return f"{spec.name}{{{self._identity}{own}}} ".encode("utf-8", "replace").decode()
 
 
-def _distinct(entries: Sequence[PlanEntry], kinds: frozenset[str]) -> tuple[list[int], int]:
-    """Return the positions to show, one per (kind, tensor), and how many entries that leaves out.
-
-    Labels tell neither parts of a tensor nor model chunks nor calls apart; two samples of one name would spoil the
-    page. The whole tensor is preferred to a part, and otherwise what comes first.
-    """
-    first: dict[tuple[str, str], int] = {}
-    candidates = [position for position, entry in enumerate(entries) if entry.kind in kinds]
-    for position in candidates:
-        entry = entries[position]
-        known = first.setdefault((entry.kind, entry.tensor), position)
-        if entry.index is None and entries[known].index is not None:
-            first[entry.kind, entry.tensor] = position
-    shown = sorted(first.values())
-    return shown, len(candidates) - len(shown)
+def _kept(known: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
+    """Return what is known under `key`, made where it is not; the longest unused one is forgotten."""
+    if key not in known:
+        known[key] = make()
+        if len(known) > _LAYOUTS_KEPT:
+            known.popitem(last=False)
+    known.move_to_end(key)
+    return known[key]
 
 
 def _lines(block: _Block, numbers: Any, statistics: Statistics) -> list[Any]:

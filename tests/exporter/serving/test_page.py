@@ -203,21 +203,46 @@ def test_series_beyond_the_budget_are_left_out_and_counted_once(record):
     assert {("series_budget",): 48, ("series_ambiguous",): 0} == dropped
 
 
-def test_parts_that_the_labels_cannot_tell_apart_do_not_repeat_a_series(record):
-    """The whole tensor is preferred to its parts, else the first part; the rest is counted."""
+def test_parts_of_a_tensor_have_labels_of_their_own_and_chunks_do_not_repeat_a_series(record):
+    """What labels cannot tell apart is shown once, the whole before a part of the same name; the rest is counted."""
     entries = [
         PlanEntry(kind="act_out", tensor="a", index=0),
         PlanEntry(kind="act_out", tensor="a"),
         PlanEntry(kind="act_out", tensor="b", vpp_stage=0),
         PlanEntry(kind="act_out", tensor="b", vpp_stage=1),
+        PlanEntry(kind="act_out", tensor="a", index=1),
+        PlanEntry(kind="act_out", tensor="a[1]"),
     ]
     bench = Bench()
-    bench.live.update(record(0, entries, [{"norm": float(number)} for number in range(4)]))
-    norms = {key: value for key, value in bench.samples("rankscope_tensor_value").items() if key[2] == "norm"}
+    bench.live.update(record(0, entries, [{"norm": float(number)} for number in range(6)]))
+    norms = {key[1]: value for key, value in bench.samples("rankscope_tensor_value").items() if key[2] == "norm"}
 
-    assert {("act_out", "a", "norm"): 1.0, ("act_out", "b", "norm"): 2.0} == norms
-    assert 2 == bench.text.count('op="norm"')
+    assert {"a[0]": 0.0, "a": 1.0, "b": 2.0, "a[1]": 5.0} == norms
+    assert 4 == bench.text.count('op="norm"')
     assert 2 == bench.samples("rankscope_dropped_total")[("series_ambiguous",)]
+
+
+def test_the_last_micro_batch_of_each_step_is_shown_and_the_first_call(record):
+    """A step of fewer micro-batches shows its own last one, also where the plan knows more; nothing is repeated."""
+    entries = [
+        PlanEntry(kind="act_out", tensor="a", micro_step=micro, call_seq=call)
+        for micro in range(3)
+        for call in (None, 1)
+    ] + [
+        PlanEntry(kind="grad_unreduced", tensor="w", micro_step=0),
+        PlanEntry(kind="grad_unreduced", tensor="w"),
+    ]
+    bench = Bench()
+    seen = []
+    for step, micro_batches in enumerate((3, 2, 1, 0)):
+        numbers = [{"norm": float(position)} if position < 2 * micro_batches else None for position in range(6)]
+        bench.live.update(record(step, entries, [*numbers, {"norm": 7.0}, {"norm": 8.0}]))
+        values = bench.samples("rankscope_tensor_value")
+        assert bench.text.count('op="norm"') == len({key for key in values if key[2] == "norm"})
+        seen.append({key[1]: value for key, value in values.items() if key[2] == "norm"})
+
+    assert [{"a": 4.0, "w": 8.0}, {"a": 2.0, "w": 8.0}, {"a": 0.0, "w": 8.0}, {"w": 8.0}] == seen
+    assert 0 == bench.samples("rankscope_dropped_total")[("series_ambiguous",)]
 
 
 def test_half_a_surrogate_pair_costs_one_character_and_not_the_page(record):
