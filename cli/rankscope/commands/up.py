@@ -91,7 +91,7 @@ def up(
 def _print(arrangement: Arrangement) -> None:
     for name, text in arrangement.files.items():
         print(f"# {arrangement.folder.config(name)}")
-        print("(secret)" if name in arrangement.secret_files else text, end="\n\n")
+        print(arrangement.shown(text), end="\n\n")
     for piece in arrangement.pieces:
         print(f"# {piece.name}: {piece.url}\n{shlex.join(piece.command)}\n")
 

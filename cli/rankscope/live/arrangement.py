@@ -17,6 +17,7 @@ from rankscope.live.ports import Ports
 from rankscope.live.programs import ALERTMANAGER, PROMETHEUS, required
 from rankscope.live.stack import LOOPBACK, SERVICE, TOKEN_FILE, Piece, ServiceWish, Wish, files, pace, pieces
 from rankscope.live.trust import service_trust
+from rankscope_dashboards.alertmanager_config import Mail
 from rankscope_dashboards.prometheus_config import Tls, duration
 
 if TYPE_CHECKING:
@@ -67,10 +68,13 @@ class Arrangement:
         """Return where the token stands for others to read; None without one."""
         return None if self.token is None else self.folder.config(TOKEN_FILE)
 
-    @property
-    def secret_files(self) -> frozenset[str]:
-        """Return the generated files that are not shown."""
-        return frozenset({TOKEN_FILE})
+    def shown(self, text: str) -> str:
+        """Return a generated file without its secrets."""
+        ways = [way for receiver in self.wish.receivers for way in receiver.ways]
+        passwords = [way.password for way in ways if isinstance(way, Mail)]
+        for secret in filter(None, (self.token, *passwords)):
+            text = text.replace(secret, "<secret>")
+        return text
 
     def prepare(self) -> None:
         """Write the files, and remember what the next start and `rankscope doctor` want to know."""

@@ -261,6 +261,27 @@ def test_addresses_of_the_configuration_go_to_alertmanager_in_its_mode(service_t
     assert told.folder.path == service_toml("").parent / "rankscope-live"
 
 
+def test_configuration_is_shown_without_its_secrets_and_starts_nothing(service_toml, programs):
+    path = service_toml('token = "open-sesame"\n')
+    notify = ("--notify", "smtp://me:pass%40word@mail:25?to=me@x")
+    command = [sys.executable, "-m", "rankscope", "up", str(path), "--print-config", *notify]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+    assert 0 == done.returncode, done.stderr
+    assert "auth_password: <secret>" in done.stdout
+    assert "open-sesame" not in done.stdout
+    assert "pass@word" not in done.stdout
+    for part in (
+        "http_sd_configs:",
+        "AnomalyNan",
+        "smarthost: mail:25",
+        "--web.listen-address=127.0.0.1:",
+        "-m rankscope serve",
+    ):
+        assert part in done.stdout
+    assert ["service.toml"] == [found.name for found in path.parent.iterdir()]
+
+
 def test_slow_looks_have_longer_windows(tmp_path, programs):
     """An event is an alert while several scrapes see it."""
     wish = arranged(Choices(store=tmp_path / "h", ports=Ports.FREE, scrape_seconds=60.0)).wish
