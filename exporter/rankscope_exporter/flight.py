@@ -30,8 +30,8 @@ def take_flight_record(reason: str) -> FlightRecord | None:
 
 def read_flight_record(entries: Sequence[Mapping[str, Any]], reason: str, now: float) -> FlightRecord:
     """Return torch's `entries` in our terms; `now` is in seconds since the epoch."""
-    collectives = sorted((_collective(entry, now) for entry in entries), key=lambda entry: -entry.age_seconds)
-    record = FlightRecord(reason=reason, collectives=tuple(_chosen(collectives)), recorded=len(entries))
+    collectives = [_collective(entry, now) for entry in _chosen(entries)]
+    record = FlightRecord(reason=reason, collectives=tuple(collectives), recorded=len(entries))
     while len(record.to_json().encode()) > MAX_DETAILS_BYTES and len(record.collectives) > 1:
         half = record.collectives[len(record.collectives) // 2 :]
         pending = record.pending
@@ -49,11 +49,21 @@ def _dumps() -> Iterable[bytes]:
             yield dump(includeCollectives=True, onlyActive=False)
 
 
-def _chosen(collectives: Sequence[Collective]) -> list[Collective]:
-    pending = [entry for entry in collectives if entry.is_pending][:KEPT]
-    others = [entry for entry in collectives if not entry.is_pending]
-    others = others[max(0, len(others) - (KEPT - len(pending))) :] if len(pending) < KEPT else []
-    return sorted((*pending, *others), key=lambda entry: -entry.age_seconds)
+def _chosen(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return what is kept, oldest first. There may be thousands of entries, and training waits for the interpreter."""
+    entries = sorted(entries, key=_created)
+    pending = [entry for entry in entries if _is_pending(entry)][:KEPT]
+    others = [entry for entry in entries[-KEPT:] if not _is_pending(entry)]
+    return sorted((*pending, *others[max(0, len(others) + len(pending) - KEPT) :]), key=_created)
+
+
+def _created(entry: Mapping[str, Any]) -> int:
+    return int(entry["time_created_ns"])
+
+
+def _is_pending(entry: Mapping[str, Any]) -> bool:
+    # Gloo never says that an entry has begun or ended; whether it is over is what `retired` says everywhere.
+    return not entry.get("retired", False) and entry.get("state") != _DONE
 
 
 def _collective(entry: Mapping[str, Any], now: float) -> Collective:
@@ -65,9 +75,8 @@ def _collective(entry: Mapping[str, Any], now: float) -> Collective:
         backend=backend,
         group=str(number) if description in ("", "undefined") else str(description),
         seq=int(entry["p2p_seq_id" if is_p2p else "collective_seq_id"]),
-        # Gloo never says that an entry has begun or ended; whether it is over is what `retired` says everywhere.
-        is_pending=not entry.get("retired", False) and entry.get("state") != _DONE,
-        age_seconds=round(now - int(entry["time_created_ns"]) / 1e9, 3),
+        is_pending=_is_pending(entry),
+        age_seconds=round(now - _created(entry) / 1e9, 3),
         is_p2p=is_p2p,
         sizes=tuple(tuple(size) for size in entry.get("input_sizes", ())),
         dtypes=tuple(entry.get("input_dtypes", ())),

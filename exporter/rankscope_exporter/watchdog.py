@@ -59,9 +59,9 @@ class Watchdog:
         self._heard_at = time.monotonic()
 
     def start(self) -> None:
-        """Take the signal where one is named, and begin to look. Raises ConfigError when the signal is taken."""
+        """Take the signal where one is named, and begin to look. A signal that is taken is said, and left alone."""
         if self._signal_name is not None:
-            self._signal = StackSignal(self._signal_name)
+            self._signal = self._guard.call("stacks_signal", StackSignal, self._signal_name)
         self.beat()
         if self._limits.is_on or self._signal is not None:
             self._thread.start()

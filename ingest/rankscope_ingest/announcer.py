@@ -58,6 +58,12 @@ class Announcer:
         self._record(incident, NOTIFIED if all(delivered) else UNDELIVERED)
         await self._commit_soon()
 
+    async def tell_end(self, incident: Incident, text: Message | None) -> None:
+        """Record that `incident` is over, and send `text` about it where there is one."""
+        self._record(incident, RESOLVED)
+        if text is not None:
+            await asyncio.gather(*(self._deliver(notifier, text) for notifier in self._notifiers))
+
     async def _commit_soon(self) -> None:
         try:
             async with asyncio.timeout(COMMIT_WAIT_SECONDS):

@@ -17,6 +17,7 @@ from rankscope_ingest.notifiers import Notifier, make_notifiers
 from rankscope_ingest.registry import Registry
 from rankscope_ingest.runs import RunBook, Timing
 from rankscope_ingest.service_metrics import ServiceMetrics
+from rankscope_ingest.stalls import StallBook
 from rankscope_ingest.vitals import Patience
 
 
@@ -60,6 +61,7 @@ def make_collector(
         last_ordinal=history.last_ordinal,
         urge=urge,
         given_up=history.given_up,
+        stalls=StallBook(history.open_stalls),
     )
 
 

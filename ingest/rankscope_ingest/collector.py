@@ -29,6 +29,7 @@ from rankscope_ingest.registry import Accepted, Registry
 from rankscope_ingest.rows import Row, Stamp, incident_row, launch_row
 from rankscope_ingest.runs import ENDED, Attempt, AttemptKey, RunBook
 from rankscope_ingest.service_metrics import ServiceMetrics
+from rankscope_ingest.stalls import StallBook, StallNews
 from rankscope_ingest.symptoms import firings, symptoms
 from rankscope_ingest.tables import rows_table
 from rankscope_ingest.target import Health, Target
@@ -64,6 +65,7 @@ class Collector:
         last_ordinal: int,
         urge: Urge,
         given_up: Mapping[str, GivenUp] | None = None,
+        stalls: StallBook | None = None,
     ) -> None:
         """Take over what the parts of the service share."""
         self.registry = registry
@@ -74,6 +76,7 @@ class Collector:
         self._clock = clock
         self._wall = wall
         self._failures = FailureBook(failures_told, wait_seconds=runs.longest_silence_seconds)
+        self.stalls = stalls or StallBook()
         self._judged_at: float | None = None
         self._urge = urge
         self._meters: dict[AttemptKey, RunMeter] = {}
@@ -135,6 +138,7 @@ class Collector:
             tables["tensors"] = tensors
         events = body.tables.get("events")
         first_causes, said = symptoms(events), last_words(events)
+        self.stalls.heard(_key(target), target.registration.rank, events, now)
         # From here on nothing may fail: rows that were taken must not be asked for again, nor the other way round.
         self.batcher.add(tables, now, watermarks={target.incarnation: body.last})
         target.cursor, target.last_ts = body.last, body.last_ts
@@ -205,6 +209,14 @@ class Collector:
         failures = self._failures.due(self.runs.attempts(), now)
         self._forget(now)
         return failures
+
+    def look_at_stalls(self) -> StallNews:
+        """Return what is to be done about attempts that stand still, or do no more."""
+        return self.stalls.look(self.runs.attempts(), self._clock())
+
+    def no_stacks(self, key: AttemptKey, rank: int, why: str) -> None:
+        """Note that a rank that was asked where it stands gave no stacks."""
+        self.stalls.refused(key, rank, why, self._clock())
 
     def settle(self) -> list[Incident]:
         """Return the incidents to announce now; for the others, ask the ranks they wait for."""

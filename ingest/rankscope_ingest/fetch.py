@@ -7,11 +7,12 @@ one record. What the status means is in DESIGN section 5.
 from __future__ import annotations
 
 import asyncio
+import json
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Self, TypedDict
+from typing import Any, Final, Self, TypedDict
 
 import aiohttp
 from yarl import URL
@@ -30,6 +31,7 @@ from rankscope_contract.channel import (
     RING_FILL_HEADER,
     ROWS_HEADER,
     SCHEMA_HEADER,
+    STACKS_PATH,
     STATE_DRAINING,
     STATE_HEADER,
 )
@@ -41,6 +43,7 @@ from rankscope_ingest.tls import tls_trouble
 
 MAX_BODY_BYTES: Final = 1 << 28  # a single record may be larger than what was asked for, but not without end
 MAX_PLAN_BYTES: Final = 1 << 26
+MAX_STACKS_BYTES: Final = 1 << 20
 MAX_TEXT_BYTES: Final = 2000
 _CONNECT_SECONDS: Final = 5.0
 
@@ -157,7 +160,27 @@ class Fetcher:
         except UnicodeDecodeError as error:
             raise FetchError("garbage", f"plan {plan_id} is not UTF-8 text") from error
 
+    async def stacks(self, url: str) -> dict[str, Any]:
+        """Have a rank take its stacks, and return what it answers. Raises FetchError."""
+        response = await self._ask("POST", url + STACKS_PATH, {"Accept": "application/json"}, {})
+        async with _Reading(response, url):
+            if response.status != 200:
+                raise await _refusal(response)
+            data = await _whole_body(response, MAX_STACKS_BYTES)
+        try:
+            document = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise FetchError("garbage", f"the stacks of {url} are no JSON") from error
+        if not isinstance(document, dict):
+            raise FetchError("garbage", f"the stacks of {url} are no JSON object")
+        return document
+
     async def _get(self, url: str, headers: Mapping[str, str], query: Mapping[str, str]) -> aiohttp.ClientResponse:
+        return await self._ask("GET", url, headers, query)
+
+    async def _ask(
+        self, method: str, url: str, headers: Mapping[str, str], query: Mapping[str, str]
+    ) -> aiohttp.ClientResponse:
         assert self._session is not None, "use `async with`"
         target = URL(url)
         address = address_of(target.host or "")
@@ -166,8 +189,8 @@ class Fetcher:
         if self._token is not None:
             headers = {**headers, "Authorization": f"Bearer {self._token}"}
         async with _Reading(None, url):
-            return await self._session.get(
-                target.with_query(query), headers=headers, allow_redirects=False, **self._secured(target)
+            return await self._session.request(
+                method, target.with_query(query), headers=headers, allow_redirects=False, **self._secured(target)
             )
 
     def _secured(self, target: URL) -> _Secured:

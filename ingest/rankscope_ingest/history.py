@@ -16,7 +16,7 @@ from rankscope_ingest.details import last_word, parse_details
 from rankscope_ingest.incidents import Incident, IncidentBook
 from rankscope_ingest.lives import ENDED, Attempt, Rank
 from rankscope_ingest.losses import GivenUp
-from rankscope_ingest.messages import RUN_FAILED, failure_key
+from rankscope_ingest.messages import RUN_FAILED, RUN_STALLED, failure_key
 from rankscope_ingest.runs import RunBook
 from rankscope_ingest.symptoms import Symptom
 from rankscope_ingest.vitals import Vitals
@@ -60,6 +60,7 @@ class History:
     attempts: tuple[Attempt, ...] = ()
     run_starts: Mapping[str, int] = field(default_factory=dict)
     open_incidents: tuple[Incident, ...] = ()
+    open_stalls: tuple[Incident, ...] = ()
     unsent: tuple[Incident, ...] = ()
     failures_told: frozenset[str] = frozenset()
     last_ordinal: int = 0
@@ -98,14 +99,16 @@ def read_history(reader: Reader, now: float) -> History:
     for attempt in attempts.values():
         starts[attempt.run] = min(starts.get(attempt.run, attempt.started_at), attempt.started_at)
     incidents = _incidents(reader, now)
+    open_incidents = [
+        incident for incident, state in incidents if state != RESOLVED and incident.attempt_key in unfinished
+    ]
     return History(
         attempts=tuple(attempts.values()),
         run_starts=starts,
         open_incidents=tuple(
-            incident
-            for incident, state in incidents
-            if state != RESOLVED and incident.attempt_key in unfinished and incident.first.rule != RUN_FAILED
+            incident for incident in open_incidents if incident.first.rule not in {RUN_FAILED, RUN_STALLED}
         ),
+        open_stalls=tuple(incident for incident in open_incidents if incident.first.rule == RUN_STALLED),
         unsent=tuple(incident for incident, state in incidents if state == OPENED),
         failures_told=frozenset(incident.key for incident, _ in incidents if incident.first.rule == RUN_FAILED),
         last_ordinal=_last_ordinal(reader),
@@ -196,6 +199,7 @@ def _incidents(reader: Reader, now: float) -> list[tuple[Incident, str]]:
             last_step=details.get("last_step"),
             events=details.get("events", 1),
             ranks=set(details.get("ranks", ())),
+            lines=tuple(map(str, details.get("where", ()))),
             is_settled=True,
             fixed_key=str(details.get("key")),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, Final, Protocol
 
@@ -15,6 +15,7 @@ from rankscope_contract.channel import (
     METRICS_PATH,
     POKE_PATH,
     REGISTER_PATH,
+    RUN_STACKS_PATH,
     RUNS_PATH,
     SERVICE_DISCOVERY_PATH,
     TARGETS_PATH,
@@ -25,11 +26,16 @@ from rankscope_ingest.discovery import per_node, per_rank
 from rankscope_ingest.errors import RegistrationError
 from rankscope_ingest.progress import RunProgress
 from rankscope_ingest.registry import parse_registration
+from rankscope_ingest.stack_requests import RankAnswer, parse_stacks_request
 from rankscope_ingest.target import Target
 
 MAX_REQUEST_BYTES: Final = 1 << 20
 _PAGE_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _PATHS: Final = (REGISTER_PATH, POKE_PATH, SERVICE_DISCOVERY_PATH, TARGETS_PATH, RUNS_PATH, HEALTH_PATH, METRICS_PATH)
+_STACKS_REFUSED: Final = (
+    "stacks show where processes stand, and are given only where a token is set: set [service] token, and"
+    " RANKSCOPE_TOKEN for the ranks and for this command"
+)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -43,6 +49,10 @@ class Backend(Protocol):
 
     def poke(self, incarnation: str) -> bool:
         """Pull a target at once; False when it is unknown."""
+        ...
+
+    async def ask_stacks(self, run: str, attempt: int, ranks: Collection[int] | None) -> list[RankAnswer]:
+        """Have the live ranks of an attempt, or those named, say where they stand."""
         ...
 
     def targets(self) -> Iterable[Target]:
@@ -64,12 +74,13 @@ class Backend(Protocol):
 
 def make_application(backend: Backend, token: str | None) -> web.Application:
     """Return the application; with a token, everything but the health page asks for it."""
-    routes = _Routes(backend)
+    routes = _Routes(backend, has_token=token is not None)
     application = web.Application(middlewares=[_plain_errors, _guard(token)], client_max_size=MAX_REQUEST_BYTES)
     application.add_routes(
         [
             web.post(REGISTER_PATH, routes.register),
             web.post(POKE_PATH, routes.poke),
+            web.post(RUN_STACKS_PATH, routes.stacks),
             web.get(SERVICE_DISCOVERY_PATH, routes.discovery),
             web.get(TARGETS_PATH, routes.targets),
             web.get(RUNS_PATH, routes.runs),
@@ -81,8 +92,9 @@ def make_application(backend: Backend, token: str | None) -> web.Application:
 
 
 class _Routes:
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, *, has_token: bool) -> None:
         self._backend = backend
+        self._has_token = has_token
 
     async def register(self, request: web.Request) -> web.Response:
         registration = parse_registration(await request.read())
@@ -97,6 +109,17 @@ class _Routes:
         if not self._backend.poke(str(incarnation)):
             raise RegistrationError(404, f"no process {incarnation!r} is registered: register first")
         return web.Response(status=204)
+
+    async def stacks(self, request: web.Request) -> web.Response:
+        if not self._has_token:
+            raise RegistrationError(403, _STACKS_REFUSED)
+        run, ranks = parse_stacks_request(await request.read())
+        progress = {progress.run: progress for progress in self._backend.runs()}
+        if run not in progress:
+            raise RegistrationError(404, f"no run {run!r} is known here; there are {', '.join(progress) or 'none'}")
+        known = progress[run]
+        answers = await self._backend.ask_stacks(run, known.attempt, ranks)
+        return _json(asdict(known) | {"ranks": [answer.to_document() for answer in answers]})
 
     async def discovery(self, request: web.Request) -> web.Response:
         found = {"rank": per_rank, "node": per_node}.get(request.query.get("per", "rank"))

@@ -44,6 +44,7 @@ class Incident:
     is_settled: bool = False
     is_muted: bool = False
     is_last_before_mute: bool = False
+    lines: tuple[str, ...] = ()  # what the message says beyond the first cause: which ranks wait where
     fixed_key: str | None = None  # set when it settles, so that a later first cause does not rename it
 
     @property

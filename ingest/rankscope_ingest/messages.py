@@ -13,6 +13,9 @@ from rankscope_ingest.symptoms import Symptom
 RUN_FAILED: Final = "RunFailed"
 """Rule name of the incident that a run failed; no rule on a rank has it."""
 
+RUN_STALLED: Final = "RunStalled"
+"""Rule name of the incident that a run stands still."""
+
 AGAIN: Final = "(Sent again: the service was stopped before this delivery could be confirmed.)"
 MUTE_FOLLOWS: Final = "(Many incidents in this run: further ones are stored but not sent for up to an hour.)"
 
@@ -32,7 +35,11 @@ def message(incident: Incident, *, again: bool = False) -> Message:
         *_line("threshold", first.threshold),
         *_line("said", first.message),
     ]
-    if first.rule != RUN_FAILED:
+    if incident.lines:
+        lines += ["where:", *(f"  {line}" for line in incident.lines)]
+    if first.rule == RUN_STALLED:
+        lines.append(f"look closer: rankscope stacks {first.run}")
+    elif first.rule != RUN_FAILED:
         ranks = ", ".join(map(str, sorted(incident.ranks)))
         lines.append(f"so far: {incident.events} anomaly events on rank {ranks}")
         lines.append(f"look closer: rankscope anomalies {first.run}")
@@ -68,6 +75,52 @@ def run_failed(*, run: str, attempt: int, rank: int, step: int | None, reason: s
         ranks={rank},
         is_settled=True,
         fixed_key=failure_key(run, attempt),
+    )
+
+
+def goes_on(incident: Incident) -> Message:
+    """Return what to tell people when a run that stood still makes steps again."""
+    first = incident.first
+    where = "" if first.step is None else f" It had stood still after step {first.step}."
+    return Message(
+        key=f"{incident.key}:resolved",
+        title=f"[resolved] {first.run}: {RUN_STALLED}, steps go on",
+        body=f"run: {first.run} (attempt {first.attempt})\nTraining goes on.{where}\nincident: {incident.key}",
+        severity=Severity.INFO,
+    )
+
+
+def run_stalled(
+    *,
+    run: str,
+    attempt: int,
+    rank: int,
+    step: int | None,
+    reason: str,
+    lines: tuple[str, ...],
+    opened_at: float,
+) -> Incident:
+    """Return the incident that an attempt stands still, `rank` being the first of those that the others wait for."""
+    first = Symptom(
+        run=run,
+        attempt=attempt,
+        rank=rank,
+        step=step,
+        severity=Severity.CRITICAL,
+        causal=(),
+        rule=RUN_STALLED,
+        message=reason,
+    )
+    return Incident(
+        first=first,
+        severity=Severity.CRITICAL,
+        opened_at=opened_at,
+        last_step=step,
+        events=1,
+        ranks={rank},
+        lines=lines,
+        is_settled=True,
+        fixed_key=f"{RUN_STALLED}:{attempt}:{step}:{run}",
     )
 
 

@@ -68,7 +68,7 @@ class RunMeter:
     def observe(self, rank: int, scalars: pa.Table | None, ts: int, step: int | None) -> None:
         """Take what one body says; `ts` is the rank's own clock in µs, so that a backlog does not look like speed."""
         seconds = ts / 1e6
-        if step is not None:
+        if step is not None and not (self._steps and step == self._steps[-1][1]):  # as what a rank says of a hang
             self.last_step_at = ts if self.last_step_at is None else max(self.last_step_at, ts)
         if step is not None and (not self._steps or step >= self._steps[-1][1]):  # a rank behind says nothing of speed
             _remember(self._steps, seconds, step)

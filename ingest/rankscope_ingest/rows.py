@@ -93,6 +93,7 @@ def incident_row(incident: Incident, state: str, stamp: Stamp) -> Row:
         "events": incident.events,
         "ranks": sorted(incident.ranks),
         "last_step": incident.last_step,
+        **({"where": incident.lines} if incident.lines else {}),
     }
     return {
         **stamp.columns(),

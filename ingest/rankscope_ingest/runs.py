@@ -127,13 +127,16 @@ class RunBook:
     def stepped(
         self, key: AttemptKey, number: int, step: int | None, now: float, incarnation: str | None = None
     ) -> None:
-        """Note records of a rank; a step may rewind, any record with a step counts as progress."""
+        """Note records of a rank; a step may rewind, so any step but the one that is known counts as progress."""
         attempt = self._wake(key)
         if attempt is None or step is None:
             return
+        found = self._find(key, number, incarnation)
+        known = attempt.last_step if found is None or found[1].last_step is None else found[1].last_step
+        if step != known:  # a rank that hangs says so under its last step, which is no progress
+            attempt.progressed_at = now
         attempt.last_step = step if attempt.last_step is None else max(attempt.last_step, step)
-        attempt.progressed_at = now
-        if found := self._find(key, number, incarnation):
+        if found is not None:
             rank = found[1]
             rank.last_step, rank.stepped_at = step, now
             attempt.hear_news(of_work=not rank.has_ended)

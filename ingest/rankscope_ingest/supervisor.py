@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, Final
 
 from aiohttp import web
@@ -33,6 +33,8 @@ from rankscope_ingest.progress import Progress, RunProgress
 from rankscope_ingest.service_metrics import ServiceMetrics
 from rankscope_ingest.spool_watch import SpoolWatch
 from rankscope_ingest.spools import Spools
+from rankscope_ingest.stack_requests import RankAnswer
+from rankscope_ingest.stall_watch import StallWatch
 from rankscope_ingest.statics import watch
 from rankscope_ingest.target import Health, Target
 from rankscope_ingest.tls import keep_fresh
@@ -87,6 +89,9 @@ class Supervisor:
             record=self._collector.record_incident,
             commit=self._flusher.commit_now,
             count=self._metrics.notified,
+        )
+        self._stall_watch = StallWatch(
+            self._collector, self._announcer, fetcher, targets=self.targets, spawn=self._spawn
         )
 
     async def serve(
@@ -143,6 +148,10 @@ class Supervisor:
             self._poked_early.add(incarnation)
         return True
 
+    async def ask_stacks(self, run: str, attempt: int, ranks: Collection[int] | None) -> list[RankAnswer]:
+        """Have the live ranks of an attempt, or those named, say where they stand."""
+        return await self._stall_watch.ask(run, attempt, ranks)
+
     def targets(self) -> Iterable[Target]:
         """Return all targets."""
         return self._collector.registry.targets
@@ -197,6 +206,7 @@ class Supervisor:
                 self._announce(self._collector.judge())
                 for incident in self._collector.resolve():
                     self._collector.record_incident(incident, RESOLVED)
+                self._stall_watch.look()
 
     async def _report(self, on_progress: Callable[[Progress], None]) -> None:
         while True:

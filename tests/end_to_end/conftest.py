@@ -21,6 +21,7 @@ TRAINING = Path(__file__).with_name("tiny_training.py")
 CONFIG = """
 [service]
 listen = "127.0.0.1:{port}"
+{token}
 [store]
 path = "{store}"
 [ingest]
@@ -50,6 +51,7 @@ class Service:
     flush_after_seconds: float = 1.0
     spools: tuple[Path, ...] = ()
     poll_seconds: float = 0.3
+    token: str | None = None
     stalled_after_seconds: float = 300.0
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
@@ -74,6 +76,7 @@ class Service:
             flush=self.flush_after_seconds,
             spools=spools,
             poll=self.poll_seconds,
+            token=f'token = "{self.token}"' if self.token else "",
             stalled=self.stalled_after_seconds,
         )
         config.write_text(text)
@@ -100,7 +103,8 @@ class Service:
         return pytest.fail(f"not within {seconds} s; the service said:\n{self.log()}")
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path, timeout=5) as answer:
+        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        with urllib.request.urlopen(urllib.request.Request(self.url + path, headers=headers), timeout=5) as answer:
             text: str = answer.read().decode()
         return text
 

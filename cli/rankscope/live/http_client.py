@@ -59,13 +59,33 @@ def get(
     url: str, *, token: str | None = None, timeout_seconds: float = TIMEOUT_SECONDS, trust: Trust | None = None
 ) -> Answer:
     """Return the answer to GET `url`, whatever its status. Raises UnreachableError."""
+    return _ask("GET", url, None, token=token, timeout_seconds=timeout_seconds, trust=trust)
+
+
+def post(
+    url: str,
+    document: Any,
+    *,
+    token: str | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    trust: Trust | None = None,
+) -> Answer:
+    """Return the answer to POST `url` with `document` as JSON, whatever its status. Raises UnreachableError."""
+    body = json.dumps(document, ensure_ascii=False).encode("utf-8", "replace")
+    return _ask("POST", url, body, token=token, timeout_seconds=timeout_seconds, trust=trust)
+
+
+def _ask(
+    method: str, url: str, body: bytes | None, *, token: str | None, timeout_seconds: float, trust: Trust | None
+) -> Answer:
     headers = {"Connection": "close"} | ({} if token is None else {"Authorization": f"Bearer {token}"})
+    headers |= {} if body is None else {"Content-Type": "application/json"}
     connection: http.client.HTTPConnection | None = None
     try:
         parts = urlsplit(url)
         connection = _connection(parts.scheme, parts.hostname or "", parts.port, timeout_seconds, trust or Trust())
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        connection.request("GET", path, headers=headers)
+        connection.request(method, path, body=body, headers=headers)
         response = connection.getresponse()
         return Answer(
             response.status, response.read(MOST_BYTES), {name.lower(): v for name, v in response.getheaders()}

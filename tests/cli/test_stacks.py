@@ -1,0 +1,178 @@
+"""`rankscope stacks`: what somebody on call sees, and one clear line when it cannot be had."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankscope.commands.stacks import stacks
+from rankscope.errors import CommandError
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "cli"
+SITE = "/env/lib/python3.11/site-packages"
+
+
+def rank(number: int, frames: list[list[Any]], *, seq: int, is_pending: bool) -> dict[str, Any]:
+    threads = [
+        {"ident": 1, "name": "MainThread", "is_training": True, "frames": frames},
+        {"ident": 2, "name": "pin-memory", "frames": [["/env/lib/python3.11/threading.py", 331, "wait"]]},
+        {"ident": 3, "name": "rankscope-http", "is_ours": True, "frames": []},
+    ]
+    collective = {
+        "op": "all_reduce",
+        "backend": "nccl",
+        "group": "default_pg",
+        "seq": seq,
+        "is_pending": is_pending,
+        "age_seconds": 311.6,
+        "sizes": [[4096, 4096]],
+        "dtypes": ["BFloat16"],
+    }
+    return {
+        "rank": number,
+        "host": f"node-{number // 2}",
+        "pid": 4000 + number,
+        "ts": 0,
+        "step": 41,
+        "stacks": {"reason": "request", "threads": threads, "left_out": 0},
+        "flight": {"reason": "request", "collectives": [collective], "recorded": 1},
+    }
+
+
+WAITS = [
+    [f"{SITE}/torch/distributed/distributed_c10d.py", 3245, "all_reduce"],
+    ["/job/train.py", 90, "train_step"],
+    ["/job/train.py", 140, "main"],
+]
+LOADS = [[f"{SITE}/torch/utils/data/dataloader.py", 701, "__next__"], ["/job/train.py", 88, "main"]]
+ANSWER = {
+    "run": "pretrain",
+    "attempt": 2,
+    "state": "stalled",
+    "reason": "alive, but no step for 312 s",
+    "step": 4812,
+    "ranks": [
+        rank(0, WAITS, seq=41, is_pending=True),
+        rank(1, LOADS, seq=40, is_pending=False),
+        rank(2, WAITS, seq=41, is_pending=True),
+        {"rank": 3, "host": "node-1", "pid": 4003, "error": "it does not answer"},
+    ],
+}
+
+
+class Service:
+    """Answers as the service does, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, tuple[int, Any]] = {"/api/v1/stacks": (200, ANSWER)}
+        self.asked: list[tuple[str | None, Any]] = []
+        service = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                service.asked.append((self.headers["Authorization"], body))
+                self.do_GET()
+
+            def do_GET(self) -> None:
+                status, document = service.answers[self.path]
+                body = document if isinstance(document, bytes) else json.dumps(document).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    monkeypatch.setenv("RANKSCOPE_TOKEN", "secret")
+    made = Service()
+    thread = threading.Thread(target=made.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+def test_who_stands_where_the_cause_first(service, capsys):
+    stacks("pretrain", service=service.url)
+    said = capsys.readouterr().out
+    path = GOLDEN / "stacks.txt"
+    if os.environ.get("RANKSCOPE_UPDATE_GOLDEN"):
+        path.write_text(said, encoding="utf-8")
+
+    assert path.read_text(encoding="utf-8") == said
+    assert [("Bearer secret", {"run": "pretrain", "ranks": None})] == service.asked
+
+
+def test_all_threads_and_single_ranks_on_request(service, capsys):
+    stacks("pretrain", rank=[1], service=service.url, all_threads=True)
+    said = capsys.readouterr().out
+
+    assert "  thread pin-memory\n    wait  /env/lib/python3.11/threading.py:331\n" in said
+    assert "  thread rankscope-http (of Rankscope)\n    no Python code\n" in said
+    assert [1] == service.asked[0][1]["ranks"]
+
+
+def test_json_is_what_the_service_answered(service, capsys):
+    stacks("pretrain", service=service.url, as_json=True)
+
+    assert ANSWER == json.loads(capsys.readouterr().out)
+
+
+def test_the_only_live_run_needs_no_name_and_several_are_listed(service, capsys):
+    live = [{"run": "pretrain", "ranks_alive": 4}, {"run": "old", "ranks_alive": 0}]
+    service.answers["/api/v1/runs"] = (200, live)
+    stacks(service=service.url)
+
+    assert "pretrain" == service.asked[0][1]["run"]
+
+    service.answers["/api/v1/runs"] = (200, [*live, {"run": "other", "ranks_alive": 1}])
+    with pytest.raises(CommandError, match="name the run: pretrain, other alive at"):
+        stacks(service=service.url)
+
+
+def test_the_token_may_stand_in_a_file(service, capsys, monkeypatch, tmp_path):
+    monkeypatch.delenv("RANKSCOPE_TOKEN")
+    monkeypatch.setenv("RANKSCOPE_TOKEN_FILE", str(tmp_path / "token"))
+    (tmp_path / "token").write_text("from-a-file\n")
+    stacks("pretrain", service=service.url)
+
+    assert "Bearer from-a-file" == service.asked[0][0]
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "words"),
+    [
+        (401, b"send Authorization", r"send Authorization \(RANKSCOPE_TOKEN is set here\)"),
+        (403, b"set [service] token", r"set \[service\] token$"),
+        (404, b"no run 'pretrain' is known here; there are a, b", "there are a, b"),
+        (200, b"<html>", "<html>"),
+        (200, {"ranks": []}, "has no live rank that could be asked"),
+        (200, {"ranks": [{"rank": 0}]}, "gave no answer of this release"),
+    ],
+)
+def test_what_cannot_be_had_is_one_line(service, status, answer, words):
+    service.answers["/api/v1/stacks"] = (status, answer)
+    with pytest.raises(CommandError, match=words) as refused:
+        stacks("pretrain", service=service.url)
+
+    assert "\n" not in str(refused.value)
+
+
+def test_a_service_that_is_not_there_is_named_with_the_option(free_port):
+    with pytest.raises(CommandError, match="--service or RANKSCOPE_INGEST_URL"):
+        stacks("pretrain", service=f"http://127.0.0.1:{free_port}")

@@ -1,0 +1,158 @@
+"""A real job that hangs: people are told which rank stands where, may ask for more, and hear when it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankscope.demonstration.receiver import Receiver
+from rankscope_storage.connection import connect
+
+SCRIPT = Path(__file__).with_name("hanging_training.py")
+TOKEN = "a-token-of-both"
+
+
+def line_of(comment: str) -> int:
+    return next(number for number, line in enumerate(SCRIPT.read_text().splitlines(), 1) if line.endswith(comment))
+
+
+@pytest.fixture
+def hanging(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Return what starts the training under torchrun; `environment` is added to both ranks'."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(service: Any, **environment: str) -> subprocess.Popen[bytes]:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        own = {"RANKSCOPE_INGEST_URL": service.url, "RANKSCOPE_RUN": "hangs", "OMP_NUM_THREADS": "1"}
+        with (tmp_path / "training.log").open("wb") as log:
+            process = subprocess.Popen(
+                [*launcher, str(SCRIPT), str(tmp_path)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **own, **environment},
+                start_new_session=True,
+            )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+
+
+def ask(service: Any, *arguments: str, token: str | None = TOKEN) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "RANKSCOPE_TOKEN"}
+    return subprocess.run(
+        [sys.executable, "-m", "rankscope", "stacks", *arguments, "--service", service.url],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**environment, **({"RANKSCOPE_TOKEN": token} if token else {})},
+        check=False,
+    )
+
+
+def assert_message_names_both_places(text: str) -> None:
+    lines = text.splitlines()
+    where = lines.index("where:")
+
+    # The rank that the other one waits for comes first.
+    assert re.fullmatch(
+        rf"  rank 1 at hanging_training\.py:{line_of('# rank 1 is found here')} in stand_still;"
+        r" its last collective was all_reduce \d+",
+        lines[where + 1],
+    ), text
+    assert re.fullmatch(
+        r"  rank 0 in all_reduce seq \d+ \(gloo, default_pg, Float scalar\),"
+        rf" called at hanging_training\.py:{line_of('# rank 0 waits here')} in main",
+        lines[where + 2],
+    ), text
+    assert "look closer: rankscope stacks hangs" in lines
+
+
+def test_a_hang_is_told_with_the_place_of_each_rank_and_so_is_its_end(
+    service: Any, hanging: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    """The ranks' own watchdogs are off: the service judges, and asks them with its token."""
+    service.token, service.stalled_after_seconds = TOKEN, 2.0
+    with Receiver() as receiver:
+        service.urls = (receiver.notify_url,)
+        service.start()
+        training = hanging(service, RANKSCOPE_TOKEN=TOKEN, RANKSCOPE_HANG_AFTER_SECONDS="0")
+        service.wait_for(lambda: receiver.alerts)
+        told = receiver.alerts[0]
+        asked = ask(service, "hangs")
+        only_one = ask(service, "--rank", "1", "--json")
+        refused = [ask(service, "hangs", token=token) for token in (None, "wrong")]
+        (tmp_path / "go-on").touch()
+
+        assert 0 == training.wait(60), (tmp_path / "training.log").read_text()
+        service.wait_for(lambda: len(receiver.alerts) > 1)
+        titles = [alert.title for alert in receiver.alerts]
+    assert 0 == service.stop(), service.log()
+
+    assert ["[critical] hangs: RunStalled, rank 1, step 5", "[resolved] hangs: RunStalled, steps go on"] == titles
+    assert_message_names_both_places(told.text)
+    assert (0, "") == (asked.returncode, asked.stderr)
+    assert_printed_groups(asked.stdout)
+    assert [1] == [rank["rank"] for rank in json.loads(only_one.stdout)["ranks"]]
+    assert [1, 1] == [done.returncode for done in refused]
+    assert all("RANKSCOPE_TOKEN is" in done.stderr and 1 == done.stderr.count("\n") for done in refused)
+    with connect(service.store) as connection:
+        events = connection.sql(
+            "select distinct type, rank, step, details->>'reason' from events"
+            " where type in ('stacks', 'flight_record') order by all"
+        ).fetchall()
+        incidents = connection.sql(
+            "select distinct details->>'state' from events where type = 'incident' order by all"
+        ).fetchall()
+    assert [(kind, rank, 5, "request") for kind in ("flight_record", "stacks") for rank in (0, 1)] == events
+    assert [("notified",), ("opened",), ("resolved",)] == incidents
+
+
+def assert_printed_groups(text: str) -> None:
+    head, first, second = text.split("\n\n")
+
+    assert head.startswith("run hangs (attempt 0) is stalled: alive, but no step for ")
+    assert head.endswith("last step 5; 2 of 2 ranks say where they stand")
+    assert first.startswith("rank 1: waits in no collective; the last was all_reduce ")
+    assert re.search(rf"> stand_still +{re.escape(str(SCRIPT))}:{line_of('# rank 1 is found here')}\n", first)
+    assert second.startswith("rank 0: waits in all_reduce seq ")
+    assert re.search(r"^ +all_reduce +.*distributed_c10d\.py:\d+$", second, re.MULTILINE)
+
+
+def test_without_any_token_the_ranks_tell_by_themselves_and_nobody_may_ask(
+    service: Any, hanging: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    """Here the service would wait for minutes; the watchdogs of the ranks speak up."""
+    with Receiver() as receiver:
+        service.urls = (receiver.notify_url,)
+        service.start()
+        training = hanging(service, RANKSCOPE_HANG_AFTER_SECONDS="1.5")
+        service.wait_for(lambda: receiver.alerts)
+        told = receiver.alerts[0]
+        refused = ask(service, "hangs", token=None)
+        (tmp_path / "go-on").touch()
+
+        assert 0 == training.wait(60), (tmp_path / "training.log").read_text()
+        service.wait_for(lambda: len(receiver.alerts) > 1)
+    assert 0 == service.stop(), service.log()
+
+    assert "[critical] hangs: RunStalled, rank 1, step 5" == told.title
+    assert_message_names_both_places(told.text)
+    assert 1 == refused.returncode
+    assert "set [service] token, and RANKSCOPE_TOKEN" in refused.stderr
+    log = (tmp_path / "training.log").read_text()
+    assert 1 == log.count("rank 1: no sign of training for"), log
+    assert 1 == log.count("rank 1: training goes on after"), log
