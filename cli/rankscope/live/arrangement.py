@@ -131,10 +131,7 @@ def _ports(choices: Choices, settings: ServiceConfig, folder: Folder) -> tuple[d
     from rankscope_ingest.config import split_address
 
     host, port = split_address(settings.service.listen)
-    former = folder.notes().get("ports", {})
-    known = (
-        {name: value for name, value in former.items() if isinstance(value, int)} if isinstance(former, dict) else {}
-    )
+    known = port_choice.remembered(folder.notes().get("ports"))
     names = [name for name in ("prometheus", "alertmanager") if getattr(choices, f"with_{name}")]
     if _is_explicit(choices) and port:
         if not port_choice.is_free(port, host):

@@ -45,6 +45,13 @@ def choose(
     return chosen, notes
 
 
+def remembered(notes: object) -> dict[str, int]:
+    """Return the ports of the last time; what somebody else wrote there counts for nothing."""
+    if not isinstance(notes, dict):
+        return {}
+    return {str(name): port for name, port in notes.items() if type(port) is int and 0 < port < 65536}
+
+
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
     """Return whether nobody listens on `port`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -14,7 +14,7 @@ from rankscope.errors import CommandError
 from rankscope.live.addresses import receivers
 from rankscope.live.arrangement import Choices, arranged
 from rankscope.live.folder import Folder
-from rankscope.live.ports import Ports, any_free, choose, is_free
+from rankscope.live.ports import Ports, any_free, choose, is_free, remembered
 from rankscope.live.programs import Program, required
 from rankscope.live.restarts import MOST_RESTARTS, WITHIN_SECONDS, Restarts
 from rankscope.live.stack import Piece, ServiceWish, Wish, files, pieces, told_within_seconds
@@ -94,6 +94,13 @@ def test_free_ports_are_those_of_the_last_time_where_they_still_can_be():
 def test_the_stand_in_of_the_last_time_is_taken_again():
     """Trainings that run already look for the service there."""
     assert 41 == chosen(Ports.FIXED, {"service": 41}, taken=(9470,))[0]["service"]
+
+
+def test_ports_of_the_last_time_that_somebody_broke_are_as_none():
+    assert {"service": 41} == remembered(
+        {"service": 41, "prometheus": 99999, "alertmanager": "9093", "x": True, "y": -1}
+    )
+    assert {} == remembered([41])
 
 
 def test_a_port_somebody_listens_on_is_not_free():
