@@ -30,6 +30,7 @@ MAX_LINE_BYTES: Final = 1 << 24
 
 _SUFFIXES: Final = {".jsonl", ".ndjson", ".json"}
 _TELLING: Final = {"loss", "learning_rate", "grad_norm", "epoch", "eval_loss", "samples_per_second", "step_seconds"}
+_MOST: Final = 0.5
 _WHOLE_DOCUMENT: Final = b'"log_history"'
 
 
@@ -64,9 +65,9 @@ class JsonLines:
         lines = [understood(line) for line in sample_lines(path, head) if line.strip()]
         objects = [line for line in lines if line.document is not None]
         telling = sum(_is_record(line.document) for line in objects if line.document)
-        if not objects:
+        share = len(objects) / max(1, len(lines))
+        if not objects or (not telling and share < _MOST):  # braces stand in programs and in prose, too
             return NOT_MINE
-        share = len(objects) / len(lines)
         because = (
             f"{len(objects)} of {len(lines)} lines looked at are {objects[0].kind}, {telling} of them of a training"
         )

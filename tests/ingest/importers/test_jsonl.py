@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankscope_ingest.errors import IngestError
-from rankscope_ingest.importers import Faults, ImportedBlock
+from rankscope_ingest.importers import Faults, ImportedBlock, find_importer
 from rankscope_ingest.importers.jsonl import JsonLines
 from rankscope_ingest.importers.printed import printed_dict
 
@@ -302,6 +302,14 @@ def test_line_of_many_megabytes_is_skipped_and_counted(desk, end):
 
     assert [(1, "loss", 1.0), (3, "loss", 3.0)] == scalars(desk)
     assert [2] == [fault.line for fault in report.faults]
+
+
+def test_program_with_braces_is_no_log(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text("import json\n\ndef nothing():\n    return {}\n\nprint(f'{nothing()}', {'a': 1})\n")
+
+    with pytest.raises(IngestError, match="no known format"):
+        find_importer(path)
 
 
 def test_what_is_no_text_is_refused(desk):
