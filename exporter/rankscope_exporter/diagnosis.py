@@ -64,6 +64,7 @@ class Diagnosis:
         self._lock = threading.Lock()
         self._latest: Taken | None = None
         self._taken_at = float("-inf")
+        self._asking: threading.Thread | None = None
 
     def take(self, reason: str, *, severity: Severity = Severity.INFO, first: Event | None = None) -> Taken:
         """Take, publish and return both; what was taken a moment ago is returned again.
@@ -96,14 +97,16 @@ class Diagnosis:
             self._record(event)
 
     def _flight(self, reason: str) -> FlightRecord | None:
+        if self._asking is not None and self._asking.is_alive():
+            return None  # the device has not answered the last time, and one thread is enough to wait for it
         found: list[FlightRecord | None] = []
-        asking = threading.Thread(
+        self._asking = threading.Thread(
             target=lambda: found.append(self._guard.call("the flight record", take_flight_record, reason)),
             name="rankscope-flight-record",
             daemon=True,
         )
-        asking.start()
-        asking.join(FLIGHT_SECONDS)
+        self._asking.start()
+        self._asking.join(FLIGHT_SECONDS)
         return found[0] if found else None
 
     def _stacks_event(self, stacks: StackDump, severity: Severity) -> Event:

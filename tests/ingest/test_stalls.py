@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 
+from rankscope_contract.channel import Registration
 from rankscope_contract.events import RunState
 from rankscope_contract.stacks import Collective, FlightRecord, Frame, StackDump, ThreadStack
 from rankscope_ingest.errors import RegistrationError
 from rankscope_ingest.lives import Attempt, Rank
 from rankscope_ingest.messages import goes_on, message
+from rankscope_ingest.runs import RunBook, Timing
 from rankscope_ingest.stack_requests import parse_stacks_request
 from rankscope_ingest.stalls import QUIET_SECONDS, WAIT_SECONDS, StallBook
 from rankscope_ingest.tables import rows_table
-from rankscope_ingest.vitals import Vitals
+from rankscope_ingest.vitals import Patience, Vitals
 
 KEY = ("r", 0)
 
@@ -204,3 +206,26 @@ def test_a_request_without_sense_is_told_the_form(body):
 def test_a_request_names_a_run_and_may_name_ranks():
     assert ("r", None) == parse_stacks_request(b'{"run": "r"}')
     assert ("r", [0, 3]) == parse_stacks_request(b'{"run": "r", "ranks": [0, 3]}')
+
+
+def test_what_a_rank_says_under_its_last_step_is_no_progress():
+    """Stacks and hangs carry the step that was finished last; else each would end the standstill it tells of."""
+    book = RunBook(
+        Timing(
+            patience=Patience(refused_after_seconds=1e9, failed_after_seconds=1e9),
+            stalled_after_seconds=10,
+            stalled_in_phase_after_seconds=60,
+        )
+    )
+    who = Registration(
+        run="r", rank=0, world_size=1, local_rank=0, host="h", pid=1, incarnation="i", launch_id="l", url="http://h:1"
+    )
+    book.registered(who, 0, Vitals(last_sign=0), wall=0)
+    book.stepped(KEY, 0, 41, now=1)
+    book.stepped(KEY, 0, 41, now=9)
+    book.tick(11, wall=0)
+
+    assert RunState.STALLED is book.get(KEY).state
+    book.stepped(KEY, 0, 40, now=12)  # a step may rewind
+    book.tick(13, wall=0)
+    assert RunState.RUNNING is book.get(KEY).state
