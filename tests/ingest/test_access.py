@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import time
 
 import aiohttp
 import pytest
@@ -237,14 +236,12 @@ async def test_clients_that_stall_in_the_handshake_hold_up_nobody(start_service,
         stalled = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
         for _, writer in stalled[25:]:
             writer.write(b"\x16\x03\x01\x02\x00\x01")
-        begun = time.monotonic()
         status, _ = await secured(service, client_context(certificates.ca, None, None))()
-        took = time.monotonic() - begun
+        dropped = [reader for reader, _ in stalled if reader.at_eof()]
         for _, writer in stalled:
             writer.close()
 
-    assert 200 == status
-    assert took < 5.0
+    assert (200, []) == (status, dropped)
 
 
 async def test_a_new_certificate_is_shown_without_a_restart(

@@ -123,6 +123,17 @@ def test_the_page_of_a_node_holds_what_the_pages_of_its_ranks_hold(node, new_ran
         assert wanted == together
 
 
+def test_the_page_passes_promtool(node, new_rank, record, require_server):
+    program = require_server("promtool", "prometheus")
+    ranks = [new_rank(rank=number, node_page=True) for number in range(2)]
+    for rank in ranks:
+        rank.channel.publish(record(7, [ENTRY], [{"norm": 1.0, "nans": 3}]))
+    page = ranks[0].get("/node/metrics").body
+    checked = subprocess.run([program, "check", "metrics"], input=page, capture_output=True, check=False)
+
+    assert (0, b"") == (checked.returncode, checked.stderr)
+
+
 def test_the_page_is_packed_where_the_reader_takes_it(node, new_rank):
     import gzip
 
