@@ -200,6 +200,26 @@ async def test_a_dead_process_keeps_the_attempt_of_its_launch(start_service, fak
     assert [("inc-r-0", 0, 5), ("second", 1, 3)] == [tuple(row.values()) for row in rows]
 
 
+async def test_a_rank_that_does_not_register_keeps_the_name_it_has_in_the_configuration(
+    start_service, fake_rank, eventually, root
+):
+    async with fake_rank() as rank:
+        rank.publish_steps(2)
+        static = {"url": rank.registration.url, "run": "named-here", "rank": 3, "world_size": 4}
+        async with start_service(**settings(root), targets=[static]) as service:
+            await eventually(lambda: _cursors(service, [1]))
+            await rank.die()
+            leave_behind(root, rank.registration.incarnation, 5, EXIT)
+            await eventually(lambda: not any(root.iterdir()))
+    rows = service.rows("SELECT run, rank, seq FROM scalars ORDER BY seq")
+
+    assert [("named-here", 3, seq) for seq in range(5)] == [tuple(row.values()) for row in rows]
+
+
+async def _cursors(service: Any, wanted: list[int]) -> bool:
+    return [target["cursor"] for target in await service.targets()] == wanted
+
+
 async def test_a_living_rank_with_the_same_identity_is_not_disturbed(start_service, fake_rank, eventually, root):
     """An elastic restart without a process group: same run, launch and rank, while the old spool is drained."""
     async with start_service(**settings(root)) as service, fake_rank(incarnation="new") as rank:

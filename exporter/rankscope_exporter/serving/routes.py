@@ -180,7 +180,10 @@ class Routes:
         if poll.incarnation not in (None, self._host.incarnation):
             orphan = self._host.keeper.orphan(str(poll.incarnation))
             if orphan is not None:
-                return self._inherited(orphan, poll, request)
+                try:
+                    return self._inherited(orphan, poll, request)
+                except OSError as error:
+                    return Answer.text(HTTPStatus.INTERNAL_SERVER_ERROR, f"{orphan.folder}: {error.strerror or error}")
             return self._say(HTTPStatus.CONFLICT, f"this process is {self._host.incarnation}")
         try:
             if poll.committed is not None and _holds_lease(request, self._host.lease):

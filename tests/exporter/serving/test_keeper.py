@@ -12,7 +12,7 @@ import pytest
 
 from rankscope_contract.channel import Registration
 from rankscope_contract.records import PlanEntry
-from rankscope_contract.spool import Orphan
+from rankscope_contract.spool import Orphan, SpoolReader
 from rankscope_exporter.errors import ConfigError
 from rankscope_exporter.serving import spool as spool_module
 from rankscope_exporter.serving import spool_orphans
@@ -304,6 +304,23 @@ def test_a_spool_of_another_user_is_named_and_left_alone(
     assert rank.channel.keeper.orphan("theirs") is None
     assert "Permission denied" in caplog.text
     assert [] == rank.faults
+
+
+def test_a_disk_that_fails_while_a_spool_is_served_is_said_to_the_reader(
+    new_rank, service, until, record, tmp_path, monkeypatch
+):
+    leave_behind(tmp_path, "dead", [record(0)])
+    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
+    until(lambda: rank.channel.keeper.orphan("dead") is not None)
+
+    def fail(_self: Any, _cursor: int, _max_bytes: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(SpoolReader, "after", fail)
+    got = rank.get("/records?incarnation=dead&after=-1")
+
+    assert 500 == got.status
+    assert "Input/output error" in got.text
 
 
 def test_settings_are_checked():
