@@ -534,6 +534,8 @@ def test_arguments_and_end_become_the_run(companions):
         ("Traceback (most recent call last):", "exception", "failed"),
         ("Main process received SIGTERM, exiting", "signal", "stopped"),
         ("Killing subprocess 50083", "signal", "stopped"),
+        ("srun: error: node1: task 0: Killed", "signal", "stopped"),
+        ("Killed", "signal", "stopped"),
         ("slurmstepd: error: *** STEP 1.0 ON n1 CANCELLED AT 2021-05-23T08:27:11 ***", "cancelled", "stopped"),
         ("slurmstepd: error: *** JOB 1 ON n1 CANCELLED AT … DUE TO TIME LIMIT ***", "cancelled", "stopped"),
     ],
@@ -545,6 +547,15 @@ def test_lines_of_errors_become_events_by_class(tmp_path, line, kind, state):
     assert [("error", kind, 1)] == [(one["type"], one["op"], one["step"]) for one in events]
     assert state == run.state
     assert run.reason.startswith(kind)
+
+
+@pytest.mark.parametrize("label", ["[rank3]:", "[rank3]: ", "[default3]:", "node-1: [rank3]: "])
+def test_error_is_of_the_rank_that_printed_it(tmp_path, label):
+    """Torch sets no blank between its label and what it says."""
+    said = "[E501 10:00:00.12 ProcessGroupNCCL.cpp:616] Watchdog caught collective operation timeout"
+    _, events, *_ = read(tmp_path, f"{row(1)}\n{label}{said}\n")
+
+    assert [(3, "nccl", said)] == [(one["rank"], one["op"], one["message"]) for one in events]
 
 
 def test_an_error_that_training_survived_is_no_end(tmp_path):

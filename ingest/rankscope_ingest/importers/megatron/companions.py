@@ -58,7 +58,8 @@ _WORLD: Final = re.compile(r"world size: (?P<size>\d{1,9})")
 _ARGUMENT: Final = re.compile(r"^(?P<name>[A-Za-z]\w{0,80}) \.{3,} (?P<value>.*)$")
 _EXITING: Final = re.compile(r"exiting program (?:at|after) ?(?:iteration +(?P<step>\d{1,18}))?")
 _LABELS: Final = re.compile(
-    r"^(?:(?:\[[^\[\]|]{1,120}\]:|[\w.-]{1,80}:(?=[ \t]+(?:\(|time|\[|val|sav|succ|load))|\d{1,9}:)[ \t]+)+"
+    r"^(?:\[[^\[\]|]{1,120}\]:[ \t]*"  # torch itself sets no blank: `[rank3]:[E501 …`
+    r"|(?:[\w.-]{1,80}:(?=[ \t]+(?:\(|time|\[|val|sav|succ|load))|\d{1,9}:)[ \t]+)+"
 )
 _SECRET: Final = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
 

@@ -14,7 +14,8 @@ _ERRORS: Final[tuple[tuple[str, re.Pattern[str]], ...]] = (
                         r"|ncclSystemError|ncclRemoteError|ncclInternalError")),
     ("cudnn", re.compile(r"cuDNN error|CUDNN_STATUS_(?!SUCCESS)")),
     ("cuda", re.compile(r"CUDA error|CUBLAS_STATUS_(?!SUCCESS)|device-side assert|Xid \(")),
-    ("signal", re.compile(r"SIGTERM|SIGINT|SIGKILL|SIGABRT|SIGSEGV|Killing subprocess|[Kk]illed by signal|got signal")),
+    ("signal", re.compile(r"SIGTERM|SIGINT|SIGKILL|SIGABRT|SIGSEGV|Killing subprocess|[Kk]illed by signal|got signal"
+                          r"|task \d+: Killed|^Killed$")),
     ("segmentation_fault", re.compile(r"[Ss]egmentation fault|core dumped")),
     ("no_space", re.compile(r"No space left on device")),
     ("permission", re.compile(r"PermissionError|Permission denied")),
