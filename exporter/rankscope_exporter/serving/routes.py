@@ -38,8 +38,8 @@ from rankscope_contract.channel import (
     STATE_HEADER,
     STATE_RUNNING,
 )
-from rankscope_contract.spool import Orphan, Stretch
 from rankscope_exporter.serving.codec import encode
+from rankscope_exporter.serving.disk_answers import orphan_answer, stretch_answer
 from rankscope_exporter.serving.http_server import Answer, Request
 from rankscope_exporter.serving.keeper import Keeper
 from rankscope_exporter.serving.readers import Readers
@@ -180,17 +180,18 @@ class Routes:
         if poll.incarnation not in (None, self._host.incarnation):
             orphan = self._host.keeper.orphan(str(poll.incarnation))
             if orphan is not None:
-                try:
-                    return self._inherited(orphan, poll, request)
-                except OSError as error:
-                    return Answer.text(HTTPStatus.INTERNAL_SERVER_ERROR, f"{orphan.folder}: {error.strerror or error}")
+                committed = poll.committed if _holds_lease(request, orphan.lease) else None
+                answer = orphan_answer(orphan, self._standing(), poll.after, committed, poll.max_bytes)
+                if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
+                    self._host.keeper.finished(orphan)
+                return answer
             return self._say(HTTPStatus.CONFLICT, f"this process is {self._host.incarnation}")
         try:
             if poll.committed is not None and _holds_lease(request, self._host.lease):
                 self._host.commit(poll.committed)
             stretch = self._host.keeper.after(poll.after, poll.max_bytes, self._host.ring.first)
             if stretch is not None:
-                return _answer(stretch, self._standing(), poll.after)
+                return stretch_answer(stretch, self._standing(), poll.after)
             window = self._host.ring.after(poll.after, poll.max_bytes)
         except CursorError as error:
             return self._say(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, str(error))
@@ -209,24 +210,6 @@ class Routes:
         if window.lost is not None:
             headers[LOST_HEADER] = f"{window.lost[0]}-{window.lost[1]}"
         return Answer(HTTPStatus.OK, (encoded.body,), ARROW_STREAM, headers)
-
-    def _inherited(self, orphan: Orphan, poll: _Poll, request: Request) -> Answer:
-        """Answer for a dead process from its spool, as that would have answered while it drained."""
-        if poll.committed is not None and _holds_lease(request, orphan.lease):
-            orphan.commit(poll.committed)
-        stretch = orphan.after(poll.after, poll.max_bytes)
-        standing = self._standing() | {
-            INCARNATION_HEADER: orphan.incarnation,
-            HEAD_HEADER: str(orphan.head),
-            RING_FILL_HEADER: "1.000",
-            STATE_HEADER: STATE_DRAINING,
-        }
-        if stretch is not None:
-            return _answer(stretch, standing, poll.after)
-        if not orphan.is_done:
-            return Answer(HTTPStatus.NO_CONTENT, headers=standing)
-        self._host.keeper.finished(orphan)
-        return Answer(HTTPStatus.SERVICE_UNAVAILABLE, (b"drained: everything is committed\n",), headers=standing)
 
     def _standing(self) -> dict[str, str]:
         ring = self._host.ring
@@ -277,19 +260,6 @@ def _page(request: Request, pieces: Sequence[Any]) -> Answer:
     deflate = zlib.compressobj(1, zlib.DEFLATED, 31)
     packed = [*(deflate.compress(piece) for piece in pieces), deflate.flush()]
     return Answer(HTTPStatus.OK, packed, PAGE_TYPE, {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"})
-
-
-def _answer(stretch: Stretch, standing: Mapping[str, str], after: int) -> Answer:
-    """Return records from a disk; what is missing before them is missing for good."""
-    headers = {
-        **standing,
-        FIRST_HEADER: str(stretch.first),
-        LAST_HEADER: str(stretch.last),
-        ROWS_HEADER: str(stretch.rows),
-    }
-    if stretch.first > after + 1:
-        headers[LOST_HEADER] = f"{after + 1}-{stretch.first - 1}"
-    return Answer(HTTPStatus.OK, (stretch.data,), ARROW_STREAM, headers)
 
 
 def _holds_lease(request: Request, lease: str | None) -> bool:
