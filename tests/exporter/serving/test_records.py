@@ -256,7 +256,7 @@ def test_health_and_configuration(new_rank, record):
     health = json.loads(rank.get("/healthz").body)
     config = json.loads(rank.get("/config").body)
 
-    assert {"status": "ok", "state": "running", "incarnation": "feedc0de", "head": 1} == health
+    assert {"status": "ok", "state": "running", "incarnation": "feedc0de", "head": 1, "readers": []} == health
     assert ("NaN", ["AnomalyNan"]) == (config["odd"], config["rules"])
 
 
