@@ -10,6 +10,7 @@ from typing import Final
 import torch
 
 from rankscope_exporter.drafts import Draft
+from rankscope_exporter.frameworks.base import Holder
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.plan_book import PlanBook
 from rankscope_exporter.quantities.base import Hooking, Quantity
@@ -68,6 +69,10 @@ class Collection:
             name = member.quantity.name
             self._guard.call(f"hooks of {name}", member.quantity.install, hooking, _Gate(member))
 
+    def kinds(self) -> set[str]:
+        """Return the kinds of everything that is measured, or will be."""
+        return {kind for member in self._members for kind in member.quantity.kinds()}
+
     def quantity(self, name: str) -> Quantity | None:
         """Return the quantity of that name, if it is measured here."""
         return next((member.quantity for member in self._members if member.quantity.name == name), None)
@@ -94,12 +99,12 @@ class Collection:
                     where = f"{member.quantity.name} ({moment})"
                     self._guard.call(where, getattr(member.quantity, moment), member.window)
 
-    def gradient_ready(self, index: int) -> None:
+    def gradient_ready(self, index: int, holder: Holder) -> None:
         """Tell the quantities that read gradients one by one."""
         for member in self._per_gradient:
             own = member.own_index(index)
             if member.due and own is not None:
-                member.quantity.gradient_ready(own, member.window)
+                member.quantity.gradient_ready(own, holder, member.window)
 
     def end(self, draft: Draft) -> None:
         """Put what was measured into `draft`."""

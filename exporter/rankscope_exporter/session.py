@@ -91,7 +91,7 @@ class Session:
             guard=guard,
             on_firing=self.console.firing,
         )
-        self.channel.announce(sorted({entry.kind for entry in self._book.entries}))
+        self.channel.announce(sorted(self._collection.kinds()))
         self.diagnosis = Diagnosis(self.identity.rank, self.channel.publish, lambda: self.channel.standing()[0], guard)
         self.watchdog = Watchdog(
             HangLimits(training=config.hang_after_seconds, in_phase=config.hang_in_phase_after_seconds),

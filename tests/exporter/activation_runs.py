@@ -128,7 +128,7 @@ def read(monitor: Monitor, last_step: int) -> tuple[dict[int, dict[Key, dict[str
     return rows, said, placements
 
 
-def same(expected: Mapping[Key, torch.Tensor], rows: Mapping[Key, Mapping[str, Any]]) -> None:
+def same(expected: Mapping[Key, torch.Tensor], rows: Mapping[Key, Mapping[str, Any]], rtol: float = 1e-5) -> None:
     """Assert that there is a row for each tensor and none beside them, each with the tensor's statistics."""
     assert set(expected) == set(rows)
     for key, tensor in expected.items():
@@ -141,7 +141,7 @@ def same(expected: Mapping[Key, torch.Tensor], rows: Mapping[Key, Mapping[str, A
         }
         for op, value in wanted.items():
             scale = float(wide.abs().max())
-            assert abs(value - rows[key][op]) <= 1e-5 * max(abs(value), scale), (key, op, value, rows[key][op])
+            assert abs(value - rows[key][op]) <= rtol * max(abs(value), scale), (key, op, value, rows[key][op])
         assert (0, 0, int((tensor == 0).sum()), tensor.numel()) == tuple(
             rows[key][op] for op in ("nans", "infs", "zeros", "numel")
         ), key

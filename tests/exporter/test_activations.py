@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import urllib.request
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -527,6 +528,19 @@ def test_detaching_in_the_middle_of_a_step_leaves_no_trace():
         assert {} == {**module._forward_hooks, **module._forward_pre_hooks}
         assert {} == {**module._forward_hooks_with_kwargs, **module._forward_pre_hooks_with_kwargs}
     assert 0 == monitor.faults
+
+
+def test_counters_of_alerts_exist_before_anything_has_run():
+    net = stack(nn.Linear(6, 6))
+    settings = {"quantities": ("activations",), "options": {"activations": {"forward_only": True}}}
+    with Monitor(MonitorConfig(**settings, console=False, exit_wait_seconds=0)).attach(net) as monitor:
+        page = urllib.request.urlopen(f"{monitor.address}/metrics", timeout=10).read().decode()
+
+    counters = {line for line in page.splitlines() if line.startswith("rankscope_anomaly_events_total")}
+    assert {True} == {line.endswith(" 0.0") for line in counters}
+    for kind in ("act_in", "act_out"):
+        assert any(f'kind="{kind}"' in line for line in counters)
+    assert not any("act_grad" in line for line in counters)
 
 
 def test_a_copy_of_the_model_is_not_measured():

@@ -72,6 +72,10 @@ class Activations(Quantity):
         self._hooking: Hooking
         self._gate: Gate
 
+    def kinds(self) -> set[str]:
+        """Return the kinds of what is measured."""
+        return {kind for kind, name in _OBJECT.items() if name in self.options.objects}
+
     def install(self, hooking: Hooking, gate: Gate) -> None:
         """Register on every module that is measured."""
         self._hooking, self._gate = hooking, gate

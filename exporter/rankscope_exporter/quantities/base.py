@@ -11,6 +11,8 @@ import torch
 from rankscope_contract.records import PlanEntry
 from rankscope_exporter.deferred import Row
 from rankscope_exporter.frameworks import Framework
+from rankscope_exporter.frameworks.base import Holder, Removable
+from rankscope_exporter.frameworks.layout import Layout
 from rankscope_exporter.naming import NamedParameter, local_tensor
 from rankscope_exporter.targets import Targets
 
@@ -38,6 +40,15 @@ class Subject:
     def owners(self) -> Sequence[int]:
         """Return the position of each parameter among those of the whole subject."""
         return range(len(self.parameters)) if self.positions is None else self.positions
+
+    @property
+    def copies(self) -> int:
+        """Return how many ranks compute gradients of the same elements from different data."""
+        return self.framework.copies(self.world_size)
+
+    def local_layout(self, index: int) -> Layout:
+        """Return how this rank's own gradient of parameter `index` relates to those of the others."""
+        return self.framework.local_layout(self.parameters[index].parameter, self.world_size)
 
     def only(self, targets: Targets) -> Subject:
         """Return the subject with the parameters that `targets` selects by name or alias."""
@@ -97,14 +108,6 @@ class Gate(Protocol):
     @property
     def table(self) -> Table:
         """Where to write while the gate is open."""
-        ...
-
-
-class Removable(Protocol):
-    """What torch gives for a hook, or several of them together."""
-
-    def remove(self) -> None:
-        """Take the hook away."""
         ...
 
 
@@ -201,6 +204,10 @@ class Quantity:
         """Return the entries this quantity fills, in the order of its rows; more may be added later."""
         return []
 
+    def kinds(self) -> set[str]:
+        """Return the kinds of all entries, also of those to come: their counters exist from the start."""
+        return {entry.kind for entry in self.entries()}
+
     def owners(self) -> list[int]:
         """Return for each of `entries()` the parameter it belongs to: by default all parameters, kind after kind."""
         count = len(self.entries())
@@ -218,8 +225,8 @@ class Quantity:
     def step_begins(self, table: Table) -> None:
         """A sampled step begins; the table is empty."""
 
-    def gradient_ready(self, index: int, table: Table) -> None:
-        """Parameter `index` has just accumulated its gradient, inside the backward pass."""
+    def gradient_ready(self, index: int, holder: Holder, table: Table) -> None:
+        """Parameter `index` has just accumulated its gradient in `holder`, inside the backward pass."""
 
     def backward_ends(self, table: Table) -> None:
         """All gradients have accumulated; a framework that reduces them has not yet written them back."""
@@ -233,22 +240,30 @@ class Quantity:
     def after_update(self, table: Table) -> None:
         """An optimizer has stepped."""
 
-    def parameter_entries(self, kind: str, placement: str) -> list[PlanEntry]:
-        """Return one entry of `kind` for each parameter."""
-        return [
-            PlanEntry(
-                kind=kind,
-                tensor=named.name,
-                placement=placement,
-                dtype=str(named.parameter.dtype).removeprefix("torch."),
-                shape=tuple(local_tensor(named.parameter).shape),
-                module=named.module,
-                aliases=named.aliases,
-            )
-            for named in self.subject.parameters
-        ]
+    def parameter_entries(self, kind: str, *, local: bool = False) -> list[PlanEntry]:
+        """Return one entry of `kind` for each parameter; `local`: for this rank's own gradient."""
+        return [self.parameter_entry(kind, index, local=local) for index in range(len(self.subject.parameters))]
+
+    def parameter_entry(
+        self, kind: str, index: int, *, local: bool = False, micro_step: int | None = None
+    ) -> PlanEntry:
+        """Return the entry of `kind` for parameter `index`."""
+        named, framework = self.subject.parameters[index], self.subject.framework
+        layout = self.subject.local_layout(index) if local else framework.layout(named.parameter)
+        form = framework.local_form(named.parameter) if local else None
+        return PlanEntry(
+            kind=kind,
+            tensor=named.name,
+            micro_step=micro_step,
+            placement=layout.placement,
+            shard_group=layout.shard_group,
+            dtype=str(form.dtype if form else named.parameter.dtype).removeprefix("torch."),
+            shape=form.shape if form else tuple(local_tensor(named.parameter).shape),
+            module=named.module,
+            aliases=named.aliases,
+        )
 
     @property
     def placement(self) -> str:
-        """Return how a parameter lies on the ranks."""
+        """Return how what is not sharded lies on the ranks."""
         return "replica" if self.subject.framework.replicated else "full"
