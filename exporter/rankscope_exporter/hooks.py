@@ -12,8 +12,9 @@ import torch
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from rankscope_exporter.frameworks.base import Holder, Removable
 from rankscope_exporter.guard import Guard
-from rankscope_exporter.quantities.base import Gate, Removable, Subject
+from rankscope_exporter.quantities.base import Gate, Subject
 from rankscope_exporter.recorder import Recorder
 
 _NO_BACKWARD: Final = -1
@@ -52,6 +53,7 @@ class Hooks:
         """Register on the outermost module, every parameter that takes gradients, and every optimizer."""
         model = self._subject.framework.model
         self._handles.append(model.register_forward_pre_hook(_Uncopied(self._forward_begins)))
+        self._guard.call("hooks of the framework", self._subject.framework.install, self)
         self._recorder.install(self)
         self._hook_parameters()
         for optimizer in self._subject.optimizers:
@@ -97,6 +99,22 @@ class Hooks:
 
         return _Uncopied(call)
 
+    def always(self, where: str, function: Callable[..., None]) -> Callable[..., None]:
+        """Return `function` as a hook that is called at every step, measured or not."""
+
+        def call(*args: Any) -> None:
+            if torch.compiler.is_dynamo_compiling():
+                return
+            if self.active and not torch.compiler.is_compiling():
+                self._guard.call(where, function, *args)
+
+        return _Uncopied(call)
+
+    def reduced(self) -> None:
+        """Note that a framework has reduced gradients outside of a backward pass."""
+        if self.active:
+            self._timed("reading reduced gradients", self._recorder.backward_ended)
+
     def look_again(self) -> None:
         """Notice parameters that were thawed or replaced since; called when a step begins.
 
@@ -104,7 +122,8 @@ class Hooks:
         """
         self._hook_parameters()
         retired = self._subject.retired
-        gone = [i for i, named in enumerate(self._subject.parameters) if i not in retired and not named.is_in_place()]
+        in_place = self._subject.framework.is_in_place
+        gone = [i for i, named in enumerate(self._subject.parameters) if i not in retired and not in_place(named)]
         if gone:
             retired.update(gone)
             names = ", ".join(self._subject.parameters[i].name for i in gone[:3])
@@ -117,9 +136,8 @@ class Hooks:
         for index, named in enumerate(self._subject.parameters):
             if named.parameter.requires_grad and index not in self._hooked:
                 self._hooked.add(index)
-                register = named.parameter.register_post_accumulate_grad_hook
                 hook = functools.partial(self._gradient_ready, index)
-                self._handles.append(register(hook))  # type: ignore[no-untyped-call]  # untyped in torch
+                self._handles.append(self._subject.framework.on_accumulated(named.parameter, hook))
 
     def _forward_begins(self, module: torch.nn.Module, _inputs: Any) -> None:
         if torch.compiler.is_compiling():  # while a graph is made nothing runs, and tracing us would break it
@@ -133,7 +151,7 @@ class Hooks:
     def _forward_ended(self, *_: Any) -> None:
         self.in_forward = False
 
-    def _gradient_ready(self, index: int, _parameter: torch.Tensor) -> None:
+    def _gradient_ready(self, index: int, holder: Holder) -> None:
         if not self.active:
             return
         # A number for each backward pass, nested ones included; no public name for it exists.
@@ -143,9 +161,9 @@ class Hooks:
             self.beat()
             self._timed("a backward hook", self._backward_begins)
         if self._in_hook_reads:
-            self._timed("a gradient hook", self._recorder.gradient_ready, index)
+            self._timed("a gradient hook", self._recorder.gradient_ready, index, holder)
         else:
-            self._guard.call("a gradient hook", self._recorder.gradient_ready, index)
+            self._guard.call("a gradient hook", self._recorder.gradient_ready, index, holder)
 
     def _backward_begins(self) -> None:
         self._recorder.backward_begins()

@@ -25,9 +25,9 @@ class NamedParameter:
     """The `_parameters` of the module that owns it, where it stands under `key`."""
     key: str = ""
 
-    def is_in_place(self) -> bool:
-        """Return whether the module still uses this very tensor."""
-        return not self.holder or self.holder.get(self.key) is self.parameter
+    def current(self) -> torch.Tensor | None:
+        """Return what the module uses under this name now."""
+        return self.holder.get(self.key) if self.holder else self.parameter
 
     @property
     def module(self) -> str:

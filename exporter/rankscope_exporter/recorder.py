@@ -16,6 +16,7 @@ import torch
 from rankscope_contract.events import Event
 from rankscope_exporter.collection import Collection
 from rankscope_exporter.drafts import Draft, amounts_of, now_microseconds, skipped_event, timing
+from rankscope_exporter.frameworks.base import Holder
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.logged import Pending, take
 from rankscope_exporter.quantities.base import Hooking, Subject
@@ -91,8 +92,8 @@ class Recorder:
         """Return whether the step under way is measured."""
         return self._draft is not None and self._draft.sampled
 
-    def gradient_ready(self, index: int) -> None:
-        """Parameter `index` has accumulated its gradient."""
+    def gradient_ready(self, index: int, holder: Holder) -> None:
+        """Parameter `index` has accumulated its gradient, which stands in `holder`."""
         self._witness = self._subject.parameters[index].parameter
         draft = self._draft
         if draft is None or not draft.sampled:
@@ -100,7 +101,7 @@ class Recorder:
         if draft.call_order[index] < 0:
             draft.call_order[index] = self._gradients_seen
             self._gradients_seen += 1
-        self._collection.gradient_ready(index)
+        self._collection.gradient_ready(index, holder)
 
     def backward_ends(self) -> None:
         """All gradients have accumulated; the framework has not yet written reduced ones back."""

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-
-from torch import nn
+from typing import Any
 
 from rankscope_exporter.frameworks.base import Framework
+from rankscope_exporter.frameworks.pipeline import Pipeline, is_stage
 
 __all__ = ["Framework", "framework_of"]
 
 
-def framework_of(model: nn.Module) -> Framework:
-    """Return the adapter for `model`: the one of highest priority that knows its wrapper."""
+def framework_of(model: Any) -> Framework:
+    """Return the adapter for `model`: the one of highest priority that knows its wrapper.
+
+    Of a stage of a pipeline it is the stage's, around the adapter for its module.
+    """
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     candidates = sorted(Framework.__subclasses__(), key=lambda cls: cls.priority, reverse=True)
-    return next(cls(model) for cls in candidates if cls.matches(model))
+    if is_stage(model):
+        return Pipeline(model, framework_of(model.submod))
+    inner = model._modules.get("_orig_mod") or model  # noqa: SLF001 - what torch.compile was given, by its name there
+    framework = next(cls(inner) for cls in candidates if cls.matches(inner))
+    framework.model = model
+    return framework

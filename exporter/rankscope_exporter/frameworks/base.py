@@ -2,13 +2,60 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
+import torch
 from torch import nn
+
+from rankscope_exporter.frameworks.layout import Layout, layout_of
+from rankscope_exporter.naming import NamedParameter
+
+
+class Removable(Protocol):
+    """What torch gives for a hook, or several of them together."""
+
+    def remove(self) -> None:
+        """Take the hook away."""
+        ...
+
+
+class Hooking(Protocol):
+    """What a framework needs to hook a model at all times, not only where something is measured."""
+
+    def keep(self, handle: Removable) -> None:
+        """Remove `handle` at detach()."""
+        ...
+
+    def always(self, where: str, function: Callable[..., None]) -> Callable[..., None]:
+        """Return `function` as a hook that never raises into training and is inert after detach, fork and copy."""
+        ...
+
+    def reduced(self) -> None:
+        """Say that gradients have just been reduced, outside of any backward pass."""
+        ...
+
+
+class Holder(Protocol):
+    """Where a gradient stands: a parameter, or what a framework puts in its place."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """This rank's own gradient over all micro-batches of the step so far."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Shape and type of a tensor on this rank."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Framework:
-    """One wrapped model: where its gradients stand at which moment.
+    """One wrapped model: where its gradients stand at which moment, and how its tensors lie on the ranks.
 
     The defaults describe a model that nothing wraps, trained by one process.
     """
@@ -18,6 +65,7 @@ class Framework:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        """What training calls: its forward is the forward of the whole model."""
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
@@ -29,10 +77,35 @@ class Framework:
         """Return the user's own module, without the wrapper."""
         return self.model
 
+    # How tensors lie on the ranks.
+
     @property
     def replicated(self) -> bool:
-        """Return whether every rank holds a full copy that training keeps equal."""
+        """Return whether every rank holds a full copy of what is not sharded, that training keeps equal."""
         return False
+
+    def copies(self, world_size: int) -> int:
+        """Return how many ranks compute gradients of the same elements from different data."""
+        return world_size
+
+    def layout(self, parameter: torch.Tensor) -> Layout:
+        """Return how a parameter, its reduced gradient and its optimizer state lie on the ranks."""
+        return layout_of(parameter, Layout("replica" if self.replicated else "full"))
+
+    def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
+        """Return how this rank's own gradient of `parameter` relates to those of the others."""
+        layout = self.layout(parameter)
+        return Layout("partial", layout.shard_group) if self.copies(world_size) > 1 else layout
+
+    def local_form(self, parameter: torch.Tensor) -> Form | None:  # noqa: ARG002 - for frameworks that gather it
+        """Return the form of this rank's own gradient where it is not that of the parameter here."""
+        return None
+
+    def is_in_place(self, named: NamedParameter) -> bool:
+        """Return whether the model still uses this very parameter."""
+        return named.current() is named.parameter
+
+    # When gradients are what.
 
     @property
     def local_until_backward_ends(self) -> bool:
@@ -47,6 +120,31 @@ class Framework:
         """Return whether a later micro-batch may go forward before an earlier one has gone backward."""
         return False
 
+    @property
+    def reduces(self) -> bool:
+        """Return whether the framework itself makes the reduced gradients, rather than the training loop."""
+        return False
+
+    @property
+    def finishes_after_backward(self) -> bool:
+        """Return whether gradients are reduced only after the last backward pass, and `Hooking.reduced` says when."""
+        return False
+
     def reduces_in_backward(self) -> bool:
         """Return whether the backward pass that is under way ends with `.grad` reduced over the ranks."""
         return False
+
+    # Where hooks belong.
+
+    def install(self, hooking: Hooking) -> None:
+        """Register hooks that the framework itself needs; called once."""
+
+    def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[Holder], None]) -> Removable:
+        """Have `hook` called whenever a backward pass has added all it has to this rank's own gradient."""
+        handle: Removable = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        return handle
+
+    def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Removable:
+        """Have `hook` called with what one backward pass is about to add to this rank's own gradient."""
+        handle: Removable = parameter.register_hook(hook)  # type: ignore[no-untyped-call]  # untyped in torch
+        return handle

@@ -49,6 +49,11 @@ class DistributedData(Framework):
         """Return whether gradients are separate from the buckets, and reduced by a callback that comes after ours."""
         return not (self._ddp.gradient_as_bucket_view or self._ddp.static_graph)
 
+    @property
+    def reduces(self) -> bool:
+        """Return True."""
+        return True
+
     def reduces_in_backward(self) -> bool:
         """Return False inside `no_sync()`, where gradients only accumulate."""
         if self._still_learning:

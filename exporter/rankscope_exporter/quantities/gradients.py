@@ -8,6 +8,8 @@ import torch
 
 from rankscope_contract.kinds import Kind
 from rankscope_contract.records import PlanEntry
+from rankscope_exporter.frameworks.base import Holder
+from rankscope_exporter.naming import local_tensor
 from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Subject, Table
 
 
@@ -29,7 +31,7 @@ class Gradients(Quantity):
         self._clipped = range(2 * count, 3 * count)
         self._batched = subject.framework.local_until_backward_ends
         # A loop that reduces by itself between backward and step is seen at the step only.
-        self._reduced_by_loop = subject.world_size > 1 and not subject.framework.replicated
+        self._reduced_by_loop = subject.copies > 1 and not subject.framework.reduces
         self._mixed = False
         self._left: list[tuple[int, int] | None] = []  # identity and version of each gradient as backward left it
         # A gradient scaler changes gradients without telling their version. Whether one does is learnt at the first
@@ -38,11 +40,10 @@ class Gradients(Quantity):
 
     def entries(self) -> list[PlanEntry]:
         """Return all `grad_unreduced`, then all `grad_reduced`, then all `grad_clipped`."""
-        local = "partial" if self.subject.world_size > 1 else self.placement
         return [
-            *self.parameter_entries(Kind.GRAD_UNREDUCED, local),
-            *self.parameter_entries(Kind.GRAD_REDUCED, self.placement),
-            *self.parameter_entries(Kind.GRAD_CLIPPED, self.placement),
+            *self.parameter_entries(Kind.GRAD_UNREDUCED, local=True),
+            *self.parameter_entries(Kind.GRAD_REDUCED),
+            *self.parameter_entries(Kind.GRAD_CLIPPED),
         ]
 
     def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
@@ -50,10 +51,10 @@ class Gradients(Quantity):
         self._mixed = False
         self._left = []
 
-    def gradient_ready(self, index: int, table: Table) -> None:
-        """Read one gradient before its bucket is reduced in place."""
+    def gradient_ready(self, index: int, holder: Holder, table: Table) -> None:
+        """Read one gradient before it is reduced in place, or sharded."""
         if not self._batched and not self._mixed:
-            table.measure([self._gradients()[index]], self._unreduced[index : index + 1])
+            table.measure([holder.grad], self._unreduced[index : index + 1])
 
     def backward_ends(self, table: Table) -> None:
         """Read all local gradients in one pass."""
@@ -68,7 +69,7 @@ class Gradients(Quantity):
         if self.subject.framework.reduces_in_backward():
             self._mixed = True
             table.measure(self._gradients(), self._reduced)
-        elif self.subject.world_size == 1:
+        elif self.subject.copies == 1 and not self.subject.framework.finishes_after_backward:
             table.copy(self._unreduced, self._reduced)
         else:
             return
@@ -110,4 +111,6 @@ def _same(gradient: torch.Tensor | None, left: tuple[int, int] | None) -> bool:
 
 def _sight(gradient: torch.Tensor | None) -> tuple[int, int] | None:
     """Return what differs once a gradient was replaced or changed in place."""
-    return None if gradient is None else (id(gradient), gradient._version)  # noqa: SLF001 - torch has no public name
+    if gradient is None:
+        return None
+    return id(gradient), local_tensor(gradient)._version  # noqa: SLF001 - torch has no public name

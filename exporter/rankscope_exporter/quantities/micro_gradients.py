@@ -8,8 +8,6 @@ from typing import ClassVar
 import torch
 
 from rankscope_contract.kinds import Kind
-from rankscope_contract.records import PlanEntry
-from rankscope_exporter.naming import local_tensor
 from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Subject, Table
 
 
@@ -47,8 +45,8 @@ class MicroGradients(Quantity):
             if parameter is not None and parameter.requires_grad and index not in self._hooked:
                 self._hooked.add(index)
                 read = functools.partial(self._read, index)
-                handle = parameter.register_hook(hooking.guarded("a micro-batch's gradient", read, gate))  # type: ignore[no-untyped-call]  # untyped in torch
-                hooking.keep(handle)
+                hook = hooking.guarded("a micro-batch's gradient", read, gate)
+                hooking.keep(self.subject.framework.on_gradient(parameter, hook))
 
     def _read(self, index: int, gradient: torch.Tensor) -> None:
         assert self._hooking is not None
@@ -58,20 +56,8 @@ class MicroGradients(Quantity):
         table = self._gate.table
         key = index, micro_step
         if key not in self._rows:
-            self._rows[key] = table.add([self._entry(index, micro_step)], [self.subject.owners()[index]])
+            entry = self.parameter_entry(Kind.GRAD_UNREDUCED, index, local=True, micro_step=micro_step)
+            self._rows[key] = table.add([entry], [self.subject.owners()[index]])
         rows = self._rows[key]
         if rows is not None:
             table.measure([gradient], rows)
-
-    def _entry(self, index: int, micro_step: int) -> PlanEntry:
-        named = self.subject.parameters[index]
-        return PlanEntry(
-            kind=Kind.GRAD_UNREDUCED,
-            tensor=named.name,
-            micro_step=micro_step,
-            placement="partial" if self.subject.world_size > 1 else self.placement,
-            dtype=str(named.parameter.dtype).removeprefix("torch."),
-            shape=tuple(local_tensor(named.parameter).shape),
-            module=named.module,
-            aliases=named.aliases,
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
 import torch
@@ -53,7 +53,7 @@ class OptimizerState(Quantity):
 
     def entries(self) -> list[PlanEntry]:
         """Return the entries of each kept kind in turn."""
-        return [entry for _, kind in self._kept for entry in self.parameter_entries(kind, self.placement)]
+        return [entry for _, kind in self._kept for entry in self.parameter_entries(kind)]
 
     def after_update(self, table: Table) -> None:
         """Read the state the step left."""
@@ -87,16 +87,11 @@ class OptimizerState(Quantity):
         )
 
     def _entry(self, key: str, index: int, value: torch.Tensor) -> PlanEntry:
-        named = self.subject.parameters[index]
-        return PlanEntry(
-            kind=KIND_OF_STATE.get(key, key),
-            tensor=named.name,
-            placement=self.placement,
-            dtype=str(value.dtype).removeprefix("torch."),
-            shape=tuple(local_tensor(value).shape),
-            module=named.module,
-            aliases=named.aliases,
-        )
+        entry = self.parameter_entry(KIND_OF_STATE.get(key, key), index)
+        shape = tuple(local_tensor(value).shape)
+        if shape != entry.shape:  # a number beside the parameter, the same for all its parts
+            entry = replace(entry, placement=self.placement, shard_group=None, shape=shape)
+        return replace(entry, dtype=str(value.dtype).removeprefix("torch."))
 
     def _state_of(self, parameter: torch.nn.Parameter | None) -> dict[str, Any]:
         if parameter is None:

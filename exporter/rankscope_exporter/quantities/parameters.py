@@ -25,8 +25,8 @@ class Parameters(Quantity):
     def entries(self) -> list[PlanEntry]:
         """Return all `param_before`, then all `param_after`."""
         return [
-            *self.parameter_entries(Kind.PARAM_BEFORE, self.placement),
-            *self.parameter_entries(Kind.PARAM_AFTER, self.placement),
+            *self.parameter_entries(Kind.PARAM_BEFORE),
+            *self.parameter_entries(Kind.PARAM_AFTER),
         ]
 
     def before_update(self, table: Table) -> None:

@@ -1,0 +1,166 @@
+"""FSDP2 (`fully_shard`): parameters are DTensors, gathered for a moment, and gradients reduce-scattered in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from rankscope_exporter.frameworks.base import Form, Framework, Holder, Hooking, Removable
+from rankscope_exporter.frameworks.loaded import loaded
+from rankscope_exporter.naming import NamedParameter, local_tensor
+
+# FSDP2 has no public way from a sharded parameter to the gathered one, whose gradient is this rank's own. Its state
+# has, and a test runs against the pinned torch. A hook on the sharded parameter would be public, but with offloaded
+# gradients it makes FSDP wait for the device.
+
+
+class FullyShard(Framework):
+    """The gathered parameter is one tensor for the whole training, made in the first forward pass.
+
+    Its gradient is this rank's own until the group of its module is reduced, still inside the backward pass. So it
+    must be read in its own hook. `.grad` of the sharded parameter is complete when FSDP's own callback has run.
+    """
+
+    name: ClassVar[str] = "fsdp2"
+    priority: ClassVar[int] = 20
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._sharded = model
+        self._waiting: list[tuple[int, _Late]] = []  # hooks of sharded parameters, by identity, to be registered
+
+    @classmethod
+    def matches(cls, model: nn.Module) -> bool:
+        """Return whether `fully_shard` was applied to `model` or to any part of it."""
+        return any(_is_sharded(module) for module in model.modules())
+
+    @property
+    def replicated(self) -> bool:
+        """Return True: what is too small to be sharded, or ignored, is the same everywhere."""
+        return True
+
+    @property
+    def local_until_backward_ends(self) -> bool:
+        """Return False: the gathered gradient is gone when backward ends."""
+        return False
+
+    @property
+    def reduces(self) -> bool:
+        """Return True."""
+        return True
+
+    def reduces_in_backward(self) -> bool:
+        """Return False where `set_requires_gradient_sync(False)` holds gradients back."""
+        return any(group.reduce_grads and group.all_reduce_grads for group in self._groups())
+
+    def local_form(self, parameter: torch.Tensor) -> Form | None:
+        """Return the form of the gathered gradient: whole, in the type of the forward pass."""
+        found = self._managed().get(id(parameter))
+        if found is None:
+            return None
+        policy = getattr(found[0], "mp_policy", None)
+        shape = getattr(found[1], "_orig_size", parameter.shape)
+        return Form(tuple(shape), getattr(policy, "param_dtype", None) or parameter.dtype)
+
+    def is_in_place(self, named: NamedParameter) -> bool:
+        """Return whether the module holds the parameter, or what FSDP has gathered it to for the moment."""
+        current = named.current()
+        if current is named.parameter:
+            return True
+        # A sharded parameter on the same mesh is another one; what was gathered lies on fewer dimensions, or on none.
+        mesh = getattr(named.parameter, "device_mesh", None)
+        return mesh is not None and current is not None and getattr(current, "device_mesh", None) != mesh
+
+    def install(self, hooking: Hooking) -> None:
+        """Look for gathered parameters whenever a forward pass has ended, until all are found."""
+        look = hooking.always("finding gathered parameters", self._look)
+        hooking.keep(self.model.register_forward_hook(look))
+
+    def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[Holder], None]) -> Removable:
+        """Hook the gathered parameter, whose gradient is this rank's own."""
+        if id(parameter) not in self._managed():
+            return super().on_accumulated(parameter, hook)
+
+        def register(gathered: nn.Parameter, source: Any) -> Removable:
+            holder = _Gathered(gathered, source)
+            handle: Removable = gathered.register_post_accumulate_grad_hook(lambda _gathered: hook(holder))  # type: ignore[no-untyped-call]
+            return handle
+
+        return self._later(parameter, register)
+
+    def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Removable:
+        """Hook the gathered parameter."""
+        if id(parameter) not in self._managed():
+            return super().on_gradient(parameter, hook)
+        base = super().on_gradient
+        return self._later(parameter, lambda gathered, _source: base(gathered, hook))
+
+    def _later(self, parameter: nn.Parameter, register: Callable[[nn.Parameter, Any], Removable]) -> _Late:
+        late = _Late(register)
+        self._waiting.append((id(parameter), late))
+        self._look()
+        return late
+
+    def _look(self, *_: Any) -> None:
+        if not self._waiting:
+            return
+        managed = self._managed()
+        left = []
+        for number, late in self._waiting:
+            _, source = managed.get(number, (None, None))
+            gathered = getattr(source, "_unsharded_param", None)
+            if gathered is None or not gathered.requires_grad:
+                left.append((number, late))
+            else:
+                late.register(gathered, source)
+        self._waiting = left
+
+    def _groups(self) -> Iterator[Any]:
+        for module in self._sharded.modules():
+            if _is_sharded(module):
+                state: Any = module._get_fsdp_state()  # type: ignore[operator]  # noqa: SLF001 - see the top of the module
+                yield from state._fsdp_param_groups  # noqa: SLF001 - see the top of the module
+
+    def _managed(self) -> dict[int, tuple[Any, Any]]:
+        """Return group and source of each sharded parameter, by identity."""
+        return {id(source.sharded_param): (group, source) for group in self._groups() for source in group.fsdp_params}
+
+
+class _Gathered:
+    """The gradient of a gathered parameter, with what FSDP keeps of earlier micro-batches in another type."""
+
+    def __init__(self, gathered: nn.Parameter, source: Any) -> None:
+        self._gathered = gathered
+        self._source = source
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        own = self._gathered.grad
+        earlier = self._source.unsharded_accumulated_grad
+        if own is None or earlier is None:
+            return own
+        return local_tensor(earlier) + local_tensor(own).to(earlier.dtype)
+
+
+class _Late:
+    """A hook that is registered once its tensor exists, unless it was removed before."""
+
+    def __init__(self, register: Callable[[nn.Parameter, Any], Removable]) -> None:
+        self._register: Callable[[nn.Parameter, Any], Removable] | None = register
+        self._handle: Removable | None = None
+
+    def register(self, tensor: nn.Parameter, source: Any) -> None:
+        if self._register is not None:
+            self._handle, self._register = self._register(tensor, source), None
+
+    def remove(self) -> None:
+        self._register = None
+        if self._handle is not None:
+            self._handle.remove()
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return isinstance(module, loaded("torch.distributed.fsdp", "FSDPModule"))
