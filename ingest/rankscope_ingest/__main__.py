@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 
 from rankscope_ingest.config_file import load_config
@@ -24,7 +25,7 @@ def main() -> int:
         return 2
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        asyncio.run(run(load_config(sys.argv[1]), on_ready=_say))
+        asyncio.run(run(load_config(sys.argv[1], environment=os.environ), on_ready=_say))
     except (IngestError, StoreError) as error:
         sys.stderr.write(f"{error}\n")
         return 1

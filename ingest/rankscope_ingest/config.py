@@ -125,8 +125,8 @@ class ServiceSection(_Section):
         is_guarded = self.token is not None or self.insecure or (web is not None and web.demands_identity)
         if not is_loopback(host) and not is_guarded:
             raise ValueError(
-                f'listen = "{self.listen}" can be reached from other machines: set token, '
-                "or insecure = true if that is what you want"
+                f'listen = "{self.listen}" can be reached from other machines: set token '
+                "(or RANKSCOPE_TOKEN in the environment), or insecure = true if that is what you want"
             )
         return self
 

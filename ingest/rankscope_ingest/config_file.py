@@ -6,7 +6,8 @@ import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from types import MappingProxyType
+from typing import Any, Final, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -14,12 +15,20 @@ from pydantic_core import ErrorDetails
 from rankscope_ingest.config import ServiceConfig
 from rankscope_ingest.errors import ConfigError
 
+TOKEN: Final = "RANKSCOPE_TOKEN"  # noqa: S105 - the name of a variable
+TOKEN_FILE: Final = "RANKSCOPE_TOKEN_FILE"  # noqa: S105 - the name of a variable
 
-def load_config(path: str | Path | None, overrides: Mapping[str, Any] | None = None) -> ServiceConfig:
+
+def load_config(
+    path: str | Path | None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> ServiceConfig:
     """Return the configuration in `path`, with `overrides` ("store.path": …) put over it.
 
-    Relative paths are relative to the file. Without a file the overrides must hold what has no default.
-    Raises ConfigError naming every fault at once.
+    Relative paths are relative to the file. Without a file the overrides must hold what has no default. Where the file
+    names no token, the one of `environment` is taken. Raises ConfigError naming every fault at once.
     """
     document = {} if path is None else _read(Path(path))
     base = Path.cwd() if path is None else Path(path).resolve().parent
@@ -28,6 +37,7 @@ def load_config(path: str | Path | None, overrides: Mapping[str, Any] | None = N
     _anchor_spools(document, base)
     for key, value in (overrides or {}).items():
         _put(document, key, value)
+    _take_token(document, environment)
     try:
         return ServiceConfig.model_validate(document)
     except ValidationError as error:
@@ -68,6 +78,26 @@ def _anchor_spools(document: dict[str, Any], base: Path) -> None:
         spool["folders"] = [
             str(base / Path(folder).expanduser()) if isinstance(folder, str) else folder for folder in spool["folders"]
         ]
+
+
+def _take_token(document: dict[str, Any], environment: Mapping[str, str]) -> None:
+    service = document.setdefault("service", {})
+    if isinstance(service, dict) and not {"token", "token_file"} & service.keys():
+        token = token_of(environment)
+        service.update({} if token is None else {"token": token})
+
+
+def token_of(environment: Mapping[str, str]) -> str | None:
+    """Return the token that the environment gives, as ranks read it: itself or in a file; an empty one is none."""
+    path, token = environment.get(TOKEN_FILE), environment.get(TOKEN)
+    if path and token:
+        raise ConfigError(f"{TOKEN} and {TOKEN_FILE} are both set: leave one of them out")
+    if not path:
+        return token or None
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{TOKEN_FILE} {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _put(document: dict[str, Any], key: str, value: Any) -> None:

@@ -114,7 +114,7 @@ def test_behind_locks_all_find_each_other(start_up, tmp_path, certificates, free
     assert 0 == doctor.returncode, doctor.stdout
     assert "takes the token" in doctor.stdout
     assert f"export RANKSCOPE_INGEST_URL=https://[::1]:{free_port}" in up.said()
-    assert 'export RANKSCOPE_TOKEN="$(cat ' in up.said()
+    assert "export RANKSCOPE_TOKEN_FILE=" in up.said()
     assert "open-sesame" not in up.said() + doctor.stdout
 
 

@@ -35,6 +35,33 @@ def test_overrides_win_over_the_file_and_need_none(tmp_path):
     assert ["/x", "/x"] == [load_config(None, {"store.path": given}).store.path for given in ("/x", Path("/x"))]
 
 
+def test_token_of_the_environment_is_taken_where_the_file_names_none(tmp_path):
+    (tmp_path / "token").write_text("of-a-file\n")
+    of_file = {"RANKSCOPE_TOKEN_FILE": str(tmp_path / "token")}
+    plain = write(tmp_path, "[store]\npath='x'\n[service]\nlisten='0.0.0.0:9470'")
+
+    assert "said" == load_config(plain, environment={"RANKSCOPE_TOKEN": "said"}).token
+    assert "of-a-file" == load_config(plain, environment=of_file).token
+    assert "of-a-file" == load_config(None, {"store.path": "x"}, environment=of_file).token
+    assert load_config(None, {"store.path": "x"}, environment={"RANKSCOPE_TOKEN": ""}).token is None
+    named = write(tmp_path, "[store]\npath='x'\n[service]\ntoken='own'")
+    assert "own" == load_config(named, environment=of_file).token
+
+
+@pytest.mark.parametrize(
+    ("environment", "complaint"),
+    [
+        ({"RANKSCOPE_TOKEN_FILE": "/no/such"}, "RANKSCOPE_TOKEN_FILE /no/such: No such file"),
+        ({"RANKSCOPE_TOKEN_FILE": "/no/such", "RANKSCOPE_TOKEN": "x"}, "both set: leave one of them out"),
+        ({"RANKSCOPE_TOKEN": "two words"}, "without spaces"),
+    ],
+)
+def test_token_of_the_environment_that_cannot_be_is_named(environment, complaint):
+    with pytest.raises(ConfigError, match=complaint) as refused:
+        load_config(None, {"store.path": "x"}, environment=environment)
+    assert "two words" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("text", "complaints"),
     [

@@ -33,7 +33,7 @@ def doctor(
     """Look at everything between the ranks and the people who are told; say what is wrong and what to type next.
 
     The exit code is 1 when something does not work. A service that asks for a token is asked with the one in the
-    configuration, or in $RANKSCOPE_TOKEN; it is never shown.
+    configuration, or in $RANKSCOPE_TOKEN or the file in $RANKSCOPE_TOKEN_FILE; it is never shown.
 
     [bold]Examples[/bold]
 

@@ -33,7 +33,8 @@ def serve(
 ) -> None:
     """Collect from every rank that registers, until Ctrl-C or SIGTERM; then store what is left and end.
 
-    Options win over the file. Without a file the store is $RANKSCOPE_STORE, or the folder `history`.
+    Options win over the file. Without a file the store is $RANKSCOPE_STORE, or the folder `history`; a file that names
+    no token leaves it to $RANKSCOPE_TOKEN or the file in $RANKSCOPE_TOKEN_FILE, as ranks do.
 
     [bold]Examples[/bold]
 
@@ -68,7 +69,8 @@ def load_settings(
         "notify.urls": tuple(notify) if notify else None,
     }
     try:
-        return load_config(config, {key: value for key, value in given.items() if value is not None})
+        overrides = {key: value for key, value in given.items() if value is not None}
+        return load_config(config, overrides, environment=os.environ)
     except ConfigError as error:
         raise CommandError(str(error), code=USAGE) from error
 

@@ -105,7 +105,13 @@ def _run(arrangement: Arrangement, *, quiet: bool) -> None:
     with arrangement.folder.held(), requests.caught(), view_for(console) as view:
         arrangement.prepare()
         say = _surviving(view.say)
-        supervision = Supervision(arrangement.pieces, say=say, requests=requests, trust=arrangement.trust)
+        supervision = Supervision(
+            arrangement.pieces,
+            say=say,
+            requests=requests,
+            environment=arrangement.environment,
+            trust=arrangement.trust,
+        )
         try:
             supervision.start()
             _tell(arrangement, supervision, view)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +54,7 @@ def found(settings: ServiceConfig, state: Path | None, *, given: Mapping[str, st
     return Whereabouts(
         **urls,
         store=settings.store.path,
-        token=settings.token or os.environ.get("RANKSCOPE_TOKEN") or None,
+        token=settings.token,
         trust=service_trust(settings),
     )
 

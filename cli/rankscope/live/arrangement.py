@@ -68,6 +68,11 @@ class Arrangement:
         """Return where the token stands for others to read; None without one."""
         return None if self.token is None else self.folder.config(TOKEN_FILE)
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return what the programs are told beside their commands: the token's file, wherever the token came from."""
+        return {} if self.token_file is None else {"RANKSCOPE_TOKEN_FILE": str(self.token_file)}
+
     def shown(self, text: str) -> str:
         """Return a generated file without its secrets."""
         ways = [way for receiver in self.wish.receivers for way in receiver.ways]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def overview(pieces: Iterable[Piece], states: Mapping[str, str], left_out: Mappi
 def exports(service_url: str, token_file: Path | None) -> list[str]:
     """Return the lines that go into the training job."""
     lines = [f"export RANKSCOPE_INGEST_URL={service_url}"]
-    return lines if token_file is None else [*lines, f'export RANKSCOPE_TOKEN="$(cat {token_file})"']
+    return lines if token_file is None else [*lines, f"export RANKSCOPE_TOKEN_FILE={shlex.quote(str(token_file))}"]
 
 
 def shown(path: Path) -> str:

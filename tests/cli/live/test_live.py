@@ -182,7 +182,7 @@ def test_overview_shows_what_runs_where_and_what_does_not():
 def test_training_gets_the_address_and_never_sees_the_token_on_the_screen():
     assert [
         "export RANKSCOPE_INGEST_URL=http://h:1",
-        'export RANKSCOPE_TOKEN="$(cat /state/config/token)"',
+        "export RANKSCOPE_TOKEN_FILE=/state/config/token",
     ] == exports("http://h:1", Path("/state/config/token"))
 
 
@@ -287,6 +287,16 @@ def test_configuration_is_shown_without_its_secrets_and_starts_nothing(service_t
     ):
         assert part in done.stdout
     assert ["service.toml"] == [found.name for found in path.parent.iterdir()]
+
+
+def test_token_of_the_environment_reaches_the_service_that_is_started(tmp_path, programs, monkeypatch):
+    """What the shell has set for trainings is kept from the programs, this alone is not."""
+    monkeypatch.setenv("RANKSCOPE_TOKEN", "open-sesame")
+    arrangement = arranged(Choices(store=tmp_path / "h", listen="0.0.0.0:0"))
+
+    assert {"RANKSCOPE_TOKEN_FILE": str(tmp_path / "rankscope-live/config/token")} == arrangement.environment
+    assert "open-sesame" == arrangement.files["token"]
+    assert not any("open-sesame" in word for piece in arrangement.pieces for word in piece.command)
 
 
 def test_slow_looks_have_longer_windows(tmp_path, programs):
