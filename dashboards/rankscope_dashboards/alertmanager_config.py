@@ -24,7 +24,12 @@ SAME_TENSOR: Final = ("run", "rank", "tensor")
 MOST_ALERTS: Final = 20
 """Alerts in one webhook message; Alertmanager counts the rest."""
 
-SUBJECT: Final = '[{{ .Status | toUpper }}] {{ .GroupLabels.rule }} in run "{{ .GroupLabels.run }}"'
+SUBJECT: Final = (
+    "[{{ .Status | toUpper }}] {{ .GroupLabels.rule }}"
+    '{{ with .GroupLabels.run }} in run "{{ . }}"{{ end }}{{ with .CommonLabels.rank }}, rank {{ . }}{{ end }}'
+)
+"""Of a mail. An alert on the service has no run, and one message may be about several ranks."""
+
 NOBODY: Final = "nobody"
 
 

@@ -41,7 +41,8 @@ def _run_stalled() -> Alert:
         expression=_in_state(RunState.STALLED),
         summary="run {{ $labels.run }} makes no steps",
         description="All ranks are alive, and none has made a step for longer than stalled_after_seconds: "
-        "a collective that waits for ever, or a loader that does.",
+        "a collective that waits for ever, or a loader that does. "
+        "`rankscope stacks {{ $labels.run }}` says which rank stands where.",
         severity=Severity.CRITICAL,
         runbook="RunStalled",
     )

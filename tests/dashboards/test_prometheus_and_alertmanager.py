@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 
 import pytest
@@ -10,7 +11,14 @@ import yaml
 from rankscope_contract.events import Severity
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
-from rankscope_dashboards.alertmanager_config import AlertmanagerSettings, Mail, Receiver, Webhook, alertmanager_config
+from rankscope_dashboards.alertmanager_config import (
+    SUBJECT,
+    AlertmanagerSettings,
+    Mail,
+    Receiver,
+    Webhook,
+    alertmanager_config,
+)
 from rankscope_dashboards.generate import PROVISIONING
 from rankscope_dashboards.prometheus_config import PrometheusSettings, Tls, duration, prometheus_config
 from rankscope_dashboards.yaml_text import as_yaml
@@ -62,6 +70,25 @@ def test_committed_alertmanager_configuration_is_valid(by_amtool):
 )
 def test_every_alertmanager_configuration_is_valid(by_amtool, settings):
     by_amtool(alertmanager_config(settings))
+
+
+@pytest.mark.parametrize(
+    ("group", "common", "subject"),
+    [
+        ({"rule": "AnomalyNan", "run": "a b"}, {"rank": "3"}, '[FIRING] AnomalyNan in run "a b", rank 3'),
+        ({"rule": "AnomalyNan", "run": "a b"}, {}, '[FIRING] AnomalyNan in run "a b"'),
+        ({"rule": "ServiceDown"}, {}, "[FIRING] ServiceDown"),
+    ],
+)
+def test_subject_of_a_mail_says_what_there_is_to_say(require_server, tmp_path, group, common, subject):
+    """An alert on the service has no run; one message may be about several ranks."""
+    data = tmp_path / "data.json"
+    data.write_text(json.dumps({"status": "firing", "groupLabels": group, "commonLabels": common}))
+    (tmp_path / "none.tmpl").write_text("")
+    command = [require_server("amtool", "prometheus-alertmanager"), "template", "render", f"--template.data={data}"]
+    command += [f"--template.glob={tmp_path}/*.tmpl", f"--template.text={SUBJECT}"]
+
+    assert subject == subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def test_who_is_told_of_what(by_amtool, require_server):

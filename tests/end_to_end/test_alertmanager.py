@@ -116,7 +116,7 @@ def test_alert_fires_resolves_and_fires_again_by_webhook_and_by_mail(running, ra
 
     assert seconds <= ALERTMANAGER_SECONDS + patience()
     for status, times in (("FIRING", 2), ("RESOLVED", 1)):
-        subject = f'[{status}] AnomalyNan in run "comes-again"'
+        subject = f'[{status}] AnomalyNan in run "comes-again", rank 0'
         running.wait_for(lambda s=subject, n=times: running.postbox.subjects().count(s) >= n)
 
 
