@@ -75,7 +75,7 @@ class Collector:
         self.metrics = metrics
         self._clock = clock
         self._wall = wall
-        self._failures = FailureBook(failures_told, wait_seconds=runs.longest_silence_seconds)
+        self._failures = FailureBook(failures_told, wait_seconds=runs.patience.failed_after_seconds)
         self.stalls = stalls or StallBook()
         self._judged_at: float | None = None
         self._urge = urge
@@ -199,6 +199,9 @@ class Collector:
         for _, rank in verdict.vanished:
             if target := self.registry.get(rank.incarnation):
                 self._abandon(target, now)
+        for target in self._without_a_judge():
+            if target.vitals.has_vanished(now, self.runs.patience):
+                self._abandon(target, now)
         for attempt in verdict.changed:
             log.info("run is %s", attempt.state, extra={"run": attempt.run, "reason": attempt.reason})
             self._write_state(attempt)
@@ -254,6 +257,15 @@ class Collector:
         if away > AWAY_SECONDS:
             log.warning("the service did not run for %.0f s: no rank's silence counts from that time", away)
             self.runs.excuse(away, now)
+            for target in self._without_a_judge():
+                target.vitals.excuse(away, now)
+
+    def _without_a_judge(self) -> Iterable[Target]:
+        """Return the targets whose silence says nothing of a run any more: the process had its last word, or a heir."""
+        for target in self.registry.targets:
+            rank = target.registration.rank
+            if target.health is not Health.GONE and not self.runs.is_live(_key(target), rank, target.incarnation):
+                yield target
 
     def _follow_run(self, target: Target, body: Decoded, now: float) -> None:
         key, rank = _key(target), target.registration.rank

@@ -14,7 +14,7 @@ from rankscope_contract.channel import Registration
 from rankscope_contract.events import RunState
 from rankscope_ingest.lives import ARRIVAL_SECONDS, ENDED, Attempt, AttemptKey, Rank
 from rankscope_ingest.rulings import Ruling, Timing, judge
-from rankscope_ingest.vitals import Vitals
+from rankscope_ingest.vitals import Patience, Vitals
 
 __all__ = ["ARRIVAL_SECONDS", "ENDED", "Attempt", "AttemptKey", "Rank", "RunBook", "Timing", "Verdict"]
 
@@ -37,9 +37,9 @@ class RunBook:
         self._newest: dict[str, int] = {}
 
     @property
-    def longest_silence_seconds(self) -> float:
-        """Return after how much silence a rank is taken for dead whatever the reason may be."""
-        return self._timing.patience.failed_after_seconds
+    def patience(self) -> Patience:
+        """Return after how much silence a rank is taken for dead."""
+        return self._timing.patience
 
     def attempts(self) -> Iterable[Attempt]:
         """Return every attempt that is looked at."""
@@ -56,6 +56,12 @@ class RunBook:
     def is_newest(self, attempt: Attempt) -> bool:
         """Return whether no later launch of the run is known."""
         return self._newest.get(attempt.run) == attempt.number
+
+    def is_live(self, key: AttemptKey, number: int, incarnation: str) -> bool:
+        """Return whether this process is at work as a rank: then `tick` finds out when it vanishes."""
+        attempt = self._attempts.get(key)
+        rank = None if attempt is None else attempt.ranks.get(number)
+        return rank is not None and rank.incarnation == incarnation and not rank.has_ended
 
     def restore(self, attempt: Attempt, now: float = 0.0) -> None:
         """Put back an attempt that had not ended when a former service stopped; its ranks must speak up again."""

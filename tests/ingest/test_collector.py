@@ -9,6 +9,7 @@ from rankscope_ingest.assembly import make_batcher
 from rankscope_ingest.attempts import AttemptBook
 from rankscope_ingest.collector import Collector
 from rankscope_ingest.config import ServiceConfig
+from rankscope_ingest.errors import FetchError
 from rankscope_ingest.incidents import IncidentBook
 from rankscope_ingest.registry import Registry
 from rankscope_ingest.runs import RunBook, Timing
@@ -33,6 +34,34 @@ def collector(wall, last_ordinal=0, clock=lambda: 0.0):
     )
 
 
+def process(incarnation, rank=0, world_size=1):
+    return Registration(
+        run="r",
+        rank=rank,
+        world_size=world_size,
+        local_rank=0,
+        host="h",
+        pid=1,
+        incarnation=incarnation,
+        launch_id="l",
+        url="http://127.0.0.1:1",
+    )
+
+
+def refuse_from(start, book, now, incarnation):
+    """Let nobody listen where a process was, for a minute, while all others are heard; return when it was left."""
+    target = book.registry.get(incarnation)
+    for second in range(start, start + 60):
+        now[0] = float(second)
+        for other in book.registry.targets:
+            if other is not target:
+                book.answered(other)
+        if not target.is_gone:
+            book.failed(target, FetchError("refused", "nobody listens"))
+        book.judge()
+    return target.gone_at
+
+
 def test_arrival_numbers_are_the_time_and_rise_though_the_clock_stands_still_or_goes_back():
     moments = iter([1000, 1000, 400, 5000])
     book = collector(lambda: next(moments))
@@ -52,18 +81,7 @@ def test_arrival_numbers_go_on_above_the_store_though_the_clock_was_set_back_bef
 def test_silence_while_the_service_itself_was_stopped_is_held_against_nobody():
     now = [0.0]
     book = collector(lambda: 10**15 + int(now[0] * 1e6), clock=lambda: now[0])
-    who = Registration(
-        run="r",
-        rank=0,
-        world_size=1,
-        local_rank=0,
-        host="h",
-        pid=1,
-        incarnation="i",
-        launch_id="l",
-        url="http://127.0.0.1:1",
-    )
-    book.accept(who, ())
+    book.accept(process("i"), ())
     told = []
     for moment in (0, 1, 2, 602, 603, 624, 649):  # stopped for ten minutes, and then nothing is heard any more
         for second in range(int(now[0]) + 1, moment) if moment > 603 else ():
@@ -74,3 +92,31 @@ def test_silence_while_the_service_itself_was_stopped_is_held_against_nobody():
 
     assert [625] == [moment for moment, _ in told]
     assert "failed" == book.runs.get(("r", 0)).state
+
+
+def test_a_process_killed_after_its_last_word_and_before_it_drained_is_not_asked_for_ever():
+    now = [0.0]
+    book = collector(lambda: 10**15 + int(now[0] * 1e6), clock=lambda: now[0])
+    book.accept(process("i"), ())
+    book.runs.exited(("r", 0), 0, "completed", None, incarnation="i")
+    left_at = refuse_from(1, book, now, "i")
+
+    assert 10.0 == left_at
+    assert "completed" == book.runs.get(("r", 0)).state
+
+
+def test_what_is_lost_with_a_process_is_counted_though_another_one_has_its_place_already():
+    """The next process of a rank may register before anybody has found out that the first one is dead."""
+    now = [0.0]
+    book = collector(lambda: 10**15 + int(now[0] * 1e6), clock=lambda: now[0])
+    for rank in range(2):
+        book.accept(process(f"first-{rank}", rank, world_size=2), ())
+    killed = book.registry.get("first-0")
+    killed.cursor, killed.head = 3, 9
+    now[0] = 1.0
+    book.failed(killed, FetchError("refused", "nobody listens"))
+    book.accept(process("second-0", 0, world_size=2), ())
+    refuse_from(2, book, now, "first-0")
+
+    assert (0, 0) == (killed.attempt, book.registry.get("second-0").attempt)
+    assert (6, True) == (killed.records_lost, killed.is_gone)
