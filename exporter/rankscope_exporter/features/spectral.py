@@ -1,0 +1,141 @@
+"""The largest singular value of a matrix to a stated tolerance, by a number of steps that is fixed beforehand.
+
+Lanczos on WᵀW (or WWᵀ, whichever is smaller) with full reorthogonalisation. After k steps from a direction that is
+uniform on the sphere, the largest eigenvalue is too low by a share of more than ε with a probability of at most
+1.648 √n exp(-√ε (2k - 1)), whatever the spectrum is (Kuczyński and Woźniakowski 1992, theorem 4.1). It is never too
+high. The direction comes from a generator of its own with a fixed seed, so equal weights give equal numbers.
+
+On the device only products are made, a few numbers a step; the small eigenproblem is solved on the host, later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import torch
+
+from rankscope_exporter.features import without_autocast, working_type
+
+MISSES: Final = 1e-6
+"""How likely it may be that one weight is off by more than the tolerance."""
+
+MAX_ELEMENTS: Final = 1 << 24
+"""Of matrices that are worked on together: 64 MiB where they must be copied to float32. A larger one is not copied."""
+
+_BLOCK: Final = 1 << 22
+_SEED: Final = 2013
+
+
+def lanczos_steps(size: int, tolerance: float) -> int:
+    """Return how many steps keep the largest singular value within `tolerance`, relative; all `size` are exact."""
+    share = 1 - (1 - tolerance) ** 2  # of the eigenvalue, which is its square
+    steps = (math.log(1.648 * math.sqrt(max(size, 1)) / MISSES) / math.sqrt(share) + 1) / 2
+    return max(1, min(size, math.ceil(steps)))
+
+
+def batches(weights: Iterable[torch.Tensor]) -> list[list[int]]:
+    """Return the positions of `weights` that are worked on together: of one shape and type, and not too many."""
+    found: list[list[int]] = []
+    open_ones: dict[object, list[int]] = {}
+    for position, weight in enumerate(weights):
+        like = (weight.shape, weight.dtype, weight.device)
+        batch = open_ones.get(like)
+        if batch is None or (len(batch) + 1) * weight.numel() > MAX_ELEMENTS:
+            batch = open_ones[like] = []
+            found.append(batch)
+        batch.append(position)
+    return found
+
+
+def spectral_numbers(weights: Sequence[torch.Tensor], tolerance: float) -> torch.Tensor:
+    """Return float64 [weights, 2 + 2 * steps] on the device for `norms`; `weights` are 2-D, of one shape, not empty."""
+    with without_autocast(weights[0].device):
+        matrices = [_Matrix(weight) for weight in weights]
+        steps = lanczos_steps(matrices[0].size, tolerance)
+        scale = torch.stack([matrix.largest() for matrix in matrices])
+        frobenius = torch.stack([matrix.frobenius() for matrix in matrices])
+        # Squares of what lies in [-1, 1] neither overflow nor vanish.
+        factor = torch.where(scale == 0, torch.ones_like(scale), scale).reciprocal()[:, None]
+        diagonal, beside = _tridiagonal(matrices, factor, steps)
+    return torch.cat([torch.stack([scale.double(), frobenius], 1), diagonal.double(), beside.double()], 1)
+
+
+def norms(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return spectral and Frobenius norm of each weight, from `spectral_numbers` on the host.
+
+    Both are NaN where the weight holds what is not finite.
+    """
+    scale, frobenius = numbers[:, 0], numbers[:, 1]
+    diagonal, beside = numbers[:, 2:].chunk(2, 1)
+    finite = numbers.isfinite().all(1)
+    beside = beside[:, :-1]
+    small = torch.diag_embed(diagonal) + torch.diag_embed(beside, 1) + torch.diag_embed(beside, -1)
+    small[~finite] = 0
+    largest = torch.linalg.eigvalsh(small)[:, -1].clamp(min=0).sqrt() * scale
+    unknown = torch.full_like(largest, math.nan)
+    return torch.where(finite, largest, unknown), torch.where(finite, frobenius, unknown)
+
+
+def _tridiagonal(matrices: Sequence[_Matrix], factor: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return diagonal and off-diagonal of the projected matrices, [weights, steps] each."""
+    vector = _start(matrices[0], factor).expand(len(matrices), -1)
+    basis = vector.new_zeros(len(matrices), steps, matrices[0].size)
+    diagonal, beside = vector.new_zeros(2, len(matrices), steps)
+    least = torch.finfo(vector.dtype).eps * 4
+    for step in range(steps):
+        basis[:, step] = vector
+        image = torch.stack([matrix.gram(v, f) for matrix, v, f in zip(matrices, vector, factor, strict=True)])
+        diagonal[:, step] = (image * vector).sum(1)
+        done = basis[:, : step + 1]
+        for _ in range(2):  # once leaves what rounding has mixed in
+            share = torch.bmm(done, image[:, :, None])
+            image = image - torch.bmm(done.transpose(1, 2), share)[:, :, 0]
+        length = torch.linalg.vector_norm(image, dim=1)
+        # What is left of a matrix of low rank is rounding: there the process has ended, and zeros change nothing.
+        goes_on = length > least * diagonal[:, : step + 1].amax(1)
+        beside[:, step] = torch.where(goes_on, length, torch.zeros_like(length))
+        vector = torch.where(goes_on[:, None], image / length[:, None], torch.zeros_like(image))
+    return diagonal, beside
+
+
+def _start(matrix: _Matrix, like: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator(device=like.device).manual_seed(_SEED)
+    vector = torch.randn(matrix.size, generator=generator, device=like.device, dtype=like.dtype)
+    length: torch.Tensor = torch.linalg.vector_norm(vector)
+    return vector / length
+
+
+class _Matrix:
+    """A weight as a tall matrix in blocks of rows, each turned into the working type when it is used."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        weight = weight.detach()
+        self._dtype = working_type(weight.dtype)
+        if weight.numel() <= MAX_ELEMENTS:
+            weight = weight.to(self._dtype)
+        tall = weight if weight.shape[0] >= weight.shape[1] else weight.t()
+        self.size = tall.shape[1]
+        whole = weight.dtype is self._dtype
+        self._blocks = [tall] if whole else torch.split(tall, max(1, _BLOCK // self.size))
+
+    def gram(self, vector: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """Return (factor · W)ᵀ (factor · W) · vector."""
+        parts = []
+        for block in self._blocks:
+            rows = block.to(self._dtype)
+            parts.append(torch.mv(rows.t(), torch.mv(rows, vector) * factor))
+        return torch.stack(parts).sum(0) * factor
+
+    def largest(self) -> torch.Tensor:
+        """Return the largest magnitude; NaN when there is a NaN."""
+        ends = [torch.stack(torch.aminmax(block.to(self._dtype))).abs() for block in self._blocks]
+        return torch.stack(ends).amax()
+
+    def frobenius(self) -> torch.Tensor:
+        """Return the Frobenius norm in float64."""
+        pieces = [piece for block in self._blocks for piece in torch.split(block, max(1, _BLOCK // self.size))]
+        lengths = [torch.linalg.vector_norm(piece.to(self._dtype), dtype=torch.float64) for piece in pieces]
+        whole: torch.Tensor = torch.linalg.vector_norm(torch.stack(lengths))
+        return whole

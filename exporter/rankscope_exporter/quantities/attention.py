@@ -1,0 +1,130 @@
+"""Entropy and greatest weight of the attention of each head, from the query, key and mask that a module is given."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Final
+
+import torch
+
+from rankscope_exporter.deferred import Row
+from rankscope_exporter.features.attention import attention_sums
+from rankscope_exporter.features.masks import Mask, broadcast, hides_of
+from rankscope_exporter.modules import NamedModule
+from rankscope_exporter.quantities.attention_options import Arguments, AttentionOptions
+from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Subject, Table
+from rankscope_exporter.quantities.module_calls import ModuleCalls
+from rankscope_exporter.statistics.tensors import why_not_measurable
+
+ENTROPY: Final = "attention_entropy"
+SOFTMAX_MAX: Final = "softmax_max"
+
+_DIMENSIONS: Final = 4
+
+
+class Attention(Quantity):
+    """Two features of each head (`index`) and micro-batch, over all elements of the batch and all queries:
+
+    p_i = softmax_j(scale · q_i·k_j + mask_ij) in float32 (float64 of float64), over the keys that are not hidden;
+    `attention_entropy` is the mean over the queries i of -Σ_j p_ij ln p_ij, in nats: 0 where each query sees one key;
+    `softmax_max` is the mean over the queries i of max_j p_ij: the plain maximum is always 1 under a causal mask,
+    whose first query has one key. A query without any key is left out; a head without any query has no rows. A NaN
+    among what is seen makes both NaN.
+    """  # noqa: D400 - the list goes on
+
+    name: ClassVar[str] = "attention"
+    options_class: ClassVar[type[QuantityOptions]] = AttentionOptions
+    of_modules: ClassVar[bool] = True
+    options: AttentionOptions
+
+    def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
+        super().__init__(subject, options)
+        self._calls: ModuleCalls
+        self._gate: Gate
+
+    def install(self, hooking: Hooking, gate: Gate) -> None:
+        """Register on every module of the targets."""
+        self._gate = gate
+        self._calls = ModuleCalls(self.name, hooking, gate)
+        for named in self._calls.find(self.subject.framework.module, self.targets):
+            self._calls.before(named, functools.partial(self._read, Arguments(named.module, self.options)))
+
+    def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
+        """Nothing of this step has been called yet."""
+        self._calls.step_begins()
+
+    def after_update(self, table: Table) -> None:  # noqa: ARG002 - see above
+        """Say what was missing."""
+        self._calls.step_ended()
+
+    def _read(
+        self,
+        arguments: Arguments,
+        named: NamedModule,
+        micro_step: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        query, key = arguments.query_and_key(args, kwargs)
+        reason = _why_not(query, key)
+        if reason is None:
+            query, key = (tensor.detach().permute(self.options.permutation) for tensor in (query, key))
+            reason = _why_no_pair(query, key)
+        mask = arguments.mask(args, kwargs)
+        given = None
+        if reason is None and isinstance(mask, torch.Tensor):
+            reason = _unusable("mask", mask)
+            if reason is None:
+                meant = hides_of(mask.detach(), true_attends=arguments.true_attends)
+                batch, heads, queries, _ = query.shape
+                given = broadcast(meant, batch, heads, queries, key.shape[2])
+                reason = None if given is not None else f"mask of shape {list(mask.shape)} fits no scores of its calls"
+        if reason is not None:
+            self._calls.missing(reason, named)
+            return
+        sums = attention_sums(
+            query,
+            key,
+            Mask(given, causal=arguments.causal(args, kwargs)),
+            scale=arguments.scale(args, kwargs),
+            rows=self.options.rows,
+        )
+        self._gate.table.defer("features", sums, functools.partial(_rows, named.name, micro_step))
+
+
+def _why_not(query: Any, key: Any) -> str | None:
+    for what, tensor in (("query", query), ("key", key)):
+        if not isinstance(tensor, torch.Tensor):
+            return f"{what} is no tensor among its arguments"
+        reason = _unusable(what, tensor)
+        if reason is not None:
+            return reason
+        if tensor.dim() != _DIMENSIONS or not tensor.is_floating_point():
+            return f"{what} is {list(tensor.shape)}, not four dimensions of numbers: target the core of the attention"
+    return None
+
+
+def _unusable(what: str, tensor: torch.Tensor) -> str | None:
+    if hasattr(tensor, "placements"):
+        return f"{what} is a distributed tensor, whose parts do not meet on one rank"
+    reason = why_not_measurable(tensor)
+    return None if reason is None else f"{what} is {reason}"
+
+
+def _why_no_pair(query: torch.Tensor, key: torch.Tensor) -> str | None:
+    """Return why [batch, heads, sequence, width] of both do not belong together."""
+    if query.shape[3] != key.shape[3] or key.shape[0] not in (1, query.shape[0]):
+        return (
+            f"query {list(query.shape)} and key {list(key.shape)} (batch, heads, sequence, width) do not fit: see order"
+        )
+    if not key.shape[1] or query.shape[1] % key.shape[1]:
+        return f"{query.shape[1]} heads of the query share no {key.shape[1]} heads of the key evenly: see order"
+    return None if key.shape[2] else "key has no elements"
+
+
+def _rows(module: str, micro_step: int, sums: torch.Tensor) -> Iterable[Row]:
+    for head, (entropy, largest, count) in enumerate(sums.t().tolist()):
+        if count:
+            for kind, total in ((ENTROPY, entropy), (SOFTMAX_MAX, largest)):
+                yield {"kind": kind, "module": module, "index": head, "micro_step": micro_step, "value": total / count}

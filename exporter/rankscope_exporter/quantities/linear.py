@@ -1,0 +1,164 @@
+"""Spectral norm and stable rank of the weights of linear modules, as the step finds them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+import torch
+from torch import nn
+
+from rankscope_exporter.deferred import Row
+from rankscope_exporter.features.spectral import batches, norms, spectral_numbers
+from rankscope_exporter.modules import NamedModule
+from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Subject, Table
+from rankscope_exporter.quantities.module_calls import ModuleCalls
+from rankscope_exporter.statistics.tensors import is_freed, why_not_measurable
+
+SPECTRAL_NORM: Final = "spectral_norm"
+STABLE_RANK: Final = "stable_rank"
+
+_WEIGHTS: Final = ("weight", "wg")
+_MATRIX: Final = 2
+_FINEST: Final = 1e-5  # below it float32 itself is the limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearOptions(QuantityOptions):
+    """Which modules, and how closely. No targets are all modules that have a 2-D `weight` or `wg`."""
+
+    tolerance: float = 0.01
+    """How far below the largest singular value the spectral norm may lie, as a share of it. A tenth of it costs about
+    three times the steps."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.targets, list | tuple) and not self.targets:
+            object.__setattr__(self, "targets", ("*",))
+        QuantityOptions.__post_init__(self)
+        if not isinstance(self.tolerance, float) or not _FINEST <= self.tolerance < 1:
+            raise ValueError(f"tolerance is a share from {_FINEST:g} on and below 1, not {self.tolerance!r}")
+
+
+class Linear(Quantity):
+    """Two features of the weight that a step computes with, read when the step begins:
+
+    `spectral_norm` is its largest singular value σ₁, too low by a share of `tolerance` at most and never too high
+    (see features/spectral.py); `stable_rank` is ‖W‖_F / σ₁, as the existing tool and its files have it: the square of
+    it is what papers call the stable rank. Both are NaN when the weight holds a NaN or Inf; a weight of zeros has no
+    `stable_rank`, and one without elements neither.
+
+    A weight that FSDP shards is whole only while its module runs: it is read then, and is equal on all ranks. One that
+    is never whole has no rows, and is named once. Parts under tensor parallelism that are plain tensors are weights of
+    their own.
+    """  # noqa: D400 - the list goes on
+
+    name: ClassVar[str] = "linear"
+    options_class: ClassVar[type[QuantityOptions]] = LinearOptions
+    of_modules: ClassVar[bool] = True
+    options: LinearOptions
+
+    def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
+        super().__init__(subject, options)
+        self._whole: list[NamedModule] = []
+        self._measured: set[str] = set()
+        self._calls: ModuleCalls
+        self._gate: Gate
+
+    def install(self, hooking: Hooking, gate: Gate) -> None:
+        """Choose the modules; only those whose weight is in parts get a hook."""
+        self._gate = gate
+        self._calls = ModuleCalls(self.name, hooking, gate)
+        found = [named for named in self._calls.find(self.subject.framework.module, self.targets) if _is_meant(named)]
+        if not found:
+            self._calls.tell("no module of the targets has a 2-D weight, so nothing is measured")
+        for named in found:
+            weight = _weight(named.module)
+            whole = _whole(weight)
+            if isinstance(whole, torch.Tensor):
+                self._whole.append(named)
+            elif _may_become_whole(weight):
+                self._calls.before(named, self._called)
+            else:
+                self._calls.missing(whole, named)
+
+    def step_begins(self, table: Table) -> None:
+        """Read all weights that are whole."""
+        self._calls.step_begins()
+        self._measured.clear()
+        self._measure(self._whole, table)
+
+    def after_update(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
+        """Say what was missing."""
+        self._calls.step_ended()
+
+    def _called(self, named: NamedModule, *_: Any) -> None:
+        if named.name not in self._measured:
+            self._measured.add(named.name)
+            self._measure([named], self._gate.table)
+
+    def _measure(self, modules: Iterable[NamedModule], table: Table) -> None:
+        names: dict[int, list[str]] = {}
+        weights: list[torch.Tensor] = []
+        for named in modules:
+            weight = _weight(named.module)
+            whole = _whole(weight)
+            if isinstance(whole, str):
+                self._calls.missing(whole, named)
+            elif whole.numel():
+                of_weight = names.setdefault(id(weight), [])
+                of_weight.append(named.name)
+                if len(of_weight) == 1:  # a tied weight is computed once
+                    weights.append(whole)
+        listed = list(names.values())
+        for batch in batches(weights):
+            numbers = spectral_numbers([weights[place] for place in batch], self.options.tolerance)
+            table.defer("features", numbers, functools.partial(_rows, [listed[place] for place in batch]))
+
+
+def _weight(module: nn.Module) -> torch.Tensor | None:
+    # The dictionaries themselves: a parametrized weight is a property, which computes and may change its buffers.
+    held = ({**vars(module), **module._parameters}.get(name) for name in _WEIGHTS)  # noqa: SLF001 - see above
+    return next((value for value in held if isinstance(value, torch.Tensor)), None)
+
+
+def _is_meant(named: NamedModule) -> bool:
+    weight = _weight(named.module)
+    # FSDP leaves a part of a flat tensor, or nothing, where the matrix was.
+    return isinstance(named.module, nn.Linear | nn.Embedding) or (weight is not None and weight.dim() == _MATRIX)
+
+
+def _may_become_whole(weight: torch.Tensor | None) -> bool:
+    """Return whether it may be in parts, flat or freed between two calls, as FSDP has it."""
+    return weight is None or hasattr(weight, "placements") or weight.dim() != _MATRIX or is_freed(weight)
+
+
+def _whole(weight: torch.Tensor | None) -> torch.Tensor | str:
+    """Return the matrix that lies on this rank; or why there is none, in words."""
+    if weight is None:
+        return "has a weight that is computed, or none"
+    placements = getattr(weight, "placements", None)
+    if placements is not None:
+        if not all(placement.is_replicate() for placement in placements):
+            return "has a weight in parts on several ranks"
+        weight = weight.to_local()  # type: ignore[attr-defined]  # a DTensor
+    reason = why_not_measurable(weight)
+    if reason is None and is_freed(weight):
+        reason = "freed while it is not used"
+    if reason is None and (weight.dim() != _MATRIX or not weight.is_floating_point()):
+        reason = f"{str(weight.dtype).removeprefix('torch.')}{list(weight.shape)}, no matrix of numbers"
+    return weight if reason is None else f"has a weight that is {reason}"
+
+
+def _rows(names: Sequence[Sequence[str]], numbers: torch.Tensor) -> Iterable[Row]:
+    """Return the rows of some weights, each with the names of the modules that hold it."""
+    spectral, frobenius = norms(numbers)
+    for of_weight, largest, total in zip(names, spectral.tolist(), frobenius.tolist(), strict=True):
+        features = {STABLE_RANK: math.nan if math.isnan(largest) else total / largest if largest else None}
+        features[SPECTRAL_NORM] = largest
+        for name in of_weight:
+            for kind, value in features.items():
+                if value is not None:
+                    yield {"kind": kind, "module": name, "index": None, "micro_step": None, "value": value}

@@ -1,0 +1,160 @@
+"""How the routers of a mixture of experts decide: from the logits they return, and from their weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+import torch
+from torch import nn
+
+from rankscope_exporter.deferred import Row
+from rankscope_exporter.features.routing import routing_sums, similarity
+from rankscope_exporter.modules import NamedModule
+from rankscope_exporter.object_specs import ObjectSpec
+from rankscope_exporter.objects import returned
+from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Subject, Table
+from rankscope_exporter.quantities.module_calls import ModuleCalls
+from rankscope_exporter.statistics.tensors import is_freed, why_not_measurable
+
+ENTROPY: Final = "router_entropy"
+LOAD: Final = "router_load"
+SIMILARITY: Final = "router_similarity"
+
+_TOP_K: Final = ("top_k", "topk", "num_experts_per_tok")
+_WEIGHTS: Final = ("weight", "wg")
+_MATRIX: Final = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterOptions(QuantityOptions):
+    """Which modules are routers, and how to read what they return. Without targets nothing is measured."""
+
+    targets: tuple[str, ...] = ()
+    """Modules that return a logit for each expert: usually the linear layer called `gate` or `router`."""
+    output: str | None = None
+    """Which of what is returned are the logits: "tensor", "tuple[2]:1", "dict:logits"; null is the first tensor."""
+    top_k: int | None = None
+    """How many experts a token goes to; null takes `top_k`, `topk` or `num_experts_per_tok` of the module or of the one
+    that holds it."""
+
+    def __post_init__(self) -> None:
+        QuantityOptions.__post_init__(self)
+        if self.output is not None:
+            ObjectSpec.parse(self.output)
+        self._check_whole("top_k", 1)
+
+
+class Router(Quantity):
+    """Features of each router; the first two of each micro-batch, from its logits z over E experts in float32:
+
+    `router_entropy` is the mean over all tokens of -Σ p ln p in nats, p = softmax(z): ln E when it does not choose;
+    `router_load` of expert `index` is the share of tokens with the expert among their top k, k / E when all are equal;
+    `router_similarity` is the mean cosine between the weights of two experts, over all pairs, at the first call of a
+    step. A NaN among the logits makes the entropy NaN, and such tokens do not count in the load.
+    """  # noqa: D400 - the list goes on
+
+    name: ClassVar[str] = "router"
+    options_class: ClassVar[type[QuantityOptions]] = RouterOptions
+    of_modules: ClassVar[bool] = True
+    options: RouterOptions
+
+    def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
+        super().__init__(subject, options)
+        self._spec = None if self.options.output is None else ObjectSpec.parse(self.options.output)
+        self._compared: set[str] = set()
+        self._calls: ModuleCalls
+        self._gate: Gate
+
+    def install(self, hooking: Hooking, gate: Gate) -> None:
+        """Register on every module of the targets."""
+        self._gate = gate
+        self._calls = ModuleCalls(self.name, hooking, gate)
+        root = self.subject.framework.module
+        for named in self._calls.find(root, self.targets):
+            self._calls.after(named, functools.partial(self._read, _holder(root, named.module)))
+
+    def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
+        """Nothing of this step has been called yet."""
+        self._compared.clear()
+        self._calls.step_begins()
+
+    def after_update(self, table: Table) -> None:  # noqa: ARG002 - see above
+        """Say what was missing."""
+        self._calls.step_ended()
+
+    def _read(self, holder: nn.Module | None, named: NamedModule, micro_step: int, output: Any) -> None:
+        logits = self._logits(output)
+        if isinstance(logits, str):
+            self._calls.missing(logits, named)
+            return
+        top_k = self.options.top_k or _top_k(named.module) or _top_k(holder)
+        if top_k is None:
+            self._calls.missing(
+                "has no router_load, since how many experts a token goes to is not known: set top_k", named
+            )
+        sums = routing_sums(logits, top_k)
+        self._gate.table.defer("features", sums, functools.partial(_rows, named.name, micro_step))
+        if named.name not in self._compared:
+            self._compared.add(named.name)
+            self._compare(named, logits.shape[-1])
+
+    def _logits(self, output: Any) -> torch.Tensor | str:
+        found = returned(output)
+        slots = found.slots[:1] if self._spec is None else self._spec.select(found)
+        if not slots:
+            return f"returns no {self.options.output or 'tensor'!r}"
+        logits = slots[0].tensor
+        if hasattr(logits, "placements"):
+            return "returns a distributed tensor, whose parts do not meet on one rank"
+        reason = why_not_measurable(logits)
+        if reason is None and not (logits.is_floating_point() and logits.dim() and logits.shape[-1]):
+            reason = f"{str(logits.dtype).removeprefix('torch.')}{list(logits.shape)}, which are no logits"
+        return logits if reason is None else f"returns what is {reason}"
+
+    def _compare(self, named: NamedModule, experts: int) -> None:
+        weight = _weight(named.module, experts)
+        if weight is None or experts == 1:
+            self._calls.missing("has no router_similarity: it holds no whole weight of two experts or more", named)
+            return
+        alike = functools.partial(_similarity_rows, named.name)
+        self._gate.table.defer("features", similarity(weight, experts), alike)
+
+
+def _holder(root: nn.Module, module: nn.Module) -> nn.Module | None:
+    return next((parent for parent in root.modules() if any(child is module for child in parent.children())), None)
+
+
+def _top_k(module: nn.Module | None) -> int | None:
+    known = {} if module is None else vars(module)
+    found = (known.get(name) for name in _TOP_K)
+    return next(
+        (value for value in found if isinstance(value, int) and not isinstance(value, bool) and value > 0), None
+    )
+
+
+def _weight(module: nn.Module, experts: int) -> torch.Tensor | None:
+    """Return the weight of a router, its own or that of the linear module in it; None when it is not whole here."""
+    for owner in (module, *module.children()):
+        for name in _WEIGHTS:
+            weight = owner._parameters.get(name)  # noqa: SLF001 - a property could compute anything
+            if weight is not None and weight.dim() == _MATRIX and experts in weight.shape:
+                sharded = hasattr(weight, "placements") or why_not_measurable(weight) is not None or is_freed(weight)
+                return None if sharded else weight
+    return None
+
+
+def _rows(module: str, micro_step: int, sums: torch.Tensor) -> Iterable[Row]:
+    tokens, entropy, known, *chosen = sums.tolist()
+    common = {"module": module, "micro_step": micro_step}
+    if tokens:
+        yield {**common, "kind": ENTROPY, "index": None, "value": entropy / tokens}
+    if known:
+        for expert, count in enumerate(chosen):
+            yield {**common, "kind": LOAD, "index": expert, "value": count / known}
+
+
+def _similarity_rows(module: str, value: torch.Tensor) -> Iterable[Row]:
+    yield {"kind": SIMILARITY, "module": module, "index": None, "micro_step": None, "value": value.item()}
