@@ -237,7 +237,7 @@ class Recorder:
             self._collection.each(moment)
 
     def _gradients_cleared(self) -> bool:
-        return self._witness is not None and self._witness.grad is None
+        return self._witness is not None and not self._subject.framework.holds_gradient(self._witness)
 
     def _note_learning_rates(self) -> None:
         if self._draft is None:

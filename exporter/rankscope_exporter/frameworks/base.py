@@ -134,6 +134,10 @@ class Framework:
         """Return whether the backward pass that is under way ends with `.grad` reduced over the ranks."""
         return False
 
+    def holds_gradient(self, parameter: nn.Parameter) -> bool:
+        """Return whether a gradient that `parameter` got in an earlier backward pass has not been dropped since."""
+        return parameter.grad is not None
+
     # Where hooks belong.
 
     def install(self, hooking: Hooking) -> None:

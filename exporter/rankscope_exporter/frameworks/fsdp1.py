@@ -75,6 +75,11 @@ class FullyShardedData(Framework):
             return whole
         return sharded_over(unit.process_group, whole)
 
+    def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
+        """Return that each rank has a share of every element, of its own data."""
+        managed = self._unit_of(parameter) is not None
+        return Layout("partial") if managed else super().local_layout(parameter, world_size)
+
     def local_form(self, parameter: torch.Tensor) -> Form | None:
         """Return the form of the gathered gradient: whole, in the type of the forward pass."""
         viewed = self._viewed.get(id(parameter))
@@ -87,6 +92,14 @@ class FullyShardedData(Framework):
         """Return whether the module holds the parameter, or a view for the moment."""
         current = named.current()
         return current is named.parameter or (id(named.parameter) in self._viewed and _is_view(current))
+
+    def holds_gradient(self, parameter: nn.Parameter) -> bool:
+        """Return whether any parameter of its unit has one: this rank may hold nothing of `parameter` itself."""
+        unit = self._unit_of(parameter)
+        if unit is None:
+            return super().holds_gradient(parameter)
+        flat = unit._handle.flat_param  # noqa: SLF001 - see above
+        return any(item.grad is not None for item in (flat, *(flat._params or ())))  # noqa: SLF001 - see above
 
     def install(self, hooking: Hooking) -> None:
         """Hook the views of each unit in every forward pass, once FSDP has made them."""

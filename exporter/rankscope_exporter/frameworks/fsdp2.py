@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rankscope_exporter.frameworks.base import Form, Framework, Holder, Hooking, Removable
+from rankscope_exporter.frameworks.layout import Layout
 from rankscope_exporter.frameworks.loaded import loaded
 from rankscope_exporter.naming import NamedParameter, local_tensor
 
@@ -56,6 +57,11 @@ class FullyShard(Framework):
         """Return False where `set_requires_gradient_sync(False)` holds gradients back."""
         return any(group.reduce_grads and group.all_reduce_grads for group in self._groups())
 
+    def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
+        """Return that each rank has a share of every element, of its own data."""
+        managed = id(parameter) in self._managed()
+        return Layout("partial") if managed else super().local_layout(parameter, world_size)
+
     def local_form(self, parameter: torch.Tensor) -> Form | None:
         """Return the form of the gathered gradient: whole, in the type of the forward pass."""
         found = self._managed().get(id(parameter))
@@ -73,6 +79,12 @@ class FullyShard(Framework):
         # A sharded parameter on the same mesh is another one; what was gathered lies on fewer dimensions, or on none.
         mesh = getattr(named.parameter, "device_mesh", None)
         return mesh is not None and current is not None and getattr(current, "device_mesh", None) != mesh
+
+    def holds_gradient(self, parameter: nn.Parameter) -> bool:
+        """Return True also while the gradient is that of the gathered parameter, not reduced yet."""
+        _, source = self._managed().get(id(parameter), (None, None))
+        gathered = getattr(source, "_unsharded_param", None)
+        return parameter.grad is not None or (gathered is not None and _Gathered(gathered, source).grad is not None)
 
     def install(self, hooking: Hooking) -> None:
         """Look for gathered parameters whenever a forward pass has ended, until all are found."""
@@ -141,7 +153,7 @@ class _Gathered:
         own = self._gathered.grad
         earlier = self._source.unsharded_accumulated_grad
         if own is None or earlier is None:
-            return own
+            return earlier if own is None else own
         return local_tensor(earlier) + local_tensor(own).to(earlier.dtype)
 
 

@@ -87,6 +87,10 @@ class Pipeline(Framework):
         """Return False during backward passes, True when the stage finishes."""
         return self._finishing
 
+    def holds_gradient(self, parameter: nn.Parameter) -> bool:
+        """Return what the inner framework says."""
+        return self._inner.holds_gradient(parameter)
+
     def install(self, hooking: Hooking) -> None:
         """Learn when the stage finishes its gradients."""
         self._inner.install(hooking)

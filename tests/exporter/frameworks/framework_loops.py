@@ -1,0 +1,191 @@
+"""The frameworks: each wraps the same model and trains it on two ranks as its own documentation says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from framework_training import ADAM, CLIP, ROWS, STEPS, Block, Net, batch, loss_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+WORLD = 2
+
+
+@dataclass(slots=True)
+class Loop:
+    """A wrapped model in training. `attached` is what the monitor is given."""
+
+    attached: Any
+    model: nn.Module
+    backward: Callable[[int], Any]  # computes the gradients of a step and returns the loss, if it is here
+    scaler: torch.amp.GradScaler | None = None
+    foreach: bool | None = None
+
+    def train(self, optimizer: torch.optim.Optimizer) -> list[Any]:
+        """Return the loss of each step."""
+        return [self._step(step, optimizer) for step in range(1, STEPS + 1)]
+
+    def _step(self, step: int, optimizer: torch.optim.Optimizer) -> Any:
+        loss = self.backward(step)
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(CLIP)
+        if self.scaler is None:
+            optimizer.step()
+        else:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        optimizer.zero_grad()
+        return loss
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.model.parameters(), foreach=self.foreach, **ADAM)
+
+    def state(self) -> list[torch.Tensor]:
+        """Return what training has made of this rank's part of the model."""
+        parameters = [parameter.detach() for parameter in self.model.parameters()]
+        return [(item.to_local() if isinstance(item, DTensor) else item).clone() for item in parameters]
+
+
+def plainly(model: nn.Module, rank: int, micros: int = 1, holding: Any = None) -> Loop:
+    """Return the usual loop: forward and backward for each micro-batch, the last of which reduces."""
+
+    def backward(step: int) -> torch.Tensor:
+        for micro in range(micros):
+            with holding(model, last=micro == micros - 1) if holding else _nothing():
+                loss = loss_of(model(batch(rank, step, micro)))
+                loss.backward()
+        return loss.detach()
+
+    return Loop(model, model, backward)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def no_sync(model: Any, *, last: bool) -> Iterator[None]:
+    with _nothing() if last else model.no_sync():
+        yield
+
+
+@contextmanager
+def unsynchronized(model: Any, *, last: bool) -> Iterator[None]:
+    model.set_requires_gradient_sync(last)
+    yield
+
+
+def ddp(rank: int, **options: Any) -> Loop:
+    return plainly(DistributedDataParallel(Net(**options)), rank)
+
+
+def ddp_accumulating(rank: int) -> Loop:
+    model = DistributedDataParallel(Net(), gradient_as_bucket_view=True)
+    return plainly(model, rank, micros=2, holding=no_sync)
+
+
+def ddp_scaled(rank: int) -> Loop:
+    """With a gradient scaler; the loss of the second step is infinite."""
+    model = DistributedDataParallel(Net())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def backward(step: int) -> torch.Tensor:
+        loss = loss_of(model(batch(rank, step))) * (float("inf") if step == SKIPPED else 1.0)
+        scaler.scale(loss).backward()
+        return loss.detach()
+
+    return Loop(model, model, backward, scaler)
+
+
+SKIPPED = 2
+
+
+def compiled(rank: int) -> Loop:
+    return plainly(torch.compile(DistributedDataParallel(Net()), backend="aot_eager"), rank)  # type: ignore[arg-type]
+
+
+def fsdp2(rank: int, micros: int = 1, **options: Any) -> Loop:
+    model = Net()
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for block in model.blocks.values():
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return plainly(model, rank, micros, unsynchronized)
+
+
+def fsdp2_mixed(rank: int) -> Loop:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return fsdp2(rank, micros=2, mp_policy=policy)
+
+
+def fsdp1(rank: int, micros: int = 1) -> Loop:
+    policy = ModuleWrapPolicy({Block})
+    model = FullyShardedDataParallel(
+        Net(), auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+    )
+    return plainly(model, rank, micros, no_sync)
+
+
+def tensor_parallel(_rank: int) -> Loop:
+    model = Net()
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
+    for block in model.blocks.values():
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    loop = plainly(model, 0)  # all ranks compute on the same data
+    loop.foreach = False  # Adam's own loops do not take plain tensors and DTensors together
+    return loop
+
+
+MICROS = 4
+
+
+def pipeline(rank: int, schedule: Any) -> Loop:
+    model = Net()
+    del model.blocks["1" if rank == 0 else "0"]
+    if rank == 0:
+        model.leave = None
+    else:
+        model.enter = None
+    stage = PipelineStage(model, rank, WORLD, torch.device("cpu"))
+    driver = schedule(stage, n_microbatches=MICROS, loss_fn=loss_of)
+
+    def backward(step: int) -> Any:
+        if rank == 0:
+            driver.step(batch(0, step))
+            return None
+        losses: list[torch.Tensor] = []
+        driver.step(target=torch.zeros(ROWS, 1), losses=losses)
+        return torch.stack(losses).detach()
+
+    return Loop(stage, model, backward)
+
+
+LOOPS: dict[str, Callable[[int], Loop]] = {
+    "ddp": ddp,
+    "ddp, accumulating, bucket views": ddp_accumulating,
+    "ddp, gradient scaler": ddp_scaled,
+    "ddp, checkpointed": lambda rank: ddp(rank, checkpointed=True),
+    "ddp, compiled": compiled,
+    "fsdp2": fsdp2,
+    "fsdp2, accumulating": lambda rank: fsdp2(rank, micros=2),
+    "fsdp2, mixed precision": fsdp2_mixed,
+    "fsdp1": fsdp1,
+    "fsdp1, accumulating": lambda rank: fsdp1(rank, micros=2),
+    "tensor parallel": tensor_parallel,
+    "pipeline, gpipe": lambda rank: pipeline(rank, ScheduleGPipe),
+    "pipeline, 1f1b": lambda rank: pipeline(rank, Schedule1F1B),
+}

@@ -1,0 +1,122 @@
+"""One small training, done plainly in float64: what every framework must measure of it. Nothing here is wrapped."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+STEPS = 3
+ROWS = 8
+CLIP = 0.5  # every loop "clips" by this factor, which needs no norm over ranks
+ADAM = {"lr": 0.01, "eps": 1e-3}  # a large eps: without it the update is the sign of what may be rounding
+
+
+class Block(nn.Module):
+    """A width that divides evenly, and one gain, too small to be divided."""
+
+    def __init__(self, *, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.checkpointed:
+            inner: torch.Tensor = checkpoint(self.inner, x, use_reentrant=False)
+            return inner
+        return self.inner(x)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        change: torch.Tensor = self.down(torch.tanh(self.up(x)))
+        return x + self.gain * change
+
+
+class Net(nn.Module):
+    """Blocks between an input and an output layer. A stage of a pipeline leaves parts out, under the same names."""
+
+    def __init__(self, *, checkpointed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter: nn.Module | None = nn.Linear(5, 6)
+        self.blocks = nn.ModuleDict({name: Block(checkpointed=checkpointed) for name in "01"})
+        self.leave: nn.Module | None = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x) if self.enter is not None else x
+        for block in self.blocks.values():
+            x = block(x)
+        return self.leave(x) if self.leave is not None else x
+
+
+def batch(rank: int, step: int, micro: int = 0) -> torch.Tensor:
+    return torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(1000 * step + 10 * rank + micro))
+
+
+def loss_of(output: torch.Tensor, _target: Any = None) -> torch.Tensor:
+    return output.square().mean()
+
+
+Gradients = dict[str, torch.Tensor]
+
+
+@dataclass(slots=True)
+class Truth:
+    """What one step holds: of each rank the gradients of each micro-batch, and what all ranks share."""
+
+    micro: list[list[Gradients]]  # rank, micro-batch
+    shared: dict[str, Gradients] = field(default_factory=dict)  # kind
+
+    def local(self, rank: int) -> Gradients:
+        """Return the sum over the micro-batches of one rank."""
+        return {name: sum(one[name] for one in self.micro[rank]) for name in self.micro[rank][0]}  # type: ignore[misc]
+
+
+def truths(ranks: Sequence[int], micros: int = 1, *, split: bool = False, skipped: Sequence[int] = ()) -> list[Truth]:
+    """Return the truth of each step; `split`: micro-batches are parts of one batch, and their mean is trained on."""
+    model = Net().double()
+    optimizer = torch.optim.Adam(model.parameters(), **ADAM)
+    found = []
+    for step in range(1, STEPS + 1):
+        truth = Truth([_micro_gradients(model, rank, step, micros, split=split) for rank in ranks])
+        locals_ = [truth.local(place) for place in range(len(ranks))]
+        divisor = len(ranks) * (micros if split else 1)
+        reduced = {name: sum(one[name] for one in locals_) / divisor for name in locals_[0]}
+        truth.shared = {"grad_reduced": reduced, "param_before": _parameters(model)}
+        if step not in skipped:
+            truth.shared["grad_clipped"] = {name: CLIP * gradient for name, gradient in reduced.items()}
+            _update(model, optimizer, truth.shared["grad_clipped"])
+        truth.shared["param_after"] = _parameters(model)
+        for key in ("exp_avg", "exp_avg_sq"):
+            state = {name: optimizer.state[item][key].clone() for name, item in model.named_parameters()}
+            truth.shared[key] = state
+        found.append(truth)
+    return found
+
+
+def _micro_gradients(model: nn.Module, rank: int, step: int, micros: int, *, split: bool) -> list[Gradients]:
+    batches = batch(rank, step).chunk(micros) if split else [batch(rank, step, micro) for micro in range(micros)]
+    return [_gradients(model, one) for one in batches]
+
+
+def _gradients(model: nn.Module, data: torch.Tensor) -> Gradients:
+    alone = copy.deepcopy(model)
+    alone.zero_grad()
+    loss_of(alone(data.double())).backward()
+    return {name: item.grad for name, item in alone.named_parameters() if item.grad is not None}
+
+
+def _parameters(model: nn.Module) -> Gradients:
+    return {name: item.detach().clone() for name, item in model.named_parameters()}
+
+
+def _update(model: nn.Module, optimizer: torch.optim.Optimizer, gradients: Gradients) -> None:
+    for name, item in model.named_parameters():
+        item.grad = gradients[name].clone()
+    optimizer.step()

@@ -1,0 +1,136 @@
+"""What two ranks measure while they train: runs every loop with and without the monitor, in one pair of processes."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from framework_loops import LOOPS, WORLD, Loop
+from framework_training import STEPS
+
+from rankscope_exporter import Monitor, MonitorConfig
+
+QUANTITIES = ("gradients", "micro_gradients", "parameters", "optimizer_state", "adam_updates", "direction")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One row: where it belongs, and its numbers."""
+
+    step: int
+    kind: str
+    tensor: str
+    micro_step: int | None
+    placement: str
+    shard_group: str | None
+    shape: tuple[int, ...]
+    dtype: str
+    numbers: dict[str, float | None]
+    counts: dict[str, int]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one rank tells of one loop."""
+
+    rows: list[Found] = field(default_factory=list)
+    events: list[tuple[int, str]] = field(default_factory=list)
+    faults: int = 0
+    unequal: list[str] = field(default_factory=list)
+    """What the monitor changed: nothing, one hopes."""
+    error: str | None = None
+
+
+def outcomes(folder: Path, work: Any, names: Sequence[str] = tuple(LOOPS)) -> dict[tuple[str, int], Any]:
+    """Return what `work(rank, store, names, results)` puts, by name and rank; torch is started once."""
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    arguments = (str(folder / "store"), list(names), results)
+    workers = [context.Process(target=work, args=(rank, *arguments)) for rank in range(WORLD)]
+    for worker in workers:
+        worker.start()
+    try:
+        rows = [results.get(timeout=120) for _ in range(WORLD * len(names))]
+        for worker in workers:
+            worker.join(30)
+        assert [0] * WORLD == [worker.exitcode for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    return {(name, rank): outcome for name, rank, outcome in rows}
+
+
+def train_all(rank: int, store: str, names: list[str], results: Any) -> None:
+    """One rank: train each loop in turn."""
+    begin(rank, store)
+    for name in names:
+        results.put((name, rank, watched(LOOPS[name], rank)))
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def begin(rank: int, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+
+
+def watched(make: Callable[[int], Loop], rank: int, quantities: Sequence[str] = QUANTITIES) -> Outcome:
+    """Train twice, once without the monitor."""
+    alone = make(rank)
+    losses = alone.train(alone.optimizer())
+    loop = make(rank)
+    optimizer = loop.optimizer()
+    outcome = Outcome()
+    with Monitor(MonitorConfig(quantities=tuple(quantities), console=False, exit_wait_seconds=0)) as monitor:
+        monitor.attach(loop.attached, optimizer)
+        seen = loop.train(optimizer)
+        monitor.end_step()
+        read(monitor, outcome)
+        outcome.faults = monitor.faults
+    outcome.unequal += [f"loss {step}" for step, pair in enumerate(zip(losses, seen, strict=True), 1) if unequal(*pair)]
+    states = zip(alone.state(), loop.state(), strict=True)
+    outcome.unequal += [f"parameter {place}" for place, pair in enumerate(states) if unequal(*pair)]
+    return outcome
+
+
+def unequal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Return whether two tensors differ in a bit."""
+    if one is None or other is None:
+        return one is not other
+    bits = [tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return one.shape != other.shape or not torch.equal(*bits)
+
+
+def read(monitor: Monitor, outcome: Outcome) -> None:
+    session = monitor._session
+    assert session is not None
+    deadline = time.monotonic() + 30
+    measured: list[Any] = []
+    while len(measured) < STEPS and time.monotonic() < deadline:
+        time.sleep(0.01)
+        records = session.channel.ring.after(-1, 1 << 30).records
+        measured = [record for record in records if record.statistics is not None]
+    for record in records:
+        outcome.events += [(record.step, event.type) for event in record.events]
+    for record in measured:
+        outcome.rows += rows_of(record)
+
+
+def rows_of(record: Any) -> list[Found]:
+    entries = record.statistics.plan.plan.entries
+    values, counts = record.statistics.values.to_pylist(), record.statistics.counts.to_pylist()
+    size = len(entries)
+    rows = []
+    for place, entry in enumerate(entries):
+        own = dict(zip(("nans", "infs", "zeros", "numel"), counts[place::size], strict=True))
+        if own["numel"] is not None:
+            numbers = dict(zip(("norm", "min", "max", "mean"), values[place::size], strict=False))
+            where = (record.step, entry.kind, entry.tensor, entry.micro_step, entry.placement, entry.shard_group)
+            rows.append(Found(*where, tuple(entry.shape), entry.dtype, numbers, own))
+    return rows

@@ -1,0 +1,198 @@
+"""What each framework owes: every quantity on every rank, equal to a float64 training that nothing wraps.
+
+A framework is added by a loop in `loops.py` and a line in `OWED`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests are imported by path
+
+from framework_loops import LOOPS, MICROS, SKIPPED, WORLD
+from framework_training import STEPS, Net, Truth, truths
+from framework_watching import Found, Outcome, outcomes, train_all
+
+GRADIENTS = ("grad_unreduced", "grad_reduced", "grad_clipped")
+ALL = (*GRADIENTS, "param_before", "param_after", "exp_avg", "exp_avg_sq")
+NAMES = tuple(name for name, _ in Net().named_parameters())
+LOCAL = "grad_unreduced"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owed:
+    """What one framework promises, beside all of `ALL` for each tensor and step."""
+
+    local: str = "partial"
+    """Placement of a gradient before it is reduced; "partial" is compared rank by rank."""
+    shared: frozenset[str] = frozenset({"replica"})
+    """Placements of everything else."""
+    ranks: tuple[int, ...] = tuple(range(WORLD))
+    """Whose data are trained on: the same on all ranks, or each its own."""
+    micros: int = 1
+    split: bool = False
+    scaled: bool = False
+    everywhere: bool = True
+    """Whether each rank has a row for each tensor; if not, all ranks together."""
+    rel: float = 1e-4
+    """float32 against float64, over three steps of Adam."""
+
+
+REPLICA, SHARD = frozenset({"replica"}), frozenset({"shard"})
+STAGE = Owed(local="full", shared=frozenset({"full"}), ranks=(0,), micros=MICROS, split=True, everywhere=False)
+OWED = {
+    "ddp": Owed(),
+    "ddp, accumulating, bucket views": Owed(micros=2),
+    "ddp, gradient scaler": Owed(scaled=True),
+    "ddp, checkpointed": Owed(),
+    "ddp, compiled": Owed(),
+    "fsdp2": Owed(shared=SHARD),
+    "fsdp2, accumulating": Owed(shared=SHARD, micros=2),
+    "fsdp2, mixed precision": Owed(shared=SHARD, micros=2, rel=0.1),  # bfloat16 has 8 bits, and sums cancel
+    "fsdp1": Owed(shared=SHARD, everywhere=False),  # the flat shard of a rank holds some tensors, and not others
+    "fsdp1, accumulating": Owed(shared=SHARD, micros=2, everywhere=False),
+    "tensor parallel": Owed(local="shard", shared=SHARD | REPLICA, ranks=(0,)),
+    "pipeline, gpipe": STAGE,
+    "pipeline, 1f1b": STAGE,
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Outcome]:
+    return outcomes(tmp_path_factory.mktemp("frameworks"), train_all)
+
+
+@functools.cache
+def truth_of(owed: Owed) -> list[Truth]:
+    return truths(owed.ranks, owed.micros, split=owed.split, skipped=(SKIPPED,) if owed.scaled else ())
+
+
+def test_every_loop_owes_something():
+    assert OWED.keys() == LOOPS.keys()
+
+
+@pytest.mark.parametrize("name", OWED)
+def test_training_is_bit_identical_and_without_a_fault(name, found):
+    for rank in range(WORLD):
+        assert [] == found[name, rank].unequal
+        assert 0 == found[name, rank].faults
+
+
+@pytest.mark.parametrize("name", OWED)
+def test_every_kind_is_on_every_rank_for_every_step(name, found):
+    owed = OWED[name]
+    for rank in range(WORLD):
+        by_step: dict[int, set[str]] = defaultdict(set)
+        for row in found[name, rank].rows:
+            by_step[row.step].add(str(row.kind))
+        for step in range(1, STEPS + 1):
+            expected = set(GRADIENTS[:2]) if owed.scaled and step == SKIPPED else set(ALL)
+            assert expected == by_step[step], (rank, step)
+
+
+@pytest.mark.parametrize("name", OWED)
+def test_own_gradients_of_each_rank_and_micro_batch_equal_the_reference(name, found):
+    owed = OWED[name]
+    for step, truth in enumerate(truth_of(owed), 1):
+        if owed.scaled and step == SKIPPED:
+            continue
+        scale = scale_at(owed, step)
+        for micro in (None, *range(owed.micros)):
+            groups = [(rank,) for rank in range(WORLD)] if owed.local == "partial" else [tuple(range(WORLD))]
+            for place, ranks in enumerate(groups):
+                own = truth.local(place) if micro is None else truth.micro[place][micro]
+                rows = [row for rank in ranks for row in found[name, rank].rows if row.kind == LOCAL]
+                rows = [row for row in rows if (row.step, row.micro_step) == (step, micro)]
+                assert {owed.local} <= {row.placement for row in rows} <= {owed.local, "replica"}
+                check(rows, {key: scale * value for key, value in own.items()}, owed.rel)
+
+
+@pytest.mark.parametrize("name", OWED)
+def test_what_ranks_hold_together_equals_the_reference(name, found):
+    owed = OWED[name]
+    for step, truth in enumerate(truth_of(owed), 1):
+        if owed.scaled and step == SKIPPED:
+            continue
+        for kind in ALL:
+            if kind == LOCAL:
+                continue
+            scale = scale_at(owed, step) if kind == "grad_reduced" else 1.0
+            rows = [row for rank in range(WORLD) for row in found[name, rank].rows if row.kind == kind]
+            rows = [row for row in rows if row.step == step]
+            assert owed.shared == {row.placement for row in rows}, kind
+            expected = {key: scale * value for key, value in truth.shared[kind].items()}
+            check(rows, expected, owed.rel)
+            if owed.everywhere and kind != "grad_clipped":  # of no elements, it equals the reduced one
+                assert {(tensor, WORLD) for tensor in NAMES} == set(count_of(rows).items())
+
+
+def test_a_step_that_the_scaler_skips_is_there_with_the_gradients_that_made_it_so(found):
+    for rank in range(WORLD):
+        outcome = found["ddp, gradient scaler", rank]
+        rows = [row for row in outcome.rows if row.step == SKIPPED]
+        assert (SKIPPED, "step_skipped") in outcome.events
+        assert all(row.counts["nans"] + row.counts["infs"] for row in rows)
+        assert {"grad_unreduced", "grad_reduced"} == {row.kind for row in rows}
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp1", "tensor parallel"])
+def test_a_shard_names_the_ranks_that_hold_the_others(name, found):
+    for rank in range(WORLD):
+        sharded = {row.shard_group for row in found[name, rank].rows if row.placement == "shard"}
+        whole = {row.shard_group for row in found[name, rank].rows if row.placement != "shard"}
+        assert ({"0,1"}, {None}) == (sharded, whole)
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp1", "fsdp2, mixed precision"])
+def test_a_gradient_before_it_is_sharded_has_the_form_of_the_whole_tensor(name, found):
+    shapes = {key: tuple(item.shape) for key, item in Net().named_parameters()}
+    own = [row for row in found[name, 0].rows if row.kind == LOCAL]
+
+    assert shapes == {row.tensor: row.shape for row in own}
+    assert {"bfloat16" if "mixed" in name else "float32"} == {row.dtype for row in own}
+
+
+def scale_at(owed: Owed, step: int) -> float:
+    """Return the loss scale: it is halved by the step that was skipped."""
+    return (8.0 if step < SKIPPED else 4.0) if owed.scaled else 1.0
+
+
+def count_of(rows: list[Found]) -> dict[str, int]:
+    counts: dict[str, int] = defaultdict(int)
+    for row in rows:
+        counts[row.tensor] += 1
+    return counts
+
+
+def check(rows: list[Found], expected: dict[str, torch.Tensor], rel: float) -> None:
+    """Compare each tensor: shards together, anything else each by itself."""
+    parts: dict[str, list[list[Found]]] = defaultdict(list)
+    for row in rows:
+        if row.placement == "shard" and parts[row.tensor]:
+            parts[row.tensor][0].append(row)
+        else:
+            parts[row.tensor].append([row])
+    assert expected.keys() == parts.keys()
+    for tensor, value in expected.items():
+        for together in parts[tensor]:
+            close(together, value, rel)
+
+
+def close(rows: list[Found], value: torch.Tensor, rel: float) -> None:
+    norm = math.sqrt(math.fsum((row.numbers["norm"] or 0.0) ** 2 for row in rows))
+    least = min(row.numbers["min"] for row in rows if row.numbers["min"] is not None)
+    most = max(row.numbers["max"] for row in rows if row.numbers["max"] is not None)
+    margin = rel * float(value.abs().max())
+    where = rows[0]
+    assert value.numel() == sum(row.counts["numel"] for row in rows), where
+    assert float(value.norm()) == pytest.approx(norm, rel=rel), where
+    assert float(value.min()) == pytest.approx(least, abs=margin), where
+    assert float(value.max()) == pytest.approx(most, abs=margin), where
