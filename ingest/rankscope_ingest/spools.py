@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -29,6 +30,9 @@ log = logging.getLogger(__name__)
 SERVICE: Final = "service"
 """Who reads the spool, where another exporter would name its incarnation."""
 
+AT_ONCE: Final = 64
+"""Each that is held costs an open file and a target; after a night without a service thousands may lie there."""
+
 
 class Spools:
     """What is held, and all else as `http` answers. Implements `Source`."""
@@ -38,12 +42,15 @@ class Spools:
         self._http = http
         self._max_bytes = max_bytes
         self._held: dict[str, Orphan] = {}
+        self._put_off: set[str] = set()  # given back once: all others come first
         self._done: set[str] = set()  # drained, and could not be removed
         self._told: set[str] = set()
 
     async def find(self) -> list[Registration]:
-        """Take the spools that are free; return as whom to follow them, the oldest process first."""
-        found = [orphan for root in self._roots for orphan in await asyncio.to_thread(self._look, root)]
+        """Take spools that are free, as many as there is room for; return as whom to follow them, the oldest first."""
+        found: list[Orphan] = []
+        for root in self._roots:
+            found += await asyncio.to_thread(self._look, root, AT_ONCE - len(self._held) - len(found))
         self._held |= {_url(orphan): orphan for orphan in found}
         taken = [replace(o.registration, url=_url(o), state=STATE_DRAINING, head=o.head, phase=None) for o in found]
         return [replace(who, served_by=SERVICE) for who in sorted(taken, key=lambda who: who.started_at)]
@@ -56,6 +63,7 @@ class Spools:
         """Give a spool back, to be found again."""
         if orphan := self._held.pop(url, None):
             orphan.release()
+            self._put_off.add(orphan.incarnation)
             self._tell(f"{orphan.folder} is not read now: {why}")
 
     async def remove(self, url: str) -> None:
@@ -101,15 +109,16 @@ class Spools:
             return Drained() if orphan.is_done else NothingNew(standing)
         return Body(data=stretch.data, first=stretch.first, last=stretch.last, rows=stretch.rows, standing=standing)
 
-    def _look(self, root: Path) -> list[Orphan]:
+    def _look(self, root: Path, room: int) -> list[Orphan]:
         try:
-            candidates = folders(root)
+            candidates = sorted(folders(root), key=lambda folder: folder.name in self._put_off)
         except FileNotFoundError:
             return []  # no rank has made it yet
         except OSError as error:
             self._tell(f"[spool] folders: {root} cannot be read: {error.strerror or error}")
             return []
-        return [orphan for folder in candidates if (orphan := self._take(folder)) is not None]
+        free = (orphan for folder in candidates if (orphan := self._take(folder)) is not None)
+        return list(islice(free, max(0, room)))
 
     def _take(self, folder: Path) -> Orphan | None:
         if folder.name in self._done or folder.absolute().as_uri() in self._held:

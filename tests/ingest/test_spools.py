@@ -17,6 +17,8 @@ from rankscope_contract.records import Plan, PlanEntry
 from rankscope_contract.spool import FolderLock
 from rankscope_exporter.record import NamedPlan, Scalar, Statistics, StepRecord
 from rankscope_exporter.serving.spool import Spool
+from rankscope_ingest import spools as spools_module
+from rankscope_ingest.spools import Spools
 
 PLAN = NamedPlan.of(Plan((PlanEntry(kind="param_after", tensor="w"),)))
 SEQS = "SELECT incarnation, attempt, seq FROM scalars WHERE name = 'loss' ORDER BY ALL"
@@ -428,3 +430,21 @@ async def test_a_spool_without_records_is_removed(start_service, eventually, roo
 
     assert NOTHING == -1
     assert [] == service.rows("SELECT * FROM events WHERE type = 'launch'")
+
+
+async def test_a_few_are_read_at_a_time_the_oldest_first_and_those_that_were_given_back_last(root, monkeypatch):
+    """Thousands may lie there after a night without a service, and each costs an open file."""
+    monkeypatch.setattr(spools_module, "AT_ONCE", 2)
+    for number in (3, 1, 2, 4):
+        leave_behind(root, f"dead-{number}", 2)
+    spools = Spools([str(root)], None, max_bytes=1 << 20)
+    first = await spools.find()
+    again = await spools.find()
+    spools.let_go(first[0].url, "it is refused")
+    await spools.remove(first[1].url)
+    then = await spools.find()
+    spools.close()
+
+    assert ["dead-1", "dead-3"] == sorted(who.incarnation for who in first)
+    assert [] == again
+    assert ["dead-2", "dead-4"] == sorted(who.incarnation for who in then)

@@ -53,8 +53,16 @@ def is_ours(name: str) -> bool:
 
 
 def folders(root: Path) -> list[Path]:
-    """Return the spools below `root`, oldest name first. Raises OSError when `root` cannot be read."""
-    return sorted(path for path in root.iterdir() if _is_spool(path))
+    """Return the spools below `root`, the oldest first. Raises OSError when `root` cannot be read."""
+    return sorted((path for path in root.iterdir() if _is_spool(path)), key=lambda path: (_began(path), path))
+
+
+def _began(folder: Path) -> float:
+    """Return when it was made, by the clock of the disk: the identity is written once."""
+    try:
+        return (folder / IDENTITY_NAME).stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _is_spool(path: Path) -> bool:

@@ -29,6 +29,12 @@ SCAN_SECONDS: Final = 30.0
 HEARTBEAT_SECONDS: Final = 0.5
 """A drain is short, and what the reply says is committed can be deleted."""
 
+AT_ONCE: Final = 16
+"""Each that is held costs the training process an open file; after a night of crashes thousands may lie there."""
+
+FINISH_SECONDS: Final = 5.0
+"""How long a spool that is stored stays, so that its reader hears from us, and not by our silence, that it is done."""
+
 
 class Orphans:
     """What this process serves for dead ones. Methods may be called from any thread."""
@@ -49,6 +55,9 @@ class Orphans:
         self._on_fault = on_fault
         self._changed = threading.Lock()
         self._taken: dict[str, Orphan] = {}
+        self._waiting: list[Path] = []  # found, and not tried yet
+        self._put_off: set[str] = set()  # the service refused them once: all others come first
+        self._done_since: dict[str, float] = {}
         self._told: set[str] = set()
         self._stopping = threading.Event()
         self._looked = threading.Event()
@@ -94,6 +103,7 @@ class Orphans:
         with self._changed:
             if self._taken.pop(orphan.incarnation, None) is None:
                 return
+        self._done_since.pop(orphan.incarnation, None)
         try:
             orphan.remove()
         except OSError as error:
@@ -107,6 +117,7 @@ class Orphans:
                 if time.monotonic() >= due:
                     self._look()
                     due = time.monotonic() + SCAN_SECONDS
+                self._fill()
                 heard = self._register_all()
             except Exception as error:  # noqa: BLE001 - the thread's edge: told to the façade, and tried again
                 self._on_fault("spools of dead processes", error)
@@ -114,18 +125,22 @@ class Orphans:
             self._looked.set()
             failures = 0 if heard else failures + 1
             pause = HEARTBEAT_SECONDS if heard else retry_seconds(failures)
-            self._stopping.wait(pause if self._taken else max(0.0, due - time.monotonic()))
+            self._stopping.wait(pause if self._taken or self._waiting else max(0.0, due - time.monotonic()))
 
     def _look(self) -> None:
-        """Take what is free."""
+        """Note what lies there."""
         try:
             found = folders(self._root)
         except OSError as error:
             self._tell(f"{self._root} cannot be read: {error.strerror or error}")
             return
-        for folder in found:
-            if folder.name != self._own:
-                self._take(folder)
+        others = [folder for folder in found if folder.name != self._own]
+        self._waiting = sorted(others, key=lambda folder: folder.name in self._put_off)
+
+    def _fill(self) -> None:
+        """Take what is free, as long as there is room."""
+        while self._waiting and len(self._taken) < AT_ONCE:
+            self._take(self._waiting.pop(0))
 
     def _take(self, folder: Path) -> None:
         with self._changed:
@@ -146,10 +161,13 @@ class Orphans:
             waiting = sorted(self._taken.values(), key=lambda orphan: orphan.registration.started_at)
         heard = True
         for orphan in waiting:
+            if self.get(orphan.incarnation) is not orphan:
+                continue  # its reader has heard meanwhile that it is done
             try:
                 self._register(orphan)
             except RefusedError as error:  # the others may be welcome
                 self._tell(f"records of {orphan.folder} wait for the service: {error}")
+                self._give_way(orphan)
                 heard = False
             except UnreachableError as error:
                 self._tell(f"records of dead processes in {self._root} wait for the service: {error}")
@@ -160,8 +178,20 @@ class Orphans:
         reply = self._client.register(self._describe(orphan, self._url() or ""))
         orphan.lease = reply.lease
         orphan.commit(reply.committed)
-        if orphan.is_done:
+        if not orphan.is_done:
+            return
+        done_since = self._done_since.setdefault(orphan.incarnation, time.monotonic())
+        if time.monotonic() - done_since >= FINISH_SECONDS:
             self.finished(orphan)
+
+    def _give_way(self, orphan: Orphan) -> None:
+        """Make room for others that wait, should there be any."""
+        self._put_off.add(orphan.incarnation)
+        if self._waiting:
+            with self._changed:
+                self._taken.pop(orphan.incarnation, None)
+            orphan.release()
+            self._waiting.append(orphan.folder)
 
     def _describe(self, orphan: Orphan, url: str) -> Registration:
         return replace(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rankscope_contract.channel import Registration
+from rankscope_contract.channel import Registration, RegistrationReply
 from rankscope_contract.records import PlanEntry
 from rankscope_contract.spool import Orphan, SpoolReader
 from rankscope_exporter.errors import ConfigError
@@ -197,12 +197,85 @@ def test_a_served_spool_goes_once_the_holder_of_its_lease_has_all_of_it(new_rank
     assert 409 == rank.get(f"{path}&after=3").status
 
 
-def test_a_served_spool_also_goes_by_what_the_reply_says_is_committed(new_rank, service, until, record, tmp_path):
+def test_a_served_spool_also_goes_by_what_the_reply_says_is_committed(
+    new_rank, service, until, record, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(spool_orphans, "FINISH_SECONDS", 0.0)
     leave_behind(tmp_path, "dead", [record(step) for step in range(4)])
     service.committed = 3
     new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
 
     until(lambda: not (tmp_path / "dead").exists())
+
+
+def test_a_reader_hears_that_a_spool_is_drained_though_a_reply_said_before_that_all_is_committed(
+    new_rank, service, until, record, tmp_path
+):
+    """It would take us for another process otherwise, and the dead one for vanished just now."""
+    leave_behind(tmp_path, "dead", [record(step) for step in range(4)])
+    service.committed = 3
+    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
+    until(lambda: sum(told["incarnation"] == "dead" for told in service.registrations) >= 2)
+
+    assert 503 == rank.get("/records?incarnation=dead&after=3&committed=3", **LEASE).status
+
+
+class _Service:
+    """Hears of processes, and refuses some."""
+
+    def __init__(self, refused: tuple[str, ...] = ()) -> None:
+        self.heard: list[str] = []
+        self.refused = refused
+
+    def register(self, registration: Registration) -> RegistrationReply:
+        if registration.incarnation in self.refused:
+            raise spool_orphans.RefusedError(409, "not you")
+        self.heard.append(registration.incarnation)
+        return RegistrationReply(lease="l", attempt=0, heartbeat_seconds=1.0, committed=-1)
+
+    def poke(self, incarnation: str) -> None:
+        """Hear nothing."""
+
+
+@pytest.fixture
+def orphans_of(tmp_path, monkeypatch):
+    """Return what begins to speak, to a service, for the spools below `tmp_path`: for two of them at a time."""
+    monkeypatch.setattr(spool_orphans, "AT_ONCE", 2)
+    monkeypatch.setattr(spool_orphans, "HEARTBEAT_SECONDS", 0.01)
+    begun: list[spool_orphans.Orphans] = []
+
+    def begin(service: _Service) -> spool_orphans.Orphans:
+        begun.append(
+            spool_orphans.Orphans(str(tmp_path), OWN, service, lambda: "http://127.0.0.1:1", on_fault=pytest.fail)
+        )
+        begun[0].start()
+        return begun[0]
+
+    yield begin
+    for orphans in begun:
+        orphans.stop()
+
+
+def test_a_rank_speaks_for_a_few_dead_processes_at_a_time_the_oldest_first(orphans_of, until, record, tmp_path):
+    """Thousands may lie there after a night of crashes, and each costs the training process an open file."""
+    for number in (3, 1, 2):
+        leave_behind(tmp_path, f"dead-{number}", [record(0)])
+    service = _Service()
+    orphans = orphans_of(service)
+    until(lambda: len(service.heard) >= 6)
+
+    assert {"dead-3", "dead-1"} == set(service.heard)
+    orphans.finished(orphans.get("dead-3"))
+    until(lambda: "dead-2" in service.heard)
+
+
+def test_dead_processes_that_the_service_refuses_do_not_keep_others_waiting(orphans_of, until, record, tmp_path):
+    for number in range(5):
+        leave_behind(tmp_path, f"dead-{number}", [record(0)])
+    service = _Service(refused=("dead-0", "dead-1"))
+    orphans_of(service)
+
+    until(lambda: {"dead-2", "dead-3"} <= set(service.heard))
 
 
 def test_several_ranks_that_start_at_once_share_what_was_left(new_rank, service, until, record, tmp_path):
