@@ -1,0 +1,107 @@
+"""Features from a training run, through the service and the store, into files in the layout of the existing tool."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_storage.connection import connect
+from rankscope_storage.exports import ExportOptions, exporters
+
+HEADS, MICRO_BATCHES = 2, 2
+
+
+class Core(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+        self.core = Core()
+        self.gate = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.fc(x)
+        return self.gate(self.core(x, x, x))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "attention": {"targets": ["core"], "order": "b,h,s,d", "causal": True},
+    "linear": {"targets": ["fc"]},
+    "router": {"targets": ["gate"], "top_k": 1},
+}
+
+
+def batch(micro: int) -> torch.Tensor:
+    return torch.randn(3, HEADS, 5, 6, generator=torch.Generator().manual_seed(micro))
+
+
+def expected() -> dict[str, list[tuple[str, ...]]]:
+    """Return the rows of the files by their families: name, micro-batch if any, numbers."""
+    torch.manual_seed(0)
+    model = Net().double()
+    values = torch.linalg.svdvals(model.fc.weight.detach())
+    vectors = nn.functional.normalize(model.gate.weight.detach(), dim=1)
+    cosines = (vectors @ vectors.t())[*torch.triu_indices(3, 3, 1)]
+    families: dict[str, list[Any]] = {"attention_hook": [], "moe_router_logit_hook": []}
+    families["linear_hook"] = [("fc.linear", values.norm() / values[0], values[0])]
+    families["moe_router_weight_hook"] = [("gate.moe_router", cosines.mean())]
+    for micro in range(MICRO_BATCHES):
+        x = model.fc(batch(micro).double()).detach()
+        scores = (x @ x.transpose(2, 3) / math.sqrt(6)).masked_fill(~torch.ones(5, 5).tril().bool(), -math.inf)
+        weights = scores.softmax(-1)
+        for head in range(HEADS):
+            own = weights[:, head]
+            numbers = -torch.special.xlogy(own, own).sum(-1).mean(), own.amax(-1).mean()
+            families["attention_hook"].append((f"core.attention_{head}", str(micro), *numbers))
+        routed = model(batch(micro).double()).detach().softmax(-1)
+        entropy = -torch.special.xlogy(routed, routed).sum(-1).mean()
+        families["moe_router_logit_hook"].append(("gate.moe_router", str(micro), entropy))
+    return {
+        family: [tuple(v if isinstance(v, str) else f"{float(v):.3g}" for v in row) for row in rows]
+        for family, rows in families.items()
+    }
+
+
+def test_features_of_a_run_stand_in_the_files_of_the_tool(
+    service: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.start()
+    monkeypatch.setenv("RANKSCOPE_INGEST_URL", service.url)
+    monkeypatch.setenv("RANKSCOPE_RUN", "features")
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    config = MonitorConfig(quantities=tuple(OPTIONS), options=OPTIONS, console=False, exit_wait_seconds=30)
+    with Monitor(config).attach(model, optimizer):
+        for micro in range(MICRO_BATCHES):
+            model(batch(micro)).sum().backward()
+        optimizer.step()
+    assert 0 == service.stop(), service.log()
+
+    with connect(service.store) as connection:
+        report = exporters()["csv"].export(connection, "features", tmp_path / "csv", ExportOptions())
+        loads = connection.sql("select distinct micro_step, index from features where kind = 'router_load'").fetchall()
+    found = {}
+    for path in report.files:
+        with path.open(newline="") as file:
+            rows = [{**row} for row in csv.DictReader(file)]
+        assert {"0"} == {row.pop("step") for row in rows}
+        assert {"0"} == {row.pop("vpp_stage") for row in rows}
+        found[path.name.removesuffix("_0-0.csv")] = [
+            tuple(text if key in ("name", "micro_step") else f"{float(text):.3g}" for key, text in row.items())
+            for row in rows
+        ]
+    assert expected() == {family: sorted(rows, key=lambda row: row[1::-1]) for family, rows in found.items()}
+    assert 6 == report.left_out["features that the tool does not know"]
+    assert 6 == len(loads)
