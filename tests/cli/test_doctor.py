@@ -107,6 +107,7 @@ def healthy_world() -> World:
     config = "receivers:\n- name: nobody\n- name: chat\n  webhook_configs:\n  - url: http://chat.example\n"
     targets = [scraped("rankscope"), scraped("rankscope"), scraped("rankscope-service"), scraped("node")]
     pages = {
+        f"{PROMETHEUS}/api/v1/status/config": {"data": {"yaml": "scrape_configs: []"}},
         f"{SERVICE}/healthz": {"status": "ok"},
         f"{SERVICE}/api/v1/targets": [target(0), target(1), target(2, health="gone", last_error="over")],
         "http://127.0.0.1:5000/healthz": read,
@@ -253,6 +254,37 @@ def test_addresses_come_from_the_command_line_then_from_up_then_from_the_usual(t
         chosen.alertmanager,
     )
     assert [("prometheus", 2), ("alertmanager", 9093)] == chosen.ports
+
+
+def test_what_up_runs_is_asked_with_its_token_and_nobody_else_is(tmp_path):
+    settings = load_config(None, {"store.path": str(tmp_path / "history")})
+    folder = Folder.beside(tmp_path / "history")
+    folder.make()
+    folder.remember({"urls": {"service": "http://127.0.0.1:1"}})
+    folder.write({"token": "open-sesame"})
+
+    assert "open-sesame" == found(settings, None, given={}, is_explicit=False).token
+    assert found(settings, None, given={"service": "http://other:3"}, is_explicit=False).token is None
+    assert found(settings, None, given={}, is_explicit=True).token is None
+
+
+def test_prometheus_that_asks_for_ranks_before_there_are_any_is_well(sample_store):
+    world = healthy_world()
+    world.pages[f"{PROMETHEUS}/api/v1/targets?state=active"] = {"data": {"activeTargets": []}}
+    nobody = "scrapes no ranks (job rankscope)"
+    config = "scrape_configs:\n- job_name: r\n  http_sd_configs:\n  - url: http://127.0.0.1:9470/sd?per=node\n"
+
+    assert nobody in report(world, sample_store)
+    world.pages[f"{PROMETHEUS}/api/v1/status/config"] = {"data": {"yaml": config}}
+    assert "OK    asks the service for ranks, and none is there yet" in report(world, sample_store)
+
+
+@pytest.mark.parametrize("page", ["status/config", "rules", "alertmanagers"])
+def test_half_a_prometheus_is_no_traceback(sample_store, page):
+    world = healthy_world()
+    del world.pages[f"{PROMETHEUS}/api/v1/{page}"]
+
+    assert "does not answer" in report(world, sample_store)
 
 
 def test_command_says_what_is_wrong_with_a_configuration_and_looks_on(tmp_path, free_port):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import signal
 import socket
@@ -11,9 +12,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from rankscope.commands.serve import _Lines
 from rankscope.progress import fetch_runs
 
 
@@ -42,6 +45,15 @@ def serving(log: Path, *arguments: object) -> Iterator[tuple[subprocess.Popen[by
     finally:
         process.kill()
         process.wait()
+
+
+def test_log_lines_say_what_they_are_about_as_far_as_it_is_known():
+    said = []
+    record = logging.makeLogRecord({"levelname": "INFO", "msg": "run is %s", "args": ("running",), "run": "r"})
+    record.reason = None
+    _Lines(SimpleNamespace(say=said.append)).emit(record)
+
+    assert ["info: run is running, run r"] == said
 
 
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])

@@ -124,7 +124,8 @@ class _Lines(logging.Handler):
         self._view = view
 
     def emit(self, record: logging.LogRecord) -> None:
-        about = "".join(f", {key} {value}" for key, value in vars(record).items() if key not in _RECORD_FIELDS)
+        fields = ((key, value) for key, value in vars(record).items() if key not in _RECORD_FIELDS)
+        about = "".join(f", {key} {value}" for key, value in fields if value is not None)
         self._view.say(printable(f"{record.levelname.lower()}: {record.getMessage()}{about}"))
 
 

@@ -89,9 +89,9 @@ def up(
 
 
 def _print(arrangement: Arrangement) -> None:
-    for name, text in arrangement.files.items():
+    for name, text in arrangement.shown().items():
         print(f"# {arrangement.folder.config(name)}")
-        print(arrangement.shown(text), end="\n\n")
+        print(text, end="\n\n")
     for piece in arrangement.pieces:
         print(f"# {piece.name}: {piece.url}\n{shlex.join(piece.command)}\n")
 

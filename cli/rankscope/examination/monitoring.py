@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -11,6 +12,7 @@ from rankscope.examination.findings import Finding, fail, ok, warn
 from rankscope.examination.surroundings import Surroundings
 from rankscope.live.http_client import UnreachableError
 from rankscope.output import printable
+from rankscope_contract.channel import SERVICE_DISCOVERY_PATH
 from rankscope_dashboards.prometheus_config import RANKS_JOB, SERVICE_JOB
 
 PROMETHEUS: Final = "Prometheus"
@@ -22,13 +24,15 @@ def prometheus(world: Surroundings, url: str) -> Iterator[Finding]:
     """Yield what Prometheus at `url` knows of us."""
     try:
         targets = _data(world, f"{url}/api/v1/targets?state=active").get("activeTargets", [])
-    except UnreachableError as error:
+        config = yaml.safe_load(str(_data(world, f"{url}/api/v1/status/config").get("yaml", "")))
+        groups = _data(world, f"{url}/api/v1/rules").get("groups", [])
+        managers = _data(world, f"{url}/api/v1/alertmanagers").get("activeAlertmanagers", [])
+    except (UnreachableError, yaml.YAMLError) as error:
         yield warn(PROMETHEUS, f"does not answer: {error}", "rankscope up starts one; --prometheus names another")
         return
     yield ok(PROMETHEUS, f"{url} answers")
-    yield from _scraped(targets)
-    yield _rules(_data(world, f"{url}/api/v1/rules").get("groups", []))
-    managers = _data(world, f"{url}/api/v1/alertmanagers").get("activeAlertmanagers", [])
+    yield from _scraped(targets, looks_for_ranks=_looks_for_ranks(config))
+    yield _rules(groups)
     if managers:
         yield ok(PROMETHEUS, f"sends alerts to {', '.join(sorted(manager['url'] for manager in managers))}")
     else:
@@ -53,11 +57,20 @@ def alertmanager(world: Surroundings, url: str) -> Iterator[Finding]:
         yield fail(ALERTMANAGER, f"{failed:.0f} messages could not be delivered", "its log names the address")
 
 
-def _scraped(targets: list[dict[str, Any]]) -> Iterator[Finding]:
+def _looks_for_ranks(config: Any) -> bool:
+    """Return whether a job asks our service who is there, so that ranks are found once there are some."""
+    jobs = (config.get("scrape_configs") or []) if isinstance(config, dict) else []
+    asked = [str(source.get("url")) for job in jobs for source in job.get("http_sd_configs") or []]
+    return any(urlsplit(url).path == SERVICE_DISCOVERY_PATH for url in asked)
+
+
+def _scraped(targets: list[dict[str, Any]], *, looks_for_ranks: bool) -> Iterator[Finding]:
     for job, what in ((RANKS_JOB, "ranks"), (SERVICE_JOB, "service")):
         ours = [target for target in targets if target["labels"].get("job") == job]
         up = sum(target["health"] == "up" for target in ours)
-        if not ours:
+        if not ours and job == RANKS_JOB and looks_for_ranks:
+            yield ok(PROMETHEUS, "asks the service for ranks, and none is there yet")
+        elif not ours:
             yield warn(PROMETHEUS, f"scrapes no {what} (job {job})", "docs/live.md has the lines for prometheus.yml")
         elif up == len(ours):
             yield ok(PROMETHEUS, f"scrapes the {what}: {up} of {len(ours)} up")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from urllib.parse import urlsplit
 from rankscope.live.folder import Folder
 from rankscope.live.http_client import Trust
 from rankscope.live.ports import USUAL
+from rankscope.live.stack import TOKEN_FILE
 from rankscope.live.trust import service_address, service_trust
 
 if TYPE_CHECKING:
@@ -51,12 +53,20 @@ def found(settings: ServiceConfig, state: Path | None, *, given: Mapping[str, st
     if is_explicit and configured:
         noted["service"] = configured
     urls = {**usual, **noted, **given}
+    is_ours = "service" in noted and "service" not in given and not is_explicit
     return Whereabouts(
         **urls,
         store=settings.store.path,
-        token=settings.token,
+        token=settings.token or (_token_of(folder) if is_ours else None),
         trust=service_trust(settings),
     )
+
+
+def _token_of(folder: Folder) -> str | None:
+    """Return the token of what `rankscope up` runs, whose folder is its owner's alone; it goes to no other address."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return folder.config(TOKEN_FILE).read_text(encoding="utf-8").strip() or None
+    return None
 
 
 def _local_port(url: str) -> int | None:

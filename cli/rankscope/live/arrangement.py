@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
 
 from rankscope.commands.serve import load_settings
 from rankscope.errors import USAGE, CommandError
@@ -17,7 +18,7 @@ from rankscope.live.ports import Ports
 from rankscope.live.programs import ALERTMANAGER, PROMETHEUS, required
 from rankscope.live.stack import LOOPBACK, SERVICE, TOKEN_FILE, Piece, ServiceWish, Wish, files, pace, pieces
 from rankscope.live.trust import service_trust
-from rankscope_dashboards.alertmanager_config import Mail
+from rankscope_dashboards.alertmanager_config import Mail, Webhook
 from rankscope_dashboards.prometheus_config import Tls, duration
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 EVENT_SECONDS: Final = 120.0
 KEEP_SECONDS: Final = 60.0
 _LEFT_OUT: Final = "left out"
+_HIDDEN: Final = "<secret>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,13 +75,11 @@ class Arrangement:
         """Return what the programs are told beside their commands: the token's file, wherever the token came from."""
         return {} if self.token_file is None else {"RANKSCOPE_TOKEN_FILE": str(self.token_file)}
 
-    def shown(self, text: str) -> str:
-        """Return a generated file without its secrets."""
-        ways = [way for receiver in self.wish.receivers for way in receiver.ways]
-        passwords = [way.password for way in ways if isinstance(way, Mail)]
-        for secret in filter(None, (self.token, *passwords)):
-            text = text.replace(secret, "<secret>")
-        return text
+    def shown(self) -> dict[str, str]:
+        """Return the generated files as they would be without secrets: what is quoted in YAML is hard to find there."""
+        service = replace(self.wish.service, token=None if self.token is None else _HIDDEN)
+        told = [replace(one, ways=tuple(map(_without_secrets, one.ways))) for one in self.wish.receivers]
+        return files(replace(self.wish, service=service, receivers=told), self.folder)
 
     def prepare(self) -> None:
         """Write the files, and remember what the next start and `rankscope doctor` want to know."""
@@ -99,14 +99,14 @@ def arranged(choices: Choices) -> Arrangement:
             'give the service [notify] mode = "embedded" with urls, or let Alertmanager run',
             code=USAGE,
         )
-    prometheus = required(PROMETHEUS, without="--without-prometheus") if choices.with_prometheus else None
-    alertmanager = required(ALERTMANAGER, without="--without-alertmanager") if choices.with_alertmanager else None
+    wanted = {PROMETHEUS: "--without-prometheus"} if choices.with_prometheus else {}
+    programs = required(wanted | ({ALERTMANAGER: "--without-alertmanager"} if choices.with_alertmanager else {}))
     chosen, notes = _ports(choices, settings, folder)
     wish = Wish(
         service=_service_wish(choices, settings),
         ports=chosen,
-        prometheus=prometheus,
-        alertmanager=alertmanager,
+        prometheus=programs.get(PROMETHEUS),
+        alertmanager=programs.get(ALERTMANAGER),
         receivers=receivers(addresses),
         scrape_seconds=choices.scrape_seconds,
         event_window=duration(max(EVENT_SECONDS, 4 * choices.scrape_seconds)),  # a rate needs several looks
@@ -220,6 +220,16 @@ def _facts(wish: Wish, settings: ServiceConfig) -> list[str]:
         ways = ", ".join(_words(receiver.ways[0]) for receiver in wish.receivers)
         lines.append(f"Alertmanager tells   {ways or 'nobody: name somebody with --notify'} ({pace(wish)})")
     return lines
+
+
+def _without_secrets(way: Webhook | Mail) -> Webhook | Mail:
+    """Return the way with its password hidden, or whatever of an address may be one."""
+    if isinstance(way, Mail):
+        return replace(way, password=None if way.password is None else _HIDDEN)
+    parts = urlsplit(way.url)
+    has_more = parts.path.strip("/") or parts.query or parts.username
+    host = parts.netloc.rpartition("@")[2]
+    return replace(way, url=f"{parts.scheme}://{host}/{_HIDDEN}") if has_more else way
 
 
 def _words(way: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -37,12 +38,20 @@ PROMETHEUS: Final = Program("Prometheus", ("prometheus",), "prometheus")
 ALERTMANAGER: Final = Program("Alertmanager", ("prometheus-alertmanager", "alertmanager"), "prometheus-alertmanager")
 
 
-def required(program: Program, *, without: str) -> Path:
-    """Return where `program` is. Raises CommandError that says how to get it, and how to do `without` it."""
-    found = program.find()
-    if found is None:
-        raise CommandError(f"{program.remedy}; or go on with {without}")
-    return found
+def required(wanted: Mapping[Program, str]) -> dict[Program, Path]:
+    """Return where programs are; each is given with the option to go on without it.
+
+    Raises CommandError with one line about all that are missing: how to get them, and how to go on.
+    """
+    found = {program: program.find() for program in wanted}
+    missing = [program for program, path in found.items() if path is None]
+    if missing:
+        titles, packages = " and ".join(one.title for one in missing), " ".join(one.package for one in missing)
+        raise CommandError(
+            f"{titles} {'is' if len(missing) == 1 else 'are'} not on PATH: apt install {packages}, or {HOME}; "
+            f"or go on with {wanted[missing[0]]}"
+        )
+    return {program: path for program, path in found.items() if path is not None}
 
 
 def version_of(path: Path) -> str | None:

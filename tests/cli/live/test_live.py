@@ -234,11 +234,13 @@ def test_notes_that_somebody_broke_are_as_none(tmp_path):
         assert {} == folder.notes()
 
 
-def test_a_missing_program_is_told_with_how_to_get_it_and_how_to_go_on():
-    missing = Program("Prometheus", ("no-such-program",), "prometheus")
+def test_missing_programs_are_told_in_one_line_with_how_to_get_them_and_how_to_go_on():
+    one, other = Program("One", ("no-such",), "one-package"), Program("Other", ("no-such-either",), "other-package")
 
-    with pytest.raises(CommandError, match=r"apt install prometheus,.*--without-prometheus"):
-        required(missing, without="--without-prometheus")
+    with pytest.raises(CommandError, match=r"^Other is not on PATH: apt install other-package, or.*--without-other$"):
+        required({other: "--without-other"})
+    with pytest.raises(CommandError, match=r"^One and Other are not .* install one-package other-package, .*-one$"):
+        required({one: "--without-one", other: "--without-other"})
 
 
 @pytest.fixture
@@ -270,14 +272,16 @@ def test_addresses_of_the_configuration_go_to_alertmanager_in_its_mode(service_t
 
 def test_configuration_is_shown_without_its_secrets_and_starts_nothing(service_toml, programs):
     path = service_toml('token = "open-sesame"\n')
-    notify = ("--notify", "smtp://me:pass%40word@mail:25?to=me@x")
+    notify = ("--notify", "smtp://me:pass%27word@mail:25?to=me@x", "--notify", "https://chat.example/hook/T01/key?k=1")
     command = [sys.executable, "-m", "rankscope", "up", str(path), "--print-config", *notify]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
     assert 0 == done.returncode, done.stderr
     assert "auth_password: <secret>" in done.stdout
     assert "open-sesame" not in done.stdout
-    assert "pass@word" not in done.stdout
+    assert "url: https://chat.example/<secret>" in done.stdout
+    for secret in ("pass'word", "pass''word", "T01", "k=1"):
+        assert secret not in done.stdout
     for part in (
         "http_sd_configs:",
         "AnomalyNan",
