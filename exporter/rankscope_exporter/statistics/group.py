@@ -10,7 +10,7 @@ import torch
 from rankscope_exporter.statistics import numba_backend, torch_backend
 from rankscope_exporter.statistics.jobs import PointerJobs
 from rankscope_exporter.statistics.table import Rows, StatisticsTable, contiguous_rows
-from rankscope_exporter.statistics.tensors import PLAIN_TYPES, held
+from rankscope_exporter.statistics.tensors import PLAIN_TYPES, held, is_dense
 
 
 class MeasureGroup:
@@ -35,6 +35,7 @@ class MeasureGroup:
             if kernel is None:
                 self._with_torch(local, range(len(local)), table)
                 return
+            local = [_gathered(tensor) for tensor in local]
             others = self._jobs.run(kernel, local, table)
             if others:
                 self._with_torch(local, others, table)
@@ -60,6 +61,13 @@ def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return tensor
     shard: torch.Tensor = tensor.to_local()
     return shard
+
+
+def _gathered(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a part of a larger tensor as memory of its own: one copy and the kernel are cheaper than many passes."""
+    if type(tensor) not in PLAIN_TYPES or tensor is None or tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor
+    return tensor if tensor.is_contiguous() or is_dense(tensor) else tensor.contiguous()
 
 
 @functools.lru_cache(maxsize=256)
