@@ -16,13 +16,11 @@ from rankscope_exporter.features.spectral import batches, norms, spectral_number
 from rankscope_exporter.modules import NamedModule
 from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Subject, Table
 from rankscope_exporter.quantities.module_calls import ModuleCalls
-from rankscope_exporter.statistics.tensors import is_freed, why_not_measurable
+from rankscope_exporter.quantities.module_weights import is_matrix, may_become_whole, weight_of, whole_matrix
 
 SPECTRAL_NORM: Final = "spectral_norm"
 STABLE_RANK: Final = "stable_rank"
 
-_WEIGHTS: Final = ("weight", "wg")
-_MATRIX: Final = 2
 _FINEST: Final = 1e-5  # below it float32 itself is the limit
 
 
@@ -75,11 +73,11 @@ class Linear(Quantity):
         if not found:
             self._calls.tell("no module of the targets has a 2-D weight, so nothing is measured")
         for named in found:
-            weight = _weight(named.module)
-            whole = _whole(weight)
+            weight = weight_of(named.module)
+            whole = whole_matrix(weight)
             if isinstance(whole, torch.Tensor):
                 self._whole.append(named)
-            elif _may_become_whole(weight):
+            elif may_become_whole(weight):
                 self._calls.before(named, self._called)
             else:
                 self._calls.missing(whole, named)
@@ -103,8 +101,8 @@ class Linear(Quantity):
         names: dict[int, list[str]] = {}
         weights: list[torch.Tensor] = []
         for named in modules:
-            weight = _weight(named.module)
-            whole = _whole(weight)
+            weight = weight_of(named.module)
+            whole = whole_matrix(weight)
             if isinstance(whole, str):
                 self._calls.missing(whole, named)
             elif whole.numel():
@@ -118,38 +116,9 @@ class Linear(Quantity):
             table.defer("features", numbers, functools.partial(_rows, [listed[place] for place in batch]))
 
 
-def _weight(module: nn.Module) -> torch.Tensor | None:
-    # The dictionaries themselves: a parametrized weight is a property, which computes and may change its buffers.
-    held = ({**vars(module), **module._parameters}.get(name) for name in _WEIGHTS)  # noqa: SLF001 - see above
-    return next((value for value in held if isinstance(value, torch.Tensor)), None)
-
-
 def _is_meant(named: NamedModule) -> bool:
-    weight = _weight(named.module)
     # FSDP leaves a part of a flat tensor, or nothing, where the matrix was.
-    return isinstance(named.module, nn.Linear | nn.Embedding) or (weight is not None and weight.dim() == _MATRIX)
-
-
-def _may_become_whole(weight: torch.Tensor | None) -> bool:
-    """Return whether it may be in parts, flat or freed between two calls, as FSDP has it."""
-    return weight is None or hasattr(weight, "placements") or weight.dim() != _MATRIX or is_freed(weight)
-
-
-def _whole(weight: torch.Tensor | None) -> torch.Tensor | str:
-    """Return the matrix that lies on this rank; or why there is none, in words."""
-    if weight is None:
-        return "has a weight that is computed, or none"
-    placements = getattr(weight, "placements", None)
-    if placements is not None:
-        if not all(placement.is_replicate() for placement in placements):
-            return "has a weight in parts on several ranks"
-        weight = weight.to_local()  # type: ignore[attr-defined]  # a DTensor
-    reason = why_not_measurable(weight)
-    if reason is None and is_freed(weight):
-        reason = "freed while it is not used"
-    if reason is None and (weight.dim() != _MATRIX or not weight.is_floating_point()):
-        reason = f"{str(weight.dtype).removeprefix('torch.')}{list(weight.shape)}, no matrix of numbers"
-    return weight if reason is None else f"has a weight that is {reason}"
+    return isinstance(named.module, nn.Linear | nn.Embedding) or is_matrix(weight_of(named.module))
 
 
 def _rows(names: Sequence[Sequence[str]], numbers: torch.Tensor) -> Iterable[Row]:

@@ -17,15 +17,14 @@ from rankscope_exporter.object_specs import ObjectSpec
 from rankscope_exporter.objects import returned
 from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Subject, Table
 from rankscope_exporter.quantities.module_calls import ModuleCalls
-from rankscope_exporter.statistics.tensors import is_freed, why_not_measurable
+from rankscope_exporter.quantities.module_weights import weight_of, whole_matrix
+from rankscope_exporter.statistics.tensors import why_not_measurable
 
 ENTROPY: Final = "router_entropy"
 LOAD: Final = "router_load"
 SIMILARITY: Final = "router_similarity"
 
 _TOP_K: Final = ("top_k", "topk", "num_experts_per_tok")
-_WEIGHTS: Final = ("weight", "wg")
-_MATRIX: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,13 +135,11 @@ def _top_k(module: nn.Module | None) -> int | None:
 
 
 def _weight(module: nn.Module, experts: int) -> torch.Tensor | None:
-    """Return the weight of a router, its own or that of the linear module in it; None when it is not whole here."""
+    """Return the weight of a router, its own or that of a layer in it; None when it is not whole here."""
     for owner in (module, *module.children()):
-        for name in _WEIGHTS:
-            weight = owner._parameters.get(name)  # noqa: SLF001 - a property could compute anything
-            if weight is not None and weight.dim() == _MATRIX and experts in weight.shape:
-                sharded = hasattr(weight, "placements") or why_not_measurable(weight) is not None or is_freed(weight)
-                return None if sharded else weight
+        whole = whole_matrix(weight_of(owner))
+        if isinstance(whole, torch.Tensor) and experts in whole.shape:
+            return whole
     return None
 
 
