@@ -24,6 +24,9 @@ from rankscope_exporter.stacks import read_stacks, take_stacks
 MIN_SECONDS: Final = 2.0
 """Asked again within this time, one is given what was taken before, and nothing new is recorded."""
 
+LOCK_SECONDS: Final = 5.0
+"""Training may ask, and does not wait longer than this for another thread that a disk or a device holds up."""
+
 FLIGHT_SECONDS: Final = 2.0
 """Torch asks the device when it reads the flight record, and a device that hangs may not answer."""
 
@@ -62,6 +65,7 @@ class Diagnosis:
         self._clock = clock
         self._training_thread = threading.get_ident()
         self._lock = threading.Lock()
+        self._taking: int | None = None  # the thread that does
         self._latest: Taken | None = None
         self._taken_at = float("-inf")
         self._asking: threading.Thread | None = None
@@ -69,22 +73,19 @@ class Diagnosis:
     def take(self, reason: str, *, severity: Severity = Severity.INFO, first: Event | None = None) -> Taken:
         """Take, publish and return both; what was taken a moment ago is returned again.
 
-        `first` is published before them, and has them taken afresh.
+        `first` is published before them, and has them taken afresh. Where publishing is held up, or a signal handler
+        asks in the middle of it, stacks are taken and returned all the same, and nothing is recorded.
         """
-        with self._lock:
-            if first is not None:
-                self._record(first)
-            elif self._latest is not None and self._clock() - self._taken_at < MIN_SECONDS:
-                return self._latest
-            ts, step = now_microseconds(), self._last_step()
+        # The thread that holds the lock would wait for itself for ever: a handler runs on top of what it interrupts.
+        if self._taking == threading.get_ident() or not self._lock.acquire(timeout=LOCK_SECONDS):
             stacks = take_stacks(reason, self._training_thread)
-            # Stacks are out before the flight record is asked for, which may take its time or never come.
-            self._record(self._stacks_event(stacks, severity))
-            flight = self._flight(reason)
-            if flight is not None:
-                self._record(_event(EventType.FLIGHT_RECORD, severity, _flight_text(flight), flight.to_json()))
-            self._latest, self._taken_at = Taken(ts=ts, step=step, stacks=stacks, flight=flight), self._clock()
-            return self._latest
+            return Taken(ts=now_microseconds(), step=self._last_step(), stacks=stacks, flight=None)
+        try:
+            self._taking = threading.get_ident()
+            return self._take(reason, severity, first)
+        finally:
+            self._taking = None
+            self._lock.release()
 
     def take_written(self, text: str, reason: str) -> None:
         """Publish stacks that the handler of a signal wrote, of the moment when it came."""
@@ -95,6 +96,21 @@ class Diagnosis:
         """Publish an event past the publisher."""
         with self._lock:
             self._record(event)
+
+    def _take(self, reason: str, severity: Severity, first: Event | None) -> Taken:
+        if first is not None:
+            self._record(first)
+        elif self._latest is not None and self._clock() - self._taken_at < MIN_SECONDS:
+            return self._latest
+        ts, step = now_microseconds(), self._last_step()
+        stacks = take_stacks(reason, self._training_thread)
+        # Stacks are out before the flight record is asked for, which may take its time or never come.
+        self._record(self._stacks_event(stacks, severity))
+        flight = self._flight(reason)
+        if flight is not None:
+            self._record(_event(EventType.FLIGHT_RECORD, severity, _flight_text(flight), flight.to_json()))
+        self._latest, self._taken_at = Taken(ts=ts, step=step, stacks=stacks, flight=flight), self._clock()
+        return self._latest
 
     def _flight(self, reason: str) -> FlightRecord | None:
         if self._asking is not None and self._asking.is_alive():

@@ -23,7 +23,7 @@ class Guard:
         self.on_first: Callable[[str, BaseException], None] | None = None
         """Told of each fault that is logged, so that it reaches the store as well."""
         self._seen: set[tuple[str, type[BaseException]]] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler of the training may come to us on top of ourselves
 
     def call(self, where: str, function: Callable[..., Any], *args: Any) -> Any:
         """Return `function(*args)`, or None when it raised."""

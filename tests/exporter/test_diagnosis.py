@@ -42,3 +42,44 @@ def test_what_was_taken_a_moment_ago_is_given_again_and_recorded_once(monkeypatc
     assert first is again
     assert first is not later
     assert 2 == len(published)
+
+
+def test_a_handler_that_asks_while_stacks_are_recorded_gets_them_and_does_not_wait_for_what_it_interrupted():
+    """Two signals in a row: the second handler runs on top of the first one, on the thread that trains."""
+    published, asked = [], []
+
+    def publish(record):
+        published.append(record)
+        asked.append(taking.take("call"))
+
+    def interrupted():
+        asked.append(taking.take("call"))
+
+    taking = diagnosis.Diagnosis(0, publish, lambda: 7, Guard())
+    training = threading.Thread(target=interrupted, daemon=True)
+    training.start()
+    training.join(30)
+
+    assert (2, 1) == (len(asked), len(published))
+    stands = [frame.function for thread in asked[0].stacks.threads for frame in thread.frames]
+    assert "interrupted" in stands
+
+
+def test_whoever_asks_does_not_wait_for_a_thread_that_a_disk_holds_up(monkeypatch):
+    monkeypatch.setattr(diagnosis, "LOCK_SECONDS", 0.05)
+    held, freed = threading.Event(), threading.Event()
+
+    def publish(_record):
+        held.set()
+        freed.wait(30)
+
+    taking = diagnosis.Diagnosis(0, publish, lambda: 7, Guard())
+    watchdog = threading.Thread(target=taking.tell, args=(Event(type="hang"),), daemon=True)
+    watchdog.start()
+    held.wait(30)
+    taken = taking.take("call")
+    freed.set()
+    watchdog.join(30)
+
+    assert 7 == taken.step
+    assert taken.stacks.threads
