@@ -15,7 +15,7 @@ class Alert:
     """A condition, and what people are told when it holds.
 
     `runbook` is the heading on the page of runbooks, or an address of its own; `panel` the title of the panel that
-    shows it.
+    shows it. `looked_up` goes on where the description ends: Prometheus' templates can query, Grafana's cannot.
     """
 
     name: str
@@ -29,6 +29,7 @@ class Alert:
     hold_for: str | None = None  # how long the condition must hold first
     keep_firing_for: str | None = None
     panel: str = "State"
+    looked_up: str = ""
 
     def all_labels(self) -> dict[str, str]:
         """Return the labels of the alert: `rule` is what messages are grouped by."""
@@ -41,12 +42,14 @@ class Alert:
 
     def document(self, runbooks: str = RUNBOOKS) -> dict[str, Any]:
         """Return the rule as it stands in a Prometheus rule file."""
+        texts = self.annotations(runbooks)
+        texts["description"] += self.looked_up
         entry: dict[str, Any] = {"alert": self.name, "expr": self.expression}
         if self.hold_for:
             entry["for"] = self.hold_for
         if self.keep_firing_for:
             entry["keep_firing_for"] = self.keep_firing_for
-        return {**entry, "labels": self.all_labels(), "annotations": self.annotations(runbooks)}
+        return {**entry, "labels": self.all_labels(), "annotations": texts}
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_dashboards.alerts import RUNBOOKS, Alert, AlertGroup
 from rankscope_dashboards.lifecycle_alerts import lifecycle_alerts
+from rankscope_dashboards.look_ups import fired_tensors, latest_step
 from rankscope_dashboards.self_check import disagreement
 
 DEFAULT_RULES: Final[tuple[AnomalyRule, ...]] = (
@@ -172,11 +173,14 @@ def _counter(rule: AnomalyRule, window: str) -> Alert:
         runbook=rule.runbook or type(rule).__name__,
         rule=rule.name,
         panel="Anomalies",
+        looked_up=fired_tensors(rule.name, window) + latest_step(),
     )
 
 
 def _described(rule: AnomalyRule, what: str) -> str:
-    return f"{rule.summary} {what}".strip() + " `rankscope anomalies` puts the tensors in causal order."
+    return (
+        f"{rule.summary} {what}".strip() + " `rankscope anomalies {{ $labels.run }}` puts the tensors in causal order."
+    )
 
 
 def _selector(rule: AnomalyRule, ops: Sequence[str]) -> str:
