@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -90,6 +91,7 @@ class Arrangement:
 
 def arranged(choices: Choices) -> Arrangement:
     """Return what to start. Raises CommandError, with the remedy, for whatever cannot be."""
+    _check_retention(choices.retention)
     settings = load_settings(choices.config, choices.store, choices.listen, None)
     folder = Folder(choices.state) if choices.state else Folder.beside(settings.store.path)
     addresses = (*_addresses_of(settings), *choices.notify)
@@ -140,13 +142,23 @@ def _ports(choices: Choices, settings: ServiceConfig, folder: Folder) -> tuple[d
     names = [name for name in ("prometheus", "alertmanager") if getattr(choices, f"with_{name}")]
     if _is_explicit(choices) and port:
         if not port_choice.is_free(port, host):
-            raise CommandError(
-                f"{settings.service.listen} is taken: rankscope doctor says by whom; give another --listen"
-            )
+            raise CommandError(f"{settings.service.listen} is taken{_by_whom(port)}: give another --listen")
         # The service's own port is settled; the others must keep clear of it.
         chosen, notes = _chosen(names, choices.ports, known, avoid=port)
         return {SERVICE: port, **chosen}, notes
     return _chosen([SERVICE, *names], Ports.FREE if _is_explicit(choices) else choices.ports, known)
+
+
+def _by_whom(port: int) -> str:
+    from rankscope.examination.listeners import listeners
+
+    listener = listeners().get(port)
+    return f" by {listener}" if listener else ""
+
+
+def _check_retention(text: str) -> None:
+    if not re.fullmatch(r"([1-9][0-9]*(ms|[smhdwy]))+", text):
+        raise CommandError(f"--retention {text}: write numbers with units, such as 15d, 12h or 1y6w", code=USAGE)
 
 
 def _is_explicit(choices: Choices) -> bool:

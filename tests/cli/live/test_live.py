@@ -320,5 +320,10 @@ def test_taken_port_that_was_asked_for_is_refused(tmp_path):
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         listen = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(CommandError, match=f"{listen} is taken"):
+        with pytest.raises(CommandError, match=rf"{listen} is taken by \S+ \(process {os.getpid()}\): give another"):
             arranged(Choices(store=tmp_path / "h", listen=listen, with_prometheus=False, with_alertmanager=False))
+
+
+def test_retention_that_prometheus_would_not_take_is_refused_before_anything_starts(tmp_path):
+    with pytest.raises(CommandError, match="--retention a fortnight: write numbers with units, such as 15d"):
+        arranged(Choices(store=tmp_path / "h", retention="a fortnight"))
