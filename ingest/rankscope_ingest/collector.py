@@ -285,6 +285,7 @@ class Collector:
     def _forget(self, now: float) -> None:
         for target in list(self.registry.targets):
             if target.gone_at is not None and now - target.gone_at >= REMEMBER_SECONDS and not target.uncommitted:
+                self.losses.forget(target)
                 self.registry.forget(target.incarnation)
         for attempt in list(self.runs.attempts()):
             if attempt.is_quiet(now, REMEMBER_ATTEMPT_SECONDS):

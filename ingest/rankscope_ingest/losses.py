@@ -40,14 +40,25 @@ class Losses:
         self._metrics = metrics
         self._meter = meter
         self._stamp = stamp
-        self._given_up = given_up
+        self._given_up = dict(given_up)
+        self._accounts: dict[str, RunMeter] = {}  # where what is given up stands already
 
     def recall(self, target: Target) -> None:
-        """Carry over what a former service had counted as lost with the process of a new target."""
+        """Carry over what was counted as lost with the process of a new target: by a former service, or long ago."""
         if known := self._given_up.get(target.incarnation):
             target.given_up = known.last
             target.records_lost += known.records
-            self._meter(target).records_lost += known.records
+            meter = self._meter(target)
+            if meter is not self._accounts.get(target.incarnation):
+                meter.records_lost += known.records
+
+    def forget(self, target: Target) -> None:
+        """Keep of a target that is forgotten what was counted as lost with it: a host may be back after hours."""
+        if target.given_up > target.cursor:
+            self._given_up[target.incarnation] = GivenUp(last=target.given_up, records=target.given_up - target.cursor)
+            self._accounts[target.incarnation] = self._meter(target)
+        else:
+            self._given_up.pop(target.incarnation, None)
 
     def of_body(self, target: Target, body: Decoded) -> list[Row]:
         """Return what a body says of records that are missing before or in it, and of such that are found."""

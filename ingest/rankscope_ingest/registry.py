@@ -62,7 +62,7 @@ class Registry:
         self._ttl_seconds = ttl_seconds
         self._make_lease = make_lease
         self.attempts = attempts or AttemptBook()
-        self._lives = lives or {}
+        self._lives = dict(lives or {})
         self._targets: dict[str, Target] = {}
         self._by_identity: dict[tuple[str, str, int], set[str]] = defaultdict(set)
 
@@ -121,8 +121,9 @@ class Registry:
         )
 
     def forget(self, incarnation: str) -> None:
-        """Drop a target that is gone and whose records are committed."""
+        """Drop a target that is gone and whose records are committed; its attempt stays its own."""
         if target := self._targets.pop(incarnation, None):
+            self._lives[incarnation] = target.attempt
             self._by_identity[target.identity].discard(incarnation)
 
     def _attempt(self, registration: Registration, is_over: IsOver | None) -> tuple[int, bool]:

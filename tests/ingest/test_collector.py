@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from itertools import pairwise
 
 from rankscope_contract.channel import Registration
@@ -9,12 +11,15 @@ from rankscope_ingest.assembly import make_batcher
 from rankscope_ingest.attempts import AttemptBook
 from rankscope_ingest.collector import Collector
 from rankscope_ingest.config import ServiceConfig
+from rankscope_ingest.decode import Decoded
 from rankscope_ingest.errors import FetchError
 from rankscope_ingest.incidents import IncidentBook
 from rankscope_ingest.registry import Registry
 from rankscope_ingest.runs import RunBook, Timing
 from rankscope_ingest.service_metrics import ServiceMetrics
 from rankscope_ingest.vitals import Patience
+
+BODY_UP_TO_9 = Decoded(tables={}, records=6, rows=6, first=4, last=9, missing=(), last_step=9, last_ts=1, plan_ids=())
 
 
 def collector(wall, last_ordinal=0, clock=lambda: 0.0):
@@ -120,3 +125,26 @@ def test_what_is_lost_with_a_process_is_counted_though_another_one_has_its_place
 
     assert (0, 0) == (killed.attempt, book.registry.get("second-0").attempt)
     assert (6, True) == (killed.records_lost, killed.is_gone)
+
+
+def test_a_dead_process_that_is_heard_of_hours_later_keeps_its_attempt_and_what_was_counted_as_lost_with_it():
+    """A host that was down is back: the next rank there hands over what was left, long after the target was dropped."""
+    now = [0.0]
+    book = collector(lambda: 10**15 + int(now[0] * 1e6), clock=lambda: now[0])
+    first = book.accept(process("first"), ()).target
+    first.cursor, first.head = 3, 9
+    refuse_from(1, book, now, "first")
+    second = book.accept(process("second"), ()).target
+    for second_of_day in range(61, 800):
+        now[0] = float(second_of_day)
+        book.answered(second)
+        book.judge()
+    dropped = book.registry.get("first")
+    heir = book.accept(replace(process("first"), served_by="second", state="draining", head=9), ()).target
+    heir.cursor = 3  # as the store says
+    found = book.losses.of_body(heir, BODY_UP_TO_9)
+
+    assert None is dropped
+    assert (0, 1) == (heir.attempt, second.attempt)
+    assert [-6] == [json.loads(row["details"])["records"] for row in found]
+    assert 0 == book._meter(("r", 0)).records_lost
