@@ -74,18 +74,34 @@ def _is_spool(path: Path) -> bool:
         return True  # it cannot be looked into: whoever opens it says so
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write `text` so that `path` holds all of it or does not exist; only its owner can read it."""
+def write_whole(path: Path, text: str, *, sync: bool = False) -> None:
+    """Write `text` so that `path` holds all of it or does not exist; only its owner can read it.
+
+    With `sync` it outlives a power cut, once its folder was synced too.
+    """
     temporary = path.with_name(path.name + ".tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(text.encode("utf-8", "replace"))
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
     temporary.replace(path)
 
 
-def write_identity(folder: Path, registration: Registration) -> None:
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in `folder` are on the device: what is in a file is of no use without its name."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_identity(folder: Path, registration: Registration, *, sync: bool = False) -> None:
     """Write down who the process is."""
-    write_whole(folder / IDENTITY_NAME, json.dumps({"format": FORMAT, "registration": asdict(registration)}))
+    text = json.dumps({"format": FORMAT, "registration": asdict(registration)})
+    write_whole(folder / IDENTITY_NAME, text, sync=sync)
 
 
 def read_identity(folder: Path) -> Registration:

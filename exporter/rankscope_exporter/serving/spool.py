@@ -23,6 +23,7 @@ from rankscope_contract.spool.layout import (
     UNFINISHED_PREFIX,
     plan_name,
     segment_name,
+    sync_folder,
     write_identity,
     write_whole,
 )
@@ -80,8 +81,10 @@ class Spool:
         unfinished.mkdir(mode=0o700)
         lock = FolderLock.create(unfinished)
         try:
-            write_identity(unfinished, registration)
+            write_identity(unfinished, registration, sync=self._sync)
             unfinished.rename(self.folder)
+            if self._sync:
+                sync_folder(self.folder.parent)
         except BaseException:
             lock.release()
             raise
@@ -178,7 +181,9 @@ class Spool:
 
     def _keep_plan(self, plan: NamedPlan) -> None:
         if plan.hash not in self._plans:
-            write_whole(self.folder / plan_name(plan.hash), plan.json)
+            write_whole(self.folder / plan_name(plan.hash), plan.json, sync=self._sync)
+            if self._sync:
+                sync_folder(self.folder)
             self._plans.add(plan.hash)
 
     def _make_room(self, size: int) -> bool:
@@ -212,6 +217,8 @@ class Spool:
         with self._changed:
             self._segments.append(segment)
         self._write(segment, memoryview(schema_message()))
+        if self._sync:
+            sync_folder(self.folder)
         return segment
 
     def _write(self, segment: _Segment, data: memoryview) -> None:

@@ -43,8 +43,8 @@ ENTRY = PlanEntry(kind="param_after", tensor="w", shape=(2,))
 OTHER = PlanEntry(kind="param_after", tensor="v", shape=(2,))
 
 
-def made(root: Path, *, max_bytes: int = 1 << 30) -> Spool:
-    spool = Spool(str(root), "i0", max_bytes=max_bytes)
+def made(root: Path, *, max_bytes: int = 1 << 30, sync: bool = False) -> Spool:
+    spool = Spool(str(root), "i0", max_bytes=max_bytes, sync=sync)
     spool.open(WHO)
     return spool
 
@@ -168,6 +168,28 @@ def test_a_spool_that_no_store_has_yet_stays_behind(tmp_path):
     spool.close()
 
     assert [0, 1, 2] == found(tmp_path)
+
+
+def test_on_request_records_plan_identity_and_all_their_names_are_on_the_device(tmp_path, record, monkeypatch):
+    """After a power cut a record is of no use without its plan, nor a file without its name in the folder."""
+    synced: list[str] = []
+    for call in ("fsync", "fdatasync"):
+        real = getattr(os, call)
+
+        def noting(descriptor: int, real: Any = real) -> None:
+            synced.append(os.path.relpath(Path(f"/proc/self/fd/{descriptor}").readlink(), tmp_path))
+            real(descriptor)
+
+        monkeypatch.setattr(os, call, noting)
+    spool = made(tmp_path, sync=True)
+    spool.append(0, record(0, [ENTRY], [{"norm": 1.0}]))
+    spool.append(1, record(1, [ENTRY], [{"norm": 1.0}]))
+    spool.close()
+    segment = f"i0/{0:012d}.arrows"
+    (plan,) = (path.name for path in (tmp_path / "i0").glob("plan-*"))
+
+    assert [".i0/identity.json.tmp", ".", f"i0/{plan}.tmp", "i0"] == synced[:4]
+    assert [segment, "i0", segment, segment] == synced[4:]
 
 
 def test_at_its_cap_the_oldest_records_go_and_are_counted(tmp_path):
