@@ -54,7 +54,9 @@ async def run(
                 tls=ranks_tls,
                 server_name=config.service.server_name,
             ) as fetcher:
-                supervisor = Supervisor(config, writer, history, fetcher, notifiers, own_tls)
+                supervisor = Supervisor(
+                    config, writer=writer, history=history, fetcher=fetcher, notifiers=notifiers, tls=own_tls
+                )
                 await supervisor.serve(stop, on_progress=on_progress, on_ready=on_ready)
         finally:
             writer.close()

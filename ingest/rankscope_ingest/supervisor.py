@@ -53,6 +53,7 @@ class Supervisor:
     def __init__(
         self,
         config: ServiceConfig,
+        *,
         writer: Writer,
         history: History,
         fetcher: Fetcher,
