@@ -23,6 +23,7 @@ class EventType(enum.StrEnum):
     NOTE = "note"  # free text of the training script
     HANG = "hang"  # training gives no sign of life, or does so again: `details` holds state and seconds
     STACKS = "stacks"  # where the threads of the process stand: `details` holds them, see stacks.StackDump
+    SWITCH = "switch"  # what is measured changed while training ran: `details` holds step, source, before and after
     FLIGHT_RECORD = "flight_record"  # the latest collectives: `details` holds them, see stacks.FlightRecord
     # What logs of other tools tell:
     LOSS_MISSING = "loss_missing"  # a step was logged without a loss, which is how some tools print NaN

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -12,30 +10,19 @@ import torch
 from rankscope_exporter.drafts import Draft
 from rankscope_exporter.frameworks.base import Holder
 from rankscope_exporter.guard import Guard
+from rankscope_exporter.members import Member
 from rankscope_exporter.plan_book import PlanBook
 from rankscope_exporter.quantities.base import Hooking, Quantity
-from rankscope_exporter.schedule import Schedule, Timing
+from rankscope_exporter.schedule import Timing
 from rankscope_exporter.statistics import HostCopy, StatisticsTable
-from rankscope_exporter.windows import Measurement, Sheet, TableWindow
+from rankscope_exporter.windows import Measurement, Sheet
 
 MAX_BACKLOG: Final = 64
 """Measured steps that may wait for the publisher; one more is counted as dropped rather than waited for."""
 
 
-@dataclass(slots=True)
-class _Member:
-    quantity: Quantity
-    window: TableWindow
-    schedule: Schedule
-    due: bool = False
-
-    def own_index(self, index: int) -> int | None:
-        """Return where the quantity itself counts parameter `index` of the subject; None when it leaves it out."""
-        positions = self.quantity.subject.positions
-        if positions is None:
-            return index
-        place = bisect.bisect_left(positions, index)
-        return place if place < len(positions) and positions[place] == index else None
+Part = tuple[Quantity, Timing]
+Lineup = list[tuple[Member, Timing]]
 
 
 class Collection:
@@ -43,7 +30,7 @@ class Collection:
 
     def __init__(
         self,
-        quantities: Sequence[tuple[Quantity, Timing]],
+        quantities: Sequence[Part],
         *,
         device: torch.device,
         guard: Guard,
@@ -51,23 +38,56 @@ class Collection:
     ) -> None:
         self._guard = guard
         self.book = PlanBook()
-        self._members: list[_Member] = []
-        parts = [(quantity, quantity.entries(), timing) for quantity, timing in quantities]
-        table = StatisticsTable(sum(len(entries) for _, entries, _ in parts), device)
-        self._sheet = Sheet(self.book, table, measurement or Measurement())
-        for quantity, entries, timing in parts:
-            rows = self.book.add(entries, quantity.owners())
-            first = len(self.book) if rows is None else rows.start
-            self._members.append(_Member(quantity, TableWindow(self._sheet, first), Schedule(timing)))
-        self._per_gradient = [member for member in self._members if member.quantity.hears("gradient_ready")]
+        self._members: list[Member] = []
+        self._per_gradient: list[Member] = []
+        self._hooking: Hooking | None = None
+        first = sum(len(quantity.entries()) for quantity, _ in quantities)
+        self._sheet = Sheet(self.book, StatisticsTable(first, device), measurement or Measurement())
         self.backlog = 0
         self.unsampled = 0  # steps not measured because the publisher was behind
+        self.take(self.lineup(quantities))
 
     def install(self, hooking: Hooking) -> None:
         """Let the quantities register hooks of their own."""
+        self._hooking = hooking
+        hooking.keep(self)
         for member in self._members:
-            name = member.quantity.name
-            self._guard.call(f"hooks of {name}", member.quantity.install, hooking, _Gate(member))
+            member.install(hooking, self._guard)
+
+    def remove(self) -> None:
+        """Remove the hooks of all quantities."""
+        self._hooking = None
+        for member in self._members:
+            member.unhook()
+
+    def lineup(self, parts: Sequence[Part]) -> Lineup:
+        """Return what `take` will measure by, the hooks registered; who measures the same already goes on."""
+        lineup: Lineup = []
+        for quantity, timing in parts:
+            member = next((known for known in self._members if known.measures_as(quantity)), None)
+            if member is None:
+                member = Member(quantity)
+                if self._hooking is not None:
+                    member.install(self._hooking, self._guard)
+            lineup.append((member, timing))
+        return lineup
+
+    def take(self, lineup: Lineup) -> None:
+        """Measure by `lineup` from now on, between two steps; every schedule begins anew."""
+        members = [member for member, _ in lineup]
+        for member in self._members:
+            if member not in members:
+                self._guard.call(f"hooks of {member.quantity.name}", member.leave)
+        seat = [(f"rows of {member.quantity.name}", member, timing) for member, timing in lineup]
+        self._members = [
+            member for where, member, timing in seat if self._guard.call(where, member.be_seated, self._sheet, timing)
+        ]
+        self._per_gradient = [member for member in self._members if member.quantity.hears("gradient_ready")]
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether all that was measured here will be no more; of a rank that measures nothing, False."""
+        return bool(self._members) and all(member.schedule.is_over for member in self._members)
 
     def kinds(self) -> set[str]:
         """Return the kinds of everything that is measured, or will be."""
@@ -97,14 +117,14 @@ class Collection:
             for member in self._members:
                 if member.due:
                     where = f"{member.quantity.name} ({moment})"
-                    self._guard.call(where, getattr(member.quantity, moment), member.window)
+                    self._guard.call(where, getattr(member.quantity, moment), member.table)
 
     def gradient_ready(self, index: int, holder: Holder) -> None:
         """Tell the quantities that read gradients one by one."""
         for member in self._per_gradient:
             own = member.own_index(index)
             if member.due and own is not None:
-                member.quantity.gradient_ready(own, holder, member.window)
+                member.quantity.gradient_ready(own, holder, member.table)
 
     def end(self, draft: Draft) -> None:
         """Put what was measured into `draft`."""
@@ -115,18 +135,3 @@ class Collection:
         draft.copy = HostCopy(self._sheet.table, len(self.book))
         draft.deferred, draft.rows = self._sheet.take_rows()
         self.backlog += 1
-
-
-class _Gate:
-    """Tells a quantity's own hooks whether to read, and where to write."""
-
-    def __init__(self, member: _Member) -> None:
-        self._member = member
-
-    @property
-    def is_open(self) -> bool:
-        return self._member.due
-
-    @property
-    def table(self) -> TableWindow:
-        return self._member.window

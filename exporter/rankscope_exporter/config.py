@@ -26,6 +26,14 @@ STACK_SIGNALS: Final = ("SIGUSR1", "SIGUSR2", "SIGQUIT")
 
 _HANG_VARIABLE: Final = "RANKSCOPE_HANG_AFTER_SECONDS"
 _SIGNAL_VARIABLE: Final = "RANKSCOPE_STACKS_SIGNAL"
+_MAGNITUDES: Final = (
+    "zero_below",
+    "exit_wait_seconds",
+    "hang_after_seconds",
+    "hang_in_phase_after_seconds",
+    "switch_poll_seconds",
+)
+_SWITCH_VARIABLE: Final = "RANKSCOPE_SWITCH_FILE"
 
 DEFAULT_QUANTITIES: Final = ("parameters", "gradients", "optimizer_state")
 
@@ -48,6 +56,14 @@ class MonitorConfig:
     """Settings of single quantities by their name: targets, start_step, every, times, ranks, and their own."""
     every: int = 1
     """Sample every n-th step; the steps between cost nothing."""
+    times: int | None = None
+    """Stop after so many measured steps; null never stops."""
+    switch_file: str | None = None
+    """A file of these settings that is watched while training runs: `dynamic_on` switches measuring on and off."""
+    switch_poll_seconds: float = 0.5
+    """How often the switch file and the other ranks are looked at."""
+    dynamic_on: bool = False
+    """In a switch file: whether anything is measured. Anywhere else it says nothing."""
     rules: tuple[AnomalyRule, ...] = DEFAULT_RULES
     zero_below: float = 0.0
     """`zeros` counts elements with |x| < zero_below; 0 counts exact zeros."""
@@ -77,6 +93,7 @@ class MonitorConfig:
         self._check_types()
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ConfigError(f"every is a number of steps from 1 on, not {self.every!r}")
+        self._check_switching()
         if not self.zero_below >= 0:
             raise ConfigError(f"zero_below is a magnitude from 0 on, not {self.zero_below!r}")
         if not self.exit_wait_seconds >= 0:
@@ -91,6 +108,13 @@ class MonitorConfig:
         self._check_rules()
         self._check_hangs()
 
+    def _check_switching(self) -> None:
+        times = self.times
+        if times is not None and (isinstance(times, bool) or not isinstance(times, int) or times < 0):
+            raise ConfigError(f"times is a number of measured steps from 0 on, not {times!r}")
+        if not 0 < self.switch_poll_seconds < math.inf:
+            raise ConfigError(f"switch_poll_seconds is a time above 0 s, not {self.switch_poll_seconds!r}")
+
     def _check_hangs(self) -> None:
         for name in ("hang_after_seconds", "hang_in_phase_after_seconds"):
             if not 0 <= getattr(self, name) < math.inf:
@@ -99,14 +123,16 @@ class MonitorConfig:
             raise ConfigError(f"stacks_signal is one of {', '.join(STACK_SIGNALS)}, not {self.stacks_signal!r}")
 
     def _check_types(self) -> None:
-        for name in ("console", "enabled"):
+        for name in ("console", "enabled", "dynamic_on"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is true or false, not {getattr(self, name)!r}")
-        for name in ("zero_below", "exit_wait_seconds", "hang_after_seconds", "hang_in_phase_after_seconds"):
+        for name in _MAGNITUDES:
             if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int | float):
                 raise ConfigError(f"{name} is a number, not {getattr(self, name)!r}")
-        if self.run is not None and not (isinstance(self.run, str) and self.run):
-            raise ConfigError(f"run is a name, not {self.run!r}")
+        for name, what in (("run", "name"), ("switch_file", "path")):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value):
+                raise ConfigError(f"{name} is a {what}, not {value!r}")
         if not isinstance(self.serve, ServeConfig):
             raise ConfigError(f"serve is a ServeConfig, not {self.serve!r}")
 
@@ -161,11 +187,9 @@ class MonitorConfig:
         path = Path(path)
         try:
             text = path.read_text(encoding="utf-8")
-            settings = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path}: {error}") from error
-        if not isinstance(settings, dict):
-            raise ConfigError(f"{path}: a table of settings is expected, not {type(settings).__name__}")
+        settings = parse_settings(path, text)
         try:
             return cls.from_mapping(settings)
         except ConfigError as error:
@@ -178,9 +202,21 @@ class MonitorConfig:
             self,
             hang_after_seconds=_seconds(environment.get(_HANG_VARIABLE), self.hang_after_seconds),
             stacks_signal=environment.get(_SIGNAL_VARIABLE) or self.stacks_signal,
+            switch_file=environment.get(_SWITCH_VARIABLE) or self.switch_file,
             serve=self.serve.with_environment(environment),
             enabled=self.enabled and not disabled,
         )
+
+
+def parse_settings(path: Path, text: str) -> dict[str, Any]:
+    """Return the table that `text`, from the `.toml` or JSON file `path`, holds. Raises ConfigError."""
+    try:
+        settings = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path}: a table of settings is expected, not {type(settings).__name__}")
+    return settings
 
 
 def _seconds(text: str | None, default: float) -> float:

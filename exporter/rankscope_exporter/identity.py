@@ -59,7 +59,7 @@ def _launch(environment: Mapping[str, str], run: str | None, rank: int, world_si
     named = environment.get(RUN_VARIABLE) or run or run_from_environment(environment)
     if world_size == 1:
         return {"run": named or _generated_run(), "launch_id": new_launch_id(environment)}
-    store = _group_store()
+    store = group_store()
     if store is None:
         return _derived_launch(environment, named, "no process group at attach()")
     key = f"{LAUNCH_KEY}/{restart_count(environment)}/{world_size}"
@@ -79,7 +79,8 @@ def _decoded(text: bytes) -> dict[str, str]:
     return launch
 
 
-def _group_store() -> Any:
+def group_store() -> Any:
+    """Return the key-value store of the process group; None without a group."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     # The only way to the group's store that does not open another port; present since torch 1.8.

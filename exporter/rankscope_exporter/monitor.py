@@ -10,6 +10,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,8 +22,9 @@ from rankscope_exporter import lifecycle
 from rankscope_exporter.config import MonitorConfig
 from rankscope_exporter.diagnosis import Taken
 from rankscope_exporter.errors import ConfigError
-from rankscope_exporter.frameworks import framework_of
+from rankscope_exporter.frameworks import Stage, framework_of
 from rankscope_exporter.guard import Guard
+from rankscope_exporter.measuring import SWITCH, measuring_of
 from rankscope_exporter.naming import named_parameters
 from rankscope_exporter.quantities.base import Subject
 from rankscope_exporter.session import Session
@@ -52,7 +54,7 @@ class Monitor:
 
         `total_steps` is what the training intends (for progress and ETA), `first_step` the number of its next step.
         """
-        self._config = _as_config(config).with_environment(os.environ)
+        self._config = _watched(_as_config(config), config).with_environment(os.environ)
         self._total_steps = None if total_steps is None else _whole("total_steps", total_steps, at_least=1)
         self._first_step = _whole("first_step", first_step, at_least=0)
         self._guard = Guard()
@@ -62,8 +64,8 @@ class Monitor:
 
     # Attaching and detaching.
 
-    def attach(self, model: torch.nn.Module, optimizer: Optimizers = ()) -> Self:
-        """Hook `model` (wrapped by DDP or not) and its optimizer or optimizers, and start serving.
+    def attach(self, model: torch.nn.Module | Stage, optimizer: Optimizers = ()) -> Self:
+        """Hook `model`, wrapped or not, or a `PipelineStage`, and its optimizer or optimizers, and start serving.
 
         Call it once the model is wrapped, before or after `torch.compile`. A port that is taken, an address that
         needs a token, a model that cannot be hooked: said once on the console, and training goes on unmonitored.
@@ -72,7 +74,7 @@ class Monitor:
             self._guard.call("attach()", self._attach, model, optimizer)
         return self
 
-    def _attach(self, model: torch.nn.Module, optimizer: Optimizers) -> None:
+    def _attach(self, model: torch.nn.Module | Stage, optimizer: Optimizers) -> None:
         framework = framework_of(model)
         optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
         subject = Subject(
@@ -121,6 +123,7 @@ class Monitor:
         self._guard.call("detach()", session.hooks.remove)
         self._guard.call("detach()", session.watchdog.stop)
         self._guard.call("end of training", self._say_goodbye, session, reason, error)
+        self._guard.call("detach()", session.switching.stop)
         self._guard.call("closing", session.channel.close)
         self._guard.on_first = None
 
@@ -204,6 +207,19 @@ class Monitor:
             session.watchdog.beat()
             self._guard.call("end_step()", lambda: session.recorder.end_step(skipped=skipped))
 
+    def switch(self, config: Mapping[str, Any] | None = None, *, on: bool = True) -> None:
+        """Change what is measured, from the next step on; where there are ranks, from a step they agree on.
+
+        `config` holds `quantities`, `options`, `every` and `times`; what it does not name is as it was at attach.
+        `on=False` measures nothing until the next call. Call it on every rank. What cannot be meant is refused with
+        a ConfigError, as at construction: it is a mistake of the script, not of the run.
+        """
+        document = {SWITCH: on, **(config or {})}
+        measuring_of(document, self._config, on=on)
+        session = self._session
+        if session is not None:
+            self._guard.call("switch()", session.switch, document)
+
     def dump_stacks(self) -> str | None:
         """Record where all threads of this process stand, and return it as text; None while not attached.
 
@@ -262,6 +278,14 @@ def _as_config(config: MonitorConfig | Mapping[str, Any] | str | os.PathLike[str
     if isinstance(config, Mapping):
         return MonitorConfig.from_mapping(config)
     return MonitorConfig.from_file(os.fspath(config))
+
+
+def _watched(config: MonitorConfig, given: Any) -> MonitorConfig:
+    """Return `config`, following the file it came from where the existing tool's variable asks for that."""
+    is_file = isinstance(given, str | os.PathLike)
+    if is_file and config.switch_file is None and os.environ.get("DYNAMIC_MONITOR", "").lower() == "true":
+        return replace(config, switch_file=os.fspath(given))
+    return config
 
 
 def _whole(name: str, value: Any, *, at_least: int) -> int:

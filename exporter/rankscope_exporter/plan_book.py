@@ -25,13 +25,20 @@ class PlanBook:
         """By entry: the position of the parameter it belongs to, -1 for none."""
         self.left_out = 0  # entries that found the book full
         self._max_entries = max_entries
+        self._released: dict[tuple[PlanEntry, ...], range] = {}
         self._named: NamedPlan | None = None
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def add(self, entries: Sequence[PlanEntry], owners: Sequence[int] | None = None) -> range | None:
-        """Append `entries` and return their positions; None, and counted, when they do not fit any more."""
+        """Append `entries` and return their positions; None, and counted, when they do not fit any more.
+
+        Where the same ones stand already, and whoever added them has released them, these are returned.
+        """
+        released = self._released.pop(tuple(entries), None) if self._released else None
+        if released is not None:
+            return released
         first = len(self.entries)
         if first + len(entries) > self._max_entries:
             self.left_out += len(entries)
@@ -39,6 +46,11 @@ class PlanBook:
         self.owners += [-1] * len(entries) if owners is None else owners
         self.entries += entries
         return range(first, first + len(entries))
+
+    def release(self, rows: range) -> None:
+        """Let the entries of one `add` be filled by whoever adds the same ones again."""
+        if rows:
+            self._released[tuple(self.entries[rows.start : rows.stop])] = rows
 
     def plan(self, length: int) -> NamedPlan:
         """Return the plan of the first `length` entries; for the publisher, since naming one costs milliseconds."""

@@ -69,6 +69,10 @@ class Recorder:
         """Which training forward of the step under way was the last to begin, from 0 on."""
         self.on_open: Callable[[int], None] = lambda _attempt: None
         """Called with the number of steps begun so far whenever a sampled one begins."""
+        self.before_step: Callable[[int], list[Event]] = lambda _step: []
+        """Called with the number of a step that is about to begin; may change what is measured, and says so."""
+        self.after_update: Callable[[], None] = lambda: None
+        """Called when an optimizer has stepped."""
 
     def install(self, hooking: Hooking) -> None:
         """Let the quantities register hooks of their own."""
@@ -125,6 +129,7 @@ class Recorder:
         """An optimizer has stepped, or was told by its gradient scaler not to."""
         with self._lock:
             self._each("after_update")
+            self._guard.call("switching", self.after_update)
             self._tracker.updated()
             self._last_seen = time.monotonic()
             found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer skips by itself, on the device
@@ -174,6 +179,11 @@ class Recorder:
             self._after(self._tracker.end(skipped=False), reopen=False)
             return before if begun_only else self._last_step
 
+    def between(self, function: Callable[[], None]) -> None:
+        """Call `function` while no step begins or ends."""
+        with self._lock:
+            function()
+
     # What the publisher says.
 
     def flush_idle(self, after_seconds: float) -> None:
@@ -203,9 +213,11 @@ class Recorder:
         if self._late is not None:
             late, self._late = self._late, None
             self._hand_over(Draft(late.step, now_microseconds(), pending=timing(now - late.began, late.amounts)))
+        switched = self._guard.call("switching", self.before_step, self._tracker.step)
         sampled = self._collection.begin(self._tracker.step)
         self._attempts += 1
         self._draft = Draft(self._tracker.step, now_microseconds(), sampled=sampled)
+        self._draft.events += switched or ()
         self._draft.pending, self._early = self._early, []
         self._updated_by.clear()
         self._gradients_seen = 0

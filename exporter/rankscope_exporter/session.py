@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -21,28 +23,38 @@ from rankscope_exporter.drafts import Draft
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.hang import HangLimits
 from rankscope_exporter.hooks import Hooks
-from rankscope_exporter.identity import resolve_identity
+from rankscope_exporter.identity import group_store, resolve_identity
 from rankscope_exporter.judge import Judge
 from rankscope_exporter.lifecycle import encodable
+from rankscope_exporter.measuring import Measuring, chosen
 from rankscope_exporter.naming import element_count
 from rankscope_exporter.publisher import Publisher
-from rankscope_exporter.quantities import Quantity, select_quantities
 from rankscope_exporter.quantities.base import Subject
 from rankscope_exporter.quantities.structure import Structure
 from rankscope_exporter.recorder import Recorder
 from rankscope_exporter.redaction import redacted_arguments
-from rankscope_exporter.schedule import Timing
 from rankscope_exporter.serving.channel import Channel
 from rankscope_exporter.statistics import backend_name, warm_up
 from rankscope_exporter.steps import StepTracker
+from rankscope_exporter.switchboard import Switchboard
+from rankscope_exporter.switching import Switching
+from rankscope_exporter.switching_agreement import Agreement
 from rankscope_exporter.watchdog import Watchdog
 from rankscope_exporter.windows import Measurement
+
+log = logging.getLogger("rankscope")
 
 BYTES_PER_ENTRY = 4 * len(WIRE_VALUE_OPS) + 8 * len(COUNT_OPS)
 """What one tensor costs in a record before compression."""
 
 WARM_UP_AT_STEP = 3
 """The compiled kernel is made once training really runs: a script that only looks at its model need not wait for it."""
+
+_POLLS_PER_MARGIN = 6
+"""How many looks fit between a change being asked for and its step: a rank may be late by half of them."""
+
+_sessions = itertools.count(1)
+"""Tells monitors of one process apart that are attached one after the other, on all ranks alike."""
 
 
 class Session:
@@ -58,7 +70,7 @@ class Session:
         self.console = Console(self.identity.rank, enabled=config.console)
         explicit = config.steps == "explicit"
         self._collection = Collection(
-            _chosen(subject, config, self.identity.rank),
+            [] if config.switch_file is not None else chosen(subject, config, self.identity.rank),
             device=device,
             guard=guard,
             measurement=Measurement(config.zero_below, compiled=config.statistics == "auto"),
@@ -71,6 +83,7 @@ class Session:
             guard=guard,
             tracker=StepTracker(first_step, has_optimizer=bool(subject.optimizers), explicit=explicit),
         )
+        self._is_warm = False
         self.hooks = Hooks(subject, self.recorder, guard)
         self.channel = Channel(
             self.identity,
@@ -102,6 +115,24 @@ class Session:
             planned_steps=total_steps,
             say=self.console.line,
         )
+        self.board = Switchboard(
+            self._collection,
+            Measuring(on=config.switch_file is None, config=config),
+            guard=guard,
+            first_step=first_step,
+        )
+        self.switching = Switching(
+            config,
+            self.board,
+            lambda changed: chosen(subject, changed, self.identity.rank, switched=True),
+            guard=guard,
+            tell=self._tell,
+            agreement=self._agreement(),
+            first_step=first_step,
+        )
+        self.board.taken = lambda: self.channel.announce(sorted(self._collection.kinds()))
+        self.recorder.before_step, self.recorder.after_update = self.board.opens, self.board.ready
+        self.channel.take_switch, self.channel.measuring = self.switching.request, self.board.state
         self.hooks.beat = self.watchdog.beat
         self.hooks.tell = self._tell
         self.channel.take_stacks = lambda: self.diagnosis.take("request").document(self.identity.rank)
@@ -121,11 +152,36 @@ class Session:
             self.watchdog.start()
             undo.append(self.hooks.remove)
             self.hooks.install()
+            undo.append(self.switching.stop)
+            self.switching.start()
         except BaseException:
             for step in reversed(undo):
                 step()
             raise
         return address
+
+    def switch(self, document: Mapping[str, Any]) -> None:
+        """Change what is measured because the script says so. Raises ConfigError."""
+        self.switching.call(document)
+        self.recorder.between(self.board.ready)
+
+    def _agreement(self) -> Agreement | None:
+        store = group_store() if self.identity.world_size > 1 else None
+        if store is None:
+            return None
+        name = f"rankscope/switch/{self.identity.launch_id}/{next(_sessions)}"
+        try:
+            store = store.clone()  # a connection of its own: whoever waits on the other one does not hold us up
+        except (AttributeError, NotImplementedError, RuntimeError):  # not every store can
+            log.debug("the store of the process group has no second connection")
+        return Agreement(
+            store,
+            name,
+            self.identity.rank,
+            self.identity.world_size,
+            self.board.pace,
+            margin_seconds=_POLLS_PER_MARGIN * self.config.switch_poll_seconds,
+        )
 
     def print_banner(self, address: str) -> None:
         """Tell on rank 0 what is monitored, what it costs, and who reads it."""
@@ -136,7 +192,7 @@ class Session:
         lines = banner(
             run=self.identity.run,
             world_size=self.identity.world_size,
-            what=", ".join(name.replace("_", " ") for name in self.config.quantities),
+            what=self._what(),
             tensors=len(parameters),
             elements=element_count(parameters),
             series=entries * 2,
@@ -155,7 +211,13 @@ class Session:
             "hooks": self.hooks.cpu_seconds,
             "publisher": self.publisher.cpu_seconds,
             "watchdog": self.watchdog.cpu_seconds,
+            "switch": self.switching.cpu_seconds,
         }
+
+    def _what(self) -> str:
+        if self.config.switch_file is not None:
+            return f"measuring as {self.config.switch_file} says; nothing yet"
+        return ", ".join(name.replace("_", " ") for name in self.config.quantities)
 
     def _dropped(self) -> dict[str, int]:
         return {
@@ -168,7 +230,8 @@ class Session:
         self.publisher.put(draft)
 
     def _step_opens(self, attempt: int) -> None:
-        if attempt == WARM_UP_AT_STEP and self.config.statistics == "auto":
+        if attempt >= WARM_UP_AT_STEP and not self._is_warm and self.config.statistics == "auto":
+            self._is_warm = True
             warm_up()
         self.hooks.look_again()
 
@@ -185,18 +248,6 @@ class Session:
     def _tell_fault(self, where: str, error: BaseException) -> None:
         text = encodable(f"{where} failed, training goes on: {error!r}")
         self.recorder.event(Event(type=EventType.FAULT, severity=Severity.WARNING, message=text))
-
-
-def _chosen(subject: Subject, config: MonitorConfig, rank: int) -> list[tuple[Quantity, Timing]]:
-    """Return what this rank measures, and when."""
-    chosen: list[tuple[Quantity, Timing]] = []
-    for quantity_class in select_quantities(config.quantities):
-        options = config.options_of(quantity_class)
-        if options.ranks is None or rank in options.ranks:
-            every = config.every if options.every is None else options.every
-            timing = Timing(start_step=options.start_step, every=every, times=options.times)
-            chosen.append((quantity_class(subject, options), timing))
-    return chosen
 
 
 def public_settings(config: MonitorConfig) -> dict[str, Any]:

@@ -46,14 +46,31 @@ class TableWindow(Table):
         self._sheet = sheet
         self._first = first
         self._groups: dict[range, MeasureGroup] = {}
+        self._added: list[range] = []
+
+    @classmethod
+    def seated(cls, sheet: Sheet, entries: Sequence[PlanEntry], owners: Sequence[int]) -> TableWindow:
+        """Return a window whose first rows are `entries`."""
+        rows = sheet.book.add(entries, owners)
+        window = cls(sheet, len(sheet.book) if rows is None else rows.start)
+        if rows is not None:
+            window._added.append(rows)
+            sheet.table.grow(rows.stop)
+        return window
 
     def add(self, entries: Sequence[PlanEntry], owners: Sequence[int] | None = None) -> range | None:
         """Append entries that were not known before; None when the plan is full."""
         rows = self._sheet.book.add(entries, owners)
         if rows is None:
             return None
+        self._added.append(rows)
         self._sheet.table.grow(rows.stop)
         return range(rows.start - self._first, rows.stop - self._first)
+
+    def release(self) -> None:
+        """Let others fill the entries that were added here: nothing is written any more."""
+        for rows in self._added:
+            self._sheet.book.release(rows)
 
     def measure(self, tensors: Sequence[torch.Tensor | None], rows: range) -> None:
         """Take the statistics of `tensors` into entries `rows`; None leaves an entry absent."""

@@ -83,6 +83,10 @@ class Channel:
         self._started_at = time.time_ns() // 1000
         self.take_stacks: Callable[[], Mapping[str, Any]] | None = None
         """Called for POST /stacks, on the server's thread."""
+        self.take_switch: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+        """Called for PUT /config, on the server's thread."""
+        self.measuring: Callable[[], Mapping[str, Any]] | None = None
+        """Asked for GET /config: what is measured now."""
         self._step: int | None = None
         self._phase: str | None = None
         self._lease: str | None = None
@@ -220,7 +224,11 @@ class Channel:
 
     def settings(self) -> Mapping[str, Any]:
         """Return what /config shows; secrets were left out by who made it."""
-        return self._settings
+        return self._settings if self.measuring is None else {**self._settings, "measuring": self.measuring()}
+
+    def switch(self, document: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Change what is measured, and return what is and will be; None where nobody can. Raises ConfigError."""
+        return None if self.take_switch is None or self._closed else self.take_switch(document)
 
     def overhead_seconds(self) -> Mapping[str, float]:
         """Return the CPU seconds of the serving threads so far."""

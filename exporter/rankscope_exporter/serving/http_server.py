@@ -37,12 +37,16 @@ _REMEMBERED_COMPLAINTS: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked: decoded path, query (last value of each name), headers by lower-case name, GET or POST."""
+    """What was asked: decoded path, query (last value of each name), headers by lower-case name.
+
+    A POST or PUT has a body, None where it is too long.
+    """
 
     path: str
     query: Mapping[str, str]
     headers: Mapping[str, str]
     method: str = "GET"
+    body: bytes | None = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ Application = Callable[[Request], Answer]
 
 
 class HttpServer(socketserver.ThreadingTCPServer):
-    """Answers GET and POST with what `application` returns, a daemon thread each, in TLS where `tls` is given."""
+    """Answers GET, POST and PUT with what `application` returns, a daemon thread each, in TLS where `tls` is given."""
 
     daemon_threads = True
     allow_reuse_address = True  # a port in TIME_WAIT is free; one that somebody listens on is still refused
@@ -241,11 +245,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._answer()
 
     def do_POST(self) -> None:
-        """Answer a request whose body says nothing that any page here would want to know."""
-        self._discard_body()
-        self._answer()
+        """Answer a request that has a body."""
+        self._answer(self._short_body())
 
-    def _answer(self) -> None:
+    do_PUT = do_POST  # noqa: N815 - see do_GET
+
+    def _answer(self, body: bytes | None = b"") -> None:
         target = urllib.parse.urlsplit(self.path)
         try:
             query = dict(urllib.parse.parse_qsl(target.query, keep_blank_values=True, max_num_fields=32))
@@ -253,20 +258,22 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send(Answer.text(HTTPStatus.BAD_REQUEST, "too many query parameters"))
             return
         headers = {name.lower(): value for name, value in self.headers.items()}
-        request = Request(urllib.parse.unquote(target.path), query, headers, self.command)
+        request = Request(urllib.parse.unquote(target.path), query, headers, self.command, body)
         self._send(self.server.application(request))
 
-    def _discard_body(self) -> None:
-        length = self.headers.get("Content-Length", "")
-        if length.isdecimal():
-            self.rfile.read(min(int(length), REQUEST_BODY_READ))
+    def _short_body(self) -> bytes | None:
+        """Return the body; None when it is longer than any page here would want to know, or has no length."""
+        length = self.headers.get("Content-Length", "0")
+        size = int(length) if length.isdecimal() else REQUEST_BODY_READ + 1
+        body = self.rfile.read(min(size, REQUEST_BODY_READ)) if length.isdecimal() else b""
         self.close_connection = True  # what is left of it would read as the next request
+        return body if size <= REQUEST_BODY_READ and "Transfer-Encoding" not in self.headers else None
 
     def _refuse_method(self) -> None:
-        self._discard_body()
+        self._short_body()
         self._send(Answer.text(HTTPStatus.METHOD_NOT_ALLOWED, f"{self.command}: only GET is offered here", Allow="GET"))
 
-    do_PUT = do_PATCH = do_DELETE = do_HEAD = do_OPTIONS = _refuse_method  # noqa: N815 - see do_GET
+    do_PATCH = do_DELETE = do_HEAD = do_OPTIONS = _refuse_method  # noqa: N815 - see do_GET
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002 - the base class' signature
         self.close_connection = True

@@ -38,6 +38,7 @@ from rankscope_contract.channel import (
     STATE_HEADER,
     STATE_RUNNING,
 )
+from rankscope_exporter.errors import ConfigError
 from rankscope_exporter.serving.codec import encode
 from rankscope_exporter.serving.disk_answers import orphan_answer, stretch_answer
 from rankscope_exporter.serving.http_server import Answer, Request
@@ -49,10 +50,13 @@ PAGE_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _JSON: Final = "application/json"
 _MAX_BYTES_LIMIT: Final = 1 << 28  # a reader may ask for less memory in this process, not for any amount of it
 _PATHS: Final = (RECORDS_PATH, PLAN_PATH + "<hash>", METRICS_PATH, HEALTH_PATH, CONFIG_PATH)
-_STACKS_REFUSED: Final = (
-    "stacks show where this process stands, and are given only where a token is set: set RANKSCOPE_TOKEN for the rank,"
-    " the same as [service] token, and send it as Authorization: Bearer <token>"
+_WRITABLE: Final = ((STACKS_PATH, "POST"), (CONFIG_PATH, "POST"), (CONFIG_PATH, "PUT"))
+_WHERE_PERMITTED: Final = (
+    "only where it has a token: set RANKSCOPE_TOKEN for the rank, the same as [service] token, and send it as"
+    " Authorization: Bearer <token>"
 )
+_STACKS_REFUSED: Final = f"stacks show where this process stands, and are given {_WHERE_PERMITTED}"
+_SWITCH_REFUSED: Final = f"what is measured can be changed over HTTP {_WHERE_PERMITTED}"
 
 
 class BadRequestError(ValueError):
@@ -104,6 +108,10 @@ class Host(Protocol):
         """Take stacks, record them, and return what was taken; None where nobody takes any."""
         ...
 
+    def switch(self, document: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Change what is measured and return what is and will be; None where nobody can. Raises ConfigError."""
+        ...
+
     def count_unencodable(self, rows: int) -> None:
         """Note rows that were left out of a stream."""
         ...
@@ -135,9 +143,10 @@ class Routes:
         self._readers = Readers()
 
     def __call__(self, request: Request) -> Answer:
-        """Return the answer to a GET, or to the one POST there is."""
-        if request.method == "POST" and request.path != STACKS_PATH:
-            return Answer.text(HTTPStatus.METHOD_NOT_ALLOWED, "POST: only GET is offered here", Allow="GET")
+        """Return the answer to a GET, or to what else there is."""
+        if request.method != "GET" and (request.path, request.method) not in _WRITABLE:
+            text = f"{request.method}: only GET is offered here"
+            return Answer.text(HTTPStatus.METHOD_NOT_ALLOWED, text, Allow="GET")
         if request.path == HEALTH_PATH:  # says nothing worth a secret, and probes have none
             return _json({**self._host.health(), "readers": self._readers.latest()})
         if not self._is_authorized(request):
@@ -163,7 +172,7 @@ class Routes:
             RECORDS_PATH: self._records,
             METRICS_PATH: self._metrics,
             NODE_METRICS_PATH: self._node_metrics,
-            CONFIG_PATH: lambda _: _json(self._host.settings()),
+            CONFIG_PATH: self._config,
         }
 
     def _is_authorized(self, request: Request) -> bool:
@@ -241,6 +250,19 @@ class Routes:
         text = json.dumps(taken, ensure_ascii=False)
         return Answer(HTTPStatus.OK, ((text + "\n").encode("utf-8", "replace"),), _JSON, {"Cache-Control": "no-store"})
 
+    def _config(self, request: Request) -> Answer:
+        if request.method == "GET":
+            return _json(self._host.settings())
+        if self._token is None:
+            return Answer.text(HTTPStatus.FORBIDDEN, _SWITCH_REFUSED)
+        try:
+            state = self._host.switch(_document(request))
+        except ConfigError as error:
+            raise BadRequestError(str(error)) from error
+        if state is None:
+            return Answer.text(HTTPStatus.SERVICE_UNAVAILABLE, "this process is about to end")
+        return _json(state, HTTPStatus.ACCEPTED)
+
     def _metrics(self, request: Request) -> Answer:
         return _page(request, self._host.page())
 
@@ -251,6 +273,18 @@ class Routes:
                 HTTPStatus.NOT_FOUND, "no node page here: set node_page (RANKSCOPE_NODE_PAGE=1) on the ranks"
             )
         return _page(request, pieces)
+
+
+def _document(request: Request) -> Mapping[str, Any]:
+    if request.body is None:
+        raise BadRequestError("the body has no length, or is longer than 64 KiB")
+    try:
+        document = json.loads(request.body)
+    except (ValueError, RecursionError) as error:
+        raise BadRequestError(f"the body is no JSON document: {error}") from error
+    if not isinstance(document, dict):
+        raise BadRequestError('the body is a JSON object of settings, such as {"quantities": ["gradients"]}')
+    return document
 
 
 def _page(request: Request, pieces: Sequence[Any]) -> Answer:
@@ -303,7 +337,7 @@ def _accepts_gzip(header: str) -> bool:
     return False
 
 
-def _json(document: Mapping[str, Any]) -> Answer:
+def _json(document: Mapping[str, Any], status: int = HTTPStatus.OK) -> Answer:
     # NaN has no JSON form: settings and health hold none, and a fault here must not look like a valid page.
     text = json.dumps(document, ensure_ascii=False, indent=2, default=str)
-    return Answer(HTTPStatus.OK, ((text + "\n").encode("utf-8", "replace"),), _JSON, {"Cache-Control": "no-store"})
+    return Answer(status, ((text + "\n").encode("utf-8", "replace"),), _JSON, {"Cache-Control": "no-store"})

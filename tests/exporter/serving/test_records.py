@@ -269,7 +269,7 @@ def test_an_unknown_page_is_404_and_names_the_known_ones(rank):
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"])
-@pytest.mark.parametrize("path", ["/config", "/records"])
+@pytest.mark.parametrize("path", ["/metrics", "/records"])
 def test_nothing_can_be_written(rank, method, path):
     got = rank.get(path, method, b"{}")
 

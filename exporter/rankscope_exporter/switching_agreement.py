@@ -1,0 +1,215 @@
+"""How ranks agree on the step at which what is measured changes, over a key-value store, without anybody waiting.
+
+One key holds the last change that was agreed and at most one that is pending. A pending change names a step some way
+ahead; each rank that hears of it before that step says so, and who finds that all have seals it, if enough of the way
+is left for the others to hear of that too. A rank that is past the step moves it, and all say so anew. Only compare-
+and-set changes the key, so of two ranks that would do different things, one does. Only a background thread comes here.
+
+A rank that says nothing for `patience_seconds` is left out: it takes the change over when it hears of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final, Protocol
+
+LEAST_STEPS: Final = 4
+MOST_STEPS: Final = 1_000_000
+MOST_MARGIN_SECONDS: Final = 60.0
+PATIENCE_SECONDS: Final = 30.0
+_ATTEMPTS: Final = 8  # of compare-and-set, before the next look tries again
+
+
+class Store(Protocol):
+    """What is used of torch's key-value store: none of it waits for another rank."""
+
+    def get(self, key: str) -> bytes:
+        """Return what is there; only asked for what is known to be there."""
+        ...
+
+    def set(self, key: str, value: str) -> None:
+        """Put `value` there."""
+        ...
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys exist."""
+        ...
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter and return it."""
+        ...
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Set `desired` where `expected` is, "" for nothing, and return what is there then."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A document that shall hold from the first step at or behind `step` on."""
+
+    number: int
+    step: int
+    document: str
+    source: str
+    margin_seconds: float = 0.0
+    without: tuple[int, ...] = ()
+    """Ranks that were not heard."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _State:
+    agreed: Proposal
+    pending: Proposal | None = None
+    seen: dict[str, int] = field(default_factory=dict)
+    """By source: the newest stamp that was proposed, so that a rank that sees an old edit late does not repeat it."""
+
+    def text(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def of(cls, text: str) -> _State:
+        document: dict[str, Any] = json.loads(text)
+        pending = document["pending"]
+        return cls(
+            agreed=_proposal(document["agreed"]),
+            pending=None if pending is None else _proposal(pending),
+            seen=document["seen"],
+        )
+
+
+def _proposal(document: dict[str, Any]) -> Proposal:
+    return Proposal(**{**document, "without": tuple(document["without"])})
+
+
+class Agreement:
+    """One rank's part. `pace` tells the number of the last step that began here, and the seconds a step takes."""
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        world_size: int,
+        pace: Callable[[], tuple[int, float | None]],
+        *,
+        margin_seconds: float,
+        patience_seconds: float = PATIENCE_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._name = name
+        self._rank = rank
+        self._world_size = world_size
+        self._pace = pace
+        self._margin_seconds = margin_seconds
+        self._patience_seconds = patience_seconds
+        self._clock = clock
+        self._armed: tuple[int, float] = (-1, 0.0)  # the last number that was heard of here, and when
+        self._told = 0
+
+    def begin(self, step: int, document: str, stamp: int) -> Proposal:
+        """Return what holds from `step` on: what the first rank to come here says, for all. Called at attach."""
+        mine = _State(agreed=Proposal(number=0, step=step, document=document, source="file"), seen={"file": stamp})
+        return _State.of(_text(self._store.compare_set(self._key, "", mine.text()))).agreed
+
+    def propose(self, document: str, source: str, stamp: int | None = None) -> bool:
+        """Ask for a change, and return whether it was heard; what `source` asked for before, by `stamp`, is none."""
+        for _ in range(_ATTEMPTS):
+            state = self._state()
+            last = state.pending or state.agreed
+            if stamp is not None and stamp <= state.seen.get(source, -1):
+                return True
+            seen = state.seen if stamp is None else {**state.seen, source: stamp}
+            fresh = self._ahead(
+                Proposal(number=last.number + 1, step=0, document=document, source=source), state, self._margin_seconds
+            )
+            if self._exchange(state, replace(state, pending=fresh, seen=seen)):
+                return True
+        return False
+
+    def look(self) -> list[Proposal]:
+        """Take part, and return the changes that were agreed since the last look, in order."""
+        state = self._state()
+        agreed = [state.agreed]
+        if state.pending is not None:
+            agreed.append(self._take_part(state, state.pending).agreed)
+        told = []
+        for proposal in agreed:
+            if proposal.number > self._told:
+                self._told = proposal.number
+                told.append(proposal)
+        return told
+
+    @property
+    def pending(self) -> bool:
+        """Return whether a change was pending at the last look."""
+        return self._armed[0] > self._told
+
+    def claim(self, what: str) -> bool:
+        """Return whether this rank is the first to claim `what`."""
+        return self._store.add(f"{self._name}/claim/{what}", 1) == 1
+
+    def is_claimed(self, what: str) -> bool:
+        """Return whether some rank has claimed `what`."""
+        return self._store.check([f"{self._name}/claim/{what}"])
+
+    def _take_part(self, state: _State, pending: Proposal) -> _State:
+        step, _ = self._pace()
+        if step >= pending.step:
+            return self._move(state, pending)
+        if self._armed[0] != pending.number:
+            self._armed = (pending.number, self._clock())
+            self._store.set(f"{self._name}/{pending.number}/{self._rank}", "1")
+            heard = self._store.add(f"{self._name}/{pending.number}", 1)
+        else:
+            heard = self._store.add(f"{self._name}/{pending.number}", 0)
+        if heard >= self._world_size:
+            return self._seal(state, pending)
+        if self._clock() - self._armed[1] > self._patience_seconds:
+            return self._seal(state, replace(pending, without=self._silent(pending.number)))
+        return state
+
+    def _seal(self, state: _State, pending: Proposal) -> _State:
+        step, _ = self._pace()
+        if pending.step - step < self._margin(pending.margin_seconds / 2, LEAST_STEPS // 2):
+            return self._move(state, pending)
+        return self._exchange(state, replace(state, agreed=pending, pending=None)) or state
+
+    def _move(self, state: _State, pending: Proposal) -> _State:
+        margin = min(MOST_MARGIN_SECONDS, 2 * pending.margin_seconds)
+        moved = self._ahead(replace(pending, number=pending.number + 1, without=()), state, margin)
+        return self._exchange(state, replace(state, pending=moved)) or state
+
+    def _ahead(self, proposal: Proposal, state: _State, margin_seconds: float) -> Proposal:
+        """Return `proposal` for a step that no rank should have reached when it hears of it."""
+        step = self._pace()[0] + self._margin(margin_seconds, LEAST_STEPS)
+        later = max(step, state.agreed.step + 1, 0 if state.pending is None else state.pending.step)
+        return replace(proposal, step=later, margin_seconds=margin_seconds)
+
+    def _margin(self, seconds: float, least: int) -> int:
+        a_step = self._pace()[1]
+        return max(least, min(MOST_STEPS, math.ceil(seconds / max(a_step, 1e-6)))) if a_step is not None else least
+
+    def _silent(self, number: int) -> tuple[int, ...]:
+        keys = {rank: f"{self._name}/{number}/{rank}" for rank in range(self._world_size)}
+        return tuple(rank for rank, key in keys.items() if not self._store.check([key]))
+
+    @property
+    def _key(self) -> str:
+        return f"{self._name}/state"
+
+    def _state(self) -> _State:
+        return _State.of(_text(self._store.get(self._key)))
+
+    def _exchange(self, old: _State, new: _State) -> _State | None:
+        text = new.text()
+        return new if _text(self._store.compare_set(self._key, old.text(), text)) == text else None
+
+
+def _text(data: bytes | str) -> str:
+    return data.decode() if isinstance(data, bytes) else data
