@@ -128,6 +128,7 @@ def test_extremes_of_attention_are_exact():
     entropy, greatest = means(attention_sums(query, key, Mask(hidden)))
     assert pytest.approx([math.log(4), math.nan, 0], nan_ok=True) == entropy
     assert pytest.approx([0.25, math.nan, 1], nan_ok=True) == greatest
+    assert (0, 1) == (entropy[2], greatest[2])
 
     hidden[0, 1, :, 3] = True
     entropy, _ = means(attention_sums(query, key, Mask(hidden)))

@@ -283,6 +283,17 @@ def test_odd_weights():
     assert all(torch.equal(run.state[n], other.state[n]) for n in other.state if "broken" not in n)
 
 
+def test_what_is_compiled_is_named_and_weights_are_measured_all_the_same():
+    model = net()
+    for block in model.blocks:
+        block.core.compile(backend="eager", fullgraph=True)
+    run = train(model, losses(), {"attention": {"targets": ["*.core"]}, "linear": {}}, steps=2)
+
+    assert {"spectral_norm", "stable_rank"} == {key.kind for key in run.rows[2]}
+    assert 0 == run.faults
+    assert ["attention: blocks.0.core, blocks.1.core: is part of compiled code, so it is not measured"] == run.said
+
+
 def test_a_hook_that_fails_costs_its_rows_alone(monkeypatch):
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("no")

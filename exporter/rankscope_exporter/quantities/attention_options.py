@@ -136,7 +136,7 @@ class Arguments:
 def _parameter_names(module: nn.Module) -> tuple[str, ...]:
     try:
         parameters = inspect.signature(module.forward).parameters.values()
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, AttributeError, RuntimeError):  # scripted modules are functions in name only
         return ()
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(item.name for item in parameters if item.kind in by_position)
