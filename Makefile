@@ -7,7 +7,7 @@ TORCH  := torch==2.13.0
 WORKERS ?= 2# test processes; most tests wait for servers, not for the processor
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint bench generate clean
+.PHONY: help env demo test test-examples lint bench generate clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -19,6 +19,9 @@ demo: $(VENV)/.installed-all ## train on two ranks, break it twice, see every st
 
 test: $(VENV)/.installed-dev ## run the tests (PYTEST="-k name" for some of them)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST)
+
+test-examples: $(VENV)/.installed-dev ## run every example for a few steps
+	RANKSCOPE_EXAMPLES=1 $(BIN)/python -m pytest tests/examples
 
 lint: $(VENV)/.installed-dev ## formatting, lint rules, types
 	$(BIN)/ruff format --check .

@@ -7,9 +7,9 @@ import pkgutil
 from typing import Any
 
 from rankscope_exporter.frameworks.base import Framework
-from rankscope_exporter.frameworks.pipeline import Pipeline, is_stage
+from rankscope_exporter.frameworks.pipeline import Pipeline, Stage, is_stage
 
-__all__ = ["Framework", "framework_of"]
+__all__ = ["Framework", "Stage", "framework_of"]
 
 
 def framework_of(model: Any) -> Framework:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -13,6 +13,15 @@ from rankscope_exporter.frameworks.base import Form, Framework, Holder, Hooking,
 from rankscope_exporter.frameworks.layout import Layout
 from rankscope_exporter.frameworks.loaded import loaded
 from rankscope_exporter.naming import NamedParameter
+
+
+class Stage(Protocol):
+    """What is needed of a stage of a pipeline: its module."""
+
+    @property
+    def submod(self) -> nn.Module:
+        """The part of the model that this rank trains."""
+        ...
 
 
 class Pipeline(Framework):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +30,15 @@ class Loop:
     backward: Callable[[int], Any]  # computes the gradients of a step and returns the loss, if it is here
     scaler: torch.amp.GradScaler | None = None
     foreach: bool | None = None
+    before: Callable[[int, torch.optim.Optimizer], None] = lambda _step, _optimizer: None
+    """What happens to the model before a step."""
 
     def train(self, optimizer: torch.optim.Optimizer) -> list[Any]:
         """Return the loss of each step."""
         return [self._step(step, optimizer) for step in range(1, STEPS + 1)]
 
     def _step(self, step: int, optimizer: torch.optim.Optimizer) -> Any:
+        self.before(step, optimizer)
         loss = self.backward(step)
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
@@ -174,6 +177,53 @@ def pipeline(rank: int, schedule: Any) -> Loop:
     return Loop(stage, model, backward)
 
 
+def thawed(rank: int) -> Loop:
+    """A block is frozen at first, and the last layer in the end."""
+    loop = fsdp2(rank)
+    loop.model.blocks["0"].requires_grad_(False)
+
+    def before(step: int, _optimizer: Any) -> None:
+        loop.model.blocks["0"].requires_grad_(step >= THAWED)
+        loop.model.leave.requires_grad_(step < FROZEN)
+
+    loop.before = before
+    return loop
+
+
+THAWED, FROZEN = 2, 3
+
+
+def failing(loop: Loop) -> Loop:
+    """A forward pass whose loss nobody gets to use."""
+
+    def before(step: int, _optimizer: Any) -> None:
+        if step == FAILED:
+            with suppress(ZeroDivisionError):
+                loop.model(batch(0, STEPS + 1))
+                raise ZeroDivisionError
+
+    loop.before = before
+    return loop
+
+
+FAILED = 2
+
+
+def grown(rank: int) -> Loop:
+    """A stage gets another block while it is trained."""
+    loop = pipeline(rank, ScheduleGPipe)
+
+    def before(step: int, optimizer: torch.optim.Optimizer) -> None:
+        if step == GROWN:
+            loop.model.blocks["2"] = Block()
+            optimizer.add_param_group({"params": list(loop.model.blocks["2"].parameters())})
+
+    loop.before = before
+    return loop
+
+
+GROWN = 2
+
 LOOPS: dict[str, Callable[[int], Loop]] = {
     "ddp": ddp,
     "ddp, accumulating, bucket views": ddp_accumulating,
@@ -189,3 +239,14 @@ LOOPS: dict[str, Callable[[int], Loop]] = {
     "pipeline, gpipe": lambda rank: pipeline(rank, ScheduleGPipe),
     "pipeline, 1f1b": lambda rank: pipeline(rank, Schedule1F1B),
 }
+SHARDED = ("fsdp2", "fsdp1", "tensor parallel")
+
+MISFORTUNES: dict[str, Callable[[int], Loop]] = {
+    "fsdp2, thawed and frozen": thawed,
+    "fsdp2, failing": lambda rank: failing(fsdp2(rank)),
+    "fsdp1, failing": lambda rank: failing(fsdp1(rank)),
+    "tensor parallel, failing": lambda rank: failing(tensor_parallel(rank)),
+    "pipeline, growing": grown,
+}
+ALONE: dict[str, Callable[[int], Loop]] = {f"{name}, watched by one": LOOPS[name] for name in SHARDED}
+"""Rank 0 measures, rank 1 does not."""

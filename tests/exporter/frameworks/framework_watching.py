@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from framework_loops import LOOPS, WORLD, Loop
+from framework_loops import ALONE, LOOPS, MISFORTUNES, WORLD, Loop
 from framework_training import STEPS
 
 from rankscope_exporter import Monitor, MonitorConfig
 
+EVERY = {**LOOPS, **MISFORTUNES, **ALONE}
 QUANTITIES = ("gradients", "micro_gradients", "parameters", "optimizer_state", "adam_updates", "direction")
 
 
@@ -44,10 +45,13 @@ class Outcome:
     faults: int = 0
     unequal: list[str] = field(default_factory=list)
     """What the monitor changed: nothing, one hopes."""
-    error: str | None = None
+    hooked: list[str] = field(default_factory=list)
+    """What attach() and training put there, by module."""
+    left: list[str] = field(default_factory=list)
+    """What detach() left behind."""
 
 
-def outcomes(folder: Path, work: Any, names: Sequence[str] = tuple(LOOPS)) -> dict[tuple[str, int], Any]:
+def outcomes(folder: Path, work: Any, names: Sequence[str] = tuple(EVERY)) -> dict[tuple[str, int], Any]:
     """Return what `work(rank, store, names, results)` puts, by name and rank; torch is started once."""
     context = mp.get_context("spawn")
     results = context.Queue()
@@ -70,7 +74,8 @@ def train_all(rank: int, store: str, names: list[str], results: Any) -> None:
     """One rank: train each loop in turn."""
     begin(rank, store)
     for name in names:
-        results.put((name, rank, watched(LOOPS[name], rank)))
+        enabled = name not in ALONE or rank == 0
+        results.put((name, rank, watched(EVERY[name], rank, enabled=enabled)))
         dist.barrier()
     dist.destroy_process_group()
 
@@ -80,19 +85,22 @@ def begin(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
 
 
-def watched(make: Callable[[int], Loop], rank: int, quantities: Sequence[str] = QUANTITIES) -> Outcome:
+def watched(make: Callable[[int], Loop], rank: int, *, enabled: bool = True) -> Outcome:
     """Train twice, once without the monitor."""
     alone = make(rank)
     losses = alone.train(alone.optimizer())
     loop = make(rank)
     optimizer = loop.optimizer()
     outcome = Outcome()
-    with Monitor(MonitorConfig(quantities=tuple(quantities), console=False, exit_wait_seconds=0)) as monitor:
+    config = MonitorConfig(quantities=QUANTITIES, console=False, exit_wait_seconds=0, enabled=enabled)
+    with Monitor(config) as monitor:
         monitor.attach(loop.attached, optimizer)
         seen = loop.train(optimizer)
         monitor.end_step()
         read(monitor, outcome)
         outcome.faults = monitor.faults
+        outcome.hooked = left_behind(loop.model)
+    outcome.left = left_behind(loop.model)
     outcome.unequal += [f"loss {step}" for step, pair in enumerate(zip(losses, seen, strict=True), 1) if unequal(*pair)]
     states = zip(alone.state(), loop.state(), strict=True)
     outcome.unequal += [f"parameter {place}" for place, pair in enumerate(states) if unequal(*pair)]
@@ -107,9 +115,25 @@ def unequal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one.shape != other.shape or not torch.equal(*bits)
 
 
+def left_behind(model: torch.nn.Module) -> list[str]:
+    """Return the hooks of ours that are still there."""
+    hooks = [(name, hook) for name, module in model.named_modules() for hook in _hooks_of(module)]
+    return [name for name, hook in hooks if "rankscope" in type(hook).__module__ + getattr(hook, "__module__", "")]
+
+
+def _hooks_of(module: torch.nn.Module) -> list[Any]:
+    gathered = getattr(module, "_get_fsdp_state", lambda: None)()
+    groups = gathered._fsdp_param_groups if gathered is not None else ()
+    tensors = [source._unsharded_param for group in groups for source in group.fsdp_params]
+    on_tensors = [hook for tensor in tensors for hook in (tensor._backward_hooks or {}).values()]
+    on_tensors += [hook for item in tensors for hook in (item._post_accumulate_grad_hooks or {}).values()]
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *on_tensors]
+
+
 def read(monitor: Monitor, outcome: Outcome) -> None:
     session = monitor._session
-    assert session is not None
+    if session is None:
+        return
     deadline = time.monotonic() + 30
     measured: list[Any] = []
     while len(measured) < STEPS and time.monotonic() < deadline:

@@ -17,14 +17,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are imported by path
 
-from framework_loops import LOOPS, MICROS, SKIPPED, WORLD
+from framework_loops import ALONE, FAILED, FROZEN, GROWN, LOOPS, MICROS, MISFORTUNES, SHARDED, SKIPPED, THAWED, WORLD
 from framework_training import STEPS, Net, Truth, truths
 from framework_watching import Found, Outcome, outcomes, train_all
+
+pytestmark = pytest.mark.timeout(400)  # the first test waits for all the training
 
 GRADIENTS = ("grad_unreduced", "grad_reduced", "grad_clipped")
 ALL = (*GRADIENTS, "param_before", "param_after", "exp_avg", "exp_avg_sq")
 NAMES = tuple(name for name, _ in Net().named_parameters())
 LOCAL = "grad_unreduced"
+TOLD = ", watched by one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +82,13 @@ def test_every_loop_owes_something():
     assert OWED.keys() == LOOPS.keys()
 
 
-@pytest.mark.parametrize("name", OWED)
+@pytest.mark.parametrize("name", [*OWED, *MISFORTUNES, *ALONE])
 def test_training_is_bit_identical_and_without_a_fault(name, found):
     for rank in range(WORLD):
         assert [] == found[name, rank].unequal
         assert 0 == found[name, rank].faults
+        assert [] == found[name, rank].left
+        assert name in ALONE or found[name, rank].hooked
 
 
 @pytest.mark.parametrize("name", OWED)
@@ -143,7 +148,7 @@ def test_a_step_that_the_scaler_skips_is_there_with_the_gradients_that_made_it_s
         assert {"grad_unreduced", "grad_reduced"} == {row.kind for row in rows}
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "fsdp1", "tensor parallel"])
+@pytest.mark.parametrize("name", SHARDED)
 def test_a_shard_names_the_ranks_that_hold_the_others(name, found):
     for rank in range(WORLD):
         sharded = {row.shard_group for row in found[name, rank].rows if row.placement == "shard"}
@@ -158,6 +163,48 @@ def test_a_gradient_before_it_is_sharded_has_the_form_of_the_whole_tensor(name, 
 
     assert shapes == {row.tensor: row.shape for row in own}
     assert {"bfloat16" if "mixed" in name else "float32"} == {row.dtype for row in own}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_rank_measures_without_the_others(name, found):
+    """A hidden collective would have hung, or mixed up what the ranks say to each other."""
+    both = {(row.step, row.kind, row.tensor, row.numbers["norm"]) for row in found[name.removesuffix(TOLD), 0].rows}
+    alone = {(row.step, row.kind, row.tensor, row.numbers["norm"]) for row in found[name, 0].rows}
+
+    assert both == alone
+    assert [] == found[name, 1].rows
+
+
+def test_gradients_are_there_from_the_step_that_thaws_a_parameter_to_the_one_that_freezes_it(found):
+    for rank in range(WORLD):
+        steps = steps_of(found["fsdp2, thawed and frozen", rank], LOCAL, "blocks.0.up.weight", "leave.weight")
+        reduced = steps_of(
+            found["fsdp2, thawed and frozen", rank], "grad_reduced", "blocks.0.up.weight", "leave.weight"
+        )
+        expected = [set(range(THAWED, STEPS + 1)), set(range(1, FROZEN))]
+        assert (expected, expected) == (steps, reduced)
+
+
+@pytest.mark.parametrize("name", [name for name in MISFORTUNES if "failing" in name])
+def test_a_forward_pass_that_ends_in_an_exception_is_no_step(name, found):
+    for rank in range(WORLD):
+        failing = [row for row in found[name, rank].rows if row.micro_step is None]
+        usual = [row for row in found[name.removesuffix(", failing"), rank].rows if row.micro_step is None]
+        assert usual == failing
+        micro = {row.micro_step for row in found[name, rank].rows if row.step == FAILED}
+        assert {None, 1} == micro  # the second forward pass of its step
+
+
+def test_a_layer_that_is_added_is_not_measured_and_does_no_harm(found):
+    for rank in range(WORLD):
+        rows = found["pipeline, growing", rank].rows
+        assert {1, 2, 3} == {row.step for row in rows if row.kind == "param_after"}
+        assert not [row for row in rows if row.tensor.startswith(f"blocks.{GROWN}")]
+
+
+def steps_of(outcome: Outcome, kind: str, *tensors: str) -> list[set[int]]:
+    rows = [row for row in outcome.rows if row.kind == kind and row.micro_step is None]
+    return [{row.step for row in rows if row.tensor == tensor} for tensor in tensors]
 
 
 def scale_at(owed: Owed, step: int) -> float:

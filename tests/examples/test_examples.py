@@ -1,0 +1,34 @@
+"""Every example runs as its first lines say, a few steps. `make test-examples`: each starts torch three times."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LAUNCH = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+COMMANDS = {
+    "fsdp1.py": (*LAUNCH, "fsdp1.py", "3"),
+    "fsdp2.py": (*LAUNCH, "fsdp2.py", "3"),
+    "tensor_parallel.py": (*LAUNCH, "tensor_parallel.py", "3"),
+    "pipeline_parallel.py": (*LAUNCH, "pipeline_parallel.py", "3"),
+    "gpt_ddp.py": (*LAUNCH, "gpt_ddp.py", "--steps", "3", "--layers", "3"),
+    "plain_loop.py": (
+        *(sys.executable, "plain_loop.py", "--steps", "3"),
+        *("--accumulate", "2", "--scaler", "--checkpointing", "--compile"),
+    ),
+}
+
+
+@pytest.mark.skipif(not os.environ.get("RANKSCOPE_EXAMPLES"), reason="make test-examples")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_example_trains_and_names_no_fault(name):
+    done = subprocess.run(COMMANDS[name], cwd=EXAMPLES, capture_output=True, text=True, timeout=150, check=False)
+
+    assert 0 == done.returncode, done.stderr[-2000:]
+    assert "rankscope: run" in done.stdout + done.stderr
+    assert "failed, training goes on" not in done.stdout + done.stderr
