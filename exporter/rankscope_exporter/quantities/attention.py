@@ -12,6 +12,7 @@ from rankscope_exporter.deferred import Row
 from rankscope_exporter.features.attention import attention_sums
 from rankscope_exporter.features.masks import Mask, broadcast, hides_of
 from rankscope_exporter.modules import NamedModule
+from rankscope_exporter.quantities.attention_multihead import is_multihead, projected
 from rankscope_exporter.quantities.attention_options import Arguments, AttentionOptions
 from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Subject, Table
 from rankscope_exporter.quantities.module_calls import ModuleCalls
@@ -66,31 +67,44 @@ class Attention(Quantity):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> None:
-        query, key = arguments.query_and_key(args, kwargs)
-        reason = _why_not(query, key)
-        if reason is None:
-            query, key = (tensor.detach().permute(self.options.permutation) for tensor in (query, key))
-            reason = _why_no_pair(query, key)
-        mask = arguments.mask(args, kwargs)
-        given = None
-        if reason is None and isinstance(mask, torch.Tensor):
-            reason = _unusable("mask", mask)
-            if reason is None:
-                meant = hides_of(mask.detach(), true_attends=arguments.true_attends)
-                batch, heads, queries, _ = query.shape
-                given = broadcast(meant, batch, heads, queries, key.shape[2])
-                reason = None if given is not None else f"mask of shape {list(mask.shape)} fits no scores of its calls"
-        if reason is not None:
-            self._calls.missing(reason, named)
+        if is_multihead(named.module):
+            found = projected(named.module, args, kwargs)
+        else:
+            found = _found(arguments, self.options.permutation, args, kwargs)
+        if isinstance(found, str):
+            self._calls.missing(found, named)
             return
+        query, key, mask = found
+        own = is_multihead(named.module)  # whose masks already say what is causal
         sums = attention_sums(
             query,
             key,
-            Mask(given, causal=arguments.causal(args, kwargs)),
-            scale=arguments.scale(args, kwargs),
+            Mask(mask, causal=not own and arguments.causal(args, kwargs)),
+            scale=None if own else arguments.scale(args, kwargs),
             rows=self.options.rows,
         )
         self._gate.table.defer("features", sums, functools.partial(_rows, named.name, micro_step))
+
+
+def _found(
+    arguments: Arguments, permutation: tuple[int, ...], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | str:
+    """Return query and key as [batch, heads, sequence, width], and the mask of the scores; or why not, in words."""
+    query, key = arguments.query_and_key(args, kwargs)
+    reason = _why_not(query, key)
+    if reason is not None:
+        return reason
+    query, key = (tensor.detach().permute(permutation) for tensor in (query, key))
+    reason = _why_no_pair(query, key)
+    mask = arguments.mask(args, kwargs)
+    if reason is None and isinstance(mask, torch.Tensor):
+        reason = _unusable("mask", mask)
+    if reason is not None or not isinstance(mask, torch.Tensor):
+        return reason or (query, key, None)
+    batch, heads, queries, _ = query.shape
+    meant = hides_of(mask.detach(), true_attends=arguments.true_attends)
+    fits = broadcast(meant, batch, heads, queries, key.shape[2])
+    return (query, key, fits) if fits is not None else f"mask of shape {list(mask.shape)} fits no scores of its calls"
 
 
 def _why_not(query: Any, key: Any) -> str | None:
