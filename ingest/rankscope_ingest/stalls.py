@@ -90,11 +90,19 @@ class StallBook:
             self._stalls.pop(key, None)
             self._reports.pop(key, None)
         for attempt in known.values():
+            self._forget_former_processes(attempt)
             if self._stands_still(attempt):
                 self._follow(attempt, news, now)
             elif (stall := self._stalls.pop(attempt.key, None)) and stall.told is not None:
                 news.over.append((stall.told, _went_on(attempt, stall.told)))
         return news
+
+    def _forget_former_processes(self, attempt: Attempt) -> None:
+        """Drop what a process said whose place another one has taken: it cannot take back that it hangs."""
+        reports = self._reports.get(attempt.key, {})
+        for number in [number for number in reports if number in attempt.ranks]:
+            if reports[number].at < attempt.ranks[number].known_since:
+                del reports[number]
 
     def _stands_still(self, attempt: Attempt) -> bool:
         if attempt.has_ended:

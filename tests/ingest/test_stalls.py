@@ -109,6 +109,17 @@ def test_what_a_rank_says_of_its_own_hang_is_enough_though_the_others_make_steps
     assert [] == book.look([run], 272).over
 
 
+def test_a_process_that_took_the_place_of_one_that_hung_does_not_hang_though_nobody_took_that_back():
+    book, run = StallBook(), attempt(state=RunState.RUNNING)
+    book.heard(KEY, 0, hang("began"), 200)
+    heard_from_both(book, 200)
+    (told,) = book.look([run], 200 + WAIT_SECONDS).due
+    run.ranks[0] = Rank(number=0, incarnation="next", host="h", vitals=Vitals(last_sign=260), known_since=260)
+    run.last_step = 42
+
+    assert [(told, True)] == book.look([run], 261).over
+
+
 def test_stacks_from_before_the_last_step_say_nothing_of_this_standstill():
     book, run = StallBook(), attempt(progressed_at=150)
     heard_from_both(book, 149)
