@@ -27,6 +27,7 @@ def registered(runs: RunBook, target: Target, now: float, wall: int) -> Attempt:
         rank.is_vanished, rank.is_unheard = True, before.is_unheard
     elif attempt.state is RunState.FAILED and not _has_spoken(rank):
         rank.vanish(now, wall)
+        rank.silent_from = None  # not now: its records will tell
     return attempt
 
 
@@ -38,7 +39,9 @@ def drained(runs: RunBook, target: Target, now: float, wall: int) -> None:
     if not rank.is_vanished:
         rank.vanish(now, wall)
         rank.silent_from = rank.silent_from if target.last_ts is None else target.last_ts
-        attempt.hear_news()
+    elif rank.silent_from is None:
+        rank.silent_from = target.last_ts
+    attempt.hear_news()
 
 
 def _rank(runs: RunBook, target: Target) -> Rank | None:

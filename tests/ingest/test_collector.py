@@ -1,4 +1,4 @@
-"""The order of arrival, which decides what is the latest version of a run."""
+"""What becomes of what is heard: the order of arrival, silence, losses, and words of the dead."""
 
 from __future__ import annotations
 
@@ -148,3 +148,20 @@ def test_a_dead_process_that_is_heard_of_hours_later_keeps_its_attempt_and_what_
     assert (0, 1) == (heir.attempt, second.attempt)
     assert [-6] == [json.loads(row["details"])["records"] for row in found]
     assert 0 == book._meter(("r", 0)).records_lost
+
+
+def test_of_dead_processes_that_are_heard_of_one_after_the_other_the_one_that_died_first_is_named():
+    """The spool of another host may be found when the run is said to have failed already."""
+    now = [0.0]
+    book = collector(lambda: 10**15 + int(now[0] * 1e6), clock=lambda: now[0])
+    named = []
+    for rank, died_at in ((0, 600), (1, 10)):
+        dead = replace(process(f"dead-{rank}", rank, world_size=2), served_by="heir", state="draining", started_at=1)
+        target = book.accept(dead, ()).target
+        now[0] += 1000.0
+        target.last_ts = 10**15 - 10**12 + died_at * 10**6
+        book.drained(target)
+        book.judge()
+        named.append(book.runs.get(("r", 0)).culprit)
+
+    assert [0, 1] == named
