@@ -48,13 +48,18 @@ class SpoolWatch:
         """Look until cancelled."""
         while True:
             await asyncio.sleep(scan_seconds)
-            try:
-                await self.look()
-            except Exception:  # what lies on a disk may be anything, and must not end the service
-                log.exception("looking for spools failed, trying again")
+            await self.look()
 
     async def look(self) -> None:
         """Follow what is found, delete what the store has, and leave what belongs to a process that lives after all."""
+        try:
+            await self._look()
+        except (
+            Exception
+        ):  # what lies on a disk may be anything, and must neither end the service nor keep it from starting
+            log.exception("looking for spools failed; it is tried again")
+
+    async def _look(self) -> None:
         for who in await self._spools.find():
             await self._adopt(who)
         for incarnation, url in self._spools.held():

@@ -448,3 +448,19 @@ async def test_a_few_are_read_at_a_time_the_oldest_first_and_those_that_were_giv
     assert ["dead-1", "dead-3"] == sorted(who.incarnation for who in first)
     assert [] == again
     assert ["dead-2", "dead-4"] == sorted(who.incarnation for who in then)
+
+
+async def test_whatever_goes_wrong_with_spools_the_service_starts(start_service, eventually, root, monkeypatch, caplog):
+    leave_behind(root, "dead", 2)
+    real, failures = Spools.find, iter([MemoryError("no room")])
+
+    async def find(self: Spools) -> list[Registration]:
+        for failure in failures:
+            raise failure
+        return await real(self)
+
+    monkeypatch.setattr(Spools, "find", find)
+    async with start_service(**settings(root)):
+        await eventually(lambda: not any(root.iterdir()))
+
+    assert "looking for spools failed" in caplog.text

@@ -21,6 +21,8 @@ from rankscope_contract.spool.layout import plan_name, segments
 log = logging.getLogger(__name__)
 
 END_OF_STREAM: Final = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+MAX_FILE_BYTES: Final = 1 << 29
+"""No rank writes larger ones, and whoever reads them is a rank or a service that has other uses for its memory."""
 _CONTINUES: Final = 0xFFFFFFFF
 _BODY_LENGTH_SLOT: Final = 4 + 2 * 3  # bodyLength is the fourth field of Message (Arrow format, Message.fbs)
 
@@ -84,7 +86,7 @@ class SpoolReader:
     def head(self) -> int:
         """Return the newest seq that is whole, NOTHING without any. Raises OSError."""
         for first, path in reversed(segments(self.folder)):
-            records = len(message_ends(path.read_bytes())) - 1
+            records = len(message_ends(self._bytes(path))) - 1
             if records > 0:
                 return first + records - 1
         return NOTHING
@@ -96,7 +98,7 @@ class SpoolReader:
             if place + 1 < len(files) and files[place + 1][0] <= cursor + 1:
                 continue
             try:
-                data = path.read_bytes()
+                data = self._bytes(path)
             except FileNotFoundError:  # its records were committed meanwhile
                 continue
             stretch = self._stretch(path, data, first, max(cursor + 1, first), max_bytes)
@@ -113,6 +115,13 @@ class SpoolReader:
         except (OSError, UnicodeDecodeError):
             return None
         return text if plan_hash(text) == plan_id else None
+
+    def _bytes(self, path: Path) -> bytes:
+        size = path.stat().st_size
+        if size <= MAX_FILE_BYTES:
+            return path.read_bytes()
+        self._tell(path, 0, size, f"has {size} bytes, which no rank wrote: it is passed over")
+        return b""
 
     def _is_sound(self, stream: bytes) -> bool:
         needed = self._needed_plans(stream)

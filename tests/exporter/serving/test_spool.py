@@ -462,3 +462,15 @@ def test_stretches_keep_to_the_bytes_that_were_asked_for(tmp_path):
     assert one is not None
     assert (5, 5) == (one.first, one.last)
     assert none is None
+
+
+def test_a_file_of_a_size_that_no_rank_writes_is_named_and_not_read_into_memory(tmp_path, caplog):
+    spool = made(tmp_path)
+    for seq in range(2):
+        spool.append(seq, plain(seq))
+    die(spool)
+    with (tmp_path / "i0" / f"{2:012d}.arrows").open("wb") as file:
+        file.truncate(1 << 40)
+
+    assert [0, 1] == found(tmp_path)
+    assert "1099511627776 bytes" in caplog.text
