@@ -175,6 +175,7 @@ def test_exceptions_are_job_and_instance_and_counts_of_incidents():
     shown = {name for board in BOARDS.values() for _, name in target_counter_agg(board)}
     assert shown == {
         "rankscope_anomaly_events_total",
+        "rankscope_ingest_anomaly_events_total",
         "rankscope_tensor_anomaly_events_total",
         "rankscope_ingest_lost_records_total",
     }

@@ -100,25 +100,30 @@ def _time_left() -> PanelBuilder:
 def _ranks_up() -> PanelBuilder:
     words = Words(
         title="Ranks up",
-        description="Ranks that live, above the ranks the launch is made of. Fewer while it runs: some never "
-        "registered, ended early, or vanished; `/api/v1/targets` of the service names them.",
+        description="Ranks that live, above the ranks the launches are made of; runs that are done count for neither. "
+        "Fewer than expected: some never registered, ended early, or vanished; `/api/v1/targets` of the service names "
+        "them.",
         unit="none",
         decimals=0,
     )
-    up = Query(f"sum(max by (run) ({metrics.RANKS_UP.name}{RUN}))", "up", instant=True)
-    return number(words, up, Query(f"sum(max by (run) ({metrics.RANKS_EXPECTED.name}{RUN}))", "expected", instant=True))
+    done = f'{metrics.RUN_STATE.name}{{run=~"$run", state=~"{RunState.COMPLETED}|{RunState.STOPPED}"}} == 1'
+    up, expected = (
+        Query(f"sum(max by (run) ({metric.name}{RUN}) unless on (run) ({done}))", legend, instant=True)
+        for metric, legend in ((metrics.RANKS_UP, "up"), (metrics.RANKS_EXPECTED, "expected"))
+    )
+    return number(words, up, expected)
 
 
 def _anomaly_count() -> PanelBuilder:
     words = Words(
         title="Anomaly count",
-        description="Rule firings since the ranks started. None is normal. Above: see below which rule and rank, and "
-        "`rankscope anomalies RUN` for the first cause.",
+        description="Firings of rules, also of ranks that are gone by now. None is normal. Above: see below which rule "
+        "and rank, and `rankscope anomalies RUN` for the first cause.",
         unit="none",
         decimals=0,
         steps=NONE_IS_GOOD,
     )
-    return number(words, Query(f"sum by (run) ({metrics.ANOMALY_EVENTS.name}{RANKS})", "{{run}}", instant=True))
+    return number(words, Query(f"sum by (run) ({_firings()})", "{{run}}", instant=True))
 
 
 def _lost_records() -> PanelBuilder:
@@ -136,11 +141,12 @@ def _lost_records() -> PanelBuilder:
 def _loss() -> PanelBuilder:
     words = Words(
         title="Loss",
-        description="As logged, per rank, not smoothed. A gap is a loss that was not logged; NaN is a gap here too, "
-        "and counts among the anomalies. Ranks that drift apart see different data, or are no replicas any more.",
+        description="As logged, not smoothed, of the highest and the lowest rank; choose one rank to see it alone. A "
+        "gap is a loss that no rank logged; NaN is a gap here too, and counts among the anomalies. Ranks that drift "
+        "apart see different data, or are no replicas any more.",
         unit="none",
     )
-    return lines(words, Query(f"{metrics.LOSS.name}{RANKS}", "{{run}} {{loss}} rank {{rank}}"))
+    return lines(words, *_extremes(metrics.LOSS, "run, loss", "{{run}} {{loss}}"))
 
 
 def _grad_norm() -> PanelBuilder:
@@ -169,36 +175,40 @@ def _learning_rate() -> PanelBuilder:
 def _tokens_per_second() -> PanelBuilder:
     words = Words(
         title="Tokens per second",
-        description="The ranks chosen together, and each. Ranks in lockstep fall together: the slow one sets the pace, "
-        "so look for it in phase times, not here. Dips at a regular distance are checkpoints or evaluations.",
+        description="The ranks chosen together, and the slowest of them. Ranks in lockstep fall together: the slow one "
+        "sets the pace, so look for it in phase times, not here. Dips at a regular distance are checkpoints or "
+        "evaluations.",
         unit="suffix: tok/s",
         minimum=0,
     )
-    return lines(words, Query(_speed("run"), "{{run}} all"), Query(_speed("run, rank"), "{{run}} rank {{rank}}"))
+    slowest = f"min by (run) ({_speed('run, rank')})"
+    return lines(words, Query(_speed("run"), "{{run}} all"), Query(slowest, "{{run}} slowest rank"))
 
 
 def _step_time() -> PanelBuilder:
     words = Words(
         title="Step time",
-        description="Duration of the step that a scrape saw last, per rank. A single high point is one slow step; a "
-        "level that rises and stays is a neighbour, a throttled device or a loader that falls behind.",
+        description="Duration of the step that a scrape saw last, of the slowest and the fastest rank. A single high "
+        "point is one slow step; a level that rises and stays is a neighbour, a throttled device or a loader that "
+        "falls behind.",
         unit="s",
         minimum=0,
     )
-    return lines(words, Query(f"{metrics.STEP_SECONDS.name}{RANKS}", "{{run}} rank {{rank}}"))
+    return lines(words, *_extremes(metrics.STEP_SECONDS, "run", "{{run}}"))
 
 
 def _anomalies() -> PanelBuilder:
     words = Words(
         title="Anomalies",
-        description="Firings of each rule on each rank since it started, counted at every step. A step in the line is "
-        "an incident; one rank alone points at its data or hardware, all at once at the model or its schedule.",
+        description="Firings of each rule on the 20 ranks where it fired most, counted at every step; ranks without "
+        "any have no line. A step in the line is an incident; one rank alone points at its data or hardware, all at "
+        "once at the model or its schedule.",
         unit="none",
         minimum=0,
         decimals=0,
     )
-    query = Query(f"sum by (run, rank, rule) ({metrics.ANOMALY_EVENTS.name}{RANKS})", "{{run}} {{rule}} rank {{rank}}")
-    return lines(words, query)
+    query = f"topk by (run, rule) (20, sum by (run, rank, rule) ({_firings()}) > 0)"
+    return lines(words, Query(query, "{{run}} {{rule}} rank {{rank}}"))
 
 
 def _broken_tensors() -> PanelBuilder:
@@ -218,13 +228,14 @@ def _broken_tensors() -> PanelBuilder:
 def _lag() -> PanelBuilder:
     words = Words(
         title="Ingest lag",
-        description="Records that a rank has published and the store does not have yet. It saws between two commits; a "
-        "line that only rises is a service that is away or too slow, and ends in lost records.",
+        description="Records that a rank has published and the store does not have yet, for the rank that is furthest "
+        "behind. It saws between two commits; a line that only rises is a service that is too slow, and ends in lost "
+        "records; a line that ends is one that is away.",
         unit="none",
         minimum=0,
         decimals=0,
     )
-    return lines(words, Query(f"max by (run, rank) ({metrics.LAG_RECORDS.name}{RANKS})", "{{run}} rank {{rank}}"))
+    return lines(words, Query(f"max by (run) ({metrics.LAG_RECORDS.name}{RANKS})", "{{run}} furthest behind"))
 
 
 def _since_commit() -> PanelBuilder:
@@ -235,7 +246,21 @@ def _since_commit() -> PanelBuilder:
         unit="s",
         minimum=0,
     )
-    return lines(words, Query(f"time() - max({metrics.LAST_COMMIT.name} > 0)", "since last commit"))
+    # Of the last hour, since a service that is away shows nothing: that is when this line must go on.
+    last = f"last_over_time({metrics.LAST_COMMIT.name}[1h])"
+    return lines(words, Query(f"time() - max({last} > 0)", "since last commit"))
+
+
+def _firings() -> str:
+    """Return the firings of each rank: its own page is the newest while it lives, the service's count outlives it."""
+    both = f"{metrics.ANOMALY_EVENTS.name}{RANKS} or {metrics.ANOMALIES_INGESTED.name}{RANKS}"
+    return f"max by (run, rank, rule, kind) ({both})"
+
+
+def _extremes(metric: metrics.MetricSpec, by: str, legend: str) -> tuple[Query, Query]:
+    """Return the highest and the lowest rank: a thousand lines are none. One rank that is chosen is both."""
+    series = f"by ({by}) ({metric.name}{RANKS})"
+    return Query(f"max {series}", f"{legend} highest"), Query(f"min {series}", f"{legend} lowest")
 
 
 def _speed(by: str) -> str:
