@@ -28,12 +28,18 @@ def setting(unit: str, key: str) -> str:
     return found[1]
 
 
+def with_token(text: str) -> str:
+    """Return a unit with what is commented out for a token."""
+    return re.sub(r"^# (LoadCredential=|Environment=)", r"\1", text, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("prepared", [str, with_token])
 @pytest.mark.parametrize("unit", UNITS)
-def test_unit_is_valid(unit, tmp_path, require_server):
+def test_unit_is_valid(unit, prepared, tmp_path, require_server):
     """As systemd itself judges it, with a program that exists."""
     analyze = require_server("systemd-analyze", "systemd")
     path = tmp_path / unit.replace("@.", "@shard0.")
-    path.write_text((DEPLOY / unit).read_text().replace(PROGRAM, "/bin/true"))
+    path.write_text(prepared((DEPLOY / unit).read_text()).replace(PROGRAM, "/bin/true"))
     done = subprocess.run([analyze, "verify", path], capture_output=True, text=True, check=False)
 
     assert 0 == done.returncode, done.stderr
@@ -48,6 +54,15 @@ def test_unit_is_locked_in(unit):
     assert "on-failure" == setting(unit, "Restart")
 
 
+@pytest.mark.parametrize("unit", UNITS)
+def test_token_may_stay_readable_by_root_alone(unit):
+    """The service's user is made up at the start and cannot be given a file: systemd hands it a copy."""
+    text = with_token((DEPLOY / unit).read_text())
+
+    assert "\nLoadCredential=token:/etc/rankscope/token\n" in text
+    assert "\nEnvironment=RANKSCOPE_TOKEN_FILE=%d/token\n" in text
+
+
 def test_units_differ_in_their_configuration_alone():
     one, many = ((DEPLOY / unit).read_text().partition("[Service]")[2] for unit in UNITS)
 
@@ -57,14 +72,13 @@ def test_units_differ_in_their_configuration_alone():
 def test_shipped_configuration_is_valid_also_with_what_is_commented_out(tmp_path):
     path = DEPLOY / "rankscope.toml"
     text = path.read_text().replace("# For", "#: For")
-    (tmp_path / "token").write_text("secret")
-    whole = re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE).replace("/etc/rankscope", str(tmp_path))
+    whole = re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE)
     whole = whole.replace('listen = "127.0.0.1:9470"\n', "", 1)
     (tmp_path / "whole.toml").write_text(whole)
 
     assert "/var/lib/rankscope/history" == load_config(path).store.path
     assert "0.0.0.0:9470" == tomllib.loads(whole)["service"]["listen"]
-    assert "secret" == load_config(tmp_path / "whole.toml").token
+    assert "secret" == load_config(tmp_path / "whole.toml", environment={"RANKSCOPE_TOKEN": "secret"}).token
 
 
 def test_command_of_the_unit_serves_and_tells_systemd_that_it_is_ready_and_alive(tmp_path, free_port):
