@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import Final, Protocol
 
 from rankscope_contract.channel import Registration
 from rankscope_ingest.errors import RegistrationError
@@ -16,6 +16,9 @@ from rankscope_ingest.spools import Spools
 from rankscope_ingest.target import Health, Target
 
 log = logging.getLogger(__name__)
+
+START_SECONDS: Final = 10.0
+"""How long the start of the service waits for the first look."""
 
 
 class Knowledge(Protocol):
@@ -43,9 +46,19 @@ class SpoolWatch:
         self._knowledge = knowledge
         self._watermark = watermark
         self._follow = follow
+        self._first: asyncio.Task[None] | None = None
+
+    async def begin(self) -> None:
+        """Look for the first time; a disk that does not answer must not keep the service from starting."""
+        self._first = asyncio.create_task(self.look())
+        done, _ = await asyncio.wait([self._first], timeout=START_SECONDS)
+        if not done:
+            log.warning("[spool] folders: the disk does not answer, the service starts without it")
 
     async def run(self, scan_seconds: float) -> None:
         """Look until cancelled."""
+        if self._first is not None:
+            await self._first
         while True:
             await asyncio.sleep(scan_seconds)
             await self.look()

@@ -103,7 +103,7 @@ class Supervisor:
         on_ready: Callable[[str], None] | None,
     ) -> None:
         """Do everything until `stop`, then drain."""
-        await self._spool_watch.look()  # before anybody can register: older launches are older attempts
+        await self._spool_watch.begin()  # before anybody can register: older launches are older attempts
         async with self._listening():
             if on_ready is not None:
                 on_ready(self._url)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import errno
 import json
@@ -17,6 +18,7 @@ from rankscope_contract.records import Plan, PlanEntry
 from rankscope_contract.spool import FolderLock
 from rankscope_exporter.record import NamedPlan, Scalar, Statistics, StepRecord
 from rankscope_exporter.serving.spool import Spool
+from rankscope_ingest import spool_watch
 from rankscope_ingest import spools as spools_module
 from rankscope_ingest.spools import Spools
 
@@ -464,3 +466,25 @@ async def test_whatever_goes_wrong_with_spools_the_service_starts(start_service,
         await eventually(lambda: not any(root.iterdir()))
 
     assert "looking for spools failed" in caplog.text
+
+
+async def test_a_disk_that_does_not_answer_does_not_keep_the_service_from_starting(
+    start_service, fake_rank, eventually, root, monkeypatch, caplog
+):
+    monkeypatch.setattr(spool_watch, "START_SECONDS", 0.1)
+    leave_behind(root, "dead", 2, run="other")
+    real, answers = Spools.find, asyncio.Event()
+
+    async def find(self: Spools) -> list[Registration]:
+        await answers.wait()
+        return await real(self)
+
+    monkeypatch.setattr(Spools, "find", find)
+    async with start_service(**settings(root)) as service, fake_rank() as rank:
+        rank.publish_steps(2)
+        await rank.register(service.url)
+        await eventually(lambda: rank.committed == 1)
+        answers.set()
+        await eventually(lambda: not any(root.iterdir()))
+
+    assert "does not answer" in caplog.text
