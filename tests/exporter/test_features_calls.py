@@ -73,6 +73,61 @@ def test_logits_are_found_in_what_a_router_returns(answer, options, measured):
     assert [] == run.said
 
 
+@pytest.mark.parametrize(("rows", "bias"), [(3, False), (3, True), (4, True)])
+def test_logits_are_computed_where_a_router_returns_probabilities(rows, bias):
+    """From a weight of experts x width, or of width x experts; with what it is given before it writes over it."""
+
+    class Probabilities(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wg = nn.Parameter(torch.randn(rows, 7 - rows))
+            self.bias = nn.Parameter(torch.randn(3)) if bias else None
+            self.topk = 1
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            x.data.zero_()
+            return torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
+
+    torch.manual_seed(0)
+    model = Forms(lambda z: z)
+    model.gate = Probabilities()
+    model.forward = lambda x: model.gate(x.clone())[0].sum() * model.never.weight.sum()
+    run = train(model, [form_loss], {"router": {"targets": ["gate"], "logits": "computed"}}, steps=1)
+
+    wide = model.gate.wg.detach().double()
+    logits = torch.arange(8.0).double().view(2, 4) @ (wide.t() if rows == 3 else wide)
+    logits = logits + model.gate.bias.detach() if bias else logits
+    assert (0, []) == (run.faults, run.said)
+    found = run.rows[1]
+    expected = float(torch.distributions.Categorical(logits=logits).entropy().mean())
+    assert expected == pytest.approx(found[Feature("router_entropy", "gate", None, 0)], rel=1e-5)
+    loads = logits.argmax(-1).bincount(minlength=3) / 2
+    assert loads.tolist() == [found[Feature("router_load", "gate", expert, 0)] for expert in range(3)]
+    assert Feature("router_similarity", "gate") in found
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda gate, x: gate(x.long()), "is given what is int64[2, 4], which are no logits"),
+        (lambda gate, x: gate(x[:, :2]), "has a weight of shape [3, 4], which does not fit what it is given"),
+    ],
+)
+def test_logits_that_cannot_be_computed_are_said(call, said):
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    model = Called(Router(), call)
+    run = train(model, [form_loss], {"router": {"targets": ["core"], "logits": "computed", "top_k": 1}}, steps=2)
+
+    assert (0, {}, [f"router: core: {said}"]) == (run.faults, run.rows, run.said)
+
+
 def test_what_a_router_cannot_tell_is_said_once():
     options = {"router": {"targets": ["gate", "never", "gaet"]}}
     run = train(Forms(lambda z: z, calls=2), [form_loss], options, steps=3)

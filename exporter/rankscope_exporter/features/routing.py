@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import normalize
+from torch.nn.functional import linear, normalize
 
 from rankscope_exporter.features import without_autocast, working_type
 
@@ -46,3 +46,10 @@ def similarity(weight: torch.Tensor, experts: int) -> torch.Tensor:
         vectors = vectors.double()
         together, own = vectors.sum(0).square().sum(), vectors.square().sum()
         return (together - own) / (experts * (experts - 1))
+
+
+def product(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return the logits [..., experts] of tokens [..., width] by a weight [experts, width]."""
+    dtype = working_type(given.dtype)
+    with without_autocast(given.device):
+        return linear(given.detach().to(dtype), weight.detach().to(dtype), None if bias is None else bias.to(dtype))

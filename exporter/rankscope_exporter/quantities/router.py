@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from rankscope_exporter.deferred import Row
-from rankscope_exporter.features.routing import routing_sums, similarity
+from rankscope_exporter.features.routing import product, routing_sums, similarity
 from rankscope_exporter.modules import NamedModule
 from rankscope_exporter.object_specs import ObjectSpec
-from rankscope_exporter.objects import returned
+from rankscope_exporter.objects import Found, received, returned
 from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Subject, Table
 from rankscope_exporter.quantities.module_calls import ModuleCalls
 from rankscope_exporter.quantities.module_weights import weight_of, whole_matrix
@@ -33,6 +33,9 @@ class RouterOptions(QuantityOptions):
 
     targets: tuple[str, ...] = ()
     """Modules that return a logit for each expert: usually the linear layer called `gate` or `router`."""
+    logits: str = "returned"
+    """"returned" by the module, or "computed" from its first argument and its weight, where it returns probabilities as
+    Megatron's router does."""
     output: str | None = None
     """Which of what is returned are the logits: "tensor", "tuple[2]:1", "dict:logits"; null is the first tensor."""
     top_k: int | None = None
@@ -41,6 +44,8 @@ class RouterOptions(QuantityOptions):
 
     def __post_init__(self) -> None:
         QuantityOptions.__post_init__(self)
+        if self.logits not in ("returned", "computed"):
+            raise ValueError(f"logits is 'returned' or 'computed', not {self.logits!r}")
         if self.output is not None:
             ObjectSpec.parse(self.output)
         self._check_whole("top_k", 1)
@@ -73,7 +78,11 @@ class Router(Quantity):
         self._calls = ModuleCalls(self.name, hooking, gate)
         root = self.subject.framework.module
         for named in self._calls.find(root, self.targets):
-            self._calls.after(named, functools.partial(self._read, _holder(root, named.module)))
+            holder = _holder(root, named.module)
+            if self.options.logits == "computed":
+                self._calls.before(named, functools.partial(self._called, holder))
+            else:
+                self._calls.after(named, functools.partial(self._returned, holder))
 
     def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
         """Nothing of this step has been called yet."""
@@ -84,8 +93,20 @@ class Router(Quantity):
         """Say what was missing."""
         self._calls.step_ended()
 
-    def _read(self, holder: nn.Module | None, named: NamedModule, micro_step: int, output: Any) -> None:
-        logits = self._logits(output)
+    def _called(
+        self,
+        holder: nn.Module | None,
+        named: NamedModule,
+        micro_step: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self._read(holder, named, micro_step, _computed(named.module, received(args, kwargs)))
+
+    def _returned(self, holder: nn.Module | None, named: NamedModule, micro_step: int, output: Any) -> None:
+        self._read(holder, named, micro_step, self._logits(output))
+
+    def _read(self, holder: nn.Module | None, named: NamedModule, micro_step: int, logits: torch.Tensor | str) -> None:
         if isinstance(logits, str):
             self._calls.missing(logits, named)
             return
@@ -105,13 +126,8 @@ class Router(Quantity):
         slots = found.slots[:1] if self._spec is None else self._spec.select(found)
         if not slots:
             return f"returns no {self.options.output or 'tensor'!r}"
-        logits = slots[0].tensor
-        if hasattr(logits, "placements"):
-            return "returns a distributed tensor, whose parts do not meet on one rank"
-        reason = why_not_measurable(logits)
-        if reason is None and not (logits.is_floating_point() and logits.dim() and logits.shape[-1]):
-            reason = f"{str(logits.dtype).removeprefix('torch.')}{list(logits.shape)}, which are no logits"
-        return logits if reason is None else f"returns what is {reason}"
+        reason = _why_not(slots[0].tensor)
+        return slots[0].tensor if reason is None else f"returns what is {reason}"
 
     def _compare(self, named: NamedModule, experts: int) -> None:
         weight = _weight(named.module, experts)
@@ -120,6 +136,30 @@ class Router(Quantity):
             return
         alike = functools.partial(_similarity_rows, named.name)
         self._gate.table.defer("features", similarity(weight, experts), alike)
+
+
+def _why_not(logits: torch.Tensor) -> str | None:
+    if hasattr(logits, "placements"):
+        return "a distributed tensor, whose parts do not meet on one rank"
+    reason = why_not_measurable(logits)
+    if reason is None and not (logits.is_floating_point() and logits.dim() and logits.shape[-1]):
+        reason = f"{str(logits.dtype).removeprefix('torch.')}{list(logits.shape)}, which are no logits"
+    return reason
+
+
+def _computed(module: nn.Module, found: Found) -> torch.Tensor | str:
+    """Return the product of what a router is given and its weight, whichever way that lies; or why not, in words."""
+    given = found.slots[0].tensor if found.slots else None
+    reason = "nothing" if given is None else _why_not(given)
+    if given is None or reason is not None:
+        return f"is given what is {reason}"
+    weight = whole_matrix(weight_of(module))
+    if isinstance(weight, str):
+        return weight
+    if given.shape[-1] not in weight.shape:
+        return f"has a weight of shape {list(weight.shape)}, which does not fit what it is given"
+    bias = module._parameters.get("bias")  # noqa: SLF001 - a property could compute anything
+    return product(given, weight if weight.shape[1] == given.shape[-1] else weight.t(), bias)
 
 
 def _holder(root: nn.Module, module: nn.Module) -> nn.Module | None:
