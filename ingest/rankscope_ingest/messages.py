@@ -39,7 +39,9 @@ def message(incident: Incident, *, again: bool = False) -> Message:
         lines += ["where:", *(f"  {line}" for line in incident.lines)]
     if first.rule == RUN_STALLED:
         lines.append(f"look closer: rankscope stacks {first.run}")
-    elif first.rule != RUN_FAILED:
+    elif first.rule == RUN_FAILED:
+        lines.append(f"look closer: rankscope summary {first.run}")
+    else:
         ranks = ", ".join(map(str, sorted(incident.ranks)))
         lines.append(f"so far: {incident.events} anomaly events on rank {ranks}")
         lines.append(f"look closer: rankscope anomalies {first.run}")

@@ -268,6 +268,15 @@ def test_what_up_runs_is_asked_with_its_token_and_nobody_else_is(tmp_path):
     assert found(settings, None, given={}, is_explicit=True).token is None
 
 
+def test_service_of_another_machine_is_trusted_as_ranks_do(tmp_path, monkeypatch):
+    settings = load_config(None, {"store.path": str(tmp_path / "history")})
+    for name in ("CA", "CERT", "KEY"):
+        monkeypatch.setenv(f"RANKSCOPE_{name}_FILE", f"/etc/{name}")
+    trust = found(settings, None, given={"service": "https://other:3"}, is_explicit=False).trust
+
+    assert ("/etc/CA", "/etc/CERT", "/etc/KEY") == (trust.ca_file, trust.cert_file, trust.key_file)
+
+
 def test_prometheus_that_asks_for_ranks_before_there_are_any_is_well(sample_store):
     world = healthy_world()
     world.pages[f"{PROMETHEUS}/api/v1/targets?state=active"] = {"data": {"activeTargets": []}}

@@ -230,6 +230,7 @@ def test_failure_that_was_told_is_known(keep):
     store(events=[incident_row(failure, "opened", stamp(0)), incident_row(failure, "notified", stamp(1))])
 
     assert {failure.key} == read().failures_told
+    assert "look closer: rankscope summary r" in message(failure).body.splitlines()
 
 
 class ListNotifier:

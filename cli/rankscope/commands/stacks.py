@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 
 from rankscope.errors import USAGE, CommandError
-
-if TYPE_CHECKING:
-    from rankscope.live.http_client import Trust
 
 ASK_SECONDS: Final = 60.0
 """The service waits for each rank for as long as its own timeout says; several at once."""
@@ -57,6 +54,7 @@ def stacks(
 
 def _asked(service: str, run: str, ranks: list[int] | None) -> dict[str, Any]:
     from rankscope.live.http_client import UnreachableError, post
+    from rankscope.live.trust import environment_trust
     from rankscope_contract.channel import RUN_STACKS_PATH
 
     try:
@@ -65,7 +63,7 @@ def _asked(service: str, run: str, ranks: list[int] | None) -> dict[str, Any]:
             {"run": run, "ranks": ranks},
             token=_token(),
             timeout_seconds=ASK_SECONDS,
-            trust=_trust(),
+            trust=environment_trust(),
         )
     except UnreachableError as error:
         raise CommandError(f"{error}: is the service there? Name it with --service or RANKSCOPE_INGEST_URL") from error
@@ -80,10 +78,11 @@ def _asked(service: str, run: str, ranks: list[int] | None) -> dict[str, Any]:
 
 def _only_run(service: str) -> str:
     from rankscope.live.http_client import UnreachableError, get
+    from rankscope.live.trust import environment_trust
     from rankscope_contract.channel import RUNS_PATH
 
     try:
-        answer = get(service + RUNS_PATH, token=_token(), trust=_trust())
+        answer = get(service + RUNS_PATH, token=_token(), trust=environment_trust())
     except UnreachableError as error:
         raise CommandError(f"{error}: is the service there? Name it with --service or RANKSCOPE_INGEST_URL") from error
     runs = answer.json()
@@ -97,17 +96,6 @@ def _only_run(service: str) -> str:
 
 def _hinted(status: int, text: str) -> str:
     return f"{text} (RANKSCOPE_TOKEN is {'set' if _token() else 'not set'} here)" if status == 401 else text
-
-
-def _trust() -> Trust:
-    from rankscope.live.http_client import Trust
-
-    read = os.environ.get
-    return Trust(
-        ca_file=read("RANKSCOPE_CA_FILE") or None,
-        cert_file=read("RANKSCOPE_CERT_FILE") or None,
-        key_file=read("RANKSCOPE_KEY_FILE") or None,
-    )
 
 
 def _token() -> str | None:

@@ -13,7 +13,7 @@ from rankscope.live.folder import Folder
 from rankscope.live.http_client import Trust
 from rankscope.live.ports import USUAL
 from rankscope.live.stack import TOKEN_FILE
-from rankscope.live.trust import service_address, service_trust
+from rankscope.live.trust import environment_trust, service_address, service_trust
 
 if TYPE_CHECKING:
     from rankscope_ingest.config import ServiceConfig
@@ -58,7 +58,7 @@ def found(settings: ServiceConfig, state: Path | None, *, given: Mapping[str, st
         **urls,
         store=settings.store.path,
         token=settings.token or (_token_of(folder) if is_ours else None),
-        trust=service_trust(settings),
+        trust=service_trust(settings) or environment_trust(),
     )
 
 

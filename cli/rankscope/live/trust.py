@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from rankscope.live.http_client import Trust
@@ -24,6 +25,12 @@ def service_trust(settings: ServiceConfig) -> Trust | None:
         key_file=section.key_file,
         server_name=_name(settings),
     )
+
+
+def environment_trust() -> Trust:
+    """Return how ranks check the service's certificate, which the environment of a training job says."""
+    ca, cert, key = (os.environ.get(f"RANKSCOPE_{name}_FILE") or None for name in ("CA", "CERT", "KEY"))
+    return Trust(ca_file=ca, cert_file=cert, key_file=key)
 
 
 def service_address(settings: ServiceConfig) -> str | None:
