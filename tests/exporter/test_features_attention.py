@@ -168,7 +168,10 @@ def test_chunks_are_every_score_once_and_no_more_than_the_limit(numbers, limit):
         within = seen[part]
         within += 1
         batch, heads, rows = within.shape
-        assert batch * heads * rows * sizes.groups * sizes.keys <= max(limit, sizes.groups * sizes.keys)
+        for length in (sizes.keys, sizes.width):
+            assert batch * heads * rows * sizes.groups * length <= max(
+                limit, sizes.groups * max(sizes.keys, sizes.width)
+            )
         assert batch * heads * sizes.keys * sizes.width <= max(limit, sizes.keys * sizes.width)
 
     assert {1} == set(seen.unique().tolist())

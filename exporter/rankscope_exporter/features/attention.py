@@ -19,7 +19,7 @@ MAX_BYTES: Final = 64 << 20
 """Of all that is computed from scores, at a time."""
 
 _BYTES_PER_SCORE: Final = 5
-"""Times the size of an element: scores, their exponentials and the product of both, the mask in the same type, bits."""
+"""Times the size of an element: scores, their exponentials, queries and keys in the working type, what is hidden."""
 
 _HIDDEN: Final = -1e30
 _LEAST: Final = -80.0
@@ -45,19 +45,20 @@ Chunk = tuple[slice, slice, slice]
 
 
 def chunks(sizes: Sizes, limit: int) -> Iterator[Chunk]:
-    """Yield parts that together are all of a call; none has more than `limit` scores, or elements of keys.
+    """Yield parts that together are all of a call; none has more than `limit` scores, elements of queries, or of keys.
 
-    A single row that alone is longer is a part by itself.
+    The rows of one group that alone are longer are a part by themselves, and so are the keys of one head.
     """
-    whole_head = max(sizes.groups * sizes.queries * sizes.keys, sizes.keys * sizes.width, 1)
+    row = sizes.groups * max(sizes.keys, sizes.width)
+    whole_head = max(sizes.queries * row, sizes.keys * sizes.width, 1)
     heads = min(max(limit // whole_head, 1), sizes.key_heads)
     together = heads * whole_head
     batch = min(max(limit // together, 1), sizes.batch) if heads == sizes.key_heads else 1
-    rows = min(max(limit // max(batch * heads * sizes.groups * sizes.keys, 1), 1), sizes.queries)
+    rows = min(max(limit // max(batch * heads * row, 1), 1), sizes.queries)
     for first in range(0, sizes.batch, max(batch, 1)):
         for head in range(0, sizes.key_heads, max(heads, 1)):
-            for row in range(0, sizes.queries, max(rows, 1)):
-                yield slice(first, first + batch), slice(head, head + heads), slice(row, row + rows)
+            for start in range(0, sizes.queries, max(rows, 1)):
+                yield slice(first, first + batch), slice(head, head + heads), slice(start, start + rows)
 
 
 def sampled_rows(queries: int, rows: int | None) -> range:
