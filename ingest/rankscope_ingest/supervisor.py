@@ -20,6 +20,7 @@ from rankscope_ingest.config import ServiceConfig
 from rankscope_ingest.errors import RegistrationError, ServiceError
 from rankscope_ingest.fetch import Fetcher
 from rankscope_ingest.flusher import Committed, Flusher
+from rankscope_ingest.following import Following
 from rankscope_ingest.history import History
 from rankscope_ingest.http import make_application
 from rankscope_ingest.incidents import Incident
@@ -69,10 +70,8 @@ class Supervisor:
         self._pace = Pace(
             poll_seconds=config.ingest.poll_seconds, max_backoff_seconds=config.ingest.max_backoff_seconds
         )
-        self._loops: dict[str, TargetLoop] = {}
-        self._following: dict[str, asyncio.Task[None]] = {}
+        self._following = Following(self._loop, self._watermark)
         self._background: set[asyncio.Task[Any]] = set()
-        self._poked_early: set[str] = set()
         self._is_draining = False
         self._url = ""
         self._rows_stored = 0
@@ -120,7 +119,7 @@ class Supervisor:
                         task.result()
                 await self._drain(flushing)
             finally:
-                await cancel([stopping, *others, *self._following.values(), *self._background, flushing])
+                await cancel([stopping, *others, *self._following.tasks, *self._background, flushing])
                 self._spools.close()
                 if on_progress is not None:
                     on_progress(self.progress())
@@ -136,17 +135,14 @@ class Supervisor:
             addresses = await self._fetcher.resolver.addresses(host)
         except OSError as error:
             raise RegistrationError(400, f"{registration.url}: {host} cannot be resolved: {error}") from error
-        target = self._follow(self._collector.accept(registration, addresses).target)
+        target = self._following.follow(self._collector.accept(registration, addresses).target)
         return self._collector.registry.reply(target)
 
     def poke(self, incarnation: str) -> bool:
         """Pull a target at once; False when it is unknown."""
         if self._collector.registry.get(incarnation) is None:
             return False
-        if loop := self._loops.get(incarnation):
-            loop.poke()
-        else:
-            self._poked_early.add(incarnation)
+        self._following.poke(incarnation)
         return True
 
     async def ask_stacks(self, run: str, attempt: int, ranks: Collection[int] | None) -> list[RankAnswer]:
@@ -214,36 +210,12 @@ class Supervisor:
             await asyncio.sleep(1.0)
             on_progress(self.progress())
 
-    def _follow(self, target: Target) -> Target:
-        """See to it that somebody polls `target`."""
-        task = self._following.get(target.incarnation)
-        if task is None or task.done():
-            task = self._following[target.incarnation] = asyncio.create_task(self._poll(target))
-            task.add_done_callback(_tell_of_faults)
-        return target
-
     def _follow_at_once(self, target: Target) -> None:
-        self._follow(target)
+        self._following.follow(target)
         self.poke(target.incarnation)
 
-    async def _poll(self, target: Target) -> None:
-        loop = await self._loop_of(target)
-        await loop.run()
-        # Gone, as thousands may be in the life of a service. One that comes back begins with a loop of its own.
-        del self._loops[target.incarnation], self._following[target.incarnation]
-
-    async def _loop_of(self, target: Target) -> TargetLoop:
-        if target.incarnation not in self._loops:
-            mark = await self._watermark(target.incarnation)
-            # Of a process that was taken for dead, more may have been taken than is stored yet.
-            target.cursor, target.committed = max(target.cursor, mark), max(target.committed, mark)
-            self._loops[target.incarnation] = TargetLoop(
-                target, self._spools, self._plans, self._collector, self._pace, clock=time.monotonic
-            )
-            if target.incarnation in self._poked_early:
-                self.poke(target.incarnation)
-        self._poked_early.discard(target.incarnation)
-        return self._loops[target.incarnation]
+    def _loop(self, target: Target) -> TargetLoop:
+        return TargetLoop(target, self._spools, self._plans, self._collector, self._pace, clock=time.monotonic)
 
     async def _watermark(self, incarnation: str) -> int:
         while True:
@@ -255,7 +227,7 @@ class Supervisor:
                 await asyncio.sleep(JUDGE_SECONDS)
 
     def _accept_static(self, registration: Registration) -> Target:
-        return self._follow(self._collector.accept(registration, ()).target)
+        return self._following.follow(self._collector.accept(registration, ()).target)
 
     def _announce(self, incidents: Iterable[Incident]) -> None:
         for incident in incidents:
@@ -286,7 +258,7 @@ class Supervisor:
     async def _drain(self, flushing: asyncio.Task[None]) -> None:
         """Pull what the live ranks still have, store it, tell them, and deliver what is to be told."""
         self._is_draining = True
-        await cancel(self._following.values())
+        await cancel(self._following.tasks)
         drained = asyncio.create_task(self._finish())
         limit = self._config.ingest.drain_seconds
         done, _ = await asyncio.wait([drained, flushing], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
@@ -306,7 +278,7 @@ class Supervisor:
 
     async def _finish(self) -> None:
         alive = [target for target in self.targets() if target.health is not Health.GONE]
-        live = await asyncio.gather(*(self._loop_of(target) for target in alive))
+        live = await asyncio.gather(*(self._following.loop_of(target) for target in alive))
         await asyncio.gather(*(self._pull_rest(loop) for loop in live))
         if self._collector.incidents.unsettled():
             await asyncio.sleep(self._config.notify.group_wait_seconds + 2 * TICK_SECONDS)  # the tick announces them
@@ -335,9 +307,3 @@ class Supervisor:
             yield
         finally:
             await runner.cleanup()
-
-
-def _tell_of_faults(task: asyncio.Task[None]) -> None:
-    """Log a loop that ended by a fault of ours; the rank's next heartbeat starts it anew where it stood."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("a target loop failed: %r", error, exc_info=error)
