@@ -92,7 +92,7 @@ def train(
     monitor.end_step()
     rows, said, placements = read(monitor, steps) if options is not None else ({}, [], set())
     monitor.detach()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state = {name: local(parameter).detach().clone() for name, parameter in model.named_parameters()}
     return Run(rows, said, state, losses, monitor.faults, placements)
 
 
@@ -145,6 +145,11 @@ def same(expected: Mapping[Key, torch.Tensor], rows: Mapping[Key, Mapping[str, A
         assert (0, 0, int((tensor == 0).sum()), tensor.numel()) == tuple(
             rows[key][op] for op in ("nans", "infs", "zeros", "numel")
         ), key
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what of a tensor lies on this rank."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def equal_bits(one: Run, other: Run) -> bool:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig
+from rankscope_exporter.statistics import MeasureGroup
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are imported by path
 
@@ -480,17 +481,70 @@ def test_a_view_written_in_place_harms_nothing_and_its_gradient_is_said_to_be_mi
     ] == run.said
 
 
-def test_a_tensor_that_passes_through_several_modules_is_measured_once(monkeypatch):
-    from rankscope_exporter.statistics import MeasureGroup
-
-    measured = []
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tensors each call of the kernel read."""
+    counts: list[int] = []
     measure = MeasureGroup.measure
 
     def counted(self: Any, tensors: Any, table: Any) -> None:
-        measured.append(len(tensors))
+        counts.append(len(tensors))
         measure(self, tensors, table)
 
     monkeypatch.setattr(MeasureGroup, "measure", counted)
+    return counts
+
+
+def test_a_recomputed_tensor_is_not_read_again(measured):
+    counts = []
+    for mode in ("plain", "reentrant", "without reentrance"):
+        train(blocks(mode), block_loss(0), 1, {"forward_only": True})
+        counts.append(sum(measured))
+        measured.clear()
+
+    assert counts[0] > 10
+    # The end of the first computation of a part and the beginning of the next are then two tensors.
+    assert [counts[0], counts[0], counts[0]] == counts
+
+
+class Student(nn.Module):
+    """Part of the model runs without gradients, on a tensor that has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher, self.linear = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            aim = self.teacher(x)
+        return self.linear(x) - aim
+
+
+def test_a_module_that_runs_without_gradients_has_none():
+    torch.manual_seed(0)
+    found = kinds_by_module(train(Student(), plain_loss, 2, EVERYTHING))
+
+    assert {IN, OUT} == found["teacher"]
+    assert {IN, OUT, GRAD_IN, GRAD_OUT} == found["linear"]
+
+
+def test_without_an_optimizer_the_next_step_lets_go_of_the_tensors_of_the_last():
+    net = stack(nn.Linear(6, 6))
+    config = MonitorConfig(quantities=("activations",), console=False, exit_wait_seconds=0)
+    x = batch(1).requires_grad_()
+    with Monitor(config).attach(net) as monitor:
+        counts = []
+        for _ in range(3):
+            loss = net(x).sum()
+            counts.append(len(x._backward_hooks))
+            loss.backward()
+            monitor.end_step()
+
+    assert [1, 1, 1] == counts
+    assert not x._backward_hooks
+
+
+def test_a_tensor_that_passes_through_several_modules_is_measured_once(measured):
     run = train(stack(nn.Linear(6, 6), nn.Identity(), nn.Identity()), plain_loss, 1, EVERYTHING)
 
     assert 8 * 2 == len(run.rows[1])

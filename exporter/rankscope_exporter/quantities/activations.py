@@ -206,15 +206,14 @@ class Activations(Quantity):
             for lost in self._step.watched.before(tensor) or ():
                 self._gaps.add(f"{SIDES[lost.kind]} is a view and written in place: {_UNSEEN}", lost.call.module)
         sites = [site]
-        step = self._step
 
         def arrived(gradient: torch.Tensor | None) -> None:
-            if gradient is not None and step is self._step:
+            if gradient is not None:
                 self._arrived(sites, gradient)
 
         hook = self._hooking.guarded("gradients of activations", arrived, self._gate)
         self._handles.hook(tensor, hook)
-        step.watched.keep(tensor, sites)
+        self._step.watched.keep(tensor, sites)
 
     def _arrived(self, sites: Sequence[Site], gradient: torch.Tensor) -> None:
         self._step.calls.gradient_arrived()
