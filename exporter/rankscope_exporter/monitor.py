@@ -59,6 +59,7 @@ class Monitor:
         self._first_step = _whole("first_step", first_step, at_least=0)
         self._guard = Guard()
         self._session: Session | None = None
+        self._ending: Session | None = None  # while it says goodbye
         self._phases: list[str] = []
         self._phase_seconds: dict[str, float] = {}
 
@@ -109,8 +110,8 @@ class Monitor:
 
     def abandon_after_fork(self) -> None:
         """Become inert: a forked data-loader worker must neither serve nor answer for its parent."""
-        session, self._session = self._session, None
-        if session is not None:
+        sessions, self._session, self._ending = (self._session, self._ending), None, None
+        for session in filter(None, sessions):
             session.hooks.active = False
             self._guard.call("fork", session.watchdog.abandon_after_fork)
             self._guard.call("fork", session.channel.abandon_after_fork)
@@ -119,12 +120,15 @@ class Monitor:
         session, self._session = self._session, None
         if session is None:
             return
-        lifecycle.forget(self)
+        self._ending = session
         self._guard.call("detach()", session.hooks.remove)
         self._guard.call("detach()", session.watchdog.stop)
         self._guard.call("end of training", self._say_goodbye, session, reason, error)
         self._guard.call("detach()", session.switching.stop)
         self._guard.call("closing", session.channel.close)
+        # Only now: a process that another thread forks meanwhile must let go of sockets and locks.
+        self._ending = None
+        lifecycle.forget(self)
         self._guard.on_first = None
 
     def _say_goodbye(self, session: Session, reason: ExitReason, error: str | None) -> None:

@@ -71,6 +71,29 @@ def test_a_forked_child_is_inert_and_holds_no_port() -> None:
     assert "inert 0\n" == done.stdout, done.stderr
 
 
+def test_a_child_that_is_forked_while_training_ends_holds_nothing_either(tmp_path: Path) -> None:
+    """The end may wait for seconds, and another thread may fork meanwhile; the child may outlive all of it."""
+    done = run(
+        """
+        net, optimizer, monitor = setup()
+        step(net, optimizer)
+        channel = monitor._session.channel
+        def fork(_seconds):
+            child = os.fork()
+            if child == 0:
+                os.write(1, b"held\\n" if channel.keeper.folder else b"let go\\n")
+                os._exit(0)
+            os.waitpid(child, 0)
+            return 0
+        channel.drain = fork
+        monitor.detach()
+        """,
+        RANKSCOPE_SPOOL_DIR=str(tmp_path),
+    )
+
+    assert "let go\n" == done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_data_loader_workers_train_on(method: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
