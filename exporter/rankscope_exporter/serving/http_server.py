@@ -251,11 +251,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     do_PUT = do_POST  # noqa: N815 - see do_GET
 
     def _answer(self, body: bytes | None = b"") -> None:
-        target = urllib.parse.urlsplit(self.path)
         try:
+            target = urllib.parse.urlsplit(self.path)
             query = dict(urllib.parse.parse_qsl(target.query, keep_blank_values=True, max_num_fields=32))
         except ValueError:
-            self._send(Answer.text(HTTPStatus.BAD_REQUEST, "too many query parameters"))
+            self._send(Answer.text(HTTPStatus.BAD_REQUEST, "no address, or one with too many query parameters"))
             return
         headers = {name.lower(): value for name, value in self.headers.items()}
         request = Request(urllib.parse.unquote(target.path), query, headers, self.command, body)

@@ -75,6 +75,7 @@ def _read_all(client):
         (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", b"414"),
         (b"GET / HTTP/1.1\r\n" + b"X: 1\r\n" * 200 + b"\r\n", b"431"),
         (b"GET / HTTP/1.1\r\nX: " + b"a" * 70_000 + b"\r\n\r\n", b"431"),
+        (b"GET http://[ HTTP/1.1\r\nConnection: close\r\n\r\n", b"400"),
         (b"GET /?" + b"a=1&" * 100 + b" HTTP/1.1\r\nConnection: close\r\n\r\n", b"400"),
     ],
 )
