@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import csv
 import os
+import re
 import sys
 import urllib.request
 from collections import OrderedDict
@@ -23,6 +25,7 @@ from rankscope_exporter.statistics import MeasureGroup
 sys.path.insert(0, str(Path(__file__).parent))  # tests are imported by path
 
 from activation_runs import Key, Notes, Run, equal_bits, nothing, same, train
+from test_structure import Transformer
 
 STEPS = 3
 EVERYTHING: dict[str, Any] = {}
@@ -156,6 +159,33 @@ def test_every_form_of_argument_and_result_is_measured_under_the_tools_numbers()
         same(notes.tensors(), run.rows[step])
     assert equal_bits(bare, run)
     assert [] == run.said
+
+
+RECORDED = Path(__file__).parents[1] / "data/msprobe/single_rank"
+
+
+def recorded_names() -> set[Key]:
+    """Return what the existing tool wrote of the transformer's first step, but rows of nothing but nan."""
+    names = set()
+    for family, kinds in {"actv": ("act_in", "act_out"), "actv_grad": ("act_grad_in", "act_grad_out")}.items():
+        (path,) = RECORDED.rglob(f"{family}_0-1.csv")
+        for row in csv.DictReader(path.open()):
+            module, slot, number = re.fullmatch(r"(.*)\.(input|output)(?:_(\d+))?", row["name"]).groups()
+            if row["step"] == "0" and row["shape"] != "nan":
+                index = None if number is None else int(number)
+                names.add(Key(kinds[slot == "output"], module, index, int(row["micro_step"])))
+    return names
+
+
+def test_rows_have_the_names_and_numbers_that_the_existing_tool_gave_the_same_model():
+    def loss(model: nn.Module, _step: int) -> torch.Tensor:
+        value: torch.Tensor = model(torch.arange(32).view(4, 8)).square().mean()
+        return value
+
+    run = train(Transformer(), [loss, loss], 1, EVERYTHING)
+
+    assert recorded_names() == set(run.rows[1])
+    assert len(run.rows[1]) > 150
 
 
 class Blocks(nn.Module):
@@ -595,6 +625,45 @@ def test_counters_of_alerts_exist_before_anything_has_run():
     for kind in ("act_in", "act_out"):
         assert any(f'kind="{kind}"' in line for line in counters)
     assert not any("act_grad" in line for line in counters)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_bends_neither_the_numbers_nor_the_training(dtype):
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=dtype):
+            return model(batch(step).requires_grad_()).float().square().mean()
+
+    def make() -> nn.Module:
+        return stack(nn.Linear(6, 64), nn.ReLU(inplace=True), nn.Linear(64, 2))
+
+    bare, run = train(make(), loss, 3, None), train(make(), loss, 3, EVERYTHING)
+    with torch.autocast("cpu", dtype=dtype):
+        half = make()[0](batch(1)).detach()
+
+    assert equal_bits(bare, run)
+    assert (0, []) == (run.faults, run.said)
+    key = Key("act_out", "0")
+    assert dtype == half.dtype
+    same({key: half}, {key: run.rows[1][key]})
+
+
+class Replicated(nn.Module):
+    """Calls a replica of one of its modules, which shares its hooks, as DataParallel does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = copy.copy(self.linear)(x)
+        return result
+
+
+def test_replicas_are_not_measured_and_said_so():
+    run = train(Replicated(), plain_loss, 2, EVERYTHING)
+
+    assert {""} == kinds_by_module(run).keys()
+    assert ["activations: linear: runs as replicas, which are not measured"] == run.said
 
 
 def test_a_copy_of_the_model_is_not_measured():

@@ -125,6 +125,7 @@ class Activations(Quantity):
         self, followed: _Followed, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         if module is not followed.module:  # a replica of DataParallel, on a thread of its own
+            self._step.calls.called.add(followed.name)
             self._gaps.add("runs as replicas, which are not measured", followed.name)
             return
         again = _in_backward()
