@@ -110,6 +110,8 @@ class Spools:
         return Body(data=stretch.data, first=stretch.first, last=stretch.last, rows=stretch.rows, standing=standing)
 
     def _look(self, root: Path, room: int) -> list[Orphan]:
+        if room <= 0:
+            return []
         try:
             candidates = sorted(folders(root), key=lambda folder: folder.name in self._put_off)
         except FileNotFoundError:
@@ -118,7 +120,7 @@ class Spools:
             self._tell(f"[spool] folders: {root} cannot be read: {error.strerror or error}")
             return []
         free = (orphan for folder in candidates if (orphan := self._take(folder)) is not None)
-        return list(islice(free, max(0, room)))
+        return list(islice(free, room))
 
     def _take(self, folder: Path) -> Orphan | None:
         if folder.name in self._done or folder.absolute().as_uri() in self._held:
