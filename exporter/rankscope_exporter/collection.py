@@ -100,22 +100,22 @@ class Collection:
     def begin(self, step: int) -> bool:
         """Note that a step begins; return whether any quantity is due."""
         for member in self._members:
-            member.due = member.schedule.begins(step)
-        if any(member.due for member in self._members) and self.backlog >= MAX_BACKLOG:
+            member.is_open = member.schedule.begins(step)
+        if any(member.is_open for member in self._members) and self.backlog >= MAX_BACKLOG:
             self.unsampled += 1
             self.pause()
-        return any(member.due for member in self._members)
+        return any(member.is_open for member in self._members)
 
     def pause(self) -> None:
         """Measure nothing until the next step begins."""
         for member in self._members:
-            member.due = False
+            member.is_open = False
 
     def each(self, moment: str) -> None:
         """Tell every quantity that is due of a moment; one that fails costs its own rows alone."""
         with torch.no_grad():
             for member in self._members:
-                if member.due:
+                if member.is_open:
                     where = f"{member.quantity.name} ({moment})"
                     self._guard.call(where, getattr(member.quantity, moment), member.table)
 
@@ -123,14 +123,14 @@ class Collection:
         """Tell the quantities that read gradients one by one."""
         for member in self._per_gradient:
             own = member.own_index(index)
-            if member.due and own is not None:
+            if member.is_open and own is not None:
                 member.quantity.gradient_ready(own, holder, member.table)
 
     def end(self, draft: Draft) -> None:
         """Put what was measured into `draft`."""
         for member in self._members:
-            if member.due:
-                member.due = False
+            if member.is_open:
+                member.is_open = False
                 member.schedule.taken()
         draft.copy = HostCopy(self._sheet.table, len(self.book))
         draft.deferred, draft.rows = self._sheet.take_rows()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -110,6 +110,15 @@ class Hooks:
 
         return _Uncopied(call)
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """See nothing of what runs inside: it is no training."""
+        was, self.active = self.active, False
+        try:
+            yield
+        finally:
+            self.active = was
+
     def reduced(self) -> None:
         """Note that a framework has reduced gradients outside of a backward pass."""
         if self.active:
@@ -160,7 +169,9 @@ class Hooks:
             self._backward = backward
             self.beat()
             self._timed("a backward hook", self._backward_begins)
-        if self._in_hook_reads:
+        if not self._recorder.sampling:
+            self._recorder.saw_gradient(index)
+        elif self._in_hook_reads:
             self._timed("a gradient hook", self._recorder.gradient_ready, index, holder)
         else:
             self._guard.call("a gradient hook", self._recorder.gradient_ready, index, holder)

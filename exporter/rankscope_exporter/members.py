@@ -21,13 +21,9 @@ class Member:
     quantity: Quantity
     window: TableWindow | None = None
     schedule: Schedule = field(default_factory=lambda: Schedule(Timing()))
-    due: bool = False
+    is_open: bool = False
+    """Whether the step under way is measured by this quantity. A field: closed hooks ask for it all the time."""
     handles: list[Removable] = field(default_factory=list)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the step under way is measured by this quantity."""
-        return self.due
 
     @property
     def table(self) -> TableWindow:
@@ -63,7 +59,7 @@ class Member:
 
     def leave(self) -> None:
         """Take the hooks away, and let others fill the rows."""
-        self.due = False
+        self.is_open = False
         self.unhook()
         if self.window is not None:
             self.window.release()

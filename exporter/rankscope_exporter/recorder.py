@@ -96,6 +96,10 @@ class Recorder:
         """Return whether the step under way is measured."""
         return self._draft is not None and self._draft.sampled
 
+    def saw_gradient(self, index: int) -> None:
+        """Parameter `index` has accumulated its gradient, in a step that is not measured."""
+        self._witness = self._subject.parameters[index].parameter
+
     def gradient_ready(self, index: int, holder: Holder) -> None:
         """Parameter `index` has accumulated its gradient, which stands in `holder`."""
         self._witness = self._subject.parameters[index].parameter

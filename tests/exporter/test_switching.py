@@ -172,6 +172,19 @@ def test_scenario_6_after_the_end_the_file_says_so_and_switches_on_again(path):
 
 
 @pytest.mark.usefixtures("_dynamic")
+def test_a_rank_that_measures_nothing_itself_ends_nothing(path):
+    """Else it would write the end into the file while the other ranks measure."""
+    write(path, dynamic_on=True, times=2, options={"parameters": {"ranks": [1]}})
+    training = Training(path)
+    training.train(4)
+    steps, told = training.finish()
+
+    assert [] == steps
+    assert ["file"] == [event["source"] for event in told]
+    assert json.loads(path.read_text())["dynamic_on"] is True
+
+
+@pytest.mark.usefixtures("_dynamic")
 def test_dynamic_on_false_stops_at_once(path):
     write(path, dynamic_on=True)
     training = Training(path)
