@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -30,6 +31,10 @@ class Hooking(Protocol):
 
     def always(self, where: str, function: Callable[..., None]) -> Callable[..., None]:
         """Return `function` as a hook that never raises into training and is inert after detach, fork and copy."""
+        ...
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Let all hooks see nothing of what runs inside."""
         ...
 
     def reduced(self) -> None:

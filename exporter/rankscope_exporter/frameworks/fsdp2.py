@@ -32,6 +32,10 @@ class FullyShard(Framework):
         super().__init__(model)
         self._sharded = model
         self._waiting: list[tuple[int, _Late]] = []  # hooks of sharded parameters, by identity, to be registered
+        # Found once: a model has thousands of modules, and this is asked for each parameter.
+        self._managed = {
+            id(source.sharded_param): (group, source) for group in self._groups() for source in group.fsdp_params
+        }
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
@@ -59,12 +63,12 @@ class FullyShard(Framework):
 
     def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
         """Return that each rank has a share of every element, of its own data."""
-        managed = id(parameter) in self._managed()
+        managed = id(parameter) in self._managed
         return Layout("partial") if managed else super().local_layout(parameter, world_size)
 
     def local_form(self, parameter: torch.Tensor) -> Form | None:
         """Return the form of the gathered gradient: whole, in the type of the forward pass."""
-        found = self._managed().get(id(parameter))
+        found = self._managed.get(id(parameter))
         if found is None:
             return None
         policy = getattr(found[0], "mp_policy", None)
@@ -82,7 +86,7 @@ class FullyShard(Framework):
 
     def holds_gradient(self, parameter: nn.Parameter) -> bool:
         """Return True also while the gradient is that of the gathered parameter, not reduced yet."""
-        _, source = self._managed().get(id(parameter), (None, None))
+        _, source = self._managed.get(id(parameter), (None, None))
         gathered = getattr(source, "_unsharded_param", None)
         return parameter.grad is not None or (gathered is not None and _Gathered(gathered, source).grad is not None)
 
@@ -93,7 +97,7 @@ class FullyShard(Framework):
 
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[Holder], None]) -> Removable:
         """Hook the gathered parameter, whose gradient is this rank's own."""
-        if id(parameter) not in self._managed():
+        if id(parameter) not in self._managed:
             return super().on_accumulated(parameter, hook)
 
         def register(gathered: nn.Parameter, source: Any) -> Removable:
@@ -105,40 +109,36 @@ class FullyShard(Framework):
 
     def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Removable:
         """Hook the gathered parameter."""
-        if id(parameter) not in self._managed():
+        if id(parameter) not in self._managed:
             return super().on_gradient(parameter, hook)
         base = super().on_gradient
         return self._later(parameter, lambda gathered, _source: base(gathered, hook))
 
     def _later(self, parameter: nn.Parameter, register: Callable[[nn.Parameter, Any], Removable]) -> _Late:
         late = _Late(register)
-        self._waiting.append((id(parameter), late))
-        self._look()
+        self._waiting += self._still_waiting([(id(parameter), late)])
         return late
 
     def _look(self, *_: Any) -> None:
-        if not self._waiting:
-            return
-        managed = self._managed()
+        self._waiting = self._still_waiting(self._waiting)
+
+    def _still_waiting(self, waiting: list[tuple[int, _Late]]) -> list[tuple[int, _Late]]:
+        """Register what can be registered, and return the others."""
         left = []
-        for number, late in self._waiting:
-            _, source = managed.get(number, (None, None))
+        for number, late in waiting:
+            _, source = self._managed[number]
             gathered = getattr(source, "_unsharded_param", None)
             if gathered is None or not gathered.requires_grad:
                 left.append((number, late))
             else:
                 late.register(gathered, source)
-        self._waiting = left
+        return left
 
     def _groups(self) -> Iterator[Any]:
         for module in self._sharded.modules():
             if _is_sharded(module):
                 state: Any = module._get_fsdp_state()  # type: ignore[operator]  # noqa: SLF001 - see the top of the module
                 yield from state._fsdp_param_groups  # noqa: SLF001 - see the top of the module
-
-    def _managed(self) -> dict[int, tuple[Any, Any]]:
-        """Return group and source of each sharded parameter, by identity."""
-        return {id(source.sharded_param): (group, source) for group in self._groups() for source in group.fsdp_params}
 
 
 class _Gathered:

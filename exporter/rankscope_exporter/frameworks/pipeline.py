@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import types
+import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from rankscope_exporter.frameworks.base import Form, Framework, Holder, Hooking,
 from rankscope_exporter.frameworks.layout import Layout
 from rankscope_exporter.frameworks.loaded import loaded
 from rankscope_exporter.naming import NamedParameter
+
+# Before its first step a stage runs forward and backward on memory that nobody has filled, to learn shapes.
+_TRIALS: Final = ("_forward_metadata_inference", "_backward_metadata_inference")
 
 
 class Stage(Protocol):
@@ -29,7 +32,7 @@ class Pipeline(Framework):
 
     Gradients of micro-batches are summed, and divided by their number at the end of `schedule.step()`: before that they
     are unreduced, after it reduced. There is no hook for that moment, so the stage's method is replaced by one that
-    calls it, until detach().
+    says so, until detach().
     """
 
     name: ClassVar[str] = "pipeline"
@@ -103,16 +106,21 @@ class Pipeline(Framework):
     def install(self, hooking: Hooking) -> None:
         """Learn when the stage finishes its gradients."""
         self._inner.install(hooking)
-        original = self.stage.perform_reduce_grad
 
-        def perform_reduce_grad(_stage: Any, grad_scale_factor: int) -> None:
-            original(grad_scale_factor)
+        def finish(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
             self._finishing = True
             hooking.reduced()
             self._finishing = False
+            return result
 
-        self.stage.perform_reduce_grad = types.MethodType(perform_reduce_grad, self.stage)
-        hooking.keep(_Replaced(self.stage))
+        def see_nothing(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with hooking.paused():
+                return original(*args, **kwargs)
+
+        hooking.keep(_Replaced(self.stage, "perform_reduce_grad", finish))
+        for name in _TRIALS:
+            hooking.keep(_Replaced(self.stage, name, see_nothing))
 
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[Holder], None]) -> Removable:
         """Do what the inner framework does."""
@@ -124,13 +132,17 @@ class Pipeline(Framework):
 
 
 class _Replaced:
-    """The stage's own method, behind one of the same name on the object."""
+    """The stage's own method, behind one of the same name on the object. A method that is not there is left alone."""
 
-    def __init__(self, stage: Any) -> None:
+    def __init__(self, stage: Any, name: str, around: Callable[..., Any]) -> None:
         self._stage = stage
+        self._name = name
+        original = getattr(stage, name, None)
+        if original is not None:
+            setattr(stage, name, functools.partial(around, original))
 
     def remove(self) -> None:
-        self._stage.__dict__.pop("perform_reduce_grad", None)
+        self._stage.__dict__.pop(self._name, None)
 
 
 def is_stage(model: Any) -> bool:

@@ -64,6 +64,7 @@ def loss_of(output: torch.Tensor, _target: Any = None) -> torch.Tensor:
 
 
 Gradients = dict[str, torch.Tensor]
+Seen = dict[tuple[str, str], torch.Tensor]  # kind, module
 
 
 @dataclass(slots=True)
@@ -71,6 +72,7 @@ class Truth:
     """What one step holds: of each rank the gradients of each micro-batch, and what all ranks share."""
 
     micro: list[list[Gradients]]  # rank, micro-batch
+    seen: list[list[Seen]]  # the same, of activations
     shared: dict[str, Gradients] = field(default_factory=dict)  # kind
 
     def local(self, rank: int) -> Gradients:
@@ -84,7 +86,8 @@ def truths(ranks: Sequence[int], micros: int = 1, *, split: bool = False, skippe
     optimizer = torch.optim.Adam(model.parameters(), **ADAM)
     found = []
     for step in range(1, STEPS + 1):
-        truth = Truth([_micro_gradients(model, rank, step, micros, split=split) for rank in ranks])
+        runs = [[_run(model, data) for data in _batches(rank, step, micros, split=split)] for rank in ranks]
+        truth = Truth(*([[one[part] for one in own] for own in runs] for part in (0, 1)))
         locals_ = [truth.local(place) for place in range(len(ranks))]
         divisor = len(ranks) * (micros if split else 1)
         reduced = {name: sum(one[name] for one in locals_) / divisor for name in locals_[0]}
@@ -100,16 +103,35 @@ def truths(ranks: Sequence[int], micros: int = 1, *, split: bool = False, skippe
     return found
 
 
-def _micro_gradients(model: nn.Module, rank: int, step: int, micros: int, *, split: bool) -> list[Gradients]:
-    batches = batch(rank, step).chunk(micros) if split else [batch(rank, step, micro) for micro in range(micros)]
-    return [_gradients(model, one) for one in batches]
+def _batches(rank: int, step: int, micros: int, *, split: bool) -> Sequence[torch.Tensor]:
+    return batch(rank, step).chunk(micros) if split else [batch(rank, step, micro) for micro in range(micros)]
 
 
-def _gradients(model: nn.Module, data: torch.Tensor) -> Gradients:
+def _run(model: nn.Module, data: torch.Tensor) -> tuple[Gradients, Seen]:
+    """Return the gradients of one micro-batch, and what its outermost layers saw."""
     alone = copy.deepcopy(model)
     alone.zero_grad()
+    seen: Seen = {}
+    for name in OUTER:
+        alone.get_submodule(name).register_forward_hook(
+            lambda _, inputs, out, name=name: _keep(seen, name, inputs, out)
+        )
     loss_of(alone(data.double())).backward()
-    return {name: item.grad for name, item in alone.named_parameters() if item.grad is not None}
+    gradients = {name: item.grad for name, item in alone.named_parameters() if item.grad is not None}
+    for (kind, name), tensor in list(seen.items()):
+        if tensor.grad is not None:
+            seen[kind.replace("act_", "act_grad_"), name] = tensor.grad
+    return gradients, seen
+
+
+OUTER = ("enter", "leave")
+
+
+def _keep(seen: Seen, name: str, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    for kind, tensor in (("act_in", inputs[0]), ("act_out", output)):
+        seen[kind, name] = tensor
+        if tensor.requires_grad:
+            tensor.retain_grad()
 
 
 def _parameters(model: nn.Module) -> Gradients:

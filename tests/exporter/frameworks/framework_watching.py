@@ -12,12 +12,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from framework_loops import ALONE, LOOPS, MISFORTUNES, WORLD, Loop
-from framework_training import STEPS
+from framework_training import OUTER, STEPS
 
 from rankscope_exporter import Monitor, MonitorConfig
 
 EVERY = {**LOOPS, **MISFORTUNES, **ALONE}
-QUANTITIES = ("gradients", "micro_gradients", "parameters", "optimizer_state", "adam_updates", "direction")
+QUANTITIES = (
+    "gradients",
+    "micro_gradients",
+    "parameters",
+    "optimizer_state",
+    "adam_updates",
+    "direction",
+    "activations",
+)
+OPTIONS = {"activations": {"targets": list(OUTER)}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +101,7 @@ def watched(make: Callable[[int], Loop], rank: int, *, enabled: bool = True) -> 
     loop = make(rank)
     optimizer = loop.optimizer()
     outcome = Outcome()
-    config = MonitorConfig(quantities=QUANTITIES, console=False, exit_wait_seconds=0, enabled=enabled)
+    config = MonitorConfig(quantities=QUANTITIES, options=OPTIONS, console=False, exit_wait_seconds=0, enabled=enabled)
     with Monitor(config) as monitor:
         monitor.attach(loop.attached, optimizer)
         seen = loop.train(optimizer)
