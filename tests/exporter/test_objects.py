@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankscope_exporter.object_specs import ObjectSpec, parse_specs
@@ -105,6 +105,7 @@ _objects = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(output=_objects)
 def test_numbers_and_paths_of_an_object_are_never_repeated(output):
     for found in (returned(output), received((output,), {"x": output})):

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -265,6 +265,7 @@ def test_the_tensors_of_a_step_are_rendered_once(record):
 _labels = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r"), max_size=12)
 
 
+@settings(deadline=None)
 @given(names=st.tuples(_labels, _labels, _labels, _labels), value=st.floats(width=32))
 def test_any_name_and_value_comes_back(record, names, value):
     run, tensor, kind, scalar = names
