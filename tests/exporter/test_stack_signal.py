@@ -106,8 +106,9 @@ def test_stacks_are_written_while_c_code_holds_the_interpreter_and_recorded_when
         monitor = attached(stacks_signal="SIGUSR2")
         path, = files()
         helper = subprocess.Popen([sys.executable, "-c",
-            "import os, signal, sys, time; time.sleep(1); os.kill(int(sys.argv[1]), signal.SIGUSR2); time.sleep(1);"
-            "print('hold_the_interpreter in the file' if 'hold_the_interpreter' in open(sys.argv[2]).read() else 'no')",
+            "import os, signal, sys, time; time.sleep(1); os.kill(int(sys.argv[1]), signal.SIGUSR2);"
+            "texts = (time.sleep(0.02) or open(sys.argv[2]).read() for _ in range(500));"
+            "name = 'hold_the_interpreter'; print(name, 'in the file' if any(name in each for each in texts) else '')",
             str(os.getpid()), path])
         # A sleep is cut short by a signal, so that more than one is needed to hold on.
         while helper.poll() is None:
