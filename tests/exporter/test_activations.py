@@ -725,3 +725,17 @@ def test_compiled_modules_are_named_and_no_graph_is_made_twice(whole):
     assert visible == kinds_by_module(run).keys()
     inside = "0, 0.0, 0.1 and 1 more" if whole else "0.0, 0.1"
     assert [f"activations: {inside}: is part of compiled code, so it has no activations"] == run.said
+
+
+def test_a_compiled_wrapper_is_said_to_hide_its_modules():
+    """`torch.compile(DDP(model))`: not even the outermost module of the user's is seen."""
+    torch._dynamo.reset()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        ddp = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(6, 2)))
+        run = train(torch.compile(ddp, backend="eager"), plain_loss, 2, {})  # type: ignore[arg-type]  # a module
+    finally:
+        torch.distributed.destroy_process_group()
+
+    assert {} == kinds_by_module(run)
+    assert ["activations: the model, 0: is part of compiled code, so it has no activations"] == run.said

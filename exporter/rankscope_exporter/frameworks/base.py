@@ -121,6 +121,11 @@ class Framework:
         return True
 
     @property
+    def is_compiled(self) -> bool:
+        """Return whether the model as a whole, wrapper included, was given to `torch.compile`."""
+        return self.model._modules.get("_orig_mod") is not None  # noqa: SLF001 - `__getattr__` may be the user's
+
+    @property
     def interleaves_micro_batches(self) -> bool:
         """Return whether a later micro-batch may go forward before an earlier one has gone backward."""
         return False

@@ -119,6 +119,7 @@ class Activations(Quantity):
 
     def after_update(self, table: Table) -> None:  # noqa: ARG002 - see above
         """Say what was missing, and let go of leaf tensors."""
+        self._look_for_silence()
         self._release()
 
     def _begins(
@@ -224,13 +225,21 @@ class Activations(Quantity):
     def _release(self) -> None:
         """Take hooks off tensors: those of a leaf outlive the graph."""
         self._handles.remove()
-        if self._step.calls.called and not self._looked_for_silence:
-            self._looked_for_silence = True
-            for named, followed in self._followed:
-                if followed.name not in self._step.calls.called:
-                    why = "is part of compiled code" if named.compiled else "was not called in a forward of the model"
-                    self._gaps.add(f"{why}, so it has no activations", followed.name)
+        if self._step.calls.called:
+            self._look_for_silence()
         self._gaps.tell(lambda message: self._hooking.tell(f"activations: {message}"))
+
+    def _look_for_silence(self) -> None:
+        """Note, after the first step, the modules that were not called in it."""
+        if self._looked_for_silence:
+            return
+        self._looked_for_silence = True
+        whole = self.subject.framework.is_compiled
+        for named, followed in self._followed:
+            if followed.name not in self._step.calls.called:
+                compiled = named.compiled or whole
+                why = "is part of compiled code" if compiled else "was not called in a forward of the model"
+                self._gaps.add(f"{why}, so it has no activations", followed.name)
 
 
 class _AtDetach:
