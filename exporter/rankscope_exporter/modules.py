@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from rankscope_exporter.naming import plain_name
-from rankscope_exporter.targets import Targets
+from rankscope_exporter.sampling.targets import Targets
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,13 @@ from rankscope_contract.events import Event, EventType, ExitReason, Severity
 from rankscope_contract.stacks import stacks_text
 from rankscope_exporter import lifecycle
 from rankscope_exporter.config import MonitorConfig
-from rankscope_exporter.diagnosis import Taken
 from rankscope_exporter.errors import ConfigError
 from rankscope_exporter.frameworks import Stage, framework_of
 from rankscope_exporter.guard import Guard
-from rankscope_exporter.measuring import SWITCH, measuring_of
+from rankscope_exporter.hangs.diagnosis import Taken
 from rankscope_exporter.naming import named_parameters
 from rankscope_exporter.quantities.base import Subject
+from rankscope_exporter.sampling.measuring import SWITCH, measuring_of
 from rankscope_exporter.session import Session
 
 PUBLISH_SECONDS = 3.0

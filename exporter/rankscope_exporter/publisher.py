@@ -18,9 +18,9 @@ from rankscope_contract.records import PlanEntry
 from rankscope_exporter.drafts import Draft, skipped_event
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.judge import Firing, Judge, Judgement
-from rankscope_exporter.plan_book import PlanBook
 from rankscope_exporter.record import Scalar, Statistics, StepRecord
 from rankscope_exporter.resources import memory_scalars
+from rankscope_exporter.sampling.plan_book import PlanBook
 from rankscope_exporter.serving.live import NO_KIND
 from rankscope_exporter.statistics import Finished, finish
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from rankscope_contract.events import Event
-from rankscope_exporter.collection import Collection
 from rankscope_exporter.drafts import Draft, amounts_of, now_microseconds, skipped_event, timing
 from rankscope_exporter.frameworks.base import Holder
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.logged import Pending, take
 from rankscope_exporter.quantities.base import Hooking, Subject
+from rankscope_exporter.sampling.collection import Collection
 from rankscope_exporter.steps import Ended, Stage, StepTracker
 
 

@@ -15,32 +15,32 @@ import torch
 from rankscope_contract.events import Event, EventType, Severity
 from rankscope_contract.kinds import COUNT_OPS
 from rankscope_contract.records import WIRE_VALUE_OPS
-from rankscope_exporter.collection import Collection
 from rankscope_exporter.config import MonitorConfig
 from rankscope_exporter.console import Console, banner
-from rankscope_exporter.diagnosis import Diagnosis
 from rankscope_exporter.drafts import Draft
 from rankscope_exporter.guard import Guard
-from rankscope_exporter.hang import HangLimits
+from rankscope_exporter.hangs.diagnosis import Diagnosis
+from rankscope_exporter.hangs.hang import HangLimits
+from rankscope_exporter.hangs.watchdog import Watchdog
 from rankscope_exporter.hooks import Hooks
 from rankscope_exporter.identity import group_store, resolve_identity
 from rankscope_exporter.judge import Judge
 from rankscope_exporter.lifecycle import encodable
-from rankscope_exporter.measuring import Measuring, chosen
 from rankscope_exporter.naming import element_count
 from rankscope_exporter.publisher import Publisher
 from rankscope_exporter.quantities.base import Subject
 from rankscope_exporter.quantities.structure import Structure
 from rankscope_exporter.recorder import Recorder
 from rankscope_exporter.redaction import redacted_arguments
+from rankscope_exporter.sampling.collection import Collection
+from rankscope_exporter.sampling.measuring import Measuring, chosen
+from rankscope_exporter.sampling.windows import Measurement
 from rankscope_exporter.serving.channel import Channel
 from rankscope_exporter.statistics import backend_name, warm_up
 from rankscope_exporter.steps import StepTracker
-from rankscope_exporter.switchboard import Switchboard
-from rankscope_exporter.switching import Switching
-from rankscope_exporter.switching_agreement import Agreement
-from rankscope_exporter.watchdog import Watchdog
-from rankscope_exporter.windows import Measurement
+from rankscope_exporter.switching.agreement import Agreement
+from rankscope_exporter.switching.sources import Switching
+from rankscope_exporter.switching.switchboard import Switchboard
 
 log = logging.getLogger("rankscope")
 

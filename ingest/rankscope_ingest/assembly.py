@@ -7,18 +7,18 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from rankscope_ingest.attempts import AttemptBook
+from rankscope_ingest.alerting.incidents import IncidentBook
 from rankscope_ingest.batch import Batcher
 from rankscope_ingest.collector import Collector, Urge
 from rankscope_ingest.config import RunsSection, ServiceConfig
+from rankscope_ingest.hangs.stalls import StallBook
 from rankscope_ingest.history import History
-from rankscope_ingest.incidents import IncidentBook
+from rankscope_ingest.lifecycle.attempts import AttemptBook
+from rankscope_ingest.lifecycle.runs import RunBook, Timing
+from rankscope_ingest.lifecycle.vitals import Patience
 from rankscope_ingest.notifiers import Notifier, make_notifiers
 from rankscope_ingest.registry import Registry
-from rankscope_ingest.runs import RunBook, Timing
 from rankscope_ingest.service_metrics import ServiceMetrics
-from rankscope_ingest.stalls import StallBook
-from rankscope_ingest.vitals import Patience
 
 
 def make_batcher(config: ServiceConfig) -> Batcher:

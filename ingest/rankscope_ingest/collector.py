@@ -14,26 +14,26 @@ from typing import Final
 import pyarrow as pa
 
 from rankscope_contract.channel import Registration
-from rankscope_ingest import inheritance
+from rankscope_ingest.alerting.details import last_words
+from rankscope_ingest.alerting.incidents import Incident, IncidentBook
+from rankscope_ingest.alerting.symptoms import firings, symptoms
 from rankscope_ingest.batch import Batcher, PendingBatch
-from rankscope_ingest.decode import Decoded
-from rankscope_ingest.details import last_words
+from rankscope_ingest.channel.decode import Decoded
+from rankscope_ingest.channel.plans import PlanColumns
 from rankscope_ingest.errors import FetchError
-from rankscope_ingest.failures import FailureBook
-from rankscope_ingest.incidents import Incident, IncidentBook
-from rankscope_ingest.losses import GivenUp, Losses
-from rankscope_ingest.networks import Address
-from rankscope_ingest.plans import PlanColumns
+from rankscope_ingest.hangs.stalls import StallBook, StallNews
+from rankscope_ingest.lifecycle.failures import FailureBook
+from rankscope_ingest.lifecycle.runs import ENDED, Attempt, AttemptKey, RunBook
 from rankscope_ingest.progress import RunMeter, RunProgress, run_progress
 from rankscope_ingest.registry import Accepted, Registry
 from rankscope_ingest.rows import Row, Stamp, incident_row, launch_row
-from rankscope_ingest.runs import ENDED, Attempt, AttemptKey, RunBook
 from rankscope_ingest.service_metrics import ServiceMetrics
-from rankscope_ingest.stalls import StallBook, StallNews
-from rankscope_ingest.symptoms import firings, symptoms
+from rankscope_ingest.spool import inheritance
+from rankscope_ingest.spool.losses import GivenUp, Losses
 from rankscope_ingest.tables import rows_table
 from rankscope_ingest.target import Health, Target
 from rankscope_ingest.versions import Versions
+from rankscope_ingest.web.networks import Address
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, m
 
 from rankscope_contract.channel import DEFAULT_MAX_BYTES
 from rankscope_contract.web_config import WebConfig, WebConfigError
-from rankscope_ingest.tls import read_service_web_config
+from rankscope_ingest.web.tls import read_service_web_config
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from rankscope_ingest.loop import TargetLoop
+from rankscope_ingest.channel.loop import TargetLoop
 from rankscope_ingest.target import Target
 
 log = logging.getLogger(__name__)

@@ -11,15 +11,15 @@ import pyarrow as pa
 
 from rankscope_contract.events import EventType, RunState
 from rankscope_contract.records import DATASETS, DIMENSIONS
-from rankscope_ingest.announcer import OPENED, RESOLVED
-from rankscope_ingest.details import last_word, parse_details
-from rankscope_ingest.incidents import Incident, IncidentBook
-from rankscope_ingest.lives import ENDED, Attempt, Rank
-from rankscope_ingest.losses import GivenUp
-from rankscope_ingest.messages import RUN_FAILED, RUN_STALLED, failure_key
-from rankscope_ingest.runs import RunBook
-from rankscope_ingest.symptoms import Symptom
-from rankscope_ingest.vitals import Vitals
+from rankscope_ingest.alerting.announcer import OPENED, RESOLVED
+from rankscope_ingest.alerting.details import last_word, parse_details
+from rankscope_ingest.alerting.incidents import Incident, IncidentBook
+from rankscope_ingest.alerting.messages import RUN_FAILED, RUN_STALLED, failure_key
+from rankscope_ingest.alerting.symptoms import Symptom
+from rankscope_ingest.lifecycle.lives import ENDED, Attempt, Rank
+from rankscope_ingest.lifecycle.runs import RunBook
+from rankscope_ingest.lifecycle.vitals import Vitals
+from rankscope_ingest.spool.losses import GivenUp
 from rankscope_storage.views import HISTORY_SUFFIX
 
 _EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)

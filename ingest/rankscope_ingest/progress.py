@@ -10,7 +10,7 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_ingest.runs import ENDED, Attempt
+from rankscope_ingest.lifecycle.runs import ENDED, Attempt
 from rankscope_ingest.target import Health, Target
 
 LOSS: Final = "loss"

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from rankscope_contract import SCHEMA_VERSION
 from rankscope_contract.channel import Registration, RegistrationReply
-from rankscope_ingest.attempts import AttemptBook
 from rankscope_ingest.config import Network
 from rankscope_ingest.errors import RegistrationError
-from rankscope_ingest.networks import Address, check_allowed, parse_target_url
+from rankscope_ingest.lifecycle.attempts import AttemptBook
+from rankscope_ingest.lifecycle.vitals import Vitals
 from rankscope_ingest.target import Health, Target
-from rankscope_ingest.vitals import Vitals
+from rankscope_ingest.web.networks import Address, check_allowed, parse_target_url
 
 _TEXTS = ("run", "host", "incarnation", "launch_id", "url", "state", "node")
 _INTEGERS = ("rank", "world_size", "local_rank", "pid", "schema_version", "started_at", "head")

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from rankscope_contract.channel import Registration
 from rankscope_contract.events import EventType, Severity
-from rankscope_ingest.incidents import Incident
-from rankscope_ingest.runs import ENDED, Attempt
-from rankscope_ingest.symptoms import Symptom
+from rankscope_ingest.alerting.incidents import Incident
+from rankscope_ingest.alerting.symptoms import Symptom
+from rankscope_ingest.lifecycle.runs import ENDED, Attempt
 from rankscope_ingest.tables import FROM_INGEST
 from rankscope_ingest.target import Target
 

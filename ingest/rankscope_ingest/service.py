@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 import pyarrow as pa
 
 from rankscope_ingest.assembly import configured_notifiers
+from rankscope_ingest.channel.fetch import Fetcher
 from rankscope_ingest.config import ServiceConfig
-from rankscope_ingest.fetch import Fetcher
 from rankscope_ingest.history import History, read_history
 from rankscope_ingest.progress import Progress
 from rankscope_ingest.supervisor import Supervisor
-from rankscope_ingest.tls import client_tls, server_tls
+from rankscope_ingest.web.tls import client_tls, server_tls
 from rankscope_storage.connection import connect
 from rankscope_storage.store import Store, Writer
 

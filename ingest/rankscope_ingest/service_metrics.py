@@ -39,8 +39,8 @@ from rankscope_contract.metrics import (
     TARGETS,
     MetricSpec,
 )
+from rankscope_ingest.lifecycle.runs import Attempt
 from rankscope_ingest.progress import RunProgress
-from rankscope_ingest.runs import Attempt
 from rankscope_ingest.target import Health, Target
 
 FAILURE_REASONS: Final = (

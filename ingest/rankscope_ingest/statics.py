@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Final
 
 from rankscope_contract.channel import NOTHING, Registration
+from rankscope_ingest.channel.fetch import Fetcher, OtherProcess
 from rankscope_ingest.config import StaticTarget
 from rankscope_ingest.errors import FetchError, RegistrationError
-from rankscope_ingest.fetch import Fetcher, OtherProcess
 from rankscope_ingest.target import Health, Target
 
 log = logging.getLogger(__name__)

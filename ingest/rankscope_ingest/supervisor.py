@@ -13,32 +13,32 @@ from aiohttp import web
 
 from rankscope_contract.channel import Registration, RegistrationReply
 from rankscope_contract.tls import Reloading
-from rankscope_ingest.announcer import RESOLVED, Announcer
+from rankscope_ingest.alerting.announcer import RESOLVED, Announcer
+from rankscope_ingest.alerting.incidents import Incident
 from rankscope_ingest.assembly import cancel, make_batcher, make_collector
 from rankscope_ingest.batch import PendingBatch
+from rankscope_ingest.channel.fetch import Fetcher
+from rankscope_ingest.channel.loop import Pace, TargetLoop
+from rankscope_ingest.channel.plans import PlanCache
 from rankscope_ingest.config import ServiceConfig
 from rankscope_ingest.errors import RegistrationError, ServiceError
-from rankscope_ingest.fetch import Fetcher
 from rankscope_ingest.flusher import Committed, Flusher
 from rankscope_ingest.following import Following
+from rankscope_ingest.hangs.stack_requests import RankAnswer
+from rankscope_ingest.hangs.stall_watch import StallWatch
 from rankscope_ingest.history import History
-from rankscope_ingest.http import make_application
-from rankscope_ingest.incidents import Incident
-from rankscope_ingest.listening import bind
-from rankscope_ingest.loop import Pace, TargetLoop
 from rankscope_ingest.maintenance import keep_in_order
-from rankscope_ingest.networks import parse_target_url
 from rankscope_ingest.notifiers import Notifier
-from rankscope_ingest.plans import PlanCache
 from rankscope_ingest.progress import Progress, RunProgress
 from rankscope_ingest.service_metrics import ServiceMetrics
-from rankscope_ingest.spool_watch import SpoolWatch
-from rankscope_ingest.spools import Spools
-from rankscope_ingest.stack_requests import RankAnswer
-from rankscope_ingest.stall_watch import StallWatch
+from rankscope_ingest.spool.spool_watch import SpoolWatch
+from rankscope_ingest.spool.spools import Spools
 from rankscope_ingest.statics import watch
 from rankscope_ingest.target import Health, Target
-from rankscope_ingest.tls import keep_fresh
+from rankscope_ingest.web.http import make_application
+from rankscope_ingest.web.listening import bind
+from rankscope_ingest.web.networks import parse_target_url
+from rankscope_ingest.web.tls import keep_fresh
 from rankscope_storage.errors import StoreError
 from rankscope_storage.store import Writer
 

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from rankscope_contract.channel import NOTHING, Registration
-from rankscope_ingest.vitals import Vitals
+from rankscope_ingest.lifecycle.vitals import Vitals
 
 
 class Health(enum.StrEnum):

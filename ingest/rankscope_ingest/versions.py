@@ -7,9 +7,9 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from rankscope_ingest.plans import PlanColumns
+from rankscope_ingest.channel.plans import PlanColumns
+from rankscope_ingest.lifecycle.runs import ENDED, Attempt, AttemptKey
 from rankscope_ingest.rows import Stamp, attempt_row, run_row
-from rankscope_ingest.runs import ENDED, Attempt, AttemptKey
 from rankscope_ingest.tables import FROM_INGEST, rows_table
 from rankscope_ingest.target import Target
 

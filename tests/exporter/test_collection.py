@@ -10,9 +10,9 @@ from torch import nn
 
 from rankscope_contract.records import PlanEntry
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig, quantities
-from rankscope_exporter.plan_book import PlanBook
 from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, Table
 from rankscope_exporter.quantities.parameters import Parameters
+from rankscope_exporter.sampling.plan_book import PlanBook
 from rankscope_exporter.statistics import HostCopy, StatisticsTable, finish, measure
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 from rankscope_contract.events import Event
-from rankscope_exporter import diagnosis
 from rankscope_exporter.guard import Guard
+from rankscope_exporter.hangs import diagnosis
 
 
 def test_a_flight_record_that_never_comes_costs_one_thread_and_no_stacks(monkeypatch):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rankscope_contract.stacks import MAX_DETAILS_BYTES, FlightRecord
-from rankscope_exporter.flight import KEPT, read_flight_record, take_flight_record
+from rankscope_exporter.hangs.flight import KEPT, read_flight_record, take_flight_record
 
 NOW = 1000.0
 

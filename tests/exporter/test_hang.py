@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rankscope_exporter.hang import Hang, HangLimits, HangWatch, Resumed, Sign
+from rankscope_exporter.hangs.hang import Hang, HangLimits, HangWatch, Resumed, Sign
 
 LIMITS = HangLimits(training=10, in_phase=60)
 

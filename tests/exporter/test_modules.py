@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from rankscope_exporter.modules import named_modules, selected, unmatched
 from rankscope_exporter.quantities.activations_calls import Call, Calls
-from rankscope_exporter.targets import Targets
+from rankscope_exporter.sampling.targets import Targets
 
 
 def test_wrappers_do_not_show_and_the_users_own_module_is_taken():

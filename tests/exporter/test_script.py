@@ -17,7 +17,8 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from torch import nn
 
-from rankscope_exporter import Monitor, MonitorConfig, ServeConfig, collection
+from rankscope_exporter import Monitor, MonitorConfig, ServeConfig
+from rankscope_exporter.sampling import collection
 
 Eventually = Callable[..., Any]
 MakeReader = Callable[[Monitor], Any]

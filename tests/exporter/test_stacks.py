@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from rankscope_contract.stacks import MAX_DETAILS_BYTES, Frame, StackDump, ThreadStack
-from rankscope_exporter.stacks import read_stacks, take_stacks, within
+from rankscope_exporter.hangs.stacks import read_stacks, take_stacks, within
 
 RECORDED = """\
 Fatal Python error: none of our lines

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope_exporter.switching_agreement import Agreement, Proposal
+from rankscope_exporter.switching.agreement import Agreement, Proposal
 
 
 class Shelf:

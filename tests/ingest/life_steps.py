@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rankscope_contract.channel import Registration
 from rankscope_contract.events import RunState
-from rankscope_ingest.runs import Attempt, Rank, RunBook, Timing
-from rankscope_ingest.vitals import Patience, Vitals
+from rankscope_ingest.lifecycle.runs import Attempt, Rank, RunBook, Timing
+from rankscope_ingest.lifecycle.vitals import Patience, Vitals
 
 KEY = ("r", 0)
 START = 1_700_000_000_000_000

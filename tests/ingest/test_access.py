@@ -18,9 +18,9 @@ from rankscope_exporter.serving.http_server import Answer, HttpServer
 from rankscope_exporter.serving.meter import CpuMeter
 from rankscope_exporter.serving.service_client import ServiceClient, UnreachableError
 from rankscope_exporter.serving.tls import server_tls
-from rankscope_ingest import tls as service_tls
 from rankscope_ingest.config_file import load_config
 from rankscope_ingest.errors import ConfigError
+from rankscope_ingest.web import tls as service_tls
 
 
 def served(certificates, cert, **changes):

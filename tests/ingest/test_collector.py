@@ -7,17 +7,17 @@ from dataclasses import replace
 from itertools import pairwise
 
 from rankscope_contract.channel import Registration
+from rankscope_ingest.alerting.incidents import IncidentBook
 from rankscope_ingest.assembly import make_batcher
-from rankscope_ingest.attempts import AttemptBook
+from rankscope_ingest.channel.decode import Decoded
 from rankscope_ingest.collector import Collector
 from rankscope_ingest.config import ServiceConfig
-from rankscope_ingest.decode import Decoded
 from rankscope_ingest.errors import FetchError
-from rankscope_ingest.incidents import IncidentBook
+from rankscope_ingest.lifecycle.attempts import AttemptBook
+from rankscope_ingest.lifecycle.runs import RunBook, Timing
+from rankscope_ingest.lifecycle.vitals import Patience
 from rankscope_ingest.registry import Registry
-from rankscope_ingest.runs import RunBook, Timing
 from rankscope_ingest.service_metrics import ServiceMetrics
-from rankscope_ingest.vitals import Patience
 
 BODY_UP_TO_9 = Decoded(tables={}, records=6, rows=6, first=4, last=9, missing=(), last_step=9, last_ts=1, plan_ids=())
 

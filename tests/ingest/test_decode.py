@@ -24,10 +24,10 @@ from rankscope_contract.records import (
     Plan,
     PlanEntry,
 )
-from rankscope_ingest.decode import RowContext, decode, plan_ids
+from rankscope_ingest.channel.decode import RowContext, decode, plan_ids
+from rankscope_ingest.channel.plans import PlanCache
+from rankscope_ingest.channel.wire import END_OF_STREAM, inflated_bytes, open_stream
 from rankscope_ingest.errors import DecodeError
-from rankscope_ingest.plans import PlanCache
-from rankscope_ingest.wire import END_OF_STREAM, inflated_bytes, open_stream
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 FLOATS = st.none() | st.floats(width=32, allow_nan=False)

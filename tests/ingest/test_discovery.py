@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rankscope_contract.channel import Registration
-from rankscope_ingest.discovery import per_node, per_rank
+from rankscope_ingest.lifecycle.vitals import Vitals
 from rankscope_ingest.target import Health, Target
-from rankscope_ingest.vitals import Vitals
+from rankscope_ingest.web.discovery import per_node, per_rank
 
 
 def target(rank=0, health=Health.UP, **changes):

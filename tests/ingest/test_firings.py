@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from rankscope_ingest.alerting.symptoms import firings
 from rankscope_ingest.service_metrics import ServiceMetrics
-from rankscope_ingest.symptoms import firings
 from rankscope_ingest.tables import rows_table
 
 NAME = "rankscope_ingest_anomaly_events_total"

@@ -9,18 +9,18 @@ import pytest
 from rankscope_contract.channel import Registration
 from rankscope_contract.events import RunState
 from rankscope_contract.records import DATASETS
-from rankscope_ingest.announcer import Announcer
+from rankscope_ingest.alerting.announcer import Announcer
+from rankscope_ingest.alerting.incidents import IncidentBook
+from rankscope_ingest.alerting.messages import AGAIN, message, run_failed
+from rankscope_ingest.alerting.symptoms import Symptom
 from rankscope_ingest.errors import ConfigError
 from rankscope_ingest.history import read_history
-from rankscope_ingest.incidents import IncidentBook
-from rankscope_ingest.messages import AGAIN, message, run_failed
+from rankscope_ingest.lifecycle.runs import Attempt, RunBook, Timing
+from rankscope_ingest.lifecycle.vitals import Patience, Vitals
 from rankscope_ingest.notifiers import NotifyError, make_notifiers
 from rankscope_ingest.rows import Stamp, attempt_row, incident_row, launch_row
-from rankscope_ingest.runs import Attempt, RunBook, Timing
-from rankscope_ingest.symptoms import Symptom
 from rankscope_ingest.tables import rows_table
 from rankscope_ingest.target import Target
-from rankscope_ingest.vitals import Patience, Vitals
 from rankscope_storage.connection import connect
 from rankscope_storage.schema import dataset_schema
 from rankscope_storage.store import Batch, Store
@@ -298,7 +298,7 @@ async def test_failing_notifier_is_tried_again_and_does_not_hold_up_the_other():
 async def test_store_that_hangs_does_not_keep_people_from_hearing(monkeypatch):
     import asyncio
 
-    monkeypatch.setattr("rankscope_ingest.announcer.COMMIT_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("rankscope_ingest.alerting.announcer.COMMIT_WAIT_SECONDS", 0.01)
     notifier = ListNotifier()
     made, _ = announcer(notifier, commit=lambda: asyncio.sleep(60))
     await made.announce(some_incident())

@@ -12,9 +12,9 @@ from rankscope_contract.events import causal_key
 from rankscope_contract.fields import arrow_schema
 from rankscope_contract.kinds import CAUSAL_STAGE
 from rankscope_contract.records import DATASETS
-from rankscope_ingest.incidents import ANNOUNCED_PER_HOUR, IncidentBook, incident_key
-from rankscope_ingest.messages import MUTE_FOLLOWS, message
-from rankscope_ingest.symptoms import SEVERITIES, Symptom, symptoms, urgency
+from rankscope_ingest.alerting.incidents import ANNOUNCED_PER_HOUR, IncidentBook, incident_key
+from rankscope_ingest.alerting.messages import MUTE_FOLLOWS, message
+from rankscope_ingest.alerting.symptoms import SEVERITIES, Symptom, symptoms, urgency
 
 ATTEMPT = ("r", 0)
 

@@ -11,8 +11,8 @@ from aiohttp import web
 
 from rankscope_ingest.config import ServiceSection, split_address
 from rankscope_ingest.errors import RegistrationError
-from rankscope_ingest.listening import advertised, open_socket
-from rankscope_ingest.networks import address_of, check_allowed, parse_target_url
+from rankscope_ingest.web.listening import advertised, open_socket
+from rankscope_ingest.web.networks import address_of, check_allowed, parse_target_url
 
 
 @contextlib.asynccontextmanager

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope_contract.channel import Registration
-from rankscope_ingest.loop import Pace
+from rankscope_ingest.channel.loop import Pace
+from rankscope_ingest.lifecycle.vitals import Vitals
 from rankscope_ingest.target import Health, Target
-from rankscope_ingest.vitals import Vitals
 
 PACE = Pace(poll_seconds=2.0, max_backoff_seconds=30.0)
 

@@ -9,11 +9,11 @@ import json
 import pytest
 
 from rankscope_contract.channel import Registration
-from rankscope_ingest.attempts import AttemptBook
 from rankscope_ingest.errors import RegistrationError
-from rankscope_ingest.networks import AllowedResolver, address_of, is_allowed, parse_target_url
+from rankscope_ingest.lifecycle.attempts import AttemptBook
 from rankscope_ingest.registry import Registry, parse_registration
 from rankscope_ingest.target import Health
+from rankscope_ingest.web.networks import AllowedResolver, address_of, is_allowed, parse_target_url
 
 LOOPBACK = [ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128")]
 HOME = [ipaddress.ip_address("127.0.0.1")]

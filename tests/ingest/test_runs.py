@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rankscope_contract.channel import Registration
-from rankscope_ingest.runs import RunBook, Timing
-from rankscope_ingest.vitals import Patience, Vitals
+from rankscope_ingest.lifecycle.runs import RunBook, Timing
+from rankscope_ingest.lifecycle.vitals import Patience, Vitals
 
 KEY = ("r", 0)
 TIMING = Timing(

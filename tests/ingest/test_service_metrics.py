@@ -11,11 +11,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rankscope_contract.events import RunState
 from rankscope_contract.metrics import CATALOG
+from rankscope_ingest.lifecycle.runs import Attempt, Rank
+from rankscope_ingest.lifecycle.vitals import Vitals
 from rankscope_ingest.progress import RunMeter, last_value, run_progress
-from rankscope_ingest.runs import Attempt, Rank
 from rankscope_ingest.service_metrics import FAILURE_REASONS, ServiceMetrics
 from rankscope_ingest.tables import rows_table
-from rankscope_ingest.vitals import Vitals
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "service_page.txt"
 

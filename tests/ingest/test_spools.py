@@ -18,9 +18,9 @@ from rankscope_contract.records import Plan, PlanEntry
 from rankscope_contract.spool import FolderLock
 from rankscope_exporter.record import NamedPlan, Scalar, Statistics, StepRecord
 from rankscope_exporter.serving.spool import Spool
-from rankscope_ingest import spool_watch
-from rankscope_ingest import spools as spools_module
-from rankscope_ingest.spools import Spools
+from rankscope_ingest.spool import spool_watch
+from rankscope_ingest.spool import spools as spools_module
+from rankscope_ingest.spool.spools import Spools
 
 PLAN = NamedPlan.of(Plan((PlanEntry(kind="param_after", tensor="w"),)))
 SEQS = "SELECT incarnation, attempt, seq FROM scalars WHERE name = 'loss' ORDER BY ALL"

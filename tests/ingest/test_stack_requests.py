@@ -12,10 +12,10 @@ import pytest
 from aiohttp import web
 
 from rankscope_contract.channel import Registration
-from rankscope_ingest.fetch import Fetcher
-from rankscope_ingest.stack_requests import ask
+from rankscope_ingest.channel.fetch import Fetcher
+from rankscope_ingest.hangs.stack_requests import ask
+from rankscope_ingest.lifecycle.vitals import Vitals
 from rankscope_ingest.target import Health, Target
-from rankscope_ingest.vitals import Vitals
 
 Make = Callable[..., Any]
 

@@ -10,14 +10,14 @@ import pytest
 from rankscope_contract.channel import Registration
 from rankscope_contract.events import RunState
 from rankscope_contract.stacks import Collective, FlightRecord, Frame, StackDump, ThreadStack
+from rankscope_ingest.alerting.messages import goes_on, message
 from rankscope_ingest.errors import RegistrationError
-from rankscope_ingest.lives import Attempt, Rank
-from rankscope_ingest.messages import goes_on, message
-from rankscope_ingest.runs import RunBook, Timing
-from rankscope_ingest.stack_requests import parse_stacks_request
-from rankscope_ingest.stalls import QUIET_SECONDS, WAIT_SECONDS, StallBook
+from rankscope_ingest.hangs.stack_requests import parse_stacks_request
+from rankscope_ingest.hangs.stalls import QUIET_SECONDS, WAIT_SECONDS, StallBook
+from rankscope_ingest.lifecycle.lives import Attempt, Rank
+from rankscope_ingest.lifecycle.runs import RunBook, Timing
+from rankscope_ingest.lifecycle.vitals import Patience, Vitals
 from rankscope_ingest.tables import rows_table
-from rankscope_ingest.vitals import Patience, Vitals
 
 KEY = ("r", 0)
 

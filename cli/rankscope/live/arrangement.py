@@ -191,7 +191,7 @@ def _service_wish(choices: Choices, settings: ServiceConfig) -> ServiceWish:
 
 def _advertised(settings: ServiceConfig, port: int) -> str:
     """Return the address that ranks are given, also those on other machines."""
-    from rankscope_ingest.listening import advertised
+    from rankscope_ingest.web.listening import advertised
 
     scheme = "http" if service_trust(settings) is None else "https"
     return f"{scheme}://{advertised(settings.service, port)}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from rankscope_exporter.object_specs import Specs, parse_specs
 from rankscope_exporter.quantities.base import QuantityOptions
-from rankscope_exporter.targets import Targets
+from rankscope_exporter.sampling.targets import Targets
 
 _SWITCHES = ("inputs", "outputs", "input_grads", "output_grads", "forward_only", "backward_only", "all_modules")
 

@@ -14,7 +14,7 @@ from rankscope_exporter.frameworks import Framework
 from rankscope_exporter.frameworks.base import Holder, Removable
 from rankscope_exporter.frameworks.layout import Layout
 from rankscope_exporter.naming import NamedParameter, local_tensor
-from rankscope_exporter.targets import Targets
+from rankscope_exporter.sampling.targets import Targets
 
 
 @dataclass(frozen=True, slots=True)

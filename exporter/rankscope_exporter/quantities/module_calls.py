@@ -14,7 +14,7 @@ from torch import nn
 from rankscope_exporter.modules import NamedModule, named_modules, selected, unmatched
 from rankscope_exporter.quantities.activations_gaps import Gaps
 from rankscope_exporter.quantities.base import Gate, Hooking
-from rankscope_exporter.targets import Targets
+from rankscope_exporter.sampling.targets import Targets
 
 Received = Callable[[NamedModule, int, Sequence[Any], Mapping[str, Any]], None]
 """Called with a module, the number of the micro-batch, and the arguments of the call, before it begins."""

@@ -12,7 +12,7 @@ from rankscope_contract.kinds import Kind
 from rankscope_contract.records import PlanEntry
 from rankscope_exporter.naming import local_tensor
 from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Subject, Table
-from rankscope_exporter.targets import Targets
+from rankscope_exporter.sampling.targets import Targets
 
 # Key in `optimizer.state[parameter]` -> kind, by the option that says the optimizer keeps it.
 ADAM_STATE: Final = (("exp_avg", Kind.EXP_AVG), ("exp_avg_sq", Kind.EXP_AVG_SQ))

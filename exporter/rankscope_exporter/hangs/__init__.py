@@ -1,0 +1,1 @@
+"""A rank that gives no sign of life: who notices, and where it stands."""

@@ -1,0 +1,128 @@
+"""A thread that looks, about once a second, whether training gives signs of life, and whether a signal left stacks."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from rankscope_contract.events import Event, EventType, Severity
+from rankscope_contract.standing import Standing
+from rankscope_exporter.guard import Guard
+from rankscope_exporter.hangs.diagnosis import Diagnosis
+from rankscope_exporter.hangs.hang import Hang, HangLimits, HangWatch, Resumed, Sign
+from rankscope_exporter.hangs.stack_signal import StackSignal
+
+_MOST_SECONDS: Final = 1.0
+_LOOKS_PER_LIMIT: Final = 8.0
+_GIL_SHARE: Final = 0.5
+"""When this thread itself could not run for so much of a silence, something held the interpreter lock."""
+
+
+class Watchdog:
+    """`beat` is called by training, all else happens on a daemon thread of its own."""
+
+    def __init__(
+        self,
+        limits: HangLimits,
+        stack_signal: str | None,
+        diagnosis: Diagnosis,
+        guard: Guard,
+        *,
+        standing: Callable[[], tuple[int | None, str | None]],
+        planned_steps: int | None,
+        say: Callable[[str], None],
+    ) -> None:
+        """`standing` gives the last step published and the announced phase; `say` prints a line on the console."""
+        # At a prompt, minutes without a step are somebody thinking.
+        self._limits = HangLimits(training=0, in_phase=0) if hasattr(sys, "ps1") else limits
+        self._signal_name = stack_signal
+        self._signal: StackSignal | None = None
+        self._watch = HangWatch(self._limits)
+        self._diagnosis = diagnosis
+        self._guard = guard
+        self._standing = standing
+        self._planned_steps = planned_steps
+        self._say = say
+        self._heard_at = time.monotonic()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rankscope-watchdog", daemon=True)
+        self._seconds = min(_MOST_SECONDS, limits.training / _LOOKS_PER_LIMIT) if limits.is_on else _MOST_SECONDS
+        self.cpu_seconds = 0.0
+        """CPU time of the thread so far."""
+
+    def beat(self) -> None:
+        """Note a sign of life. One store, and from any thread."""
+        self._heard_at = time.monotonic()
+
+    def start(self) -> None:
+        """Take the signal where one is named, and begin to look. A signal that is taken is said, and left alone."""
+        if self._signal_name is not None:
+            self._signal = self._guard.call("stacks_signal", StackSignal, self._signal_name)
+        self.beat()
+        if self._limits.is_on or self._signal is not None:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and give the signal back."""
+        self._stopped.set()
+        if self._thread.ident is not None:
+            self._thread.join(1.0)
+        if self._signal is not None:
+            found, self._signal = self._signal, None
+            found.restore()
+
+    def abandon_after_fork(self) -> None:
+        """In a forked child, where the thread does not exist."""
+        if self._signal is not None:
+            self._signal.abandon_after_fork()
+            self._signal = None
+
+    def signal_note(self) -> str | None:
+        """Return what the banner says of the signal."""
+        if self._signal is None:
+            return None
+        return f"{self._signal.name} writes stacks, also while C code holds the interpreter, to {self._signal.path}"
+
+    def _run(self) -> None:
+        before = time.monotonic()
+        while not self._stopped.wait(self._seconds):
+            now = time.monotonic()
+            late, before = now - before - self._seconds, now
+            self._guard.call("the watchdog", self._look, now, late)
+            self.cpu_seconds = time.thread_time()
+
+    def _look(self, now: float, late: float) -> None:
+        if self._signal is not None and (text := self._signal.written()) is not None:
+            self._diagnosis.take_written(text, "signal")
+        step, phase = self._standing()
+        is_done = self._planned_steps is not None and step is not None and step >= self._planned_steps
+        sign = Sign(heard_at=self._heard_at, has_stepped=step is not None, is_done=is_done, phase=phase)
+        match self._watch.look(sign, now):
+            case Hang(seconds):
+                self._tell_hang(seconds, late, step, phase)
+            case Resumed(seconds):
+                self._tell_end(seconds)
+            case None:
+                pass
+
+    def _tell_hang(self, seconds: float, late: float, step: int | None, phase: str | None) -> None:
+        held = late if late > _GIL_SHARE * seconds else None
+        text = f"no sign of training for {seconds:.0f} s" + (f" in phase {phase}" if phase else "")
+        text += "" if step is None else f", after step {step}"
+        if held is not None:
+            text += f"; for {held:.0f} s no Python ran: C code held the interpreter lock, or the process was stopped"
+        details = json.dumps({"state": "began", "seconds": seconds, "phase": phase, "interpreter_held_seconds": held})
+        event = Event(type=EventType.HANG, severity=Severity.CRITICAL, value=seconds, message=text, details=details)
+        taken = self._diagnosis.take("hang", severity=Severity.CRITICAL, first=event)
+        where = Standing.of(self._diagnosis.rank, taken.stacks, taken.flight)
+        self._say(f"rank {self._diagnosis.rank}: {text}: {where}")
+
+    def _tell_end(self, seconds: float) -> None:
+        details = json.dumps({"state": "ended", "seconds": seconds})
+        text = f"training goes on after {seconds:.0f} s without a sign"
+        self._diagnosis.tell(Event(type=EventType.HANG, value=seconds, message=text, details=details))
+        self._say(f"rank {self._diagnosis.rank}: {text}")

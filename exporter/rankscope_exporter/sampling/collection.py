@@ -1,0 +1,137 @@
+"""All quantities of one attached model: which are due at a step, and the sheet they fill. On the training thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from rankscope_exporter.drafts import Draft
+from rankscope_exporter.frameworks.base import Holder
+from rankscope_exporter.guard import Guard
+from rankscope_exporter.quantities.base import Hooking, Quantity
+from rankscope_exporter.sampling.members import Member
+from rankscope_exporter.sampling.plan_book import PlanBook
+from rankscope_exporter.sampling.schedule import Timing
+from rankscope_exporter.sampling.windows import Measurement, Sheet
+from rankscope_exporter.statistics import HostCopy, StatisticsTable
+
+MAX_BACKLOG: Final = 64
+"""Measured steps that may wait for the publisher; one more is counted as dropped rather than waited for."""
+
+
+Part = tuple[Quantity, Timing]
+Lineup = list[tuple[Member, Timing]]
+
+
+class Collection:
+    """Begins, measures and ends the sampled part of each step."""
+
+    def __init__(
+        self,
+        quantities: Sequence[Part],
+        *,
+        device: torch.device,
+        guard: Guard,
+        measurement: Measurement | None = None,
+    ) -> None:
+        self._guard = guard
+        self.book = PlanBook()
+        self._members: list[Member] = []
+        self._per_gradient: list[Member] = []
+        self._hooking: Hooking | None = None
+        first = sum(len(quantity.entries()) for quantity, _ in quantities)
+        self._sheet = Sheet(self.book, StatisticsTable(first, device), measurement or Measurement())
+        self.backlog = 0
+        self.unsampled = 0  # steps not measured because the publisher was behind
+        self.take(self.lineup(quantities))
+
+    def install(self, hooking: Hooking) -> None:
+        """Let the quantities register hooks of their own."""
+        self._hooking = hooking
+        hooking.keep(self)
+        for member in self._members:
+            member.install(hooking, self._guard)
+
+    def remove(self) -> None:
+        """Remove the hooks of all quantities."""
+        self._hooking = None
+        for member in self._members:
+            member.unhook()
+
+    def lineup(self, parts: Sequence[Part]) -> Lineup:
+        """Return what `take` will measure by, the hooks registered; who measures the same already goes on."""
+        lineup: Lineup = []
+        for quantity, timing in parts:
+            member = next((known for known in self._members if known.measures_as(quantity)), None)
+            if member is None:
+                member = Member(quantity)
+                if self._hooking is not None:
+                    member.install(self._hooking, self._guard)
+            lineup.append((member, timing))
+        return lineup
+
+    def take(self, lineup: Lineup) -> None:
+        """Measure by `lineup` from now on, between two steps; every schedule begins anew."""
+        members = [member for member, _ in lineup]
+        for member in self._members:
+            if member not in members:
+                self._guard.call(f"hooks of {member.quantity.name}", member.leave)
+        seat = [(f"rows of {member.quantity.name}", member, timing) for member, timing in lineup]
+        self._members = [
+            member for where, member, timing in seat if self._guard.call(where, member.be_seated, self._sheet, timing)
+        ]
+        self._per_gradient = [member for member in self._members if member.quantity.hears("gradient_ready")]
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether all that was measured here will be no more; of a rank that measures nothing, False."""
+        return bool(self._members) and all(member.schedule.is_over for member in self._members)
+
+    def kinds(self) -> set[str]:
+        """Return the kinds of everything that is measured, or will be."""
+        return {kind for member in self._members for kind in member.quantity.kinds()}
+
+    def quantity(self, name: str) -> Quantity | None:
+        """Return the quantity of that name, if it is measured here."""
+        return next((member.quantity for member in self._members if member.quantity.name == name), None)
+
+    def begin(self, step: int) -> bool:
+        """Note that a step begins; return whether any quantity is due."""
+        for member in self._members:
+            member.is_open = member.schedule.begins(step)
+        if any(member.is_open for member in self._members) and self.backlog >= MAX_BACKLOG:
+            self.unsampled += 1
+            self.pause()
+        return any(member.is_open for member in self._members)
+
+    def pause(self) -> None:
+        """Measure nothing until the next step begins."""
+        for member in self._members:
+            member.is_open = False
+
+    def each(self, moment: str) -> None:
+        """Tell every quantity that is due of a moment; one that fails costs its own rows alone."""
+        with torch.no_grad():
+            for member in self._members:
+                if member.is_open:
+                    where = f"{member.quantity.name} ({moment})"
+                    self._guard.call(where, getattr(member.quantity, moment), member.table)
+
+    def gradient_ready(self, index: int, holder: Holder) -> None:
+        """Tell the quantities that read gradients one by one."""
+        for member in self._per_gradient:
+            own = member.own_index(index)
+            if member.is_open and own is not None:
+                member.quantity.gradient_ready(own, holder, member.table)
+
+    def end(self, draft: Draft) -> None:
+        """Put what was measured into `draft`."""
+        for member in self._members:
+            if member.is_open:
+                member.is_open = False
+                member.schedule.taken()
+        draft.copy = HostCopy(self._sheet.table, len(self.book))
+        draft.deferred, draft.rows = self._sheet.take_rows()
+        self.backlog += 1

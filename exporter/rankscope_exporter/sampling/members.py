@@ -1,0 +1,113 @@
+"""A quantity in its place: with its rows, its schedule, and the hooks it has registered. On the training thread."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rankscope_exporter.frameworks.base import Removable
+from rankscope_exporter.guard import Guard
+from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions
+from rankscope_exporter.sampling.schedule import Schedule, Timing
+from rankscope_exporter.sampling.windows import Sheet, TableWindow
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A quantity of a collection. Its hooks may be there before its rows are: it is due only once it is seated."""
+
+    quantity: Quantity
+    window: TableWindow | None = None
+    schedule: Schedule = field(default_factory=lambda: Schedule(Timing()))
+    is_open: bool = False
+    """Whether the step under way is measured by this quantity. A field: closed hooks ask for it all the time."""
+    handles: list[Removable] = field(default_factory=list)
+
+    @property
+    def table(self) -> TableWindow:
+        """Where the quantity writes. Only asked for while it is due."""
+        assert self.window is not None
+        return self.window
+
+    def own_index(self, index: int) -> int | None:
+        """Return where the quantity itself counts parameter `index` of the subject; None when it leaves it out."""
+        positions = self.quantity.subject.positions
+        if positions is None:
+            return index
+        place = bisect.bisect_left(positions, index)
+        return place if place < len(positions) and positions[place] == index else None
+
+    def install(self, hooking: Hooking, guard: Guard) -> None:
+        """Let the quantity register hooks, which are this member's to remove."""
+        own = OwnHooking(hooking, self.handles)
+        guard.call(f"hooks of {self.quantity.name}", self.quantity.install, own, self)
+
+    def be_seated(self, sheet: Sheet, timing: Timing) -> bool:
+        """Begin to count steps anew, and find rows of the sheet where there are none yet; return that it is done."""
+        self.schedule = Schedule(timing)
+        if self.window is None:
+            self.window = TableWindow.seated(sheet, self.quantity.entries(), self.quantity.owners())
+        return True
+
+    def unhook(self) -> None:
+        """Take the hooks away."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    def leave(self) -> None:
+        """Take the hooks away, and let others fill the rows."""
+        self.is_open = False
+        self.unhook()
+        if self.window is not None:
+            self.window.release()
+
+    def measures_as(self, other: Quantity) -> bool:
+        """Return whether `other` would measure the same, if at other steps."""
+        mine, theirs = self.quantity, other
+        return type(mine) is type(theirs) and _untimed(mine.options) == _untimed(theirs.options)
+
+
+def _untimed(options: QuantityOptions) -> QuantityOptions:
+    return replace(options, start_step=None, every=None, times=None, ranks=None)
+
+
+class OwnHooking:
+    """The hooking of a model, with the handles kept apart."""
+
+    def __init__(self, hooking: Hooking, handles: list[Removable]) -> None:
+        self._hooking = hooking
+        self._handles = handles
+
+    @property
+    def micro_step(self) -> int:
+        """Which training forward of the step is under way or was the last, from 0 on."""
+        return self._hooking.micro_step
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a training forward of the whole model is under way."""
+        return self._hooking.in_forward
+
+    @property
+    def grad_enabled(self) -> bool:
+        """Whether training computes gradients where the guarded hook that is running was called."""
+        return self._hooking.grad_enabled
+
+    def keep(self, handle: Removable) -> None:
+        """Remove `handle` when the quantity leaves."""
+        self._handles.append(handle)
+
+    def tell(self, message: str) -> None:
+        """Say something that its reader should know."""
+        self._hooking.tell(message)
+
+    def guarded(self, where: str, function: Callable[..., None], gate: Gate) -> Callable[..., Any]:
+        """Return `function` as a hook."""
+        return self._hooking.guarded(where, function, gate)
+
+    def follow_forward(self) -> None:
+        """Have `in_forward` kept up to date."""
+        self._hooking.follow_forward()

@@ -1,0 +1,114 @@
+"""What a quantity writes to during one sampled step: its rows of the shared table, and rows of other datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from rankscope_contract.records import PlanEntry
+from rankscope_exporter.deferred import Deferred, Row, Transfer
+from rankscope_exporter.quantities.base import Table
+from rankscope_exporter.sampling.plan_book import PlanBook
+from rankscope_exporter.statistics import MeasureGroup, StatisticsTable, copy_entries
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """How tensors are measured."""
+
+    zero_below: float = 0.0
+    compiled: bool = True  # use the compiled CPU kernel once it is ready
+
+
+@dataclass(slots=True)
+class Sheet:
+    """What the quantities share: the plan, the table of its entries, and the other rows of the step under way."""
+
+    book: PlanBook
+    table: StatisticsTable
+    measurement: Measurement
+    deferred: list[Deferred] = field(default_factory=list)
+    rows: dict[str, list[Row]] = field(default_factory=dict)
+
+    def take_rows(self) -> tuple[list[Deferred], dict[str, list[Row]]]:
+        """Return what was written beside the table, and begin anew."""
+        deferred, rows = self.deferred, self.rows
+        self.deferred, self.rows = [], {}
+        return deferred, rows
+
+
+class TableWindow(Table):
+    """One quantity's view of the sheet: its rows are counted from its own first entry."""
+
+    def __init__(self, sheet: Sheet, first: int) -> None:
+        self._sheet = sheet
+        self._first = first
+        self._groups: dict[range, MeasureGroup] = {}
+        self._added: list[range] = []
+
+    @classmethod
+    def seated(cls, sheet: Sheet, entries: Sequence[PlanEntry], owners: Sequence[int]) -> TableWindow:
+        """Return a window whose first rows are `entries`."""
+        rows = sheet.book.add(entries, owners)
+        window = cls(sheet, len(sheet.book) if rows is None else rows.start)
+        if rows is not None:
+            window._added.append(rows)
+            sheet.table.grow(rows.stop)
+        return window
+
+    def add(self, entries: Sequence[PlanEntry], owners: Sequence[int] | None = None) -> range | None:
+        """Append entries that were not known before; None when the plan is full."""
+        rows = self._sheet.book.add(entries, owners)
+        if rows is None:
+            return None
+        self._added.append(rows)
+        self._sheet.table.grow(rows.stop)
+        return range(rows.start - self._first, rows.stop - self._first)
+
+    def release(self) -> None:
+        """Let others fill the entries that were added here: nothing is written any more."""
+        for rows in self._added:
+            self._sheet.book.release(rows)
+
+    def measure(self, tensors: Sequence[torch.Tensor | None], rows: range) -> None:
+        """Take the statistics of `tensors` into entries `rows`; None leaves an entry absent."""
+        group = self._groups.get(rows)
+        if group is None:
+            how = self._sheet.measurement
+            group = MeasureGroup(self._shifted(rows), zero_below=how.zero_below, compiled=how.compiled)
+            self._groups[rows] = group
+        group.measure(tensors, self._sheet.table)
+
+    def copy(self, source: range, target: range) -> None:
+        """Set entries `target` equal to entries `source`, which were measured before."""
+        copy_entries(self._sheet.table, self._shifted(source), self._shifted(target))
+
+    def forget(self, rows: range) -> None:
+        """Make entries absent that were measured before."""
+        self._sheet.table.forget(self._shifted(rows))
+
+    def forget_equal(self, rows: range, others: range) -> torch.Tensor:
+        """Make those of `rows` absent whose statistics are, bit for bit, those of the entry beside them in `others`."""
+        return self._sheet.table.forget_equal(self._shifted(rows), self._shifted(others))
+
+    def defer(self, dataset: str, tensor: torch.Tensor, rows: Callable[[torch.Tensor], Iterable[Row]]) -> None:
+        """Have `rows` make rows of `dataset` of `tensor` once it is on the host; nothing waits for the device."""
+        self._sheet.deferred.append(Deferred(dataset, Transfer.of(tensor), rows))
+
+    def later(self, tensor: torch.Tensor, use: Callable[[torch.Tensor], None]) -> None:
+        """Call `use` on the publisher's thread with what `tensor` holds now, once it is on the host."""
+
+        def no_rows(numbers: torch.Tensor) -> tuple[()]:
+            use(numbers)
+            return ()
+
+        self._sheet.deferred.append(Deferred(None, Transfer.of(tensor), no_rows))
+
+    def write(self, dataset: str, row: Row) -> None:
+        """Add a row of `dataset` that is known already."""
+        self._sheet.rows.setdefault(dataset, []).append(row)
+
+    def _shifted(self, rows: range) -> range:
+        return range(self._first + rows.start, self._first + rows.stop)

@@ -1,0 +1,150 @@
+"""Where a change of what is measured waits for its step, and takes place. The training thread takes, others put."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rankscope_contract.events import Event, EventType, Severity
+from rankscope_exporter.guard import Guard
+from rankscope_exporter.sampling.collection import Collection, Lineup, Part
+from rankscope_exporter.sampling.measuring import Measuring
+
+_KEEP: Final = 0.8
+"""How much of the average time of a step is kept when another has passed."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Change:
+    """What is measured from the first step at or behind `step` on; without a number from the next one on."""
+
+    measuring: Measuring
+    parts: list[Part]
+    source: str
+    step: int | None = None
+    without: tuple[int, ...] = ()
+    """Ranks that were not heard and may take the change over later."""
+    lineup: Lineup | None = None
+
+
+class Switchboard:
+    """Changes the members of a collection between two steps, and says so with an event of the first new step."""
+
+    def __init__(self, collection: Collection, measuring: Measuring, *, guard: Guard, first_step: int) -> None:
+        self.measuring = measuring
+        self.ended = threading.Event()
+        """Set when everything that was switched on has been measured as often as was asked for."""
+        self.taken: Callable[[], None] = lambda: None
+        """Called on the training thread when a change has taken place."""
+        self._collection = collection
+        self._guard = guard
+        self._waiting: list[Change] = []
+        self._lock = threading.Lock()
+        self._pace: tuple[int, float | None] = (first_step - 1, None)
+        self._opened_at: float | None = None
+        self._since: int | None = None
+        self._by: str | None = None
+
+    # From any thread.
+
+    def put(self, change: Change) -> None:
+        """Have `change` take place at its step, behind those that wait already."""
+        with self._lock:
+            self._waiting.append(change)
+
+    def pace(self) -> tuple[int, float | None]:
+        """Return the number of the last step that began, and about how many seconds one takes."""
+        return self._pace
+
+    def state(self) -> dict[str, Any]:
+        """Return what is measured, since when, and what is to come, as /config shows it."""
+        with self._lock:
+            waiting = [{"step": change.step, **change.measuring.shown()} for change in self._waiting]
+        return {**self.measuring.shown(), "since_step": self._since, "source": self._by, "to_come": waiting}
+
+    # On the training thread.
+
+    def ready(self) -> None:
+        """Register the hooks of the next change, outside of the forward pass that would miss some of them."""
+        if self._waiting and self._waiting[0].lineup is None:
+            self._waiting[0].lineup = self._collection.lineup(self._waiting[0].parts)
+
+    def opens(self, step: int) -> list[Event]:
+        """Note that step number `step` is about to begin, and do what is due. Two comparisons when nothing is."""
+        self._note_pace(step)
+        events = []
+        while self._waiting and (self._waiting[0].step or step) <= step:
+            with self._lock:
+                change = self._waiting.pop(0)
+            events.append(self._take(change, step))
+        if not events and self._since is not None and self.measuring.on and self._collection.is_over:
+            events.append(self._end(step))
+        return events
+
+    def _take(self, change: Change, step: int) -> Event:
+        lineup = self._collection.lineup(change.parts) if change.lineup is None else change.lineup
+        before, self.measuring = self.measuring, change.measuring
+        self._guard.call("switching", self._collection.take, lineup)
+        self.ended.clear()
+        self._since, self._by = step, change.source
+        self.taken()
+        return _event(before, change, step)
+
+    def _end(self, step: int) -> Event:
+        self._collection.take([])
+        before = self.measuring
+        self.measuring = Measuring(on=False, config=before.config)
+        self.ended.set()
+        change = Change(measuring=self.measuring, parts=[], source="times", step=step)
+        return _event(before, change, step)
+
+    def is_over(self) -> bool:
+        """Return whether what was switched on has been measured as often as was asked for."""
+        return self.ended.is_set() or (self._since is not None and self.measuring.on and self._collection.is_over)
+
+    def _note_pace(self, step: int) -> None:
+        now = time.monotonic()
+        seconds = self._pace[1]
+        if self._opened_at is not None:
+            took = now - self._opened_at
+            seconds = took if seconds is None else _KEEP * seconds + (1 - _KEEP) * took
+        self._opened_at = now
+        self._pace = (step, seconds)
+
+
+def _event(before: Measuring, change: Change, step: int) -> Event:
+    after = change.measuring
+    late = 0 if change.step is None else step - change.step
+    details = {
+        "step": step,
+        "agreed_step": change.step,
+        "source": change.source,
+        "was": before.shown(),
+        "now": after.shown(),
+        "needs_restart": list(after.fixed),
+        "ranks_not_heard": list(change.without),
+    }
+    text = f"from step {step} on {_words(after)}, as the {change.source} says"
+    if change.source == "times":
+        text = f"measured as often as was asked for: from step {step} on nothing is"
+    if late:
+        text += f"; agreed for step {change.step}, of which this rank heard too late"
+    if change.without:
+        text += f"; ranks {', '.join(map(str, change.without))} gave no answer"
+    if after.fixed:
+        text += f"; {', '.join(after.fixed)} cannot change before the next start"
+    severity = Severity.WARNING if late or change.without or after.fixed else Severity.INFO
+    return Event(type=EventType.SWITCH, severity=severity, message=text, details=json.dumps(details))
+
+
+def _words(measuring: Measuring) -> str:
+    if not measuring.on or measuring.config.times == 0:
+        return "nothing is measured"
+    config = measuring.config
+    every = "every step" if config.every == 1 else f"every {config.every} steps"
+    times = "" if config.times is None else f", {config.times} times"
+    return f"{', '.join(config.quantities)} {'are' if len(config.quantities) > 1 else 'is'} measured {every}{times}"

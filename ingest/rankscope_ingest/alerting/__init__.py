@@ -1,0 +1,1 @@
+"""From thousands of anomalies to the few messages a person wants."""

@@ -1,0 +1,139 @@
+"""The words of a notification. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from rankscope_contract.events import Severity
+from rankscope_ingest.alerting.incidents import Incident
+from rankscope_ingest.alerting.symptoms import Symptom
+from rankscope_ingest.notifiers.base import Message
+from rankscope_ingest.rows import headline
+
+RUN_FAILED: Final = "RunFailed"
+"""Rule name of the incident that a run failed; no rule on a rank has it."""
+
+RUN_STALLED: Final = "RunStalled"
+"""Rule name of the incident that a run stands still."""
+
+AGAIN: Final = "(Sent again: the service was stopped before this delivery could be confirmed.)"
+MUTE_FOLLOWS: Final = "(Many incidents in this run: further ones are stored but not sent for up to an hour.)"
+
+
+def message(incident: Incident, *, again: bool = False) -> Message:
+    """Return what to tell people about `incident`: what, where, how bad, and how to look closer."""
+    first = incident.first
+    lines = [
+        f"run: {first.run} (attempt {first.attempt})",
+        f"rank: {first.rank}",
+        *_line("step", first.step),
+        *_line("tensor", first.tensor),
+        *_line("kind", first.kind),
+        *_line("statistic", first.op),
+        *_line("value", first.value),
+        *_line("baseline", first.baseline),
+        *_line("threshold", first.threshold),
+        *_line("said", first.message),
+    ]
+    if incident.lines:
+        lines += ["where:", *(f"  {line}" for line in incident.lines)]
+    if first.rule == RUN_STALLED:
+        lines.append(f"look closer: rankscope stacks {first.run}")
+    elif first.rule == RUN_FAILED:
+        lines.append(f"look closer: rankscope summary {first.run}")
+    else:
+        ranks = ", ".join(map(str, sorted(incident.ranks)))
+        lines.append(f"so far: {incident.events} anomaly events on rank {ranks}")
+        lines.append(f"look closer: rankscope anomalies {first.run}")
+    lines.append(f"incident: {incident.key}")
+    lines += [AGAIN] if again else []
+    lines += [MUTE_FOLLOWS] if incident.is_last_before_mute else []
+    return Message(
+        key=incident.key,
+        title=f"[{incident.severity}] {first.run}: {headline(first)}",
+        body="\n".join(lines),
+        severity=incident.severity,
+    )
+
+
+def run_failed(*, run: str, attempt: int, rank: int, step: int | None, reason: str, opened_at: float) -> Incident:
+    """Return the incident that an attempt failed; its key does not depend on when or how that was found."""
+    first = Symptom(
+        run=run,
+        attempt=attempt,
+        rank=rank,
+        step=step,
+        severity=Severity.CRITICAL,
+        causal=(),
+        rule=RUN_FAILED,
+        message=reason,
+    )
+    return Incident(
+        first=first,
+        severity=Severity.CRITICAL,
+        opened_at=opened_at,
+        last_step=step,
+        events=1,
+        ranks={rank},
+        is_settled=True,
+        fixed_key=failure_key(run, attempt),
+    )
+
+
+def goes_on(incident: Incident) -> Message:
+    """Return what to tell people when a run that stood still makes steps again."""
+    first = incident.first
+    where = "" if first.step is None else f" It had stood still after step {first.step}."
+    return Message(
+        key=f"{incident.key}:resolved",
+        title=f"[resolved] {first.run}: {RUN_STALLED}, steps go on",
+        body=f"run: {first.run} (attempt {first.attempt})\nTraining goes on.{where}\nincident: {incident.key}",
+        severity=Severity.INFO,
+    )
+
+
+def run_stalled(
+    *,
+    run: str,
+    attempt: int,
+    rank: int,
+    step: int | None,
+    reason: str,
+    lines: tuple[str, ...],
+    opened_at: float,
+) -> Incident:
+    """Return the incident that an attempt stands still, `rank` being the first of those that the others wait for."""
+    first = Symptom(
+        run=run,
+        attempt=attempt,
+        rank=rank,
+        step=step,
+        severity=Severity.CRITICAL,
+        causal=(),
+        rule=RUN_STALLED,
+        message=reason,
+    )
+    return Incident(
+        first=first,
+        severity=Severity.CRITICAL,
+        opened_at=opened_at,
+        last_step=step,
+        events=1,
+        ranks={rank},
+        lines=lines,
+        is_settled=True,
+        fixed_key=f"{RUN_STALLED}:{attempt}:{step}:{run}",
+    )
+
+
+def failure_key(run: str, attempt: int) -> str:
+    """Return what identifies the failure of an attempt."""
+    return f"{RUN_FAILED}:{attempt}:{run}"
+
+
+def _line(label: str, value: object) -> list[str]:
+    return (
+        []
+        if value is None or value == ""
+        else [f"{label}: {value:g}" if isinstance(value, float) else f"{label}: {value}"]
+    )

@@ -1,0 +1,1 @@
+"""The record channel from the reader's side: a body is fetched, read, and decoded into tables."""

@@ -1,0 +1,237 @@
+"""Read one rank: poll, check, decode, hand over. One asyncio task per target, so a slow rank delays no other.
+
+The cursor moves together with the rows into the batch, and `committed` is passed back only after the store has them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import pyarrow as pa
+
+from rankscope_ingest.channel.decode import Decoded, RowContext, decode, plan_ids
+from rankscope_ingest.channel.fetch import Answer, Body, Drained, NothingNew, OtherProcess, Standing
+from rankscope_ingest.channel.plans import PlanCache, PlanColumns
+from rankscope_ingest.channel.wire import open_stream
+from rankscope_ingest.errors import DecodeError, FetchError
+from rankscope_ingest.target import Health, Target
+
+DRAINING_POLL_SECONDS: Final = 0.2
+POKE_SECONDS: Final = 0.25  # between two polls out of turn: whoever pokes without end does not get polls without end
+_FAST_SHARE: Final = 0.25  # of the interval, while the ring is more than half full
+_INLINE_BYTES: Final = 65_536  # a small body is decoded faster than a thread is woken
+
+
+class Source(Protocol):
+    """Where records come from: ranks over HTTP, or what they left on a disk. Both raise FetchError."""
+
+    async def records(self, url: str, *, incarnation: str, after: int, committed: int, lease: str | None) -> Answer:
+        """Return the records of a process after the cursor, and pass on what is committed."""
+        ...
+
+    async def plan(self, url: str, plan_id: str) -> str:
+        """Return the text of a plan."""
+        ...
+
+
+class Sink(Protocol):
+    """The service as a loop sees it. All methods are called on the event loop."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether pulling has to wait for the store."""
+        ...
+
+    def ordinals(self, count: int) -> int:
+        """Return the first of `count` new arrival numbers."""
+        ...
+
+    def took(self, target: Target, body: Decoded, plans: dict[str, PlanColumns], size: int) -> None:
+        """Take the rows of one body and move the cursor behind it, both or neither."""
+        ...
+
+    def answered(self, target: Target) -> None:
+        """Note any usable answer."""
+        ...
+
+    def failed(self, target: Target, error: FetchError) -> None:
+        """Note a poll that brought nothing."""
+        ...
+
+    def drained(self, target: Target) -> None:
+        """Note that the rank ends, with everything committed."""
+        ...
+
+    def replaced(self, target: Target, incarnation: str) -> None:
+        """Note that another process answers at the target's address."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How often to poll, in seconds."""
+
+    poll_seconds: float
+    max_backoff_seconds: float
+
+    def offset(self, incarnation: str) -> float:
+        """Return when within the interval this target is polled: spread evenly, and the same after a restart."""
+        digest = hashlib.sha256(incarnation.encode()).digest()
+        return int.from_bytes(digest[:8], "big") / (1 << 64) * self.poll_seconds
+
+    def after_answer(self, target: Target, now: float) -> float:
+        """Return how long to wait after an answer without more to come: to the target's own tick, or less."""
+        if target.health is Health.DRAINING:
+            return min(DRAINING_POLL_SECONDS, self.poll_seconds)
+        if target.ring_fill > 0.5:
+            return self.poll_seconds * _FAST_SHARE
+        behind = (now - self.offset(target.incarnation)) % self.poll_seconds
+        return self.poll_seconds - behind
+
+    def after_failure(self, failures_in_row: int, jitter: float, asked_to_wait: float | None) -> float:
+        """Return how long to wait: doubling, capped, spread by `jitter` (0 … 1), at least what the rank asked for."""
+        longest = min(self.max_backoff_seconds, self.poll_seconds * 2.0 ** min(failures_in_row - 1, 16))
+        return max(longest * (0.5 + 0.5 * jitter), asked_to_wait or 0.0)
+
+
+class TargetLoop:
+    """Polls one target until it is gone."""
+
+    def __init__(
+        self,
+        target: Target,
+        source: Source,
+        plans: PlanCache,
+        sink: Sink,
+        pace: Pace,
+        *,
+        clock: Callable[[], float],
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self.target = target
+        self._source = source
+        self._plans = plans
+        self._sink = sink
+        self._pace = pace
+        self._clock = clock
+        self._jitter = jitter
+        self._poked = asyncio.Event()
+        self._extra_from = -math.inf  # no poll out of turn before this moment
+        self._context = RowContext(
+            run=target.registration.run,
+            attempt=target.attempt,
+            rank=target.registration.rank,
+            incarnation=target.incarnation,
+        )
+
+    def poke(self) -> None:
+        """Poll out of turn, at once unless that was done just before; also while the target is backed off from."""
+        self._poked.set()
+
+    async def run(self) -> None:
+        """Poll until the target is gone."""
+        delay = self._pace.after_answer(self.target, self._clock())
+        while not self.target.is_gone:
+            await self._wait(delay)
+            if not self.target.is_gone:  # it may have been taken for dead while we waited
+                delay = await self.poll_once()
+
+    async def poll_once(self) -> float:
+        """Poll once, and return after how many seconds to do so again."""
+        target = self.target
+        if self._sink.is_full:
+            return self._pace.poll_seconds
+        started = self._clock()
+        try:
+            more = await self._exchange()
+        except (FetchError, DecodeError, pa.ArrowException) as error:
+            fault = error if isinstance(error, FetchError) else FetchError("garbage", str(error))
+            target.failures_in_row += 1
+            target.last_error = str(fault)
+            if not target.is_gone:
+                target.health = Health.FAILING
+            self._sink.failed(target, fault)
+            return self._pace.after_failure(target.failures_in_row, self._jitter(), fault.retry_after_seconds)
+        finally:
+            target.last_scrape = self._clock()
+            target.last_scrape_seconds = target.last_scrape - started
+        target.failures_in_row, target.last_error = 0, None
+        return 0.0 if more else self._pace.after_answer(target, self._clock())
+
+    async def _wait(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._poked.wait()
+                await asyncio.sleep(max(0.0, self._extra_from - self._clock()))
+                self._extra_from = self._clock() + POKE_SECONDS
+        except TimeoutError:
+            pass
+        self._poked.clear()
+
+    async def _exchange(self) -> bool:
+        """Ask once and act on the answer; return whether more is waiting on the rank."""
+        target = self.target
+        answer = await self._source.records(
+            target.registration.url,
+            incarnation=target.incarnation,
+            after=target.cursor,
+            committed=target.committed,
+            lease=target.lease,
+        )
+        match answer:
+            case NothingNew(standing):
+                self._note(standing)
+                return False
+            case Drained():
+                target.health = Health.GONE
+                self._sink.drained(target)
+                return False
+            case OtherProcess(incarnation):
+                self._sink.replaced(target, incarnation)
+                raise FetchError("replaced", f"process {incarnation} answers at {target.registration.url} now")
+            case Body():
+                await self._take(answer)
+                return target.head > target.cursor
+
+    async def _take(self, body: Body) -> None:
+        target = self.target
+        if len(body.data) <= _INLINE_BYTES:
+            wire = open_stream(body.data)
+        else:
+            wire = await asyncio.to_thread(open_stream, body.data)
+        if wire.num_rows != body.rows:
+            raise FetchError("cut", f"{body.rows} records were promised, {wire.num_rows} arrived")
+        ordinal = self._sink.ordinals(wire.num_rows)
+        plans = {plan_id: await self._plan(plan_id) for plan_id in plan_ids(wire)}
+        if len(body.data) <= _INLINE_BYTES:
+            decoded = decode(wire, plans, self._context, after=target.cursor, first_ordinal=ordinal)
+        else:
+            decoded = await asyncio.to_thread(
+                decode, wire, plans, self._context, after=target.cursor, first_ordinal=ordinal
+            )
+        if (decoded.first, decoded.last) != (body.first, body.last):
+            raise FetchError(
+                "cut", f"seq {body.first} to {body.last} was promised, {decoded.first} to {decoded.last} came"
+            )
+        self._sink.took(target, decoded, plans, len(body.data))
+        self._note(body.standing)
+
+    async def _plan(self, plan_id: str) -> PlanColumns:
+        known = self._plans.get(plan_id)
+        if known is not None:
+            return known
+        text = await self._source.plan(self.target.registration.url, plan_id)
+        return self._plans.add(plan_id, text)
+
+    def _note(self, standing: Standing) -> None:
+        target = self.target
+        target.head = max(target.head, target.cursor, -1 if standing.head is None else standing.head)
+        target.ring_fill = standing.ring_fill
+        target.health = Health.DRAINING if standing.is_draining else Health.UP
+        self._sink.answered(target)

@@ -1,0 +1,1 @@
+"""Runs that stand still: noticed, asked for their stacks, told of."""

@@ -1,0 +1,1 @@
+"""What dead processes left on disk: found, stored, and then deleted."""

@@ -1,0 +1,155 @@
+"""Spools of dead processes that lie where this service can read them: found by their free locks, read like ranks.
+
+A spool that is held answers under the URL of its folder as its process would have answered while it drained, so that
+cursor, watermark and batches are those of any other target. What it says of files and locks happens in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+import pyarrow as pa
+
+from rankscope_contract.channel import STATE_DRAINING, Registration
+from rankscope_contract.spool import Orphan, SpoolError
+from rankscope_contract.spool.layout import folders
+from rankscope_ingest.channel.decode import plan_ids
+from rankscope_ingest.channel.fetch import Answer, Body, Drained, NothingNew, Standing
+from rankscope_ingest.channel.loop import Source
+from rankscope_ingest.channel.wire import open_stream
+from rankscope_ingest.errors import DecodeError, FetchError
+
+log = logging.getLogger(__name__)
+
+SERVICE: Final = "service"
+"""Who reads the spool, where another exporter would name its incarnation."""
+
+AT_ONCE: Final = 64
+"""Each that is held costs an open file and a target; after a night without a service thousands may lie there."""
+
+
+class Spools:
+    """What is held, and all else as `http` answers. Implements `Source`."""
+
+    def __init__(self, roots: Iterable[str], http: Source, *, max_bytes: int) -> None:
+        self._roots = [Path(root) for root in roots]
+        self._http = http
+        self._max_bytes = max_bytes
+        self._held: dict[str, Orphan] = {}
+        self._put_off: set[str] = set()  # given back once: all others come first
+        self._done: set[str] = set()  # drained, and could not be removed
+        self._told: set[str] = set()
+
+    async def find(self) -> list[Registration]:
+        """Take spools that are free, as many as there is room for; return as whom to follow them, the oldest first."""
+        found: list[Orphan] = []
+        for root in self._roots:
+            found += await asyncio.to_thread(self._look, root, AT_ONCE - len(self._held) - len(found))
+        self._held |= {_url(orphan): orphan for orphan in found}
+        taken = [replace(o.registration, url=_url(o), state=STATE_DRAINING, head=o.head, phase=None) for o in found]
+        return [replace(who, served_by=SERVICE) for who in sorted(taken, key=lambda who: who.started_at)]
+
+    def held(self) -> list[tuple[str, str]]:
+        """Return incarnation and URL of each spool that is held."""
+        return [(orphan.incarnation, url) for url, orphan in self._held.items()]
+
+    def let_go(self, url: str, why: str) -> None:
+        """Give a spool back, to be found again."""
+        if orphan := self._held.pop(url, None):
+            orphan.release()
+            self._put_off.add(orphan.incarnation)
+            self._tell(f"{orphan.folder} is not read now: {why}")
+
+    async def remove(self, url: str) -> None:
+        """Delete a spool of which the store has everything."""
+        if orphan := self._held.pop(url, None):
+            await asyncio.to_thread(self._remove, orphan)
+
+    def close(self) -> None:
+        """Give back what is not drained yet."""
+        for orphan in self._held.values():
+            orphan.release()
+        self._held.clear()
+
+    async def records(self, url: str, *, incarnation: str, after: int, committed: int, lease: str | None) -> Answer:
+        """Answer from a spool, or have the rank asked. Raises FetchError."""
+        orphan = self._held.get(url)
+        if orphan is None:
+            return await self._http.records(url, incarnation=incarnation, after=after, committed=committed, lease=lease)
+        try:
+            answer = await asyncio.to_thread(self._read, orphan, after, committed)
+        except OSError as error:
+            raise FetchError("spool", f"{orphan.folder}: {error.strerror or error}") from error
+        if isinstance(answer, Drained):
+            await self.remove(url)
+            log.info("%s is drained: %d records are stored", orphan.folder, orphan.committed + 1)
+        return answer
+
+    async def plan(self, url: str, plan_id: str) -> str:
+        """Return the text of a plan. Raises FetchError."""
+        orphan = self._held.get(url)
+        if orphan is None:
+            return await self._http.plan(url, plan_id)
+        text = await asyncio.to_thread(orphan.reader.plan, plan_id)
+        if text is None:
+            raise FetchError("spool", f"{orphan.folder} has no plan {plan_id}: its numbers have no names")
+        return text
+
+    def _read(self, orphan: Orphan, after: int, committed: int) -> Answer:
+        orphan.commit(committed)
+        stretch = orphan.after(after, self._max_bytes)
+        standing = Standing(head=orphan.head, ring_fill=1.0, is_draining=True)
+        if stretch is None:
+            return Drained() if orphan.is_done else NothingNew(standing)
+        return Body(data=stretch.data, first=stretch.first, last=stretch.last, rows=stretch.rows, standing=standing)
+
+    def _look(self, root: Path, room: int) -> list[Orphan]:
+        if room <= 0:
+            return []
+        try:
+            candidates = sorted(folders(root), key=lambda folder: folder.name in self._put_off)
+        except FileNotFoundError:
+            return []  # no rank has made it yet
+        except OSError as error:
+            self._tell(f"[spool] folders: {root} cannot be read: {error.strerror or error}")
+            return []
+        free = (orphan for folder in candidates if (orphan := self._take(folder)) is not None)
+        return list(islice(free, room))
+
+    def _take(self, folder: Path) -> Orphan | None:
+        if folder.name in self._done or folder.absolute().as_uri() in self._held:
+            return None
+        try:
+            return Orphan.take(folder, _needed_plans)
+        except (SpoolError, OSError) as error:
+            self._tell(f"a spool is passed over: {error}")
+            return None
+
+    def _remove(self, orphan: Orphan) -> None:
+        try:
+            orphan.remove()
+        except OSError as error:
+            self._done.add(orphan.incarnation)
+            self._tell(f"{orphan.folder} is stored and cannot be removed: {error.strerror or error}")
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            log.warning("%s", text)
+
+
+def _url(orphan: Orphan) -> str:
+    return orphan.folder.absolute().as_uri()
+
+
+def _needed_plans(stream: bytes) -> tuple[str, ...] | None:
+    try:
+        return plan_ids(open_stream(stream))
+    except (DecodeError, pa.ArrowException):
+        return None

@@ -1,0 +1,1 @@
+"""The service's HTTP side: who may ask, and what is answered."""

@@ -1,0 +1,220 @@
+"""The service's HTTP side: registration and pokes of ranks, discovery for Prometheus, and its own state as JSON."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from dataclasses import asdict
+from typing import Any, Final, Protocol
+
+from aiohttp import web
+
+from rankscope_contract.channel import (
+    HEALTH_PATH,
+    METRICS_PATH,
+    POKE_PATH,
+    REGISTER_PATH,
+    RUN_STACKS_PATH,
+    RUNS_PATH,
+    SERVICE_DISCOVERY_PATH,
+    TARGETS_PATH,
+    Registration,
+    RegistrationReply,
+)
+from rankscope_ingest.errors import RegistrationError
+from rankscope_ingest.hangs.stack_requests import RankAnswer, parse_stacks_request
+from rankscope_ingest.progress import RunProgress
+from rankscope_ingest.registry import parse_registration
+from rankscope_ingest.target import Target
+from rankscope_ingest.web.discovery import per_node, per_rank
+
+MAX_REQUEST_BYTES: Final = 1 << 20
+_PAGE_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+_PATHS: Final = (REGISTER_PATH, POKE_PATH, SERVICE_DISCOVERY_PATH, TARGETS_PATH, RUNS_PATH, HEALTH_PATH, METRICS_PATH)
+_STACKS_REFUSED: Final = (
+    "stacks show where processes stand, and are given only where a token is set: set [service] token, and"
+    " RANKSCOPE_TOKEN for the ranks and for this command"
+)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Backend(Protocol):
+    """The service as its HTTP side sees it."""
+
+    async def register(self, registration: Registration) -> RegistrationReply:
+        """Take a registration. Raises RegistrationError."""
+        ...
+
+    def poke(self, incarnation: str) -> bool:
+        """Pull a target at once; False when it is unknown."""
+        ...
+
+    async def ask_stacks(self, run: str, attempt: int, ranks: Collection[int] | None) -> list[RankAnswer]:
+        """Have the live ranks of an attempt, or those named, say where they stand."""
+        ...
+
+    def targets(self) -> Iterable[Target]:
+        """Return all targets."""
+        ...
+
+    def runs(self) -> Iterable[RunProgress]:
+        """Return where each run stands."""
+        ...
+
+    def metrics_page(self) -> bytes:
+        """Return the page for Prometheus."""
+        ...
+
+    def degraded(self) -> str | None:
+        """Return why the service cannot do its work, or None."""
+        ...
+
+
+def make_application(backend: Backend, token: str | None) -> web.Application:
+    """Return the application; with a token, everything but the health page asks for it."""
+    routes = _Routes(backend, has_token=token is not None)
+    application = web.Application(middlewares=[_plain_errors, _guard(token)], client_max_size=MAX_REQUEST_BYTES)
+    application.add_routes(
+        [
+            web.post(REGISTER_PATH, routes.register),
+            web.post(POKE_PATH, routes.poke),
+            web.post(RUN_STACKS_PATH, routes.stacks),
+            web.get(SERVICE_DISCOVERY_PATH, routes.discovery),
+            web.get(TARGETS_PATH, routes.targets),
+            web.get(RUNS_PATH, routes.runs),
+            web.get(HEALTH_PATH, routes.health),
+            web.get(METRICS_PATH, routes.metrics),
+        ]
+    )
+    return application
+
+
+class _Routes:
+    def __init__(self, backend: Backend, *, has_token: bool) -> None:
+        self._backend = backend
+        self._has_token = has_token
+
+    async def register(self, request: web.Request) -> web.Response:
+        registration = parse_registration(await request.read())
+        reply = await self._backend.register(registration)
+        return web.Response(text=reply.to_json(), content_type="application/json")
+
+    async def poke(self, request: web.Request) -> web.Response:
+        try:
+            incarnation = json.loads(await request.read())["incarnation"]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise RegistrationError(400, 'a poke is a JSON object such as {"incarnation": "…"}') from error
+        if not self._backend.poke(str(incarnation)):
+            raise RegistrationError(404, f"no process {incarnation!r} is registered: register first")
+        return web.Response(status=204)
+
+    async def stacks(self, request: web.Request) -> web.Response:
+        if not self._has_token:
+            raise RegistrationError(403, _STACKS_REFUSED)
+        run, ranks = parse_stacks_request(await request.read())
+        progress = {progress.run: progress for progress in self._backend.runs()}
+        if run not in progress:
+            raise RegistrationError(404, f"no run {run!r} is known here; there are {', '.join(progress) or 'none'}")
+        known = progress[run]
+        answers = await self._backend.ask_stacks(run, known.attempt, ranks)
+        return _json(asdict(known) | {"ranks": [answer.to_document() for answer in answers]})
+
+    async def discovery(self, request: web.Request) -> web.Response:
+        found = {"rank": per_rank, "node": per_node}.get(request.query.get("per", "rank"))
+        if found is None:
+            raise RegistrationError(400, "per is rank or node: /sd?per=node lists one page per host")
+        return _json(found(self._backend.targets()))
+
+    async def targets(self, _: web.Request) -> web.Response:
+        return _json([_described(target) for target in self._backend.targets()])
+
+    async def runs(self, _: web.Request) -> web.Response:
+        return _json([asdict(run) for run in self._backend.runs()])
+
+    async def health(self, _: web.Request) -> web.Response:
+        trouble = self._backend.degraded()
+        status = {"status": "ok"} if trouble is None else {"status": "degraded", "reason": trouble}
+        return _json(status, status=200 if trouble is None else 503)
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._backend.metrics_page(), headers={"Content-Type": _PAGE_TYPE})
+
+
+def _described(target: Target) -> dict[str, Any]:
+    who = target.registration
+    return {
+        "run": who.run,
+        "attempt": target.attempt,
+        "rank": who.rank,
+        "world_size": who.world_size,
+        "host": who.host,
+        "pid": who.pid,
+        "url": who.url,
+        "incarnation": who.incarnation,
+        "served_by": who.served_by,
+        "health": target.health,
+        "last_error": target.last_error,
+        "last_scrape_seconds": target.last_scrape_seconds,
+        "cursor": target.cursor,
+        "committed": target.committed,
+        "head": target.head,
+        "lag_records": target.lag_records,
+        "records_lost": target.records_lost,
+    }
+
+
+def _json(document: Any, *, status: int = 200) -> web.Response:
+    return web.json_response(document, status=status, dumps=_dumps)
+
+
+def _dumps(document: Any) -> str:
+    """Return JSON in which a NaN loss is the text "NaN": JSON has no such number, and null would mean absent."""
+    return json.dumps(_without_nonfinite(document), ensure_ascii=False, allow_nan=False)
+
+
+def _without_nonfinite(value: Any) -> Any:
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):  # noqa: PLR0124 - NaN
+        return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(value)]
+    if isinstance(value, Mapping):
+        return {key: _without_nonfinite(item) for key, item in value.items()}
+    return [_without_nonfinite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+@web.middleware
+async def _plain_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer errors with what is wrong and how to mend it: as text to a rank, which prints it; else as JSON."""
+    try:
+        return await handler(request)
+    except RegistrationError as error:
+        return _refusal(request, error.status, str(error))
+    except web.HTTPNotFound:
+        return _refusal(request, 404, f"no such page; there are {', '.join(_PATHS)}")
+    except web.HTTPMethodNotAllowed as error:
+        return _refusal(request, 405, f"use {' or '.join(sorted(error.allowed_methods))} here")
+    except web.RequestPayloadError:
+        return _refusal(request, 400, "the body is not in the encoding that its Content-Encoding names, or was cut off")
+    except web.HTTPRequestEntityTooLarge:
+        return _refusal(request, 413, f"a request may have {MAX_REQUEST_BYTES} bytes; leave out configuration")
+
+
+def _refusal(request: web.Request, status: int, text: str) -> web.Response:
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    if request.method == "POST":
+        return web.Response(status=status, text=text, headers=headers)
+    return web.json_response({"error": text}, status=status, headers=headers)
+
+
+def _guard(token: str | None) -> Any:
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if token is not None and request.path != HEALTH_PATH:
+            scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(
+                given.strip().encode(errors="surrogateescape"), token.encode()
+            ):
+                raise RegistrationError(401, "send Authorization: Bearer <token> with the [service] token")
+        return await handler(request)
+
+    return guard
