@@ -7,6 +7,7 @@ from typing import Final
 from rankscope_contract.events import Severity
 from rankscope_ingest.alerting.incidents import Incident
 from rankscope_ingest.alerting.symptoms import Symptom
+from rankscope_ingest.lifecycle.lives import AttemptKey
 from rankscope_ingest.notifiers.base import Message
 from rankscope_ingest.rows import headline
 
@@ -58,26 +59,8 @@ def message(incident: Incident, *, again: bool = False) -> Message:
 
 def run_failed(*, run: str, attempt: int, rank: int, step: int | None, reason: str, opened_at: float) -> Incident:
     """Return the incident that an attempt failed; its key does not depend on when or how that was found."""
-    first = Symptom(
-        run=run,
-        attempt=attempt,
-        rank=rank,
-        step=step,
-        severity=Severity.CRITICAL,
-        causal=(),
-        rule=RUN_FAILED,
-        message=reason,
-    )
-    return Incident(
-        first=first,
-        severity=Severity.CRITICAL,
-        opened_at=opened_at,
-        last_step=step,
-        events=1,
-        ranks={rank},
-        is_settled=True,
-        fixed_key=failure_key(run, attempt),
-    )
+    first = _of_a_run(RUN_FAILED, (run, attempt), rank, step, reason)
+    return _settled(first, failure_key(run, attempt), opened_at)
 
 
 def goes_on(incident: Incident) -> Message:
@@ -103,26 +86,36 @@ def run_stalled(
     opened_at: float,
 ) -> Incident:
     """Return the incident that an attempt stands still, `rank` being the first of those that the others wait for."""
-    first = Symptom(
+    first = _of_a_run(RUN_STALLED, (run, attempt), rank, step, reason)
+    return _settled(first, f"{RUN_STALLED}:{attempt}:{step}:{run}", opened_at, lines)
+
+
+def _of_a_run(rule: str, key: AttemptKey, rank: int, step: int | None, reason: str) -> Symptom:
+    run, attempt = key
+    return Symptom(
         run=run,
         attempt=attempt,
         rank=rank,
         step=step,
         severity=Severity.CRITICAL,
         causal=(),
-        rule=RUN_STALLED,
+        rule=rule,
         message=reason,
     )
+
+
+def _settled(first: Symptom, key: str, opened_at: float, lines: tuple[str, ...] = ()) -> Incident:
+    """Return an incident that needs nothing to be waited for."""
     return Incident(
         first=first,
-        severity=Severity.CRITICAL,
+        severity=first.severity,
         opened_at=opened_at,
-        last_step=step,
+        last_step=first.step,
         events=1,
-        ranks={rank},
+        ranks={first.rank},
         lines=lines,
         is_settled=True,
-        fixed_key=f"{RUN_STALLED}:{attempt}:{step}:{run}",
+        fixed_key=key,
     )
 
 
