@@ -19,6 +19,7 @@ from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter.errors import ConfigError
 from rankscope_exporter.quantities import Quantity, select_quantities
 from rankscope_exporter.quantities.base import QuantityOptions
+from rankscope_exporter.sampling.targets import Targets
 from rankscope_exporter.serving.config import ServeConfig
 
 STACK_SIGNALS: Final = ("SIGUSR1", "SIGUSR2", "SIGQUIT")
@@ -51,7 +52,7 @@ class MonitorConfig:
 
     quantities: tuple[str, ...] = DEFAULT_QUANTITIES
     tensors: tuple[str, ...] = ("*",)
-    """Globs over parameter names; a parameter is monitored when one matches."""
+    """Names of parameters, globs, or regular expressions behind "re:"; those that one matches are monitored."""
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Settings of single quantities by their name: targets, start_step, every, times, ranks, and their own."""
     every: int = 1
@@ -102,6 +103,10 @@ class MonitorConfig:
             raise ConfigError(f"statistics is 'auto' or 'torch', not {self.statistics!r}")
         if self.steps not in ("auto", "explicit"):
             raise ConfigError(f"steps is 'auto' or 'explicit', not {self.steps!r}")
+        try:
+            Targets(self.tensors)
+        except ValueError as error:
+            raise ConfigError(f"tensors: {error}") from error
         for quantity_class in select_quantities(self.quantities):
             self.options_of(quantity_class)
         self._check_options()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from rankscope_exporter.naming import plain_name
-from rankscope_exporter.sampling.targets import Targets
+from rankscope_exporter.sampling.targets import Targets, sentences
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,7 @@ def selected(modules: Iterable[NamedModule], targets: Targets) -> tuple[NamedMod
 
 def unmatched(modules: Iterable[NamedModule], targets: Targets) -> list[str]:
     """Return a sentence for each target that selects no module, with the nearest names."""
-    known = [name for item in modules for name in (item.name, *item.aliases)]
-    return [
-        f"target {pattern!r} matches no module" + (f"; nearest: {', '.join(near)}" if near else "")
-        for pattern, near in targets.unmatched(known).items()
-    ]
+    return sentences(targets, (name for item in modules for name in (item.name, *item.aliases)), "module")
 
 
 def _can_be_called(module: nn.Module) -> bool:

@@ -27,6 +27,7 @@ from rankscope_exporter.hangs.diagnosis import Taken
 from rankscope_exporter.naming import named_parameters
 from rankscope_exporter.quantities.base import Subject
 from rankscope_exporter.sampling.measuring import SWITCH, measuring_of
+from rankscope_exporter.sampling.targets import Targets, sentences
 from rankscope_exporter.session import Session
 
 PUBLISH_SECONDS = 3.0
@@ -78,9 +79,10 @@ class Monitor:
     def _attach(self, model: torch.nn.Module | Stage, optimizer: Optimizers) -> None:
         framework = framework_of(model)
         optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
+        parameters, targets = named_parameters(framework.module), Targets(self._config.tensors)
         subject = Subject(
             framework,
-            named_parameters(framework.module, self._config.tensors),
+            tuple(item for item in parameters if targets.selects(item.name, *item.aliases)),
             tuple(_unwrapped(item) for item in optimizers),
             torch.distributed.get_world_size() if _in_process_group() else 1,
         )
@@ -89,6 +91,9 @@ class Monitor:
         )
         address = session.start()
         self._session = session
+        names = (name for item in parameters for name in (item.name, *item.aliases))
+        for sentence in sentences(targets, names, "parameter"):
+            session.hooks.tell(f"tensors: {sentence}")
         lifecycle.watch(self)
         session.print_banner(address)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Final
 
 import torch
@@ -40,8 +39,8 @@ def plain_name(name: str) -> str:
     return ".".join(level for level in name.split(".") if level not in WRAPPER_LEVELS)
 
 
-def named_parameters(module: nn.Module, patterns: Sequence[str] = ("*",)) -> tuple[NamedParameter, ...]:
-    """Return the parameters whose name (or alias) matches one of the glob `patterns`, in module order.
+def named_parameters(module: nn.Module) -> tuple[NamedParameter, ...]:
+    """Return the parameters in module order.
 
     A tensor that several modules share appears once, under its first name, with the others as aliases.
     """
@@ -56,7 +55,6 @@ def named_parameters(module: nn.Module, patterns: Sequence[str] = ("*",)) -> tup
     return tuple(
         NamedParameter(own[0], found[number][0], tuple(own[1:]), found[number][1], found[number][2])
         for number, own in names.items()
-        if any(fnmatchcase(name, pattern) for name in own for pattern in patterns)
     )
 
 

@@ -183,3 +183,60 @@ def test_a_full_plan_counts_what_it_leaves_out():
     assert book.add([PlanEntry(kind="act_out", tensor="c")]) is None
     assert 1 == book.left_out
     assert book.plan(1).hash != book.plan(2).hash
+
+
+class TiedNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(3, 3, bias=False)
+        self.middle = nn.Linear(3, 3)
+        self.head = nn.Linear(3, 3, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.mark.parametrize(
+    ("tensors", "expected"),
+    [
+        (["*"], {"embedding.weight", "middle.weight", "middle.bias"}),
+        (["*.weight"], {"embedding.weight", "middle.weight"}),
+        (["head.*"], {"embedding.weight"}),  # its other name
+        (["middle.bias"], {"middle.bias"}),
+        ([r"re:mid\w+\.(weight|bias)"], {"middle.weight", "middle.bias"}),
+    ],
+)
+def test_parameters_are_chosen_by_name_glob_or_regular_expression(tensors, expected, reader, eventually):
+    net = TiedNet()
+    config = MonitorConfig(quantities=("parameters",), tensors=tensors, console=False, exit_wait_seconds=0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with Monitor(config).attach(net, optimizer) as monitor:
+        read = reader(monitor)
+        net.head(net.middle(net.embedding(torch.ones(1, 3)))).sum().backward()
+        optimizer.step()
+        monitor.end_step()
+        rows = eventually(read.rows)
+
+    assert expected == {row.tensor for row in rows}
+
+
+def test_a_target_that_selects_no_parameter_names_the_nearest(reader, eventually):
+    net = TiedNet()
+    config = MonitorConfig(
+        quantities=("parameters", "gradients"),
+        tensors=["middle.wait", "*"],
+        options={"gradients": {"targets": ["midle.bias", "middle.*"]}},
+        console=False,
+        exit_wait_seconds=0,
+    )
+    with Monitor(config).attach(net, torch.optim.SGD(net.parameters(), lr=0.1)) as monitor:
+        notes = eventually(lambda: len(found := reader(monitor).events()) == 2 and found)
+        texts = {note["message"] for note in notes}
+
+    assert any(
+        text.startswith("tensors: target 'middle.wait' matches no parameter; nearest: middle.") for text in texts
+    )
+    assert any(text.startswith("gradients: target 'midle.bias' matches no parameter; nearest: mid") for text in texts)
+
+
+def test_a_pattern_that_is_none_is_refused_when_the_monitor_is_made():
+    with pytest.raises(ConfigError, match=r"tensors: target 're:\(' is no regular expression"):
+        MonitorConfig(tensors=["re:("])

@@ -1,4 +1,4 @@
-"""Names of parameters: the user's own, one per storage, chosen by globs."""
+"""Names of parameters: the user's own, one per storage."""
 
 from __future__ import annotations
 
@@ -26,14 +26,6 @@ def test_tied_weights_are_one_tensor_with_two_names() -> None:
     assert "embedding.weight" == only.name
     assert ("head.weight",) == only.aliases
     assert "embedding" == only.module
-
-
-def test_globs_choose_parameters_by_name_or_alias() -> None:
-    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
-
-    assert ["a.weight", "b.weight"] == [named.name for named in named_parameters(model, ("*.weight",))]
-    assert ["embedding.weight"] == [named.name for named in named_parameters(Tied(), ("head.*",))]
-    assert () == named_parameters(model, ("c.*",))
 
 
 def test_a_name_that_contains_a_wrapper_word_is_left_alone() -> None:

@@ -14,7 +14,7 @@ from rankscope_exporter.frameworks import Framework
 from rankscope_exporter.frameworks.base import Holder, Removable
 from rankscope_exporter.frameworks.layout import Layout
 from rankscope_exporter.naming import NamedParameter, local_tensor
-from rankscope_exporter.sampling.targets import Targets
+from rankscope_exporter.sampling.targets import Targets, sentences
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,15 @@ class Quantity:
     def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
         self.options = options or self.options_class()
         self.targets = Targets(self.options.targets)
+        self._offered = subject
         self.subject = subject if self.of_modules else subject.only(self.targets)
+
+    def complaints(self) -> list[str]:
+        """Return a sentence for each target that selects no parameter; modules are the quantity's own business."""
+        if self.of_modules:
+            return []
+        names = (name for item in self._offered.parameters for name in (item.name, *item.aliases))
+        return sentences(self.targets, names, "parameter")
 
     def entries(self) -> list[PlanEntry]:
         """Return the entries this quantity fills, in the order of its rows; more may be added later."""

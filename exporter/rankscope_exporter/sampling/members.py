@@ -41,6 +41,8 @@ class Member:
 
     def install(self, hooking: Hooking, guard: Guard) -> None:
         """Let the quantity register hooks, which are this member's to remove."""
+        for sentence in self.quantity.complaints():
+            hooking.tell(f"{self.quantity.name}: {sentence}")
         own = OwnHooking(hooking, self.handles)
         guard.call(f"hooks of {self.quantity.name}", self.quantity.install, own, self)
 

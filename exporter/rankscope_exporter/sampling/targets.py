@@ -45,6 +45,14 @@ class Targets:
         }
 
 
+def sentences(targets: Targets, names: Iterable[str], of: str) -> list[str]:
+    """Return a sentence for each target that selects none of `names`, with the nearest; `of` is what they name."""
+    return [
+        f"target {pattern!r} matches no {of}" + (f"; nearest: {', '.join(near)}" if near else "")
+        for pattern, near in targets.unmatched(names).items()
+    ]
+
+
 def _compiled(pattern: str) -> re.Pattern[str]:
     if not pattern.startswith(REGEX):
         return re.compile(translate(pattern))
