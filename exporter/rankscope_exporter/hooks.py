@@ -10,7 +10,6 @@ from typing import Any, Final
 
 import torch
 from torch.autograd import Variable
-from torch.utils.hooks import RemovableHandle
 
 from rankscope_exporter.frameworks.base import Holder, Removable
 from rankscope_exporter.guard import Guard
@@ -36,7 +35,7 @@ class Hooks:
         self._recorder = recorder
         self._guard = guard
         self._handles: list[Removable] = []
-        self._forward_end: RemovableHandle | None = None
+        self._forward_end: Removable | None = None
         self._hooked: set[int] = set()
         self._backward = _NO_BACKWARD
         self.beat: Callable[[], None] = lambda: None
@@ -50,9 +49,8 @@ class Hooks:
         """Says something that its reader should know."""
 
     def install(self) -> None:
-        """Register on the outermost module, every parameter that takes gradients, and every optimizer."""
-        model = self._subject.framework.model
-        self._handles.append(model.register_forward_pre_hook(_Uncopied(self._forward_begins)))
+        """Register on the forward of the whole model, every parameter that takes gradients, and every optimizer."""
+        self._handles.append(self._subject.framework.on_forward(_Uncopied(self._forward_begins)))
         self._guard.call("hooks of the framework", self._subject.framework.install, self)
         self._recorder.install(self)
         self._hook_parameters()
@@ -82,7 +80,7 @@ class Hooks:
         """Keep `in_forward` up to date: one more hook on the outermost module."""
         if self._forward_end is None:
             hook = _Uncopied(self._forward_ended)
-            self._forward_end = self._subject.framework.model.register_forward_hook(hook, always_call=True)
+            self._forward_end = self._subject.framework.on_forward_end(hook)
             self.keep(self._forward_end)
 
     def guarded(self, where: str, function: Callable[..., None], gate: Gate) -> Callable[..., None]:
@@ -190,10 +188,26 @@ class Hooks:
     def _backward_ended(self) -> None:
         self._timed("reading reduced gradients", self._recorder.backward_ended)
 
-    def _update_begins(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _update_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if not self.active:
+            return None
+        self.beat()
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        begins = functools.partial(self._recorder.update_begins, computes_gradients=callable(closure))
+        self._timed("an optimizer hook", begins, optimizer)
+        if not callable(closure) or not self._recorder.sampling:
+            return None
+        # Forward, backward and clipping may all happen in there: what the optimizer sees is known when it returns.
+        observed = functools.partial(self._observed, closure)
+        return (
+            (args, {**kwargs, "closure": observed}) if "closure" in kwargs else ((args[0], observed, *args[2:]), kwargs)
+        )
+
+    def _observed(self, closure: Callable[[], Any]) -> Any:
+        result = closure()
         if self.active:
-            self.beat()
-            self._timed("an optimizer hook", self._recorder.update_begins, optimizer)
+            self._timed("an optimizer hook", self._recorder.gradients_computed)
+        return result
 
     def _updated(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if self.active:

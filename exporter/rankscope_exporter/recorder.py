@@ -63,6 +63,7 @@ class Recorder:
         self._last_seen = 0.0
         self._late: _Timing | None = None
         self._updated_by: set[int] = set()
+        self._awaits_gradients = False
         self._witness: torch.nn.Parameter | None = None
         self._gradients_seen = 0
         self.micro_step = -1
@@ -119,14 +120,23 @@ class Recorder:
         """The framework has finished its part of the backward pass."""
         self._each("backward_ended")
 
-    def update_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step."""
+    def update_begins(self, optimizer: torch.optim.Optimizer, *, computes_gradients: bool = False) -> None:
+        """An optimizer is about to step; `gradients_computed` follows where it first calls a closure."""
         with self._lock:
             self._after(self._tracker.update_begins(repeated=id(optimizer) in self._updated_by))
             first = not self._updated_by
             self._updated_by.add(id(optimizer))
             if first:  # later optimizers of the same step would see what the earlier ones changed
                 self._note_learning_rates()
+                self._awaits_gradients = computes_gradients
+                if not computes_gradients:
+                    self._each("before_update")
+
+    def gradients_computed(self) -> None:
+        """The closure of an optimizer has returned; only the first call of a step comes before any change."""
+        with self._lock:
+            if self._awaits_gradients:
+                self._awaits_gradients = False
                 self._each("before_update")
 
     def updated(self, optimizer: torch.optim.Optimizer) -> None:

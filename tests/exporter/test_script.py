@@ -490,3 +490,31 @@ def test_logging_from_other_threads_loses_nothing(
         for n in range(3):
             assert list(range(200)) == [int(value) for _, value in read.scalars(f"thread_{n}")]
         assert 0 == monitor.faults
+
+
+def test_gradients_that_the_optimizer_computes_by_itself_are_read_after_clipping(
+    quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
+) -> None:
+    """As Lightning trains: forward, backward and clipping run inside of `optimizer.step(closure)`."""
+    net, optimizer = make()
+    clipped: list[float] = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = net(torch.ones(3, 4)).square().sum()
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+        clipped.append(float(net.weight.grad.norm()))  # type: ignore[union-attr]
+        return loss
+
+    with Monitor(quiet).attach(net, optimizer) as monitor:
+        read = reader(monitor)
+        optimizer.step(closure)
+        optimizer.step(closure=closure)
+        monitor.end_step()
+        eventually(lambda: {row.step for row in read.rows()} == {1, 2})
+        rows = {(row.step, row.kind): float(row.numbers["norm"] or 0) for row in read.rows() if row.tensor == "weight"}
+
+        assert 0 == monitor.faults
+        assert clipped == pytest.approx([rows[1, "grad_clipped"], rows[2, "grad_clipped"]])
+        assert all(rows[step, "grad_reduced"] > 10 * rows[step, "grad_clipped"] for step in (1, 2))

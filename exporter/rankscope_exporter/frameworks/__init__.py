@@ -13,10 +13,12 @@ __all__ = ["Framework", "Stage", "framework_of"]
 
 
 def framework_of(model: Any) -> Framework:
-    """Return the adapter for `model`: the one of highest priority that knows its wrapper.
+    """Return the adapter for `model`: the one of highest priority that knows its wrapper; an adapter is its own.
 
     Of a stage of a pipeline it is the stage's, around the adapter for its module.
     """
+    if isinstance(model, Framework):
+        return model
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     candidates = sorted(Framework.__subclasses__(), key=lambda cls: cls.priority, reverse=True)

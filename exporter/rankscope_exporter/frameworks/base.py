@@ -10,16 +10,11 @@ from typing import ClassVar, Protocol
 import torch
 from torch import nn
 
+from rankscope_exporter.frameworks.announced import Announced, Removable
 from rankscope_exporter.frameworks.layout import Layout, layout_of
 from rankscope_exporter.naming import NamedParameter
 
-
-class Removable(Protocol):
-    """What torch gives for a hook, or several of them together."""
-
-    def remove(self) -> None:
-        """Take the hook away."""
-        ...
+__all__ = ["Form", "Framework", "Holder", "Hooking", "Removable"]
 
 
 class Hooking(Protocol):
@@ -71,6 +66,8 @@ class Framework:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         """What training calls: its forward is the forward of the whole model."""
+        self.announced: Announced | None = None
+        """Who says when a training forward begins, where training never calls the whole model."""
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
@@ -152,6 +149,18 @@ class Framework:
 
     def install(self, hooking: Hooking) -> None:
         """Register hooks that the framework itself needs; called once."""
+
+    def on_forward(self, hook: Callable[..., None]) -> Removable:
+        """Have `hook` called with the model, and its arguments, before a forward of the whole model."""
+        if self.announced is not None:
+            return self.announced.before(hook)
+        return self.model.register_forward_pre_hook(hook)
+
+    def on_forward_end(self, hook: Callable[..., None]) -> Removable:
+        """Have `hook` called after a forward of the whole model, also of one that raised."""
+        if self.announced is not None:
+            return self.announced.after(hook)
+        return self.model.register_forward_hook(hook, always_call=True)
 
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[Holder], None]) -> Removable:
         """Have `hook` called whenever a backward pass has added all it has to this rank's own gradient."""
