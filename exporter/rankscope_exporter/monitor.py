@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -18,10 +18,10 @@ import torch
 
 from rankscope_contract.events import Event, EventType, ExitReason, Severity
 from rankscope_contract.stacks import stacks_text
-from rankscope_exporter import lifecycle
+from rankscope_exporter import lifecycle, stop_signals
 from rankscope_exporter.config import MonitorConfig
 from rankscope_exporter.errors import ConfigError
-from rankscope_exporter.frameworks import Stage, framework_of
+from rankscope_exporter.frameworks import Framework, Stage, framework_of
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.hangs.diagnosis import Taken
 from rankscope_exporter.naming import named_parameters
@@ -61,12 +61,13 @@ class Monitor:
         self._guard = Guard()
         self._session: Session | None = None
         self._ending: Session | None = None  # while it says goodbye
+        self._stop_asked: str | None = None  # the signal that asked for an end
         self._phases: list[str] = []
         self._phase_seconds: dict[str, float] = {}
 
     # Attaching and detaching.
 
-    def attach(self, model: torch.nn.Module | Stage, optimizer: Optimizers = ()) -> Self:
+    def attach(self, model: torch.nn.Module | Stage | Framework, optimizer: Optimizers = ()) -> Self:
         """Hook `model`, wrapped or not, or a `PipelineStage`, and its optimizer or optimizers, and start serving.
 
         Call it once the model is wrapped, before or after `torch.compile`. A port that is taken, an address that
@@ -76,7 +77,7 @@ class Monitor:
             self._guard.call("attach()", self._attach, model, optimizer)
         return self
 
-    def _attach(self, model: torch.nn.Module | Stage, optimizer: Optimizers) -> None:
+    def _attach(self, model: torch.nn.Module | Stage | Framework, optimizer: Optimizers) -> None:
         framework = framework_of(model)
         optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
         parameters, targets = named_parameters(framework.module), Targets(self._config.tensors)
@@ -95,6 +96,8 @@ class Monitor:
         for sentence in sentences(targets, names, "parameter"):
             session.hooks.tell(f"tensors: {sentence}")
         lifecycle.watch(self)
+        self._stop_asked = None
+        self._guard.call("stop_signals", stop_signals.take, self, self._config.stop_signals)
         session.print_banner(address)
 
     def detach(self) -> None:
@@ -121,26 +124,46 @@ class Monitor:
             self._guard.call("fork", session.watchdog.abandon_after_fork)
             self._guard.call("fork", session.channel.abandon_after_fork)
 
+    def stop_asked(self, name: str) -> None:
+        """Note that a signal asked for an end and a handler of the script has it: what comes next is its own."""
+        self._stop_asked = name
+
+    def last_records(self, name: str) -> Callable[[], None]:
+        """Record that the signal `name` ends this process, and return what waits until the service has it."""
+        wait_seconds = min(self._config.exit_wait_seconds, stop_signals.STOP_WAIT_SECONDS)
+        return self._leave(ExitReason.SIGNAL, name, wait_seconds)
+
     def _end(self, reason: ExitReason, error: str | None) -> None:
+        self._leave(reason, error, self._config.exit_wait_seconds)()
+
+    def _leave(self, reason: ExitReason, error: str | None, wait_seconds: float) -> Callable[[], None]:
+        """Let go of training and record the end; return what waits for the service and stops serving."""
         session, self._session = self._session, None
         if session is None:
-            return
+            return lambda: None
         self._ending = session
+        deadline = time.monotonic() + wait_seconds
         self._guard.call("detach()", session.hooks.remove)
         self._guard.call("detach()", session.watchdog.stop)
-        self._guard.call("end of training", self._say_goodbye, session, reason, error)
+        self._guard.call("end of training", self._record_end, session, reason, error)
+        return lambda: self._see_off(session, deadline, wait_seconds)
+
+    def _record_end(self, session: Session, reason: ExitReason, error: str | None) -> None:
+        last_step = session.recorder.finish()
+        reason, error = lifecycle.weighed_reason(reason, error, last_step, self._total_steps, self._stop_asked)
+        session.recorder.event(_exit_event(reason, error, last_step))
+
+    def _see_off(self, session: Session, deadline: float, wait_seconds: float) -> None:
+        self._guard.call("end of training", self._drain, session, deadline, wait_seconds)
         self._guard.call("detach()", session.switching.stop)
         self._guard.call("closing", session.channel.close)
         # Only now: a process that another thread forks meanwhile must let go of sockets and locks.
         self._ending = None
+        self._guard.call("detach()", stop_signals.give_back, self)
         lifecycle.forget(self)
         self._guard.on_first = None
 
-    def _say_goodbye(self, session: Session, reason: ExitReason, error: str | None) -> None:
-        deadline = time.monotonic() + self._config.exit_wait_seconds
-        last_step = session.recorder.finish()
-        reason, error = lifecycle.weighed_reason(reason, error, last_step, self._total_steps)
-        session.recorder.event(_exit_event(reason, error, last_step))
+    def _drain(self, session: Session, deadline: float, wait_seconds: float) -> None:
         session.publisher.stop(max(PUBLISH_SECONDS, deadline - time.monotonic()))
         left = session.channel.drain(max(0.0, deadline - time.monotonic()))
         if left and session.channel.service_url:
@@ -148,7 +171,7 @@ class Monitor:
             fate = f"wait in {kept} for a service or the next rank here" if kept else "are lost with this process"
             session.console.line(
                 f"rank {session.identity.rank}: {left} records were not committed by {session.channel.service_url} "
-                f"within {self._config.exit_wait_seconds:g} s and {fate}"
+                f"within {wait_seconds:g} s and {fate}"
             )
 
     # What the training script says.
@@ -241,6 +264,11 @@ class Monitor:
         return None if taken is None else stacks_text(taken.stacks)
 
     # What one may ask.
+
+    @property
+    def config(self) -> MonitorConfig:
+        """Return the configuration, with what the environment says."""
+        return self._config
 
     @property
     def run(self) -> str | None:
