@@ -1,4 +1,4 @@
-"""The spool: what keeping a record on disk costs the publisher thread, beside a plain write of the same bytes."""
+"""The spool: what keeping a record on disk costs, beside a plain write of the same bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from _rows import Row, print_rows
 from rankscope_contract.channel import Registration
 from rankscope_exporter.record import StepRecord
 from rankscope_exporter.serving.codec import encode
+from rankscope_exporter.serving.meter import CpuMeter
 from rankscope_exporter.serving.spool import Spool, needed_plans, schema_message
+from rankscope_exporter.serving.spool_writer import SpoolWriter
 
 STEPS, PAIRS = 100, 7
 WHO = Registration(
@@ -37,6 +39,7 @@ def _of(tensors: int) -> list[Row]:
         ours.append(_spooled(made, sync=False))
         plain.append(_plain(messages))
         encoding.append(_timed(lambda: [encode(seq, [record]) for seq, record in enumerate(made)]))
+    waited = statistics.median(_handed_over(made) for _ in range(PAIRS))
     synced = _spooled(made, sync=True)
     cpu = statistics.median(pair[0] for pair in ours)
     note = f"{size / STEPS / 1e3:.3g} kB a step on disk"
@@ -44,6 +47,12 @@ def _of(tensors: int) -> list[Row]:
     return [
         Row(f"{tensors:,} tensors: CPU", 1e3 * cpu / STEPS, "ms per step", note),
         Row(f"{tensors:,} tensors: of which encoding", 1e3 * _median(encoding) / STEPS, "ms per step", "lz4"),
+        Row(
+            f"{tensors:,} tensors: publisher waits",
+            1e3 * waited / STEPS,
+            "ms per step",
+            "wall, for the thread that writes",
+        ),
         Row(f"{tensors:,} tensors: plain write", 1e3 * floor / STEPS, "ms per step", "CPU, the same bytes"),
         Row(f"{tensors:,} tensors: rate", size / 1e6 / statistics.median(pair[1] for pair in ours), "MB/s", "wall"),
         Row(
@@ -80,6 +89,22 @@ def _spooled(made: list[StepRecord], *, sync: bool) -> tuple[float, float]:
     finally:
         spool.close()
         shutil.rmtree(folder)
+
+
+def _handed_over(made: list[StepRecord]) -> float:
+    """Return the seconds that a publisher waits for all of them."""
+    folder = Path(tempfile.mkdtemp(dir=Path.cwd()))
+    writer = SpoolWriter(Spool(str(folder), "bench", max_bytes=1 << 30), lambda: WHO, on_fault=_fail, meter=CpuMeter())
+    try:
+        writer.keep(0, made[0], 1)
+        return _timed(lambda: [writer.keep(seq + 1, record, 1) for seq, record in enumerate(made)])[1]
+    finally:
+        writer.close()
+        shutil.rmtree(folder)
+
+
+def _fail(where: str, error: BaseException) -> None:
+    raise RuntimeError(where) from error
 
 
 def _plain(messages: list[bytes]) -> tuple[float, float]:

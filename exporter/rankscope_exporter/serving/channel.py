@@ -56,7 +56,8 @@ class Channel:
         faults: Callable[[], int],
     ) -> None:
         self.incarnation = identity.incarnation
-        self.keeper = Keeper(config, identity.incarnation, self._describe, on_fault=on_fault)
+        self._meter = CpuMeter()
+        self.keeper = Keeper(config, identity.incarnation, self._describe, on_fault=on_fault, meter=self._meter)
         self.ring = Ring(config.ring_records, config.ring_bytes, is_kept=self.keeper.holds)
         self.service_url = config.ingest_url
         self.scraped_by: str | None = None
@@ -69,7 +70,6 @@ class Channel:
         self._on_fault = on_fault
         self._overhead, self._dropped, self._faults = overhead, dropped, faults
         self._live = LiveState(rules)
-        self._meter = CpuMeter()
         self._page = Page(
             identity,
             self._live,

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from rankscope_contract.channel import Registration
-from rankscope_contract.spool import Orphan, SpoolError, Stretch
+from rankscope_contract.spool import Orphan, Stretch
 from rankscope_exporter.record import StepRecord
 from rankscope_exporter.serving.config import ServeConfig
+from rankscope_exporter.serving.meter import CpuMeter
 from rankscope_exporter.serving.registration import Client
 from rankscope_exporter.serving.ring import record_bytes
 from rankscope_exporter.serving.spool import Spool
 from rankscope_exporter.serving.spool_orphans import Orphans
+from rankscope_exporter.serving.spool_writer import BEHIND, SpoolWriter
 
 ELDERS_FIRST_SECONDS = 2.0
 """How long our own registration waits for those of dead processes: attempts are numbered as launches are heard of."""
@@ -30,26 +32,31 @@ class Keeper:
         describe: Callable[[], Registration],
         *,
         on_fault: Callable[[str, BaseException], None],
+        meter: CpuMeter,
     ) -> None:
         self._root = config.spool_dir
         self._incarnation = incarnation
-        self._describe = describe
-        self._is_begun = False
         self._on_fault = on_fault
         self._orphans: Orphans | None = None
         self._spool: Spool | None = None
+        self._writer: SpoolWriter | None = None
         if config.spool_dir is not None:
             self._spool = Spool(config.spool_dir, incarnation, max_bytes=config.spool_bytes, sync=config.spool_sync)
+            self._writer = SpoolWriter(self._spool, describe, on_fault=on_fault, meter=meter)
 
     @property
     def folder(self) -> str | None:
-        """Return where records outlive this process, None where they do not."""
-        return str(self._spool.folder) if self._spool is not None and self._spool.is_open else None
+        """Return where records outlive this process, None where they do not, or the newest may not."""
+        if self._spool is None or self._writer is None or not self._spool.is_open or self._writer.is_hanging:
+            return None
+        return str(self._spool.folder)
 
     @property
     def dropped(self) -> Mapping[str, int]:
         """Return how many records were not kept, by reason; nothing where nothing was to be kept."""
-        return {} if self._spool is None else self._spool.dropped
+        if self._spool is None or self._writer is None:
+            return {}
+        return {**self._spool.dropped, BEHIND: self._writer.behind}
 
     def serve_orphans(self, client: Client, url: Callable[[], str | None]) -> None:
         """Begin to look for what dead processes left, and to register it."""
@@ -65,36 +72,16 @@ class Keeper:
     def keep(self, seq: int, record: StepRecord) -> None:
         """Put a record on disk before anybody can hear of it, so that whatever was seen outlives this process.
 
+        A disk that hangs is waited for once and not for long; the record then goes on without it.
         Raises ValueError for what the ring would refuse: a seq must stand on disk only once.
         """
-        if self._spool is None:
-            return
-        record_bytes(record)
-        if not self._is_begun:
-            self._begin(self._spool)
-        try:
-            self._spool.append(seq, record)
-        except Exception as error:  # noqa: BLE001 - whatever the disk or the encoding does, the ring takes the record
-            self._on_fault("spool", error)
-
-    def _begin(self, spool: Spool) -> None:
-        """Make the folder: with the first record and not at attach, since a disk that hangs must not hold up training.
-
-        One that cannot be used costs the spool alone; each record that is not kept is counted.
-        """
-        self._is_begun = True
-        try:
-            spool.open(self._describe())
-        except (OSError, SpoolError) as error:
-            self._on_fault("spool", error)
+        if self._writer is not None:
+            self._writer.keep(seq, record, record_bytes(record))
 
     def commit(self, seq: int) -> None:
         """Note that a store has everything up to `seq`."""
-        if self._spool is not None:
-            try:
-                self._spool.commit(seq)
-            except OSError as error:
-                self._on_fault("spool", error)
+        if self._writer is not None:
+            self._writer.commit(seq)
 
     def holds(self, seq: int) -> bool:
         """Return whether a record is on disk."""
@@ -129,11 +116,8 @@ class Keeper:
         """Leave what no store has to whoever comes next."""
         if self._orphans is not None:
             self._orphans.stop()
-        if self._spool is not None:
-            try:
-                self._spool.close()
-            except OSError as error:
-                self._on_fault("spool", error)
+        if self._writer is not None:
+            self._writer.close()
 
     def abandon(self) -> None:
         """In a forked child: let go of what was inherited, and change nothing on disk."""

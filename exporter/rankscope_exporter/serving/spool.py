@@ -1,8 +1,8 @@
 """Every published record on disk at once, so that a killed process loses nothing it had published.
 
-The publisher appends, one write per record and no wait for the device: what a killed process wrote stays in the
-system's cache, and only a machine that loses power loses it. Whatever the disk does, the record still goes its usual
-way through the ring; what could not be kept is counted.
+One write per record and no wait for the device: what a killed process wrote stays in the system's cache, and only a
+machine that loses power loses it. Whatever the disk does, the record still goes its usual way through the ring; what
+could not be kept is counted.
 """
 
 from __future__ import annotations
@@ -37,9 +37,6 @@ SEGMENT_BYTES: Final = 8 * 1024 * 1024
 SEGMENT_INFLATED_BYTES: Final = 64 * 1024 * 1024
 """A reader inflates up to a whole file at once; zeros compress well, so the bytes on disk alone bound nothing."""
 
-CLOSE_SECONDS: Final = 1.0
-"""The most that the end of training waits for a disk that hangs."""
-
 _OPTIONS: Final = pa.ipc.IpcReadOptions(use_threads=False)
 
 FULL: Final = "spool_full"
@@ -56,7 +53,10 @@ class _Segment:
 
 
 class Spool:
-    """The spool of this process. `append` is for the publisher's thread alone, all else for any."""
+    """The spool of this process. What changes the disk is for one thread alone, what asks or reads is for any.
+
+    No lock is held over a call that may hang with the disk: who asks what is held must not wait for it.
+    """
 
     def __init__(self, root: str, incarnation: str, *, max_bytes: int, sync: bool = False) -> None:
         self.folder = Path(root) / incarnation
@@ -64,7 +64,6 @@ class Spool:
         self._max_bytes = max_bytes
         self._segment_bytes = max(1, min(SEGMENT_BYTES, max_bytes // 8))
         self._sync = sync
-        self._writing = threading.Lock()  # a descriptor that is closed during a write may be another file by then
         self._changed = threading.Lock()  # what the other threads ask for
         self._segments: deque[_Segment] = deque()  # the last one is being written while `_file` is open
         self._bytes = 0
@@ -97,13 +96,12 @@ class Spool:
 
     def append(self, seq: int, record: StepRecord) -> None:
         """Keep a record, or count why not. Raises what the disk raises, after the file is whole again."""
-        with self._writing:
-            kept = False
-            try:
-                kept = self._append(seq, record)
-            finally:
-                if not kept:
-                    self._close_file()  # what follows begins a file of its own: inside one, no seq is missing
+        kept = False
+        try:
+            kept = self._append(seq, record)
+        finally:
+            if not kept:
+                self._close_file()  # what follows begins a file of its own: inside one, no seq is missing
 
     def commit(self, seq: int) -> None:
         """Note that all up to `seq` is durable, and delete the files that hold nothing else. Raises OSError."""
@@ -133,16 +131,11 @@ class Spool:
 
     def close(self) -> None:
         """Give up the lock. The folder goes when all in it is committed, and else waits for a service or a rank."""
-        if not self._writing.acquire(timeout=CLOSE_SECONDS):
-            return  # a write hangs in the system; the end of the process gives the lock back
-        try:
-            self._close_file()
-            lock, self._lock = self._lock, None
-        finally:
-            self._writing.release()
+        lock, self._lock = self._lock, None
         if lock is None:
             return
         try:
+            self._close_file()
             with self._changed:
                 done = not self._segments or self._segments[-1].last <= self._committed
             if done:
@@ -203,10 +196,10 @@ class Spool:
         return True
 
     def _segment(self, seq: int, size: int, inflated: int) -> _Segment:
-        """Return the file that takes the next record: the last one, or a new one when that is full or was closed."""
+        """Return the file that takes the record: the last one, or a new one when that is full, closed or not next."""
         if self._file >= 0:
             segment = self._segments[-1]
-            fits = segment.bytes + size <= self._segment_bytes
+            fits = segment.last + 1 == seq and segment.bytes + size <= self._segment_bytes
             if fits and segment.inflated + inflated <= SEGMENT_INFLATED_BYTES:
                 segment.inflated += inflated
                 return segment
@@ -241,11 +234,13 @@ class Spool:
         if descriptor < 0:
             return
         os.close(descriptor)
+        empty = None
         with self._changed:
             if self._segments and self._segments[-1].last < self._segments[-1].first:
                 empty = self._segments.pop()
                 self._bytes -= empty.bytes
-                empty.path.unlink(missing_ok=True)
+        if empty is not None:
+            empty.path.unlink(missing_ok=True)
 
     def _is_open(self, segment: _Segment) -> bool:
         return self._file >= 0 and segment is self._segments[-1]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,7 @@ from rankscope_contract.channel import Registration, RegistrationReply
 from rankscope_contract.records import PlanEntry
 from rankscope_contract.spool import Orphan, SpoolReader
 from rankscope_exporter.errors import ConfigError
-from rankscope_exporter.serving import spool as spool_module
-from rankscope_exporter.serving import spool_orphans
+from rankscope_exporter.serving import spool_orphans, spool_writer
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.serving.spool import Spool, needed_plans
 
@@ -103,17 +104,166 @@ def test_a_forked_child_holds_nothing_of_the_spool(new_rank, service, until, rec
     assert Orphan.take(tmp_path / OWN, needed_plans) is None
 
 
-def test_a_disk_that_hangs_holds_up_neither_attach_nor_the_end(new_rank, record, tmp_path, monkeypatch):
+class _Disk:
+    """Hangs in `write`, for records alone, from `hang` to `answer`. Calls of other parts of the process go through."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._root = root.resolve()
+        self._answers = threading.Event()
+        self._real = os.write
+        self._answers.set()
+        monkeypatch.setattr(os, "write", self._write)
+
+    def hang(self) -> None:
+        self._answers.clear()
+
+    def answer(self) -> None:
+        self._answers.set()
+
+    def _write(self, descriptor: int, data: Any) -> int:
+        if self._root in Path(f"/proc/self/fd/{descriptor}").resolve().parents:
+            assert self._answers.wait(60)
+        return self._real(descriptor, data)
+
+
+@pytest.fixture
+def disk(tmp_path, monkeypatch):
+    """Return the disk under `tmp_path`, of which the publisher is not very patient."""
+    monkeypatch.setattr(spool_writer, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(spool_writer, "CLOSE_SECONDS", 0.2)
+    made = _Disk(tmp_path, monkeypatch)
+    yield made
+    made.answer()
+
+
+def on_disk(rank: Any, seqs: range) -> list[int]:
+    return [seq for seq in seqs if rank.channel.keeper.holds(seq)]
+
+
+def test_each_record_is_on_disk_before_it_can_be_fetched(new_rank, record, tmp_path, monkeypatch):
+    rank = new_rank(spool_dir=str(tmp_path))
+    append, early = rank.channel.ring.append, []
+
+    def noting(one: Any) -> int:
+        early.append(rank.channel.ring.head + 1 - SpoolReader(tmp_path / OWN, needed_plans).head())
+        return append(one)
+
+    monkeypatch.setattr(rank.channel.ring, "append", noting)
+    for step in range(20):
+        rank.channel.publish(record(step))
+
+    assert [0] * 20 == early
+
+
+def test_a_disk_that_hangs_holds_back_neither_records_nor_alerts(new_rank, record, tmp_path, disk):
+    """One record waits for a moment, those after it do not at all; what others see of the rank goes on."""
+    rank = new_rank(spool_dir=str(tmp_path))
+    rank.channel.publish(record(0))
+    disk.hang()
+    began = time.monotonic()
+    for step in range(1, 30):
+        rank.channel.publish(record(step))
+    seconds = time.monotonic() - began
+    got = rank.records(-1)
+
+    assert 5.0 > seconds  # one wait and not 29
+    assert list(range(30)) == got.seqs
+    assert [0] == on_disk(rank, range(30))
+    assert ["spool"] == [where for where, _ in rank.faults]
+    assert "has not answered for 0.2 s" in str(rank.faults[0][1])
+    assert rank.channel.keeper.folder is None  # nobody is told that all of it waits there
+
+
+def test_the_spool_goes_on_when_the_disk_answers_again(new_rank, record, tmp_path, disk, until, monkeypatch, caplog):
+    """What waited is written, what did not find room is counted, and a file of its own begins behind the gap."""
+    monkeypatch.setattr(spool_writer, "BACKLOG_RECORDS", 3)
+    rank = new_rank(spool_dir=str(tmp_path))
+    rank.channel.publish(record(0))
+    disk.hang()
+    for step in range(1, 9):
+        rank.channel.publish(record(step))
+    behind = metric(rank.get("/metrics").text, "spool_behind")
+    disk.answer()
+    until(lambda: rank.channel.keeper.folder)
+    for step in range(9, 12):
+        rank.channel.publish(record(step))
+    rank.channel.close()
+
+    assert 5 == behind
+    assert [0, 1, 2, 3, 9, 10, 11] == on_disk(rank, range(12))
+    assert [f"{first:012d}.arrows" for first in (0, 9)] == sorted(
+        path.name for path in (tmp_path / OWN).glob("*.arrows")
+    )
+    orphan = Orphan.take(tmp_path / OWN, needed_plans)
+    assert (0, 3) == (orphan.after(-1, 1 << 20).first, orphan.after(-1, 1 << 20).last)
+    assert (9, 11) == (orphan.after(3, 1 << 20).first, orphan.after(3, 1 << 20).last)
+    orphan.release()
+    assert 1 == sum("answers again: 5 records are not in it" in text for text in caplog.messages)
+    assert 1 == len(rank.faults)
+
+
+def test_a_hang_of_a_moment_costs_the_spool_nothing(new_rank, record, tmp_path, disk, until):
+    rank = new_rank(spool_dir=str(tmp_path))
+    disk.hang()
+    for step in range(20):
+        rank.channel.publish(record(step))
+    disk.answer()
+    until(lambda: rank.channel.keeper.folder)
+    rank.channel.close()
+
+    assert list(range(20)) == on_disk(rank, range(20))
+    assert 0 == rank.channel.keeper.dropped["spool_behind"]
+
+
+def test_a_disk_that_hangs_while_it_deletes_does_not_hold_up_who_commits(
+    new_rank, service, until, record, tmp_path, monkeypatch
+):
+    """What a store has is noted in a request of the service and in the heartbeat: both must go on."""
+    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path), spool_bytes=60_000)
+    for step in range(8):
+        rank.channel.publish(record(step))
+    until(lambda: rank.channel.lease)
+    answers, real = threading.Event(), os.unlink
+
+    def unlink(path: Any, *arguments: Any, **named: Any) -> None:
+        assert ".arrows" not in str(path) or answers.wait(60)
+        real(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    got = rank.records(6, committed=6, **LEASE)
+    seq = rank.channel.publish(record(8))
+    answers.set()
+
+    assert [7] == got.seqs
+    assert 8 == seq
+
+
+def test_a_disk_that_hangs_holds_up_neither_attach_nor_the_end(new_rank, record, tmp_path, disk):
     rank = new_rank(spool_dir=str(tmp_path))
 
     assert [] == list(tmp_path.iterdir())  # nothing was asked of the disk yet
-    spool = rank.channel.keeper._spool
-    monkeypatch.setattr(spool_module, "CLOSE_SECONDS", 0.05)
+    disk.hang()
     rank.channel.publish(record(0))
-    with spool._writing:  # as a write that does not return
-        rank.channel.close()
-    assert spool.is_open
-    spool.close()
+    began = time.monotonic()
+    rank.channel.close()
+
+    assert 5.0 > time.monotonic() - began
+    assert Orphan.take(tmp_path / OWN, needed_plans) is None  # the end of the process gives the lock back
+
+
+def test_without_a_thread_to_write_the_ring_still_takes_the_record(new_rank, record, tmp_path, monkeypatch):
+    """Python starts none while it ends."""
+    rank = new_rank(spool_dir=str(tmp_path))
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        seqs = [rank.channel.publish(record(step)) for step in range(2)]
+
+    assert [0, 1] == seqs == rank.records(-1).seqs
+    assert 2 == metric(rank.get("/metrics").text, "spool_error")
 
 
 def test_a_record_that_the_ring_refuses_does_not_stand_on_disk_either(new_rank, record, statistics, tmp_path):
