@@ -25,8 +25,12 @@ from rankscope_exporter.serving.config import ServeConfig
 STACK_SIGNALS: Final = ("SIGUSR1", "SIGUSR2", "SIGQUIT")
 """Signals that mean nothing to Python itself. Others end a process or stand for a fault."""
 
+STOP_SIGNALS: Final = ("SIGTERM", "SIGHUP", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+"""Signals by which people and schedulers ask a job to end."""
+
 _HANG_VARIABLE: Final = "RANKSCOPE_HANG_AFTER_SECONDS"
 _SIGNAL_VARIABLE: Final = "RANKSCOPE_STACKS_SIGNAL"
+_STOP_VARIABLE: Final = "RANKSCOPE_STOP_SIGNALS"
 _MAGNITUDES: Final = (
     "zero_below",
     "exit_wait_seconds",
@@ -83,13 +87,15 @@ class MonitorConfig:
     """The same within an announced phase, and before the first step is finished."""
     stacks_signal: str | None = None
     """A signal, such as SIGUSR2, that has the stacks recorded; without it no signal handler is ours."""
+    stop_signals: tuple[str, ...] = ()
+    """Signals, such as SIGTERM, at which the rank says that it was stopped before they take effect; none by default."""
     console: bool = True
     """Print the banner on rank 0, and one line when a rule fires or training hangs."""
     enabled: bool = True
     serve: ServeConfig = field(default_factory=ServeConfig)
 
     def __post_init__(self) -> None:
-        for name in ("quantities", "tensors", "rules"):
+        for name in ("quantities", "tensors", "rules", "stop_signals"):
             object.__setattr__(self, name, _listed(name, getattr(self, name), str if name != "rules" else object))
         self._check_types()
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
@@ -112,6 +118,7 @@ class MonitorConfig:
         self._check_options()
         self._check_rules()
         self._check_hangs()
+        self._check_stop_signals()
 
     def _check_switching(self) -> None:
         times = self.times
@@ -126,6 +133,13 @@ class MonitorConfig:
                 raise ConfigError(f"{name} is a time from 0 s on, not {getattr(self, name)!r}; 0 watches nothing")
         if self.stacks_signal is not None and self.stacks_signal not in STACK_SIGNALS:
             raise ConfigError(f"stacks_signal is one of {', '.join(STACK_SIGNALS)}, not {self.stacks_signal!r}")
+
+    def _check_stop_signals(self) -> None:
+        for name in self.stop_signals:
+            if name not in STOP_SIGNALS:
+                raise ConfigError(f"stop_signals holds some of {', '.join(STOP_SIGNALS)}, not {name!r}")
+            if name == self.stacks_signal:
+                raise ConfigError(f"{name} stands in stop_signals and as stacks_signal: it can mean one of them")
 
     def _check_types(self) -> None:
         for name in ("console", "enabled", "dynamic_on"):
@@ -207,6 +221,7 @@ class MonitorConfig:
             self,
             hang_after_seconds=_seconds(environment.get(_HANG_VARIABLE), self.hang_after_seconds),
             stacks_signal=environment.get(_SIGNAL_VARIABLE) or self.stacks_signal,
+            stop_signals=tuple(environment.get(_STOP_VARIABLE, "").replace(",", " ").split()) or self.stop_signals,
             switch_file=environment.get(_SWITCH_VARIABLE) or self.switch_file,
             serve=self.serve.with_environment(environment),
             enabled=self.enabled and not disabled,

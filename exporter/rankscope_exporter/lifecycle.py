@@ -9,6 +9,7 @@ import sys
 from typing import Final, Protocol
 
 from rankscope_contract.events import ExitReason
+from rankscope_exporter import stop_signals
 
 
 class Attached(Protocol):
@@ -53,6 +54,7 @@ def forget(monitor: Attached) -> None:
 
 
 def _after_fork() -> None:
+    stop_signals.forget_after_fork()
     for monitor in list(_attached):
         monitor.abandon_after_fork()
     _attached.clear()
@@ -92,16 +94,21 @@ def exit_reason(error: BaseException | None) -> tuple[ExitReason, str | None]:
 
 
 def weighed_reason(
-    reason: ExitReason, error: str | None, last_step: int | None, planned_steps: int | None
+    reason: ExitReason, error: str | None, last_step: int | None, planned_steps: int | None, asked: str | None = None
 ) -> tuple[ExitReason, str | None]:
-    """Return `reason` and `error` in the light of what was planned.
+    """Return `reason` and `error` in the light of what was planned, and of the signal that `asked` for an end.
 
     Whoever made all planned steps is done, however the process ends without an error. Whoever calls `sys.exit(0)`
-    before is not: that is how a script leaves that was asked to. A loop that simply ends sooner has its own reasons.
+    before is not: that is how a script leaves that was asked to. A loop that simply ends sooner has its own reasons,
+    unless it was asked by a signal that we heard.
     """
-    if planned_steps is None or last_step is None or reason not in (ExitReason.COMPLETED, ExitReason.UNKNOWN):
+    is_calm = reason in (ExitReason.COMPLETED, ExitReason.UNKNOWN)
+    is_done = planned_steps is not None and last_step is not None and last_step >= planned_steps
+    if asked is not None and is_calm and not is_done:
+        return ExitReason.SIGNAL, asked if error is None else f"{asked}, {error}"
+    if planned_steps is None or last_step is None or not is_calm:
         return reason, None if reason is ExitReason.COMPLETED else error
-    if last_step >= planned_steps:
+    if is_done:
         return ExitReason.COMPLETED, None
     if error is None:
         return reason, None

@@ -186,21 +186,23 @@ ENDINGS = {
     "exit-0": ("stopped", "rank 0: sys.exit(0) at step 5 of 4000 planned", 0),
     "SIGINT": ("stopped", "rank 0: KeyboardInterrupt", None),
     "SIGTERM": ("failed", "vanished without a word", -15),
+    "SIGTERM-heard": ("stopped", "rank 0: SIGTERM", -15),
 }
 """How a process ends, and what becomes of its run: state, reason, and the exit code that it would have without us."""
 
 
 def test_each_way_to_end_is_told_from_the_others(service: Any, launch: Launch, tmp_path: Path) -> None:
-    """Four runs on one host at once; nobody's end touches another's state."""
+    """Five runs on one host at once; nobody's end touches another's state."""
     service.start()
     jobs = {}
     for ending in ENDINGS:
         (tmp_path / ending).mkdir()
         planted = () if ending.startswith("SIG") else (f"{ending}:5",)
-        jobs[ending] = launch(tmp_path / ending, 4000, 0.02, *planted, RANKSCOPE_RUN=ending)
-    for ending in ("SIGINT", "SIGTERM"):
+        heard = {"RANKSCOPE_STOP_SIGNALS": "SIGTERM"} if ending.endswith("-heard") else {}
+        jobs[ending] = launch(tmp_path / ending, 4000, 0.02, *planted, RANKSCOPE_RUN=ending, **heard)
+    for ending in ("SIGINT", "SIGTERM", "SIGTERM-heard"):
         service.wait_for(lambda ending=ending: run_of(service, ending).get("state") == "running")
-        jobs[ending].send_signal(getattr(signal, ending))
+        jobs[ending].send_signal(getattr(signal, ending.removesuffix("-heard")))
     for ending, (state, reason, code) in ENDINGS.items():
         assert jobs[ending].wait(60) == code or code is None, (tmp_path / "training.log").read_text()
         service.wait_for(lambda ending=ending, state=state: run_of(service, ending).get("state") == state)

@@ -14,7 +14,7 @@ from rankscope_exporter.quantities.base import QuantityOptions, Subject
 from rankscope_exporter.sampling.schedule import Timing
 
 SWITCH: Final = "dynamic_on"
-_ENVIRONMENT: Final = ("serve", "hang_after_seconds", "stacks_signal", "switch_file", "enabled")
+_ENVIRONMENT: Final = ("serve", "hang_after_seconds", "stacks_signal", "stop_signals", "switch_file", "enabled")
 """Settings that variables may have put over what a file says: a difference need not be a change of the file."""
 
 CHANGEABLE: Final = ("quantities", "options", "every", "times")
