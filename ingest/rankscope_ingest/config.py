@@ -63,6 +63,7 @@ class ServiceSection(_Section):
         ipaddress.ip_network("127.0.0.0/8"),
         ipaddress.ip_network("::1/128"),
     )
+    allowed_hosts: tuple[str, ...] = ()  # names beside its own under which it answers without a token
     insecure: bool = False
 
     @field_validator("listen")

@@ -38,6 +38,7 @@ from rankscope_ingest.target import Health, Target
 from rankscope_ingest.web.http import make_application
 from rankscope_ingest.web.listening import bind
 from rankscope_ingest.web.networks import parse_target_url
+from rankscope_ingest.web.origins import own_names
 from rankscope_ingest.web.tls import keep_fresh
 from rankscope_storage.errors import StoreError
 from rankscope_storage.store import Writer
@@ -299,7 +300,7 @@ class Supervisor:
 
     @contextlib.asynccontextmanager
     async def _listening(self) -> AsyncIterator[None]:
-        application = make_application(self, self._config.token)
+        application = make_application(self, self._config.token, own_names(self._config.service))
         runner = web.AppRunner(application, access_log=None, handle_signals=False)
         await runner.setup()
         try:

@@ -113,7 +113,8 @@ class FakeRank:
     async def register(self, service: str, *, token: str | None = None) -> tuple[int, str]:
         """Register, or send a heartbeat; return status and text."""
         body = dataclasses.replace(self.registration, head=self.head, state=self.state).to_json()
-        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        headers = {"Content-Type": "application/json"}
+        headers |= {} if token is None else {"Authorization": f"Bearer {token}"}
         async with (
             aiohttp.ClientSession() as session,
             session.post(f"{service}/api/v1/register", data=body, headers=headers) as response,

@@ -471,7 +471,7 @@ async def test_pokes_without_end_bring_four_extra_polls_a_second_at_most(
 async def test_body_that_is_not_in_its_encoding_is_a_bad_request(start_service, encoding, path):
     import aiohttp
 
-    headers = {"Content-Encoding": encoding}
+    headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
     async with start_service() as service, aiohttp.ClientSession() as session:
         async with session.post(f"{service.url}/api/v1/{path}", data=b"not compressed", headers=headers) as response:
             status, text = response.status, await response.text()

@@ -28,6 +28,7 @@ from rankscope_ingest.progress import RunProgress
 from rankscope_ingest.registry import parse_registration
 from rankscope_ingest.target import Target
 from rankscope_ingest.web.discovery import per_node, per_rank
+from rankscope_ingest.web.origins import OwnName, refuse_web_pages
 
 MAX_REQUEST_BYTES: Final = 1 << 20
 _PAGE_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -72,10 +73,14 @@ class Backend(Protocol):
         ...
 
 
-def make_application(backend: Backend, token: str | None) -> web.Application:
-    """Return the application; with a token, everything but the health page asks for it."""
+def make_application(backend: Backend, token: str | None, is_own_name: OwnName | None) -> web.Application:
+    """Return the application; with a token, everything but the health page asks for it.
+
+    Where `is_own_name` is given, it says which hosts in a request are this service.
+    """
     routes = _Routes(backend, has_token=token is not None)
-    application = web.Application(middlewares=[_plain_errors, _guard(token)], client_max_size=MAX_REQUEST_BYTES)
+    guards = [_plain_errors, _guard(token), refuse_web_pages(is_own_name)]
+    application = web.Application(middlewares=guards, client_max_size=MAX_REQUEST_BYTES)
     application.add_routes(
         [
             web.post(REGISTER_PATH, routes.register),

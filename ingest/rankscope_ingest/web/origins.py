@@ -1,0 +1,76 @@
+"""What keeps web pages out of a service without a token: a browser on this machine reaches loopback for any page.
+
+A page may send a form or plain text anywhere, but JSON only where it is let, so a POST must be JSON. A page whose name
+was made to resolve to this machine (DNS rebinding) comes with that name in its Host header, so names must be ours.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from rankscope_contract.channel import HEALTH_PATH
+from rankscope_ingest.config import ServiceSection, split_address
+from rankscope_ingest.errors import RegistrationError
+
+OwnName = Callable[[str], bool]
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def own_names(section: ServiceSection, host_name: Callable[[], str] = socket.gethostname) -> OwnName | None:
+    """Return what tells whether the host of a request is this service, for one without a token.
+
+    None where no name need be looked at: a page has no token, and no certificate for the name it lies about.
+    """
+    if section.token is not None or section.web is not None:
+        return None
+    written = [address for address in (section.listen, section.advertise) if address is not None]
+    configured = {split_address(address)[0] for address in written} | set(section.allowed_hosts)
+    own = host_name().lower()
+    names = {"localhost", own, own.partition(".")[0]} | {_plain(name) for name in configured}
+
+    return lambda host: _is_address(host) or _plain(host) in names
+
+
+def refuse_web_pages(is_own_name: OwnName | None) -> Any:
+    """Return the middleware that demands JSON of every POST and, where `is_own_name` is given, a Host of ours."""
+
+    @web.middleware
+    async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        if is_own_name is not None and request.path != HEALTH_PATH:
+            _check_host(request.headers.get("Host", ""), is_own_name)
+        if request.method == "POST" and request.content_type != "application/json":
+            raise RegistrationError(415, "send the body as JSON, with Content-Type: application/json")
+        return await handler(request)
+
+    return guard
+
+
+def _check_host(header: str, is_own_name: OwnName) -> None:
+    try:
+        host = urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        host = ""
+    if not is_own_name(host):
+        raise RegistrationError(
+            421,
+            f"{host[:200]!r} is no known name of this service, which has no token: dial its address, name it in"
+            " [service] allowed_hosts, or set a token on both sides",
+        )
+
+
+def _plain(name: str) -> str:
+    return name.lower().removesuffix(".")
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
