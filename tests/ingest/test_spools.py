@@ -34,10 +34,12 @@ def record(step: int, *events: Event) -> StepRecord:
     return StepRecord(ts=1_000_000 + step, step=step, statistics=numbers, scalars=(Scalar("loss", 1.0),), events=events)
 
 
-def leave_behind(root: Path, incarnation: str, steps: int, *events: Event, first: int = 0, **who: Any) -> Spool:
+def leave_behind(
+    root: Path, incarnation: str, steps: int, *events: Event, first: int = 0, service: str | None = None, **who: Any
+) -> Spool:
     """Leave the spool of a process that published `steps` records, `events` with the last, and was killed."""
     facts = {"run": "r", "rank": 0, "world_size": 1, "launch_id": "launch", "started_at": 7} | who
-    spool = Spool(str(root), incarnation, max_bytes=1 << 30)
+    spool = Spool(str(root), incarnation, max_bytes=1 << 30, service=service)
     spool.open(Registration(local_rank=0, host="here", pid=1, incarnation=incarnation, url="", **facts))
     for seq in range(first, steps):
         spool.append(seq, record(seq, *(events if seq == steps - 1 else ())))
@@ -69,6 +71,15 @@ async def test_what_lies_there_at_the_start_is_stored_and_deleted(start_service,
     assert 0 == state["records_lost"]
     assert ("service", 9) == (target["served_by"], target["committed"])
     assert "[]" == sd[1]
+
+
+async def test_a_service_takes_what_lies_in_its_folders_whatever_service_it_was_for(start_service, eventually, root):
+    """Its configuration names the folder; and a service that has moved has another address."""
+    leave_behind(root, "dead", 3, EXIT, service="http://former:9470")
+    async with start_service(**settings(root)) as service:
+        await eventually(lambda: not any(root.iterdir()))
+
+    assert [0, 1, 2] == [row["seq"] for row in service.rows(SEQS)]
 
 
 async def _state(service: Any, wanted: str) -> Any:

@@ -8,6 +8,7 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from rankscope_contract import SCHEMA_VERSION
 from rankscope_contract.channel import Registration
@@ -98,10 +99,30 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_identity(folder: Path, registration: Registration, *, sync: bool = False) -> None:
-    """Write down who the process is."""
-    text = json.dumps({"format": FORMAT, "registration": asdict(registration)})
+def service_name(url: str) -> str:
+    """Return how a spool names the service at `url`: as it is dialled, in one spelling and without secrets.
+
+    Names are not resolved: localhost and 127.0.0.1 are two.
+    """
+    parts = urlsplit(url)
+    host = f"[{parts.hostname}]" if parts.hostname and ":" in parts.hostname else parts.hostname
+    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    return f"{parts.scheme}://{host}:{port}{parts.path.rstrip('/')}"
+
+
+def write_identity(folder: Path, registration: Registration, *, service: str | None = None, sync: bool = False) -> None:
+    """Write down who the process is, and which service, by `service_name`, its records are for."""
+    text = json.dumps({"format": FORMAT, "service": service, "registration": asdict(registration)})
     write_whole(folder / IDENTITY_NAME, text, sync=sync)
+
+
+def read_service(folder: Path) -> str | None:
+    """Return which service the records are for; None where that is not said, or cannot be read."""
+    try:
+        service = json.loads((folder / IDENTITY_NAME).read_bytes())["service"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return service if isinstance(service, str) else None
 
 
 def read_identity(folder: Path) -> Registration:

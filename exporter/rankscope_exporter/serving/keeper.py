@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 from rankscope_contract.channel import Registration
 from rankscope_contract.spool import Orphan, Stretch
+from rankscope_contract.spool.layout import service_name
 from rankscope_exporter.record import StepRecord
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.serving.meter import CpuMeter
@@ -35,13 +36,20 @@ class Keeper:
         meter: CpuMeter,
     ) -> None:
         self._root = config.spool_dir
+        self._service = None if config.ingest_url is None else service_name(config.ingest_url)
         self._incarnation = incarnation
         self._on_fault = on_fault
         self._orphans: Orphans | None = None
         self._spool: Spool | None = None
         self._writer: SpoolWriter | None = None
         if config.spool_dir is not None:
-            self._spool = Spool(config.spool_dir, incarnation, max_bytes=config.spool_bytes, sync=config.spool_sync)
+            self._spool = Spool(
+                config.spool_dir,
+                incarnation,
+                max_bytes=config.spool_bytes,
+                sync=config.spool_sync,
+                service=self._service,
+            )
             self._writer = SpoolWriter(self._spool, describe, on_fault=on_fault, meter=meter)
 
     @property
@@ -61,7 +69,9 @@ class Keeper:
     def serve_orphans(self, client: Client, url: Callable[[], str | None]) -> None:
         """Begin to look for what dead processes left, and to register it."""
         if self._root is not None:
-            self._orphans = Orphans(self._root, self._incarnation, client, url, on_fault=self._on_fault)
+            self._orphans = Orphans(
+                self._root, self._incarnation, client, url, service=self._service, on_fault=self._on_fault
+            )
             self._orphans.start()
 
     def wait_for_elders(self) -> None:

@@ -58,12 +58,16 @@ class Spool:
     No lock is held over a call that may hang with the disk: who asks what is held must not wait for it.
     """
 
-    def __init__(self, root: str, incarnation: str, *, max_bytes: int, sync: bool = False) -> None:
+    def __init__(
+        self, root: str, incarnation: str, *, max_bytes: int, sync: bool = False, service: str | None = None
+    ) -> None:
+        """`service` is whose records these are, by `service_name`; None leaves them to anybody."""
         self.folder = Path(root) / incarnation
         self.dropped = {FULL: 0, FAILED: 0}
         self._max_bytes = max_bytes
         self._segment_bytes = max(1, min(SEGMENT_BYTES, max_bytes // 8))
         self._sync = sync
+        self._service = service
         self._changed = threading.Lock()  # what the other threads ask for
         self._segments: deque[_Segment] = deque()  # the last one is being written while `_file` is open
         self._bytes = 0
@@ -80,7 +84,7 @@ class Spool:
         unfinished.mkdir(mode=0o700)
         lock = FolderLock.create(unfinished)
         try:
-            write_identity(unfinished, registration, sync=self._sync)
+            write_identity(unfinished, registration, service=self._service, sync=self._sync)
             unfinished.rename(self.folder)
             if self._sync:
                 sync_folder(self.folder.parent)

@@ -1,7 +1,8 @@
 """Spools that dead processes left in our folder: this rank takes them over and speaks for them until a store has all.
 
-Each is registered under its own old identity with our address, and read over the same record channel. One daemon
-thread does it for all of them; the lock of a spool decides between ranks, and against the service.
+Only those for the service of this rank, and those that name none. Each is registered under its own old identity with
+our address, and read over the same record channel. One daemon thread does it for all of them; the lock of a spool
+decides between ranks, and against the service.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Final
 
 from rankscope_contract.channel import STATE_DRAINING, Registration
 from rankscope_contract.spool import Orphan, SpoolError
-from rankscope_contract.spool.layout import folders
+from rankscope_contract.spool.layout import folders, read_service
 from rankscope_exporter.serving.registration import Client, retry_seconds
 from rankscope_exporter.serving.service_client import RefusedError, UnreachableError
 from rankscope_exporter.serving.spool import needed_plans
@@ -46,10 +47,12 @@ class Orphans:
         client: Client,
         url: Callable[[], str | None],
         *,
+        service: str | None = None,
         on_fault: Callable[[str, BaseException], None],
     ) -> None:
         self._root = Path(root)
         self._own = own_incarnation
+        self._service = service
         self._client = client
         self._url = url
         self._on_fault = on_fault
@@ -144,7 +147,7 @@ class Orphans:
 
     def _take(self, folder: Path) -> None:
         with self._changed:
-            if folder.name in self._taken or self._stopping.is_set():
+            if folder.name in self._taken or self._stopping.is_set() or not self._is_for_our_service(folder):
                 return
             try:
                 orphan = Orphan.take(folder, needed_plans)
@@ -154,6 +157,11 @@ class Orphans:
             if orphan is not None:
                 self._taken[orphan.incarnation] = orphan
                 log.info("%s: records of a dead process are served from here", folder)
+
+    def _is_for_our_service(self, folder: Path) -> bool:
+        """Return whether its records may go to the service we know: another one's store is not theirs."""
+        service = read_service(folder)
+        return service is None or self._service is None or service == self._service
 
     def _register_all(self) -> bool:
         """Speak for each of them once, the oldest first; return whether the service heard them all."""

@@ -15,6 +15,7 @@ import pytest
 from rankscope_contract.channel import Registration, RegistrationReply
 from rankscope_contract.records import PlanEntry
 from rankscope_contract.spool import Orphan, SpoolReader
+from rankscope_contract.spool.layout import read_service, service_name
 from rankscope_exporter.errors import ConfigError
 from rankscope_exporter.serving import spool_orphans, spool_writer
 from rankscope_exporter.serving.config import ServeConfig
@@ -25,10 +26,10 @@ OWN = "feedc0de"
 LEASE = {"Rankscope_Lease": "lease-1"}
 
 
-def leave_behind(root: Path, incarnation: str, records: list[Any], **who: Any) -> Spool:
+def leave_behind(root: Path, incarnation: str, records: list[Any], service: str | None = None, **who: Any) -> Spool:
     """Leave the spool of a process that published `records` and was killed."""
     facts = {"run": "run-1", "rank": 0, "world_size": 2, "launch_id": "launch-0", "started_at": 7} | who
-    spool = Spool(str(root), incarnation, max_bytes=1 << 30)
+    spool = Spool(str(root), incarnation, max_bytes=1 << 30, service=service)
     spool.open(Registration(local_rank=0, host="node-0", pid=1, incarnation=incarnation, url="", **facts))
     for seq, record in enumerate(records):
         spool.append(seq, record)
@@ -305,6 +306,42 @@ def test_the_identity_on_disk_is_what_the_service_would_have_been_told(new_rank,
     assert known["started_at"] > 0
 
 
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("http://Node-1:9470", "http://node-1:9470"),
+        ("HTTP://node-1:9470/", "http://node-1:9470"),
+        ("https://node-1", "https://node-1:443"),
+        ("http://node-1/rankscope/", "http://node-1:80/rankscope"),
+        ("http://user:secret@node-1:9470?token=secret#x", "http://node-1:9470"),
+        ("http://[::1]:9470", "http://[::1]:9470"),
+    ],
+)
+def test_a_service_has_one_name_however_it_is_spelled_and_no_secret_is_in_it(url, name):
+    assert name == service_name(url)
+
+
+def test_a_rank_hands_over_what_is_for_its_own_service_or_for_none_that_is_named(
+    new_rank, service, until, record, tmp_path
+):
+    """The store of another service would have runs that are not its own, and the right one would miss them."""
+    leave_behind(tmp_path, "other", [record(0)], service="http://127.0.0.1:9", started_at=1)
+    leave_behind(tmp_path, "same", [record(0)], service=service_name(service.url), started_at=2)
+    leave_behind(tmp_path, "unnamed", [record(0)], started_at=3)
+    leave_behind(tmp_path, "old", [record(0)], started_at=4)
+    identity = json.loads((tmp_path / "old" / "identity.json").read_text())
+    del identity["service"]  # as earlier releases wrote it
+    (tmp_path / "old" / "identity.json").write_text(json.dumps(identity))
+    rank = new_rank(ingest_url=service.url + "/", spool_dir=str(tmp_path))
+    until(lambda: OWN in {told["incarnation"] for told in service.registrations})
+    rank.channel.publish(record(0))
+
+    assert {"same", "unnamed", "old", OWN} == {told["incarnation"] for told in service.registrations}
+    assert (tmp_path / "other" / f"{0:012d}.arrows").exists()
+    assert rank.channel.keeper.orphan("other") is None
+    assert service_name(service.url) == read_service(tmp_path / OWN)
+
+
 def test_spools_of_dead_processes_are_registered_before_the_rank_itself_and_served(
     new_rank, service, until, record, tmp_path
 ):
@@ -501,6 +538,7 @@ def test_a_folder_that_is_not_understood_is_left_alone_and_named_once(
     before = sorted(path.name for path in tmp_path.glob("*/*"))
     rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
     until(lambda: rank.channel.keeper.orphan("good") is not None)
+    until(lambda: "passed over" in caplog.text)  # whichever of them comes first
 
     assert rank.channel.keeper.orphan("dead") is None
     assert before == sorted(path.name for path in tmp_path.glob("*/*") if OWN not in str(path))
