@@ -7,7 +7,7 @@ TORCH  := torch==2.13.0
 WORKERS ?= 2# test processes; most tests wait for servers, not for the processor
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-examples lint bench generate clean
+.PHONY: help env demo test test-examples test-frameworks lint bench generate clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -22,6 +22,9 @@ test: $(VENV)/.installed-dev ## run the tests (PYTEST="-k name" for some of them
 
 test-examples: $(VENV)/.installed-dev ## run every example for a few steps
 	RANKSCOPE_EXAMPLES=1 $(BIN)/python -m pytest tests/examples
+
+test-frameworks: $(VENV)/.installed-dev $(VENV)/.installed-frameworks ## Hugging Face Trainer, Accelerate and Lightning, alone and on two ranks
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/frameworks
 
 lint: $(VENV)/.installed-dev ## formatting, lint rules, types
 	$(BIN)/ruff format --check .

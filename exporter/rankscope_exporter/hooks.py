@@ -146,12 +146,13 @@ class Hooks:
                 hook = functools.partial(self._gradient_ready, index)
                 self._handles.append(self._subject.framework.on_accumulated(named.parameter, hook))
 
-    def _forward_begins(self, module: torch.nn.Module, _inputs: Any) -> None:
+    def _forward_begins(self, _module: torch.nn.Module, _inputs: Any) -> None:
         if torch.compiler.is_compiling():  # while a graph is made nothing runs, and tracing us would break it
             return
         if self.active:
             self.beat()
-        if self.active and module.training and torch.is_grad_enabled():
+        # The user's own module: Lightning leaves a wrapper in evaluation mode after the first validation.
+        if self.active and self._subject.framework.module.training and torch.is_grad_enabled():
             self.in_forward = True
             self._timed("a forward hook", self._recorder.forward_begins)
 

@@ -1,0 +1,90 @@
+"""What callbacks of all trainers share: one monitor for each training, and the phase it is in. No trainer is known."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from rankscope_contract.events import ExitReason
+from rankscope_exporter.config import MonitorConfig
+from rankscope_exporter.frameworks import Framework
+from rankscope_exporter.guard import Guard
+from rankscope_exporter.monitor import Monitor, Optimizers
+
+Config = MonitorConfig | Mapping[str, Any] | str | os.PathLike[str] | None
+
+
+class Attended:
+    """The monitor of the training under way; before and after it nothing happens.
+
+    The configuration is checked at construction and raises ConfigError; nothing after it raises into training.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = Monitor(config).config
+        self._guard = Guard()
+        self.monitor: Monitor | None = None
+        self._phase: AbstractContextManager[None] | None = None
+        self._phase_name: str | None = None
+
+    def safely(self, where: str, function: Callable[..., None], *args: Any) -> None:
+        """Call `function(*args)`; what it raises is named once and never reaches training."""
+        self._guard.call(where, function, *args)
+
+    def begin(
+        self,
+        model: torch.nn.Module | Framework,
+        optimizer: Optimizers,
+        *,
+        first_step: int,
+        total_steps: int | None,
+        config: MonitorConfig | None = None,
+    ) -> Monitor:
+        """Attach; a training that ended before without a word is over now, and nobody knows why."""
+        self.leave_phase()
+        if self.monitor is not None:
+            self.monitor.end_of_process(ExitReason.UNKNOWN, "another training began in this process")
+        self.monitor = Monitor(config or self._config, total_steps=total_steps or None, first_step=first_step)
+        return self.monitor.attach(model, optimizer)
+
+    @property
+    def config(self) -> MonitorConfig:
+        """Return the configuration, checked and with the environment's part."""
+        return self._config
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Say why training ends, and detach."""
+        self.leave_phase()
+        monitor, self.monitor = self.monitor, None
+        if monitor is not None:
+            monitor.__exit__(type(error) if error is not None else None, error, None)
+
+    def log(self, step: int | None, values: Mapping[str, Any]) -> None:
+        """Log those of `values` that are numbers."""
+        if self.monitor is not None:
+            numbers = {name: value for name, value in values.items() if name != "step" and _is_number(value)}
+            self.monitor.log(step=step, **numbers)
+
+    def enter_phase(self, name: str) -> None:
+        """Begin a phase, unless it is under way, in the place of another one."""
+        if self.monitor is None or self._phase_name == name:
+            return
+        self.leave_phase()
+        self._phase, self._phase_name = self.monitor.phase(name), name
+        self._phase.__enter__()
+
+    def leave_phase(self) -> None:
+        """End the phase under way, if there is one."""
+        phase, self._phase, self._phase_name = self._phase, None, None
+        if phase is not None:
+            phase.__exit__(None, None, None)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, int | float) or (hasattr(value, "__float__") and not isinstance(value, str))

@@ -1,0 +1,118 @@
+"""Lightning: `Trainer(callbacks=[RankscopeCallback()])`. Needs lightning, whose trainer it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback
+
+from rankscope_exporter.config import MonitorConfig
+from rankscope_exporter.frameworks import Framework, framework_of
+from rankscope_exporter.frameworks.announced import Announced
+from rankscope_exporter.integrations.attended import Attended, Config
+
+
+class RankscopeCallback(Callback):  # type: ignore[misc,unused-ignore]  # lightning may be missing where types are checked
+    """Attaches a monitor when fitting begins, and detaches at its end, saying why.
+
+    Steps go on from `trainer.global_step`. With automatic optimization a step is one update; where a module optimizes
+    by itself it may use several optimizers for one batch, and a step is one batch.
+    """
+
+    def __init__(self, config: Config = None) -> None:
+        """Take what Monitor takes."""
+        self._attended = Attended(config)
+        self._announced: Announced | None = None
+        self._updates = 0
+        self._before_evaluation: set[str] = set()
+        self._of_evaluation: set[str] = set()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attach what the strategy has made of the module."""
+        self._attended.safely("on_train_start", self._begin, trainer, pl_module)
+
+    def _begin(self, trainer: Any, pl_module: Any) -> None:
+        by_batch = not pl_module.automatic_optimization
+        self._updates = trainer.global_step
+        done = trainer.fit_loop.total_batch_idx + 1 if by_batch else trainer.global_step
+        self._attended.begin(
+            self._subject(trainer.strategy.model, pl_module),
+            trainer.optimizers,
+            first_step=done + 1,
+            total_steps=None if by_batch else _planned(trainer),
+            config=self._config(by_batch=by_batch),
+        )
+
+    def on_train_batch_start(self, *_args: Any) -> None:
+        """A training forward begins."""
+        self._attended.leave_phase()
+        if self._announced is not None:
+            self._announced.begins()
+
+    def on_before_backward(self, *_args: Any) -> None:
+        """The training forward is over."""
+        if self._announced is not None:
+            self._announced.ends()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_args: Any) -> None:
+        """Log what the module has logged; with automatic optimization of batches that end in an update."""
+        if self._announced is not None:
+            self._announced.ends()  # a batch without a loss has no backward pass
+        self._attended.safely("on_train_batch_end", self._end_batch, trainer, pl_module, outputs)
+
+    def _end_batch(self, trainer: Any, pl_module: Any, outputs: Any) -> None:
+        metrics = trainer.callback_metrics
+        values = {**_loss(outputs), **{name: metrics[name] for name in metrics.keys() - self._of_evaluation}}
+        if not pl_module.automatic_optimization:
+            self._attended.log(None, values)
+            if self._attended.monitor is not None:
+                self._attended.monitor.end_step()
+        elif trainer.global_step > self._updates:
+            self._updates = trainer.global_step
+            self._attended.log(self._updates, values)
+
+    def on_validation_start(self, trainer: Any, _pl_module: Any) -> None:
+        """An evaluation begins."""
+        self._attended.enter_phase("evaluation")
+        self._before_evaluation = set(trainer.callback_metrics)
+
+    def on_validation_end(self, trainer: Any, _pl_module: Any) -> None:
+        """The evaluation is over; what it found belongs to the step before it, and is no news in the steps after."""
+        self._attended.leave_phase()
+        metrics = trainer.callback_metrics
+        self._of_evaluation |= metrics.keys() - self._before_evaluation
+        self._attended.log(None, {name: metrics[name] for name in metrics.keys() & self._of_evaluation})
+
+    def on_save_checkpoint(self, *_args: Any) -> None:
+        """A checkpoint is about to be written; Lightning does not say when that is done."""
+        self._attended.enter_phase("checkpoint")
+
+    def on_train_end(self, *_args: Any) -> None:
+        """Say goodbye."""
+        self._attended.end()
+
+    def on_exception(self, _trainer: Any, _pl_module: Any, exception: BaseException) -> None:
+        """Say why training ends."""
+        self._attended.end(exception)
+
+    def _subject(self, model: Any, pl_module: Any) -> Framework:
+        """Return the adapter; a module that nothing wraps is never called as a whole."""
+        framework = framework_of(model)
+        self._announced = Announced(pl_module) if model is pl_module else None
+        framework.announced = self._announced
+        return framework
+
+    def _config(self, *, by_batch: bool) -> MonitorConfig:
+        return replace(self._attended.config, steps="explicit") if by_batch else self._attended.config
+
+
+def _planned(trainer: Any) -> int | None:
+    steps = trainer.estimated_stepping_batches
+    return int(steps) if 0 < steps < float("inf") else None
+
+
+def _loss(outputs: Any) -> Mapping[str, Any]:
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    return {} if loss is None else {"loss": loss}
