@@ -167,7 +167,7 @@ def test_two_processes_that_claim_one_rank_are_told_apart(service: Any, start_ra
 def test_a_service_that_starts_late_gets_everything_from_the_start(
     service: Any, start_rank: StartRank, tmp_path: Path
 ) -> None:
-    ranks = [start_rank(service, rank, steps=80, pause=0.1) for rank in range(2)]
+    ranks = [start_rank(service, rank, steps=80, pause=0.25) for rank in range(2)]  # longer than a start may take
     deadline = time.monotonic() + 60
     while last_printed(tmp_path, 0) < 10 and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -20,7 +20,7 @@ from typing import Final
 from rankscope_contract.stacks import MAX_DETAILS_BYTES, Frame, StackDump, ThreadStack
 
 OUR_THREADS: Final = "rankscope-"
-_OUR_CODE: Final = str(Path(__file__).parent)
+_OUR_CODE: Final = str(Path(__file__).parents[1])
 _CURRENT: Final = "Current thread"
 _THREAD: Final = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)\b.*\(most recent call first\):$")
 _FRAME: Final = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')

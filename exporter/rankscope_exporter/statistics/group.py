@@ -31,7 +31,7 @@ class MeasureGroup:
             raise ValueError(f"{len(tensors)} tensors for {len(self.rows)} entries: None stands for an absent one")
         with torch.no_grad():
             local = [tensor if type(tensor) in PLAIN_TYPES else _local(tensor) for tensor in tensors]
-            kernel = numba_backend.kernel() if self._compiled and table.device.type == "cpu" else None
+            kernel = table.kernel(numba_backend.kernel) if self._compiled and table.device.type == "cpu" else None
             if kernel is None:
                 self._with_torch(local, range(len(local)), table)
                 return

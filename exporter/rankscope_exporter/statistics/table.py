@@ -6,7 +6,7 @@ Sums are float64 and counts int64 in one buffer, so that a step costs one copy. 
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,6 +20,8 @@ NUMEL_ROW: Final = len(SUMS) + COUNT_OPS.index("numel")
 ABSENT: Final = -1  # in place of numel
 
 Rows = range | tuple[int, ...]
+Kernel = Callable[..., None]
+_UNKNOWN: Final = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class StatisticsTable:
         self.device = torch.device(device)
         self._free_host_buffers: collections.deque[torch.Tensor] = collections.deque()
         self._indices: dict[Rows, torch.Tensor] = {}
+        self._kernel: Kernel | object | None = _UNKNOWN
         self.buffer = self._new_buffer(self.device)
         self.clear()
 
@@ -49,6 +52,16 @@ class StatisticsTable:
         """Make every entry absent."""
         # Only `numel` is reset: what else an absent entry holds is never read.
         self.buffer[NUMEL_ROW].fill_(ABSENT)
+        self._kernel = _UNKNOWN
+
+    def kernel(self, ready: Callable[[], Kernel | None]) -> Kernel | None:
+        """Return what `ready` first said since the table was cleared.
+
+        Two ways to compute round differently: within a step, equal tensors must have equal sums, bit for bit.
+        """
+        if self._kernel is _UNKNOWN:
+            self._kernel = ready()
+        return self._kernel  # type: ignore[return-value]  # no sentinel any more
 
     def grow(self, size: int) -> None:
         """Make room for at least `size` entries, doubled so that growing one by one stays cheap."""
@@ -58,7 +71,7 @@ class StatisticsTable:
         self.size = max(size, 2 * self.size, _LEAST_GROWN)
         with torch.no_grad():
             self.buffer = self._new_buffer(self.device)
-            self.clear()
+            self.buffer[NUMEL_ROW].fill_(ABSENT)
             self.buffer[:, :kept].copy_(old)
 
     def forget(self, rows: range) -> None:
