@@ -24,7 +24,7 @@ from rankscope_ingest.lifecycle.lives import Attempt, AttemptKey
 WAIT_SECONDS: Final = 10.0
 """How long a message waits for ranks that have not said where they stand: C code may hold a rank's interpreter."""
 
-QUIET_SECONDS: Final = 1.0
+QUIET_SECONDS: Final = 2.0
 """A flight record comes a moment after the stacks, from ranks that keep one."""
 
 _TYPES: Final = pa.array([EventType.HANG, EventType.STACKS, EventType.FLIGHT_RECORD])
