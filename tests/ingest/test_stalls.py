@@ -140,17 +140,17 @@ def test_the_end_of_a_standstill_is_told_where_steps_followed(state, last_step, 
     book, run = StallBook(), attempt()
     heard_from_both(book, 200)
     book.look([run], 200)
-    (told,) = book.look([run], 201).due
+    (told,) = book.look([run], 200 + QUIET_SECONDS).due
     run.state, run.last_step = state, last_step
 
-    assert [(told, went_on)] == book.look([run], 202).over
+    assert [(told, went_on)] == book.look([run], 200 + 2 * QUIET_SECONDS).over
 
 
 def test_a_service_that_starts_anew_tells_no_standstill_twice_and_still_tells_its_end():
     before, run = StallBook(), attempt()
     heard_from_both(before, 200)
     before.look([run], 200)
-    (told,) = before.look([run], 201).due
+    (told,) = before.look([run], 200 + QUIET_SECONDS).due
     book = StallBook([told])
 
     assert ([], []) == ((news := book.look([run], 300)).due, news.to_ask)
@@ -182,7 +182,7 @@ def test_the_messages_as_people_get_them():
     book, run = StallBook(), attempt()
     heard_from_both(book, 200)
     book.look([run], 200)
-    (told,) = book.look([run], 201).due
+    (told,) = book.look([run], 200 + QUIET_SECONDS).due
     began, ended = message(told), goes_on(told)
 
     assert "[critical] r: RunStalled, rank 1, step 41" == began.title
