@@ -211,6 +211,7 @@ def test_after_everything_was_killed_the_next_ranks_of_the_host_hand_over_what_w
     service.start()
     service.wait_for(lambda: host.left() == ["second-0", "second-1"])
     service.wait_for(lambda: len(json.loads(service.get("/sd"))) == 2)
+    service.wait_for(lambda: service.runs()[0]["state"] != "pending")  # until the first record of the heirs
     states = service.runs()
     discovered = sorted(entry["labels"]["instance"] for entry in json.loads(service.get("/sd")))
     until(lambda: all(heir.published == 50 for heir in heirs))
