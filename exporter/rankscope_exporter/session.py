@@ -130,6 +130,11 @@ class Session:
             agreement=self._agreement(),
             first_step=first_step,
         )
+        self._connect()
+        guard.on_first = self._tell_fault
+
+    def _connect(self) -> None:
+        """Tell the parts whom they call; nothing runs yet."""
         self.board.taken = lambda: self.channel.announce(sorted(self._collection.kinds()))
         self.recorder.before_step, self.recorder.after_update = self.board.opens, self.board.ready
         self.channel.take_switch, self.channel.measuring = self.switching.request, self.board.state
@@ -139,7 +144,6 @@ class Session:
         self.publisher.published = self.recorder.published
         self.publisher.flush_idle = self.recorder.flush_idle
         self.recorder.on_open = self._step_opens
-        guard.on_first = self._tell_fault
 
     def start(self) -> str:
         """Listen, publish, hook; return the address. Whatever was started is stopped again when something fails."""

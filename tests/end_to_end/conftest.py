@@ -18,6 +18,8 @@ import pytest
 
 TRAINING = Path(__file__).with_name("tiny_training.py")
 
+StartJob = Callable[..., subprocess.Popen[bytes]]
+
 CONFIG = """
 [service]
 listen = "127.0.0.1:{port}"
@@ -139,19 +141,22 @@ def service(tmp_path: Path, free_port: int) -> Iterator[Service]:
 
 
 @pytest.fixture
-def train(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Return what starts the training under torchrun, writing to training.log."""
+def start_job(service: Service, tmp_path: Path) -> Iterator[StartJob]:
+    """Return what starts Python as a job of its own, told of the service and writing to training.log.
+
+    With `ranks`, the script runs under torchrun, so many times.
+    """
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(service: Service, run: str, *, steps: int, pause: float = 0.0) -> subprocess.Popen[bytes]:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        environment = {"RANKSCOPE_INGEST_URL": service.url, "RANKSCOPE_RUN": run, "OMP_NUM_THREADS": "1"}
-        with (tmp_path / "training.log").open("wb") as log:
+    def start(*arguments: object, ranks: int = 0, **environment: str) -> subprocess.Popen[bytes]:
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)) if ranks else ()
+        own = {"RANKSCOPE_INGEST_URL": service.url, "OMP_NUM_THREADS": "1"}
+        with (tmp_path / "training.log").open("ab") as log:
             process = subprocess.Popen(
-                [*launcher, str(TRAINING), str(tmp_path), str(steps), str(pause)],
+                [sys.executable, *torchrun, *map(str, arguments)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
+                env={**os.environ, **own, **environment},
                 start_new_session=True,
             )
         started.append(process)
@@ -162,6 +167,17 @@ def train(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(10)
+
+
+@pytest.fixture
+def train(start_job: StartJob, tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
+    """Return what starts the training under torchrun."""
+
+    def start(service: Service, run: str, *, steps: int, pause: float = 0.0) -> subprocess.Popen[bytes]:
+        told = {"RANKSCOPE_INGEST_URL": service.url, "RANKSCOPE_RUN": run}
+        return start_job(TRAINING, tmp_path, steps, pause, ranks=2, **told)
+
+    return start
 
 
 @pytest.fixture

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,35 +19,22 @@ from rankscope_storage.connection import connect
 SCRIPT = Path(__file__).with_name("hanging_training.py")
 TOKEN = "a-token-of-both"
 
+Start = Callable[..., subprocess.Popen[bytes]]
+
 
 def line_of(comment: str) -> int:
     return next(number for number, line in enumerate(SCRIPT.read_text().splitlines(), 1) if line.endswith(comment))
 
 
 @pytest.fixture
-def hanging(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+def hanging(start_job: Start, tmp_path: Path) -> Start:
     """Return what starts the training under torchrun; `environment` is added to both ranks'."""
-    started: list[subprocess.Popen[bytes]] = []
 
     def start(service: Any, **environment: str) -> subprocess.Popen[bytes]:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        own = {"RANKSCOPE_INGEST_URL": service.url, "RANKSCOPE_RUN": "hangs", "OMP_NUM_THREADS": "1"}
-        with (tmp_path / "training.log").open("wb") as log:
-            process = subprocess.Popen(
-                [*launcher, str(SCRIPT), str(tmp_path)],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **own, **environment},
-                start_new_session=True,
-            )
-        started.append(process)
-        return process
+        told = {"RANKSCOPE_INGEST_URL": service.url, "RANKSCOPE_RUN": "hangs"}
+        return start_job(SCRIPT, tmp_path, ranks=2, **told, **environment)
 
-    yield start
-    for process in started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
+    return start
 
 
 def ask(service: Any, *arguments: str, token: str | None = TOKEN) -> subprocess.CompletedProcess[str]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +23,13 @@ Launch = Callable[..., subprocess.Popen[bytes]]
 
 
 @pytest.fixture
-def launch(service: Any, tmp_path: Path) -> Iterator[Launch]:
-    """Return what starts the training in a session of its own, as a job; output goes to training.log."""
-    started: list[subprocess.Popen[bytes]] = []
+def launch(start_job: Launch) -> Launch:
+    """Return what starts the training as a job."""
 
     def start(*arguments: object, launcher: tuple[str, ...] = (), **environment: str) -> subprocess.Popen[bytes]:
-        with (tmp_path / "training.log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, *launcher, str(TRAINING), *map(str, arguments)],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "RANKSCOPE_INGEST_URL": service.url, "OMP_NUM_THREADS": "1", **environment},
-                start_new_session=True,
-            )
-        started.append(process)
-        return process
+        return start_job(*launcher, TRAINING, *arguments, **environment)
 
-    yield start
-    for process in started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
+    return start
 
 
 def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_exporter.record import StepRecord
 
 KINDS = {"in": ("act_in", "act_grad_in"), "out": ("act_out", "act_grad_out")}
 
@@ -96,8 +97,8 @@ def train(
     return Run(rows, said, state, losses, monitor.faults, placements)
 
 
-def read(monitor: Monitor, last_step: int) -> tuple[dict[int, dict[Key, dict[str, Any]]], list[str], set[str]]:
-    """Return the rows by step, and what was told, once `last_step` has been published."""
+def published(monitor: Monitor, last_step: int) -> tuple[Sequence[StepRecord], list[str]]:
+    """Return the records, and what was told in them, once `last_step` is among them."""
     session = monitor._session
     assert session is not None
     deadline = time.monotonic() + 20
@@ -106,8 +107,13 @@ def read(monitor: Monitor, last_step: int) -> tuple[dict[int, dict[Key, dict[str
         if any(record.step == last_step and record.scalars for record in records):
             break
         time.sleep(0.005)
+    return records, [event.message for record in records for event in record.events if event.type in ("note", "fault")]
+
+
+def read(monitor: Monitor, last_step: int) -> tuple[dict[int, dict[Key, dict[str, Any]]], list[str], set[str]]:
+    """Return the rows by step, and what was told, once `last_step` has been published."""
+    records, said = published(monitor, last_step)
     rows: dict[int, dict[Key, dict[str, Any]]] = {}
-    said = [event.message for record in records for event in record.events if event.type in ("note", "fault")]
     placements = set()
     for record in records:
         if record.step is None or record.statistics is None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from activation_runs import published
 from torch import nn
 
 from rankscope_exporter import Monitor, MonitorConfig
@@ -67,15 +67,7 @@ def train(
 
 def read_features(monitor: Monitor, last_step: int) -> tuple[dict[int, dict[Feature, float]], list[str]]:
     """Return the features by step, and what was told, once `last_step` has been published."""
-    session = monitor._session
-    assert session is not None
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        records = session.channel.ring.after(-1, 1 << 30).records
-        if any(record.step == last_step and record.scalars for record in records):
-            break
-        time.sleep(0.005)
-    said = [event.message for record in records for event in record.events if event.type in ("note", "fault")]
+    records, said = published(monitor, last_step)
     rows: dict[int, dict[Feature, float]] = {}
     for record in records:
         for row in record.features:

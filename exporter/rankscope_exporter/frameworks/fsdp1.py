@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rankscope_exporter.frameworks.base import Form, Framework, Holder, Hooking, Removable
+from rankscope_exporter.frameworks.gathered import Gathered
 from rankscope_exporter.frameworks.layout import Layout, sharded_over
 from rankscope_exporter.frameworks.loaded import loaded
 from rankscope_exporter.naming import NamedParameter
@@ -17,7 +18,7 @@ from rankscope_exporter.naming import NamedParameter
 # The flat parameter knows which parameters are views of it; there is no public way to ask.
 
 
-class FullyShardedData(Framework):
+class FullyShardedData(Gathered, Framework):
     """Each forward pass makes new views of the gathered flat parameter, whose gradients are this rank's own.
 
     With `use_orig_params=True` parameters have their names, and each rank holds the part of them that lies in its flat
@@ -47,21 +48,6 @@ class FullyShardedData(Framework):
         root: Any = self._sharded
         module: nn.Module = root.module if _is_unit(root) else root
         return module
-
-    @property
-    def replicated(self) -> bool:
-        """Return True: what is not sharded is the same everywhere."""
-        return True
-
-    @property
-    def local_until_backward_ends(self) -> bool:
-        """Return False: the gathered gradient is gone when backward ends."""
-        return False
-
-    @property
-    def reduces(self) -> bool:
-        """Return True."""
-        return True
 
     def reduces_in_backward(self) -> bool:
         """Return False inside `no_sync()`, where gathered gradients only accumulate."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rankscope_exporter.frameworks.base import Form, Framework, Holder, Hooking, Removable
+from rankscope_exporter.frameworks.gathered import Gathered
 from rankscope_exporter.frameworks.layout import Layout
 from rankscope_exporter.frameworks.loaded import loaded
 from rankscope_exporter.naming import NamedParameter, local_tensor
@@ -18,7 +19,7 @@ from rankscope_exporter.naming import NamedParameter, local_tensor
 # gradients it makes FSDP wait for the device.
 
 
-class FullyShard(Framework):
+class FullyShard(Gathered, Framework):
     """The gathered parameter is one tensor for the whole training, made in the first forward pass.
 
     Its gradient is this rank's own until the group of its module is reduced, still inside the backward pass. So it
@@ -41,21 +42,6 @@ class FullyShard(Framework):
     def matches(cls, model: nn.Module) -> bool:
         """Return whether `fully_shard` was applied to `model` or to any part of it."""
         return any(_is_sharded(module) for module in model.modules())
-
-    @property
-    def replicated(self) -> bool:
-        """Return True: what is too small to be sharded, or ignored, is the same everywhere."""
-        return True
-
-    @property
-    def local_until_backward_ends(self) -> bool:
-        """Return False: the gathered gradient is gone when backward ends."""
-        return False
-
-    @property
-    def reduces(self) -> bool:
-        """Return True."""
-        return True
 
     def reduces_in_backward(self) -> bool:
         """Return False where `set_requires_gradient_sync(False)` holds gradients back."""

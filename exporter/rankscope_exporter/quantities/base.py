@@ -216,9 +216,8 @@ class Quantity:
         """Return the kinds of all entries, also of those to come: their counters exist from the start."""
         return {entry.kind for entry in self.entries()}
 
-    def owners(self) -> list[int]:
-        """Return for each of `entries()` the parameter it belongs to: by default all parameters, kind after kind."""
-        count = len(self.entries())
+    def owners(self, count: int) -> list[int]:
+        """Return for each of the `count` entries the parameter it belongs to: all parameters, kind after kind."""
         own = self.subject.owners()
         return [own[i % len(own)] for i in range(count)] if len(own) else []
 

@@ -50,7 +50,8 @@ class Member:
         """Begin to count steps anew, and find rows of the sheet where there are none yet; return that it is done."""
         self.schedule = Schedule(timing)
         if self.window is None:
-            self.window = TableWindow.seated(sheet, self.quantity.entries(), self.quantity.owners())
+            entries = self.quantity.entries()
+            self.window = TableWindow.seated(sheet, entries, self.quantity.owners(len(entries)))
         return True
 
     def unhook(self) -> None:
