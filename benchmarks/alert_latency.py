@@ -26,7 +26,8 @@ PROMISED = {Way.EMBEDDED: 2.0, Way.ALERTMANAGER: 2 * SCRAPE_SECONDS + GROUP_WAIT
 
 
 def run() -> list[Row]:
-    programs = [str(required(program, without="another benchmark")) for program in (PROMETHEUS, ALERTMANAGER)]
+    found = required(dict.fromkeys((PROMETHEUS, ALERTMANAGER), "another benchmark"))
+    programs = [str(found[program]) for program in (PROMETHEUS, ALERTMANAGER)]
     with (
         tempfile.TemporaryDirectory() as folder,
         alerting(Path(folder), *programs, scrape_seconds=SCRAPE_SECONDS) as running,
