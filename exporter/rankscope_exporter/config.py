@@ -21,6 +21,7 @@ from rankscope_exporter.quantities import Quantity, select_quantities
 from rankscope_exporter.quantities.base import QuantityOptions
 from rankscope_exporter.sampling.targets import Targets
 from rankscope_exporter.serving.config import ServeConfig
+from rankscope_exporter.sinks import Sink, sink_class
 
 STACK_SIGNALS: Final = ("SIGUSR1", "SIGUSR2", "SIGQUIT")
 """Signals that mean nothing to Python itself. Others end a process or stand for a fault."""
@@ -59,6 +60,8 @@ class MonitorConfig:
     """Names of parameters, globs, or regular expressions behind "re:"; those that one matches are monitored."""
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Settings of single quantities by their name: targets, start_step, every, times, ranks, and their own."""
+    sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Where numbers go beside the record channel while training runs, by name, each with its settings."""
     every: int = 1
     """Sample every n-th step; the steps between cost nothing."""
     times: int | None = None
@@ -116,6 +119,7 @@ class MonitorConfig:
         for quantity_class in select_quantities(self.quantities):
             self.options_of(quantity_class)
         self._check_options()
+        self._check_sinks()
         self._check_rules()
         self._check_hangs()
         self._check_stop_signals()
@@ -184,6 +188,23 @@ class MonitorConfig:
             if name not in self.quantities:
                 select_quantities([name])  # names the nearest one
                 raise ConfigError(f"options.{name} has no effect: add {name!r} to quantities")
+
+    def options_of_sink(self, sink: type[Sink]) -> Any:
+        """Return what the configuration says of one sink, as its own options. Raises ConfigError."""
+        settings = self.sinks[sink.name]
+        if not isinstance(settings, Mapping):
+            raise ConfigError(f"sinks.{sink.name} is a table of settings, not {settings!r}; write {{}} for none")
+        _check_keys(dict(settings), {item.name for item in fields(sink.options_class)}, f"sinks.{sink.name}.")
+        try:
+            return sink.options_class(**settings)
+        except ValueError as error:
+            raise ConfigError(f"sinks.{sink.name}: {error}") from error
+
+    def _check_sinks(self) -> None:
+        if not isinstance(self.sinks, Mapping):
+            raise ConfigError(f"sinks is a table of tables by sink, not {self.sinks!r}")
+        for name in self.sinks:
+            self.options_of_sink(sink_class(name))
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> MonitorConfig:

@@ -29,6 +29,7 @@ from rankscope_exporter.quantities.base import Subject
 from rankscope_exporter.sampling.measuring import SWITCH, measuring_of
 from rankscope_exporter.sampling.targets import Targets, sentences
 from rankscope_exporter.session import Session
+from rankscope_exporter.sinks import Sink
 
 PUBLISH_SECONDS = 3.0
 """The last steps are published even with exit_wait_seconds = 0: milliseconds, unless the machine is overloaded."""
@@ -60,6 +61,7 @@ class Monitor:
         self._first_step = _whole("first_step", first_step, at_least=0)
         self._guard = Guard()
         self._session: Session | None = None
+        self._sinks: Mapping[str, Sink] = {}
         self._ending: Session | None = None  # while it says goodbye
         self._stop_asked: str | None = None  # the signal that asked for an end
         self._phases: list[str] = []
@@ -91,7 +93,7 @@ class Monitor:
             subject, self._config, self._guard, first_step=self._first_step, total_steps=self._total_steps
         )
         address = session.start()
-        self._session = session
+        self._session, self._sinks = session, session.sinks.by_name
         names = (name for item in parameters for name in (item.name, *item.aliases))
         for sentence in sentences(targets, names, "parameter"):
             session.hooks.tell(f"tensors: {sentence}")
@@ -284,6 +286,10 @@ class Monitor:
         """Return a line for each module: class, inputs, outputs. Empty until a step with "structure" was measured."""
         session = self._session
         return "" if session is None else session.structure()
+
+    def sink(self, name: str) -> Sink | None:
+        """Return the live sink called `name`, also after detaching; None where there is none."""
+        return self._sinks.get(name)
 
     def overhead_seconds(self) -> dict[str, float]:
         """Return the CPU seconds this monitor has cost so far, by thread; empty while not attached."""

@@ -40,7 +40,7 @@ class Publisher:
         self,
         book: PlanBook,
         judge: Judge,
-        publish: Callable[[StepRecord], int],
+        publish: Callable[[StepRecord], object],
         *,
         device: torch.device,
         guard: Guard,
@@ -57,6 +57,8 @@ class Publisher:
         self._totals: dict[str, float] = {}
         self.published: Callable[[], None] = lambda: None
         self.flush_idle: Callable[[float], None] = lambda _seconds: None
+        self.finished: Callable[[], None] = lambda: None
+        """Called on the thread when nothing follows."""
         self.cpu_seconds = 0.0
         """CPU time of the thread so far."""
         self.events_left_out = 0
@@ -87,6 +89,7 @@ class Publisher:
                 self._guard.call("flush of an idle step", self.flush_idle, IDLE_FLUSH_SECONDS)
                 continue
             if draft is None:
+                self.finished()
                 return
             self._guard.call("publishing a step", self._publish, draft)
             self.cpu_seconds = time.thread_time()

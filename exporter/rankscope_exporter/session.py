@@ -30,12 +30,15 @@ from rankscope_exporter.naming import element_count
 from rankscope_exporter.publisher import Publisher
 from rankscope_exporter.quantities.base import Subject
 from rankscope_exporter.quantities.structure import Structure
+from rankscope_exporter.record import StepRecord
 from rankscope_exporter.recorder import Recorder
 from rankscope_exporter.redaction import redacted_arguments
 from rankscope_exporter.sampling.collection import Collection
 from rankscope_exporter.sampling.measuring import Measuring, chosen
 from rankscope_exporter.sampling.windows import Measurement
 from rankscope_exporter.serving.channel import Channel
+from rankscope_exporter.sinks import sink_class
+from rankscope_exporter.sinks.feeding import Sinks
 from rankscope_exporter.statistics import backend_name, warm_up
 from rankscope_exporter.steps import StepTracker
 from rankscope_exporter.switching.agreement import Agreement
@@ -96,10 +99,12 @@ class Session:
             dropped=self._dropped,
             faults=lambda: guard.count,
         )
+        classes = [sink_class(name) for name in config.sinks]
+        self.sinks = Sinks([cls(config.options_of_sink(cls), self.identity) for cls in classes], guard)
         self.publisher = Publisher(
             self._book,
             Judge(config.rules),
-            self.channel.publish,
+            self._publish,
             device=device,
             guard=guard,
             on_firing=self.console.firing,
@@ -143,6 +148,7 @@ class Session:
         self.channel.take_stacks = lambda: self.diagnosis.take("request").document(self.identity.rank)
         self.publisher.published = self.recorder.published
         self.publisher.flush_idle = self.recorder.flush_idle
+        self.publisher.finished = self.sinks.close
         self.recorder.on_open = self._step_opens
 
     def start(self) -> str:
@@ -228,10 +234,15 @@ class Session:
             "publisher_behind": self._collection.unsampled + self.publisher.dropped,
             "events_per_step": self.publisher.events_left_out,
             "plan_full": self._book.left_out,
+            **self.sinks.missed,
         }
 
     def _hand_over(self, draft: Draft) -> None:
         self.publisher.put(draft)
+
+    def _publish(self, record: StepRecord) -> None:
+        self.channel.publish(record)
+        self.sinks.put(record)
 
     def _step_opens(self, attempt: int) -> None:
         if attempt >= WARM_UP_AT_STEP and not self._is_warm and self.config.statistics == "auto":
