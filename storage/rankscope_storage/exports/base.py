@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
+from rankscope_contract.msprobe.families import FAMILIES, FEATURE_FAMILIES, family_names
 from rankscope_storage.connection import Connection
 from rankscope_storage.errors import ExportError
-from rankscope_storage.exports.families import FAMILIES, FEATURE_FAMILIES, family_names
 
 MAX_STEPS_PER_RECORD: Final = 1_000_000
 

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Final
 
 from rankscope_contract.escaping import sql_string
-from rankscope_storage.connection import Connection, connect
-from rankscope_storage.errors import ExportError
-from rankscope_storage.exports.base import ExportOptions, ExportReport, Progress, silent
-from rankscope_storage.exports.msprobe_files import FamilyFiles
-from rankscope_storage.exports.msprobe_folders import Stream, streams
-from rankscope_storage.exports.msprobe_layout import (
+from rankscope_contract.msprobe.layout import (
     FEATURES,
     MICRO_STEP_FAMILIES,
     TENSOR_COLUMNS,
     TENSOR_FAMILIES,
 )
+from rankscope_storage.connection import Connection, connect
+from rankscope_storage.errors import ExportError
+from rankscope_storage.exports.base import ExportOptions, ExportReport, Progress, silent
+from rankscope_storage.exports.msprobe_files import FamilyFiles
+from rankscope_storage.exports.msprobe_folders import Stream, streams
 from rankscope_storage.exports.msprobe_rows import (
     FEATURE_COLUMNS,
     Cells,

@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rankscope_contract.msprobe.layout import file_name
 from rankscope_storage.errors import ExportError
 from rankscope_storage.exports.msprobe_rows import MICRO_STEP, Cells
 
@@ -73,8 +74,7 @@ class FamilyFiles:
             self.written.append(self._file.path)
         self._block, self._file = block, None
         if block >= 0:
-            first = block * self._steps
-            path = self._folder / f"{self._family}_{first}-{first + self._steps - 1}.csv"
+            path = self._folder / file_name(self._family, block, self._steps)
             self._file = _OneFile(path, self._columns, micro_steps=self._micro_steps)
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from rankscope_contract.msprobe.folders import Window, continued, window
+from rankscope_contract.msprobe.layout import folder_name
 from rankscope_storage.errors import ExportError
-from rankscope_storage.exports.msprobe_layout import parse_folder, parse_time, time_text
 from rankscope_storage.exports.selection import Selection
 
 _NO_TIME: Final = dt.datetime(2000, 1, 1, tzinfo=dt.UTC)
@@ -48,11 +49,11 @@ def streams(selection: Selection, target: Path) -> list[Stream]:
     began = _beginnings(selection, {row["attempt"] for row in found})
     if selection.options.append_output is None:
         return [Stream(target / _own_folder(selection.run, began, **row), **row) for row in found]
-    window = _window(selection.options.append_output)
+    begun = _window(selection.options.append_output)
     latest = {row["rank"]: row["attempt"] for row in found}
     return [
         Stream(
-            _continued(target, rank, window) or target / _own_folder(selection.run, began, attempt=attempt, rank=rank),
+            _continued(target, rank, begun) or target / _own_folder(selection.run, began, attempt=attempt, rank=rank),
             rank,
             selection.options.attempt,
         )
@@ -63,7 +64,7 @@ def streams(selection: Selection, target: Path) -> list[Stream]:
 def _own_folder(run: str, began: Mapping[int, dt.datetime], *, attempt: int, rank: int) -> str:
     """Return a name that is always the same; where two attempts began at one time, it still sorts them."""
     digest = hashlib.sha256(run.encode("utf-8", "surrogatepass")).hexdigest()
-    return f"{time_text(began[attempt])}-rank{rank}-{attempt & 0xFFFF:04x}{digest[:4]}"
+    return folder_name(began[attempt], rank, f"{attempt & 0xFFFF:04x}{digest[:4]}")
 
 
 def _beginnings(selection: Selection, attempts: set[int]) -> dict[int, dt.datetime]:
@@ -81,26 +82,15 @@ def _beginnings(selection: Selection, attempts: set[int]) -> dict[int, dt.dateti
     return dict(zip(ordered, moments, strict=True))
 
 
-def _window(given: tuple[str, str]) -> tuple[dt.datetime, dt.datetime]:
-    moments = [parse_time(text) for text in given]
-    for text, moment in zip(given, moments, strict=True):
-        if moment is None:
-            raise ExportError(f"append_output {text!r} is no time of a folder: write it as in Dec03_21-34-40")
-    first, last = moments
-    assert first is not None  # checked above
-    assert last is not None
-    return first, last
+def _window(given: tuple[str, str]) -> Window:
+    try:
+        return window(given)
+    except ValueError as error:
+        raise ExportError(str(error)) from error
 
 
-def _continued(target: Path, rank: int, window: tuple[dt.datetime, dt.datetime]) -> Path | None:
-    """Return the folder of `rank` that was begun last within the closed window, which may span a turn of the year."""
-    first, last = window
-    fitting = []
-    for path in sorted(target.iterdir()) if target.is_dir() else []:
-        named = parse_folder(path.name) if path.is_dir() else None
-        if named is None or named.rank != rank or named.time is None:
-            continue
-        inside = first <= named.time <= last if first <= last else named.time >= first or named.time <= last
-        if inside:
-            fitting.append(((named.time < first, named.time), path))
-    return max(fitting)[1] if fitting else None
+def _continued(target: Path, rank: int, begun: Window) -> Path | None:
+    """Return the folder of `rank` that is continued, if one lies there."""
+    names = [path.name for path in target.iterdir() if path.is_dir()] if target.is_dir() else []
+    name = continued(names, rank, begun)
+    return None if name is None else target / name

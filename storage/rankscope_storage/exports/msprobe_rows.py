@@ -16,23 +16,24 @@ import pyarrow.compute as pc
 
 from rankscope_contract.escaping import sql_identifier, sql_string
 from rankscope_contract.kinds import VALUE_OPS
-from rankscope_storage.connection import Connection
-from rankscope_storage.exports.msprobe_layout import (
+from rankscope_contract.msprobe.layout import (
     DIRECTION,
     FEATURES,
     MOMENTS,
     OPS,
     OTHER,
-    SLOTS,
     TENSOR_COLUMNS,
     TENSOR_FAMILIES,
+    dtype_text,
+    feature_name,
     neutral,
+    row_name,
 )
+from rankscope_storage.connection import Connection
 from rankscope_storage.exports.selection import Selection
 
 MICRO_STEP: Final = "micro_step"
 
-_SLOT_OF: Final[dict[str, str]] = {kind: slot for slots in SLOTS.values() for slot, kind in slots.items()}
 _MOMENTS: Final = ", ".join(map(sql_string, MOMENTS))
 
 # Of several rows under one name the tool keeps the last call; a row of a micro-batch goes before one of the whole step.
@@ -179,14 +180,13 @@ def _tensor_cells(rows: pa.Table, described: Descriptions) -> Cells:
     shape = pc.if_else(fits, spread([one.shape for one in known], pa.string()), flat)
     columns = {op: _array(rows, op) for op in OPS}
     columns |= {"shape": pc.fill_null(shape, "nan"), "dtype": spread([one.dtype for one in known], pa.string())}
-    names = spread([neutral(_slot_name(*key)) for key in keys], pa.string())
+    names = spread([neutral(row_name(*key)) for key in keys], pa.string())
     return Cells(*_keys(rows, names), {name: columns[name] for name in TENSOR_COLUMNS})
 
 
 def _feature_cells(rows: pa.Table, family: str, columns: Mapping[str, str]) -> Cells:
     keys, spread = _distinct(rows.column("module"), rows.column("module"), rows.column("index"))
-    suffix = FEATURES[family].suffix if family in FEATURES else ""
-    names = spread([neutral(_numbered(f"{module}{suffix}", index)) for _, module, index in keys], pa.string())
+    names = spread([neutral(feature_name(family, module, index)) for _, module, index in keys], pa.string())
     texts = {column: _array(rows, column) for column in columns}
     if family == OTHER:
         texts = _direction_columns(texts["norm"])
@@ -219,20 +219,12 @@ def _distinct(
     return keys, lambda values, type_: pa.array(values, type_).take(encoded.indices)
 
 
-def _slot_name(kind: str, tensor: str, index: int | None) -> str:
-    return _numbered(f"{tensor}.{_SLOT_OF[kind]}" if kind in _SLOT_OF else tensor, index)
-
-
-def _numbered(name: str, index: int | None) -> str:
-    return name if index is None else f"{name}_{index}"
-
-
 def _described(row: Mapping[str, Any]) -> Described:
     shape, dtype = row["shape"], row["dtype"]
     if dtype is None and not shape:
         return Described()
-    text = "nan" if dtype is None else dtype if "." in dtype else f"torch.{dtype}"
-    return Described(str(list(shape or ())), neutral(text), math.prod(shape or ()))
+    text = "nan" if dtype is None else dtype_text(dtype)
+    return Described(str(list(shape or ())), text, math.prod(shape or ()))
 
 
 def _array(rows: pa.Table, column: str) -> pa.Array:

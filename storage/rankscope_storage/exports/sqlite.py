@@ -18,11 +18,11 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rankscope_contract.msprobe.layout import FEATURES, TENSOR_FAMILIES, plain
 from rankscope_storage.connection import Connection
 from rankscope_storage.errors import ExportError
 from rankscope_storage.exports.base import ExportOptions, ExportReport, Progress, silent
 from rankscope_storage.exports.msprobe_folders import Stream
-from rankscope_storage.exports.msprobe_layout import FEATURES, TENSOR_FAMILIES, plain
 from rankscope_storage.exports.msprobe_rows import (
     FEATURE_COLUMNS,
     Cells,

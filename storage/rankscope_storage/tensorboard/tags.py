@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from rankscope_contract.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS, Kind
-from rankscope_storage.exports.families import FAMILY_OF
+from rankscope_contract.msprobe.families import FAMILY_OF
 
 OPS: Final = (*VALUE_OPS, *COUNT_OPS, *BASELINE_OPS)
 

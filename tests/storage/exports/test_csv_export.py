@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rankscope_contract.msprobe.layout import neutral, parse_folder, plain, time_text
 from rankscope_storage.errors import ExportError
 from rankscope_storage.exports import csv_msprobe
-from rankscope_storage.exports.msprobe_layout import neutral, parse_folder, plain, time_text
 from rankscope_storage.exports.msprobe_rows import statistics_sql
 
 STATISTICS = ("norm", "min", "max", "mean", "nans", "zeros")

@@ -9,9 +9,9 @@ import pytest
 
 import rankscope_storage.exports as package
 from rankscope_contract.kinds import Kind
+from rankscope_contract.msprobe.families import FAMILY_OF
 from rankscope_storage.errors import ExportError
 from rankscope_storage.exports import ExportOptions, exporters
-from rankscope_storage.exports.families import FAMILY_OF
 from rankscope_storage.exports.moments import parse_moment
 
 NOON = dt.datetime(2026, 3, 1, 12, tzinfo=dt.UTC)

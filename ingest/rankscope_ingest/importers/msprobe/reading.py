@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from rankscope_contract.msprobe.layout import OTHER
 from rankscope_ingest.importers.base import Faults, ImportedBlock
 from rankscope_ingest.importers.msprobe.cells import read_cells, read_header
 from rankscope_ingest.importers.msprobe.repeats import Passes
 from rankscope_ingest.importers.msprobe.rows import KEYS, read_rows
 from rankscope_ingest.importers.msprobe.tabling import MISALIGNED, Origin, tabling
-from rankscope_storage.exports.msprobe_layout import OTHER
 
 
 class FamilyReader:

@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rankscope_contract.msprobe.layout import plain
 from rankscope_ingest.importers.msprobe.cells import Cells, Complain, Floats, Integers, Mask, floats, whole_numbers
 from rankscope_ingest.importers.msprobe.repeats import Passes
-from rankscope_storage.exports.msprobe_layout import plain
 
 KEYS: Final = ("vpp_stage", "name", "step")
 MICRO_STEP: Final = "micro_step"

@@ -24,8 +24,8 @@ import numpy as np
 import pyarrow as pa
 
 from rankscope_contract.kinds import VALUE_OPS
+from rankscope_contract.msprobe.layout import OPS
 from rankscope_ingest.importers.msprobe.cells import Floats, Integers, Mask
-from rankscope_storage.exports.msprobe_layout import OPS
 
 _SHAPE: Final = re.compile(r"(?:torch\.Size\()?[\[(]([\d,\s]*)[\])]\)?")
 _MAX_DIMENSIONS: Final = 64

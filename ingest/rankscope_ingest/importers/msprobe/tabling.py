@@ -10,13 +10,13 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
+from rankscope_contract.msprobe.layout import DIRECTION, FEATURES, OTHER, our_step
 from rankscope_ingest.importers.base import RECORD_COLUMN
 from rankscope_ingest.importers.msprobe.cells import Complain
 from rankscope_ingest.importers.msprobe.naming import Named, naming
 from rankscope_ingest.importers.msprobe.rows import Rows
 from rankscope_ingest.importers.msprobe.statistics import shapes, statistics
 from rankscope_ingest.tables import table_schema
-from rankscope_storage.exports.msprobe_layout import DIRECTION, FEATURES, OTHER, our_step
 
 MISALIGNED: Final = "a communication row of the tool, whose name, step and statistics are misaligned: it is of no use"
 

@@ -1,4 +1,4 @@
-"""The existing tool's output on disk, and how its numbers and ours correspond. Pure; importer and exporters share it.
+"""The existing tool's output on disk, and how its numbers and ours correspond. Pure; all who write or read it share it.
 
     <output>/<Mon><DD>_<HH-MM-SS>-rank<R>-<8 hex>/<family>_<first>-<last>.csv
     vpp_stage,name,step[,micro_step],norm,min,max,mean,nans,zeros,shape,dtype
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from rankscope_contract.kinds import Kind
-from rankscope_storage.exports.families import FAMILIES, FAMILY_OF, FEATURE_FAMILIES
+from rankscope_contract.msprobe.families import FAMILIES, FAMILY_OF, FEATURE_FAMILIES
 
 SHANGHAI: Final = dt.timezone(dt.timedelta(hours=8))  # no summer time since 1991
 
@@ -87,6 +87,9 @@ _FORMULA: Final = re.compile(r"'*[=+\-@]")
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
 
 
+_SLOT_OF: Final[dict[str, str]] = {kind: slot for slots in SLOTS.values() for slot, kind in slots.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class RankFolder:
     """What the name of a rank's folder says. `time` is of a leap year that stands for the one not told."""
@@ -134,6 +137,42 @@ def parse_file(name: str) -> FamilyFile | None:
     if not match:
         return None
     return FamilyFile(match["family"], int(match["first"]), int(match["last"]), int(match["part"] or 0))
+
+
+def folder_name(began: dt.datetime, rank: int, tail: str) -> str:
+    """Return the name of a rank's folder; `tail` is eight hexadecimal digits."""
+    return f"{time_text(began)}-rank{rank}-{tail}"
+
+
+def file_name(family: str, block: int, steps: int, part: int = 0) -> str:
+    """Return the name of the file with the steps of `block`, of so many each."""
+    first = block * steps
+    return f"{family}_{first}-{first + steps - 1}{f'_part_{part}' if part else ''}.csv"
+
+
+def row_name(kind: str, tensor: str, index: int | None) -> str:
+    """Return the name of a tensor's row: that of activations ends in the slot of the module."""
+    return numbered(f"{tensor}.{_SLOT_OF[kind]}" if kind in _SLOT_OF else tensor, index)
+
+
+def feature_name(family: str, module: str, index: int | None) -> str:
+    """Return the name of a feature's row."""
+    return numbered(module + (FEATURES[family].suffix if family in FEATURES else ""), index)
+
+
+def numbered(name: str, index: int | None) -> str:
+    """Return the name of element `index`, or that of the whole."""
+    return name if index is None else f"{name}_{index}"
+
+
+def dtype_text(dtype: str) -> str:
+    """Return a type as the tool writes it."""
+    return neutral(dtype if "." in dtype else f"torch.{dtype}")
+
+
+def their_step(kind: str | None, step: int, first: int) -> int:
+    """Return the number that our `step` of a run whose first step is `first` has with the tool; may be negative."""
+    return step - first + 1 if kind in MOMENTS else step - first
 
 
 def our_step(kind: str | None, step: int) -> int:
