@@ -19,6 +19,7 @@ from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter.errors import ConfigError
 from rankscope_exporter.quantities import Quantity, select_quantities
 from rankscope_exporter.quantities.base import QuantityOptions
+from rankscope_exporter.sampling.ops import ALL_OPS, chosen_ops
 from rankscope_exporter.sampling.targets import Targets
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.sinks import Sink, sink_class
@@ -66,6 +67,8 @@ class MonitorConfig:
     """Sample every n-th step; the steps between cost nothing."""
     times: int | None = None
     """Stop after so many measured steps; null never stops."""
+    ops: tuple[str, ...] = ALL_OPS
+    """Which statistics of a tensor are published; all are measured in one pass. An empty list is norm."""
     switch_file: str | None = None
     """A file of these settings that is watched while training runs: `dynamic_on` switches measuring on and off."""
     switch_poll_seconds: float = 0.5
@@ -98,7 +101,7 @@ class MonitorConfig:
     serve: ServeConfig = field(default_factory=ServeConfig)
 
     def __post_init__(self) -> None:
-        for name in ("quantities", "tensors", "rules", "stop_signals"):
+        for name in ("quantities", "tensors", "rules", "stop_signals", "ops"):
             object.__setattr__(self, name, _listed(name, getattr(self, name), str if name != "rules" else object))
         self._check_types()
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
@@ -116,6 +119,10 @@ class MonitorConfig:
             Targets(self.tensors)
         except ValueError as error:
             raise ConfigError(f"tensors: {error}") from error
+        try:
+            chosen_ops(self.ops)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         for quantity_class in select_quantities(self.quantities):
             self.options_of(quantity_class)
         self._check_options()
@@ -176,6 +183,8 @@ class MonitorConfig:
             raise ConfigError(f"options.{name} is a table of settings, not {settings!r}")
         known = {item.name for item in fields(quantity_class.options_class)}
         _check_keys(dict(settings), known, f"options.{name}.")
+        if settings.get("ops") is not None and not quantity_class.measures_tensors:
+            raise ConfigError(f"options.{name}.ops has no effect: {name} has no statistics of tensors")
         try:
             return quantity_class.options_class(**settings)
         except ValueError as error:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rankscope_contract.events import Event, EventType, Severity
 from rankscope_exporter.deferred import Deferred, Row, Transfer
 from rankscope_exporter.logged import Pending
+from rankscope_exporter.sampling.ops import Ops
 from rankscope_exporter.statistics import HostCopy
 
 AMOUNTS = ("tokens", "samples")
@@ -23,6 +24,7 @@ class Draft:
     ts: int  # UTC microseconds
     sampled: bool = False
     copy: HostCopy | None = None
+    ops: Sequence[Ops] = ()  # by entry of the plan: which statistics leave the rank
     pending: list[Pending] = field(default_factory=list)
     learning_rates: list[Pending] = field(default_factory=list)
     found_inf: list[Pending] = field(default_factory=list)

@@ -244,9 +244,9 @@ class Monitor:
     def switch(self, config: Mapping[str, Any] | None = None, *, on: bool = True) -> None:
         """Change what is measured, from the next step on; where there are ranks, from a step they agree on.
 
-        `config` holds `quantities`, `options`, `every` and `times`; what it does not name is as it was at attach.
-        `on=False` measures nothing until the next call. Call it on every rank. What cannot be meant is refused with
-        a ConfigError, as at construction: it is a mistake of the script, not of the run.
+        `config` holds `quantities`, `options`, `every`, `times` and `ops`; what it does not name is as it was at
+        attach. `on=False` measures nothing until the next call. Call it on every rank. What cannot be meant is refused
+        with a ConfigError, as at construction: it is a mistake of the script, not of the run.
         """
         document = {SWITCH: on, **(config or {})}
         measuring_of(document, self._config, on=on)

@@ -21,6 +21,7 @@ from rankscope_exporter.judge import Firing, Judge, Judgement
 from rankscope_exporter.record import Scalar, Statistics, StepRecord
 from rankscope_exporter.resources import memory_scalars
 from rankscope_exporter.sampling.plan_book import PlanBook
+from rankscope_exporter.sampling.published import Choices, Published
 from rankscope_exporter.serving.live import NO_KIND
 from rankscope_exporter.statistics import Finished, finish
 
@@ -48,6 +49,7 @@ class Publisher:
     ) -> None:
         self._book = book
         self._judge = judge
+        self._choices = Choices()
         self._publish_record = publish
         self._device = device
         self._guard = guard
@@ -133,9 +135,11 @@ class Publisher:
         finally:
             self.published()
         known = len(finished.present)
+        published = self._choices.of(draft.ops, known)
+        finished = published.only(finished) if published is not None else finished
         self._judge.extend(self._book.entries[:known], self._book.owners[:known])
         judgement = self._judge.observe(finished, draft.call_order)
-        values, counts = arrow_statistics(finished, judgement.baselines)
+        values, counts = arrow_statistics(finished, judgement.baselines, published)
         return Statistics(self._book.plan(known), values, counts), judgement
 
     def _other_rows(self, draft: Draft) -> dict[str, Any]:
@@ -195,7 +199,9 @@ def _sentence(firing: Firing, entry: PlanEntry) -> str:
     return f"{where} of {math.prod(entry.shape)} elements" if firing.op in ("nans", "infs") else where
 
 
-def arrow_statistics(finished: Finished, baselines: torch.Tensor) -> tuple[pa.FloatArray, pa.Int64Array]:
+def arrow_statistics(
+    finished: Finished, baselines: torch.Tensor, published: Published | None = None
+) -> tuple[pa.FloatArray, pa.Int64Array]:
     """Return a record's `values` and `counts`: statistic-major, null where a number does not exist.
 
     NaN stands for null up to here, which is safe because no statistic over finite elements is ever NaN.
@@ -203,9 +209,11 @@ def arrow_statistics(finished: Finished, baselines: torch.Tensor) -> tuple[pa.Fl
     numbers = _arrow(torch.cat((finished.values, baselines)).reshape(-1), pa.float32())
     values = pc.if_else(pc.is_nan(numbers), pa.scalar(None, pa.float32()), numbers)
     counts = _arrow(finished.counts.reshape(-1), pa.int64())
-    if not bool(finished.present.all()):
-        present = finished.present.to(torch.uint8).repeat(finished.counts.shape[0])
-        counts = pc.if_else(_arrow(present, pa.uint8()).cast(pa.bool_()), counts, pa.scalar(None, pa.int64()))
+    exists = finished.present.expand_as(finished.counts)
+    exists = exists & published.counts if published is not None else exists
+    if not bool(exists.all()):
+        told = _arrow(exists.to(torch.uint8).reshape(-1), pa.uint8()).cast(pa.bool_())
+        counts = pc.if_else(told, counts, pa.scalar(None, pa.int64()))
     return values, counts
 
 

@@ -35,6 +35,7 @@ from rankscope_exporter.recorder import Recorder
 from rankscope_exporter.redaction import redacted_arguments
 from rankscope_exporter.sampling.collection import Collection
 from rankscope_exporter.sampling.measuring import Measuring, chosen
+from rankscope_exporter.sampling.ops import remarks, unjudged
 from rankscope_exporter.sampling.windows import Measurement
 from rankscope_exporter.serving.channel import Channel
 from rankscope_exporter.sinks import sink_class
@@ -87,6 +88,7 @@ class Session:
             tracker=StepTracker(first_step, has_optimizer=bool(subject.optimizers), explicit=explicit),
         )
         self._is_warm = False
+        self._remarked: set[str] = set()
         self.hooks = Hooks(subject, self.recorder, guard)
         self.channel = Channel(
             self.identity,
@@ -140,7 +142,7 @@ class Session:
 
     def _connect(self) -> None:
         """Tell the parts whom they call; nothing runs yet."""
-        self.board.taken = lambda: self.channel.announce(sorted(self._collection.kinds()))
+        self.board.taken = self._measuring_changed
         self.recorder.before_step, self.recorder.after_update = self.board.opens, self.board.ready
         self.channel.take_switch, self.channel.measuring = self.switching.request, self.board.state
         self.hooks.beat = self.watchdog.beat
@@ -162,6 +164,7 @@ class Session:
             self.watchdog.start()
             undo.append(self.hooks.remove)
             self.hooks.install()
+            self._remark_on_ops(self.config)
             undo.append(self.switching.stop)
             self.switching.start()
         except BaseException:
@@ -249,6 +252,19 @@ class Session:
             self._is_warm = True
             warm_up()
         self.hooks.look_again()
+
+    def _measuring_changed(self) -> None:
+        self.channel.announce(sorted(self._collection.kinds()))
+        self._remark_on_ops(self.board.measuring.config)
+
+    def _remark_on_ops(self, config: MonitorConfig) -> None:
+        """Say once what is chosen without an effect, and which rules miss what is left out."""
+        own = [(f"options.{name}.", table["ops"]) for name, table in config.options.items() if "ops" in table]
+        told = [f"{where}{text}" for where, names in [("", config.ops), *own] for text in remarks(names)]
+        for sentence in (*told, *unjudged(self.config.rules, self._collection.published())):
+            if sentence not in self._remarked:
+                self._remarked.add(sentence)
+                self._tell(sentence)
 
     def structure(self) -> str:
         """Return the structure of the model in words, empty until it was seen."""

@@ -48,6 +48,7 @@ class AdamUpdates(Quantity):
     """  # noqa: D400 - the formula goes on
 
     name: ClassVar[str] = "adam_updates"
+    measures_tensors: ClassVar[bool] = False
     options_class: ClassVar[type[QuantityOptions]] = AdamUpdatesOptions
 
     def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:

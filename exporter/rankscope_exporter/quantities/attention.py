@@ -35,6 +35,7 @@ class Attention(Quantity):
     """  # noqa: D400 - the list goes on
 
     name: ClassVar[str] = "attention"
+    measures_tensors: ClassVar[bool] = False
     options_class: ClassVar[type[QuantityOptions]] = AttentionOptions
     of_modules: ClassVar[bool] = True
     options: AttentionOptions

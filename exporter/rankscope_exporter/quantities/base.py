@@ -14,6 +14,7 @@ from rankscope_exporter.frameworks import Framework
 from rankscope_exporter.frameworks.base import Holder, Removable
 from rankscope_exporter.frameworks.layout import Layout
 from rankscope_exporter.naming import NamedParameter, local_tensor
+from rankscope_exporter.sampling.ops import chosen_ops
 from rankscope_exporter.sampling.targets import Targets, sentences
 
 
@@ -164,9 +165,11 @@ class QuantityOptions:
     """Stop after so many measured steps; null never stops."""
     ranks: tuple[int, ...] | None = None
     """Measure on these ranks alone; null is all."""
+    ops: tuple[str, ...] | None = None
+    """Which statistics are published; null is the monitor's own `ops`."""
 
     def __post_init__(self) -> None:
-        for name in ("targets", "ranks"):
+        for name in ("targets", "ranks", "ops"):
             value = getattr(self, name)
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
@@ -176,6 +179,8 @@ class QuantityOptions:
         if self.ranks is not None and not all(_is_whole(rank) and rank >= 0 for rank in self.ranks):
             raise ValueError(f"ranks is a list of rank numbers, not {self.ranks!r}")
         Targets(self.targets)
+        if self.ops is not None:
+            chosen_ops(self.ops)
 
     def _check_whole(self, name: str, least: int) -> None:
         value = getattr(self, name)
@@ -194,6 +199,8 @@ class Quantity:
     options_class: ClassVar[type[QuantityOptions]] = QuantityOptions
     of_modules: ClassVar[bool] = False
     """Whether targets name modules rather than parameters."""
+    measures_tensors: ClassVar[bool] = True
+    """Whether it has statistics of tensors, of which `ops` chooses."""
 
     def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
         self.options = options or self.options_class()

@@ -22,6 +22,7 @@ class Direction(Quantity):
     """
 
     name: ClassVar[str] = "direction"
+    measures_tensors: ClassVar[bool] = False
 
     def before_update(self, table: Table) -> None:
         """Compare signs, all parameters in one transfer."""

@@ -54,6 +54,7 @@ class Linear(Quantity):
     """  # noqa: D400 - the list goes on
 
     name: ClassVar[str] = "linear"
+    measures_tensors: ClassVar[bool] = False
     options_class: ClassVar[type[QuantityOptions]] = LinearOptions
     of_modules: ClassVar[bool] = True
     options: LinearOptions

@@ -61,6 +61,7 @@ class Router(Quantity):
     """  # noqa: D400 - the list goes on
 
     name: ClassVar[str] = "router"
+    measures_tensors: ClassVar[bool] = False
     options_class: ClassVar[type[QuantityOptions]] = RouterOptions
     of_modules: ClassVar[bool] = True
     options: RouterOptions

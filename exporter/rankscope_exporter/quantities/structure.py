@@ -68,6 +68,7 @@ class Structure(Quantity):
     """One row for each module: its class, what it took and gave at its first call of the step, placement and stack."""
 
     name: ClassVar[str] = "structure"
+    measures_tensors: ClassVar[bool] = False
     options_class: ClassVar[type[QuantityOptions]] = StructureOptions
     of_modules: ClassVar[bool] = True
     options: StructureOptions

@@ -12,8 +12,9 @@ from rankscope_exporter.frameworks.base import Holder
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.quantities.base import Hooking, Quantity
 from rankscope_exporter.sampling.members import Member
+from rankscope_exporter.sampling.ops import NO_OP, Ops
 from rankscope_exporter.sampling.plan_book import PlanBook
-from rankscope_exporter.sampling.schedule import Timing
+from rankscope_exporter.sampling.terms import Terms
 from rankscope_exporter.sampling.windows import Measurement, Sheet
 from rankscope_exporter.statistics import HostCopy, StatisticsTable
 
@@ -21,8 +22,8 @@ MAX_BACKLOG: Final = 64
 """Measured steps that may wait for the publisher; one more is counted as dropped rather than waited for."""
 
 
-Part = tuple[Quantity, Timing]
-Lineup = list[tuple[Member, Timing]]
+Part = tuple[Quantity, Terms]
+Lineup = list[tuple[Member, Terms]]
 
 
 class Collection:
@@ -63,13 +64,13 @@ class Collection:
     def lineup(self, parts: Sequence[Part]) -> Lineup:
         """Return what `take` will measure by, the hooks registered; who measures the same already goes on."""
         lineup: Lineup = []
-        for quantity, timing in parts:
+        for quantity, terms in parts:
             member = next((known for known in self._members if known.measures_as(quantity)), None)
             if member is None:
                 member = Member(quantity)
                 if self._hooking is not None:
                     member.install(self._hooking, self._guard)
-            lineup.append((member, timing))
+            lineup.append((member, terms))
         return lineup
 
     def take(self, lineup: Lineup) -> None:
@@ -78,9 +79,9 @@ class Collection:
         for member in self._members:
             if member not in members:
                 self._guard.call(f"hooks of {member.quantity.name}", member.leave)
-        seat = [(f"rows of {member.quantity.name}", member, timing) for member, timing in lineup]
+        seat = [(f"rows of {member.quantity.name}", member, terms) for member, terms in lineup]
         self._members = [
-            member for where, member, timing in seat if self._guard.call(where, member.be_seated, self._sheet, timing)
+            member for where, member, terms in seat if self._guard.call(where, member.be_seated, self._sheet, terms)
         ]
         self._per_gradient = [member for member in self._members if member.quantity.hears("gradient_ready")]
 
@@ -92,6 +93,14 @@ class Collection:
     def kinds(self) -> set[str]:
         """Return the kinds of everything that is measured, or will be."""
         return {kind for member in self._members for kind in member.quantity.kinds()}
+
+    def published(self) -> dict[str, Ops]:
+        """Return which statistics of each kind leave the rank."""
+        found: dict[str, Ops] = {}
+        for member in self._members:
+            for kind in member.quantity.kinds():
+                found[kind] = found.get(kind, NO_OP) | member.ops
+        return found
 
     def quantity(self, name: str) -> Quantity | None:
         """Return the quantity of that name, if it is measured here."""
@@ -132,6 +141,6 @@ class Collection:
             if member.is_open:
                 member.is_open = False
                 member.schedule.taken()
-        draft.copy = HostCopy(self._sheet.table, len(self.book))
+        draft.copy, draft.ops = HostCopy(self._sheet.table, len(self.book)), self.book.ops
         draft.deferred, draft.rows = self._sheet.take_rows()
         self.backlog += 1

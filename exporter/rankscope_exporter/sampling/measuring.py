@@ -11,16 +11,18 @@ from rankscope_exporter.config import MonitorConfig
 from rankscope_exporter.errors import ConfigError
 from rankscope_exporter.quantities import Quantity, select_quantities
 from rankscope_exporter.quantities.base import QuantityOptions, Subject
+from rankscope_exporter.sampling.ops import chosen_ops
 from rankscope_exporter.sampling.schedule import Timing
+from rankscope_exporter.sampling.terms import Terms
 
 SWITCH: Final = "dynamic_on"
 _ENVIRONMENT: Final = ("serve", "hang_after_seconds", "stacks_signal", "stop_signals", "switch_file", "enabled")
 """Settings that variables may have put over what a file says: a difference need not be a change of the file."""
 
-CHANGEABLE: Final = ("quantities", "options", "every", "times")
+CHANGEABLE: Final = ("quantities", "options", "every", "times", "ops")
 """Settings that a running monitor takes over; what a document does not name is as it was at attach()."""
 
-Part = tuple[Quantity, Timing]
+Part = tuple[Quantity, Terms]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +67,9 @@ def chosen(subject: Subject, config: MonitorConfig, rank: int, *, switched: bool
     for quantity_class in select_quantities(config.quantities):
         options = config.options_of(quantity_class)
         if options.ranks is None or rank in options.ranks:
-            parts.append((quantity_class(subject, options), _timing(options, config, switched=switched)))
+            ops = chosen_ops(config.ops if options.ops is None else options.ops)
+            timing = _timing(options, config, switched=switched)
+            parts.append((quantity_class(subject, options), Terms(timing, ops)))
     return parts
 
 

@@ -10,7 +10,9 @@ from typing import Any
 from rankscope_exporter.frameworks.base import Removable
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions
+from rankscope_exporter.sampling.ops import EVERY_OP, Ops
 from rankscope_exporter.sampling.schedule import Schedule, Timing
+from rankscope_exporter.sampling.terms import Terms
 from rankscope_exporter.sampling.windows import Sheet, TableWindow
 
 
@@ -21,6 +23,7 @@ class Member:
     quantity: Quantity
     window: TableWindow | None = None
     schedule: Schedule = field(default_factory=lambda: Schedule(Timing()))
+    ops: Ops = EVERY_OP
     is_open: bool = False
     """Whether the step under way is measured by this quantity. A field: closed hooks ask for it all the time."""
     handles: list[Removable] = field(default_factory=list)
@@ -46,12 +49,14 @@ class Member:
         own = OwnHooking(hooking, self.handles)
         guard.call(f"hooks of {self.quantity.name}", self.quantity.install, own, self)
 
-    def be_seated(self, sheet: Sheet, timing: Timing) -> bool:
+    def be_seated(self, sheet: Sheet, terms: Terms) -> bool:
         """Begin to count steps anew, and find rows of the sheet where there are none yet; return that it is done."""
-        self.schedule = Schedule(timing)
+        self.schedule, self.ops = Schedule(terms.timing), terms.ops
         if self.window is None:
             entries = self.quantity.entries()
-            self.window = TableWindow.seated(sheet, entries, self.quantity.owners(len(entries)))
+            self.window = TableWindow.seated(sheet, entries, self.quantity.owners(len(entries)), terms.ops)
+        else:
+            self.window.publish(terms.ops)
         return True
 
     def unhook(self) -> None:
@@ -68,13 +73,13 @@ class Member:
             self.window.release()
 
     def measures_as(self, other: Quantity) -> bool:
-        """Return whether `other` would measure the same, if at other steps."""
+        """Return whether `other` would measure the same, if on other terms."""
         mine, theirs = self.quantity, other
-        return type(mine) is type(theirs) and _untimed(mine.options) == _untimed(theirs.options)
+        return type(mine) is type(theirs) and _bare(mine.options) == _bare(theirs.options)
 
 
-def _untimed(options: QuantityOptions) -> QuantityOptions:
-    return replace(options, start_step=None, every=None, times=None, ranks=None)
+def _bare(options: QuantityOptions) -> QuantityOptions:
+    return replace(options, start_step=None, every=None, times=None, ranks=None, ops=None)
 
 
 class OwnHooking:

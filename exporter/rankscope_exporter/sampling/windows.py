@@ -10,6 +10,7 @@ import torch
 from rankscope_contract.records import PlanEntry
 from rankscope_exporter.deferred import Deferred, Row, Transfer
 from rankscope_exporter.quantities.base import Table
+from rankscope_exporter.sampling.ops import Ops
 from rankscope_exporter.sampling.plan_book import PlanBook
 from rankscope_exporter.statistics import MeasureGroup, StatisticsTable, copy_entries
 
@@ -42,17 +43,18 @@ class Sheet:
 class TableWindow(Table):
     """One quantity's view of the sheet: its rows are counted from its own first entry."""
 
-    def __init__(self, sheet: Sheet, first: int) -> None:
+    def __init__(self, sheet: Sheet, first: int, ops: Ops) -> None:
         self._sheet = sheet
         self._first = first
+        self._ops = ops
         self._groups: dict[range, MeasureGroup] = {}
         self._added: list[range] = []
 
     @classmethod
-    def seated(cls, sheet: Sheet, entries: Sequence[PlanEntry], owners: Sequence[int]) -> TableWindow:
-        """Return a window whose first rows are `entries`."""
-        rows = sheet.book.add(entries, owners)
-        window = cls(sheet, len(sheet.book) if rows is None else rows.start)
+    def seated(cls, sheet: Sheet, entries: Sequence[PlanEntry], owners: Sequence[int], ops: Ops) -> TableWindow:
+        """Return a window whose first rows are `entries`, of which the statistics `ops` are published."""
+        rows = sheet.book.add(entries, owners, ops)
+        window = cls(sheet, len(sheet.book) if rows is None else rows.start, ops)
         if rows is not None:
             window._added.append(rows)
             sheet.table.grow(rows.stop)
@@ -60,12 +62,18 @@ class TableWindow(Table):
 
     def add(self, entries: Sequence[PlanEntry], owners: Sequence[int] | None = None) -> range | None:
         """Append entries that were not known before; None when the plan is full."""
-        rows = self._sheet.book.add(entries, owners)
+        rows = self._sheet.book.add(entries, owners, self._ops)
         if rows is None:
             return None
         self._added.append(rows)
         self._sheet.table.grow(rows.stop)
         return range(rows.start - self._first, rows.stop - self._first)
+
+    def publish(self, ops: Ops) -> None:
+        """Have the statistics `ops` of all entries, also of those to come, leave the rank."""
+        self._ops = ops
+        for rows in self._added:
+            self._sheet.book.publish(rows, ops)
 
     def release(self) -> None:
         """Let others fill the entries that were added here: nothing is written any more."""

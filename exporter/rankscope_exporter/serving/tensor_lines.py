@@ -93,7 +93,7 @@ class TensorRenderer:
     def _layout(self, sampled: Sampled, budget: int) -> _Layout:
         plan = sampled.statistics.plan
         kinds = sampled.kinds
-        present = sampled.statistics.counts.slice(0, len(plan.plan.entries)).is_valid()
+        present = _present(sampled.statistics).is_valid()
         micro_steps = _kept(self._micro_steps, (plan.hash, kinds), lambda: MicroSteps(plan.plan.entries, kinds))
         last = micro_steps.last(present)
         return _kept(
@@ -150,11 +150,17 @@ def _kept(known: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
     return known[key]
 
 
+def _present(statistics: Statistics) -> Any:
+    """Return the counts that are null where a tensor is absent: other statistics may be left out by choice."""
+    entries = len(statistics.plan.plan.entries)
+    return statistics.counts.slice(COUNT_OPS.index("numel") * entries, entries)
+
+
 def _lines(block: _Block, numbers: Any, statistics: Statistics) -> list[Any]:
     """Return the lines of a block as one buffer; what is null has no line."""
     if not len(block.prefixes):
         return []
-    present = statistics.counts.slice(0, len(statistics.plan.plan.entries))
+    present = _present(statistics)
     taken = numbers.take(block.positions)
     if present.null_count:  # an absent tensor has no line, whatever stands in its place
         taken = pc.if_else(present.is_valid().take(block.entries), taken, pa.scalar(None, taken.type))

@@ -1,0 +1,38 @@
+"""What a rank leaves out of its statistics is null in the rows that the service stores."""
+
+from __future__ import annotations
+
+import torch
+from tests.exporter.conftest import Reader, wait_until
+from torch import nn
+
+from rankscope_contract.channel import PLAN_PATH, RECORDS_PATH, SCHEMA_HEADER
+from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_ingest.channel.decode import RowContext, decode, plan_ids
+from rankscope_ingest.channel.plans import PlanCache
+from rankscope_ingest.channel.wire import open_stream
+
+
+def test_statistics_that_are_left_out_are_null_and_absent_tensors_have_no_row():
+    net = nn.Linear(3, 2)
+    net.bias.requires_grad_(False)  # its gradients are absent
+    config = MonitorConfig(quantities=("gradients",), ops=["max", "zeros"], console=False, exit_wait_seconds=0)
+    with Monitor(config).attach(net, torch.optim.SGD([net.weight], lr=0.1)) as monitor:
+        assert monitor.address is not None
+        read = Reader(monitor.address)
+        net(torch.ones(2, 3)).sum().backward()
+        monitor.end_step()
+        wait_until(read.rows, 60)
+        wire = open_stream(read.get(f"{RECORDS_PATH}?after=-1", **{SCHEMA_HEADER: "1"}))
+        cache = PlanCache()
+        for plan in plan_ids(wire):
+            cache.add(plan, read.get(PLAN_PATH + plan).decode())
+    plans = {plan: columns for plan in plan_ids(wire) if (columns := cache.get(plan)) is not None}
+    context = RowContext(run="r", attempt=0, rank=0, incarnation="i")
+    rows = decode(wire, plans, context, after=-1, first_ordinal=0).tables["tensor_stats"].to_pylist()
+
+    assert {"weight"} == {row["tensor"] for row in rows}
+    for row in rows:
+        assert {"max", "zeros", "numel"} == {op for op in (*VALUE_OPS, *COUNT_OPS) if row[op] is not None}
+        assert (2.0, 0, 6) == (row["max"], row["zeros"], row["numel"])
