@@ -259,7 +259,9 @@ class Session:
 
     def _remark_on_ops(self, config: MonitorConfig) -> None:
         """Say once what is chosen without an effect, and which rules miss what is left out."""
-        own = [(f"options.{name}.", table["ops"]) for name, table in config.options.items() if "ops" in table]
+        own = [
+            (f"options.{name}.", table["ops"]) for name, table in config.options.items() if table.get("ops") is not None
+        ]
         told = [f"{where}{text}" for where, names in [("", config.ops), *own] for text in remarks(names)]
         for sentence in (*told, *unjudged(self.config.rules, self._collection.published())):
             if sentence not in self._remarked:
