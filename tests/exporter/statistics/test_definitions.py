@@ -16,7 +16,8 @@ from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 OTHERS = [
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.bool),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
 ]
 SIZES = [0, 1, 2, 15, 17, 1000, 4095, 4096, 4097, 100_003]
 NAN, INF = math.nan, math.inf
@@ -49,6 +50,34 @@ def test_planted_non_finite_elements_are_counted_and_left_out(dtype, measured, c
     finished = measured(tensors)
     for entry, tensor in enumerate(tensors):
         check(finished, entry, tensor)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_infs"),
+    [
+        (torch.float8_e4m3fn, False),
+        (torch.float8_e5m2, True),
+        (torch.float8_e4m3fnuz, False),
+        (torch.float8_e5m2fnuz, False),
+    ],
+    ids=str,
+)
+def test_non_finite_elements_of_eight_bits(dtype, has_infs, measured, check):
+    """Most of these types have no Inf, and one NaN: what is too large for them is that."""
+    tensor = torch.tensor([1.0, NAN, -INF if has_infs else NAN, 0.0, -2.0]).to(dtype)
+    finished = measured([tensor])
+
+    check(finished, 0, tensor)
+    assert [2 - has_infs, int(has_infs), 1, 5] == finished.counts[:, 0].tolist()
+
+
+def test_powers_of_two_alone_have_no_zero_and_no_sign(measured, check):
+    """float8_e8m0fnu, the scales of microscaling formats, whose smallest number is 2^-127."""
+    tensor = torch.tensor([1.0, 4.0, 2.0**-127, NAN]).to(torch.float8_e8m0fnu)
+    finished = measured([tensor])
+
+    check(finished, 0, tensor)
+    assert [1, 0, 0, 4] == finished.counts[:, 0].tolist()
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -141,6 +170,24 @@ def test_complex_numbers_stand_for_their_modulus(measured, check):
         check(finished, entry, np.abs(tensor.to(torch.complex128).numpy()))
 
     assert [1, 1, 0] == finished.counts[:3, 0].tolist()
+
+
+def test_complex_numbers_of_half_precision(measured, check):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that ComplexHalf is experimental
+        tensor = torch.randn(500, dtype=torch.complex64).to(torch.complex32)
+        finished = measured([tensor])
+        numbers = np.abs(tensor.to(torch.complex128).numpy())
+
+    check(finished, 0, numbers)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.complex64, torch.float8_e5m2, torch.float16], ids=str)
+@pytest.mark.parametrize("zero_below", [0.0, 1e-8, 1.0, 2.0])
+def test_what_is_close_to_zero_in_types_without_many_numbers(dtype, zero_below, measured, check):
+    tensor = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0]).to(dtype)
+
+    check(measured([tensor], zero_below=zero_below), 0, tensor, zero_below)
 
 
 def views() -> dict[str, torch.Tensor]:
