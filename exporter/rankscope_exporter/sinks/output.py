@@ -1,0 +1,54 @@
+"""What the sinks share that write what the existing tool writes: where it goes, which steps, which names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from rankscope_contract.msprobe.squashing import Squash
+from rankscope_exporter.record import StepRecord
+
+FOLDER_VARIABLE: Final = "MONITOR_OUTPUT_DIR"
+DEFAULT_FOLDER: Final = "./monitor_output"
+
+
+def output_folder(given: str | None, environment: Mapping[str, str] = os.environ) -> Path:
+    """Return where output goes, an absolute path: the training may change its working directory."""
+    return Path(given or environment.get(FOLDER_VARIABLE) or DEFAULT_FOLDER).expanduser().absolute()
+
+
+def check_folder(folder: Any) -> None:
+    """Raise ValueError for what is no path."""
+    if folder is not None and not (isinstance(folder, str) and folder and "\0" not in folder):
+        raise ValueError(f"folder is a path, not {folder!r}; without it {FOLDER_VARIABLE} or {DEFAULT_FOLDER}")
+
+
+def check_truth(name: str, value: Any) -> None:
+    """Raise ValueError for what is neither true nor false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is true or false, not {value!r}")  # noqa: TRY004 - becomes a ConfigError
+
+
+class Numbering:
+    """How the steps of this process are numbered: the tool's first is 0, ours is 1 unless a step 0 came first."""
+
+    def __init__(self) -> None:
+        self._first: int | None = None
+
+    def first(self, record: StepRecord) -> int:
+        """Return our number of the tool's step 0; decided by the first record that has a step."""
+        if self._first is None:
+            if record.step is None:
+                return 1
+            self._first = 0 if record.step == 0 else 1
+        return self._first
+
+
+def naming(*, squash: bool) -> Callable[[str, bool], str]:
+    """Return how parameters and modules are called in the output, each sort with names of its own."""
+    if not squash:
+        return lambda name, _is_module: name
+    parameters, modules = Squash(), Squash()
+    return lambda name, is_module: modules(name) if is_module else parameters(name)

@@ -1,0 +1,355 @@
+"""CSV as the existing tool lays it out, while training runs."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.exporter.sinks.reading import imported
+from tests.exporter.sinks.records import ABSENT, FINITE, entry, identity, record
+
+from rankscope_contract.kinds import VALUE_OPS, Kind
+from rankscope_contract.msprobe.layout import parse_folder
+from rankscope_exporter import ConfigError, MonitorConfig
+from rankscope_exporter.sinks.csv_msprobe import Csv, CsvOptions
+
+GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "csv_sink.txt"
+ACTIVATIONS = (Kind.ACT_IN, Kind.ACT_OUT, Kind.ACT_GRAD_IN, Kind.ACT_GRAD_OUT)
+NO_VALUES: dict[str, float | None] = dict.fromkeys(VALUE_OPS)
+
+NOTHING: dict[str, float | None] = dict.fromkeys(("nans", "infs", "zeros", "numel"), 0)
+
+
+def csv(folder: Path, rank: int = 0, **options: Any) -> Csv:
+    return Csv(CsvOptions(folder=str(folder), **options), identity(rank))
+
+
+def files(folder: Path) -> dict[str, str]:
+    """Return the files of the only rank's folder by their names."""
+    (own,) = folder.iterdir()
+    return {path.name: path.read_text() for path in sorted(own.iterdir())}
+
+
+def names(folder: Path, file: str) -> list[str]:
+    return [line.split(",")[1] for line in files(folder)[file].splitlines()[1:]]
+
+
+def test_output_is_that_of_the_golden_file(tmp_path):
+    """One row of everything the layout has a place for, in two steps of which each is half a file."""
+    sink = csv(tmp_path, steps_per_file=2, digits=6)
+    numbers = FINITE | {"norm": 12.3456789, "mean": 1e-9}
+    for step in (1, 2):
+        sink.put(
+            record(
+                step,
+                (entry("layers.0", Kind.ACT_IN, index=1, micro_step=1, shape=(2, 2)), numbers),
+                (entry("layers.0", Kind.ACT_OUT, micro_step=0, vpp_stage=3, shape=(9,)), numbers),
+                (entry("", Kind.ACT_GRAD_IN, micro_step=0), ABSENT),
+                (entry("", Kind.ACT_GRAD_OUT, micro_step=0), numbers),
+                (entry("w", Kind.GRAD_UNREDUCED), numbers | {"norm": -0.0, "min": 3e38}),
+                (entry("w", Kind.GRAD_REDUCED), NO_VALUES | {"nans": 2, "infs": 0, "zeros": 0, "numel": 4}),
+                (entry("v", Kind.GRAD_REDUCED), numbers | {"infs": 1}),
+                (entry("empty", Kind.GRAD_REDUCED, shape=(0,)), NO_VALUES | NOTHING),
+                (entry("w", Kind.EXP_AVG), numbers),
+                (entry("w", Kind.EXP_AVG_SQ), numbers),
+                (entry("w", Kind.PARAM_BEFORE, dtype="bfloat16"), numbers),
+                (entry("w", Kind.PARAM_AFTER, dtype="bfloat16"), numbers),
+                (entry("w", Kind.MOMENTUM), numbers),
+                features=(
+                    {"kind": "attention_entropy", "module": "core", "index": 2, "value": 0.25, "micro_step": 1},
+                    {"kind": "softmax_max", "module": "core", "index": 2, "value": 0.5, "micro_step": 1},
+                    {"kind": "stable_rank", "module": "head", "index": None, "value": 2.0},
+                    {"kind": "router_similarity", "module": "moe", "index": None, "value": math.nan},
+                    {"kind": "router_entropy", "module": "moe", "index": None, "value": None, "micro_step": 0},
+                    {"kind": "direction_agreement", "module": "w", "index": None, "value": 0.0},
+                    {"kind": "router_load", "module": "moe", "index": 0, "value": 1.0},
+                ),
+                modules=({"module": "head", "stack": "train.py:1 <module>\n=a, b.py:2 f"},),
+            )
+        )
+
+    assert GOLDEN.read_text() == "".join(f"# {name}\n{text}" for name, text in files(tmp_path).items())
+
+
+def test_folder_is_named_after_time_rank_and_a_number_of_its_own(tmp_path):
+    csv(tmp_path, rank=3).put(record(1, (entry(), FINITE)))
+
+    (folder,) = tmp_path.iterdir()
+    named = parse_folder(folder.name)
+    assert named is not None
+    assert (3, "5eed5eed") == (named.rank, named.tail)
+    assert named.time is not None
+
+
+def test_a_step_is_a_file_and_the_first_is_0(tmp_path):
+    sink = csv(tmp_path)
+    for step in (1, 2):
+        sink.put(record(step, (entry(), FINITE)))
+
+    assert ["grad_reduced_0-0.csv", "grad_reduced_1-1.csv"] == list(files(tmp_path))
+
+
+def test_a_run_with_a_step_0_keeps_its_numbers(tmp_path):
+    sink = csv(tmp_path)
+    for step in (0, 1):
+        sink.put(record(step, (entry(), FINITE), (entry(kind="exp_avg"), FINITE)))
+
+    expected = ["exp_avg_1-1.csv", "exp_avg_2-2.csv", "grad_reduced_0-0.csv", "grad_reduced_1-1.csv"]
+    assert expected == list(files(tmp_path))
+
+
+def test_files_cover_steps_counted_from_0(tmp_path):
+    sink = csv(tmp_path, steps_per_file=3)
+    for step in (3, 4, 5, 1001):
+        sink.put(record(step, (entry(), FINITE)))
+
+    assert ["grad_reduced_0-2.csv", "grad_reduced_3-5.csv", "grad_reduced_999-1001.csv"] == sorted(files(tmp_path))
+    assert ["3", "4"] == [line.split(",")[2] for line in files(tmp_path)["grad_reduced_3-5.csv"].splitlines()[1:]]
+
+
+def test_nothing_measured_makes_no_folder(tmp_path):
+    sink = csv(tmp_path / "out")
+    sink.put(record(1))
+    sink.put(record(None))
+    sink.put(record(2, (entry(), ABSENT)))
+
+    assert not (tmp_path / "out").exists()
+
+
+def test_of_several_calls_the_last_that_ran_is_kept(tmp_path):
+    """As in the existing tool, which has no column for calls; a micro-batch's row goes before the whole step's."""
+    calls = [entry("m", Kind.ACT_OUT, call_seq=call, micro_step=0) for call in range(3)]
+    whole, micro = entry("w", Kind.GRAD_UNREDUCED), entry("w", Kind.GRAD_UNREDUCED, micro_step=0)
+    sink = csv(tmp_path, steps_per_file=10)
+    sink.put(record(1, *((call, FINITE | {"norm": float(place)}) for place, call in enumerate(calls))))
+    sink.put(record(2, (calls[0], FINITE | {"norm": 7.0}), (calls[1], FINITE | {"norm": 8.0}), (calls[2], ABSENT)))
+    sink.put(record(3, (micro, FINITE | {"norm": 5.0}), (whole, FINITE | {"norm": 6.0})))
+
+    written = files(tmp_path)
+    assert ["2.0", "8.0"] == [line.split(",")[4] for line in written["actv_0-9.csv"].splitlines()[1:]]
+    assert ["5.0"] == [line.split(",")[4] for line in written["grad_unreduced_0-9.csv"].splitlines()[1:]]
+
+
+def test_a_file_has_one_header(tmp_path):
+    """Where gradients are first measured whole and then per micro-batch, the rest goes into a part of its own."""
+    sink = csv(tmp_path, steps_per_file=10)
+    sink.put(record(1, (entry("w", Kind.GRAD_UNREDUCED), FINITE)))
+    sink.put(record(2, (entry("w", Kind.GRAD_UNREDUCED, micro_step=1), FINITE)))
+    sink.put(record(3, (entry("w", Kind.GRAD_UNREDUCED), FINITE)))
+
+    assert ["grad_unreduced_0-9.csv", "grad_unreduced_0-9_part_1.csv"] == sorted(files(tmp_path))
+    rows, faults = imported(tmp_path)
+    assert 0 == faults.count
+    assert [(1, None), (2, 1), (3, None)] == sorted(
+        ((row["step"], row["micro_step"]) for row in rows["tensor_stats"]), key=str
+    )
+
+
+def test_a_shape_that_does_not_fit_is_not_told(tmp_path):
+    """An activation of a smaller batch has the shape of the first one in the plan."""
+    csv(tmp_path).put(record(1, (entry(shape=(8, 2)), FINITE), (entry("v", shape=(2, 2)), FINITE)))
+
+    shapes = [line.split(",", 9)[9] for line in files(tmp_path)["grad_reduced_0-0.csv"].splitlines()[1:]]
+    assert ["[4],torch.float32", '"[2, 2]",torch.float32'] == shapes
+
+
+def test_columns_are_those_of_ops_in_their_order(tmp_path):
+    csv(tmp_path, ops=("max", "norm")).put(record(1, (entry(), FINITE)))
+
+    assert (
+        "vpp_stage,name,step,max,norm,shape,dtype\n0,w,0,4.0,5.0,[4],torch.float32\n"
+        == (files(tmp_path)["grad_reduced_0-0.csv"])
+    )
+
+
+def test_squash_name_leaves_away_what_wraps_the_model(tmp_path):
+    long = ["module.decoder.layers.0.w", "module.encoder.layers.0.w", "a.embedding.w", "head.w", "x.final_norm.w"]
+    sink = csv(tmp_path, squash_name=True, steps_per_file=2)
+    for step in (1, 2):
+        sink.put(record(step, *((entry(name), FINITE) for name in long)))
+
+    expected = ["layers.0.w", "module.encoder.layers.0.w", "embedding.w", "head.w", "final_norm.w"]
+    assert 2 * expected == names(tmp_path, "grad_reduced_0-1.csv")
+
+
+def begin(folder: Path, time: str, rank: int = 0) -> Path:
+    own = folder / f"{time}-rank{rank}-0123abcd"
+    own.mkdir(parents=True)
+    return own
+
+
+def test_append_to_continues_the_folder_of_its_window(tmp_path):
+    begin(tmp_path, "Dec03_21-34-39")
+    mine = begin(tmp_path, "Dec03_21-34-41")
+    begin(tmp_path, "Dec03_21-34-41", rank=1)
+    sink = csv(tmp_path, steps_per_file=4, append_to=("Dec03_21-34-40", "Dec03_21-34-41"))
+    sink.put(record(1, (entry(), FINITE)))
+    again = csv(tmp_path, steps_per_file=4, append_to=("Dec03_21-34-40", "Dec03_21-34-41"))
+    again.put(record(2, (entry(), FINITE)))
+
+    assert ["grad_reduced_0-3.csv"] == [path.name for path in mine.iterdir()]
+    assert 3 == len((mine / "grad_reduced_0-3.csv").read_text().splitlines()), "one header, two steps"
+    assert 3 == len(list(tmp_path.iterdir()))
+
+
+def test_append_to_without_such_a_folder_begins_one(tmp_path):
+    begin(tmp_path, "Dec03_21-34-39")
+    csv(tmp_path, append_to=("Dec03_21-34-40", "Dec03_21-34-41")).put(record(1, (entry(), FINITE)))
+    csv(tmp_path / "none", append_to=("Dec03_21-34-40", "Dec03_21-34-41")).put(record(1, (entry(), FINITE)))
+
+    assert 2 == len(list(tmp_path.glob("*-rank0-*")))
+    assert 1 == len(list((tmp_path / "none").glob("*-rank0-*")))
+
+
+def test_steps_written_again_are_another_attempt(tmp_path):
+    for value in (1.0, 2.0):
+        window = ("Jan01_00-00-00", "Dec31_23-59-59")
+        csv(tmp_path, append_to=window, steps_per_file=4).put(record(1, (entry(), FINITE | {"norm": value})))
+
+    rows, faults = imported(tmp_path)
+    assert 0 == faults.count
+    assert [(0, 1.0), (1, 2.0)] == sorted((row["attempt"], row["norm"]) for row in rows["tensor_stats"])
+
+
+def test_what_a_killed_process_left_of_a_row_goes_when_its_file_is_continued(tmp_path):
+    csv(tmp_path, steps_per_file=4).put(record(1, (entry(), FINITE)))
+    (path,) = tmp_path.glob("*/*.csv")
+    path.write_text(path.read_text() + "0,w,1,5.0,-3")
+    window = ("Jan01_00-00-00", "Dec31_23-59-59")
+    csv(tmp_path, append_to=window, steps_per_file=4).put(record(3, (entry(), FINITE)))
+
+    rows, faults = imported(tmp_path)
+    assert 0 == faults.count
+    assert [1, 3] == [row["step"] for row in rows["tensor_stats"]]
+
+
+def test_a_file_moved_away_is_begun_anew(tmp_path):
+    sink = csv(tmp_path, steps_per_file=4)
+    for step in (1, 2):
+        sink.put(record(step, (entry(), FINITE)))
+        for path in tmp_path.glob("*/*.csv"):
+            path.rename(tmp_path / f"moved{step}.csv")
+
+    first, second = (tmp_path / f"moved{step}.csv" for step in (1, 2))
+    assert first.read_text().splitlines()[0] == second.read_text().splitlines()[0]
+    assert 2 == len(second.read_text().splitlines())
+
+
+def test_the_folder_is_that_of_the_environment_where_none_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("MONITOR_OUTPUT_DIR", str(tmp_path / "asked"))
+    monkeypatch.chdir(tmp_path)
+    sinks = [Csv(CsvOptions(), identity())]
+    monkeypatch.delenv("MONITOR_OUTPUT_DIR")
+    sinks.append(Csv(CsvOptions(), identity()))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for sink in sinks:
+        sink.put(record(1, (entry(), FINITE)))
+
+    assert {"asked": 1, "monitor_output": 1, "elsewhere": 0} == {
+        path.name: len(list(path.iterdir())) for path in tmp_path.iterdir()
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"steps_per_file": 0}, "steps_per_file is a number from 1 to 1,000,000"),
+        ({"digits": 21}, "digits is a number from 1 to 20"),
+        ({"digits": True}, "digits is a number from 1 to 20"),
+        ({"append_to": ["Dec03_21-34-40"]}, "append_to is two times"),
+        ({"append_to": ["Dec03_21-34-40", "later"]}, "append_to 'later' is no time of a folder"),
+        ({"ops": ["norms"]}, "'norms' is unknown, .*did you mean 'norm'"),
+        ({"ops": "norm"}, "ops is a list"),
+        ({"folder": 3}, "folder is a path"),
+        ({"squash_name": 1}, "squash_name is true or false"),
+        ({"step_per_file": 3}, "Did you mean sinks.csv.steps_per_file"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(options, says):
+    with pytest.raises(ConfigError, match=says):
+        MonitorConfig(sinks={"csv": options})
+
+
+printable = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="\x7f"), min_size=1, max_size=8)
+name = printable | st.sampled_from(["=1+1", "'=x", 'a,"b"', "layers.0", "@x", "-", "nan", "a/b:c", " x ", "x.input_1"])
+number = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def tensors(draw):
+    """Return an entry and what was measured of it: finite, with NaN or Inf, empty, absent."""
+    kind = draw(st.sampled_from(list(Kind)))
+    sliced = kind in ACTIVATIONS
+    shape = draw(st.sampled_from([(), (4,), (2, 3), (0, 5), (1 << 20,)]))
+    numel = math.prod(shape)
+    nans, infs = draw(st.sampled_from([(0, 0), (0, 0), (1, 0), (0, 1)])) if numel else (0, 0)
+    exists = numel > 0 and nans == infs == 0
+    numbers = {op: draw(number) if exists else None for op in VALUE_OPS}
+    if exists:
+        numbers["norm"] = abs(numbers["norm"])
+    counts = {"nans": nans, "infs": infs, "zeros": draw(st.integers(0, numel)), "numel": numel}
+    what = entry(
+        draw(name),
+        str(kind),
+        shape=shape,
+        index=draw(st.none() | st.integers(0, 3)) if sliced else None,
+        micro_step=draw(st.integers(0, 2)) if sliced else None,
+        vpp_stage=draw(st.integers(0, 2)),
+    )
+    return what, ABSENT if draw(st.integers(0, 5)) == 0 else numbers | counts
+
+
+KEY = ("kind", "tensor", "index", "micro_step", "vpp_stage")
+OF = (*VALUE_OPS, "nans", "infs", "zeros", "numel")
+
+
+def distinct(rows):
+    return list({tuple(getattr(what, key) for key in KEY): (what, numbers) for what, numbers in rows}.values())
+
+
+def told(numbers):
+    """Return what the layout can say: not how many Inf there are beside a NaN, nor a share of no elements."""
+    return numbers | ({"infs": None} if numbers["nans"] else {}) | ({} if numbers["numel"] else {"zeros": None})
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.lists(st.lists(tensors(), min_size=1, max_size=8).map(distinct), min_size=1, max_size=4),
+    per_file=st.integers(1, 5),
+)
+def test_whatever_was_measured_comes_back_through_the_importer(tmp_path_factory, steps, per_file):
+    folder = tmp_path_factory.mktemp("round")
+    sink = csv(folder, steps_per_file=per_file)
+    for step, rows in enumerate(steps, 1):
+        sink.put(record(step, *rows))
+    expected = [
+        (step, *(getattr(what, key) for key in KEY), *(told(numbers)[op] for op in OF))
+        for step, rows in enumerate(steps, 1)
+        for what, numbers in rows
+        if numbers["numel"] is not None
+    ]
+    if not expected:
+        assert [] == list(folder.iterdir())
+        return
+    rows, faults = imported(folder)
+    found = [tuple(row.get(column) for column in ("step", *KEY, *OF)) for row in rows["tensor_stats"]]
+
+    assert 0 == faults.count, faults.first
+    assert sorted(expected, key=repr) == sorted(found, key=repr)
+
+
+@settings(max_examples=60, deadline=None)
+@given(listed=st.lists(st.text(max_size=12), min_size=1, max_size=8, unique=True))
+def test_no_name_breaks_a_row(tmp_path_factory, listed):
+    folder = tmp_path_factory.mktemp("names")
+    csv(folder).put(record(1, *((entry(name), FINITE) for name in listed)))
+
+    rows, faults = imported(folder)
+    assert 0 == faults.count, faults.first
+    assert 1 <= len(rows["tensor_stats"]) <= len(listed), "names that differ in control characters alone become one"
+    assert {5.0} == {row["norm"] for row in rows["tensor_stats"]}
