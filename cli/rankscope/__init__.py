@@ -14,15 +14,17 @@ if TYPE_CHECKING:
     from rankscope_contract.rules.nan import AnomalyNan
     from rankscope_contract.rules.turbulence import AnomalyTurbulence
     from rankscope_exporter import Monitor, MonitorConfig
+    from rankscope_exporter.msprobe import TrainerMon
     from rankscope_storage.connection import connect
 
-__all__ = ["AnomalyNan", "AnomalyTurbulence", "Monitor", "MonitorConfig", "__version__", "connect"]
+__all__ = ["AnomalyNan", "AnomalyTurbulence", "Monitor", "MonitorConfig", "TrainerMon", "__version__", "connect"]
 
 _HOMES: Final = {
     "AnomalyNan": "rankscope_contract.rules.nan",
     "AnomalyTurbulence": "rankscope_contract.rules.turbulence",
     "Monitor": "rankscope_exporter",
     "MonitorConfig": "rankscope_exporter",
+    "TrainerMon": "rankscope_exporter.msprobe",
     "connect": "rankscope_storage.connection",
 }
 

@@ -17,6 +17,8 @@ from rankscope_contract.rules import AnomalyRule, rule_from_config
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter.errors import ConfigError
+from rankscope_exporter.msprobe.json_comments import without_comments
+from rankscope_exporter.msprobe.settings import is_of_the_tool, translated
 from rankscope_exporter.quantities import Quantity, select_quantities
 from rankscope_exporter.quantities.base import QuantityOptions
 from rankscope_exporter.sampling.ops import ALL_OPS, chosen_ops
@@ -98,10 +100,12 @@ class MonitorConfig:
     console: bool = True
     """Print the banner on rank 0, and one line when a rule fires or training hangs."""
     enabled: bool = True
+    remarks: tuple[str, ...] = ()
+    """Sentences that are said once at attach: what a configuration of another tool asks for and is not done."""
     serve: ServeConfig = field(default_factory=ServeConfig)
 
     def __post_init__(self) -> None:
-        for name in ("quantities", "tensors", "rules", "stop_signals", "ops"):
+        for name in ("quantities", "tensors", "rules", "stop_signals", "ops", "remarks"):
             object.__setattr__(self, name, _listed(name, getattr(self, name), str if name != "rules" else object))
         self._check_types()
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
@@ -218,8 +222,8 @@ class MonitorConfig:
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> MonitorConfig:
         """Return the configuration of a parsed JSON or TOML document; unknown keys are named with the nearest one."""
-        values = dict(settings)
-        _check_keys(values, {item.name for item in fields(cls)}, "")
+        values = in_our_words(settings)
+        _check_keys(values, setting_names(), "")
         if "rules" in values:
             values["rules"] = tuple(_rule(entry) for entry in _listed("rules", values["rules"], object))
         if "serve" in values:
@@ -258,10 +262,21 @@ class MonitorConfig:
         )
 
 
+def setting_names() -> set[str]:
+    """Return the names of all settings of a monitor."""
+    return {item.name for item in fields(MonitorConfig)}
+
+
+def in_our_words(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `settings` as those of a MonitorConfig, whose names they may or may not have. Raises ConfigError."""
+    ours = setting_names()
+    return translated(settings, ours) if is_of_the_tool(settings, ours) else dict(settings)
+
+
 def parse_settings(path: Path, text: str) -> dict[str, Any]:
     """Return the table that `text`, from the `.toml` or JSON file `path`, holds. Raises ConfigError."""
     try:
-        settings = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        settings = tomllib.loads(text) if path.suffix == ".toml" else json.loads(without_comments(text))
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(settings, dict):

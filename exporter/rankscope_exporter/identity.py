@@ -79,6 +79,13 @@ def _decoded(text: bytes) -> dict[str, str]:
     return launch
 
 
+def rank_here(environment: Mapping[str, str]) -> int:
+    """Return the rank of this process: that of the process group, else what the launcher set."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return rank_from_environment(environment)[0]
+
+
 def group_store() -> Any:
     """Return the key-value store of the process group; None without a group."""
     if not (dist.is_available() and dist.is_initialized()):

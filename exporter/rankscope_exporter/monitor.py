@@ -30,6 +30,7 @@ from rankscope_exporter.sampling.measuring import SWITCH, measuring_of
 from rankscope_exporter.sampling.targets import Targets, sentences
 from rankscope_exporter.session import Session
 from rankscope_exporter.sinks import Sink
+from rankscope_exporter.sinks.api import Row
 
 PUBLISH_SECONDS = 3.0
 """The last steps are published even with exit_wait_seconds = 0: milliseconds, unless the machine is overloaded."""
@@ -286,6 +287,27 @@ class Monitor:
         """Return a line for each module: class, inputs, outputs. Empty until a step with "structure" was measured."""
         session = self._session
         return "" if session is None else session.structure()
+
+    def current(self, *kinds: str) -> tuple[Row, ...]:
+        """Return the statistics of `kinds` (all without any) that the step under way has so far, else the last ones.
+
+        Waits for the device: for a decision that cannot wait for the next step. All statistics, whatever `ops` says.
+        """
+        session = self._session
+        rows = None if session is None else self._guard.call("current()", session.current, kinds)
+        return rows or ()
+
+    @property
+    def measuring(self) -> dict[str, Any]:
+        """Return what is measured, since which step, and what is `to_come`; empty while not attached."""
+        session = self._session
+        return {} if session is None else session.board.state()
+
+    def remark(self, sentence: str) -> None:
+        """Say something on the console, and as an event `note`."""
+        session = self._session
+        if session is not None:
+            self._guard.call("remark()", session.hooks.tell, sentence)
 
     def sink(self, name: str) -> Sink | None:
         """Return the live sink called `name`, also after detaching; None where there is none."""

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rankscope_contract.events import Event
+from rankscope_contract.records import PlanEntry
 from rankscope_exporter.drafts import Draft, amounts_of, now_microseconds, skipped_event, timing
 from rankscope_exporter.frameworks.base import Holder
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.logged import Pending, take
 from rankscope_exporter.quantities.base import Hooking, Subject
 from rankscope_exporter.sampling.collection import Collection
+from rankscope_exporter.statistics import Finished
 from rankscope_exporter.steps import Ended, Stage, StepTracker
 
 
@@ -192,6 +194,13 @@ class Recorder:
             before, begun_only = self._last_step, self._tracker.stage is Stage.OPEN
             self._after(self._tracker.end(skipped=False), reopen=False)
             return before if begun_only else self._last_step
+
+    def look(self) -> tuple[int, Sequence[PlanEntry], Finished] | None:
+        """Return number, plan and statistics of the step under way, None without one; waits for the device."""
+        with self._lock:
+            if self._draft is None or self._draft.step is None or not self._draft.sampled:
+                return None
+            return self._draft.step, *self._collection.look()
 
     def between(self, function: Callable[[], None]) -> None:
         """Call `function` while no step begins or ends."""

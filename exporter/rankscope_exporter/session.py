@@ -17,6 +17,7 @@ from rankscope_contract.kinds import COUNT_OPS
 from rankscope_contract.records import WIRE_VALUE_OPS
 from rankscope_exporter.config import MonitorConfig
 from rankscope_exporter.console import Console, banner
+from rankscope_exporter.current import current_rows
 from rankscope_exporter.drafts import Draft
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.hangs.diagnosis import Diagnosis
@@ -39,6 +40,7 @@ from rankscope_exporter.sampling.ops import remarks, unjudged
 from rankscope_exporter.sampling.windows import Measurement
 from rankscope_exporter.serving.channel import Channel
 from rankscope_exporter.sinks import sink_class
+from rankscope_exporter.sinks.api import Row
 from rankscope_exporter.sinks.feeding import Sinks
 from rankscope_exporter.statistics import backend_name, warm_up
 from rankscope_exporter.steps import StepTracker
@@ -164,7 +166,7 @@ class Session:
             self.watchdog.start()
             undo.append(self.hooks.remove)
             self.hooks.install()
-            self._remark_on_ops(self.config)
+            self._remark(self.config)
             undo.append(self.switching.stop)
             self.switching.start()
         except BaseException:
@@ -255,18 +257,23 @@ class Session:
 
     def _measuring_changed(self) -> None:
         self.channel.announce(sorted(self._collection.kinds()))
-        self._remark_on_ops(self.board.measuring.config)
+        self._remark(self.board.measuring.config)
 
-    def _remark_on_ops(self, config: MonitorConfig) -> None:
-        """Say once what is chosen without an effect, and which rules miss what is left out."""
+    def _remark(self, config: MonitorConfig) -> None:
+        """Say once what is asked for and not done, chosen without an effect, and which rules miss what is left out."""
         own = [
             (f"options.{name}.", table["ops"]) for name, table in config.options.items() if table.get("ops") is not None
         ]
-        told = [f"{where}{text}" for where, names in [("", config.ops), *own] for text in remarks(names)]
+        told = [*config.remarks]
+        told += [f"{where}{text}" for where, names in [("", config.ops), *own] for text in remarks(names)]
         for sentence in (*told, *unjudged(self.config.rules, self._collection.published())):
             if sentence not in self._remarked:
                 self._remarked.add(sentence)
                 self._tell(sentence)
+
+    def current(self, kinds: tuple[str, ...]) -> tuple[Row, ...]:
+        """Return the rows of `kinds` of the step under way, else of the last one; waits for the device."""
+        return current_rows(self.recorder, self.channel.ring, kinds)
 
     def structure(self) -> str:
         """Return the structure of the model in words, empty until it was seen."""

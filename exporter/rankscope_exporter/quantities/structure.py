@@ -17,10 +17,9 @@ from types import FrameType
 from typing import Any, ClassVar, Final
 
 import torch
-import torch.distributed as dist
 
-from rankscope_contract.identity import rank_from_environment
 from rankscope_exporter.deferred import Row
+from rankscope_exporter.identity import rank_here
 from rankscope_exporter.modules import NamedModule, named_modules, selected, unmatched
 from rankscope_exporter.objects import Found, received, returned
 from rankscope_exporter.quantities.activations_rows import placement_of
@@ -158,7 +157,7 @@ class Structure(Quantity):
         """Return the rows; on the publisher's thread, where files may be written."""
         self.text = structure_text(seen)
         if self.options.print_struct:
-            rank = _rank()
+            rank = rank_here(os.environ)
             if rank == 0:
                 with contextlib.suppress(OSError, ValueError):  # a closed stream
                     sys.stderr.write(f"{self.text}\n")
@@ -196,9 +195,3 @@ def _placement(module: torch.nn.Module, otherwise: str) -> str | None:
 
 def _lies(parameter: torch.Tensor, otherwise: str) -> str:
     return placement_of(parameter) if hasattr(parameter, "placements") else otherwise
-
-
-def _rank() -> int:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    return rank_from_environment(os.environ)[0]

@@ -7,6 +7,7 @@ from typing import Final
 
 import torch
 
+from rankscope_contract.records import PlanEntry
 from rankscope_exporter.drafts import Draft
 from rankscope_exporter.frameworks.base import Holder
 from rankscope_exporter.guard import Guard
@@ -16,7 +17,7 @@ from rankscope_exporter.sampling.ops import NO_OP, Ops
 from rankscope_exporter.sampling.plan_book import PlanBook
 from rankscope_exporter.sampling.terms import Terms
 from rankscope_exporter.sampling.windows import Measurement, Sheet
-from rankscope_exporter.statistics import HostCopy, StatisticsTable
+from rankscope_exporter.statistics import Finished, HostCopy, StatisticsTable
 
 MAX_BACKLOG: Final = 64
 """Measured steps that may wait for the publisher; one more is counted as dropped rather than waited for."""
@@ -134,6 +135,10 @@ class Collection:
             own = member.own_index(index)
             if member.is_open and own is not None:
                 member.quantity.gradient_ready(own, holder, member.table)
+
+    def look(self) -> tuple[Sequence[PlanEntry], Finished]:
+        """Return the plan and what is measured of the step under way; waits for the device, for who asks for it."""
+        return self.book.entries, self._sheet.table.look(len(self.book))
 
     def end(self, draft: Draft) -> None:
         """Put what was measured into `draft`."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
-from rankscope_exporter.config import MonitorConfig
+from rankscope_exporter.config import MonitorConfig, in_our_words
 from rankscope_exporter.errors import ConfigError
 from rankscope_exporter.quantities import Quantity, select_quantities
 from rankscope_exporter.quantities.base import QuantityOptions, Subject
@@ -21,6 +21,9 @@ _ENVIRONMENT: Final = ("serve", "hang_after_seconds", "stacks_signal", "stop_sig
 
 CHANGEABLE: Final = ("quantities", "options", "every", "times", "ops")
 """Settings that a running monitor takes over; what a document does not name is as it was at attach()."""
+
+_SAID: Final = "remarks"
+"""Said when a document takes effect."""
 
 Part = tuple[Quantity, Terms]
 
@@ -50,14 +53,15 @@ def as_text(document: Mapping[str, Any]) -> str:
 
 def measuring_of(document: Mapping[str, Any], base: MonitorConfig, *, on: bool) -> Measuring:
     """Return what `document` asks for, over what was configured; `on` where it does not say. Raises ConfigError."""
-    settings = {name: getattr(base, name) for name in CHANGEABLE} | dict(document)
+    document = in_our_words(document)
+    settings = {name: getattr(base, name) for name in CHANGEABLE} | document
     if "quantities" in document and "options" not in document:
         kept = document["quantities"]
         settings["options"] = {name: base.options[name] for name in base.options if name in kept}
     config = MonitorConfig.from_mapping(settings)
-    others = {item.name for item in fields(MonitorConfig)} - {*CHANGEABLE, *_ENVIRONMENT, SWITCH}
+    others = {item.name for item in fields(MonitorConfig)} - {*CHANGEABLE, *_ENVIRONMENT, SWITCH, _SAID}
     fixed = tuple(sorted(name for name in others & document.keys() if getattr(config, name) != getattr(base, name)))
-    changed = replace(base, **{name: getattr(config, name) for name in CHANGEABLE})
+    changed = replace(base, **{name: getattr(config, name) for name in (*CHANGEABLE, _SAID)})
     return Measuring(on=config.dynamic_on if SWITCH in document else on, config=changed, fixed=fixed)
 
 

@@ -65,7 +65,7 @@ class Api(Sink):
     def rows(self, *kinds: str, step: int | None = None) -> tuple[Row, ...]:
         """Return the statistics of `kinds` (all without any) at `step`, or at the last one that has some."""
         for record in self._newest_first(step):
-            rows = tuple(_rows(record, kinds))
+            rows = tuple(rows_of(record, kinds))
             if rows:
                 return rows
         return ()
@@ -86,7 +86,8 @@ class Api(Sink):
         return (record for record in reversed(self._kept()) if step is None or record.step == step)
 
 
-def _rows(record: StepRecord, kinds: tuple[str, ...]) -> Iterator[Row]:
+def rows_of(record: StepRecord, kinds: tuple[str, ...]) -> Iterator[Row]:
+    """Yield the statistics of `kinds` (all without any) in a record."""
     statistics = record.statistics
     if statistics is None or record.step is None:
         return

@@ -118,6 +118,10 @@ class StatisticsTable:
             self._indices[rows] = index
         return index
 
+    def look(self, used: int) -> Finished:
+        """Return the first `used` entries as they are now, and leave them; waits for the device."""
+        return _finished(self.buffer.to("cpu"), used)
+
     def take_host_buffer(self) -> torch.Tensor:
         """Return a free buffer on the host, pinned where the device copies to it by itself."""
         while self._free_host_buffers:
@@ -199,11 +203,16 @@ class HostCopy:
 
 def finish(host: HostCopy) -> Finished:
     """Return the statistics of a copy that is ready, and free its buffer. On the publisher thread, once per copy."""
+    host.wait()
+    finished = _finished(host.buffer, host.used)
+    host.table.give_host_buffer(host.buffer)
+    return finished
+
+
+def _finished(buffer: torch.Tensor, used: int) -> Finished:
     with torch.inference_mode(False), torch.no_grad():
-        host.wait()
-        counts = host.buffer[len(SUMS) :, : host.used].clone()
-        sums = host.buffer[: len(SUMS)].view(torch.float64)[:, : host.used].clone()
-        host.table.give_host_buffer(host.buffer)
+        counts = buffer[len(SUMS) :, :used].clone()
+        sums = buffer[: len(SUMS)].view(torch.float64)[:, :used].clone()
         numel = counts[COUNT_OPS.index("numel")]
         present = numel >= 0
         counts.masked_fill_(~present, 0)

@@ -1,0 +1,147 @@
+"""The existing tool's JSON configuration, every key of it, checked. Pure: what a key means to us stands in settings.py.
+
+Defaults are those of its current release (26.2.0). A wrong type is refused where the tool would warn and go on: a
+configuration that silently means something else costs a training run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Final, Self
+
+from rankscope_exporter.errors import ConfigError
+
+FORMATS: Final = ("csv", "tensorboard", "api")
+SA_ORDERS: Final = ("s,b,h,d", "b,s,h,d")
+L2_HOOKS: Final = ("attention_hook", "linear_hook", "moe_router_weight_hook", "moe_router_logit_hook")
+CC_KEYS: Final = ("enable", "cc_codeline", "cc_pre_hook", "cc_log_only")
+WITHOUT_END: Final = 100_000_000
+"""`collect_times` of the tool, by which it means always."""
+
+_MOST_DIGITS: Final = 20
+_LEAST: Final = {"step_interval": 1, "step_count_per_record": 1, "ndigits": 1}
+_MOST: Final = {"step_count_per_record": 1_000_000, "ndigits": _MOST_DIGITS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolSettings:
+    """One configuration. Construct it by `of`, which names what is wrong."""
+
+    targets: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    dynamic_on: bool = False
+    start_step: int = 0
+    collect_times: int = WITHOUT_END
+    step_interval: int = 1
+    print_struct: bool = False
+    stack_info: bool = False
+    module_ranks: list[int] = field(default_factory=list)
+    ur_distribution: bool = False
+    xy_distribution: bool = False
+    all_xy: bool = False
+    forward_only: bool = False
+    backward_only: bool = False
+    mv_distribution: bool = False
+    param_distribution: bool = False
+    wg_distribution: bool = False
+    monitor_mbs_grad: bool = False
+    mg_direction: bool = False
+    cc_distribution: Mapping[str, Any] = field(default_factory=dict)
+    l2_targets: Mapping[str, list[str]] = field(default_factory=dict)
+    recording_l2_features: bool = False
+    sa_order: str = SA_ORDERS[0]
+    alert: Mapping[str, Any] = field(default_factory=dict)
+    format: str = FORMATS[0]
+    ops: list[str] = field(default_factory=list)
+    eps: float = 1e-8
+    ndigits: int = 6
+    step_count_per_record: int = 1
+    append_output: list[str] = field(default_factory=list)
+    squash_name: bool = False
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Self:
+        """Return `settings`, whose keys are known, with their defaults. Raises ConfigError."""
+        made = cls(**settings)
+        made._check_simple()
+        made._check_targets()
+        made._check_collectives()
+        made._check_alert()
+        return made
+
+    def _check_simple(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(item.default, bool):
+                _expect(isinstance(value, bool), item.name, "true or false", value)
+            elif item.type == "int":
+                least, most = _LEAST.get(item.name, 0), _MOST.get(item.name, math.inf)
+                bounds = f"from {least} on" if most == math.inf else f"from {least} to {most}"
+                _expect(_is_whole(value) and least <= value <= most, item.name, f"a whole number {bounds}", value)
+        _expect(_is_number(self.eps) and 0 <= self.eps < math.inf, "eps", "a number from 0 on", self.eps)
+        _expect(self.format in FORMATS, "format", f"one of {', '.join(FORMATS)}", self.format)
+        order = self.sa_order.replace(" ", "") if isinstance(self.sa_order, str) else self.sa_order
+        _expect(order in SA_ORDERS, "sa_order", " or ".join(map(repr, SA_ORDERS)), self.sa_order)
+        _expect(_are(self.ops, str), "ops", 'a list of names such as ["norm", "nans"]', self.ops)
+        ranks = self.module_ranks
+        right = _are(ranks, int) and all(_is_whole(rank) and rank >= 0 for rank in ranks)
+        _expect(right, "module_ranks", "a list of rank numbers such as [0, 1]", ranks)
+        times = self.append_output
+        _expect(_are(times, str) and len(times) in (0, 2), "append_output", "empty or two times", times)
+
+    def _check_targets(self) -> None:
+        targets, hooks = self.targets, self.l2_targets
+        right = isinstance(targets, Mapping) and all(isinstance(item, Mapping) for item in targets.values())
+        _expect(right, "targets", 'a table such as {"layers.0": {"output": "tensor"}}', targets)
+        _expect(isinstance(hooks, Mapping), "l2_targets", f"a table of {', '.join(L2_HOOKS)}", hooks)
+        check_keys(hooks, L2_HOOKS, "l2_targets.")
+        for name, modules in hooks.items():
+            _expect(_are(modules, str), f"l2_targets.{name}", "a list of modules", modules)
+
+    def _check_collectives(self) -> None:
+        asked = self.cc_distribution
+        _expect(isinstance(asked, Mapping), "cc_distribution", f"a table of {', '.join(CC_KEYS)}", asked)
+        check_keys(asked, CC_KEYS, "cc_distribution.")
+        for name, value in asked.items():
+            if name == "cc_codeline":
+                _expect(_are(value, str), f"cc_distribution.{name}", "a list of expressions", value)
+            else:
+                _expect(isinstance(value, bool), f"cc_distribution.{name}", "true or false", value)
+
+    def _check_alert(self) -> None:
+        _expect(isinstance(self.alert, Mapping), "alert", "a table of rules and dump", self.alert)
+        check_keys(self.alert, ("rules", "dump"), "alert.")
+        _expect(isinstance(self.alert.get("dump", False), bool), "alert.dump", "true or false", self.alert.get("dump"))
+
+
+KEYS: Final = tuple(item.name for item in fields(ToolSettings))
+"""Every key of the tool's configuration."""
+
+
+def check_keys(settings: Iterable[str], known: Iterable[str], prefix: str = "") -> None:
+    """Raise ConfigError for a key that is not `known`, naming the nearest."""
+    names = list(known)
+    for key in settings:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1)
+            hint = f" Did you mean {prefix}{near[0]}?" if near else ""
+            raise ConfigError(f"unknown setting {prefix}{key}; there are {', '.join(sorted(names))}.{hint}")
+
+
+def _expect(right: bool, name: str, what: str, value: Any) -> None:  # noqa: FBT001 - reads as a sentence
+    if not right:
+        raise ConfigError(f"{name} is {what}, not {value!r}")
+
+
+def _are(values: Any, of: type) -> bool:
+    return isinstance(values, list) and all(isinstance(value, of) for value in values)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,222 @@
+"""`TrainerMon` as scripts of the existing tool call it: its constructor, its calls, its configuration file.
+
+Construction raises ConfigError for what cannot be meant, and so does `set_monitor`, which is called before training
+begins. Nothing that is called while training runs raises.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from rankscope_contract.kinds import Kind
+from rankscope_exporter.config import MonitorConfig, parse_settings, setting_names
+from rankscope_exporter.errors import ConfigError
+from rankscope_exporter.guard import Guard
+from rankscope_exporter.identity import rank_here
+from rankscope_exporter.monitor import Monitor
+from rankscope_exporter.msprobe.arguments import Attachment, Construction
+from rankscope_exporter.msprobe.hints import first_step, wrong_hints
+from rankscope_exporter.msprobe.metrics import Metrics, metrics_of
+from rankscope_exporter.msprobe.settings import translated
+from rankscope_exporter.sampling.measuring import CHANGEABLE, SWITCH
+from rankscope_exporter.sampling.ops import ALL_OPS, FALLBACK, chosen_ops
+from rankscope_exporter.sinks.anomalies import Anomalies
+
+DYNAMIC_VARIABLE: Final = "DYNAMIC_MONITOR"
+_ACTIVATIONS: Final = "activations"
+
+
+class TrainerMon:
+    """One model's monitor: `TrainerMon("monitor_config.json")`, then `set_monitor(model, optimizer=optimizer)`.
+
+    `monitor` is the Monitor behind it, with all that it can do beside: `log`, `phase`, `switch`, `detach`.
+    """
+
+    def __init__(self, config_file_path: str | os.PathLike[str], *positional: Any, **named: Any) -> None:
+        """Take `process_group`, `params_have_main_grad` and `opt_ty` as well, by name or in either order."""
+        if not isinstance(config_file_path, str | os.PathLike):
+            raise ConfigError(
+                f"config_file_path is the path of a JSON file, not a {type(config_file_path).__name__}: "
+                "settings in Python go to rankscope.Monitor"
+            )
+        self._said = Construction.of(positional, named)
+        self._path = Path(config_file_path)
+        self._document = _read(self._path)
+        self._config = _config_of(self._document, self._path)
+        self._ops = _names(self._config.ops)
+        self._optimizer: Any = None
+        self._monitor: Monitor | None = None
+        self._guard = Guard()
+        self._told: dict[str, None] = {}  # what is said once, in order
+
+    @property
+    def monitor(self) -> Monitor | None:
+        """The Monitor, once a model is attached."""
+        return self._monitor
+
+    @property
+    def faults(self) -> int:
+        """How many errors were swallowed here; those of the Monitor are its own."""
+        return self._guard.count
+
+    # Attaching.
+
+    def set_monitor(self, *positional: Any, **named: Any) -> None:
+        """Attach: `(model, optimizer, grad_acc_steps, tp_group, dp_group, start_iteration)`, or as the manual has it.
+
+        That is `(model, grad_acc_steps, optimizer, dp_group, tp_group, start_iteration)`; names always work.
+        """
+        self._attach("set_monitor", Attachment.of("set_monitor", positional, named))
+
+    def monitor_gnorm_with_ad(self, *positional: Any, **named: Any) -> None:
+        """Attach, as older scripts do; the optimizer may have been given to `set_wrapped_optimizer`."""
+        self._deprecated("monitor_gnorm_with_ad", "call set_monitor, which takes the same")
+        given = Attachment.of("monitor_gnorm_with_ad", positional, named)
+        optimizer = self._optimizer if given.optimizer is None else given.optimizer
+        self._attach("monitor_gnorm_with_ad", replace(given, optimizer=optimizer))
+
+    def set_wrapped_optimizer(self, optimizer: Any) -> None:
+        """Keep the optimizer for `monitor_gnorm_with_ad`."""
+        self._deprecated("set_wrapped_optimizer", "give the optimizer to set_monitor")
+        self._optimizer = optimizer
+
+    def detach(self) -> None:
+        """Take every hook away, and publish what is left; the end of the process does it too."""
+        if self._monitor is not None:
+            self._monitor.detach()
+
+    def _attach(self, call: str, given: Attachment) -> None:
+        given.check(call)
+        if self._monitor is not None:
+            self._tell(f"{call} was called before, and the first model stays: make a TrainerMon for each model")
+            return
+        for sentence in wrong_hints(self._said, given):
+            self._told[sentence] = None
+        monitor = Monitor(self._attached_config(), first_step=first_step(given))
+        chunks = given.model if isinstance(given.model, list | tuple) else [given.model]
+        model: Any = chunks[0] if len(chunks) == 1 else chunks
+        monitor.attach(model, given.optimizer)
+        self._monitor = monitor
+        self._guard.call("process_group", self._place_in_pipeline, monitor)
+        for sentence in self._told:
+            monitor.remark(sentence)
+
+    def _attached_config(self) -> MonitorConfig:
+        watched = os.environ.get(DYNAMIC_VARIABLE, "").lower() == "true"
+        return replace(self._config, switch_file=os.fspath(self._path)) if watched else self._config
+
+    def _place_in_pipeline(self, monitor: Monitor) -> None:
+        group, sink = self._said.process_group, monitor.sink(Anomalies.name)
+        if group is not None and isinstance(sink, Anomalies):
+            sink.place(dist.get_group_rank(group, dist.get_rank()), dist.get_process_group_ranks(group))
+
+    # Numbers.
+
+    def generate_wgrad_metrics(self, *_: Any) -> tuple[Metrics, Metrics]:
+        """Return the statistics of reduced and of unreduced gradients, each by tag, then by name of the statistic.
+
+        Those of the step under way as far as it has come, else of the last measured one. Waits for the device.
+        """
+        return self._numbers((Kind.GRAD_REDUCED,)), self._numbers((Kind.GRAD_UNREDUCED,))
+
+    def generate_xy_metrics(self) -> tuple[Metrics, Metrics]:
+        """Return the statistics of activations and of their gradients, in the same way."""
+        return self._numbers((Kind.ACT_IN, Kind.ACT_OUT)), self._numbers((Kind.ACT_GRAD_IN, Kind.ACT_GRAD_OUT))
+
+    def _numbers(self, kinds: Sequence[str]) -> Metrics:
+        found: Metrics | None = self._guard.call("a getter", self._read_numbers, kinds)
+        return found or {}
+
+    def _read_numbers(self, kinds: Sequence[str]) -> Metrics:
+        if self._monitor is None:
+            return {}
+        return metrics_of(self._monitor.current(*kinds), self._ops, rank_here(os.environ))
+
+    # Changes while training runs.
+
+    @property
+    def ops(self) -> list[str]:
+        """The statistics that are published and returned."""
+        return list(self._ops)
+
+    @ops.setter
+    def ops(self, names: Sequence[str]) -> None:
+        self._deprecated("monitor.ops = […]", "call monitor.monitor.switch({'ops': […]}), or edit the watched file")
+        self._guard.call("ops", self._change_ops, names)
+
+    def _change_ops(self, names: Sequence[str]) -> None:
+        try:
+            chosen_ops(names)
+        except ValueError as error:
+            self._tell(f"ops stay {self._ops}: {error}")
+            return
+        self._ops = _names(names)
+        self._config = replace(self._config, ops=tuple(names))
+        self._switch({"ops": list(names)})
+
+    def reload_xy(self, xy_distribution: bool = False) -> None:  # noqa: FBT001, FBT002 - as the tool has it
+        """Switch activations on or off, with the targets of the configuration."""
+        self._deprecated("reload_xy", f"set {DYNAMIC_VARIABLE}=True and edit the file, or call monitor.monitor.switch")
+        self._guard.call("reload_xy()", self._reload_activations, bool(xy_distribution))
+
+    def _reload_activations(self, on: bool) -> None:  # noqa: FBT001 - one thing to say
+        self._document = {**self._document, "xy_distribution": on}
+        self._config = replace(_config_of(self._document, self._path), ops=self._config.ops)
+        now = self._measured_now()
+        if now is None:
+            return
+        quantities = [name for name in now["quantities"] if name != _ACTIVATIONS]
+        options = {name: told for name, told in now["options"].items() if name != _ACTIVATIONS}
+        if on:
+            quantities.append(_ACTIVATIONS)
+            options |= {name: told for name, told in self._config.options.items() if name == _ACTIVATIONS}
+        self._switch({"quantities": quantities, "options": options})
+
+    def _switch(self, changes: Mapping[str, Any]) -> None:
+        now = self._measured_now()
+        if self._monitor is not None and now is not None:
+            self._monitor.switch({**{name: now[name] for name in CHANGEABLE}, **changes}, on=now[SWITCH])
+
+    def _measured_now(self) -> Mapping[str, Any] | None:
+        """Return what is measured, or will be once what was asked for has taken place; None while not attached."""
+        state = {} if self._monitor is None else self._monitor.measuring
+        return (state["to_come"] or [state])[-1] if state else None
+
+    # What is said.
+
+    def _deprecated(self, name: str, instead: str) -> None:
+        self._tell(f"{name} is deprecated: {instead}")
+
+    def _tell(self, sentence: str) -> None:
+        if sentence not in self._told:
+            self._told[sentence] = None
+            if self._monitor is not None:
+                self._monitor.remark(sentence)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return parse_settings(path, path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _config_of(document: Mapping[str, Any], path: Path) -> MonitorConfig:
+    try:
+        return MonitorConfig.from_mapping(translated(document, setting_names()))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _names(ops: Sequence[str]) -> list[str]:
+    """Return the statistics that `ops` name, in that order."""
+    chosen = chosen_ops(ops)
+    return [op for op in dict.fromkeys("mean" if op == "id" else op for op in ops) if op in ALL_OPS] or [
+        op for op in (FALLBACK,) if op in chosen
+    ]
