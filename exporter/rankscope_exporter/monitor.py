@@ -26,6 +26,7 @@ from rankscope_exporter.guard import Guard
 from rankscope_exporter.hangs.diagnosis import Taken
 from rankscope_exporter.naming import named_parameters
 from rankscope_exporter.quantities.base import Subject
+from rankscope_exporter.sampling.mates import DP, TP, find_mates
 from rankscope_exporter.sampling.measuring import SWITCH, measuring_of
 from rankscope_exporter.sampling.targets import Targets, sentences
 from rankscope_exporter.session import Session
@@ -70,25 +71,40 @@ class Monitor:
 
     # Attaching and detaching.
 
-    def attach(self, model: torch.nn.Module | Stage | Framework, optimizer: Optimizers = ()) -> Self:
+    def attach(
+        self,
+        model: torch.nn.Module | Stage | Framework,
+        optimizer: Optimizers = (),
+        *,
+        dp_group: torch.distributed.ProcessGroup | None = None,
+        tp_group: torch.distributed.ProcessGroup | None = None,
+    ) -> Self:
         """Hook `model`, wrapped or not, or a `PipelineStage`, and its optimizer or optimizers, and start serving.
 
         Call it once the model is wrapped, before or after `torch.compile`. A port that is taken, an address that
         needs a token, a model that cannot be hooked: said once on the console, and training goes on unmonitored.
+
+        With `dp_group` or `tp_group` (this rank's own) only the first rank of the group publishes what is the same on
+        all of them by construction: parameters, reduced gradients, optimizer state. Ranks that drift apart go unseen.
         """
         if self._config.enabled and self._session is None:
-            self._guard.call("attach()", self._attach, model, optimizer)
+            self._guard.call("attach()", self._attach, model, optimizer, {DP: dp_group, TP: tp_group})
         return self
 
-    def _attach(self, model: torch.nn.Module | Stage | Framework, optimizer: Optimizers) -> None:
+    def _attach(
+        self, model: torch.nn.Module | Stage | Framework, optimizer: Optimizers, groups: dict[str, Any]
+    ) -> None:
         framework = framework_of(model)
         optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
         parameters, targets = named_parameters(framework.module), Targets(self._config.tensors)
+        chosen = tuple(item for item in parameters if targets.selects(item.name, *item.aliases))
+        mates = find_mates(framework, chosen, groups)
         subject = Subject(
             framework,
-            tuple(item for item in parameters if targets.selects(item.name, *item.aliases)),
+            chosen,
             tuple(_unwrapped(item) for item in optimizers),
             torch.distributed.get_world_size() if _in_process_group() else 1,
+            elsewhere=mates.positions,
         )
         session = Session(
             subject, self._config, self._guard, first_step=self._first_step, total_steps=self._total_steps
@@ -98,6 +114,10 @@ class Monitor:
         names = (name for item in parameters for name in (item.name, *item.aliases))
         for sentence in sentences(targets, names, "parameter"):
             session.hooks.tell(f"tensors: {sentence}")
+        for sentence in mates.complaints:
+            session.hooks.tell(sentence)
+        for event in mates.events:
+            session.recorder.event(event)
         lifecycle.watch(self)
         self._stop_asked = None
         self._guard.call("stop_signals", stop_signals.take, self, self._config.stop_signals)

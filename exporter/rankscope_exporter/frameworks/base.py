@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rankscope_exporter.frameworks.announced import Announced, Removable
-from rankscope_exporter.frameworks.layout import Layout, layout_of
+from rankscope_exporter.frameworks.layout import Layout, is_replicated_over, layout_of
 from rankscope_exporter.naming import NamedParameter
 
 __all__ = ["Form", "Framework", "Holder", "Hooking", "Removable"]
@@ -102,6 +102,10 @@ class Framework:
     def local_form(self, parameter: torch.Tensor) -> Form | None:  # noqa: ARG002 - for frameworks that gather it
         """Return the form of this rank's own gradient where it is not that of the parameter here."""
         return None
+
+    def is_same_on(self, parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
+        """Return whether parameter, reduced gradient and optimizer state are, by construction, the same on `ranks`."""
+        return is_replicated_over(parameter, ranks)
 
     def is_in_place(self, named: NamedParameter) -> bool:
         """Return whether the model still uses this very parameter."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,6 +46,16 @@ class DistributedData(Framework):
     def replicated(self) -> bool:
         """Return True: all ranks start from rank 0's parameters and apply equal updates."""
         return True
+
+    def is_same_on(self, parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
+        """Return True of what DDP reduces itself: not where a hook of the user's does, nor of what it ignores."""
+        # A parameter that is frozen now would not be reduced when it is thawed.
+        ignored = self._ddp.parameters_to_ignore
+        if self._ddp._comm_hooks or not parameter.requires_grad:  # noqa: SLF001 - no public name tells of hooks
+            return False
+        if ignored and any(item is parameter for name, item in self.module.named_parameters() if name in ignored):
+            return False
+        return set(ranks) <= set(dist.get_process_group_ranks(self._ddp.process_group))
 
     @property
     def local_until_backward_ends(self) -> bool:

@@ -35,6 +35,19 @@ def layout_of(tensor: torch.Tensor, otherwise: Layout) -> Layout:
     return Layout("replica" if mesh.size() > 1 else otherwise.placement)
 
 
+def is_replicated_over(tensor: torch.Tensor, ranks: Sequence[int]) -> bool:
+    """Return whether a DTensor has the same elements on all `ranks`; False of any other tensor."""
+    mesh: Any = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return False
+    places = [(mesh.mesh == rank).nonzero().tolist() for rank in ranks]
+    if not all(places):
+        return False
+    placements: Any = tensor.placements  # type: ignore[attr-defined]  # a DTensor: it has a mesh
+    varying = [dim for dim in range(mesh.ndim) if len({place[0][dim] for place in places}) > 1]
+    return all(placements[dim].is_replicate() for dim in varying)
+
+
 def sharded_over(group: dist.ProcessGroup | None, otherwise: Layout) -> Layout:
     """Return the layout of what the ranks of `group` hold in parts; alone, a rank holds it as `otherwise` says."""
     ranks = dist.get_process_group_ranks(group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final, Protocol
 
 import torch
@@ -70,6 +70,10 @@ class Pipeline(Framework):
     def local_form(self, parameter: torch.Tensor) -> Form | None:
         """Return what the inner framework says."""
         return self._inner.local_form(parameter)
+
+    def is_same_on(self, parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
+        """Return what the inner framework says."""
+        return self._inner.is_same_on(parameter, ranks)
 
     def is_in_place(self, named: NamedParameter) -> bool:
         """Return what the inner framework says."""

@@ -56,6 +56,11 @@ class AdamUpdates(Quantity):
         assert isinstance(self.options, AdamUpdatesOptions)
         self._bins = self.options
 
+    @staticmethod
+    def elsewhere(subject: Subject) -> frozenset[int]:
+        """Return what another rank holds alike, its optimizer's state included."""
+        return subject.state_elsewhere
+
     def after_update(self, table: Table) -> None:
         """Count the elements of every parameter that an Adam has updated."""
         groups = self._groups()

@@ -13,6 +13,7 @@ from rankscope_exporter.deferred import Row
 from rankscope_exporter.frameworks import Framework
 from rankscope_exporter.frameworks.base import Holder, Removable
 from rankscope_exporter.frameworks.layout import Layout
+from rankscope_exporter.frameworks.loaded import loaded
 from rankscope_exporter.naming import NamedParameter, local_tensor
 from rankscope_exporter.sampling.ops import chosen_ops
 from rankscope_exporter.sampling.targets import Targets, sentences
@@ -30,6 +31,8 @@ class Subject:
     """Positions of parameters that the model has replaced since: the old tensor would repeat its last gradient."""
     positions: tuple[int, ...] | None = None
     """Where the parameters stand among those of the whole subject, when they are a part of them."""
+    elsewhere: frozenset[int] = frozenset()
+    """Positions, in the whole subject, of parameters of which another rank publishes what both have in common."""
 
     def tensors(self) -> list[torch.nn.Parameter | None]:
         """Return the parameters by position, None where one is retired."""
@@ -51,11 +54,21 @@ class Subject:
         """Return how this rank's own gradient of parameter `index` relates to those of the others."""
         return self.framework.local_layout(self.parameters[index].parameter, self.world_size)
 
-    def only(self, targets: Targets) -> Subject:
-        """Return the subject with the parameters that `targets` selects by name or alias."""
-        if targets.selects_all:
+    @property
+    def state_elsewhere(self) -> frozenset[int]:
+        """Return `elsewhere` as far as it holds for the state of the optimizers: not where that is divided."""
+        divided = loaded("torch.distributed.optim", "ZeroRedundancyOptimizer")
+        return frozenset() if any(isinstance(item, divided) for item in self.optimizers) else self.elsewhere
+
+    def only(self, targets: Targets, without: frozenset[int] = frozenset()) -> Subject:
+        """Return the subject with the parameters that `targets` selects by name or alias, less those at `without`."""
+        if targets.selects_all and not without:
             return self
-        kept = [i for i, item in enumerate(self.parameters) if targets.selects(item.name, *item.aliases)]
+        kept = [
+            i
+            for i, item in enumerate(self.parameters)
+            if i not in without and targets.selects(item.name, *item.aliases)
+        ]
         return replace(self, parameters=tuple(self.parameters[i] for i in kept), positions=tuple(kept))
 
 
@@ -206,7 +219,12 @@ class Quantity:
         self.options = options or self.options_class()
         self.targets = Targets(self.options.targets)
         self._offered = subject
-        self.subject = subject if self.of_modules else subject.only(self.targets)
+        self.subject = subject if self.of_modules else subject.only(self.targets, self.elsewhere(subject))
+
+    @staticmethod
+    def elsewhere(subject: Subject) -> frozenset[int]:  # noqa: ARG004 - for quantities that are the same on ranks
+        """Return the positions of parameters of which another rank publishes all that this quantity has."""
+        return frozenset()
 
     def complaints(self) -> list[str]:
         """Return a sentence for each target that selects no parameter; modules are the quantity's own business."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final
 import torch
 
 from rankscope_exporter.naming import local_tensor
-from rankscope_exporter.quantities.base import Quantity, Table
+from rankscope_exporter.quantities.base import Quantity, Subject, Table
 
 KIND: Final = "direction_agreement"
 _MOMENTA: Final = ("exp_avg", "momentum_buffer")
@@ -23,6 +23,11 @@ class Direction(Quantity):
 
     name: ClassVar[str] = "direction"
     measures_tensors: ClassVar[bool] = False
+
+    @staticmethod
+    def elsewhere(subject: Subject) -> frozenset[int]:
+        """Return what another rank holds alike, its optimizer's state included."""
+        return subject.state_elsewhere
 
     def before_update(self, table: Table) -> None:
         """Compare signs, all parameters in one transfer."""

@@ -32,6 +32,8 @@ class Gradients(Quantity):
         self._batched = subject.framework.local_until_backward_ends
         # A loop that reduces by itself between backward and step is seen at the step only.
         self._reduced_by_loop = subject.copies > 1 and not subject.framework.reduces
+        owners = self.subject.owners()
+        self._elsewhere = frozenset(i for i, owner in enumerate(owners) if owner in self.subject.elsewhere)
         self._mixed = False
         self._left: list[tuple[int, int] | None] = []  # identity and version of each gradient as backward left it
         # A gradient scaler changes gradients without telling their version. Whether one does is learnt at the first
@@ -68,26 +70,27 @@ class Gradients(Quantity):
         """Read the reduced gradients; without a reduction they are the local ones."""
         if self.subject.framework.reduces_in_backward():
             self._mixed = True
-            table.measure(self._gradients(), self._reduced)
-        elif self.subject.copies == 1 and not self.subject.framework.finishes_after_backward:
-            table.copy(self._unreduced, self._reduced)
-        else:
+            table.measure(self._own(self._gradients()), self._reduced)
+        elif self.subject.copies > 1 or self.subject.framework.finishes_after_backward:
             return
+        elif self._elsewhere:
+            table.measure(self._own(self._gradients()), self._reduced)
+        else:
+            table.copy(self._unreduced, self._reduced)
         self._left = [_sight(gradient) for gradient in self._gradients()]
 
     def before_update(self, table: Table) -> None:
         """Read what a loop with its own reduction gives the optimizer, and what was changed since backward."""
         gradients = self._gradients()
         if self._reduced_by_loop:
-            table.measure(gradients, self._reduced)
+            table.measure(self._own(gradients), self._reduced)
         elif self._left:
             self._read_clipped(gradients, table)
 
     def _read_clipped(self, gradients: list[torch.Tensor | None], table: Table) -> None:
         pairs = zip(gradients, self._left, strict=True)
         changed = [gradient if _sight(gradient) != left else None for gradient, left in pairs]
-        if self._changed_unseen is not False:
-            changed = gradients
+        changed = self._own(gradients if self._changed_unseen is not False else changed)
         if all(gradient is None for gradient in changed):
             return
         table.measure(changed, self._clipped)
@@ -101,8 +104,22 @@ class Gradients(Quantity):
     def _learn(self, unseen: torch.Tensor) -> None:
         self._changed_unseen = bool(unseen)
 
+    def _own(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return reduced gradients, without those that another rank publishes."""
+        if not self._elsewhere:
+            return gradients
+        return [
+            None if index in self._elsewhere and not _is_partial(gradient) else gradient
+            for index, gradient in enumerate(gradients)
+        ]
+
     def _gradients(self) -> list[torch.Tensor | None]:
         return [None if parameter is None else parameter.grad for parameter in self.subject.tensors()]
+
+
+def _is_partial(gradient: torch.Tensor | None) -> bool:
+    """Return whether a gradient is a term of a sum that nobody has made yet, whatever its parameter is."""
+    return any(placement.is_partial() for placement in getattr(gradient, "placements", ()))
 
 
 def _same(gradient: torch.Tensor | None, left: tuple[int, int] | None) -> bool:

@@ -51,6 +51,11 @@ class OptimizerState(Quantity):
         self._named = Targets(self.options.names)
         self._found: dict[str, tuple[list[int], range | None]] = {}  # further key -> parameters that have it, and rows
 
+    @staticmethod
+    def elsewhere(subject: Subject) -> frozenset[int]:
+        """Return what another rank holds alike, its optimizer's state included."""
+        return subject.state_elsewhere
+
     def entries(self) -> list[PlanEntry]:
         """Return the entries of each kept kind in turn."""
         return [entry for _, kind in self._kept for entry in self.parameter_entries(kind)]

@@ -22,6 +22,11 @@ class Parameters(Quantity):
         count = len(self.subject.parameters)
         self._before, self._after = range(count), range(count, 2 * count)
 
+    @staticmethod
+    def elsewhere(subject: Subject) -> frozenset[int]:
+        """Return what another rank holds alike."""
+        return subject.elsewhere
+
     def entries(self) -> list[PlanEntry]:
         """Return all `param_before`, then all `param_after`."""
         return [
