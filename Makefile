@@ -6,6 +6,14 @@ BIN    := $(VENV)/bin
 TORCH  := torch==2.13.0
 WORKERS ?= 2# test processes; most tests wait for servers, not for the processor
 
+# Modules are compiled where they are imported first, and kept, whatever the environment says of that: to compile all of
+# torch at once takes longer than to install it, to compile it anew in each process of a test takes longer still.
+unexport PYTHONDONTWRITEBYTECODE
+PIP := $(BIN)/python -m pip install --no-compile
+# uv takes a third of pip's time. It reads none of pip's settings, so it is told the index; where it fails, pip installs.
+INDEX = $(BIN)/python -m pip config list | sed -n "s/^[^=]*[.]index-url='\(.*\)'$$/\1/p" | head -n 1
+UV = UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$$($(INDEX))}" $(BIN)/python -m uv pip install --python $(BIN)/python
+
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-examples test-frameworks lint bench generate clean
 
@@ -23,7 +31,7 @@ test: $(VENV)/.installed-dev ## run the tests (PYTEST="-k name" for some of them
 test-examples: $(VENV)/.installed-dev ## run every example for a few steps
 	RANKSCOPE_EXAMPLES=1 $(BIN)/python -m pytest tests/examples
 
-test-frameworks: $(VENV)/.installed-dev $(VENV)/.installed-frameworks ## Hugging Face Trainer, Accelerate and Lightning, alone and on two ranks
+test-frameworks: $(VENV)/.installed-dev ## Hugging Face Trainer, Accelerate and Lightning, alone and on two ranks
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/frameworks
 
 lint: $(VENV)/.installed-dev ## formatting, lint rules, types
@@ -46,9 +54,10 @@ clean: ## remove the environment, caches and the demo's data
 $(VENV)/.torch: constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make demo PYTHON=/path/to/python3.11"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(TORCH)
+	$(PIP) $(TORCH)
+	$(PIP) -c constraints.txt uv || echo "without uv pip goes on, and takes longer"
 	@touch $@
 
 $(VENV)/.installed-%: $(VENV)/.torch pyproject.toml constraints.txt
-	$(BIN)/python -m pip install -c constraints.txt -e '.[$*]'
+	$(UV) -c constraints.txt -e '.[$*]' || $(PIP) -c constraints.txt -e '.[$*]'
 	@touch $@
