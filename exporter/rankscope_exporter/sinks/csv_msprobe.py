@@ -7,7 +7,6 @@ several steps. Nothing is buffered, so neither an exit nor an exception can lose
 from __future__ import annotations
 
 import datetime as dt
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from rankscope_contract.identity import Identity
 from rankscope_contract.msprobe.folders import Window, continued, window
 from rankscope_contract.msprobe.layout import OPS, file_name, folder_name, neutral, their_step
 from rankscope_exporter.record import Statistics, StepRecord
-from rankscope_exporter.sinks import output, whole_lines
+from rankscope_exporter.sinks import output, writing
 from rankscope_exporter.sinks.base import Sink
 from rankscope_exporter.sinks.csv_lines import TensorLines, feature_header, feature_lines, quoted
 from rankscope_exporter.sinks.families import columns_of, family_rows, feature_rows
@@ -52,7 +51,7 @@ class CsvOptions:
             _check_whole("digits", self.digits, MOST_DIGITS)
         if self.append_to is not None:
             object.__setattr__(self, "append_to", _pair(self.append_to))
-        object.__setattr__(self, "ops", _chosen(self.ops))
+        object.__setattr__(self, "ops", output.chosen_ops(self.ops))
 
     @property
     def begun(self) -> Window | None:
@@ -118,7 +117,7 @@ class Csv(Sink):
         if not new.keys() <= self._stacks.keys():
             known = {**new, **self._stacks}
             rows = [f"{quoted(neutral(name))},{quoted(_neutral_lines(stack))}" for name, stack in known.items()]
-            whole_lines.create(self._folder() / STACKS_FILE, "\n".join(("module_name,stack_info", *rows)) + "\n")
+            writing.create(self._folder() / STACKS_FILE, _octets("\n".join(("module_name,stack_info", *rows)) + "\n"))
             self._stacks = known
 
     def _folder(self) -> Path:
@@ -148,9 +147,9 @@ class _Files:
         """Add lines of `step` to the file that they belong to."""
         path = self._path(folder, family, step // self._steps, header)
         try:
-            whole_lines.append(path, lines)
+            writing.append(path, _octets(lines), lines=True)
         except FileNotFoundError:
-            whole_lines.create(path, header + lines)
+            writing.create(path, _octets(header + lines))
 
     def _path(self, folder: Path, family: str, block: int, header: str) -> Path:
         known = self._current.get(family)
@@ -159,7 +158,7 @@ class _Files:
         part = 0
         while True:
             path = folder / file_name(family, block, self._steps, part)
-            if whole_lines.first_line(path) in (None, header):
+            if writing.first_line(path) in (None, _octets(header)):
                 self._current[family] = block, header, path
                 return path
             part += 1
@@ -185,14 +184,5 @@ def _pair(value: Any) -> tuple[str, str]:
     return first, last
 
 
-def _chosen(ops: Any) -> tuple[str, ...]:
-    if isinstance(ops, str) or not isinstance(ops, Sequence) or not ops:
-        raise ValueError(f"ops is a list of some of {', '.join(OPS)}, not {ops!r}")
-    for op in ops:
-        if op not in OPS:
-            near = difflib.get_close_matches(str(op), OPS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"ops: {op!r} is unknown, there are {', '.join(OPS)}{hint}")
-    if len(set(ops)) < len(ops):
-        raise ValueError(f"ops names one of {', '.join(ops)} twice")
-    return tuple(ops)
+def _octets(text: str) -> bytes:
+    return text.encode("utf-8", "replace")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from rankscope_contract.msprobe.layout import OPS
 from rankscope_contract.msprobe.squashing import Squash
 from rankscope_exporter.record import StepRecord
 
@@ -29,6 +31,20 @@ def check_truth(name: str, value: Any) -> None:
     """Raise ValueError for what is neither true nor false."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} is true or false, not {value!r}")  # noqa: TRY004 - becomes a ConfigError
+
+
+def chosen_ops(ops: Any) -> tuple[str, ...]:
+    """Return the statistics that `ops` names, in its order. Raises ValueError."""
+    if isinstance(ops, str) or not isinstance(ops, Sequence) or not ops:
+        raise ValueError(f"ops is a list of some of {', '.join(OPS)}, not {ops!r}")
+    for op in ops:
+        if op not in OPS:
+            near = difflib.get_close_matches(str(op), OPS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"ops: {op!r} is unknown, there are {', '.join(OPS)}{hint}")
+    if len(set(ops)) < len(ops):
+        raise ValueError(f"ops names one of {', '.join(ops)} twice")
+    return tuple(ops)
 
 
 class Numbering:

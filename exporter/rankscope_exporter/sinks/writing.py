@@ -1,4 +1,4 @@
-"""Files of whole lines: what a process that is killed at any moment leaves is read by the next, or continued by it.
+"""Files that hold whole writes, whatever stops the process: what is left is read by the next, or continued by it.
 
 Nothing stays open between two writes: a forked child inherits nothing that it could write, and a file that was moved
 away is begun anew.
@@ -13,31 +13,32 @@ from typing import Final
 _PORTION: Final = 4096
 
 
-def create(path: Path, text: str) -> None:
-    """Make the file at `path`; it is there with all of `text` or not at all."""
+def create(path: Path, data: bytes) -> None:
+    """Make the file at `path`; it is there with all of `data` or not at all."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb", buffering=0) as file:
-            _write_all(file.fileno(), text.encode("utf-8", "replace"))
+            _write_all(file.fileno(), data)
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
 
 
-def append(path: Path, text: str) -> None:
-    """Add lines to the file at `path`, all of `text` or, where that fails, nothing. Raises FileNotFoundError.
+def append(path: Path, data: bytes, *, lines: bool = False) -> None:
+    """Add to the file at `path` all of `data` or, where that fails, nothing. Raises FileNotFoundError.
 
-    Without a line feed at the end of the file, its last line is what a killed writer left of a row, and is taken away.
+    Of a file of `lines` whose last one has no line feed, that one is what a killed writer left, and is taken away.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        size = _whole(descriptor)
-        if size != os.lseek(descriptor, 0, os.SEEK_END):
-            os.ftruncate(descriptor, size)
-            os.lseek(descriptor, size, os.SEEK_SET)
+        end = os.lseek(descriptor, 0, os.SEEK_END)
+        size = _whole_lines(descriptor, end) if lines else end
         try:
-            _write_all(descriptor, text.encode("utf-8", "replace"))
+            if size != end:
+                os.ftruncate(descriptor, size)
+                os.lseek(descriptor, size, os.SEEK_SET)
+            _write_all(descriptor, data)
         except BaseException:
             os.ftruncate(descriptor, size)
             raise
@@ -45,18 +46,17 @@ def append(path: Path, text: str) -> None:
         os.close(descriptor)
 
 
-def first_line(path: Path) -> str | None:
+def first_line(path: Path) -> bytes | None:
     """Return the first line of a file with its line feed; None where there is no file."""
     try:
         with path.open("rb") as file:
-            return file.readline(_PORTION).decode("utf-8", "replace")
+            return file.readline(_PORTION)
     except FileNotFoundError:
         return None
 
 
-def _whole(descriptor: int) -> int:
-    """Return where the last whole line of a file ends."""
-    end = os.fstat(descriptor).st_size
+def _whole_lines(descriptor: int, end: int) -> int:
+    """Return where the last whole line ends."""
     while end:
         start = max(0, end - _PORTION)
         found = os.pread(descriptor, end - start, start).rfind(b"\n")

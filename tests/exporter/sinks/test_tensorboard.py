@@ -1,0 +1,125 @@
+"""Event files written while training runs, read with the real TensorBoard and with our importer."""
+
+from __future__ import annotations
+
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tests.exporter.sinks.records import ABSENT, FINITE, entry, identity, record
+
+from rankscope_contract.kinds import VALUE_OPS, Kind
+from rankscope_exporter.sinks import event_files
+from rankscope_exporter.sinks.tensorboard import TensorBoard, TensorBoardOptions
+from rankscope_ingest.importers.base import Faults, ImportedBlock
+from rankscope_ingest.importers.tensorboard import TensorBoard as Importer
+
+
+def sink(folder: Path, rank: int = 0, **options: Any) -> TensorBoard:
+    return TensorBoard(TensorBoardOptions(folder=str(folder), **options), identity(rank))
+
+
+def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return the points of every tag of one family, as TensorBoard reads them."""
+    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    return {
+        tag: [(point.step, point.value) for point in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_reads_families_of_a_rank_under_the_tools_tags(tmp_path):
+    board = sink(tmp_path, rank=2)
+    for step in (1, 2):
+        board.put(
+            record(
+                step,
+                (entry("m", Kind.ACT_IN, index=1, micro_step=3, vpp_stage=1), FINITE),
+                (entry("w", Kind.GRAD_REDUCED), FINITE | {"norm": step / 4}),
+                (entry("w", Kind.EXP_AVG), FINITE),
+                features=({"kind": "stable_rank", "module": "head", "index": None, "value": 2.5},),
+            )
+        )
+
+    assert ["actv", "exp_avg", "grad_reduced", "linear_hook"] == sorted(p.name for p in (tmp_path / "rank2").iterdir())
+    gradients = read(tmp_path / "rank2" / "grad_reduced")
+    assert [(0, 0.25), (1, 0.5)] == gradients["vp0:w/norm"]
+    assert {f"vp0:w/{op}" for op in ("norm", "min", "max", "mean", "nans", "zeros")} == gradients.keys()
+    assert [(0, 5.0), (1, 5.0)] == read(tmp_path / "rank2" / "actv")["vp1:m.input_1:micro3/norm"]
+    assert [1, 2] == [step for step, _ in read(tmp_path / "rank2" / "exp_avg")["vp0:w/norm"]]
+    assert {"vp0:head.linear/sr": [(0, 2.5), (1, 2.5)]} == read(tmp_path / "rank2" / "linear_hook")
+
+
+def test_nan_inf_and_absent_are_three_things(tmp_path):
+    board = sink(tmp_path, ops=("norm",))
+    for step, numbers in enumerate(({"nans": 1}, {"infs": 1}, None, {"norm": 3e38}), 1):
+        board.put(record(step, (entry(), ABSENT if numbers is None else FINITE | numbers)))
+
+    (first, second, last) = read(tmp_path / "rank0" / "grad_reduced")["vp0:w/norm"]
+    assert (0, True) == (first[0], math.isnan(first[1]))
+    assert (1, math.inf) == second
+    assert (3, pytest.approx(3e38)) == last
+
+
+def test_a_plan_of_thousands_of_numbers_is_read_whole(tmp_path):
+    sink(tmp_path).put(record(1, *((entry(f"w{place}"), FINITE) for place in range(900))))
+
+    assert 900 * 6 == len(read(tmp_path / "rank0" / "grad_reduced"))
+
+
+def test_a_process_that_goes_back_takes_the_place_of_what_was_written_from_there(tmp_path):
+    """Three steps, then a process that resumes from the second: TensorBoard shows each step once."""
+    for seconds, steps in ((100, (1, 2, 3)), (200, (2, 3))):
+        board = sink(tmp_path, ops=("norm",))
+        board._file = f"events.out.tfevents.{seconds:010d}.x"
+        for step in steps:
+            board.put(record(step, (entry(), FINITE | {"norm": float(seconds)})))
+
+    assert [(0, 100.0), (1, 200.0), (2, 200.0)] == read(tmp_path / "rank0" / "grad_reduced")["vp0:w/norm"]
+
+
+def test_our_importer_reads_them(tmp_path):
+    board = sink(tmp_path, rank=1)
+    named = entry("a/b:1%", Kind.GRAD_REDUCED, vpp_stage=2)
+    board.put(record(1, (named, FINITE), (entry("m", Kind.ACT_OUT, micro_step=1), FINITE)))
+
+    faults = Faults()
+    rows: list[dict[str, Any]] = []
+    for item in Importer(clock=lambda: math.inf).read(tmp_path, faults):
+        if isinstance(item, ImportedBlock) and "tensor_stats" in item.tables:
+            rows += item.tables["tensor_stats"].to_pylist()
+    found = {(row["kind"], row["tensor"], row["vpp_stage"], row.get("micro_step")): row for row in rows}
+
+    assert 0 == faults.count, faults.first
+    assert {("grad_reduced", "a/b:1%", 2, None), ("act_out", "m", 0, 1)} == found.keys()
+    for row in found.values():
+        assert (1, 0) == (row["rank"], row["attempt"])
+        assert {op: FINITE[op] for op in VALUE_OPS} == {op: row[op] for op in VALUE_OPS}
+
+
+@given(st.binary(max_size=300))
+def test_our_own_check_sum_is_the_librarys(data):
+    """It stands in where the library is not installed."""
+    assert google_crc32c.value(data) == event_files.crc32c(data)
+
+
+@given(st.floats() | st.integers())
+def test_every_number_fits(number):
+    (written,) = struct.unpack("<f", event_files._number(number))
+
+    assert math.isnan(written) == (number != number)  # noqa: PLR0124 - the definition of NaN, for integers too
+    assert math.isinf(written) == (number in (math.inf, -math.inf))
+
+
+def test_without_the_library_the_files_are_the_same(monkeypatch):
+    values = [(event_files.value_head("vp0:w/norm"), 1.5)]
+    expected = event_files.beginning(1.0, 3) + event_files.event(1.0, 300, values)
+    monkeypatch.setattr(event_files, "_crc_function", lambda: event_files.crc32c)
+
+    assert expected == event_files.beginning(1.0, 3) + event_files.event(1.0, 300, values)
