@@ -1,0 +1,178 @@
+"""Sinks of a real training: what they hold is what the channel tells, however the training ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.exporter.sinks.reading import imported
+from torch import nn
+
+from rankscope_contract.events import EventType
+from rankscope_exporter import Monitor, MonitorConfig
+
+STEPS = 4
+VALUES = ("norm", "min", "max", "mean", "nans", "zeros", "numel")
+QUANTITIES = ("parameters", "gradients", "micro_gradients", "optimizer_state", "activations", "direction", "linear")
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 2))
+    return net, torch.optim.Adam(net.parameters())
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[torch.Tensor]) -> None:
+    for inputs in batches:
+        optimizer.zero_grad()
+        net(inputs).square().sum().backward()
+        optimizer.step()
+
+
+def steps() -> Iterator[torch.Tensor]:
+    return (batch(step) for step in range(STEPS))
+
+
+@pytest.fixture
+def config(tmp_path: Path, quiet: MonitorConfig) -> MonitorConfig:
+    """Return a configuration with every quantity and all sinks."""
+    folder = {"folder": str(tmp_path / "out")}
+    sinks = {"csv": {**folder, "steps_per_file": 2}, "tensorboard": folder, "api": {}}
+    return replace(quiet, quantities=QUANTITIES, sinks=sinks)
+
+
+def test_training_is_bit_identical_with_all_sinks(config):
+    nets = []
+    for sinks in (config.sinks, None):
+        net, optimizer = make()
+        if sinks is None:
+            train(net, optimizer, steps())
+        else:
+            with Monitor(config).attach(net, optimizer) as monitor:
+                train(net, optimizer, steps())
+            assert 0 == monitor.faults
+        nets.append((*(parameter.detach() for parameter in net.parameters()), torch.get_rng_state()))
+
+    assert all(torch.equal(first, second) for first, second in zip(*nets, strict=True))
+
+
+def test_files_hold_what_the_channel_tells(config, tmp_path, reader, eventually):
+    net, optimizer = make()
+    with Monitor(config).attach(net, optimizer) as monitor:
+        train(net, optimizer, steps())
+        monitor.end_step()
+        told = eventually(lambda: told_if_whole(reader(monitor).rows()), 60)
+    rows, faults = imported(tmp_path / "out")
+    found = {
+        (row["step"], row["kind"], row["tensor"], row["index"], row["micro_step"]): tuple(row[op] for op in VALUES)
+        for row in rows["tensor_stats"]
+    }
+
+    assert 0 == faults.count, faults.first
+    assert len(rows["tensor_stats"]) == len(found)
+    assert told == found
+    assert {"direction_agreement", "stable_rank", "spectral_norm"} == {row["kind"] for row in rows["features"]}
+
+
+def told_if_whole(rows: list[Any]) -> dict[tuple[Any, ...], tuple[Any, ...]] | None:
+    """Return what the stream holds, in the terms of the layout, once its last step is there."""
+    if not rows or rows[-1].step < STEPS:
+        return None
+    micro = {(row.step, row.kind, row.tensor) for row in rows if row.micro_step is not None}
+    return {
+        (row.step, row.kind, row.tensor, row.index, row.micro_step): tuple(row.numbers[op] for op in VALUES)
+        for row in rows
+        # The layout has no place for a gradient beside those of its micro-batches.
+        if row.micro_step is not None or (row.step, row.kind, row.tensor) not in micro
+    }
+
+
+def test_a_folder_in_which_nothing_can_be_made_costs_neither_training_nor_channel(config, tmp_path, reader, eventually):
+    (tmp_path / "out").write_text("in the way")
+    net, optimizer = make()
+    with Monitor(config).attach(net, optimizer) as monitor:
+        train(net, optimizer, steps())
+        monitor.end_step()
+        assert eventually(lambda: told_if_whole(reader(monitor).rows()), 60)
+        events = [event["message"] for event in reader(monitor).events() if event["type"] == EventType.FAULT]
+        page = reader(monitor).get("/metrics").decode()
+
+    assert ["sink csv failed", "sink tensorboard failed"] == sorted({text.split(", training")[0] for text in events})
+    assert len(events) == 2, "each is named once"
+    assert 'reason="sink_csv"' in page
+    assert monitor.sink("api").steps(), "another sink has its rows"  # type: ignore[union-attr]  # it is there
+
+
+class _StopError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("ending", [None, _StopError, SystemExit, KeyboardInterrupt])
+def test_however_training_ends_the_last_step_is_in_the_file(config, tmp_path, ending):
+    net, optimizer = make()
+    try:
+        with Monitor(config).attach(net, optimizer):
+            train(net, optimizer, steps())
+            if ending is not None:
+                raise ending
+    except (_StopError, SystemExit, KeyboardInterrupt):
+        pass
+    rows, _ = imported(tmp_path / "out")
+
+    assert STEPS == max(row["step"] for row in rows["tensor_stats"] if row["kind"] == "param_after")
+
+
+def test_workers_that_are_forked_write_nothing(config, tmp_path):
+    """They inherit the monitor; each row is there once, in one folder."""
+    net, optimizer = make()
+    data = [torch.ones(4) * place for place in range(8)]
+    loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context="fork")  # type: ignore[arg-type]  # a list is a data set
+    with Monitor(config).attach(net, optimizer):
+        train(net, optimizer, iter(loader))
+    rows, faults = imported(tmp_path / "out")
+    seen = [(row["step"], row["tensor"]) for row in rows["tensor_stats"] if row["kind"] == "param_after"]
+
+    assert 0 == faults.count
+    assert 4 * 4 == len(seen) == len(set(seen))
+    assert 1 == len(list((tmp_path / "out").glob("*-rank0-*")))
+
+
+TRAINING = """
+import sys, torch
+from rankscope_exporter import Monitor
+net = torch.nn.Linear(4, 4)
+optimizer = torch.optim.Adam(net.parameters())
+monitor = Monitor({"console": False, "sinks": {"csv": {"folder": sys.argv[1], "steps_per_file": 1000}}})
+monitor.attach(net, optimizer)
+while True:
+    optimizer.zero_grad()
+    net(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_rank_killed_in_the_middle_leaves_whole_rows(tmp_path, eventually):
+    environment = {**os.environ, "RANKSCOPE_INGEST_URL": "", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-c", TRAINING, str(tmp_path)], env=environment)
+    try:
+        eventually(lambda: any(path.stat().st_size > 20_000 for path in tmp_path.glob("*/*.csv")), 120)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(60)
+    rows, faults = imported(tmp_path)
+    whole = [path.read_bytes().endswith(b"\n") for path in tmp_path.glob("*/*.csv")]
+
+    assert len(rows["tensor_stats"]) > 100
+    assert faults.count <= whole.count(False) <= 1, "at most the row that was being written"
