@@ -7,19 +7,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_contract.records import PlanEntry
+from rankscope_exporter.publisher import Publisher
 from rankscope_exporter.recorder import Recorder
 from rankscope_exporter.serving.ring import Ring
 from rankscope_exporter.sinks.api import Row, rows_of
 from rankscope_exporter.statistics import Finished
 
+CATCH_UP_SECONDS: Final = 1.0
+"""How long is waited for the publisher to have read the last step: milliseconds, unless the machine is overloaded."""
 
-def current_rows(recorder: Recorder, ring: Ring, kinds: tuple[str, ...]) -> tuple[Row, ...]:
+
+def current_rows(recorder: Recorder, publisher: Publisher, ring: Ring, kinds: tuple[str, ...]) -> tuple[Row, ...]:
     """Return the rows of `kinds` (all without any) that the step under way has so far, else those of the last one."""
     under_way = recorder.look()
     rows = () if under_way is None else tuple(_rows(*under_way, kinds))
+    if not rows:
+        publisher.catch_up(CATCH_UP_SECONDS)
     return rows or _published(ring, kinds)
 
 

@@ -54,7 +54,7 @@ class Publisher:
         self._device = device
         self._guard = guard
         self._on_firing = on_firing
-        self._queue: queue.SimpleQueue[Draft | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Draft | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="rankscope-publisher", daemon=True)
         self._totals: dict[str, float] = {}
         self.published: Callable[[], None] = lambda: None
@@ -77,6 +77,14 @@ class Publisher:
         else:
             self._queue.put(draft)
 
+    def catch_up(self, timeout_seconds: float) -> bool:
+        """Wait until everything that is queued now has been published, and return whether that was done in time."""
+        if threading.current_thread() is self._thread:
+            return False
+        reached = threading.Event()
+        self._queue.put(reached)
+        return reached.wait(timeout_seconds)
+
     def stop(self, timeout_seconds: float) -> bool:
         """Publish what is queued, end the thread, and return whether that was done in time."""
         self._queue.put(None)
@@ -93,6 +101,9 @@ class Publisher:
             if draft is None:
                 self.finished()
                 return
+            if isinstance(draft, threading.Event):
+                draft.set()
+                continue
             self._guard.call("publishing a step", self._publish, draft)
             self.cpu_seconds = time.thread_time()
 

@@ -273,7 +273,7 @@ class Session:
 
     def current(self, kinds: tuple[str, ...]) -> tuple[Row, ...]:
         """Return the rows of `kinds` of the step under way, else of the last one; waits for the device."""
-        return current_rows(self.recorder, self.channel.ring, kinds)
+        return current_rows(self.recorder, self.publisher, self.channel.ring, kinds)
 
     def structure(self) -> str:
         """Return the structure of the model in words, empty until it was seen."""

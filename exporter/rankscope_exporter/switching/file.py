@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from rankscope_exporter.config import parse_settings
 from rankscope_exporter.errors import ConfigError
+from rankscope_exporter.msprobe.json_comments import without_comments
 
 _SWITCHED_ON: Final = re.compile(r"""(["']?\bdynamic_on["']?\s*[:=]\s*)[Tt]rue\b""")
 
@@ -59,11 +60,15 @@ class SwitchFile:
         found = self._content()
         if found is None or found[1] != self._known:
             return False
-        text, count = _SWITCHED_ON.subn(r"\1false", found[1], count=1)
-        if count:
-            _replace(self.path.resolve(), text)
-            self._known = text  # our own edit is none
-        return bool(count)
+        text = found[1]
+        # Looked for where comments are blank: an example in one of them is not what is switched.
+        on = _SWITCHED_ON.search(text if self.path.suffix == ".toml" else without_comments(text))
+        if on is None:
+            return False
+        text = f"{text[: on.end(1)]}false{text[on.end() :]}"
+        _replace(self.path.resolve(), text)
+        self._known = text  # our own edit is none
+        return True
 
     def _told(self, stamp: int, text: str) -> Edit:
         self.stamp, self._known = stamp, text
