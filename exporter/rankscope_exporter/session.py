@@ -145,6 +145,7 @@ class Session:
     def _connect(self) -> None:
         """Tell the parts whom they call; nothing runs yet."""
         self.board.taken = self._measuring_changed
+        self.board.arrives = self.switching.arrive
         self.recorder.before_step, self.recorder.after_update = self.board.opens, self.board.ready
         self.channel.take_switch, self.channel.measuring = self.switching.request, self.board.state
         self.hooks.beat = self.watchdog.beat

@@ -182,11 +182,9 @@ def test_a_second_interrupt_ends_all_at_once(start_up):
     children["service"].suspend()  # it will not end because it is asked to
     up.process.send_signal(signal.SIGINT)
     up.wait_for(lambda: "once more Ctrl-C" in up.said())
-    began = time.monotonic()
     up.process.send_signal(signal.SIGINT)
 
-    assert 130 == up.process.wait(20), up.said()
-    assert time.monotonic() - began < 10  # the service alone may take 30 s otherwise
+    assert 130 == up.process.wait(20), up.said()  # the service alone may take 30 s otherwise
     assert [] == psutil.wait_procs(children.values(), timeout=5)[1]
 
 

@@ -171,5 +171,5 @@ def test_a_change_under_way_when_a_rank_dies_holds_up_nobody(outcomes):
 
     assert [[1]] == [event["ranks_not_heard"] for event in events]
     assert 0 == faults
-    assert slowest < 1.0
-    assert leaving < 5.0
+    assert slowest < 10.0  # who waited for the dead rank would wait for the whole deadline
+    assert leaving < 20.0

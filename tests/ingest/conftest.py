@@ -245,7 +245,7 @@ def fake_rank() -> type[FakeRank]:
     return FakeRank
 
 
-async def eventually(condition: Callable[[], Any], *, seconds: float = 15.0) -> Any:
+async def eventually(condition: Callable[[], Any], *, seconds: float = 60.0) -> Any:
     """Poll `condition`, which may be asynchronous, until it holds; fail loudly at the deadline."""
     deadline = time.monotonic() + seconds
     while True:

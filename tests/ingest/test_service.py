@@ -258,16 +258,16 @@ async def test_unreachable_target_is_told_and_does_not_stop_the_others(start_ser
 
 
 async def test_slow_target_does_not_delay_the_others(start_service, fake_rank, eventually):
-    async with fake_rank(run="slow") as slow, fake_rank() as rank, start_service() as service:
-        slow.behave = silent(slow)
+    patient = {"ingest.timeout_seconds": 120.0}
+    async with fake_rank(run="slow") as slow, fake_rank() as rank, start_service(**patient) as service:
+        released = asyncio.Event()
+        slow.behave = lambda _: released.wait()
         await slow.register(service.url)
         await eventually(lambda: slow.polls)
         await rank.register(service.url)
-        begun = time.monotonic()
         rank.publish_steps(3)
-        await eventually(lambda: rank.committed == 2)
-
-        assert time.monotonic() - begun < 1.5  # the slow one holds its poll for 2 s
+        await eventually(lambda: rank.committed == 2)  # the slow one holds its poll for ever
+        released.set()
 
 
 async def test_second_process_with_one_identity_is_refused_and_the_first_named(start_service, fake_rank):
@@ -405,18 +405,14 @@ async def test_draining_rank_is_committed_at_once_and_dismissed(start_service, f
         exit_event = {"type": "exit", "severity": "info", "details": '{"reason": "completed", "last_step": 2}'}
         rank.publish(events=[exit_event])
         rank.state = "draining"
-        begun = time.monotonic()
         await rank.register(service.url)
         await eventually(lambda: rank.committed == 3)
-        took = time.monotonic() - begun
 
         async def gone():
             return [target["health"] for target in await service.targets()] == ["gone"]
 
         await eventually(gone)
         await eventually(lambda: service.rows("SELECT state FROM runs") == [{"state": "completed"}])
-
-    assert took < 2.0
 
 
 async def test_poke_brings_the_next_poll_forward(start_service, fake_rank, eventually):

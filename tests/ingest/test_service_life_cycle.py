@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-STALLING = {"runs.stalled_after_seconds": 1.0, "runs.stalled_in_phase_after_seconds": 30.0}
+STALLING = {"runs.stalled_after_seconds": 2.0, "runs.stalled_in_phase_after_seconds": 30.0}
 
 
 def last_word(reason, error=None):
@@ -30,8 +30,12 @@ async def test_a_run_that_stalls_and_goes_on_is_shown_as_such(start_service, fak
         rank.publish_steps(1)
         await rank.register(service.url)
         found = await eventually(lambda: is_in(service, "stalled"))
-        rank.publish_steps(1)
-        await eventually(lambda: is_in(service, "running"))
+
+        def trains_on():
+            rank.publish_steps(1)  # at every look: a machine that stands still for two seconds would stall it again
+            return is_in(service, "running")
+
+        await eventually(trains_on)
         await end(rank, service, eventually)
         await eventually(lambda: is_in(service, "completed"))
         await service.end()

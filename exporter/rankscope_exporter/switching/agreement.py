@@ -1,9 +1,13 @@
 """How ranks agree on the step at which what is measured changes, over a key-value store, without anybody waiting.
 
 One key holds the last change that was agreed and at most one that is pending. A pending change names a step some way
-ahead; each rank that hears of it before that step says so, and who finds that all have seals it, if enough of the way
-is left for the others to hear of that too. A rank that is past the step moves it, and all say so anew. Only compare-
-and-set changes the key, so of two ranks that would do different things, one does. Only a background thread comes here.
+ahead; each rank that hears of it before that step says so, and who finds that all have seals it. A rank that is past
+the step moves it, and all say so anew. Only compare-and-set changes the key, so of two ranks that would do different
+things, one does.
+
+A background thread looks. Training itself asks only if it arrives at the step of a change that its rank has answered
+and whose fate it has not heard: either the change is sealed, or it moves it. So no rank passes a step at which another
+one changes, however late its background thread is; enough of the way is left when sealing that this is rarely needed.
 
 A rank that says nothing for `patience_seconds` is left out: it takes the change over when it hears of it.
 """
@@ -87,7 +91,10 @@ def _proposal(document: dict[str, Any]) -> Proposal:
 
 
 class Agreement:
-    """One rank's part. `pace` tells the number of the last step that began here, and the seconds a step takes."""
+    """One rank's part. `pace` tells the number of the last step that began here, and the seconds a step takes.
+
+    `look` and `arrive` come from two threads, and never at the same time: the caller sees to that.
+    """
 
     def __init__(
         self,
@@ -110,6 +117,7 @@ class Agreement:
         self._patience_seconds = patience_seconds
         self._clock = clock
         self._armed: tuple[int, float] = (-1, 0.0)  # the last number that was heard of here, and when
+        self._promises: tuple[Proposal, ...] = ()  # what was answered, until the caller has what became of it
         self._told = 0
 
     def begin(self, step: int, document: str, stamp: int) -> Proposal:
@@ -134,16 +142,36 @@ class Agreement:
 
     def look(self) -> list[Proposal]:
         """Take part, and return the changes that were agreed since the last look, in order."""
+        self._promises = tuple(promise for promise in self._promises if promise.number > self._told)
         state = self._state()
-        agreed = [state.agreed]
+        told = self._news(state)
         if state.pending is not None:
-            agreed.append(self._take_part(state, state.pending).agreed)
-        told = []
-        for proposal in agreed:
-            if proposal.number > self._told:
-                self._told = proposal.number
-                told.append(proposal)
+            told += self._news(self._take_part(state, state.pending))
         return told
+
+    def must_arrive(self, step: int) -> bool:
+        """Return whether step number `step`, about to begin, may be that of a change whose fate is not known here."""
+        return any(step >= promise.step for promise in self._promises)
+
+    def arrive(self, step: int) -> list[Proposal]:
+        """Return what was agreed and not told yet; what was answered and not sealed by now is moved behind `step`."""
+        for _ in range(_ATTEMPTS):
+            state = self._state()
+            pending = state.pending
+            if pending is None or pending not in self._promises or step < pending.step:
+                break
+            moved = self._move(state, pending)
+            if moved is not state:
+                state = moved
+                break
+        self._promises = tuple(promise for promise in self._promises if promise == state.pending)
+        return self._news(state)
+
+    def _news(self, state: _State) -> list[Proposal]:
+        if state.agreed.number <= self._told:
+            return []
+        self._told = state.agreed.number
+        return [state.agreed]
 
     @property
     def pending(self) -> bool:
@@ -159,10 +187,12 @@ class Agreement:
         return self._store.check([f"{self._name}/claim/{what}"])
 
     def _take_part(self, state: _State, pending: Proposal) -> _State:
-        step, _ = self._pace()
-        if step >= pending.step:
+        is_new = self._armed[0] != pending.number
+        if is_new:
+            self._promises += (pending,)  # before the pace is read: training either sees this or is seen to be past it
+        if self._pace()[0] >= pending.step:
             return self._move(state, pending)
-        if self._armed[0] != pending.number:
+        if is_new:
             self._armed = (pending.number, self._clock())
             self._store.set(f"{self._name}/{pending.number}/{self._rank}", "1")
             heard = self._store.add(f"{self._name}/{pending.number}", 1)

@@ -1,7 +1,7 @@
 """Who may switch measuring while training runs: a file, a call, a request over HTTP; and the thread that listens.
 
-The thread runs only where there is something to listen to: a switch file, or other ranks that may be asked. Training
-never waits for it, and it never waits for another rank.
+The thread runs only where there is something to listen to: a switch file, or other ranks that may be asked. It never
+waits for another rank, and training waits for it only at the very step of a change that is being settled just then.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ REQUEST: Final = "request"
 _OFF: Final = '{"dynamic_on": false}'
 _BUSY_SHARE: Final = 0.25
 """Of the time between two looks, while a change is being agreed on."""
+_ARRIVAL_SECONDS: Final = 2.0
+"""How long training waits at most for the thread's word with the store; without it a change is taken late, and said."""
 
 
 class Switching:
@@ -59,6 +61,7 @@ class Switching:
         self._calls = itertools.count(1)
         self._stopped = threading.Event()
         self._woken = threading.Event()
+        self._agreeing = threading.Lock()  # held from what the store says until the board has it
         self._thread = threading.Thread(target=self._run, name="rankscope-switch", daemon=True)
         self._complaint: str | None = None
         self._written_off = False
@@ -131,6 +134,21 @@ class Switching:
     def _measuring(self, text: str, source: str) -> Measuring:
         return measuring_of(json.loads(text), self._base, on=source != FILE)
 
+    # On the training thread.
+
+    def arrive(self, step: int) -> None:
+        """Learn what became of a change for step number `step`, which is about to begin, unless that is known."""
+        agreement = self._agreement
+        if agreement is None or not agreement.must_arrive(step):
+            return
+        if not self._agreeing.acquire(timeout=_ARRIVAL_SECONDS):
+            log.warning("step %d begins without the word of the other ranks on a change of what is measured", step)
+            return
+        try:
+            self._take_over(lambda: agreement.arrive(step))
+        finally:
+            self._agreeing.release()
+
     # The thread.
 
     def _run(self) -> None:
@@ -191,13 +209,20 @@ class Switching:
                 self._tell(f"measuring has ended, but the switch file cannot say so: {error}")
 
     def _take_part(self, agreement: Agreement) -> None:
-        try:
+        def look() -> list[Proposal]:
             while not self._asked.empty():
                 asked = self._asked.get()
                 if not agreement.propose(*asked):  # other ranks did the same just now, again and again
                     self._asked.put(asked)
                     break
-            changes = agreement.look()
+            return agreement.look()
+
+        with self._agreeing:
+            self._take_over(look)
+
+    def _take_over(self, ask: Callable[[], list[Proposal]]) -> None:
+        try:
+            changes = ask()
         except (RuntimeError, ValueError) as error:
             self._alone(error)
             return

@@ -40,6 +40,8 @@ class Switchboard:
         """Set when everything that was switched on has been measured as often as was asked for."""
         self.taken: Callable[[], None] = lambda: None
         """Called on the training thread when a change has taken place."""
+        self.arrives: Callable[[int], None] = lambda _: None
+        """Called on the training thread with the number of a step that begins, before what is due is looked at."""
         self._collection = collection
         self._guard = guard
         self._waiting: list[Change] = []
@@ -70,12 +72,14 @@ class Switchboard:
 
     def ready(self) -> None:
         """Register the hooks of the next change, outside of the forward pass that would miss some of them."""
+        self.arrives(self._pace[0] + 1)
         if self._waiting and self._waiting[0].lineup is None:
             self._waiting[0].lineup = self._collection.lineup(self._waiting[0].parts)
 
     def opens(self, step: int) -> list[Event]:
-        """Note that step number `step` is about to begin, and do what is due. Two comparisons when nothing is."""
-        self._note_pace(step)
+        """Note that step number `step` is about to begin, and do what is due. Three comparisons when nothing is."""
+        self._note_pace(step)  # first: the thread that promises something looks at the pace behind its promise
+        self.arrives(step)
         events = []
         while self._waiting and (self._waiting[0].step or step) <= step:
             with self._lock:

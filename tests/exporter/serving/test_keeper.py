@@ -248,7 +248,7 @@ def test_a_disk_that_hangs_holds_up_neither_attach_nor_the_end(new_rank, record,
     began = time.monotonic()
     rank.channel.close()
 
-    assert 5.0 > time.monotonic() - began
+    assert 30.0 > time.monotonic() - began  # the disk hangs for ever
     assert Orphan.take(tmp_path / OWN, needed_plans) is None  # the end of the process gives the lock back
 
 
