@@ -1,0 +1,18 @@
+"""The page about sinks names every sink and every setting of each."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+from rankscope_exporter.sinks import sink_classes
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "sinks.md"
+
+
+def test_every_sink_and_setting_is_on_the_page():
+    text = PAGE.read_text(encoding="utf-8")
+    said = [f"`{name}`" for name in sink_classes()]
+    said += [f"`{item.name}`" for cls in sink_classes().values() for item in fields(cls.options_class)]
+
+    assert [] == [name for name in said if name not in text]
