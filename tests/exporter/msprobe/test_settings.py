@@ -88,6 +88,12 @@ def test_our_own_configurations_stay_what_they_are() -> None:
         assert MonitorConfig(**ours) == MonitorConfig.from_mapping(ours)
 
 
+def test_what_is_not_said_has_the_tools_defaults() -> None:
+    config = MonitorConfig.from_mapping({"wg_distribution": True})
+
+    assert ({"csv"}, (), ("norm",), 1e-8) == (set(config.sinks), config.rules, config.ops, config.zero_below)
+
+
 def test_a_null_is_what_is_not_said() -> None:
     assert MonitorConfig.from_mapping({"wg_distribution": True}) == MonitorConfig.from_mapping(
         {"wg_distribution": True, "start_step": None, "collect_times": None, "targets": None}
