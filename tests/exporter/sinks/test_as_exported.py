@@ -1,0 +1,85 @@
+"""The live CSV of a run and an export of the same run from the store are the same files with the same rows."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pyarrow as pa
+from tests.exporter.sinks.records import FINITE, Numbers, entry, identity, record
+
+from rankscope_contract.kinds import COUNT_OPS, Kind
+from rankscope_contract.records import WIRE_VALUE_OPS, PlanEntry
+from rankscope_exporter.sinks.csv_msprobe import Csv, CsvOptions
+from rankscope_storage.connection import connect
+from rankscope_storage.exports import ExportOptions, exporters
+from rankscope_storage.schema import dataset_schema
+from rankscope_storage.store import Batch, Store
+
+ROWS: tuple[tuple[PlanEntry, Numbers], ...] = (
+    *((entry("w" if kind.startswith(("grad", "param")) else "m", kind), FINITE) for kind in Kind),
+    (entry("layers.0", Kind.ACT_IN, index=2, micro_step=1, vpp_stage=1), FINITE | {"mean": 1e-9, "norm": 1e30}),
+    (entry('=a,"b"', Kind.GRAD_REDUCED, dtype="bfloat16"), FINITE | {"infs": 1}),
+    (entry("n", Kind.GRAD_REDUCED), FINITE | {"nans": 1}),
+    (entry("other", Kind.GRAD_REDUCED, shape=(7,)), FINITE),
+    (entry("w", Kind.GRAD_UNREDUCED, micro_step=1), FINITE | {"norm": 0.1}),
+)
+FEATURES = (
+    {"kind": "attention_entropy", "module": "core", "index": 0, "value": 0.1, "micro_step": 1},
+    {"kind": "softmax_max", "module": "core", "index": 0, "value": 0.3, "micro_step": 1},
+    {"kind": "stable_rank", "module": "head", "index": None, "value": 2.0, "micro_step": None},
+    {"kind": "direction_agreement", "module": "w", "index": None, "value": 0.75, "micro_step": None},
+)
+ENTRY = ("kind", "tensor", "index", "micro_step", "vpp_stage", "call_seq", "placement", "shard_group")
+
+
+def read(folder: Path) -> dict[str, list[list[str]]]:
+    """Return, of the only folder below `folder`, each file's header and then its rows in one order."""
+    (own,) = folder.iterdir()
+    read = {}
+    for path in own.iterdir():
+        with path.open(newline="") as file:
+            header, *rows = csv.reader(file)
+        read[path.name] = [header, *sorted([_number(cell) for cell in row] for row in rows)]
+    return read
+
+
+def _number(cell: str) -> str:
+    """Return numbers in one spelling: both write the shortest that reads back, one of them 1e-05."""
+    try:
+        return repr(float(cell))
+    except ValueError:
+        return cell
+
+
+def exported(folder: Path, steps: int) -> Path:
+    """Store the rows as the service would, and export them."""
+    own = {"run": "r", "attempt": 0, "rank": 0, "incarnation": "i"}
+    tensors, features = [], []
+    for step in range(1, steps + 1):
+        common = {**own, "step": step, "seq": step}
+        for what, numbers in ROWS:
+            said = {op: numbers.get(op) for op in (*WIRE_VALUE_OPS, *COUNT_OPS)}
+            tensors.append({**common, **{name: getattr(what, name) for name in ENTRY}, **said})
+        features += [{**common, **row} for row in FEATURES]
+    known = [
+        {**own, **{name: getattr(what, name) for name in ("kind", "tensor", "index", "dtype")}, "shape": [*what.shape]}
+        for what, _ in ROWS
+    ]
+    tables = {
+        name: pa.Table.from_pylist([{**row, "ordinal": place} for place, row in enumerate(rows)], dataset_schema(name))
+        for name, rows in (("tensor_stats", tensors), ("features", features), ("tensors", known))
+    }
+    with Store.open(folder / "store", create=True).claim(owner="test") as writer:
+        writer.append(Batch(tables=tables, watermarks={"i": steps}))
+    with connect(folder / "store") as connection:
+        exporters()["csv"].export(connection, "r", folder / "exported", ExportOptions(step_count_per_record=2))
+    return folder / "exported"
+
+
+def test_live_files_are_those_of_an_export(tmp_path):
+    sink = Csv(CsvOptions(folder=str(tmp_path / "live"), steps_per_file=2), identity())
+    for step in (1, 2, 3):
+        sink.put(record(step, *ROWS, features=FEATURES))
+
+    assert read(exported(tmp_path, 3)) == read(tmp_path / "live")
