@@ -43,5 +43,5 @@ def test_connect_never_loads_torch():
 def test_unknown_name_lists_the_known_ones():
     import rankscope
 
-    with pytest.raises(AttributeError, match="Monitor, MonitorConfig, connect"):
+    with pytest.raises(AttributeError, match="Monitor, MonitorConfig, TrainerMon, connect"):
         _ = rankscope.Montior
