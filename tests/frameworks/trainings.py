@@ -1,20 +1,15 @@
-"""Trains with each trainer, with and without the monitor, and writes what was found into the folder it is given."""
+"""Trainings of one small model by each trainer, with and without the monitor; tests judge what they tell."""
 
 from __future__ import annotations
 
-import logging
 import os
-import pickle
 import sys
-import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))  # tests are imported by path
-sys.path.insert(0, str(Path(__file__).parents[1] / "exporter" / "frameworks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "exporter" / "frameworks"))  # tests are imported by path
 
 import torch
 from framework_training import ADAM, Net, loss_of
@@ -23,13 +18,14 @@ from torch.utils.data import DataLoader
 
 from rankscope_exporter import Monitor, MonitorConfig
 
-STEPS, MICROS, LONGEST = 3, 2, 0.05
-QUANTITIES = ("gradients", "parameters", "optimizer_state", "activations")
+STEPS, MICROS, LONGEST, SCALE = 3, 2, 0.05, 8.0
+SKIPPED = 2  # the step that a gradient scaler skips
 CONFIG = MonitorConfig(
-    quantities=QUANTITIES,
+    quantities=("gradients", "parameters", "optimizer_state", "activations"),
     options={"activations": {"targets": ["*enter", "*leave"]}},
+    statistics="torch",  # nothing is compiled for three steps
     console=False,
-    exit_wait_seconds=0,
+    exit_wait_seconds=60,
 )
 DATA = [{"x": torch.randn(5, generator=torch.Generator().manual_seed(seed))} for seed in range(200)]
 
@@ -37,12 +33,17 @@ DATA = [{"x": torch.randn(5, generator=torch.Generator().manual_seed(seed))} for
 class Seeing(torch.nn.Module):
     """Keeps what it was trained on, so that a twin can be trained on the same, whatever samplers do."""
 
-    def __init__(self) -> None:
+    def __init__(self, at: int | None = None, error: BaseException | None = None) -> None:
         super().__init__()
         self.net = Net()
         self.seen: list[torch.Tensor] = []
+        self.at, self.error = at, error
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.training and self.at == len(self.seen):
+            if self.error is not None:
+                raise self.error
+            x = torch.full_like(x, torch.inf)
         if self.training:
             self.seen.append(x.detach().clone())
         return {"loss": loss_of(self.net(x))}
@@ -63,34 +64,38 @@ class Told:
     unequal: list[str] = field(default_factory=list)
 
 
-def read(monitor: Monitor, told: Told) -> None:
-    """Take what was published; called before the monitor is gone, its goodbye included where that is said."""
-    session = monitor._session
-    assert session is not None
-    monitor.end_step()
-    deadline = time.monotonic() + 30
-    records: list[Any] = []
-    while sum(record.statistics is not None for record in records) < STEPS and time.monotonic() < deadline:
-        time.sleep(0.01)
-        records = session.channel.ring.after(-1, 1 << 30).records
-    for record in records:
-        told.events += [(record.step, str(event.type), event.message) for event in record.events]
-        told.scalars |= {(record.step, item.name): item.value for item in record.scalars}
-        told.rows += rows_of(record) if record.statistics is not None else []
-    told.faults = monitor.faults
+@dataclass(slots=True)
+class Watch:
+    """Knows the monitor of a training that is under way; what it has published is read when it has ended."""
+
+    monitor: Monitor | None = None
+    ring: Any = None
+
+    def take(self, monitor: Monitor | None) -> None:
+        assert monitor is not None
+        assert monitor._session is not None
+        self.monitor, self.ring = monitor, monitor._session.channel.ring
+
+    def told(self) -> Told:
+        assert self.monitor is not None
+        told = Told(faults=self.monitor.faults)
+        for record in self.ring.after(-1, 1 << 30).records:
+            told.events += [(record.step, str(event.type), event.message) for event in record.events]
+            told.scalars |= {(record.step, item.name): item.value for item in record.scalars}
+            told.rows += rows_of(record) if record.statistics is not None else []
+        return told
 
 
-def hugging_face(told: Told | None, folder: Path, **options: Any) -> Seeing:
+def hugging_face(watch: Watch | None, folder: Path, model: Seeing, **options: Any) -> None:
     from transformers import Trainer, TrainingArguments
 
     from rankscope_exporter.integrations.huggingface import RankscopeCallback
 
-    class Reading(RankscopeCallback):
-        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-            read(self._attended.monitor, told)
-            super().on_train_end(*args, **kwargs)
+    class Watched(RankscopeCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            super().on_train_begin(*args, **kwargs)
+            watch.take(self._attended.monitor)
 
-    model = Seeing()
     options = {"max_steps": STEPS, "save_strategy": "no", **options}
     resume = options.pop("resume", None)
     arguments = TrainingArguments(
@@ -112,118 +117,105 @@ def hugging_face(told: Told | None, folder: Path, **options: Any) -> Seeing:
         train_dataset=DATA,
         eval_dataset=DATA[:8],
         optimizers=(model.adam(), None),
-        callbacks=[Reading(CONFIG)] if told is not None else [],
+        callbacks=[Watched(CONFIG)] if watch is not None else [],
     )
     trainer.train(resume_from_checkpoint=resume)
-    return model
 
 
-def accelerated(told: Told | None, folder: Path) -> Seeing:
+def accelerate(watch: Watch | None, folder: Path, model: Seeing, *, scaled: bool = False) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=MICROS)
-    model = Seeing()
+    if scaled:  # Accelerate makes one only where there is a GPU
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     wrapped, optimizer, loader = accelerator.prepare(model, model.adam(), DataLoader(DATA, batch_size=8))
-    monitor = Monitor(CONFIG, total_steps=STEPS)
-    if told is not None:
-        monitor.attach(wrapped, optimizer)
-    for place, batch in enumerate(loader):
-        if place == STEPS * MICROS:
-            break
-        with accelerator.accumulate(wrapped):
-            accelerator.backward(wrapped(batch["x"])["loss"])
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(wrapped.parameters(), LONGEST)
-            optimizer.step()
-            optimizer.zero_grad()
-    if told is not None:
-        read(monitor, told)
-    monitor.detach()
-    return model
+    with Monitor(CONFIG, total_steps=STEPS) as monitor:
+        if watch is not None:
+            monitor.attach(wrapped, optimizer)
+            watch.take(monitor)
+        for _, batch in zip(range(STEPS * MICROS), loader, strict=False):
+            with accelerator.accumulate(wrapped):
+                accelerator.backward(wrapped(batch["x"])["loss"])
+                if accelerator.sync_gradients and not scaled:
+                    accelerator.clip_grad_norm_(wrapped.parameters(), LONGEST)
+                optimizer.step()
+                optimizer.zero_grad()
 
 
-def lightning(told: Told | None, folder: Path, **options: Any) -> Seeing:
-    import lightning as pl
+def lightning(
+    watch: Watch | None, folder: Path, model: Seeing, *, by_hand: bool = False, scaled: bool = False, **options: Any
+) -> None:
+    import lightning.pytorch as pl
+    from lightning.pytorch.plugins.precision import MixedPrecision
 
     from rankscope_exporter.integrations.lightning import RankscopeCallback
 
-    class Reading(RankscopeCallback):
-        def on_train_end(self, *args: Any) -> None:
-            read(self._attended.monitor, told)
-            super().on_train_end(*args)
+    class Watched(RankscopeCallback):
+        def on_train_start(self, *args: Any) -> None:
+            super().on_train_start(*args)
+            watch.take(self._attended.monitor)
 
-    class Module(pl.LightningModule):
+    resume = options.pop("resume", None)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    clipping = {} if by_hand else {"accumulate_grad_batches": MICROS, "gradient_clip_val": LONGEST}
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    plugins = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]} if scaled else {}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy="ddp" if ranks > 1 else "auto",
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=str(folder),
+        callbacks=[Watched(CONFIG)] if watch is not None else [],
+        **{"max_steps": STEPS * (1 + by_hand), "val_check_interval": 4, **clipping, **plugins, **options},
+    )
+    module = lightning_module(pl.LightningModule, model, by_hand=by_hand)
+    trainer.fit(module, DataLoader(DATA, batch_size=8), DataLoader(DATA[:8], batch_size=8), ckpt_path=resume)
+    if resume is None and ranks == 1:
+        trainer.save_checkpoint(folder / "saved.ckpt")
+
+
+def lightning_module(base: type, model: Seeing, *, by_hand: bool) -> Any:
+    class Module(base):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.inner = Seeing()
+            self.inner = model
+            self.automatic_optimization = not by_hand
 
         def training_step(self, batch: Any, _place: int) -> torch.Tensor:
-            loss = self.inner(batch["x"])["loss"]  # the module itself is never called
+            loss: torch.Tensor = self.inner(batch["x"])["loss"]  # the module itself is never called
             self.log("own", loss)
+            if by_hand:
+                self.manual_backward(loss)
+                for optimizer in self.optimizers():
+                    optimizer.step()
+                    optimizer.zero_grad()
             return loss
 
         def validation_step(self, batch: Any, _place: int) -> None:
             self.log("val_loss", self.inner(batch["x"])["loss"])
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return self.inner.adam()
+        def configure_optimizers(self) -> Any:
+            halves = [[*model.net.enter.parameters(), *model.net.leave.parameters()], model.net.blocks.parameters()]
+            return [torch.optim.Adam(half, **ADAM) for half in halves] if by_hand else model.adam()
 
-    module = Module()
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    options = {"enable_checkpointing": False, **options}
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=ranks,
-        strategy="ddp" if ranks > 1 else "auto",
-        max_steps=STEPS,
-        accumulate_grad_batches=MICROS,
-        gradient_clip_val=LONGEST,
-        val_check_interval=4,
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=str(folder),
-        callbacks=[Reading(CONFIG)] if told is not None else [],
-        **options,
-    )
-    trainer.fit(module, DataLoader(DATA, batch_size=8), DataLoader(DATA[:8], batch_size=8))
-    return module.inner
+    return Module()
 
 
-TRAININGS: dict[str, Callable[..., Seeing]] = {
-    "accelerate": accelerated,
-    "hugging face": hugging_face,
-    "lightning": lightning,
-}
-
-
-def told_by(name: str, folder: Path, **options: Any) -> Told:
+def told_by(train: Callable[..., None], folder: Path, *, at: int | None = None, **options: Any) -> Told:
     """Train without the monitor, and with it."""
-    alone = TRAININGS[name](None, folder / "alone", **options)
-    told = Told()
-    model = TRAININGS[name](told, folder / "watched", **options)
-    told.seen = model.seen
+    alone, watched, watch = Seeing(at), Seeing(at), Watch()
+    train(None, folder / "alone", alone, **options)
+    train(watch, folder / "watched", watched, **options)
+    told = watch.told()
+    told.seen = watched.seen
     told.unequal = [
-        parameter
-        for (parameter, one), other in zip(alone.named_parameters(), model.parameters(), strict=True)
+        name
+        for (name, one), other in zip(alone.named_parameters(), watched.parameters(), strict=True)
         if unequal(one.detach(), other.detach())
     ]
     return told
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    folder, rank = Path(sys.argv[1]), os.environ.get("RANK", "0")
-    found = {name: told_by(name, folder / name / rank) for name in TRAININGS}
-    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(found))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    from trainings import main as told_under_its_own_name  # what is pickled here is read elsewhere
-
-    told_under_its_own_name()
