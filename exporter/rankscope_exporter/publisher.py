@@ -151,7 +151,10 @@ class Publisher:
         self._judge.extend(self._book.entries[:known], self._book.owners[:known])
         judgement = self._judge.observe(finished, draft.call_order)
         values, counts = arrow_statistics(finished, judgement.baselines, published)
-        return Statistics(self._book.plan(known), values, counts), judgement
+        if published is None:
+            return Statistics(self._book.plan(known), values, counts), judgement
+        measured = arrow_counts(finished.counts, finished.present.expand_as(finished.counts))
+        return Statistics(self._book.plan(known), values, counts, draft.ops, measured), judgement
 
     def _other_rows(self, draft: Draft) -> dict[str, Any]:
         rows = {name: list(known) for name, known in draft.rows.items()}
@@ -219,13 +222,17 @@ def arrow_statistics(
     """
     numbers = _arrow(torch.cat((finished.values, baselines)).reshape(-1), pa.float32())
     values = pc.if_else(pc.is_nan(numbers), pa.scalar(None, pa.float32()), numbers)
-    counts = _arrow(finished.counts.reshape(-1), pa.int64())
     exists = finished.present.expand_as(finished.counts)
-    exists = exists & published.counts if published is not None else exists
-    if not bool(exists.all()):
-        told = _arrow(exists.to(torch.uint8).reshape(-1), pa.uint8()).cast(pa.bool_())
-        counts = pc.if_else(told, counts, pa.scalar(None, pa.int64()))
-    return values, counts
+    return values, arrow_counts(finished.counts, exists & published.counts if published is not None else exists)
+
+
+def arrow_counts(counts: torch.Tensor, exists: torch.Tensor) -> pa.Int64Array:
+    """Return counts statistic-major, null where `exists` is false."""
+    numbers = _arrow(counts.reshape(-1), pa.int64())
+    if bool(exists.all()):
+        return numbers
+    told = _arrow(exists.to(torch.uint8).reshape(-1), pa.uint8()).cast(pa.bool_())
+    return pc.if_else(told, numbers, pa.scalar(None, pa.int64()))
 
 
 def _arrow(tensor: torch.Tensor, arrow_type: pa.DataType) -> pa.Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,10 @@ class Statistics:
     plan: NamedPlan
     values: pa.FloatArray
     counts: pa.Int64Array
+    ops: Sequence[frozenset[str]] | None = None
+    """By entry, the statistics that leave the rank, at least as many as the plan has; None where all do."""
+    measured: pa.Int64Array | None = None
+    """The counts with those that do not leave the rank, beside `ops`: a norm without its NaN would look sound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

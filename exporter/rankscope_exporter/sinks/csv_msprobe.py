@@ -41,7 +41,7 @@ class CsvOptions:
     squash_name: bool = False
     """Leave away what wraps the model, as its squash_name does."""
     ops: tuple[str, ...] = OPS
-    """The columns of statistics, in order."""
+    """The columns of statistics, in order, as far as these are published."""
 
     def __post_init__(self) -> None:
         output.check_folder(self.folder)
@@ -75,6 +75,7 @@ class Csv(Sink):
         self._chosen: Path | None = None
         self._files = _Files(options.steps_per_file)
         self._plan = ""
+        self._published: Sequence[frozenset[str]] | None = None
         self._lines: Sequence[TensorLines] = ()
         self._stacks: dict[str, str] = {}
 
@@ -105,10 +106,11 @@ class Csv(Sink):
             )
 
     def _lines_of(self, statistics: Statistics) -> Sequence[TensorLines]:
-        if statistics.plan.hash != self._plan:
-            families = family_rows(statistics.plan.plan.entries, self._shown)
-            self._lines = [TensorLines(rows, self._options.ops, self._options.digits) for rows in families]
-            self._plan = statistics.plan.hash
+        if statistics.plan.hash != self._plan or statistics.ops is not self._published:
+            families = family_rows(statistics.plan.plan.entries, self._shown, statistics.ops)
+            chosen = [(rows, [op for op in self._options.ops if op in rows.ops]) for rows in families]
+            self._lines = [TensorLines(rows, ops, self._options.digits) for rows, ops in chosen if ops]
+            self._plan, self._published = statistics.plan.hash, statistics.ops
         return self._lines
 
     def _note_stacks(self, modules: Iterable[Mapping[str, Any]]) -> None:

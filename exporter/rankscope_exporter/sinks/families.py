@@ -19,6 +19,7 @@ from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS, Kind
 from rankscope_contract.msprobe.layout import (
     DIRECTION,
     FEATURES,
+    OPS,
     OTHER,
     TENSOR_FAMILIES,
     dtype_text,
@@ -54,6 +55,7 @@ class FamilyRows:
     described: Sequence[tuple[int, str, str]]  # elements, shape, dtype
     has_micro_steps: bool
     has_rivals: bool  # whether any two keys are equal
+    ops: frozenset[str]  # statistics that leave the rank, of any row
 
     def there(self, numel: pa.Int64Array) -> pa.Int64Array:
         """Return the places, within this family, of the rows that exist at a step with these numbers of elements."""
@@ -67,17 +69,25 @@ class FamilyRows:
         return pa.array(first.values(), pa.int64())
 
 
-def family_rows(entries: Sequence[PlanEntry], shown: Shown) -> list[FamilyRows]:
-    """Return the families of a plan, each with its rows in the order of the plan."""
+def family_rows(
+    entries: Sequence[PlanEntry], shown: Shown, ops: Sequence[frozenset[str]] | None = None
+) -> list[FamilyRows]:
+    """Return the families of a plan, each with its rows in the order of the plan; `ops` is by entry, None for all."""
     members: dict[str, list[int]] = {}
     for position, entry in enumerate(entries):
         family = _FAMILY_OF.get(entry.kind)
         if family is not None:
             members.setdefault(family, []).append(position)
-    return [_one_family(family, positions, entries, shown) for family, positions in members.items()]
+    published = {
+        family: frozenset(OPS) if ops is None else frozenset().union(*(ops[position] for position in positions))
+        for family, positions in members.items()
+    }
+    return [_one_family(family, listed, entries, shown, published[family]) for family, listed in members.items()]
 
 
-def _one_family(family: str, positions: list[int], entries: Sequence[PlanEntry], shown: Shown) -> FamilyRows:
+def _one_family(
+    family: str, positions: list[int], entries: Sequence[PlanEntry], shown: Shown, ops: frozenset[str]
+) -> FamilyRows:
     keys = [_key(entries[position], shown) for position in positions]
     rivals = len(set(keys)) < len(keys)
     if rivals:  # the tool keeps the last call; a row of a micro-batch goes before one of the whole step
@@ -91,6 +101,7 @@ def _one_family(family: str, positions: list[int], entries: Sequence[PlanEntry],
         tuple(_described(entries[position]) for position in positions),
         any(entries[position].micro_step is not None for position in positions),
         rivals,
+        ops,
     )
 
 
@@ -108,12 +119,18 @@ def _described(entry: PlanEntry) -> tuple[int, str, str]:
 
 
 def columns_of(statistics: Statistics) -> dict[str, pa.Array]:
-    """Return the tool's statistics of every entry of the plan, and `numel`, null where the entry was absent."""
+    """Return the tool's statistics of every entry of the plan, and `numel`, null where the entry was absent.
+
+    What was measured and does not leave the rank is not in them, but for what it says of the others: beside a NaN that
+    nobody wanted counted, a norm is NaN.
+    """
     size = len(statistics.plan.plan.entries)
     counts = {op: statistics.counts.slice(COUNT_OPS.index(op) * size, size) for op in COUNT_OPS}
     values = {op: statistics.values.slice(WIRE_VALUE_OPS.index(op) * size, size) for op in VALUE_OPS}
     nan, infinite = pa.scalar(math.nan, pa.float32()), pa.scalar(math.inf, pa.float32())
-    has_nan, has_inf = (pc.fill_null(pc.greater(counts[op], 0), False) for op in ("nans", "infs"))
+    measured = statistics.counts if statistics.measured is None else statistics.measured
+    seen = {op: measured.slice(COUNT_OPS.index(op) * size, size) for op in ("nans", "infs")}
+    has_nan, has_inf = (pc.fill_null(pc.greater(seen[op], 0), False) for op in ("nans", "infs"))
     spoilt = pc.or_(has_nan, has_inf)
     known = {op: pc.fill_null(pc.if_else(spoilt, nan, values[op]), nan) for op in VALUE_OPS}
     norm = pc.if_else(pc.equal(counts["numel"], 0), pa.scalar(0.0, pa.float32()), values["norm"])

@@ -37,7 +37,7 @@ class TensorBoardOptions:
     squash_name: bool = False
     """Leave away what wraps the model, as the existing tool's squash_name does."""
     ops: tuple[str, ...] = OPS
-    """The statistics that are written."""
+    """The statistics that are written, as far as they are published."""
 
     def __post_init__(self) -> None:
         output.check_folder(self.folder)
@@ -58,6 +58,7 @@ class TensorBoard(Sink):
         self._numbering = output.Numbering()
         self._shown = output.naming(squash=options.squash_name)
         self._plan = ""
+        self._published: Sequence[frozenset[str]] | None = None
         self._tagged: Sequence[_Tagged] = ()
 
     def put(self, record: StepRecord) -> None:
@@ -79,10 +80,11 @@ class TensorBoard(Sink):
             yield family, their_step(None, ours, first), numbers
 
     def _tagged_of(self, statistics: Statistics) -> Sequence[_Tagged]:
-        if statistics.plan.hash != self._plan:
-            families = family_rows(statistics.plan.plan.entries, self._shown)
-            self._tagged = [_Tagged(rows, self._options.ops) for rows in families]
-            self._plan = statistics.plan.hash
+        if statistics.plan.hash != self._plan or statistics.ops is not self._published:
+            families = family_rows(statistics.plan.plan.entries, self._shown, statistics.ops)
+            chosen = [(rows, [op for op in self._options.ops if op in rows.ops]) for rows in families]
+            self._tagged = [_Tagged(rows, ops) for rows, ops in chosen if ops]
+            self._plan, self._published = statistics.plan.hash, statistics.ops
         return self._tagged
 
     def _write(self, family: str, seconds: float, step: int, numbers: Numbers) -> None:

@@ -115,6 +115,23 @@ def test_a_folder_in_which_nothing_can_be_made_costs_neither_training_nor_channe
     assert monitor.sink("api").steps(), "another sink has its rows"  # type: ignore[union-attr]  # it is there
 
 
+def test_columns_are_what_is_published_and_a_nan_that_is_not_counted_still_shows(quiet, tmp_path):
+    """The norm of finite elements alone, which the store gets, would hide it from who reads the file."""
+    sinks = {"csv": {"folder": str(tmp_path)}}
+    options = {"gradients": {"ops": ["max", "norm"]}}
+    config = replace(quiet, quantities=("gradients", "parameters"), options=options, sinks=sinks)
+    net, optimizer = make()
+    with Monitor(config).attach(net, optimizer):
+        optimizer.zero_grad()
+        (net(batch(0)).sum() + next(net.parameters())[0, 0] * torch.nan).backward()  # one element of one gradient
+        optimizer.step()
+    files = {path.name: path.read_text().splitlines() for path in tmp_path.glob("*/*.csv")}
+
+    assert "vpp_stage,name,step,norm,max,shape,dtype" == files["grad_reduced_0-0.csv"][0]
+    assert '0,0.weight,0,nan,nan,"[8, 4]",torch.float32' == files["grad_reduced_0-0.csv"][1]
+    assert "vpp_stage,name,step,norm,min,max,mean,nans,zeros,shape,dtype" == files["param_origin_0-0.csv"][0]
+
+
 class _StopError(Exception):
     pass
 
