@@ -19,6 +19,8 @@ from rankscope_exporter.recorder import Recorder
 _NO_BACKWARD: Final = -1
 """What torch calls the graph task outside of a backward pass."""
 
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+
 
 class Hooks:
     """The only code that training calls. Each entry goes through the guard; `cpu_seconds` is what they cost.
@@ -37,7 +39,7 @@ class Hooks:
         self._handles: list[Removable] = []
         self._forward_end: Removable | None = None
         self._hooked: set[int] = set()
-        self._backward = _NO_BACKWARD
+        self._backward = self._idle = _NO_BACKWARD
         self.beat: Callable[[], None] = lambda: None
         """Called at every sign that training goes on: a forward, also of an evaluation, a backward, an update."""
         self._in_hook_reads = not subject.framework.local_until_backward_ends
@@ -87,15 +89,12 @@ class Hooks:
         """Return `function` as a hook that is called while `gate` is open."""
 
         def call(*args: Any) -> None:
-            # First, and a constant to the compiler: it would compile again whenever the gate opens or closes.
-            if torch.compiler.is_dynamo_compiling():
-                return
-            if gate.is_open and self.active and not torch.compiler.is_compiling():
+            if self.active and not torch.compiler.is_compiling():
                 self.grad_enabled = torch.is_grad_enabled()
                 with torch.no_grad():
                     self._timed(where, function, *args)
 
-        return _Uncopied(call)
+        return _Gated(call, gate)
 
     def always(self, where: str, function: Callable[..., None]) -> Callable[..., None]:
         """Return `function` as a hook that is called at every step, measured or not."""
@@ -143,8 +142,19 @@ class Hooks:
         for index, named in enumerate(self._subject.parameters):
             if named.parameter.requires_grad and index not in self._hooked:
                 self._hooked.add(index)
-                hook = functools.partial(self._gradient_ready, index)
+                hook = self._gradient_hook(index)
                 self._handles.append(self._subject.framework.on_accumulated(named.parameter, hook))
+
+    def _gradient_hook(self, index: int) -> Callable[[Holder], None]:
+        # A number for each backward pass, nested ones included; no public name for it exists.
+        pass_under_way = torch._C._current_graph_task_id  # noqa: SLF001 - see above
+
+        def ready(holder: Holder) -> None:
+            # Where nothing is measured the first gradient has told all: the others come by at every step.
+            if pass_under_way() != self._idle:
+                self._gradient_ready(index, holder, pass_under_way())
+
+        return ready
 
     def _forward_begins(self, _module: torch.nn.Module, _inputs: Any) -> None:
         if torch.compiler.is_compiling():  # while a graph is made nothing runs, and tracing us would break it
@@ -159,17 +169,16 @@ class Hooks:
     def _forward_ended(self, *_: Any) -> None:
         self.in_forward = False
 
-    def _gradient_ready(self, index: int, holder: Holder) -> None:
+    def _gradient_ready(self, index: int, holder: Holder, backward: int) -> None:
         if not self.active:
             return
-        # A number for each backward pass, nested ones included; no public name for it exists.
-        backward = torch._C._current_graph_task_id()  # noqa: SLF001 - see above
         if backward != self._backward:
             self._backward = backward
             self.beat()
             self._timed("a backward hook", self._backward_begins)
         if not self._recorder.sampling:
             self._recorder.saw_gradient(index)
+            self._idle = backward
         elif self._in_hook_reads:
             self._timed("a gradient hook", self._recorder.gradient_ready, index, holder)
         else:
@@ -246,3 +255,18 @@ class _Uncopied:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class _Gated(_Uncopied):
+    """Such a hook that is called at every step and does something at few: closed, it does next to nothing."""
+
+    def __init__(self, call: Callable[..., None], gate: Gate) -> None:
+        super().__init__(call)
+        self._gate = gate
+
+    def __call__(self, *args: Any) -> None:
+        # First, and a constant to the compiler: it would compile again whenever the gate opens or closes.
+        if _is_dynamo_compiling():
+            return
+        if self._gate.is_open:
+            self._call(*args)

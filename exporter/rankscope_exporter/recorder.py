@@ -100,7 +100,7 @@ class Recorder:
         return self._draft is not None and self._draft.sampled
 
     def saw_gradient(self, index: int) -> None:
-        """Parameter `index` has accumulated its gradient, in a step that is not measured."""
+        """Parameter `index` is the first to get a gradient of a backward pass in a step that is not measured."""
         self._witness = self._subject.parameters[index].parameter
 
     def gradient_ready(self, index: int, holder: Holder) -> None:

@@ -67,10 +67,11 @@ class Collection:
         lineup: Lineup = []
         for quantity, terms in parts:
             member = next((known for known in self._members if known.measures_as(quantity)), None)
-            if member is None:
+            if member is None or member.is_retired:
                 member = Member(quantity)
                 if self._hooking is not None:
                     member.install(self._hooking, self._guard)
+            member.is_awaited = True
             lineup.append((member, terms))
         return lineup
 
@@ -81,6 +82,8 @@ class Collection:
             if member not in members:
                 self._guard.call(f"hooks of {member.quantity.name}", member.leave)
         seat = [(f"rows of {member.quantity.name}", member, terms) for member, terms in lineup]
+        for member in members:
+            member.is_awaited = False
         self._members = [
             member for where, member, terms in seat if self._guard.call(where, member.be_seated, self._sheet, terms)
         ]
@@ -111,6 +114,8 @@ class Collection:
         """Note that a step begins; return whether any quantity is due."""
         for member in self._members:
             member.is_open = member.schedule.begins(step)
+            if member.schedule.is_over and not member.is_awaited and not member.is_retired:
+                self._guard.call(f"hooks of {member.quantity.name}", member.retire)
         if any(member.is_open for member in self._members) and self.backlog >= MAX_BACKLOG:
             self.unsampled += 1
             self.pause()

@@ -26,6 +26,9 @@ class Member:
     ops: Ops = EVERY_OP
     is_open: bool = False
     """Whether the step under way is measured by this quantity. A field: closed hooks ask for it all the time."""
+    is_retired: bool = False
+    is_awaited: bool = False
+    """Whether a change that is to come goes on with it: its hooks stay."""
     handles: list[Removable] = field(default_factory=list)
 
     @property
@@ -58,6 +61,11 @@ class Member:
         else:
             self.window.publish(terms.ops)
         return True
+
+    def retire(self) -> None:
+        """Take the hooks away for good: nothing is measured any more, and a quantity hooks a model only once."""
+        self.is_retired = True
+        self.unhook()
 
     def unhook(self) -> None:
         """Take the hooks away."""
