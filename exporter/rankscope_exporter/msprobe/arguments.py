@@ -76,12 +76,16 @@ class Attachment:
             raise ConfigError(f"{call} needs the model: {call}(model, optimizer=optimizer)")
         return cls(**given)
 
+    @property
+    def chunks(self) -> Sequence[Any]:
+        """The model's chunks; one alone unless the pipeline is virtual."""
+        return self.model if isinstance(self.model, list | tuple) else [self.model]
+
     def check(self, call: str) -> None:
         """Raise ConfigError where model and optimizer cannot be what they are given as."""
-        modules = self.model if isinstance(self.model, list | tuple) else [self.model]
         if isinstance(self.optimizer, torch.nn.Module) and not isinstance(self.model, torch.nn.Module):
             raise ConfigError(f"{call}: model and optimizer are the other way round")
-        if not modules or not all(isinstance(module, torch.nn.Module) for module in modules):
+        if not self.chunks or not all(isinstance(module, torch.nn.Module) for module in self.chunks):
             raise ConfigError(f"{call}: model is a torch module or a list of its chunks, not {_type(self.model)}")
         if self.optimizer is None:
             raise ConfigError(f"{call} needs the optimizer: {call}(model, optimizer=optimizer)")

@@ -99,9 +99,7 @@ class TrainerMon:
         for sentence in wrong_hints(self._said, given):
             self._told[sentence] = None
         monitor = Monitor(self._attached_config(), first_step=first_step(given))
-        chunks = given.model if isinstance(given.model, list | tuple) else [given.model]
-        model: Any = chunks[0] if len(chunks) == 1 else chunks
-        monitor.attach(model, given.optimizer, dp_group=given.dp_group, tp_group=given.tp_group)
+        monitor.attach(given.chunks[0], given.optimizer, dp_group=given.dp_group, tp_group=given.tp_group)
         self._monitor = monitor
         self._guard.call("process_group", self._place_in_pipeline, monitor)
         for sentence in self._told:

@@ -77,6 +77,15 @@ def test_chunks_in_a_list_of_one_and_wrapped_optimizers_are_detected(tmp_path):
     assert 0 == run.faults
 
 
+def test_of_several_chunks_the_first_is_monitored_and_it_is_said(tmp_path):
+    net = model()
+    optimizer = adam(net)
+    run = attached(tmp_path, [net, nn.Linear(2, 2)], optimizer, net=net)
+
+    assert [1, 2] == run.steps("grad_reduced")
+    assert ["of 2 chunks of the model the first is monitored: make a TrainerMon for each"] == run.said()
+
+
 def test_wrong_hints_are_told_once_and_the_numbers_are_right_all_the_same(tmp_path):
     net = model()
     optimizer = adam(net)
