@@ -17,14 +17,14 @@ import pytest
 from rankscope_storage.connection import connect
 
 RANK = """
-import sys, time, torch, rankscope
+import itertools, pathlib, sys, time, torch, rankscope
 from torch import nn
-steps, pause = int(sys.argv[1]), float(sys.argv[2])
+pause, stop = float(sys.argv[1]), pathlib.Path(sys.argv[2])
 torch.manual_seed(0)
 net = nn.Linear(16, 4)
 optimizer = torch.optim.Adam(net.parameters())
-with rankscope.Monitor(rankscope.MonitorConfig(console=False), total_steps=steps).attach(net, optimizer) as monitor:
-    for step in range(1, steps + 1):
+with rankscope.Monitor(rankscope.MonitorConfig(console=False)).attach(net, optimizer) as monitor:
+    for step in itertools.takewhile(lambda _: not stop.exists(), itertools.count(1)):
         loss = net(torch.ones(2, 16)).square().mean()
         loss.backward()
         optimizer.step()
@@ -39,15 +39,15 @@ StartRank = Callable[..., subprocess.Popen[bytes]]
 
 @pytest.fixture
 def start_rank(tmp_path: Path) -> Iterator[StartRank]:
-    """Return what starts one rank of a world of two, its steps printed to rank-<n>.log."""
+    """Return what starts one rank of a world of two: it prints its steps to rank-<n>.log until it is told to stop."""
     script = tmp_path / "rank.py"
     script.write_text(textwrap.dedent(RANK))
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(service: Any, rank: int, *, steps: int, pause: float, run: str = "lost") -> subprocess.Popen[bytes]:
+    def start(service: Any, rank: int, *, pause: float, stop: str = "stop") -> subprocess.Popen[bytes]:
         environment = {
             "RANKSCOPE_INGEST_URL": service.url,
-            "RANKSCOPE_RUN": run,
+            "RANKSCOPE_RUN": "lost",
             "RANK": str(rank),
             "WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
@@ -56,7 +56,7 @@ def start_rank(tmp_path: Path) -> Iterator[StartRank]:
         }
         with (tmp_path / f"rank-{rank}.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, str(script), str(steps), str(pause)],
+                [sys.executable, str(script), str(pause), str(tmp_path / stop)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **environment},
@@ -80,7 +80,7 @@ def test_a_rank_killed_is_a_failed_run_with_its_losses_counted(
     service: Any, start_rank: StartRank, tmp_path: Path
 ) -> None:
     service.start()
-    ranks = [start_rank(service, rank, steps=400, pause=0.05) for rank in range(2)]
+    ranks = [start_rank(service, rank, pause=0.05) for rank in range(2)]
     service.wait_for(lambda: all(last_printed(tmp_path, rank) > 30 for rank in range(2)))
     ranks[1].kill()
     killed_at = time.monotonic()
@@ -88,6 +88,7 @@ def test_a_rank_killed_is_a_failed_run_with_its_losses_counted(
     died_after = last_printed(tmp_path, 1)
     service.wait_for(lambda: service.runs()[0]["state"] == "failed")
     seconds = time.monotonic() - killed_at
+    (tmp_path / "stop").touch()
 
     assert 0 == ranks[0].wait(90), (tmp_path / "rank-0.log").read_text()
     assert 0 == service.stop(), service.log()
@@ -102,7 +103,7 @@ def test_a_rank_killed_is_a_failed_run_with_its_losses_counted(
         states = connection.sql("select state, reason from runs").fetchall()
 
     assert seconds < 60
-    assert 400 == stored[0]
+    assert last_printed(tmp_path, 0) == stored[0]
     assert died_after - 30 < stored[1] <= died_after  # a poll every 0.3 s brings all but the last few steps
     assert {(0, True, 0), (1, True, 0)} == set(whole)
     assert "failed" == states[0][0]
@@ -120,7 +121,7 @@ def test_a_training_killed_with_a_spool_loses_no_step_it_had_published(
     monkeypatch.setenv("RANKSCOPE_SPOOL_DIR", str(tmp_path / "spool"))
     service.spools = (tmp_path / "spool",)
     service.start()
-    rank = start_rank(service, 0, steps=10_000, pause=0.005)
+    rank = start_rank(service, 0, pause=0.005)
     service.wait_for(lambda: last_printed(tmp_path, 0) > 100)
     rank.kill()
     rank.wait(10)
@@ -148,30 +149,36 @@ def lost_of(gaps: list[tuple[int, str]]) -> int:
 def test_two_processes_that_claim_one_rank_are_told_apart(service: Any, start_rank: StartRank, tmp_path: Path) -> None:
     """The second one trains on unheard; nothing of it mixes with the first one's rows."""
     service.start()
-    first = start_rank(service, 0, steps=400, pause=0.05)
+    first = start_rank(service, 0, pause=0.05)
     service.wait_for(lambda: service.runs() and service.runs()[0]["step"])
-    second = start_rank(service, 0, steps=10, pause=0.0)
+    log = tmp_path / "rank-0.log"
+    known = len(log.read_text())
+    second = start_rank(service, 0, pause=0.05, stop="stop-second")
+    service.wait_for(lambda: any(word in log.read_text()[known:] for word in ("409", "identity")))
+    (tmp_path / "stop-second").touch()
 
     assert 0 == second.wait(60)
-    assert first.poll() is None, "the first one ended before the second spoke: the test proves too little"
+    (tmp_path / "stop").touch()
     assert 0 == first.wait(60)
     assert 0 == service.stop(), service.log()
     with connect(service.store) as connection:
         ((incarnations, steps),) = connection.sql(
             "select count(distinct incarnation), count(distinct step) from scalars where name = 'loss'"
         ).fetchall()
-    assert (1, 400) == (incarnations, steps)
-    assert "409" in (tmp_path / "rank-0.log").read_text() or "identity" in (tmp_path / "rank-0.log").read_text()
+    assert (1, last_printed(tmp_path, 0)) == (incarnations, steps)
 
 
 def test_a_service_that_starts_late_gets_everything_from_the_start(
     service: Any, start_rank: StartRank, tmp_path: Path
 ) -> None:
-    ranks = [start_rank(service, rank, steps=80, pause=0.25) for rank in range(2)]  # longer than a start may take
+    ranks = [start_rank(service, rank, pause=0.05) for rank in range(2)]
     deadline = time.monotonic() + 60
-    while last_printed(tmp_path, 0) < 10 and time.monotonic() < deadline:
+    while min(last_printed(tmp_path, rank) for rank in range(2)) < 10:
+        assert time.monotonic() < deadline, "the ranks never trained"
         time.sleep(0.05)
     service.start()
+    service.wait_for(lambda: service.runs() and service.runs()[0]["ranks_alive"] == 2)
+    (tmp_path / "stop").touch()
 
     assert [0, 0] == [rank.wait(90) for rank in ranks]
     assert 0 == service.stop(), service.log()
@@ -179,4 +186,5 @@ def test_a_service_that_starts_late_gets_everything_from_the_start(
         rows = connection.sql(
             "select rank, min(step), max(step), count(*) from scalars where name = 'loss' group by rank order by rank"
         ).fetchall()
-    assert [(0, 1, 80, 80), (1, 1, 80, 80)] == rows
+    ends = [last_printed(tmp_path, rank) for rank in range(2)]
+    assert [(rank, 1, end, end) for rank, end in enumerate(ends)] == rows
