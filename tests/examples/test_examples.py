@@ -17,6 +17,9 @@ COMMANDS = {
     "tensor_parallel.py": (*LAUNCH, "tensor_parallel.py", "3"),
     "pipeline_parallel.py": (*LAUNCH, "pipeline_parallel.py", "3"),
     "gpt_ddp.py": (*LAUNCH, "gpt_ddp.py", "--steps", "3", "--layers", "3"),
+    "hf_trainer.py": (sys.executable, "hf_trainer.py", "3"),
+    "lightning_module.py": (sys.executable, "lightning_module.py", "3", "2"),
+    "accelerate_loop.py": (*LAUNCH, "accelerate_loop.py", "3"),
     "plain_loop.py": (
         *(sys.executable, "plain_loop.py", "--steps", "3"),
         *("--accumulate", "2", "--scaler", "--checkpointing", "--compile"),

@@ -89,7 +89,7 @@ class Watch:
 def hugging_face(watch: Watch | None, folder: Path, model: Seeing, **options: Any) -> None:
     from transformers import Trainer, TrainingArguments
 
-    from rankscope_exporter.integrations.huggingface import RankscopeCallback
+    from rankscope.integrations.huggingface import RankscopeCallback
 
     class Watched(RankscopeCallback):
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -148,7 +148,7 @@ def lightning(
     import lightning.pytorch as pl
     from lightning.pytorch.plugins.precision import MixedPrecision
 
-    from rankscope_exporter.integrations.lightning import RankscopeCallback
+    from rankscope.integrations.lightning import RankscopeCallback
 
     class Watched(RankscopeCallback):
         def on_train_start(self, *args: Any) -> None:

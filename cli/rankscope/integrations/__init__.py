@@ -1,0 +1,1 @@
+"""Callbacks for trainers, under the name that scripts import everything from: `rankscope.integrations.lightning`."""
