@@ -86,6 +86,14 @@ def rank_here(environment: Mapping[str, str]) -> int:
     return rank_from_environment(environment)[0]
 
 
+def place_in(group: Any) -> tuple[int, tuple[int, ...]] | None:
+    """Return this rank's number in a process group and the ranks of it; None where it belongs to none."""
+    if group is None or not (dist.is_available() and dist.is_initialized()):
+        return None
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return (ranks.index(dist.get_rank()), ranks) if dist.get_rank() in ranks else None
+
+
 def group_store() -> Any:
     """Return the key-value store of the process group; None without a group."""
     if not (dist.is_available() and dist.is_initialized()):

@@ -24,6 +24,7 @@ from rankscope_exporter.errors import ConfigError
 from rankscope_exporter.frameworks import Framework, Stage, framework_of
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.hangs.diagnosis import Taken
+from rankscope_exporter.identity import place_in
 from rankscope_exporter.naming import named_parameters
 from rankscope_exporter.quantities.base import Subject
 from rankscope_exporter.sampling.mates import DP, TP, find_mates
@@ -78,6 +79,7 @@ class Monitor:
         *,
         dp_group: torch.distributed.ProcessGroup | None = None,
         tp_group: torch.distributed.ProcessGroup | None = None,
+        pp_group: torch.distributed.ProcessGroup | None = None,
     ) -> Self:
         """Hook `model`, wrapped or not, or a `PipelineStage`, and its optimizer or optimizers, and start serving.
 
@@ -86,15 +88,22 @@ class Monitor:
 
         With `dp_group` or `tp_group` (this rank's own) only the first rank of the group publishes what is the same on
         all of them by construction: parameters, reduced gradients, optimizer state. Ranks that drift apart go unseen.
+        `pp_group`, the ranks of a pipeline from first stage to last, puts anomalies in order where no stage is given.
         """
         if self._config.enabled and self._session is None:
-            self._guard.call("attach()", self._attach, model, optimizer, {DP: dp_group, TP: tp_group})
+            self._guard.call("attach()", self._attach, model, optimizer, {DP: dp_group, TP: tp_group}, pp_group)
         return self
 
     def _attach(
-        self, model: torch.nn.Module | Stage | Framework, optimizer: Optimizers, groups: dict[str, Any]
+        self,
+        model: torch.nn.Module | Stage | Framework,
+        optimizer: Optimizers,
+        groups: dict[str, Any],
+        pp_group: torch.distributed.ProcessGroup | None,
     ) -> None:
         framework = framework_of(model)
+        place = self._guard.call("pp_group", place_in, pp_group)
+        framework.pp_stage = place[0] if place else framework.pp_stage
         optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
         parameters, targets = named_parameters(framework.module), Targets(self._config.tensors)
         chosen = tuple(item for item in parameters if targets.selects(item.name, *item.aliases))

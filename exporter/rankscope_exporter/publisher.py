@@ -57,6 +57,8 @@ class Publisher:
         self._queue: queue.SimpleQueue[Draft | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="rankscope-publisher", daemon=True)
         self._totals: dict[str, float] = {}
+        self.pp_stage: int | None = None
+        """Stage of the pipeline that anomalies are said to be of."""
         self.published: Callable[[], None] = lambda: None
         self.flush_idle: Callable[[float], None] = lambda _seconds: None
         self.finished: Callable[[], None] = lambda: None
@@ -176,6 +178,7 @@ class Publisher:
             value=firing.value,
             baseline=firing.baseline,
             threshold=firing.threshold,
+            pp_stage=self.pp_stage,
             vpp_stage=entry.vpp_stage,
             micro_step=entry.micro_step,
             call_id=order,
@@ -193,6 +196,7 @@ class Publisher:
                     op=scalar.name,
                     value=scalar.value,
                     threshold=rule.limit(),
+                    pp_stage=self.pp_stage,
                     message=f"{rule.name}: {scalar.name} is {scalar.value:g}",
                 )
 

@@ -154,6 +154,7 @@ class Session:
         self.publisher.published = self.recorder.published
         self.publisher.flush_idle = self.recorder.flush_idle
         self.publisher.finished = self.sinks.close
+        self.publisher.pp_stage = self.subject.framework.pp_stage
         self.recorder.on_open = self._step_opens
 
     def start(self) -> str:

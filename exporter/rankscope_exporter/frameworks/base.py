@@ -68,6 +68,8 @@ class Framework:
         """What training calls: its forward is the forward of the whole model."""
         self.announced: Announced | None = None
         """Who says when a training forward begins, where training never calls the whole model."""
+        self.pp_stage: int | None = None
+        """Which stage of a pipeline the model is, by which anomalies are put in order; None for no part of one."""
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:

@@ -41,6 +41,7 @@ class Pipeline(Framework):
     def __init__(self, stage: Any, inner: Framework) -> None:
         super().__init__(stage.submod)
         self.stage = stage
+        self.pp_stage = getattr(stage, "stage_index", None)
         self._inner = inner
         self._finishing = False
 

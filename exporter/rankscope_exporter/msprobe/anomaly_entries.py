@@ -40,7 +40,7 @@ def entries(
             "rank": rank,
             "step": theirs,
             "micro_step": event.micro_step or 0,
-            "pp_stage": pp_stage,
+            "pp_stage": pp_stage if event.pp_stage is None else event.pp_stage,
             "vpp_stage": event.vpp_stage or 0,
             "call_id": call,
             "tag_name": name,

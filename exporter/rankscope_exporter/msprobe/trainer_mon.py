@@ -12,13 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-import torch.distributed as dist
-
 from rankscope_contract.kinds import Kind
 from rankscope_exporter.config import MonitorConfig, parse_settings, setting_names
 from rankscope_exporter.errors import ConfigError
 from rankscope_exporter.guard import Guard
-from rankscope_exporter.identity import rank_here
+from rankscope_exporter.identity import place_in, rank_here
 from rankscope_exporter.monitor import Monitor
 from rankscope_exporter.msprobe.arguments import Attachment, Construction
 from rankscope_exporter.msprobe.hints import first_step, wrong_hints
@@ -99,7 +97,8 @@ class TrainerMon:
         for sentence in wrong_hints(self._said, given):
             self._told[sentence] = None
         monitor = Monitor(self._attached_config(), first_step=first_step(given))
-        monitor.attach(given.chunks[0], given.optimizer, dp_group=given.dp_group, tp_group=given.tp_group)
+        groups = {"dp_group": given.dp_group, "tp_group": given.tp_group, "pp_group": self._said.process_group}
+        monitor.attach(given.chunks[0], given.optimizer, **groups)
         self._monitor = monitor
         self._guard.call("process_group", self._place_in_pipeline, monitor)
         for sentence in self._told:
@@ -110,9 +109,9 @@ class TrainerMon:
         return replace(self._config, switch_file=os.fspath(self._path)) if watched else self._config
 
     def _place_in_pipeline(self, monitor: Monitor) -> None:
-        group, sink = self._said.process_group, monitor.sink(Anomalies.name)
-        if group is not None and isinstance(sink, Anomalies):
-            sink.place(dist.get_group_rank(group, dist.get_rank()), dist.get_process_group_ranks(group))
+        place, sink = place_in(self._said.process_group), monitor.sink(Anomalies.name)
+        if place is not None and isinstance(sink, Anomalies):
+            sink.place(*place)
 
     # Numbers.
 

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from tests.exporter.msprobe.tool_runs import QUIET, Run, adam, batch, left, model, train, write
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
 
 import rankscope
 from rankscope_exporter import ConfigError
+from rankscope_exporter.frameworks import framework_of
 from rankscope_exporter.msprobe import TrainerMon
 
 EVERYTHING = {"wg_distribution": True, "xy_distribution": True, "ops": ["norm", "nans"]}
@@ -307,8 +309,16 @@ def test_the_pipelines_group_says_stage_and_mates(tmp_path, group, output):
     net = nn.Linear(4, 2)
     document = {"alert": {"rules": [{"rule_name": "AnomalyNan"}], "dump": True}}
     net.weight.data.fill_(math.nan)
-    attached(tmp_path, net, adam(net), net=net, construction=(group,), **document)
+    run = attached(tmp_path, net, adam(net), net=net, construction=(group,), **document)
     text = (output / "anomaly_detected/rank0/anomaly.json").read_text()
 
     assert '"pp_stage": 0' in text
     assert '"group_mates": [0]' in text
+    assert {0} == {event.pp_stage for record in run.records for event in record.events if event.type == "anomaly"}
+
+
+def test_a_stage_of_a_pipeline_says_itself_which_one_it_is(group):
+    stage = PipelineStage(nn.Linear(4, 2), 0, 1, torch.device("cpu"))
+
+    assert 0 == framework_of(stage).pp_stage
+    assert framework_of(nn.Linear(4, 2)).pp_stage is None
