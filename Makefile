@@ -15,7 +15,7 @@ INDEX = $(BIN)/python -m pip config list | sed -n "s/^[^=]*[.]index-url='\(.*\)'
 UV = UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$$($(INDEX))}" $(BIN)/python -m uv pip install --python $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-examples test-frameworks lint bench generate clean
+.PHONY: help env demo test test-examples test-frameworks test-frameworks-heavy lint bench generate clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -31,8 +31,14 @@ test: $(VENV)/.installed-dev ## run the tests (PYTEST="-k name" for some of them
 test-examples: $(VENV)/.installed-dev ## run every example for a few steps
 	RANKSCOPE_EXAMPLES=1 $(BIN)/python -m pytest tests/examples
 
-test-frameworks: $(VENV)/.installed-dev ## Hugging Face Trainer, Accelerate and Lightning, alone and on two ranks
+test-frameworks: $(VENV)/.installed-dev ## Trainer, Accelerate, Lightning; DeepSpeed and Megatron-Core, which need g++, in .venv-frameworks
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/frameworks
+	$(MAKE) VENV=.venv-frameworks test-frameworks-heavy
+
+# DeepSpeed compiles an operator when it is first used, and it is kept in the environment.
+test-frameworks-heavy: $(VENV)/.installed-heavy
+	PATH="$(CURDIR)/$(BIN):$$PATH" TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VENV)/extensions" OMP_NUM_THREADS=1 \
+		RANKSCOPE_REQUIRE_FRAMEWORKS=1 $(BIN)/python -m pytest tests/frameworks_heavy
 
 lint: $(VENV)/.installed-dev ## formatting, lint rules, types
 	$(BIN)/ruff format --check .
@@ -47,7 +53,7 @@ generate: $(VENV)/.installed-dev ## rewrite what is generated: boards, alert rul
 	$(BIN)/python docs/generate.py
 
 clean: ## remove the environment, caches and the demo's data
-	rm -rf $(VENV) demo-data build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-frameworks demo-data build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # One stamp per set of extras: a second call installs nothing unless the wishes changed.
 # torch comes first and alone, so that a build of it that fits the machine is taken and then never replaced.
@@ -60,4 +66,10 @@ $(VENV)/.torch: constraints.txt
 
 $(VENV)/.installed-%: $(VENV)/.torch pyproject.toml constraints.txt
 	$(UV) -c constraints.txt -e '.[$*]' || $(PIP) -c constraints.txt -e '.[$*]'
+	@touch $@
+
+# DeepSpeed is built here, with the torch that is here and without its operators.
+$(VENV)/.installed-heavy: $(VENV)/.installed-test
+	$(PIP) -c constraints.txt setuptools wheel ninja numpy
+	DS_BUILD_OPS=0 $(PIP) -c constraints.txt --no-build-isolation -e '.[heavy]'
 	@touch $@

@@ -57,8 +57,7 @@ class Hooks:
         self._recorder.install(self)
         self._hook_parameters()
         for optimizer in self._subject.optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self._update_begins))
-            self._handles.append(optimizer.register_step_post_hook(self._updated))
+            self._handles += self._subject.framework.on_update(optimizer, self._update_begins, self._updated)
 
     def remove(self) -> None:
         """Remove every hook that `install` registered."""

@@ -104,14 +104,14 @@ class Monitor:
         framework = framework_of(model)
         place = self._guard.call("pp_group", place_in, pp_group)
         framework.pp_stage = place[0] if place else framework.pp_stage
-        optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
+        given = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
         parameters, targets = named_parameters(framework.module), Targets(self._config.tensors)
         chosen = tuple(item for item in parameters if targets.selects(item.name, *item.aliases))
         mates = find_mates(framework, chosen, groups)
         subject = Subject(
             framework,
             chosen,
-            tuple(_unwrapped(item) for item in optimizers),
+            framework.optimizers(given),
             torch.distributed.get_world_size() if _in_process_group() else 1,
             elsewhere=mates.positions,
         )
@@ -390,13 +390,3 @@ def _whole(name: str, value: Any, *, at_least: int) -> int:
 
 def _in_process_group() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the torch optimizer inside wrappers such as Accelerate's, which have no hooks of their own."""
-    inner = optimizer
-    while not isinstance(inner, torch.optim.Optimizer) or not hasattr(inner, "_optimizer_step_pre_hooks"):
-        if not hasattr(inner, "optimizer"):
-            raise ConfigError(f"{type(optimizer).__name__} is no torch optimizer and wraps none in `.optimizer`")
-        inner = inner.optimizer
-    return inner

@@ -131,8 +131,8 @@ class Recorder:
             if first:  # later optimizers of the same step would see what the earlier ones changed
                 self._note_learning_rates()
                 self._awaits_gradients = computes_gradients
-                if not computes_gradients:
-                    self._each("before_update")
+            if not computes_gradients and (first or self._subject.framework.updates_in_parts):
+                self._each("before_update")
 
     def gradients_computed(self) -> None:
         """The closure of an optimizer has returned; only the first call of a step comes before any change."""
@@ -279,6 +279,6 @@ class Recorder:
             return
         rates: dict[str, Any] = {}
         for optimizer in self._subject.optimizers:
-            for group in optimizer.param_groups:
+            for group in self._subject.framework.groups_of(optimizer):
                 rates[str(len(rates))] = group.get("lr")
         self._draft.learning_rates += take("learning_rate", rates)

@@ -21,10 +21,15 @@ def framework_of(model: Any) -> Framework:
         return model
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
-    candidates = sorted(Framework.__subclasses__(), key=lambda cls: cls.priority, reverse=True)
+    candidates = sorted(_derived(Framework), key=lambda cls: cls.priority, reverse=True)
     if is_stage(model):
         return Pipeline(model, framework_of(model.submod))
     inner = model._modules.get("_orig_mod") or model  # noqa: SLF001 - what torch.compile was given, by its name there
     framework = next(cls(inner) for cls in candidates if cls.matches(inner))
     framework.model = model
     return framework
+
+
+def _derived(cls: type[Framework]) -> list[type[Framework]]:
+    own = cls.__subclasses__()
+    return [*own, *(further for subclass in own for further in _derived(subclass))]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 
 from rankscope_exporter.frameworks.announced import Announced, Removable
 from rankscope_exporter.frameworks.layout import Layout, is_replicated_over, layout_of
-from rankscope_exporter.naming import NamedParameter
+from rankscope_exporter.frameworks.wrapped import unwrapped
+from rankscope_exporter.naming import NamedParameter, local_tensor
 
-__all__ = ["Form", "Framework", "Holder", "Hooking", "Removable"]
+__all__ = ["Form", "Framework", "Holder", "Hooking", "Kept", "Removable"]
 
 
 class Hooking(Protocol):
@@ -52,6 +53,15 @@ class Form:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What an optimizer keeps for one parameter: tensors of its state as they lie on this rank."""
+
+    optimizer: torch.optim.Optimizer
+    group: Mapping[str, Any]
+    state: Mapping[str, Any]
 
 
 class Framework:
@@ -95,6 +105,15 @@ class Framework:
     def layout(self, parameter: torch.Tensor) -> Layout:
         """Return how a parameter, its reduced gradient and its optimizer state lie on the ranks."""
         return layout_of(parameter, Layout("replica" if self.replicated else "full"))
+
+    def form(self, parameter: torch.Tensor) -> Form:
+        """Return the form of what this rank updates of a parameter, and of its optimizer state."""
+        local = local_tensor(parameter)
+        return Form(tuple(local.shape), local.dtype)
+
+    def reduced_form(self, parameter: torch.Tensor) -> Form:
+        """Return the form of this rank's part of a reduced gradient."""
+        return self.form(parameter)
 
     def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
         """Return how this rank's own gradient of `parameter` relates to those of the others."""
@@ -151,7 +170,59 @@ class Framework:
         """Return whether a gradient that `parameter` got in an earlier backward pass has not been dropped since."""
         return parameter.grad is not None
 
+    # What the optimizer works on.
+
+    def optimizers(self, given: Sequence[Any]) -> tuple[torch.optim.Optimizer, ...]:
+        """Return the torch optimizers inside of what the script steps."""
+        return tuple(unwrapped(item) for item in given)
+
+    @property
+    def hands_over_copies(self) -> bool:
+        """Return whether the optimizer gets gradients in other tensors, or changed without a trace in the tensor."""
+        return False
+
+    @property
+    def updates_in_parts(self) -> bool:
+        """Return whether an update may begin several times, each time for the parameters that have a value then."""
+        return False
+
+    def held(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Return what this rank updates of `parameter`; None where it has no part in the update that begins."""
+        return parameter
+
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Return what stands there of the gradient, reduced or clipped, for what this rank updates of `parameter`."""
+        return parameter.grad
+
+    def kept(
+        self, parameters: Sequence[nn.Parameter | None], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> list[Kept | None]:
+        """Return what the optimizers keep for each of `parameters`; None where there is none."""
+        groups = {
+            id(item): (optimizer, group)
+            for optimizer in reversed(optimizers)
+            for group in optimizer.param_groups
+            for item in group["params"]
+        }
+        found = []
+        for parameter in parameters:
+            own = groups.get(id(parameter))
+            state = {} if own is None or parameter is None else own[0].state.get(parameter, {})
+            found.append(None if own is None else Kept(*own, state))
+        return found
+
+    def groups_of(self, optimizer: torch.optim.Optimizer) -> Sequence[Mapping[str, Any]]:
+        """Return all parameter groups of an optimizer that is about to step."""
+        groups: Sequence[Mapping[str, Any]] = optimizer.param_groups
+        return groups
+
     # Where hooks belong.
+
+    def on_update(
+        self, optimizer: torch.optim.Optimizer, begins: Callable[..., Any], updated: Callable[..., None]
+    ) -> list[Removable]:
+        """Have hooks called around each step of `optimizer`, with the signatures that torch gives step hooks."""
+        return [optimizer.register_step_pre_hook(begins), optimizer.register_step_post_hook(updated)]
 
     def install(self, hooking: Hooking) -> None:
         """Register hooks that the framework itself needs; called once."""

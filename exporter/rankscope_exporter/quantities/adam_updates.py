@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Final
 import torch
 
 from rankscope_exporter.deferred import Row
+from rankscope_exporter.frameworks.base import Kept
 from rankscope_exporter.naming import local_tensor
 from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Subject, Table
 
@@ -63,26 +64,14 @@ class AdamUpdates(Quantity):
 
     def after_update(self, table: Table) -> None:
         """Count the elements of every parameter that an Adam has updated."""
-        groups = self._groups()
+        kept = self.subject.framework.kept(self.subject.tensors(), self.subject.optimizers)
         names, counted = [], []
-        for named, parameter in zip(self.subject.parameters, self.subject.tensors(), strict=True):
-            state, group = groups.get(id(parameter), ({}, {}))
-            if "exp_avg" in state and "exp_avg_sq" in state and "step" in state:
+        for named, own in zip(self.subject.parameters, kept, strict=True):
+            if own is not None and _is_adam(own):
                 names.append(named.name)
-                counted.append(_histograms(state, group, self._bins))
+                counted.append(_histograms(own.state, own.group, self._bins))
         if counted:
             table.defer("histograms", torch.stack(counted), lambda numbers: self._rows(names, numbers))
-
-    def _groups(self) -> dict[int, tuple[Mapping[str, Any], Mapping[str, Any]]]:
-        """Return state and group of each parameter that an Adam updates, by identity."""
-        return {
-            id(parameter): (optimizer.state.get(parameter, {}), group)
-            for optimizer in self.subject.optimizers
-            if not isinstance(optimizer, _OTHER_FORMULAS)
-            for group in optimizer.param_groups
-            if "betas" in group and "eps" in group
-            for parameter in group["params"]
-        }
 
     def _rows(self, names: list[str], numbers: torch.Tensor) -> Iterable[Row]:
         for name, of_kinds in zip(names, numbers.tolist(), strict=True):
@@ -96,6 +85,11 @@ class AdamUpdates(Quantity):
                     "nonfinite": nonfinite,
                     "counts": counts,
                 }
+
+
+def _is_adam(kept: Kept) -> bool:
+    known = {"betas", "eps"} <= kept.group.keys() and not isinstance(kept.optimizer, _OTHER_FORMULAS)
+    return known and {"exp_avg", "exp_avg_sq", "step"} <= kept.state.keys()
 
 
 def _histograms(state: Mapping[str, Any], group: Mapping[str, Any], bins: AdamUpdatesOptions) -> torch.Tensor:

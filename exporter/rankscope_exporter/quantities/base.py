@@ -14,7 +14,7 @@ from rankscope_exporter.frameworks import Framework
 from rankscope_exporter.frameworks.base import Holder, Removable
 from rankscope_exporter.frameworks.layout import Layout
 from rankscope_exporter.frameworks.loaded import loaded
-from rankscope_exporter.naming import NamedParameter, local_tensor
+from rankscope_exporter.naming import NamedParameter
 from rankscope_exporter.sampling.ops import chosen_ops
 from rankscope_exporter.sampling.targets import Targets, sentences
 
@@ -272,25 +272,28 @@ class Quantity:
     def after_update(self, table: Table) -> None:
         """An optimizer has stepped."""
 
-    def parameter_entries(self, kind: str, *, local: bool = False) -> list[PlanEntry]:
-        """Return one entry of `kind` for each parameter; `local`: for this rank's own gradient."""
-        return [self.parameter_entry(kind, index, local=local) for index in range(len(self.subject.parameters))]
+    def parameter_entries(self, kind: str, *, local: bool = False, reduced: bool = False) -> list[PlanEntry]:
+        """Return one entry of `kind` for each parameter: of this rank's own gradient, of the reduced one, or others."""
+        count = len(self.subject.parameters)
+        return [self.parameter_entry(kind, index, local=local, reduced=reduced) for index in range(count)]
 
     def parameter_entry(
-        self, kind: str, index: int, *, local: bool = False, micro_step: int | None = None
+        self, kind: str, index: int, *, local: bool = False, reduced: bool = False, micro_step: int | None = None
     ) -> PlanEntry:
         """Return the entry of `kind` for parameter `index`."""
         named, framework = self.subject.parameters[index], self.subject.framework
         layout = self.subject.local_layout(index) if local else framework.layout(named.parameter)
         form = framework.local_form(named.parameter) if local else None
+        if form is None:
+            form = (framework.reduced_form if reduced else framework.form)(named.parameter)
         return PlanEntry(
             kind=kind,
             tensor=named.name,
             micro_step=micro_step,
             placement=layout.placement,
             shard_group=layout.shard_group,
-            dtype=str(form.dtype if form else named.parameter.dtype).removeprefix("torch."),
-            shape=form.shape if form else tuple(local_tensor(named.parameter).shape),
+            dtype=str(form.dtype).removeprefix("torch."),
+            shape=form.shape,
             module=named.module,
             aliases=named.aliases,
         )

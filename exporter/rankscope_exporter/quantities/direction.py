@@ -32,23 +32,21 @@ class Direction(Quantity):
     def before_update(self, table: Table) -> None:
         """Compare signs, all parameters in one transfer."""
         names, agreements = [], []
-        for named, parameter in zip(self.subject.parameters, self.subject.tensors(), strict=True):
-            gradient = None if parameter is None else parameter.grad
-            momentum = None if parameter is None else self._momentum(parameter)
+        framework, parameters = self.subject.framework, self.subject.tensors()
+        kept = framework.kept(parameters, self.subject.optimizers)
+        for named, parameter, own in zip(self.subject.parameters, parameters, kept, strict=True):
+            gradient = None if parameter is None else framework.gradient(parameter)
+            momentum = None if own is None else _momentum(own.state)
             if gradient is not None and momentum is not None and not gradient.is_sparse:
                 names.append(named.name)
                 agreements.append(_agreement(local_tensor(gradient), local_tensor(momentum)))
         if agreements:
             table.defer("features", torch.stack(agreements), lambda numbers: _rows(names, numbers))
 
-    def _momentum(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        for optimizer in self.subject.optimizers:
-            state: Mapping[str, Any] = optimizer.state.get(parameter, {})
-            for key in _MOMENTA:
-                found = state.get(key)
-                if isinstance(found, torch.Tensor):
-                    return found
-        return None
+
+def _momentum(state: Mapping[str, Any]) -> torch.Tensor | None:
+    found = (state.get(key) for key in _MOMENTA)
+    return next((momentum for momentum in found if isinstance(momentum, torch.Tensor)), None)
 
 
 def _agreement(gradient: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ class Gradients(Quantity):
         """Return all `grad_unreduced`, then all `grad_reduced`, then all `grad_clipped`."""
         return [
             *self.parameter_entries(Kind.GRAD_UNREDUCED, local=True),
-            *self.parameter_entries(Kind.GRAD_REDUCED),
+            *self.parameter_entries(Kind.GRAD_REDUCED, reduced=True),
             *self.parameter_entries(Kind.GRAD_CLIPPED),
         ]
 
@@ -64,7 +64,8 @@ class Gradients(Quantity):
             # Accumulation without no_sync(): the sum of reduced micro-batches and a local one is neither kind.
             table.forget(self._unreduced)
         elif self._batched:
-            table.measure(self._gradients(), self._unreduced)
+            own = (None if parameter is None else parameter.grad for parameter in self.subject.tensors())
+            table.measure(list(own), self._unreduced)
 
     def backward_ended(self, table: Table) -> None:
         """Read the reduced gradients; without a reduction they are the local ones."""
@@ -90,13 +91,14 @@ class Gradients(Quantity):
     def _read_clipped(self, gradients: list[torch.Tensor | None], table: Table) -> None:
         pairs = zip(gradients, self._left, strict=True)
         changed = [gradient if _sight(gradient) != left else None for gradient, left in pairs]
-        changed = self._own(gradients if self._changed_unseen is not False else changed)
+        copies = self.subject.framework.hands_over_copies
+        changed = self._own(gradients if copies or self._changed_unseen is not False else changed)
         if all(gradient is None for gradient in changed):
             return
         table.measure(changed, self._clipped)
         # Clipping multiplies by 1 where nothing is too long, which shows in the version and not in the numbers.
         differs = table.forget_equal(self._clipped, self._reduced)
-        if self._changed_unseen is None:
+        if self._changed_unseen is None and not copies:
             unseen = [place for place, pair in enumerate(zip(gradients, self._left, strict=True)) if _same(*pair)]
             table.later(differs[unseen].any(), self._learn)
             self._changed_unseen = True  # until the answer is there
@@ -114,7 +116,8 @@ class Gradients(Quantity):
         ]
 
     def _gradients(self) -> list[torch.Tensor | None]:
-        return [None if parameter is None else parameter.grad for parameter in self.subject.tensors()]
+        gradient = self.subject.framework.gradient
+        return [None if parameter is None else gradient(parameter) for parameter in self.subject.tensors()]
 
 
 def _is_partial(gradient: torch.Tensor | None) -> bool:

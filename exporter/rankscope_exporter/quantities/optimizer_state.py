@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
@@ -62,7 +62,8 @@ class OptimizerState(Quantity):
 
     def after_update(self, table: Table) -> None:
         """Read the state the step left."""
-        states = [self._state_of(parameter) for parameter in self.subject.tensors()]
+        kept = self.subject.framework.kept(self.subject.tensors(), self.subject.optimizers)
+        states: list[Mapping[str, Any]] = [{} if own is None else own.state for own in kept]
         count = len(states)
         for position, (key, _) in enumerate(self._kept):
             rows = range(position * count, (position + 1) * count)
@@ -73,7 +74,7 @@ class OptimizerState(Quantity):
             if found is not None:
                 table.measure([_tensor(states[owner], key) for owner in owners], found)
 
-    def _look_for_more(self, states: list[dict[str, Any]], table: Table) -> None:
+    def _look_for_more(self, states: list[Mapping[str, Any]], table: Table) -> None:
         known = {*self._found, *(key for key, _ in self._kept)}
         for key in dict.fromkeys(key for state in states for key in self._further(state) if key not in known):
             owners = [index for index, state in enumerate(states) if _tensor(state, key) is not None]
@@ -81,7 +82,7 @@ class OptimizerState(Quantity):
             positions = self.subject.owners()
             self._found[key] = owners, table.add(entries, [positions[index] for index in owners])
 
-    def _further(self, state: dict[str, Any]) -> Iterator[str]:
+    def _further(self, state: Mapping[str, Any]) -> Iterator[str]:
         # `step` is a number that Adam keeps as a tensor; whoever wants it names it.
         return (
             key
@@ -98,14 +99,8 @@ class OptimizerState(Quantity):
             entry = replace(entry, placement=self.placement, shard_group=None, shape=shape)
         return replace(entry, dtype=str(value.dtype).removeprefix("torch."))
 
-    def _state_of(self, parameter: torch.nn.Parameter | None) -> dict[str, Any]:
-        if parameter is None:
-            return {}
-        states = (optimizer.state.get(parameter) for optimizer in self.subject.optimizers)
-        return next((state for state in states if state is not None), {})
 
-
-def _tensor(state: dict[str, Any], key: str) -> torch.Tensor | None:
+def _tensor(state: Mapping[str, Any], key: str) -> torch.Tensor | None:
     value = state.get(key)
     return value if isinstance(value, torch.Tensor) else None
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
+
 from rankscope_contract.kinds import Kind
 from rankscope_contract.records import PlanEntry
 from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Subject, Table
@@ -36,8 +38,12 @@ class Parameters(Quantity):
 
     def before_update(self, table: Table) -> None:
         """Read the parameters that the update starts from."""
-        table.measure(self.subject.tensors(), self._before)
+        table.measure(self._held(), self._before)
 
     def after_update(self, table: Table) -> None:
         """Read the parameters that the update produced."""
-        table.measure(self.subject.tensors(), self._after)
+        table.measure(self._held(), self._after)
+
+    def _held(self) -> list[torch.Tensor | None]:
+        held = self.subject.framework.held
+        return [None if parameter is None else held(parameter) for parameter in self.subject.tensors()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,10 +80,23 @@ class Truth:
         return {name: sum(one[name] for one in self.micro[rank]) for name in self.micro[rank][0]}  # type: ignore[misc]
 
 
-def truths(ranks: Sequence[int], micros: int = 1, *, split: bool = False, skipped: Sequence[int] = ()) -> list[Truth]:
-    """Return the truth of each step; `split`: micro-batches are parts of one batch, and their mean is trained on."""
+def truths(
+    ranks: Sequence[int],
+    micros: int = 1,
+    *,
+    split: bool = False,
+    skipped: Sequence[int] = (),
+    clip: Callable[[Gradients], float] = lambda _reduced: CLIP,
+    primed: bool = False,
+) -> list[Truth]:
+    """Return the truth of each step; `split`: micro-batches are parts of one batch, and their mean is trained on.
+
+    `clip` returns what clipping multiplies with; a `primed` optimizer has stepped once before, on zeros.
+    """
     model = Net().double()
     optimizer = torch.optim.Adam(model.parameters(), **ADAM)
+    if primed:
+        _update(model, optimizer, {name: torch.zeros_like(item) for name, item in model.named_parameters()})
     found = []
     for step in range(1, STEPS + 1):
         runs = [[_run(model, data) for data in _batches(rank, step, micros, split=split)] for rank in ranks]
@@ -93,7 +106,8 @@ def truths(ranks: Sequence[int], micros: int = 1, *, split: bool = False, skippe
         reduced = {name: sum(one[name] for one in locals_) / divisor for name in locals_[0]}
         truth.shared = {"grad_reduced": reduced, "param_before": _parameters(model)}
         if step not in skipped:
-            truth.shared["grad_clipped"] = {name: CLIP * gradient for name, gradient in reduced.items()}
+            factor = clip(reduced)
+            truth.shared["grad_clipped"] = {name: factor * gradient for name, gradient in reduced.items()}
             _update(model, optimizer, truth.shared["grad_clipped"])
         truth.shared["param_after"] = _parameters(model)
         for key in ("exp_avg", "exp_avg_sq"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import queue
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -60,7 +61,9 @@ class Outcome:
     """What detach() left behind."""
 
 
-def outcomes(folder: Path, work: Any, names: Sequence[str] = tuple(EVERY)) -> dict[tuple[str, int], Any]:
+def outcomes(
+    folder: Path, work: Any, names: Sequence[str] = tuple(EVERY), *, wait_seconds: float = 120
+) -> dict[tuple[str, int], Any]:
     """Return what `work(rank, store, names, results)` puts, by name and rank; torch is started once."""
     context = mp.get_context("spawn")
     results = context.Queue()
@@ -69,7 +72,7 @@ def outcomes(folder: Path, work: Any, names: Sequence[str] = tuple(EVERY)) -> di
     for worker in workers:
         worker.start()
     try:
-        rows = [results.get(timeout=120) for _ in range(WORLD * len(names))]
+        rows = [_next(results, workers, wait_seconds) for _ in range(WORLD * len(names))]
         for worker in workers:
             worker.join(30)
         assert [0] * WORLD == [worker.exitcode for worker in workers]
@@ -77,6 +80,17 @@ def outcomes(folder: Path, work: Any, names: Sequence[str] = tuple(EVERY)) -> di
         for worker in workers:
             worker.kill()
     return {(name, rank): outcome for name, rank, outcome in rows}
+
+
+def _next(results: Any, workers: Sequence[Any], wait_seconds: float) -> Any:
+    """Return the next result; a worker that failed leaves none."""
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        try:
+            return results.get(timeout=1)
+        except queue.Empty:
+            assert not any(worker.exitcode for worker in workers)
+            assert time.monotonic() < deadline
 
 
 def train_all(rank: int, store: str, names: list[str], results: Any) -> None:

@@ -1,0 +1,133 @@
+"""What a loop owes is there on every rank, and equals the float64 training. Shared by all packages."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from framework_loops import SKIPPED, WORLD
+from framework_owing import ALL, GRADIENTS, LOCAL, NAMES, Owed, check, close, count_of
+from framework_training import STEPS, Truth
+from framework_watching import Found, Outcome
+
+Outcomes = dict[tuple[str, int], Outcome]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeavyOwed(Owed):
+    """What a loop promises, beside what all frameworks may."""
+
+    summed: bool = True
+    """Whether gradients of this rank alone are summed over micro-batches anywhere; each by itself is there anyway."""
+    skipping: bool = False
+    """Whether the second step is skipped."""
+    primed: bool = False
+    """Whether the package has its optimizer step on zeros when it is made, so that the state is there."""
+
+
+def of_kind(found: Outcomes, name: str, kind: str, step: int) -> list[Found]:
+    return [row for rank in range(WORLD) for row in found[name, rank].rows if (str(row.kind), row.step) == (kind, step)]
+
+
+def check_undisturbed(outcome: Outcome) -> None:
+    assert [] == outcome.unequal
+    assert 0 == outcome.faults
+    assert [] == outcome.left
+    assert outcome.hooked
+
+
+def check_kinds(found: Outcomes, name: str, owed: HeavyOwed) -> None:
+    """Every kind is on every rank, at every step; of a step that was skipped, the gradients that made it so."""
+    for rank in range(WORLD):
+        by_step: dict[int, set[str]] = defaultdict(set)
+        for row in found[name, rank].rows:
+            by_step[row.step].add(str(row.kind))
+        for step in range(1, STEPS + 1):
+            skipped = owed.skipping and step == SKIPPED
+            activations = {kind for kind in by_step[step] if kind.startswith("act_")}
+            assert set(GRADIENTS[:2] if skipped else ALL) == by_step[step] - activations, (rank, step)
+            assert {"act_in", "act_out", "act_grad_out"} <= activations
+
+
+def check_own_gradients(found: Outcomes, name: str, owed: HeavyOwed, truths: list[Truth]) -> None:
+    """Each rank's own gradients, of the step and of each micro-batch, are those of its own data."""
+    for step, truth in enumerate(truths, 1):
+        if owed.skipping and step == SKIPPED:
+            continue
+        for micro in (None, *range(owed.micros)):
+            rows = [row for row in of_kind(found, name, LOCAL, step) if row.micro_step == micro]
+            if micro is None and not owed.summed:
+                assert [] == rows
+                continue
+            ranks = range(WORLD) if owed.local == "partial" else [None]
+            for rank in ranks:
+                place = rank or 0
+                own = truth.local(place) if micro is None else truth.micro[place][micro]
+                here = [row for row in rows if rank is None or row in found[name, rank].rows]
+                assert {owed.local} <= {row.placement for row in here} <= {owed.local, "replica"}
+                check(here, own, owed.rel)
+
+
+def check_shared(found: Outcomes, name: str, owed: HeavyOwed, truths: list[Truth]) -> None:
+    """What ranks hold together, or each for itself, is the reduced gradient, the parameter, the moment."""
+    for step, truth in enumerate(truths, 1):
+        if owed.skipping and step == SKIPPED:
+            continue
+        for kind in ALL:
+            if kind != LOCAL:
+                rows = of_kind(found, name, kind, step)
+                assert owed.shared == {row.placement for row in rows}, kind
+                check(rows, truth.shared[kind], owed.rel)
+                if owed.everywhere:
+                    assert {(tensor, WORLD) for tensor in NAMES} == set(count_of(rows).items())
+
+
+def check_shards(found: Outcomes, name: str) -> None:
+    """A shard names the ranks that hold the others, and its shape is that of what is here."""
+    for rank in range(WORLD):
+        for row in found[name, rank].rows:
+            assert ("0,1" if row.placement == "shard" else None) == row.shard_group
+            if row.placement == "shard" and row.kind != LOCAL:
+                assert row.counts["numel"] == _product(row.shape)
+
+
+def check_activations(found: Outcomes, name: str, owed: HeavyOwed, truths: list[Truth]) -> None:
+    """Activations of each rank and micro-batch are those of its own data."""
+    told = 0
+    for rank in range(WORLD):
+        for step, truth in enumerate(truths, 1):
+            rows = [row for row in found[name, rank].rows if row.step == step and row.kind.startswith("act_")]
+            if owed.skipping and step == SKIPPED:
+                continue
+            seen: list[Any] = truth.seen[rank if len(owed.ranks) > 1 else 0]
+            for row in rows:
+                assert row.micro_step is not None
+                close([row], seen[row.micro_step][str(row.kind), row.tensor], owed.rel)
+            told += len(rows)
+    assert told
+
+
+def check_skipped(outcome: Outcome) -> None:
+    rows = [row for row in outcome.rows if row.step == SKIPPED]
+    assert (SKIPPED, "step_skipped") in outcome.events
+    assert {"grad_unreduced", "grad_reduced"} <= {str(row.kind) for row in rows}
+    assert all(row.counts["nans"] + row.counts["infs"] for row in rows if row.kind in GRADIENTS)
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+def require(*packages: str) -> pytest.MarkDecorator:
+    """Skip without the packages; where frameworks are required, let the tests fail by what is missing."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    required = bool(os.environ.get("RANKSCOPE_REQUIRE_FRAMEWORKS"))
+    reason = f"make test-frameworks (not installed: {', '.join(missing)})"
+    return pytest.mark.skipif(bool(missing) and not required, reason=reason)

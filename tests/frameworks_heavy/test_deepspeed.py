@@ -1,0 +1,113 @@
+"""What DeepSpeed owes in every stage of ZeRO, on two ranks, beside a float64 training that nothing wraps.
+
+`make test-frameworks` installs it; without it the tests are skipped.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests are imported by path
+sys.path.insert(0, str(Path(__file__).parents[1] / "exporter" / "frameworks"))
+
+import heavy_clipping
+from framework_loops import SKIPPED, WORLD
+from framework_owing import SHARD
+from framework_training import Truth, truths
+from framework_watching import Outcome, outcomes
+from heavy_checks import (
+    HeavyOwed,
+    check_activations,
+    check_kinds,
+    check_own_gradients,
+    check_shards,
+    check_shared,
+    check_skipped,
+    check_undisturbed,
+    require,
+)
+from heavy_watching import train_all
+
+pytestmark = [
+    pytest.mark.timeout(900),  # the first test waits for all the training, and for DeepSpeed to compile an operator
+    require("deepspeed"),
+]
+
+ROUGH = 0.1  # bfloat16 has 8 bits, and sums cancel
+# A rank's flat part holds some tensors and not others.
+FLAT = HeavyOwed(shared=SHARD, everywhere=False)
+OWED = {
+    "zero 0": HeavyOwed(),
+    "zero 0, accumulating": HeavyOwed(micros=2),
+    "zero 0, bfloat16": HeavyOwed(rel=ROUGH, primed=True),
+    "zero 1": FLAT,
+    "zero 1, accumulating": HeavyOwed(shared=SHARD, everywhere=False, micros=2),
+    "zero 1, two groups": FLAT,
+    "zero 1, bfloat16 summed in float32": HeavyOwed(shared=SHARD, everywhere=False, micros=2, rel=ROUGH),
+    "zero 1, infinite": HeavyOwed(shared=SHARD, everywhere=False, skipping=True),
+    "zero 2": FLAT,
+    "zero 2, accumulating": HeavyOwed(shared=SHARD, everywhere=False, micros=2, summed=False),
+    "zero 2, small buckets": FLAT,
+    "zero 2, bfloat16": HeavyOwed(shared=SHARD, everywhere=False, rel=ROUGH),
+    "zero 2, offloaded": FLAT,
+    "zero 2, infinite": HeavyOwed(shared=SHARD, everywhere=False, skipping=True),
+    "zero 3": FLAT,
+    "zero 3, accumulating": HeavyOwed(shared=SHARD, everywhere=False, micros=2, summed=False),
+    "zero 3, sub-groups": FLAT,
+    "zero 3, bfloat16": HeavyOwed(shared=SHARD, everywhere=False, rel=ROUGH),
+    "zero 3, offloaded": FLAT,
+    "zero 3, infinite": HeavyOwed(shared=SHARD, everywhere=False, skipping=True),
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Outcome]:
+    work = functools.partial(train_all, loops="deepspeed_loops")
+    return outcomes(tmp_path_factory.mktemp("deepspeed"), work, tuple(OWED), wait_seconds=600)
+
+
+@functools.cache
+def truth_of(owed: HeavyOwed) -> list[Truth]:
+    skipped = (SKIPPED,) if owed.skipping else ()
+    return truths(owed.ranks, owed.micros, skipped=skipped, clip=heavy_clipping.deepspeed, primed=owed.primed)
+
+
+@pytest.mark.parametrize("name", OWED)
+def test_training_is_bit_identical_and_without_a_fault(name, found):
+    for rank in range(WORLD):
+        check_undisturbed(found[name, rank])
+
+
+@pytest.mark.parametrize("name", OWED)
+def test_every_kind_is_on_every_rank_for_every_step(name, found):
+    check_kinds(found, name, OWED[name])
+
+
+@pytest.mark.parametrize("name", OWED)
+def test_own_gradients_of_each_rank_and_micro_batch_equal_the_reference(name, found):
+    check_own_gradients(found, name, OWED[name], truth_of(OWED[name]))
+
+
+@pytest.mark.parametrize("name", OWED)
+def test_what_ranks_hold_together_equals_the_reference(name, found):
+    check_shared(found, name, OWED[name], truth_of(OWED[name]))
+
+
+@pytest.mark.parametrize("name", OWED)
+def test_a_shard_names_the_ranks_that_hold_the_others(name, found):
+    check_shards(found, name)
+
+
+@pytest.mark.parametrize("name", OWED)
+def test_activations_of_each_rank_and_micro_batch_equal_the_reference(name, found):
+    check_activations(found, name, OWED[name], truth_of(OWED[name]))
+
+
+@pytest.mark.parametrize("name", [name for name, owed in OWED.items() if owed.skipping])
+def test_a_step_that_is_skipped_is_there_with_the_gradients_that_made_it_so(name, found):
+    for rank in range(WORLD):
+        check_skipped(found[name, rank])
