@@ -11,6 +11,11 @@ import pyarrow.compute as pc
 from rankscope_contract.msprobe.layout import MICRO_STEP_FAMILIES, OPS, OTHER, TENSOR_COLUMNS
 from rankscope_exporter.sinks.families import FEATURE_COLUMNS, FamilyRows, FeatureRow
 
+_COMMA: Final = pa.scalar(",", pa.string())
+_EMPTY: Final = pa.scalar("", pa.string())
+_NAN: Final = pa.scalar("nan", pa.string())
+_BRACKETS: Final = (pa.scalar("[", pa.string()), pa.scalar("]", pa.string()))
+
 KEYS: Final = ("vpp_stage", "name", "step")
 
 
@@ -22,12 +27,11 @@ def header(columns: Sequence[str], *, micro_steps: bool) -> str:
 class TensorLines:
     """The lines of one family of a plan; what does not change with the step is made once."""
 
-    def __init__(self, rows: FamilyRows, ops: Sequence[str], digits: int | None) -> None:
+    def __init__(self, rows: FamilyRows, ops: Sequence[str]) -> None:
         self.rows = rows
         micro_steps = rows.family in MICRO_STEP_FAMILIES or rows.has_micro_steps
         self.header = header((*ops, *TENSOR_COLUMNS[len(OPS) :]), micro_steps=micro_steps)
         self._ops = ops
-        self._digits = digits
         self._positions = pa.array(rows.positions, pa.int64())
         self._first = pa.array([f"{vpp},{quoted(name)}" for vpp, name, _ in rows.keys], pa.string())
         self._micro = pa.array([str(micro) for _, _, micro in rows.keys], pa.string()) if micro_steps else None
@@ -35,9 +39,9 @@ class TensorLines:
         self._shape = pa.array([quoted(shape) for _, shape, _ in rows.described], pa.string())
         self._dtype = pa.array([quoted(dtype) for _, _, dtype in rows.described], pa.string())
 
-    def at(self, step: int, columns: Mapping[str, pa.Array]) -> str:
+    def at(self, step: int, numel: pa.Int64Array, printed: Mapping[str, pa.StringArray]) -> str:
         """Return the lines at the tool's `step`, of the columns of all the plan; empty where nothing is there."""
-        places = self.rows.there(columns["numel"])
+        places = self.rows.there(numel)
         if not len(places):
             return ""
         whole = len(places) == len(self._first)
@@ -46,17 +50,17 @@ class TensorLines:
         ]
         first, micro, dtype = mine
         positions = self._positions if whole else self._positions.take(places)
-        numel = columns["numel"].take(positions)
-        parts = [first, pa.scalar(str(step)), *(() if micro is None else (micro,))]
-        parts += [texts(columns[op].take(positions), self._digits) for op in self._ops]
-        return _lines([*parts, self._shapes(places, numel), dtype])
+        parts = [first, pa.scalar(str(step), pa.string()), *(() if micro is None else (micro,))]
+        parts += [printed[op].take(positions) for op in self._ops]
+        return _lines([*parts, self._shapes(places, numel.take(positions)), dtype])
 
     def _shapes(self, places: pa.Int64Array, numel: pa.Int64Array) -> pa.StringArray:
         """Return the shapes; one that does not fit (another batch) would tell a wrong number of elements."""
         shape, fits = self._shape.take(places), pc.equal(self._numel.take(places), numel)
         if pc.all(fits).as_py():
             return shape
-        flat = pc.binary_join_element_wise(pa.scalar("["), numel.cast(pa.string()), pa.scalar("]"), "")
+        opened, closed = _BRACKETS
+        flat = pc.binary_join_element_wise(opened, numel.cast(pa.string()), closed, _EMPTY)
         return pc.if_else(fits, shape, flat)
 
 
@@ -71,7 +75,7 @@ def feature_lines(family: str, rows: Sequence[FeatureRow], step: int, ops: Seque
     parts = [
         pa.array([str(row.vpp_stage) for row in rows], pa.string()),
         pa.array([quoted(row.name) for row in rows], pa.string()),
-        pa.scalar(str(step)),
+        pa.scalar(str(step), pa.string()),
     ]
     if family in MICRO_STEP_FAMILIES:
         parts.append(pa.array([str(row.micro_step) for row in rows], pa.string()))
@@ -87,14 +91,16 @@ def feature_lines(family: str, rows: Sequence[FeatureRow], step: int, ops: Seque
 def _as_statistics(value: pa.FloatArray, ops: Sequence[str], digits: int | None) -> list[pa.Array]:
     """Return what the tool writes for one number: it passes it through every statistic."""
     text = texts(value, digits)
-    constant = {"nans": pa.scalar("0"), "zeros": pc.if_else(pc.equal(value, 0.0), "1.0", "0.0")}
-    return [*(constant.get(op, text) for op in ops), pa.scalar("[]"), pa.scalar("torch.float32")]
+    none, all_, zero = (pa.scalar(text, pa.string()) for text in ("0.0", "1.0", "0"))
+    constant = {"nans": zero, "zeros": pc.if_else(pc.equal(value, pa.scalar(0.0, pa.float32())), all_, none)}
+    described = (pa.scalar(text, pa.string()) for text in ("[]", "torch.float32"))
+    return [*(constant.get(op, text) for op in ops), *described]
 
 
 def texts(numbers: pa.Array, digits: int | None) -> pa.StringArray:
     """Return numbers as the shortest text that reads back to the very number, or with so many decimals at most."""
     if pa.types.is_integer(numbers.type):
-        return pc.fill_null(numbers.cast(pa.string()), "nan")
+        return pc.fill_null(numbers.cast(pa.string()), _NAN)
     if digits is not None:
         numbers = pc.round(numbers.cast(pa.float64()), digits)
     return pc.replace_substring_regex(numbers.cast(pa.string()), r"^(-?\d+)$", r"\1.0")
@@ -106,5 +112,5 @@ def quoted(cell: str) -> str:
 
 
 def _lines(parts: Sequence[pa.Array | pa.Scalar]) -> str:
-    lines = pc.binary_join_element_wise(*parts, ",")
+    lines = pc.binary_join_element_wise(*parts, _COMMA)
     return "\n".join(lines.to_pylist()) + "\n"

@@ -18,7 +18,7 @@ from rankscope_contract.msprobe.layout import OPS, file_name, folder_name, neutr
 from rankscope_exporter.record import Statistics, StepRecord
 from rankscope_exporter.sinks import output, writing
 from rankscope_exporter.sinks.base import Sink
-from rankscope_exporter.sinks.csv_lines import TensorLines, feature_header, feature_lines, quoted
+from rankscope_exporter.sinks.csv_lines import TensorLines, feature_header, feature_lines, quoted, texts
 from rankscope_exporter.sinks.families import columns_of, family_rows, feature_rows
 
 STACKS_FILE: Final = "stack_info.csv"
@@ -93,9 +93,10 @@ class Csv(Sink):
         """Yield each family's name, step, header and lines."""
         if record.statistics is not None:
             columns = columns_of(record.statistics)
+            printed = {op: texts(columns[op], self._options.digits) for op in self._options.ops}
             for lines in self._lines_of(record.statistics):
                 step = their_step(lines.rows.kind, ours, first)
-                yield lines.rows.family, step, lines.header, lines.at(step, columns)
+                yield lines.rows.family, step, lines.header, lines.at(step, columns["numel"], printed)
         for family, rows in feature_rows(record.features, self._shown).items():
             step, ops = their_step(None, ours, first), self._options.ops
             yield (
@@ -109,7 +110,7 @@ class Csv(Sink):
         if statistics.plan.hash != self._plan or statistics.ops is not self._published:
             families = family_rows(statistics.plan.plan.entries, self._shown, statistics.ops)
             chosen = [(rows, [op for op in self._options.ops if op in rows.ops]) for rows in families]
-            self._lines = [TensorLines(rows, ops, self._options.digits) for rows, ops in chosen if ops]
+            self._lines = [TensorLines(rows, ops) for rows, ops in chosen if ops]
             self._plan, self._published = statistics.plan.hash, statistics.ops
         return self._lines
 

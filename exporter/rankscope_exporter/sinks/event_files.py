@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import struct
+import sys
+from array import array
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -94,11 +96,25 @@ def _crc_function() -> Callable[[bytes], int]:
 
 
 def crc32c(data: bytes) -> int:
-    """Return CRC-32C of `data`."""
-    table, crc = _table(), 0xFFFFFFFF
-    for octet in data:
+    """Return CRC-32C of `data`, four octets at a time."""
+    low, high = _pair_tables()
+    crc = 0xFFFFFFFF
+    for word in memoryview(data[: len(data) & ~3]).cast("I") if sys.byteorder == "little" else ():
+        crc ^= word
+        crc = high[crc & 0xFFFF] ^ low[crc >> 16]
+    table = _table()
+    for octet in data[len(data) & ~3 :] if sys.byteorder == "little" else data:
         crc = table[(crc ^ octet) & 0xFF] ^ (crc >> 8)
     return crc ^ 0xFFFFFFFF
+
+
+@functools.cache
+def _pair_tables() -> tuple[array[int], array[int]]:
+    """Return what each two octets become after two and after four octets."""
+    table = _table()
+    two = [table[table[pair & 0xFF] & 0xFF ^ pair >> 8] ^ table[pair & 0xFF] >> 8 for pair in range(1 << 16)]
+    four = (two[crc & 0xFFFF] ^ crc >> 16 for crc in two)
+    return array("I", two), array("I", four)
 
 
 @functools.cache

@@ -40,6 +40,14 @@ _FAMILY_OF: Final = {str(kind): family for family, kinds in TENSOR_FAMILIES.item
 _FAMILY_OF_FEATURE: Final = {kind: family for family, columns in FEATURE_COLUMNS.items() for kind in columns.values()}
 _OF_MODULES: Final = (Kind.ACT_IN, Kind.ACT_OUT, Kind.ACT_GRAD_IN, Kind.ACT_GRAD_OUT)
 
+# Typed, since Arrow looks for pandas and dateutil whenever it has to guess a type, at half a millisecond a step.
+_NONE: Final = pa.scalar(0, pa.int64())
+_NOTHING: Final = pa.scalar(0.0, pa.float32())
+_NAN: Final = pa.scalar(math.nan, pa.float32())
+_INF: Final = pa.scalar(math.inf, pa.float32())
+_UNKNOWN: Final = pa.scalar(math.nan, pa.float64())
+_FALSE: Final = pa.scalar(False, pa.bool_())
+
 Shown = Callable[[str, bool], str]
 """Returns how a tensor or module is called in the output; True for a module."""
 
@@ -127,17 +135,16 @@ def columns_of(statistics: Statistics) -> dict[str, pa.Array]:
     size = len(statistics.plan.plan.entries)
     counts = {op: statistics.counts.slice(COUNT_OPS.index(op) * size, size) for op in COUNT_OPS}
     values = {op: statistics.values.slice(WIRE_VALUE_OPS.index(op) * size, size) for op in VALUE_OPS}
-    nan, infinite = pa.scalar(math.nan, pa.float32()), pa.scalar(math.inf, pa.float32())
     measured = statistics.counts if statistics.measured is None else statistics.measured
     seen = {op: measured.slice(COUNT_OPS.index(op) * size, size) for op in ("nans", "infs")}
-    has_nan, has_inf = (pc.fill_null(pc.greater(seen[op], 0), False) for op in ("nans", "infs"))
+    has_nan, has_inf = (pc.fill_null(pc.greater(seen[op], _NONE), _FALSE) for op in ("nans", "infs"))
     spoilt = pc.or_(has_nan, has_inf)
-    known = {op: pc.fill_null(pc.if_else(spoilt, nan, values[op]), nan) for op in VALUE_OPS}
-    norm = pc.if_else(pc.equal(counts["numel"], 0), pa.scalar(0.0, pa.float32()), values["norm"])
-    norm = pc.if_else(has_nan, nan, pc.if_else(has_inf, infinite, norm))
+    known = {op: pc.fill_null(pc.if_else(spoilt, _NAN, values[op]), _NAN) for op in VALUE_OPS}
+    norm = pc.if_else(pc.equal(counts["numel"], _NONE), _NOTHING, values["norm"])
+    norm = pc.if_else(has_nan, _NAN, pc.if_else(has_inf, _INF, norm))
     share = pc.divide(counts["zeros"].cast(pa.float64()), counts["numel"].cast(pa.float64()))  # of nothing: 0 / 0
-    others = {"nans": counts["nans"], "zeros": pc.fill_null(share, math.nan), "numel": counts["numel"]}
-    return {**known, "norm": pc.fill_null(norm, nan), **others}
+    others = {"nans": counts["nans"], "zeros": pc.fill_null(share, _UNKNOWN), "numel": counts["numel"]}
+    return {**known, "norm": pc.fill_null(norm, _NAN), **others}
 
 
 @dataclass(frozen=True, slots=True)
