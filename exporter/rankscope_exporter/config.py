@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -16,6 +15,7 @@ from rankscope_contract.kinds import Kind
 from rankscope_contract.rules import AnomalyRule, rule_from_config
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_exporter.checks import check_keys, listed
 from rankscope_exporter.errors import ConfigError
 from rankscope_exporter.msprobe.json_comments import without_comments
 from rankscope_exporter.msprobe.settings import is_of_the_tool, translated
@@ -106,7 +106,7 @@ class MonitorConfig:
 
     def __post_init__(self) -> None:
         for name in ("quantities", "tensors", "rules", "stop_signals", "ops", "remarks"):
-            object.__setattr__(self, name, _listed(name, getattr(self, name), str if name != "rules" else object))
+            object.__setattr__(self, name, listed(name, getattr(self, name), str if name != "rules" else object))
         self._check_types()
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ConfigError(f"every is a number of steps from 1 on, not {self.every!r}")
@@ -186,7 +186,7 @@ class MonitorConfig:
         if not isinstance(settings, Mapping):
             raise ConfigError(f"options.{name} is a table of settings, not {settings!r}")
         known = {item.name for item in fields(quantity_class.options_class)}
-        _check_keys(dict(settings), known, f"options.{name}.")
+        check_keys(dict(settings), known, f"options.{name}.")
         if settings.get("ops") is not None and not quantity_class.measures_tensors:
             raise ConfigError(f"options.{name}.ops has no effect: {name} has no statistics of tensors")
         try:
@@ -207,7 +207,7 @@ class MonitorConfig:
         settings = self.sinks[sink.name]
         if not isinstance(settings, Mapping):
             raise ConfigError(f"sinks.{sink.name} is a table of settings, not {settings!r}; write {{}} for none")
-        _check_keys(dict(settings), {item.name for item in fields(sink.options_class)}, f"sinks.{sink.name}.")
+        check_keys(dict(settings), {item.name for item in fields(sink.options_class)}, f"sinks.{sink.name}.")
         try:
             return sink.options_class(**settings)
         except ValueError as error:
@@ -223,14 +223,14 @@ class MonitorConfig:
     def from_mapping(cls, settings: Mapping[str, Any]) -> MonitorConfig:
         """Return the configuration of a parsed JSON or TOML document; unknown keys are named with the nearest one."""
         values = in_our_words(settings)
-        _check_keys(values, setting_names(), "")
+        check_keys(values, setting_names(), "")
         if "rules" in values:
-            values["rules"] = tuple(_rule(entry) for entry in _listed("rules", values["rules"], object))
+            values["rules"] = tuple(_rule(entry) for entry in listed("rules", values["rules"], object))
         if "serve" in values:
             if not isinstance(values["serve"], Mapping):
                 raise ConfigError(f"serve is a table of settings, not {values['serve']!r}")
             serve = dict(values["serve"])
-            _check_keys(serve, {item.name for item in fields(ServeConfig)}, "serve.")
+            check_keys(serve, {item.name for item in fields(ServeConfig)}, "serve.")
             values["serve"] = ServeConfig(**serve)
         return cls(**values)
 
@@ -291,18 +291,6 @@ def _seconds(text: str | None, default: float) -> float:
         raise ConfigError(f"{_HANG_VARIABLE} is {text!r}: give seconds, or 0 to watch nothing") from None
 
 
-def _listed(name: str, value: Any, of: type) -> tuple[Any, ...]:
-    if isinstance(value, str) or not isinstance(value, Iterable) or isinstance(value, Mapping):
-        raise ConfigError(
-            f"{name} is a list, not {value!r}" + (f": write [{value!r}]" if isinstance(value, str) else "")
-        )
-    items = tuple(value)
-    for item in items:
-        if not isinstance(item, of):
-            raise ConfigError(f"{name} is a list of names, and {item!r} is none")
-    return items
-
-
 def _rule(entry: Any) -> AnomalyRule:
     if isinstance(entry, AnomalyRule):
         return entry
@@ -312,11 +300,3 @@ def _rule(entry: Any) -> AnomalyRule:
         return rule_from_config(entry)
     except ValueError as error:
         raise ConfigError(f"rules: {error}") from error
-
-
-def _check_keys(settings: Mapping[str, Any], known: set[str], prefix: str) -> None:
-    for key in settings:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f" Did you mean {prefix}{near[0]}?" if near else ""
-            raise ConfigError(f"unknown setting {prefix}{key}; there are {', '.join(sorted(known))}.{hint}")

@@ -321,6 +321,7 @@ class Monitor:
         """Return the statistics of `kinds` (all without any) that the step under way has so far, else the last ones.
 
         Waits for the device: for a decision that cannot wait for the next step. All statistics, whatever `ops` says.
+        For the training thread.
         """
         session = self._session
         rows = None if session is None else self._guard.call("current()", session.current, kinds)

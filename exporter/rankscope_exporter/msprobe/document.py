@@ -6,12 +6,12 @@ configuration that silently means something else costs a training run.
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Self
 
+from rankscope_exporter.checks import check_keys
 from rankscope_exporter.errors import ConfigError
 
 FORMATS: Final = ("csv", "tensorboard", "api")
@@ -118,16 +118,6 @@ class ToolSettings:
 
 KEYS: Final = tuple(item.name for item in fields(ToolSettings))
 """Every key of the tool's configuration."""
-
-
-def check_keys(settings: Iterable[str], known: Iterable[str], prefix: str = "") -> None:
-    """Raise ConfigError for a key that is not `known`, naming the nearest."""
-    names = list(known)
-    for key in settings:
-        if key not in names:
-            near = difflib.get_close_matches(key, names, n=1)
-            hint = f" Did you mean {prefix}{near[0]}?" if near else ""
-            raise ConfigError(f"unknown setting {prefix}{key}; there are {', '.join(sorted(names))}.{hint}")
 
 
 def _expect(right: bool, name: str, what: str, value: Any) -> None:  # noqa: FBT001 - reads as a sentence

@@ -10,9 +10,10 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from rankscope_contract.msprobe.layout import OPS
+from rankscope_exporter.checks import check_keys
 from rankscope_exporter.errors import ConfigError
 from rankscope_exporter.msprobe.alerts import rules_of
-from rankscope_exporter.msprobe.document import KEYS, WITHOUT_END, ToolSettings, check_keys
+from rankscope_exporter.msprobe.document import KEYS, WITHOUT_END, ToolSettings
 from rankscope_exporter.msprobe.targets import module_pattern, parameter_pattern
 
 Options = dict[str, dict[str, Any]]
@@ -39,9 +40,12 @@ _BY_PARAMETER: Final = {
 
 
 def is_of_the_tool(settings: Mapping[str, Any], ours: Collection[str]) -> bool:
-    """Return whether `settings` are the tool's: a key is one of its alone, or looks more like one than like `ours`."""
+    """Return whether `settings` are the tool's: a key is one of its alone, or is misspelt and meant to be one."""
     unknown = [key for key in settings if key not in ours]
-    return any(key in KEYS or (_near(key, KEYS) > _near(key, ours)) for key in unknown)
+    if any(key in KEYS for key in unknown):
+        return True
+    plainly_ours = any(key in _ITS_WORD for key in settings)
+    return not plainly_ours and any(_near(key, KEYS) > _near(key, ours) for key in unknown)
 
 
 def translated(settings: Mapping[str, Any], ours: Collection[str]) -> dict[str, Any]:
@@ -51,7 +55,9 @@ def translated(settings: Mapping[str, Any], ours: Collection[str]) -> dict[str, 
     """
     for key, word in _ITS_WORD.items():
         if key in settings:
-            raise ConfigError(f"{key} cannot stand in a configuration of msprobe's monitor, where {word} says that")
+            its = next((name for name in settings if name in KEYS and name not in ours), None)
+            where = "" if its is None else f" beside {its}"
+            raise ConfigError(f"{key} cannot stand{where}: in a configuration of msprobe's monitor {word} says that")
     check_keys(settings, {*KEYS, *(name for name in ours if name not in _ITS_WORD)})
     beside = {key: value for key, value in settings.items() if key not in KEYS}
     tool = ToolSettings.of({key: value for key, value in settings.items() if key in KEYS and value is not None})
@@ -87,6 +93,8 @@ def _options(tool: ToolSettings) -> Options:
         chosen |= _features(tool)
     if tool.print_struct or tool.stack_info:
         chosen["structure"] = {"stacks": tool.stack_info, "print_struct": tool.print_struct}
+        if not tool.collect_times:  # else one step is enough
+            chosen["structure"]["times"] = 0
     return {quantity: {**told, **_when_and_where(tool)} for quantity, told in chosen.items()}
 
 

@@ -171,6 +171,7 @@ def test_step_interval_measures_every_nth_step_from_start_step_on(trained):
 def test_collect_times_ends_measuring(trained):
     assert [2, 3] == trained({"steps": 5}, wg_distribution=True, start_step=1, collect_times=2).steps()
     assert [] == trained(wg_distribution=True, collect_times=0).steps()
+    assert [] == trained(stack_info=True, collect_times=0).dataset("modules")
     assert [1, 2] == trained(wg_distribution=True, collect_times=100_000_000).steps()
 
 

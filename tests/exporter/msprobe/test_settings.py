@@ -119,8 +119,9 @@ def test_rules_keep_their_order_and_have_names_of_their_own() -> None:
     [
         ({"wg_distributon": True}, "unknown setting wg_distributon.*Did you mean wg_distribution?"),
         ({"xy_distribution": True, "all_xyz": True}, "Did you mean all_xy?"),
-        ({"wg_distribution": True, "every": 2}, "every cannot stand .* where step_interval says that"),
-        ({"wg_distribution": True, "quantities": ["gradients"]}, "quantities cannot stand"),
+        ({"wg_distribution": True, "every": 2}, "every cannot stand beside wg_distribution: .* step_interval"),
+        ({"wg_distribution": True, "quantities": ["gradients"]}, "quantities cannot stand beside wg_distribution"),
+        ({"quantities": ["gradients"], "target": ["a"]}, "unknown setting target; there are"),
         ({"wg_distribution": 1}, "wg_distribution is true or false, not 1"),
         ({"targets": ["a"]}, 'targets is a table such as {"layers.0"'),
         ({"targets": {"a": "tensor"}}, "targets is a table such as"),

@@ -74,10 +74,12 @@ def test_dynamic_on_switches_and_the_end_is_written_into_the_file(tmp_path, atta
     training.train(4)
     run = training.finish()
     text = path.read_text()
+    told = [json.loads(e.details) for r in run.records for e in r.events if e.type == "switch" and e.details]
 
     assert {"act_out"} == run.kinds()
     assert [4, 5] == run.steps()
     assert 0 == run.faults
+    assert [[], []] == [event["needs_restart"] for event in told]
     assert text.startswith(COMMENT), "the comment is as it was"
     assert json.loads(without_comments(text))["dynamic_on"] is False
 

@@ -1,0 +1,31 @@
+"""Checks of settings that several configurations share. Pure."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from rankscope_exporter.errors import ConfigError
+
+
+def listed(name: str, value: Any, of: type) -> tuple[Any, ...]:
+    """Return the items of the list `value`, each of type `of`. Raises ConfigError naming the setting."""
+    if isinstance(value, str) or not isinstance(value, Iterable) or isinstance(value, Mapping):
+        raise ConfigError(
+            f"{name} is a list, not {value!r}" + (f": write [{value!r}]" if isinstance(value, str) else "")
+        )
+    items = tuple(value)
+    for item in items:
+        if not isinstance(item, of):
+            raise ConfigError(f"{name} is a list of names, and {item!r} is none")
+    return items
+
+
+def check_keys(settings: Iterable[str], known: Collection[str], prefix: str = "") -> None:
+    """Raise ConfigError for a key that is not `known`, naming the nearest."""
+    for key in settings:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f" Did you mean {prefix}{near[0]}?" if near else ""
+            raise ConfigError(f"unknown setting {prefix}{key}; there are {', '.join(sorted(known))}.{hint}")
