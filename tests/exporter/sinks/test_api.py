@@ -79,7 +79,7 @@ def test_threads_may_ask_while_rows_arrive():
 
 def test_a_training_is_asked_for_its_gradients(eventually):
     """The rows are those of the record: beside the channel, not instead of it."""
-    config = MonitorConfig(console=False, exit_wait_seconds=0, sinks={"api": {"steps": 2}})
+    config = MonitorConfig(console=False, exit_wait_seconds=60, sinks={"api": {"steps": 2}})
     net = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with Monitor(config).attach(net, optimizer) as monitor:

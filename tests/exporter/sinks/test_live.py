@@ -47,10 +47,10 @@ def steps() -> Iterator[torch.Tensor]:
 
 @pytest.fixture
 def config(tmp_path: Path, quiet: MonitorConfig) -> MonitorConfig:
-    """Return a configuration with every quantity and all sinks."""
+    """Return a configuration with every quantity and all sinks, which has time for the last step on a busy machine."""
     folder = {"folder": str(tmp_path / "out")}
     sinks = {"csv": {**folder, "steps_per_file": 2}, "tensorboard": folder, "api": {}}
-    return replace(quiet, quantities=QUANTITIES, sinks=sinks)
+    return replace(quiet, quantities=QUANTITIES, sinks=sinks, exit_wait_seconds=60)
 
 
 def test_training_is_bit_identical_with_all_sinks(config):
@@ -115,11 +115,11 @@ def test_a_folder_in_which_nothing_can_be_made_costs_neither_training_nor_channe
     assert monitor.sink("api").steps(), "another sink has its rows"  # type: ignore[union-attr]  # it is there
 
 
-def test_columns_are_what_is_published_and_a_nan_that_is_not_counted_still_shows(quiet, tmp_path):
+def test_columns_are_what_is_published_and_a_nan_that_is_not_counted_still_shows(config, tmp_path):
     """The norm of finite elements alone, which the store gets, would hide it from who reads the file."""
     sinks = {"csv": {"folder": str(tmp_path)}}
     options = {"gradients": {"ops": ["max", "norm"]}}
-    config = replace(quiet, quantities=("gradients", "parameters"), options=options, sinks=sinks)
+    config = replace(config, quantities=("gradients", "parameters"), options=options, sinks=sinks)
     net, optimizer = make()
     with Monitor(config).attach(net, optimizer):
         optimizer.zero_grad()
