@@ -90,7 +90,7 @@ class Service:
             )
         self.wait_for(lambda: self.get("/healthz"))
 
-    def wait_for(self, condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+    def wait_for(self, condition: Callable[[], Any], seconds: float = 150.0) -> Any:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             assert self.process is not None

@@ -95,7 +95,7 @@ def host(tmp_path: Path, parent: subprocess.Popen[bytes]) -> Iterator[Host]:
     made.end()
 
 
-def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+def until(condition: Callable[[], Any], seconds: float = 90.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s"

@@ -2,15 +2,18 @@
 
     torchrun --nproc-per-node 2 tiny_training.py FOLDER STEPS SECONDS_PER_STEP
 
-Each rank writes `FOLDER/reference-<rank>.jsonl`: what every stored row must say, computed without Rankscope.
+With STEPS = 0 it trains until there is a file `FOLDER/stop`. Each rank writes `FOLDER/reference-<rank>.jsonl`: what every
+stored row must say, computed without Rankscope.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,16 @@ def statistics(tensor: torch.Tensor) -> dict[str, Any]:
     }
 
 
+def until_told(stop: Path) -> Iterator[int]:
+    """Count the steps; all ranks end at the same one."""
+    for step in itertools.count(1):
+        told = torch.tensor(stop.exists())
+        dist.broadcast(told, 0)
+        if told:
+            return
+        yield step
+
+
 def main() -> None:
     folder, steps, pause = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     dist.init_process_group("gloo")
@@ -75,7 +88,8 @@ def main() -> None:
     ddp = DistributedDataParallel(net, find_unused_parameters=True)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(rank)
-    monitor = rankscope.Monitor(rankscope.MonitorConfig(console=False), total_steps=steps)
+    config = rankscope.MonitorConfig(console=False, exit_wait_seconds=60.0)  # the service may be starting just then
+    monitor = rankscope.Monitor(config, total_steps=steps or None)
     with (folder / f"reference-{rank}.jsonl").open("w") as reference, monitor.attach(ddp, optimizer):
 
         def note(kind: str, tensors: dict[str, torch.Tensor | None]) -> None:
@@ -84,7 +98,7 @@ def main() -> None:
                     row = {"step": step, "kind": kind, "tensor": name, **statistics(tensor)}
                     reference.write(json.dumps(row) + "\n")
 
-        for step in range(1, steps + 1):
+        for step in range(1, steps + 1) if steps else until_told(folder / "stop"):
             local.clear()
             loss = ddp(torch.randn(16, 24, generator=generator), step).square().mean()
             loss.backward()

@@ -75,7 +75,7 @@ class Reader:
             yield Row(record["step"], entry.kind, entry.tensor, entry.placement, numbers, *where)
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+def wait_until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     """Return the first true value of `condition`, polled; fails after `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

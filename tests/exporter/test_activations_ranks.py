@@ -189,7 +189,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], 
     workers = [context.Process(target=work, args=(rank, store, results), daemon=True) for rank in range(WORLD)]
     for worker in workers:
         worker.start()
-    rows = [results.get(timeout=90) for _ in range(WORLD * (len(CASES) + 2))]
+    rows = [results.get(timeout=150) for _ in range(WORLD * (len(CASES) + 2))]
     for worker in workers:
         worker.join(30)
 

@@ -108,7 +108,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], 
     workers = [context.Process(target=work, args=(rank, store, results)) for rank in range(WORLD)]
     for worker in workers:
         worker.start()
-    rows = [results.get(timeout=120) for _ in range(WORLD * len(CASES))]
+    rows = [results.get(timeout=150) for _ in range(WORLD * len(CASES))]
     for worker in workers:
         worker.join(30)
 

@@ -58,7 +58,7 @@ def test_ranks_of_a_group_share_run_and_launch_but_not_incarnation(tmp_path: Pat
     workers = [context.Process(target=_in_group, args=(rank, str(tmp_path / "store"), results)) for rank in range(2)]
     for worker in workers:
         worker.start()
-    rows = sorted(results.get(timeout=60) for _ in workers)
+    rows = sorted(results.get(timeout=150) for _ in workers)
     for worker in workers:
         worker.join(30)
 
@@ -83,7 +83,7 @@ def test_a_restart_on_the_store_of_the_former_one_is_another_launch(tmp_path: Pa
     workers = [context.Process(target=_restarted, args=(rank, str(tmp_path / "store"), results)) for rank in range(2)]
     for worker in workers:
         worker.start()
-    said = [results.get(timeout=60) for _ in workers]
+    said = [results.get(timeout=150) for _ in workers]
     for worker in workers:
         worker.join(30)
 

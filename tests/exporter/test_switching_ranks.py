@@ -148,7 +148,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], 
     workers = [context.Process(target=work, args=(rank, folder, results)) for rank in range(WORLD)]
     for worker in workers:
         worker.start()
-    rows = [results.get(timeout=100) for _ in range(WORLD * len(CASES) + 1)]
+    rows = [results.get(timeout=150) for _ in range(WORLD * len(CASES) + 1)]
     for worker in workers:
         worker.join(30)
 

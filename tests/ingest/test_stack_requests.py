@@ -98,14 +98,17 @@ async def test_a_rank_that_gives_none_says_why(
 async def test_a_rank_that_does_not_answer_delays_no_other_and_is_told_for_what_it_is(
     serve: Make, fetcher: Fetcher
 ) -> None:
+    told = asyncio.Event()
+
     async def never(_: web.Request) -> web.Response:
-        await asyncio.sleep(30)
+        await told.wait()
         return web.Response()
 
     async def at_once(_: web.Request) -> web.Response:
         return web.Response(text=json.dumps({"stacks": 1}))
 
     hung, well = await ask(fetcher, [target(0, await serve(never)), target(1, await serve(at_once))])
+    told.set()  # the server waits for its last answer
 
     assert "its interpreter may be held by C code" in str(hung.error)
     assert {"stacks": 1} == well.document

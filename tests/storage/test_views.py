@@ -63,7 +63,7 @@ NUMBERS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(NUMBERS, min_size=1, max_size=4), st.integers(1, 2))
 def test_shards_combine_to_the_statistics_of_the_whole_tensor(tmp_path_factory, shards, copies):
     """With hybrid sharding there are several copies of the whole set of shards, each its own group."""

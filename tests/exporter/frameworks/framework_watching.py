@@ -62,7 +62,7 @@ class Outcome:
 
 
 def outcomes(
-    folder: Path, work: Any, names: Sequence[str] = tuple(EVERY), *, wait_seconds: float = 120
+    folder: Path, work: Any, names: Sequence[str] = tuple(EVERY), *, wait_seconds: float = 200
 ) -> dict[tuple[str, int], Any]:
     """Return what `work(rank, store, names, results)` puts, by name and rank; torch is started once."""
     context = mp.get_context("spawn")

@@ -220,7 +220,7 @@ def rank(new_rank: Callable[..., Rank]) -> Rank:
 def until() -> Callable[..., Any]:
     """Return what polls a condition up to a deadline and returns its first true value."""
 
-    def wait(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+    def wait(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             value = condition()

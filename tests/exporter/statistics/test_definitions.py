@@ -139,7 +139,7 @@ def test_zeros_may_be_everything_closer_to_zero_than_a_bound(dtype, zero_below, 
     check(measured([tensor], zero_below=zero_below), 0, tensor, zero_below)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     values=st.lists(st.floats(width=32), max_size=60),
     repeats=st.sampled_from([1, 1, 80]),

@@ -77,7 +77,7 @@ sample = st.fixed_dictionaries(
 )
 DATA = {"scalars": scalar, "tensor_stats": tensor, "features": feature}
 relaxed = settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )
 numbers = itertools.count()
 

@@ -90,7 +90,7 @@ def rows_of(store, columns=COLUMNS, dataset="tensor_stats"):
         return connection.query(f"SELECT {columns} FROM {dataset} ORDER BY ALL").to_pylist()
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     steps=st.lists(st.lists(tensors(), min_size=1, max_size=5).map(distinct), min_size=1, max_size=4),
     per_file=st.integers(1, 5),
