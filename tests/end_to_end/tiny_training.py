@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 tiny_training.py FOLDER STEPS SECONDS_PER_STEP
 
-With STEPS = 0 it trains until there is a file `FOLDER/stop`. Each rank writes `FOLDER/reference-<rank>.jsonl`: what every
-stored row must say, computed without Rankscope.
+With STEPS = 0 it trains until there is a file `FOLDER/stop`. Each rank writes `FOLDER/reference-<rank>.jsonl`: what
+every stored row must say, computed without Rankscope.
 """
 
 from __future__ import annotations
