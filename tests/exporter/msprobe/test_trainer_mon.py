@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.exporter.msprobe.tool_runs import QUIET, Run, adam, batch, left, model, train, write
+from tests.exporter.msprobe.tool_runs import LONG_SECONDS, QUIET, Run, adam, batch, left, model, train, write
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 import rankscope
-from rankscope_exporter import ConfigError
+from rankscope_exporter import ConfigError, current
 from rankscope_exporter.frameworks import framework_of
 from rankscope_exporter.msprobe import TrainerMon
 
@@ -203,7 +203,8 @@ def test_training_is_bit_identical_with_and_without_it(tmp_path):
     assert all(map(torch.equal, net.parameters(), watched.net.parameters()))
 
 
-def test_a_getter_between_measured_steps_returns_the_last_measured_one(tmp_path):
+def test_a_getter_between_measured_steps_returns_the_last_measured_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(current, "CATCH_UP_SECONDS", LONG_SECONDS)
     norms = []
 
     def look(_step: int, monitor: TrainerMon) -> None:

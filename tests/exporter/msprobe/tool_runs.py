@@ -154,6 +154,8 @@ def left(monitor: Monitor, net: nn.Module, folder: Path, faults: int = 0) -> Run
     """Detach, and return what the run left."""
     session = monitor._session
     assert session is not None
+    monitor.end_step()
+    assert session.publisher.catch_up(LONG_SECONDS)  # detaching itself waits for no more than seconds
     monitor.detach()
     return Run(session.channel.ring.after(-1, 1 << 40).records, net, faults + monitor.faults, folder)
 
