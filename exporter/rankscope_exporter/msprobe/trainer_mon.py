@@ -47,7 +47,6 @@ class TrainerMon:
         self._path = Path(config_file_path)
         self._document = _read(self._path)
         self._config = _config_of(self._document, self._path)
-        self._ops = _names(self._config.ops)
         self._optimizer: Any = None
         self._monitor: Monitor | None = None
         self._guard = Guard()
@@ -120,27 +119,29 @@ class TrainerMon:
 
         Those of the step under way as far as it has come, else of the last measured one. Waits for the device.
         """
-        return self._numbers((Kind.GRAD_REDUCED,)), self._numbers((Kind.GRAD_UNREDUCED,))
+        return self._numbers((Kind.GRAD_REDUCED,), (Kind.GRAD_UNREDUCED,))
 
     def generate_xy_metrics(self) -> tuple[Metrics, Metrics]:
         """Return the statistics of activations and of their gradients, in the same way."""
-        return self._numbers((Kind.ACT_IN, Kind.ACT_OUT)), self._numbers((Kind.ACT_GRAD_IN, Kind.ACT_GRAD_OUT))
+        return self._numbers((Kind.ACT_IN, Kind.ACT_OUT), (Kind.ACT_GRAD_IN, Kind.ACT_GRAD_OUT))
 
-    def _numbers(self, kinds: Sequence[str]) -> Metrics:
-        found: Metrics | None = self._guard.call("a getter", self._read_numbers, kinds)
-        return found or {}
+    def _numbers(self, first: Sequence[str], second: Sequence[str]) -> tuple[Metrics, Metrics]:
+        found: tuple[Metrics, Metrics] | None = self._guard.call("a getter", self._read_numbers, first, second)
+        return ({}, {}) if found is None else found
 
-    def _read_numbers(self, kinds: Sequence[str]) -> Metrics:
-        if self._monitor is None:
-            return {}
-        return metrics_of(self._monitor.current(*kinds), self._ops, rank_here(os.environ))
+    def _read_numbers(self, first: Sequence[str], second: Sequence[str]) -> tuple[Metrics, Metrics]:
+        rows = () if self._monitor is None else self._monitor.current(*first, *second)  # one look: both of one step
+        ops, rank = self.ops, rank_here(os.environ)
+        ones, others = ([row for row in rows if row.entry.kind in kinds] for kinds in (first, second))
+        return metrics_of(ones, ops, rank), metrics_of(others, ops, rank)
 
     # Changes while training runs.
 
     @property
     def ops(self) -> list[str]:
         """The statistics that are published and returned."""
-        return list(self._ops)
+        now = self._measured_now()
+        return _names(self._config.ops if now is None else now["ops"])
 
     @ops.setter
     def ops(self, names: Sequence[str]) -> None:
@@ -151,9 +152,8 @@ class TrainerMon:
         try:
             chosen_ops(names)
         except ValueError as error:
-            self._tell(f"ops stay {self._ops}: {error}")
+            self._tell(f"ops stay {self.ops}: {error}")
             return
-        self._ops = _names(names)
         self._config = replace(self._config, ops=tuple(names))
         self._switch({"ops": list(names)})
 

@@ -84,6 +84,27 @@ def test_dynamic_on_switches_and_the_end_is_written_into_the_file(tmp_path, atta
     assert json.loads(without_comments(text))["dynamic_on"] is False
 
 
+def test_getters_follow_the_ops_of_an_edit(tmp_path, monkeypatch):
+    monkeypatch.setenv("DYNAMIC_MONITOR", "True")
+    path = tmp_path / "monitor_config.json"
+    write(path, wg_distribution=True, dynamic_on=True, ops=["norm"])
+    monitor = TrainerMon(path)
+    net = model()
+    optimizer = adam(net)
+    monitor.set_monitor(net, optimizer)
+    assert monitor.monitor is not None
+    write(path, wg_distribution=True, dynamic_on=True, ops=["max", "nans"])
+    wait_for(lambda: monitor.ops == ["max", "nans"])
+    for _ in range(2):
+        net(batch()).square().mean().backward()
+        reduced, _ = monitor.generate_wgrad_metrics()
+        optimizer.step()
+        optimizer.zero_grad()
+    left(monitor.monitor, net, tmp_path)
+
+    assert {("max", "nans")} == {tuple(numbers) for numbers in reduced.values()}
+
+
 def test_on_from_the_beginning_begins_with_the_tools_step_1(tmp_path, attach):
     path = tmp_path / "monitor_config.json"
     write(path, wg_distribution=True, dynamic_on=True)
