@@ -66,7 +66,10 @@ class FamilyRows:
     ops: frozenset[str]  # statistics that leave the rank, of any row
 
     def there(self, numel: pa.Int64Array) -> pa.Int64Array:
-        """Return the places, within this family, of the rows that exist at a step with these numbers of elements."""
+        """Return the places, within this family, of the rows that exist at a step with these numbers of elements.
+
+        They come in the order of the plan.
+        """
         mine = numel.take(pa.array(self.positions, pa.int64()))
         places = pc.indices_nonzero(pc.is_valid(mine)).cast(pa.int64())
         if not self.has_rivals:
@@ -74,7 +77,7 @@ class FamilyRows:
         first: dict[tuple[int, str, int], int] = {}
         for place in places.to_pylist():
             first.setdefault(self.keys[place], place)
-        return pa.array(first.values(), pa.int64())
+        return pa.array(sorted(first.values(), key=self.positions.__getitem__), pa.int64())
 
 
 def family_rows(

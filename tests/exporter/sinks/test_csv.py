@@ -128,8 +128,19 @@ def test_of_several_calls_the_last_that_ran_is_kept(tmp_path):
     sink.put(record(1, *((call, FINITE | {"norm": float(place)}) for place, call in enumerate(calls))))
     sink.put(record(2, (calls[0], FINITE | {"norm": 7.0}), (calls[1], FINITE | {"norm": 8.0}), (calls[2], ABSENT)))
     sink.put(record(3, (micro, FINITE | {"norm": 5.0}), (whole, FINITE | {"norm": 6.0})))
+    sink.put(
+        record(
+            11,
+            *((entry(name, Kind.ACT_OUT, micro_step=0), FINITE) for name in "ab"),
+            (calls[0], FINITE),
+            (calls[1], FINITE),
+        )
+    )
 
     written = files(tmp_path)
+    assert ["a.output", "b.output", "m.output"] == names(tmp_path, "actv_10-19.csv"), (
+        "in their order, whichever call is kept"
+    )
     assert ["2.0", "8.0"] == [line.split(",")[4] for line in written["actv_0-9.csv"].splitlines()[1:]]
     assert ["5.0"] == [line.split(",")[4] for line in written["grad_unreduced_0-9.csv"].splitlines()[1:]]
 
