@@ -11,10 +11,12 @@ from typing import Any, Final
 import torch
 from torch.autograd import Variable
 
+from rankscope_exporter.changed_model import REMEDY, ChangedModel
 from rankscope_exporter.frameworks.base import Holder, Removable
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.quantities.base import Gate, Subject
 from rankscope_exporter.recorder import Recorder
+from rankscope_exporter.replaced_optimizers import ReplacedOptimizers
 
 _NO_BACKWARD: Final = -1
 """What torch calls the graph task outside of a backward pass."""
@@ -39,6 +41,7 @@ class Hooks:
         self._handles: list[Removable] = []
         self._forward_end: Removable | None = None
         self._hooked: set[int] = set()
+        self._changed = ChangedModel(subject)
         self._backward = self._idle = _NO_BACKWARD
         self.beat: Callable[[], None] = lambda: None
         """Called at every sign that training goes on: a forward, also of an evaluation, a backward, an update."""
@@ -57,7 +60,8 @@ class Hooks:
         self._recorder.install(self)
         self._hook_parameters()
         for optimizer in self._subject.optimizers:
-            self._handles += self._subject.framework.on_update(optimizer, self._update_begins, self._updated)
+            self._follow(optimizer)
+        ReplacedOptimizers(self._subject.optimizers, self._replaced).install(self.keep, self.always)
 
     def remove(self) -> None:
         """Remove every hook that `install` registered."""
@@ -126,16 +130,28 @@ class Hooks:
         Raises LookupError once for each parameter that the model no longer uses, after retiring it.
         """
         self._hook_parameters()
-        retired = self._subject.retired
-        in_place = self._subject.framework.is_in_place
-        gone = [i for i, named in enumerate(self._subject.parameters) if i not in retired and not in_place(named)]
+        added = self._changed.added()
+        if added > 0:
+            self.tell(f"the optimizer has {added} parameters more than before, which are not measured: {REMEDY}")
+        gone = self._changed.gone()
         if gone:
-            retired.update(gone)
             names = ", ".join(self._subject.parameters[i].name for i in gone[:3])
             raise LookupError(
-                f"{len(gone)} parameters were replaced after attach() and are measured no more ({names}): "
-                "detach() and attach() again"
+                f"{len(gone)} parameters were replaced after attach() and are measured no more ({names}): {REMEDY}"
             )
+
+    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
+        self._handles += self._subject.framework.on_update(optimizer, self._update_begins, self._updated)
+
+    def _replaced(self, optimizer: torch.optim.Optimizer) -> None:
+        """Follow an optimizer that has just made its first step in the place of others."""
+        self._follow(optimizer)
+        self._changed.added()  # those of another optimizer are no more and no less
+        self._updated(optimizer, (), {})
+        self.tell(
+            f"the optimizer was replaced after attach(): {type(optimizer).__name__} is followed from now on; "
+            f"state of a kind that the former did not have is not measured: {REMEDY}"
+        )
 
     def _hook_parameters(self) -> None:
         for index, named in enumerate(self._subject.parameters):

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from rankscope_contract.events import Event, EventType, ExitReason, Severity
 from rankscope_contract.stacks import stacks_text
@@ -106,12 +107,13 @@ class Monitor:
         framework.pp_stage = place[0] if place else framework.pp_stage
         given = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
         parameters, targets = named_parameters(framework.module), Targets(self._config.tensors)
-        chosen = tuple(item for item in parameters if targets.selects(item.name, *item.aliases))
+        selected = [item for item in parameters if targets.selects(item.name, *item.aliases)]
+        chosen = tuple(item for item in selected if not is_lazy(item.parameter))
         mates = find_mates(framework, chosen, groups)
         subject = Subject(
             framework,
             chosen,
-            framework.optimizers(given),
+            list(framework.optimizers(given)),
             torch.distributed.get_world_size() if _in_process_group() else 1,
             elsewhere=mates.positions,
         )
@@ -123,6 +125,8 @@ class Monitor:
         names = (name for item in parameters for name in (item.name, *item.aliases))
         for sentence in sentences(targets, names, "parameter"):
             session.hooks.tell(f"tensors: {sentence}")
+        if len(chosen) < len(selected):
+            session.hooks.tell(_of_lazy([item.name for item in selected if is_lazy(item.parameter)]))
         for sentence in mates.complaints:
             session.hooks.tell(sentence)
         for event in mates.events:
@@ -387,6 +391,13 @@ def _whole(name: str, value: Any, *, at_least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         raise ConfigError(f"{name} is a number of steps from {at_least} on, not {value!r}")
     return value
+
+
+def _of_lazy(names: Sequence[str]) -> str:
+    return (
+        f"{len(names)} parameters have no shape yet and are not measured ({', '.join(names[:3])}): "
+        "run a forward pass before attach()"
+    )
 
 
 def _in_process_group() -> bool:

@@ -25,7 +25,8 @@ class Subject:
 
     framework: Framework
     parameters: tuple[NamedParameter, ...]
-    optimizers: tuple[torch.optim.Optimizer, ...]
+    optimizers: list[torch.optim.Optimizer]
+    """One that takes the place of another while training runs does so here."""
     world_size: int = 1
     retired: set[int] = field(default_factory=set)
     """Positions of parameters that the model has replaced since: the old tensor would repeat its last gradient."""

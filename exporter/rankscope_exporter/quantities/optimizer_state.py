@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
@@ -105,7 +105,7 @@ def _tensor(state: Mapping[str, Any], key: str) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def _kept_state(optimizers: tuple[torch.optim.Optimizer, ...]) -> tuple[tuple[str, Kind], ...]:
+def _kept_state(optimizers: Sequence[torch.optim.Optimizer]) -> tuple[tuple[str, Kind], ...]:
     kept: list[tuple[str, Kind]] = []
     if any("betas" in optimizer.defaults for optimizer in optimizers):
         kept += ADAM_STATE

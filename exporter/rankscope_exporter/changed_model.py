@@ -1,0 +1,57 @@
+"""Notices what a script does to its model while it is trained: parameters and layers replaced, parameters added."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torch import nn
+
+from rankscope_exporter.quantities.base import Subject
+
+REMEDY: Final = "detach() and attach() again"
+
+
+class ChangedModel:
+    """Compares the model with what it was. Asked when a measured step begins: some lookups for each module."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._tree = _tree(subject.framework.module)
+        self._optimized = self._count()
+
+    def added(self) -> int:
+        """Return how many parameters the optimizers have got since this was asked last."""
+        before, self._optimized = self._optimized, self._count()
+        return self._optimized - before
+
+    def gone(self) -> list[int]:
+        """Return the positions of parameters that the model uses no more, and retire them: each is told once."""
+        retired, is_in_place = self._subject.retired, self._subject.framework.is_in_place
+        found = {i for i, named in enumerate(self._subject.parameters) if not is_in_place(named)}
+        if any(holder.get(key) is not module for holder, key, module in self._tree):
+            self._tree = _tree(self._subject.framework.module)
+            found |= self._left_behind()
+        gone = sorted(found - retired)
+        retired.update(gone)
+        return gone
+
+    def _left_behind(self) -> set[int]:
+        """Return the parameters of modules that are no part of the model any more."""
+        # The dictionaries, which exist as long as their module: a parameter itself may be another one for a moment.
+        held = {id(module._parameters) for module in self._subject.framework.module.modules()}  # noqa: SLF001 - as in naming
+        parameters = enumerate(self._subject.parameters)
+        return {i for i, named in parameters if named.holder and id(named.holder) not in held}
+
+    def _count(self) -> int:
+        groups = (group for optimizer in self._subject.optimizers for group in optimizer.param_groups)
+        return sum(len(group["params"]) for group in groups)
+
+
+def _tree(root: nn.Module) -> list[tuple[dict[str, nn.Module | None], str, nn.Module]]:
+    """Return each module of the model with the dictionary that holds it."""
+    return [
+        (module._modules, key, child)  # noqa: SLF001 - the dictionary itself, to see it change
+        for module in root.modules()
+        for key, child in module._modules.items()  # noqa: SLF001 - see above
+        if child is not None
+    ]
