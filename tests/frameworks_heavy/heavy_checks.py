@@ -25,6 +25,10 @@ class HeavyOwed(Owed):
     """Whether gradients of this rank alone are summed over micro-batches anywhere; each by itself is there anyway."""
     skipping: bool = False
     """Whether the second step is skipped."""
+    hidden: int = 8
+    """How wide the blocks of the model are inside."""
+    scale: float = 1.0
+    """The loss scale."""
     primed: bool = False
     """Whether the package has its optimizer step on zeros when it is made, so that the state is there."""
 
@@ -69,7 +73,7 @@ def check_own_gradients(found: Outcomes, name: str, owed: HeavyOwed, truths: lis
                 own = truth.local(place) if micro is None else truth.micro[place][micro]
                 here = [row for row in rows if rank is None or row in found[name, rank].rows]
                 assert {owed.local} <= {row.placement for row in here} <= {owed.local, "replica"}
-                check(here, own, owed.rel)
+                check(here, {key: owed.scale * value for key, value in own.items()}, owed.rel)
 
 
 def check_shared(found: Outcomes, name: str, owed: HeavyOwed, truths: list[Truth]) -> None:
@@ -81,7 +85,8 @@ def check_shared(found: Outcomes, name: str, owed: HeavyOwed, truths: list[Truth
             if kind != LOCAL:
                 rows = of_kind(found, name, kind, step)
                 assert owed.shared == {row.placement for row in rows}, kind
-                check(rows, truth.shared[kind], owed.rel)
+                scale = owed.scale if kind == "grad_reduced" else 1.0
+                check(rows, {key: scale * value for key, value in truth.shared[kind].items()}, owed.rel)
                 if owed.everywhere:
                     assert {(tensor, WORLD) for tensor in NAMES} == set(count_of(rows).items())
 
@@ -106,7 +111,8 @@ def check_activations(found: Outcomes, name: str, owed: HeavyOwed, truths: list[
             seen: list[Any] = truth.seen[rank if len(owed.ranks) > 1 else 0]
             for row in rows:
                 assert row.micro_step is not None
-                close([row], seen[row.micro_step][str(row.kind), row.tensor], owed.rel)
+                scale = owed.scale if "grad" in row.kind else 1.0
+                close([row], scale * seen[row.micro_step][str(row.kind), row.tensor], owed.rel)
             told += len(rows)
     assert told
 
@@ -127,7 +133,14 @@ def _product(shape: tuple[int, ...]) -> int:
 
 def require(*packages: str) -> pytest.MarkDecorator:
     """Skip without the packages; where frameworks are required, let the tests fail by what is missing."""
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    missing = [name for name in packages if _is_missing(name)]
     required = bool(os.environ.get("RANKSCOPE_REQUIRE_FRAMEWORKS"))
     reason = f"make test-frameworks (not installed: {', '.join(missing)})"
     return pytest.mark.skipif(bool(missing) and not required, reason=reason)
+
+
+def _is_missing(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is None
+    except ModuleNotFoundError:  # not even the package around it
+        return True

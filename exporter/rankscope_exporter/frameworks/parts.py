@@ -81,8 +81,13 @@ class Parted(Framework):
         raise NotImplementedError
 
     def earlier_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the sum of this rank's own gradients of earlier micro-batches, where that is kept."""
+        """Return the sum of this rank's own gradients of earlier micro-batches; None where there is none."""
         raise NotImplementedError
+
+    def local_sum(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the sum of this rank's own gradients, of which `gradient` is the last."""
+        earlier = self.earlier_gradient(parameter)
+        return gradient if earlier is None else earlier + gradient.to(earlier.dtype)
 
     # When gradients are what.
 
@@ -167,7 +172,7 @@ class Parted(Framework):
 
         def passing(gradient: torch.Tensor) -> None:
             self._has_gradients = True
-            hook(_Passing(gradient, lambda: self.earlier_gradient(parameter)))
+            hook(_Passing(lambda: self.local_sum(parameter, gradient)))
 
         return super().on_gradient(parameter, passing)
 
@@ -224,16 +229,14 @@ _WHOLE: Final = object()
 
 
 class _Passing:
-    """A micro-batch's gradient, with what was accumulated before it."""
+    """A gradient on its way, summed up only where somebody asks."""
 
-    def __init__(self, gradient: torch.Tensor, earlier: Callable[[], torch.Tensor | None]) -> None:
-        self._gradient = gradient
-        self._earlier = earlier
+    def __init__(self, local_sum: Callable[[], torch.Tensor]) -> None:
+        self._local_sum = local_sum
 
     @property
     def grad(self) -> torch.Tensor:
-        earlier = self._earlier()
-        return self._gradient if earlier is None else earlier + self._gradient.to(earlier.dtype)
+        return self._local_sum()
 
 
 class Replaced:

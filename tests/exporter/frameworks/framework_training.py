@@ -20,10 +20,10 @@ ADAM = {"lr": 0.01, "eps": 1e-3}  # a large eps: without it the update is the si
 class Block(nn.Module):
     """A width that divides evenly, and one gain, too small to be divided."""
 
-    def __init__(self, *, checkpointed: bool = False) -> None:
+    def __init__(self, *, checkpointed: bool = False, hidden: int = 8) -> None:
         super().__init__()
-        self.up = nn.Linear(6, 8)
-        self.down = nn.Linear(8, 6)
+        self.up = nn.Linear(6, hidden)
+        self.down = nn.Linear(hidden, 6)
         self.gain = nn.Parameter(torch.ones(1))
         self.checkpointed = checkpointed
 
@@ -41,11 +41,11 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Blocks between an input and an output layer. A stage of a pipeline leaves parts out, under the same names."""
 
-    def __init__(self, *, checkpointed: bool = False) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.enter: nn.Module | None = nn.Linear(5, 6)
-        self.blocks = nn.ModuleDict({name: Block(checkpointed=checkpointed) for name in "01"})
+        self.blocks = nn.ModuleDict({name: Block(**options) for name in "01"})
         self.leave: nn.Module | None = nn.Linear(6, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -88,12 +88,14 @@ def truths(
     skipped: Sequence[int] = (),
     clip: Callable[[Gradients], float] = lambda _reduced: CLIP,
     primed: bool = False,
+    **options: Any,
 ) -> list[Truth]:
     """Return the truth of each step; `split`: micro-batches are parts of one batch, and their mean is trained on.
 
-    `clip` returns what clipping multiplies with; a `primed` optimizer has stepped once before, on zeros.
+    `clip` returns what clipping multiplies with; a `primed` optimizer has stepped once before, on zeros;
+    `options` are the model's.
     """
-    model = Net().double()
+    model = Net(**options).double()
     optimizer = torch.optim.Adam(model.parameters(), **ADAM)
     if primed:
         _update(model, optimizer, {name: torch.zeros_like(item) for name, item in model.named_parameters()})

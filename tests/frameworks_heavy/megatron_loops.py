@@ -1,0 +1,215 @@
+"""Megatron-Core: its DDP, optimizers, parallel layers and schedules train the model of the other frameworks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+import megatron_shim
+import torch
+from framework_loops import SKIPPED, WORLD, Loop
+from framework_training import ADAM, ROWS, STEPS, Block, Net, batch, loss_of
+from heavy_clipping import LONGEST
+
+if not torch.cuda.is_available():
+    megatron_shim.put()
+
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+SCALE = 8.0
+WIDTH = 6
+
+
+@dataclass(slots=True)
+class Trained(Loop):
+    """Megatron's optimizer steps what is attached."""
+
+    made: Any = None
+
+    def replaced(self) -> list[tuple[Any, str]]:
+        """Return what the monitor replaces while it is attached."""
+        return [(self.made, "step")]
+
+    def train(self, optimizer: Any) -> list[Any]:
+        losses = []
+        for step in range(1, STEPS + 1):
+            self.model.zero_grad_buffer()
+            optimizer.zero_grad()
+            losses.append(self.backward(step))
+            optimizer.step()
+        return losses
+
+    def optimizer(self) -> Any:
+        return self.made
+
+    def state(self) -> list[torch.Tensor]:
+        """Return parameters, and the state of the optimizers."""
+        states = [state for one in self.made.chained_optimizers for state in one.optimizer.state.values()]
+        kept = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        return [tensor.detach().clone() for tensor in (*self.model.parameters(), *kept)]
+
+
+class ParallelBlock(Block):
+    """The block with Megatron's parallel layers, of the same weights."""
+
+    def __init__(self, whole: Block, config: Any) -> None:
+        super().__init__()
+        options = {"config": config, "init_method": torch.nn.init.zeros_, "bias": True, "skip_bias_add": False}
+        up = ColumnParallelLinear(WIDTH, 8, gather_output=False, **options)
+        down = RowParallelLinear(8, WIDTH, input_is_parallel=True, **options)
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        with torch.no_grad():
+            up.weight.copy_(whole.up.weight.chunk(WORLD)[rank])
+            up.bias.copy_(whole.up.bias.chunk(WORLD)[rank])
+            down.weight.copy_(whole.down.weight.chunk(WORLD, dim=1)[rank])
+            down.bias.copy_(whole.down.bias)
+        self.up, self.down = up, down
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gain * self.down(torch.tanh(self.up(x)[0]))[0]
+
+
+class Staged(Net):
+    """The model, or one stage of it, as Megatron's schedules ask for it."""
+
+    def __init__(self, stage: int | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        if stage is not None:
+            del self.blocks["1" if stage == 0 else "0"]
+            self.enter = self.enter if stage == 0 else None
+            self.leave = self.leave if stage == 1 else None
+        self.model_type = ModelType.encoder_or_decoder
+        self.share_embeddings_and_output_weights = False
+        self.pre_process, self.post_process = stage != 1, stage != 0
+        self.received: torch.Tensor | None = None
+
+    def set_input_tensor(self, received: Any) -> None:
+        self.received = received[0] if isinstance(received, list) else received
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.received is not None:
+            x = self.received.view(ROWS, WIDTH)
+        output = super().forward(x)
+        return output.view(ROWS, 1, WIDTH) if self.leave is None else output
+
+
+def trained(
+    _rank: int,
+    micros: int = 1,
+    *,
+    distributed: bool = False,
+    bf16: bool = False,
+    overlapping: bool = False,
+    tensor_parallel: int = 1,
+    pipeline: int = 1,
+    scaled: bool = False,
+    hidden: int = 8,
+) -> Trained:
+    _divide(tensor_parallel, pipeline)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=WIDTH,
+        num_attention_heads=2,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=tensor_parallel,
+        pipeline_model_parallel_size=pipeline,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=bf16,
+        gradient_accumulation_fusion=False,
+    )
+    model = _model(config, tensor_parallel, pipeline, hidden)
+    sharing = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=overlapping,
+        use_distributed_optimizer=distributed,
+        bucket_size=40 if overlapping else None,
+    )
+    wrapped = DistributedDataParallel(config, sharing, Float16Module(config, model) if bf16 else model)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=ADAM["lr"],
+            adam_eps=ADAM["eps"],
+            weight_decay=0.0,
+            bf16=bf16,
+            params_dtype=dtype,
+            use_distributed_optimizer=distributed,
+            clip_grad=LONGEST,
+            loss_scale=SCALE if scaled else None,
+        ),
+        [wrapped],
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    config.no_sync_func = wrapped.no_sync
+    run = get_forward_backward_func()
+
+    def forward_step(data: Any, chunk: Any) -> Any:
+        output = chunk(next(data))
+
+        def loss_func(result: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            loss = loss_of(result.float()) * micros  # Megatron divides by their number
+            return loss, {"loss": loss.detach().clone()}
+
+        return output, loss_func
+
+    def backward(step: int) -> torch.Tensor | None:
+        place = parallel_state.get_data_parallel_rank()
+        infinite = float("inf") if scaled and step == SKIPPED else 1.0
+        data = iter([batch(place, step, micro) * infinite for micro in range(micros)])
+        reported = run(
+            forward_step_func=forward_step,
+            data_iterator=data,
+            model=[wrapped],
+            num_microbatches=micros,
+            seq_length=ROWS,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        return torch.stack([one["loss"] for one in reported]) if reported else None
+
+    return Trained(wrapped, wrapped, backward, made=optimizer)
+
+
+def _divide(tensor_parallel: int, pipeline: int) -> None:
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_parallel, pipeline)
+    megatron_shim.seed()
+
+
+def _model(config: Any, tensor_parallel: int, pipeline: int, hidden: int) -> Net:
+    if pipeline > 1:
+        return Staged(parallel_state.get_pipeline_model_parallel_rank())
+    model = Staged(hidden=hidden)
+    if tensor_parallel > 1:
+        for name, block in list(model.blocks.items()):
+            model.blocks[name] = ParallelBlock(block, config)
+    return model
+
+
+LOOPS: dict[str, Callable[[int], Loop]] = {
+    "ddp": trained,
+    "ddp, accumulating": lambda rank: trained(rank, 2, overlapping=True),
+    "ddp, bfloat16": lambda rank: trained(rank, 2, bf16=True),
+    "distributed": lambda rank: trained(rank, distributed=True),
+    "distributed, accumulating": lambda rank: trained(rank, 2, distributed=True, overlapping=True, hidden=24),
+    "distributed, bfloat16": lambda rank: trained(rank, 2, distributed=True, bf16=True),
+    "distributed, scaled": lambda rank: trained(rank, distributed=True, scaled=True),
+    "tensor parallel": lambda rank: trained(rank, tensor_parallel=2),
+    "tensor parallel, distributed": lambda rank: trained(rank, distributed=True, tensor_parallel=2),
+    "pipeline": lambda rank: trained(rank, 4, pipeline=2),
+}

@@ -1,0 +1,111 @@
+"""What Megatron-Core owes, divided in each way, on two ranks, beside a float64 training that nothing wraps.
+
+`make test-frameworks` installs it; without it the tests are skipped.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests are imported by path
+sys.path.insert(0, str(Path(__file__).parents[1] / "exporter" / "frameworks"))
+
+import heavy_clipping
+from framework_loops import SKIPPED, WORLD
+from framework_owing import REPLICA, SHARD
+from framework_training import Truth, truths
+from framework_watching import Outcome, outcomes
+from heavy_checks import (
+    HeavyOwed,
+    check_activations,
+    check_kinds,
+    check_own_gradients,
+    check_shards,
+    check_shared,
+    check_skipped,
+    check_undisturbed,
+    of_kind,
+    require,
+)
+from heavy_watching import train_all
+
+pytestmark = [
+    pytest.mark.timeout(900),  # the first test waits for all the training
+    require("megatron.core"),
+]
+
+ROUGH = 0.1  # bfloat16 has 8 bits, and sums cancel
+# A rank's part of the buffers holds some tensors and not others.
+OWED = {
+    "ddp": HeavyOwed(),
+    "ddp, accumulating": HeavyOwed(micros=2),
+    "ddp, bfloat16": HeavyOwed(micros=2, rel=ROUGH),
+    "distributed": HeavyOwed(shared=SHARD, everywhere=False),
+    "distributed, accumulating": HeavyOwed(shared=SHARD, everywhere=False, micros=2, hidden=24),
+    "distributed, bfloat16": HeavyOwed(shared=SHARD, everywhere=False, micros=2, rel=ROUGH),
+    "distributed, scaled": HeavyOwed(shared=SHARD, everywhere=False, scale=8.0, skipping=True),
+    "tensor parallel": HeavyOwed(local="shard", shared=SHARD | REPLICA, ranks=(0,)),
+    "tensor parallel, distributed": HeavyOwed(local="shard", shared=SHARD | REPLICA, ranks=(0,)),
+    "pipeline": HeavyOwed(local="full", shared=frozenset({"full"}), everywhere=False, ranks=(0,), micros=4),
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Outcome]:
+    work = functools.partial(train_all, loops="megatron_loops")
+    return outcomes(tmp_path_factory.mktemp("megatron"), work, tuple(OWED), wait_seconds=600)
+
+
+@functools.cache
+def truth_of(owed: HeavyOwed) -> list[Truth]:
+    skipped = (SKIPPED,) if owed.skipping else ()
+    return truths(owed.ranks, owed.micros, skipped=skipped, clip=heavy_clipping.megatron, hidden=owed.hidden)
+
+
+@pytest.mark.parametrize("name", OWED)
+def test_training_is_bit_identical_and_without_a_fault(name, found):
+    for rank in range(WORLD):
+        check_undisturbed(found[name, rank])
+
+
+@pytest.mark.parametrize("name", OWED)
+def test_every_kind_is_on_every_rank_for_every_step(name, found):
+    check_kinds(found, name, OWED[name])
+
+
+@pytest.mark.parametrize("name", OWED)
+def test_own_gradients_of_each_rank_and_micro_batch_equal_the_reference(name, found):
+    check_own_gradients(found, name, OWED[name], truth_of(OWED[name]))
+
+
+@pytest.mark.parametrize("name", OWED)
+def test_what_ranks_hold_together_equals_the_reference(name, found):
+    check_shared(found, name, OWED[name], truth_of(OWED[name]))
+
+
+@pytest.mark.parametrize("name", OWED)
+def test_a_shard_names_the_ranks_that_hold_the_others(name, found):
+    check_shards(found, name)
+
+
+@pytest.mark.parametrize("name", OWED)
+def test_activations_of_each_rank_and_micro_batch_equal_the_reference(name, found):
+    check_activations(found, name, OWED[name], truth_of(OWED[name]))
+
+
+@pytest.mark.parametrize("name", [name for name, owed in OWED.items() if owed.skipping])
+def test_a_step_that_is_skipped_is_there_with_the_gradients_that_made_it_so(name, found):
+    for rank in range(WORLD):
+        check_skipped(found[name, rank])
+
+
+def test_a_parameter_that_the_ranges_of_two_ranks_share_is_put_together(found):
+    name = "distributed, accumulating"
+    shared = [row for row in of_kind(found, name, "exp_avg", 1) if row.tensor == "blocks.0.up.weight"]
+
+    assert WORLD == len(shared)
+    assert 6 * 24 == sum(row.counts["numel"] for row in shared)
