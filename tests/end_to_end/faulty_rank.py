@@ -34,7 +34,9 @@ def train(run: str, orders: TextIO) -> None:
     net.weight.register_hook(lambda gradient: gradient * float("nan") if spoil else gradient)
     said: list[str] = []
     threading.Thread(target=lambda: said.extend(line.strip() for line in orders), daemon=True).start()
-    with rankscope.Monitor(rankscope.MonitorConfig(console=False)).attach(net, optimizer) as monitor:
+    with rankscope.Monitor(rankscope.MonitorConfig(console=False, statistics="torch")).attach(
+        net, optimizer
+    ) as monitor:
         step, left = 0, -1
         while left != 0:
             step, left = step + 1, left - 1

@@ -20,7 +20,7 @@ def setup(**settings):
     torch.manual_seed(0)
     net = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    monitor = Monitor(MonitorConfig(console=False, **settings))
+    monitor = Monitor(MonitorConfig(**{"console": False, "statistics": "torch", **settings}))
     monitor.attach(net, optimizer)
     return net, optimizer, monitor
 def step(net, optimizer):
