@@ -1,7 +1,8 @@
 """What a step costs on which nothing is measured: not attached, switched off, and activations attached but not due.
 
 A step of 148 small tensors in 24 layers, so that hooks are all there is to see. CPU time of the training thread, blocks
-of steps beside each other, the order changing from pair to pair.
+of steps beside each other, the order changing from pair to pair. And the calls themselves, the least of many repeats:
+that holds on a busy machine too.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import logging
 import statistics
 import time
+import timeit
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from _rows import Row, print_rows
@@ -42,7 +45,36 @@ def run() -> list[Row]:
         alone, extra = _pairs(model, optimizer, config, switch=switch)
         note = f"{extra / tensors:.2f} us a tensor, on top of {alone:.0f} us without a monitor"
         rows.append(Row(f"a step, {name}", extra, "us", note))
-    return rows
+    return rows + _bare_calls(model, optimizer, idle)
+
+
+def _bare_calls(model: nn.Module, optimizer: torch.optim.Optimizer, config: MonitorConfig) -> list[Row]:
+    """Return what the hooks of a gradient and of a module cost by themselves on a step that is not measured."""
+    monitor = Monitor(config).attach(model, optimizer)
+    _steps(model, optimizer, 2)
+    layer = next(module for module in model.modules() if isinstance(module, nn.Linear))
+    weight, before, after = layer.weight, *(next(iter(hooks.values())) for hooks in _hooks(layer))
+    (ready,) = (weight._post_accumulate_grad_hooks or {}).values()  # noqa: SLF001 - the hook itself
+    inputs = torch.ones(1, 16)
+    found: list[float] = []
+    # Inside of a backward pass, as torch calls it.
+    probe = weight.register_post_accumulate_grad_hook(lambda _: found.append(_least(lambda: ready(weight))))
+    _steps(model, optimizer, 1)
+    probe.remove()
+    found.append(_least(lambda: before(layer, (inputs,), {})) + _least(lambda: after(layer, (inputs,), {}, inputs)))
+    monitor.detach()
+    names = ("the hook of a gradient, not due", "both hooks of a module, not due")
+    return [Row(name, 1e9 * seconds, "ns", "by itself") for name, seconds in zip(names, found, strict=True)]
+
+
+def _hooks(layer: nn.Module) -> tuple[Any, Any]:
+    return layer._forward_pre_hooks, layer._forward_hooks  # noqa: SLF001 - the hooks themselves
+
+
+def _least(call: Callable[[], object], number: int = 2000) -> float:
+    """Return the seconds of one call, an empty one taken off."""
+    times = [min(timeit.repeat(what, number=number, repeat=50)) / number for what in (call, lambda: None)]
+    return times[0] - times[1]
 
 
 def _pairs(

@@ -42,6 +42,7 @@ class Hooks:
         self._forward_end: Removable | None = None
         self._hooked: set[int] = set()
         self._changed = ChangedModel(subject)
+        self._replacing = ReplacedOptimizers(subject.optimizers, self._replaced)
         self._backward = self._idle = _NO_BACKWARD
         self.beat: Callable[[], None] = lambda: None
         """Called at every sign that training goes on: a forward, also of an evaluation, a backward, an update."""
@@ -61,7 +62,7 @@ class Hooks:
         self._hook_parameters()
         for optimizer in self._subject.optimizers:
             self._follow(optimizer)
-        ReplacedOptimizers(self._subject.optimizers, self._replaced).install(self.keep, self.always)
+        self._replacing.install(self.keep, self.always)
 
     def remove(self) -> None:
         """Remove every hook that `install` registered."""
@@ -217,6 +218,7 @@ class Hooks:
         if not self.active:
             return None
         self.beat()
+        self._replacing.followed_begins(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         begins = functools.partial(self._recorder.update_begins, computes_gradients=callable(closure))
         self._timed("an optimizer hook", begins, optimizer)
@@ -237,6 +239,7 @@ class Hooks:
     def _updated(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if self.active:
             self.beat()
+            self._replacing.followed_ended(optimizer)
             self._timed("an optimizer hook", self._recorder.updated, optimizer)
 
     def _timed(self, where: str, function: Callable[..., Any], *args: Any) -> None:

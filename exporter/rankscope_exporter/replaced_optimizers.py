@@ -33,19 +33,26 @@ class ReplacedOptimizers:
         keep(register_optimizer_step_pre_hook(guarded("an optimizer's step", self._begins)))
         keep(register_optimizer_step_post_hook(guarded("an optimizer's step", self._ended)))
 
+    def followed_begins(self, optimizer: Any) -> None:
+        """Note that a followed optimizer, which need not be one of torch's, begins its step."""
+        self._under_way.add(id(optimizer))
+        self._steps += 1
+
+    def followed_ended(self, optimizer: Any) -> None:
+        """Note that it has made it."""
+        self._under_way.discard(id(optimizer))
+
     def _begins(self, optimizer: Optimizer, *_: Any) -> None:
-        if any(optimizer is known for known in self._followed):
-            self._under_way.add(id(optimizer))
-            self._steps += 1
-        elif not self._under_way:
+        if not self._under_way and not self._is_followed(optimizer):
             self._before[id(optimizer)] = self._steps
 
     def _ended(self, optimizer: Optimizer, *_: Any) -> None:
-        if any(optimizer is known for known in self._followed):
-            self._under_way.discard(id(optimizer))
-        elif self._before.pop(id(optimizer), -1) == self._steps and (gone := self._replaced_by(optimizer)):
+        if self._before.pop(id(optimizer), -1) == self._steps and (gone := self._replaced_by(optimizer)):
             self._followed[:] = [known for known in self._followed if known not in gone] + [optimizer]
             self._follow(optimizer)
+
+    def _is_followed(self, optimizer: Optimizer) -> bool:
+        return any(optimizer is known for known in self._followed)
 
     def _replaced_by(self, optimizer: Optimizer) -> list[Optimizer]:
         own = _parameters(optimizer)

@@ -20,6 +20,7 @@ from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.quantities.activations import Activations
 from rankscope_exporter.quantities.gradients import Gradients
 from rankscope_exporter.quantities.optimizer_state import OptimizerState
+from rankscope_exporter.replaced_optimizers import ReplacedOptimizers
 
 STEPS = 5
 FAULTY = 3
@@ -301,6 +302,32 @@ class InnerGiven(Run):
     def train(self) -> None:
         self.optimizer = Wrapper(self.optimizer)
         super().train()
+
+
+def test_an_optimizer_that_is_none_of_torch_s_is_not_replaced_by_the_one_inside_of_it():
+    """As DeepSpeed's are, whose groups are those of the optimizer inside."""
+    net = nn.Linear(2, 2)
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    class Outer:
+        param_groups = inner.param_groups
+
+    outer: Any = Outer()
+    followed = [outer]
+    replacing = ReplacedOptimizers(followed, lambda _: None)
+    handles: list[Any] = []
+    replacing.install(handles.append, lambda _where, function: function)
+    try:
+        for _ in range(3):
+            replacing.followed_begins(outer)
+            inner.step()
+            replacing.followed_ended(outer)
+        assert [outer] == followed
+        inner.step()
+        assert [inner] == followed
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @pytest.mark.parametrize("case", [TwoOptimizers, OuterGiven, InnerGiven])
