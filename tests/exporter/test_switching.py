@@ -284,6 +284,22 @@ def test_rows_of_activations_begin_with_the_first_step_root_included(path):
     assert {("act_in", ""), ("act_out", ""), ("act_in", "0"), ("act_out", "0")} <= kinds
 
 
+def test_of_two_changes_for_one_step_the_last_one_holds_from_its_first_module_on(path):
+    write(path)
+    training = Training(path)
+    training.train(1)
+    training.monitor.switch({"quantities": ["parameters"]})
+    training.monitor.switch({"quantities": ["activations"]})
+    training.train(1)
+    measured, told = training.finish()
+    (record,) = (r for r in training.ring.after(-1, 1 << 30).records if r.step == 1 and r.statistics is not None)
+    kinds = {(entry.kind, entry.module) for entry in record.statistics.plan.plan.entries}
+
+    assert 1 in measured
+    assert [(1, ["parameters"]), (1, ["activations"])] == [(event["at"], event["now"]["quantities"]) for event in told]
+    assert {("act_in", ""), ("act_out", ""), ("act_in", "0"), ("act_out", "0")} <= kinds
+
+
 def test_detach_leaves_no_trace(path, monkeypatch):
     monkeypatch.setenv("DYNAMIC_MONITOR", "True")
     write(path, dynamic_on=True, quantities=["activations", "gradients", "parameters"])

@@ -72,9 +72,12 @@ class Switchboard:
 
     def ready(self) -> None:
         """Register the hooks of the next change, outside of the forward pass that would miss some of them."""
-        self.arrives(self._pace[0] + 1)
-        if self._waiting and self._waiting[0].lineup is None:
-            self._waiting[0].lineup = self._collection.lineup(self._waiting[0].parts)
+        coming = self._pace[0] + 1
+        self.arrives(coming)
+        with self._lock:
+            due = [change for change in self._waiting if (change.step or coming) <= coming] or self._waiting[:1]
+        if due and due[-1].lineup is None:
+            due[-1].lineup = self._collection.lineup(due[-1].parts)
 
     def opens(self, step: int) -> list[Event]:
         """Note that step number `step` is about to begin, and do what is due. Three comparisons when nothing is."""
@@ -84,15 +87,18 @@ class Switchboard:
         while self._waiting and (self._waiting[0].step or step) <= step:
             with self._lock:
                 change = self._waiting.pop(0)
-            events.append(self._take(change, step))
+            is_replaced = bool(self._waiting) and (self._waiting[0].step or step) <= step
+            events.append(self._take(change, step, is_replaced=is_replaced and change.lineup is None))
         if not events and self._since is not None and self.measuring.on and self._collection.is_over:
             events.append(self._end(step))
         return events
 
-    def _take(self, change: Change, step: int) -> Event:
-        lineup = self._collection.lineup(change.parts) if change.lineup is None else change.lineup
+    def _take(self, change: Change, step: int, *, is_replaced: bool) -> Event:
+        """Have `change` hold from now on; one that another replaces at this very step is told and needs no hooks."""
         before, self.measuring = self.measuring, change.measuring
-        self._guard.call("switching", self._collection.take, lineup)
+        if not is_replaced:
+            lineup = self._collection.lineup(change.parts) if change.lineup is None else change.lineup
+            self._guard.call("switching", self._collection.take, lineup)
         self.ended.clear()
         self._since, self._by = step, change.source
         self.taken()
