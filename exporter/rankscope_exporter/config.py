@@ -66,7 +66,7 @@ class MonitorConfig:
     sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Where numbers go beside the record channel while training runs, by name, each with its settings."""
     every: int = 1
-    """Sample every n-th step; the steps between cost nothing."""
+    """Sample every n-th step; between them little more than the call of a hook is left."""
     times: int | None = None
     """Stop after so many measured steps; null never stops."""
     ops: tuple[str, ...] = ALL_OPS
