@@ -18,7 +18,8 @@ from torch import nn
 def attached(**settings):
     net = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    return Monitor(MonitorConfig(console=False, exit_wait_seconds=0, statistics="torch", **settings)).attach(net, optimizer)
+    config = MonitorConfig(console=False, exit_wait_seconds=0, statistics="torch", **settings)
+    return Monitor(config).attach(net, optimizer)
 def records(monitor):
     return monitor._session.channel.ring.after(-1, 1 << 30).records
 def events(monitor, kind):
