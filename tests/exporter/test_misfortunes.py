@@ -382,7 +382,8 @@ def main(body, watched):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with Monitor(MonitorConfig(console=False, exit_wait_seconds=0, enabled=watched)).attach(net, optimizer) as monitor:
+    config = MonitorConfig(statistics="torch", console=False, exit_wait_seconds=0, enabled=watched)
+    with Monitor(config).attach(net, optimizer) as monitor:
         exec(body, globals() | locals())
     print([item.tolist() for item in net.parameters()], monitor.faults)
 def outcome(body, watched):
@@ -396,7 +397,6 @@ def outcome(body, watched):
             text = said.read()
         return text, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     os.dup2(write, 1)
-    os.dup2(write, 2)
     os.close(write)
     code = 0
     try:
@@ -409,6 +409,7 @@ def outcome(body, watched):
     sys.stdout.flush()
     os._exit(code)
 if __name__ == "__main__":
+    import torch._dynamo  # the first optimizer would, in each child
     print(json.dumps([[outcome(body, watched) for watched in (False, True)] for body in BODIES]))
 """
 
