@@ -201,6 +201,7 @@ class Watched:
             assert session is not None
             self.run.train()
             monitor.end_step()
+            assert session.publisher.stop(60)  # all of it is in the ring now, however slow the machine is
             self.state = self.run.state()
         self.faults = monitor.faults
         records = session.channel.ring.after(-1, 1 << 30).records
