@@ -75,7 +75,7 @@ class Monitor:
 
     def attach(
         self,
-        model: torch.nn.Module | Stage | Framework,
+        model: torch.nn.Module | Sequence[torch.nn.Module] | Stage | Framework,
         optimizer: Optimizers = (),
         *,
         dp_group: torch.distributed.ProcessGroup | None = None,
@@ -84,6 +84,7 @@ class Monitor:
     ) -> Self:
         """Hook `model`, wrapped or not, or a `PipelineStage`, and its optimizer or optimizers, and start serving.
 
+        A list has the chunks of a model that Megatron-Core trains on this rank; DeepSpeed's engine has its optimizer.
         Call it once the model is wrapped, before or after `torch.compile`. A port that is taken, an address that
         needs a token, a model that cannot be hooked: said once on the console, and training goes on unmonitored.
 
@@ -97,7 +98,7 @@ class Monitor:
 
     def _attach(
         self,
-        model: torch.nn.Module | Stage | Framework,
+        model: torch.nn.Module | Sequence[torch.nn.Module] | Stage | Framework,
         optimizer: Optimizers,
         groups: dict[str, Any],
         pp_group: torch.distributed.ProcessGroup | None,

@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 SCALE = 8.0
 WIDTH = 6
+PARTS = ("enter", "0", "1", "leave")
 
 
 @dataclass(slots=True)
@@ -45,7 +46,8 @@ class Trained(Loop):
     def train(self, optimizer: Any) -> list[Any]:
         losses = []
         for step in range(1, STEPS + 1):
-            self.model.zero_grad_buffer()
+            for chunk in self.model:
+                chunk.zero_grad_buffer()
             optimizer.zero_grad()
             losses.append(self.backward(step))
             optimizer.step()
@@ -84,15 +86,18 @@ class ParallelBlock(Block):
 class Staged(Net):
     """The model, or one stage of it, as Megatron's schedules ask for it."""
 
-    def __init__(self, stage: int | None = None, **options: Any) -> None:
+    def __init__(self, place: int = 0, stages: int = 1, vp_stage: int | None = None, **options: Any) -> None:
         super().__init__(**options)
-        if stage is not None:
-            del self.blocks["1" if stage == 0 else "0"]
-            self.enter = self.enter if stage == 0 else None
-            self.leave = self.leave if stage == 1 else None
+        kept = PARTS[place * len(PARTS) // stages : (place + 1) * len(PARTS) // stages]
+        for name in "01":
+            if name not in kept:
+                del self.blocks[name]
+        self.enter = self.enter if "enter" in kept else None
+        self.leave = self.leave if "leave" in kept else None
         self.model_type = ModelType.encoder_or_decoder
         self.share_embeddings_and_output_weights = False
-        self.pre_process, self.post_process = stage != 1, stage != 0
+        self.pre_process, self.post_process = place == 0, place == stages - 1
+        self.vp_stage = vp_stage
         self.received: torch.Tensor | None = None
 
     def set_input_tensor(self, received: Any) -> None:
@@ -114,10 +119,11 @@ def trained(
     overlapping: bool = False,
     tensor_parallel: int = 1,
     pipeline: int = 1,
+    chunks: int = 1,
     scaled: bool = False,
     hidden: int = 8,
 ) -> Trained:
-    _divide(tensor_parallel, pipeline)
+    _divide(tensor_parallel, pipeline, chunks)
     dtype = torch.bfloat16 if bf16 else torch.float32
     config = TransformerConfig(
         num_layers=2,
@@ -126,19 +132,25 @@ def trained(
         use_cpu_initialization=True,
         tensor_model_parallel_size=tensor_parallel,
         pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        # Of two ranks each is behind and before the other: sent together, what goes either way would be mixed up.
+        overlap_p2p_comm=chunks > 1,
+        batch_p2p_comm=chunks == 1,
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=bf16,
         gradient_accumulation_fusion=False,
     )
-    model = _model(config, tensor_parallel, pipeline, hidden)
+    models = _models(config, tensor_parallel, pipeline, chunks, hidden)
     sharing = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlapping,
         use_distributed_optimizer=distributed,
         bucket_size=40 if overlapping else None,
     )
-    wrapped = DistributedDataParallel(config, sharing, Float16Module(config, model) if bf16 else model)
+    wrapped = [
+        DistributedDataParallel(config, sharing, Float16Module(config, model) if bf16 else model) for model in models
+    ]
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -151,11 +163,12 @@ def trained(
             clip_grad=LONGEST,
             loss_scale=SCALE if scaled else None,
         ),
-        [wrapped],
+        wrapped,
     )
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
-    config.no_sync_func = wrapped.no_sync
+    no_sync = [chunk.no_sync for chunk in wrapped]
+    config.no_sync_func = no_sync if chunks > 1 else no_sync[0]
     run = get_forward_backward_func()
 
     def forward_step(data: Any, chunk: Any) -> Any:
@@ -170,11 +183,11 @@ def trained(
     def backward(step: int) -> torch.Tensor | None:
         place = parallel_state.get_data_parallel_rank()
         infinite = float("inf") if scaled and step == SKIPPED else 1.0
-        data = iter([batch(place, step, micro) * infinite for micro in range(micros)])
+        data = [iter([batch(place, step, micro) * infinite for micro in range(micros)]) for _ in wrapped]
         reported = run(
             forward_step_func=forward_step,
-            data_iterator=data,
-            model=[wrapped],
+            data_iterator=data if chunks > 1 else data[0],
+            model=wrapped,
             num_microbatches=micros,
             seq_length=ROWS,
             micro_batch_size=1,
@@ -182,23 +195,25 @@ def trained(
         )
         return torch.stack([one["loss"] for one in reported]) if reported else None
 
-    return Trained(wrapped, wrapped, backward, made=optimizer)
+    return Trained(wrapped if chunks > 1 else wrapped[0], torch.nn.ModuleList(wrapped), backward, made=optimizer)
 
 
-def _divide(tensor_parallel: int, pipeline: int) -> None:
+def _divide(tensor_parallel: int, pipeline: int, chunks: int) -> None:
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tensor_parallel, pipeline)
+    parallel_state.initialize_model_parallel(tensor_parallel, pipeline, chunks if chunks > 1 else None)
     megatron_shim.seed()
 
 
-def _model(config: Any, tensor_parallel: int, pipeline: int, hidden: int) -> Net:
+def _models(config: Any, tensor_parallel: int, pipeline: int, chunks: int, hidden: int) -> list[Net]:
     if pipeline > 1:
-        return Staged(parallel_state.get_pipeline_model_parallel_rank())
+        rank, stages = parallel_state.get_pipeline_model_parallel_rank(), pipeline * chunks
+        numbers = range(chunks) if chunks > 1 else [None]
+        return [Staged((chunk or 0) * pipeline + rank, stages, chunk) for chunk in numbers]
     model = Staged(hidden=hidden)
     if tensor_parallel > 1:
         for name, block in list(model.blocks.items()):
             model.blocks[name] = ParallelBlock(block, config)
-    return model
+    return [model]
 
 
 LOOPS: dict[str, Callable[[int], Loop]] = {
@@ -212,4 +227,5 @@ LOOPS: dict[str, Callable[[int], Loop]] = {
     "tensor parallel": lambda rank: trained(rank, tensor_parallel=2),
     "tensor parallel, distributed": lambda rank: trained(rank, distributed=True, tensor_parallel=2),
     "pipeline": lambda rank: trained(rank, 4, pipeline=2),
+    "pipeline, interleaved": lambda rank: trained(rank, 4, pipeline=2, chunks=2),
 }

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "exporter" / "frameworks"))
 
 from heavy_checks import require
 
-pytestmark = [pytest.mark.timeout(400), require("deepspeed", "megatron.core")]
+pytestmark = [pytest.mark.timeout(900), require("deepspeed", "megatron.core")]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -49,5 +49,5 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "RANKSCOPE_INGEST_URL": ""}
     command = (sys.executable, *arguments)
     return subprocess.run(
-        command, cwd=EXAMPLES, capture_output=True, text=True, timeout=300, check=False, env=environment
+        command, cwd=EXAMPLES, capture_output=True, text=True, timeout=800, check=False, env=environment
     )

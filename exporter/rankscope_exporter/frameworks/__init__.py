@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+
+from rankscope_exporter.errors import ConfigError
 from rankscope_exporter.frameworks.base import Framework
 from rankscope_exporter.frameworks.pipeline import Pipeline, Stage, is_stage
 
@@ -15,10 +19,12 @@ __all__ = ["Framework", "Stage", "framework_of"]
 def framework_of(model: Any) -> Framework:
     """Return the adapter for `model`: the one of highest priority that knows its wrapper; an adapter is its own.
 
-    Of a stage of a pipeline it is the stage's, around the adapter for its module.
+    Of a stage of a pipeline it is the stage's, around the adapter for its module; a list has the chunks of one model.
     """
     if isinstance(model, Framework):
         return model
+    if isinstance(model, list | tuple):
+        return framework_of(model[0]) if len(model) == 1 else _of_chunks(model)
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     candidates = sorted(_derived(Framework), key=lambda cls: cls.priority, reverse=True)
@@ -27,6 +33,15 @@ def framework_of(model: Any) -> Framework:
     inner = model._modules.get("_orig_mod") or model  # noqa: SLF001 - what torch.compile was given, by its name there
     framework = next(cls(inner) for cls in candidates if cls.matches(inner))
     framework.model = model
+    return framework
+
+
+def _of_chunks(chunks: Sequence[nn.Module]) -> Framework:
+    framework = framework_of(nn.ModuleList(chunks))
+    if not framework.takes_chunks:
+        raise ConfigError(
+            "a list is for chunks of one model that Megatron-Core's DDP wraps: attach a monitor to each model"
+        )
     return framework
 
 

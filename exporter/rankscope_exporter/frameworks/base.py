@@ -72,6 +72,8 @@ class Framework:
 
     name: ClassVar[str]
     priority: ClassVar[int] = 0
+    takes_chunks: ClassVar[bool] = False
+    """Whether `model` may be a list of the parts that this rank has of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -105,6 +107,10 @@ class Framework:
     def layout(self, parameter: torch.Tensor) -> Layout:
         """Return how a parameter, its reduced gradient and its optimizer state lie on the ranks."""
         return layout_of(parameter, Layout("replica" if self.replicated else "full"))
+
+    def vpp_stage(self, parameter: torch.Tensor) -> int | None:  # noqa: ARG002 - for frameworks that have some
+        """Return which chunk of the model on this rank has the parameter; None where there is one only."""
+        return None
 
     def form(self, parameter: torch.Tensor) -> Form:
         """Return the form of what this rank updates of a parameter, and of its optimizer state."""

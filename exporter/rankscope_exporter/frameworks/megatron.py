@@ -24,29 +24,51 @@ class Megatron(Parted):
     """Gradients of micro-batches are summed in `main_grad`, reduced when the last is through, clipped in `step`.
 
     With the distributed optimizer `main_grad` is reduced only in the range of a parameter that this rank updates.
+    A rank of an interleaved pipeline has several chunks of the model: the first tells when micro-batches begin.
     """
 
     name: ClassVar[str] = "megatron"
     priority: ClassVar[int] = 30
+    takes_chunks: ClassVar[bool] = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._wrapper: Any = model
+        self._chunks: list[Any] = list(model) if isinstance(model, nn.ModuleList) else [model]
+        modules = [_unwrapped(chunk.module) for chunk in self._chunks]
+        self._module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+        self._chunk_of = {id(item): place for place, chunk in enumerate(modules) for item in chunk.parameters()}
+        stages = _group("get_pipeline_model_parallel_group")
+        self.pp_stage = dist.get_rank(stages) if stages is not None and dist.get_world_size(stages) > 1 else None
         self._outer: tuple[Any, ...] = ()
         self._ranges: dict[int, tuple[int, int]] = {}  # by identity of the parameter: which elements this rank updates
         self._divided: dict[int, dist.ProcessGroup] = {}  # by identity: who updates the other elements
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Return whether `model` is wrapped by Megatron's own DDP."""
+        """Return whether `model` is wrapped by Megatron's own DDP, or is a list of such chunks."""
         wrapper = loaded("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel")
-        return isinstance(model, wrapper)
+        chunks = list(model) if type(model) is nn.ModuleList else [model]
+        return bool(chunks) and all(isinstance(chunk, wrapper) for chunk in chunks)
 
     @property
     def module(self) -> nn.Module:
-        """Return the user's own module."""
-        module: nn.Module = self._wrapper.module
-        return module.module if isinstance(module, _halved()) else module
+        """Return the user's own module, or a list of those of all chunks."""
+        self._module.training = self._chunks[0].training  # a list is not told
+        return self._module
+
+    def vpp_stage(self, parameter: torch.Tensor) -> int | None:
+        """Return the chunk, where there are several."""
+        return self._chunk_of[id(parameter)] if len(self._chunks) > 1 else None
+
+    def on_forward(self, hook: Callable[..., None]) -> Removable:
+        """Hook the first chunk."""
+        handle: Removable = self._chunks[0].register_forward_pre_hook(hook)
+        return handle
+
+    def on_forward_end(self, hook: Callable[..., None]) -> Removable:
+        """Hook the first chunk."""
+        handle: Removable = self._chunks[0].register_forward_hook(hook, always_call=True)
+        return handle
 
     # How tensors lie on the ranks.
 
@@ -188,8 +210,11 @@ def _size(getter: str) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
-def _halved() -> Any:
-    return loaded("megatron.core.transformer.module", "Float16Module")
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """Return what a wrapper for float16 and bfloat16 is around."""
+    halved = loaded("megatron.core.transformer.module", "Float16Module")
+    inner: nn.Module = module.module if isinstance(module, halved) else module
+    return inner
 
 
 def _is_tensor_parallel(parameter: torch.Tensor) -> bool:

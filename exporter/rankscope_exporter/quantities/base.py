@@ -290,6 +290,7 @@ class Quantity:
         return PlanEntry(
             kind=kind,
             tensor=named.name,
+            vpp_stage=framework.vpp_stage(named.parameter),
             micro_step=micro_step,
             placement=layout.placement,
             shard_group=layout.shard_group,

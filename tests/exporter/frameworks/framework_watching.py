@@ -44,6 +44,7 @@ class Found:
     dtype: str
     numbers: dict[str, float | None]
     counts: dict[str, int]
+    vpp_stage: int | None = None
 
 
 @dataclass(slots=True)
@@ -179,5 +180,5 @@ def rows_of(record: Any) -> list[Found]:
         if own["numel"] is not None:
             numbers = dict(zip(("norm", "min", "max", "mean"), values[place::size], strict=False))
             where = (record.step, entry.kind, entry.tensor, entry.micro_step, entry.placement, entry.shard_group)
-            rows.append(Found(*where, tuple(entry.shape), entry.dtype, numbers, own))
+            rows.append(Found(*where, tuple(entry.shape), entry.dtype, numbers, own, entry.vpp_stage))
     return rows

@@ -18,6 +18,8 @@ from framework_training import ADAM, CLIP, STEPS, Net, batch, loss_of, truths
 from framework_watching import Outcome, watched
 
 from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_exporter.errors import ConfigError
+from rankscope_exporter.frameworks import framework_of
 from rankscope_exporter.frameworks.parts import Part, Parted
 
 
@@ -151,6 +153,13 @@ def test_all_learning_rates_are_there_though_one_group_is_shown_at_a_time():
     rates = {item.value for record in records for item in record.scalars if item.name == "learning_rate"}
 
     assert {ADAM["lr"], 0.5} == rates
+
+
+def test_a_list_of_models_is_refused_where_nobody_makes_one_of_them():
+    with pytest.raises(ConfigError, match="attach a monitor to each model"):
+        framework_of([Net(), Net()])
+
+    assert "plain" == framework_of([Net()]).name
 
 
 def test_a_method_that_somebody_wraps_meanwhile_is_left_alone():
