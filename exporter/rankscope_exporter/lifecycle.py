@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import signal
 import sys
 from typing import Final, Protocol
 
-from rankscope_contract.events import ExitReason
+from rankscope_contract.events import Event, EventType, ExitReason, Severity
 from rankscope_exporter import stop_signals
 
 
@@ -113,3 +114,15 @@ def weighed_reason(
     if error is None:
         return reason, None
     return ExitReason.UNKNOWN, f"{error} at step {last_step} of {planned_steps} planned"
+
+
+def exit_event(reason: ExitReason, error: str | None, last_step: int | None) -> Event:
+    """Return what a rank says last."""
+    details = json.dumps({"reason": reason, "last_step": last_step, "error": error}, ensure_ascii=False)
+    calm = reason in (ExitReason.COMPLETED, ExitReason.UNKNOWN)
+    return Event(
+        type=EventType.EXIT,
+        severity=Severity.INFO if calm else Severity.CRITICAL,
+        message=f"{reason}: {error}" if error else str(reason),
+        details=details,
+    )

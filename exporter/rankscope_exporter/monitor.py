@@ -10,35 +10,28 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch.nn.parameter import is_lazy
 
-from rankscope_contract.events import Event, EventType, ExitReason, Severity
+from rankscope_contract.events import Event, EventType, ExitReason
 from rankscope_contract.stacks import stacks_text
 from rankscope_exporter import lifecycle, stop_signals
+from rankscope_exporter.attaching import Optimizers, attached
 from rankscope_exporter.config import MonitorConfig
+from rankscope_exporter.config_given import Given, config_of
 from rankscope_exporter.errors import ConfigError
-from rankscope_exporter.frameworks import Framework, Stage, framework_of
+from rankscope_exporter.frameworks import Framework, Stage
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.hangs.diagnosis import Taken
-from rankscope_exporter.identity import place_in
-from rankscope_exporter.naming import named_parameters
-from rankscope_exporter.quantities.base import Subject
-from rankscope_exporter.sampling.mates import DP, TP, find_mates
 from rankscope_exporter.sampling.measuring import SWITCH, measuring_of
-from rankscope_exporter.sampling.targets import Targets, sentences
 from rankscope_exporter.session import Session
 from rankscope_exporter.sinks import Sink
 from rankscope_exporter.sinks.api import Row
 
 PUBLISH_SECONDS = 3.0
 """The last steps are published even with exit_wait_seconds = 0: milliseconds, unless the machine is overloaded."""
-
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 class Monitor:
@@ -51,7 +44,7 @@ class Monitor:
 
     def __init__(
         self,
-        config: MonitorConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        config: Given = None,
         *,
         total_steps: int | None = None,
         first_step: int = 1,
@@ -60,7 +53,7 @@ class Monitor:
 
         `total_steps` is what the training intends (for progress and ETA), `first_step` the number of its next step.
         """
-        self._config = _watched(_as_config(config), config).with_environment(os.environ)
+        self._config = config_of(config).with_environment(os.environ)
         self._total_steps = None if total_steps is None else _whole("total_steps", total_steps, at_least=1)
         self._first_step = _whole("first_step", first_step, at_least=0)
         self._guard = Guard()
@@ -93,49 +86,26 @@ class Monitor:
         `pp_group`, the ranks of a pipeline from first stage to last, puts anomalies in order where no stage is given.
         """
         if self._config.enabled and self._session is None:
-            self._guard.call("attach()", self._attach, model, optimizer, {DP: dp_group, TP: tp_group}, pp_group)
+            groups = {"dp_group": dp_group, "tp_group": tp_group, "pp_group": pp_group}
+            self._guard.call("attach()", self._attach, model, optimizer, groups)
         return self
 
     def _attach(
-        self,
-        model: torch.nn.Module | Sequence[torch.nn.Module] | Stage | Framework,
-        optimizer: Optimizers,
-        groups: dict[str, Any],
-        pp_group: torch.distributed.ProcessGroup | None,
+        self, model: torch.nn.Module | Stage | Framework, optimizer: Optimizers, groups: Mapping[str, Any]
     ) -> None:
-        framework = framework_of(model)
-        place = self._guard.call("pp_group", place_in, pp_group)
-        framework.pp_stage = place[0] if place else framework.pp_stage
-        given = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
-        parameters, targets = named_parameters(framework.module), Targets(self._config.tensors)
-        selected = [item for item in parameters if targets.selects(item.name, *item.aliases)]
-        chosen = tuple(item for item in selected if not is_lazy(item.parameter))
-        mates = find_mates(framework, chosen, groups)
-        subject = Subject(
-            framework,
-            chosen,
-            list(framework.optimizers(given)),
-            torch.distributed.get_world_size() if _in_process_group() else 1,
-            elsewhere=mates.positions,
+        self._session = session = attached(
+            model,
+            optimizer,
+            self._config,
+            self._guard,
+            groups=groups,
+            first_step=self._first_step,
+            total_steps=self._total_steps,
         )
-        session = Session(
-            subject, self._config, self._guard, first_step=self._first_step, total_steps=self._total_steps
-        )
-        address = session.start()
-        self._session, self._sinks = session, session.sinks.by_name
-        names = (name for item in parameters for name in (item.name, *item.aliases))
-        for sentence in sentences(targets, names, "parameter"):
-            session.hooks.tell(f"tensors: {sentence}")
-        if len(chosen) < len(selected):
-            session.hooks.tell(_of_lazy([item.name for item in selected if is_lazy(item.parameter)]))
-        for sentence in mates.complaints:
-            session.hooks.tell(sentence)
-        for event in mates.events:
-            session.recorder.event(event)
+        self._sinks = session.sinks.by_name
         lifecycle.watch(self)
         self._stop_asked = None
         self._guard.call("stop_signals", stop_signals.take, self, self._config.stop_signals)
-        session.print_banner(address)
 
     def detach(self) -> None:
         """Take every hook away, publish what is left, say that this rank is done, and stop serving."""
@@ -188,7 +158,7 @@ class Monitor:
     def _record_end(self, session: Session, reason: ExitReason, error: str | None) -> None:
         last_step = session.recorder.finish()
         reason, error = lifecycle.weighed_reason(reason, error, last_step, self._total_steps, self._stop_asked)
-        session.recorder.event(_exit_event(reason, error, last_step))
+        session.recorder.event(lifecycle.exit_event(reason, error, last_step))
 
     def _see_off(self, session: Session, deadline: float, wait_seconds: float) -> None:
         self._guard.call("end of training", self._drain, session, deadline, wait_seconds)
@@ -359,47 +329,7 @@ class Monitor:
         return self._guard.count
 
 
-def _exit_event(reason: ExitReason, error: str | None, last_step: int | None) -> Event:
-    details = json.dumps({"reason": reason, "last_step": last_step, "error": error}, ensure_ascii=False)
-    calm = reason in (ExitReason.COMPLETED, ExitReason.UNKNOWN)
-    return Event(
-        type=EventType.EXIT,
-        severity=Severity.INFO if calm else Severity.CRITICAL,
-        message=f"{reason}: {error}" if error else str(reason),
-        details=details,
-    )
-
-
-def _as_config(config: MonitorConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> MonitorConfig:
-    if config is None:
-        return MonitorConfig()
-    if isinstance(config, MonitorConfig):
-        return config
-    if isinstance(config, Mapping):
-        return MonitorConfig.from_mapping(config)
-    return MonitorConfig.from_file(os.fspath(config))
-
-
-def _watched(config: MonitorConfig, given: Any) -> MonitorConfig:
-    """Return `config`, following the file it came from where the existing tool's variable asks for that."""
-    is_file = isinstance(given, str | os.PathLike)
-    if is_file and config.switch_file is None and os.environ.get("DYNAMIC_MONITOR", "").lower() == "true":
-        return replace(config, switch_file=os.fspath(given))
-    return config
-
-
 def _whole(name: str, value: Any, *, at_least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         raise ConfigError(f"{name} is a number of steps from {at_least} on, not {value!r}")
     return value
-
-
-def _of_lazy(names: Sequence[str]) -> str:
-    return (
-        f"{len(names)} parameters have no shape yet and are not measured ({', '.join(names[:3])}): "
-        "run a forward pass before attach()"
-    )
-
-
-def _in_process_group() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

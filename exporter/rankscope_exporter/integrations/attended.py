@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,12 +9,11 @@ from typing import Any
 import torch
 
 from rankscope_contract.events import ExitReason
-from rankscope_exporter.config import MonitorConfig
+from rankscope_exporter.attaching import Optimizers
+from rankscope_exporter.config_given import Given
 from rankscope_exporter.frameworks import Framework
 from rankscope_exporter.guard import Guard
-from rankscope_exporter.monitor import Monitor, Optimizers
-
-Config = MonitorConfig | Mapping[str, Any] | str | os.PathLike[str] | None
+from rankscope_exporter.monitor import Monitor
 
 
 class Attended:
@@ -24,7 +22,7 @@ class Attended:
     The configuration is checked at construction and raises ConfigError; nothing after it raises into training.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Given) -> None:
         self._config = Monitor(config).config
         self._guard = Guard()
         self.monitor: Monitor | None = None

@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from rankscope_exporter.integrations.attended import Attended, Config
+from rankscope_exporter.config_given import Given
+from rankscope_exporter.integrations.attended import Attended
 
 _NOTED_BY_THE_MONITOR = frozenset({"learning_rate"})  # per parameter group
 
@@ -23,7 +24,7 @@ class RankscopeCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]  #
     What Trainer logs is logged under its own names: its loss is the mean since it logged last.
     """
 
-    def __init__(self, config: Config = None) -> None:
+    def __init__(self, config: Given = None) -> None:
         """Take what Monitor takes."""
         self._attended = Attended(config)
 

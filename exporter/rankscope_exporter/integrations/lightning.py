@@ -9,9 +9,10 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback
 
 from rankscope_exporter.config import MonitorConfig
+from rankscope_exporter.config_given import Given
 from rankscope_exporter.frameworks import Framework, framework_of
 from rankscope_exporter.frameworks.announced import Announced
-from rankscope_exporter.integrations.attended import Attended, Config
+from rankscope_exporter.integrations.attended import Attended
 
 
 class RankscopeCallback(Callback):  # type: ignore[misc,unused-ignore]  # lightning may be missing where types are checked
@@ -21,7 +22,7 @@ class RankscopeCallback(Callback):  # type: ignore[misc,unused-ignore]  # lightn
     by itself it may use several optimizers for one batch, and a step is one batch.
     """
 
-    def __init__(self, config: Config = None) -> None:
+    def __init__(self, config: Given = None) -> None:
         """Take what Monitor takes."""
         self._attended = Attended(config)
         self._announced: Announced | None = None

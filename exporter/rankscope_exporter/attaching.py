@@ -1,0 +1,75 @@
+"""From a model and its optimizers to a session that runs: what is found out once, when a monitor is attached."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from rankscope_contract.events import Event
+from rankscope_exporter.config import MonitorConfig
+from rankscope_exporter.frameworks import Framework, Stage, framework_of
+from rankscope_exporter.guard import Guard
+from rankscope_exporter.identity import place_in
+from rankscope_exporter.naming import named_parameters
+from rankscope_exporter.quantities.base import Subject
+from rankscope_exporter.sampling.mates import DP, TP, find_mates
+from rankscope_exporter.sampling.targets import Targets, sentences
+from rankscope_exporter.session import Session
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+def attached(
+    model: torch.nn.Module | Stage | Framework,
+    optimizer: Optimizers,
+    config: MonitorConfig,
+    guard: Guard,
+    *,
+    groups: Mapping[str, Any],
+    first_step: int,
+    total_steps: int | None,
+) -> Session:
+    """Return the session of `model`, hooked and serving; what the user should know of it is said.
+
+    `groups` has the process groups of `Monitor.attach` by their names, None for those that were not given.
+    """
+    framework = framework_of(model)
+    place = guard.call("pp_group", place_in, groups["pp_group"])
+    framework.pp_stage = place[0] if place else framework.pp_stage
+    parameters, targets = named_parameters(framework.module), Targets(config.tensors)
+    selected = [item for item in parameters if targets.selects(item.name, *item.aliases)]
+    chosen = tuple(item for item in selected if not is_lazy(item.parameter))
+    mates = find_mates(framework, chosen, {DP: groups["dp_group"], TP: groups["tp_group"]})
+    given = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
+    world_size = torch.distributed.get_world_size() if _in_process_group() else 1
+    subject = Subject(framework, chosen, list(framework.optimizers(given)), world_size, elsewhere=mates.positions)
+    names = [name for item in parameters for name in (item.name, *item.aliases)]
+    complaints = [f"tensors: {sentence}" for sentence in sentences(targets, names, "parameter")]
+    if len(chosen) < len(selected):
+        complaints.append(_of_lazy([item.name for item in selected if is_lazy(item.parameter)]))
+    session = Session(subject, config, guard, first_step=first_step, total_steps=total_steps)
+    address = session.start()
+    guard.call("what attach() says", _tell, session, address, (*complaints, *mates.complaints), mates.events)
+    return session
+
+
+def _tell(session: Session, address: str, complaints: Sequence[str], events: Sequence[Event]) -> None:
+    for sentence in complaints:
+        session.hooks.tell(sentence)
+    for event in events:
+        session.recorder.event(event)
+    session.print_banner(address)
+
+
+def _of_lazy(names: Sequence[str]) -> str:
+    return (
+        f"{len(names)} parameters have no shape yet and are not measured ({', '.join(names[:3])}): "
+        "run a forward pass before attach()"
+    )
+
+
+def _in_process_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
