@@ -10,6 +10,7 @@ import torch
 
 from rankscope_contract.events import ExitReason
 from rankscope_exporter.attaching import Optimizers
+from rankscope_exporter.config import MonitorConfig
 from rankscope_exporter.config_given import Given
 from rankscope_exporter.frameworks import Framework
 from rankscope_exporter.guard import Guard
