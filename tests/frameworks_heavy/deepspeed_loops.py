@@ -58,9 +58,10 @@ def engine(
     infinite: bool = False,
     bf16: bool = False,
     sums: str | None = None,
+    reentrant: bool = False,
     **options: Any,
 ) -> Engine:
-    model = Net()
+    model = Net(checkpointed=reentrant, reentrant=reentrant)
     parameters = list(model.parameters())
     divided = [{"params": parameters[place::groups]} for place in range(groups)]
     config = {
@@ -102,12 +103,14 @@ LOOPS: dict[str, Callable[[int], Loop]] = {
     "zero 1, infinite": lambda rank: engine(rank, 1, infinite=True),
     "zero 2": lambda rank: engine(rank, 2),
     "zero 2, accumulating": lambda rank: engine(rank, 2, 2),
+    "zero 2, checkpointed": lambda rank: engine(rank, 2, reentrant=True),
     "zero 2, small buckets": lambda rank: engine(rank, 2, groups=2, reduce_bucket_size=50, overlap_comm=True),
     "zero 2, bfloat16": lambda rank: engine(rank, 2, bf16=True),
     "zero 2, offloaded": lambda rank: engine(rank, 2, **IN_MEMORY),
     "zero 2, infinite": lambda rank: engine(rank, 2, infinite=True),
     "zero 3": lambda rank: engine(rank, 3, **FROM_START),
     "zero 3, accumulating": lambda rank: engine(rank, 3, 2),
+    "zero 3, checkpointed": lambda rank: engine(rank, 3, reentrant=True, **FROM_START),
     "zero 3, sub-groups": lambda rank: engine(rank, 3, groups=2, sub_group_size=40, **FROM_START),
     "zero 3, bfloat16": lambda rank: engine(rank, 3, bf16=True, **FROM_START),
     "zero 3, offloaded": lambda rank: engine(rank, 3, **FROM_START, **IN_MEMORY),

@@ -147,9 +147,10 @@ class DeepSpeedZero(Parted):
         """Return the form of the part, in the type that DeepSpeed accumulates in."""
         return Form(self.form(parameter).shape, self._stage.accumulates_in or parameter.dtype)
 
-    def reduces_in_backward(self) -> bool:
-        """Return True also in each backward of stages 2 and 3, which keep no sum of local gradients."""
-        return super().reduces_in_backward() or self._stage.scatters
+    @property
+    def scatters(self) -> bool:
+        """Return what the stage says."""
+        return self._stage.scatters
 
     def reduced_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return it from where the stage has it."""

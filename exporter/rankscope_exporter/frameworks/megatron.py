@@ -129,7 +129,7 @@ class Megatron(Parted):
         found: torch.Tensor | None = getattr(parameter, "main_grad", parameter.grad)
         return found
 
-    def local_sum(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    def local_sum(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor | None:
         """Return the sum with `gradient`, which a fused kernel has added already."""
         if not _is_fused(parameter):
             return super().local_sum(parameter, gradient)

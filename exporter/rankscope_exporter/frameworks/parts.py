@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ class Parted(Framework):
         self._now: frozenset[int] = frozenset()  # identities of the tensors that an inner optimizer is about to step
         self._updated: list[Callable[[], None]] = []
         self._stepped: dict[int, Callable[[], None]] = {}
-        self._has_gradients = False
+        self._seen: set[int] = set()  # identities of the parameters that got a gradient since the last update
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:  # noqa: ARG003 - the signature
@@ -84,12 +85,17 @@ class Parted(Framework):
         """Return the sum of this rank's own gradients of earlier micro-batches; None where there is none."""
         raise NotImplementedError
 
-    def local_sum(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the sum of this rank's own gradients, of which `gradient` is the last."""
+    def local_sum(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Return the sum of this rank's own gradients, of which `gradient` is the last; None where none is kept."""
         earlier = self.earlier_gradient(parameter)
         return gradient if earlier is None else earlier + gradient.to(earlier.dtype)
 
     # When gradients are what.
+
+    @property
+    def scatters(self) -> bool:
+        """Return whether each backward pass leaves reduced parts, and no sum of this rank's own gradients."""
+        return False
 
     @property
     def local_until_backward_ends(self) -> bool:
@@ -112,7 +118,7 @@ class Parted(Framework):
 
     def holds_gradient(self, parameter: nn.Parameter) -> bool:  # noqa: ARG002 - it is the same for all
         """Return whether there was a backward pass since the last update, made or skipped."""
-        return self._has_gradients
+        return bool(self._seen)
 
     # What the optimizer works on.
 
@@ -171,8 +177,10 @@ class Parted(Framework):
         """Hook the gradient on its way to where the framework collects it."""
 
         def passing(gradient: torch.Tensor) -> None:
-            self._has_gradients = True
-            hook(_Passing(lambda: self.local_sum(parameter, gradient)))
+            again = id(parameter) in self._seen
+            self._seen.add(id(parameter))
+            summed = not (again and self.scatters)
+            hook(_Passing(lambda: self.local_sum(parameter, gradient) if summed else None))
 
         return super().on_gradient(parameter, passing)
 
@@ -203,15 +211,19 @@ class Parted(Framework):
                 after()
                 return result
             finally:
-                self._moment, self._now, self._has_gradients = _IDLE, frozenset(), False
+                self._moment, self._now = _IDLE, frozenset()
                 self._stepped.clear()
+                self._seen.clear()
 
         original = getattr(owner, method)
         hooking.keep(Replaced(owner, method, watched))
 
+    @functools.cached_property
+    def _inner(self) -> dict[int, torch.optim.Optimizer]:
+        return {id(part.optimizer): part.optimizer for part in self.parts.values() if part is not None}
+
     def _update_begins(self, hooking: Hooking) -> None:
-        optimizers = {id(part.optimizer): part.optimizer for part in self.parts.values() if part is not None}
-        self._groups = {number: list(optimizer.param_groups) for number, optimizer in optimizers.items()}
+        self._groups = {number: list(optimizer.param_groups) for number, optimizer in self._inner.items()}
         self._moment = _REDUCED
         hooking.reduced()
 
@@ -231,11 +243,11 @@ _WHOLE: Final = object()
 class _Passing:
     """A gradient on its way, summed up only where somebody asks."""
 
-    def __init__(self, local_sum: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, local_sum: Callable[[], torch.Tensor | None]) -> None:
         self._local_sum = local_sum
 
     @property
-    def grad(self) -> torch.Tensor:
+    def grad(self) -> torch.Tensor | None:
         return self._local_sum()
 
 

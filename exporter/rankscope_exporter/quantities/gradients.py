@@ -55,8 +55,13 @@ class Gradients(Quantity):
 
     def gradient_ready(self, index: int, holder: Holder, table: Table) -> None:
         """Read one gradient before it is reduced in place, or sharded."""
-        if not self._batched and not self._mixed:
-            table.measure([holder.grad], self._unreduced[index : index + 1])
+        if self._batched or self._mixed:
+            return
+        gradient, row = holder.grad, self._unreduced[index : index + 1]
+        if gradient is None:  # of several micro-batches this framework keeps no sum
+            table.forget(row)
+        else:
+            table.measure([gradient], row)
 
     def backward_ends(self, table: Table) -> None:
         """Read all local gradients in one pass."""

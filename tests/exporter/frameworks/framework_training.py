@@ -20,16 +20,16 @@ ADAM = {"lr": 0.01, "eps": 1e-3}  # a large eps: without it the update is the si
 class Block(nn.Module):
     """A width that divides evenly, and one gain, too small to be divided."""
 
-    def __init__(self, *, checkpointed: bool = False, hidden: int = 8) -> None:
+    def __init__(self, *, checkpointed: bool = False, reentrant: bool = False, hidden: int = 8) -> None:
         super().__init__()
         self.up = nn.Linear(6, hidden)
         self.down = nn.Linear(hidden, 6)
         self.gain = nn.Parameter(torch.ones(1))
-        self.checkpointed = checkpointed
+        self.checkpointed, self.reentrant = checkpointed, reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.checkpointed:
-            inner: torch.Tensor = checkpoint(self.inner, x, use_reentrant=False)
+            inner: torch.Tensor = checkpoint(self.inner, x, use_reentrant=self.reentrant)
             return inner
         return self.inner(x)
 

@@ -132,6 +132,22 @@ def test_each_micro_batch_has_its_own_gradients(outcome):
             check(rows, truth.micro[0][micro], 1e-4)
 
 
+class OfScattered(OfFlattened):
+    scatters = True
+
+
+def test_without_a_sum_over_micro_batches_only_their_own_gradients_are_there():
+    def make(_rank: int) -> FlatLoop:
+        loop = flat_loop(micros=2)
+        loop.attached = OfScattered(loop.model, loop.attached.flattened)
+        return loop
+
+    outcome = watched(make, 0)
+
+    assert {0, 1} == {row.micro_step for row in outcome.rows if row.kind == LOCAL}
+    assert ([], 0) == (outcome.unequal, outcome.faults)
+
+
 def test_an_update_that_does_not_happen_is_a_step_that_was_skipped():
     outcome = watched(lambda _rank: flat_loop(infinite=True), 0)
 
