@@ -35,8 +35,10 @@ test-frameworks: $(VENV)/.installed-dev ## Trainer, Accelerate, Lightning; DeepS
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/frameworks
 	$(MAKE) VENV=.venv-frameworks test-frameworks-heavy
 
-# DeepSpeed compiles an operator when it is first used, and it is kept in the environment.
+# DeepSpeed compiles an operator when it is first used, and it is kept in the environment. A lock that an interrupted run
+# left there would be waited for without end.
 test-frameworks-heavy: $(VENV)/.installed-heavy
+	rm -f $(VENV)/extensions/*/lock
 	PATH="$(CURDIR)/$(BIN):$$PATH" TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VENV)/extensions" OMP_NUM_THREADS=1 \
 		RANKSCOPE_REQUIRE_FRAMEWORKS=1 $(BIN)/python -m pytest tests/frameworks_heavy
 
