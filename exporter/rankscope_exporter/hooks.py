@@ -100,6 +100,10 @@ class Hooks:
 
         return _Gated(call, gate)
 
+    def between(self, function: Callable[[], None]) -> None:
+        """Call `function` while no step begins or ends."""
+        self._recorder.between(function)
+
     def always(self, where: str, function: Callable[..., None]) -> Callable[..., None]:
         """Return `function` as a hook that is called at every step, measured or not."""
 

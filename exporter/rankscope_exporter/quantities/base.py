@@ -164,6 +164,10 @@ class Hooking(Protocol):
         """Have `in_forward` kept up to date."""
         ...
 
+    def between(self, function: Callable[[], None]) -> None:
+        """Call `function` while no step begins or ends: what comes long after an update may meet its end."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantityOptions:

@@ -127,3 +127,7 @@ class OwnHooking:
     def follow_forward(self) -> None:
         """Have `in_forward` kept up to date."""
         self._hooking.follow_forward()
+
+    def between(self, function: Callable[[], None]) -> None:
+        """Call `function` while no step begins or ends."""
+        self._hooking.between(function)

@@ -1,0 +1,164 @@
+"""Functions of torch.distributed that are listened to: put in the place of the originals, and the originals back.
+
+One object stands for a function however many listen, and it is the same one when listening begins again, for code that
+has imported it by name meanwhile. Whatever somebody else has put on top of it stays: ours is then passed through for
+nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from types import FrameType, MethodType
+from typing import Any, Final, Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Call:
+    """One call under way. `site` and `rows` are the listener's own notes."""
+
+    __slots__ = ("args", "caller", "kwargs", "note", "op")
+
+    def __init__(self, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], caller: FrameType) -> None:
+        self.op, self.args, self.kwargs, self.caller = op, args, kwargs, caller
+        self.note: Any = None
+
+
+class Listener(Protocol):
+    """Who listens. What it is told must not raise."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls matter now; asked at every call."""
+        ...
+
+    def begins(self, call: Call) -> None:
+        """A function was called."""
+        ...
+
+    def ended(self, call: Call, result: Any) -> None:
+        """It has returned."""
+        ...
+
+    def waited(self, work: Any) -> None:
+        """Somebody has waited for `work`."""
+        ...
+
+
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+
+WAIT: Final = "wait"
+
+
+class _Tap:
+    """Stands in the place of `owner.name` and passes everything through."""
+
+    def __init__(self, owner: Any, name: str, original: Callable[..., Any]) -> None:
+        self.owner, self.name, self.original = owner, name, original
+        self.listeners: tuple[Listener, ...] = ()
+
+    @property
+    def is_in_place(self) -> bool:
+        return vars(self.owner).get(self.name) is self
+
+    def join(self, listener: Listener) -> None:
+        self.listeners = (*self.listeners, listener)
+        if not self.is_in_place:
+            setattr(self.owner, self.name, self)
+
+    def leave(self, listener: Listener) -> None:
+        self.listeners = tuple(other for other in self.listeners if other is not listener)
+        if not self.listeners and self.is_in_place:
+            setattr(self.owner, self.name, self.original)
+
+
+class _FunctionTap(_Tap):
+    """A function of torch.distributed. To all who compare, copy or pickle it, it is the original."""
+
+    def __init__(self, owner: Any, name: str, original: Callable[..., Any]) -> None:
+        super().__init__(owner, name, original)
+        functools.update_wrapper(self, original)
+        self._sends = name == "isend"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _is_dynamo_compiling():
+            return self.original(*args, **kwargs)
+        if self._sends and "group_src" in kwargs:
+            # A batch takes a P2POp for a receiving one when its function is not, by identity, the original isend.
+            kwargs["group_dst"] = kwargs.pop("group_src")
+        for listener in self.listeners:
+            if listener.is_open:
+                return self._heard(args, kwargs, sys._getframe(1))  # noqa: SLF001 - the only cheap way to the caller
+        return self.original(*args, **kwargs)
+
+    def _heard(self, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType) -> Any:
+        calls = [(listener, Call(self.name, args, kwargs, caller)) for listener in self.listeners if listener.is_open]
+        for listener, call in calls:
+            listener.begins(call)
+        result = self.original(*args, **kwargs)
+        for listener, call in calls:
+            listener.ended(call, result)
+        return result
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self.original
+
+    def __hash__(self) -> int:
+        return hash(self.original)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return operator.getitem, ((self.original,), 0)
+
+
+class _WaitTap(_Tap):
+    """The method `wait` of all works."""
+
+    def __get__(self, work: Any, owner: type | None = None) -> Any:
+        return self if work is None else MethodType(self, work)
+
+    def __call__(self, work: Any, *args: Any, **kwargs: Any) -> Any:
+        result = self.original(work, *args, **kwargs)
+        for listener in self.listeners:
+            if listener.is_open:
+                listener.waited(work)
+        return result
+
+
+class Taps:
+    """Listens until `remove`."""
+
+    def __init__(self, listener: Listener, names: Iterable[str]) -> None:
+        self._listener = listener
+        with _lock:
+            taps = [_tap(dist, name, _FunctionTap) for name in names]
+            taps.append(_tap(getattr(dist, "Work", None), WAIT, _WaitTap))
+            self._taps = [tap for tap in taps if tap is not None]
+            for tap in self._taps:
+                tap.join(listener)
+
+    def remove(self) -> None:
+        """Listen no more."""
+        with _lock:
+            for tap in self._taps:
+                tap.leave(self._listener)
+        self._taps = []
+
+
+_lock = threading.Lock()
+_known: dict[str, _Tap] = {}
+
+
+def _tap(owner: Any, name: str, make: type[_Tap]) -> _Tap | None:
+    """Return what stands, or is to stand, in the place of `owner.name`; None where there is no such thing."""
+    current = None if owner is None else vars(owner).get(name)
+    if current is None:  # of another release of torch, or a torch without collectives
+        return None
+    known = _known.get(name)
+    if known is None or not (current is known or current is known.original):
+        known = _known[name] = make(owner, name, current)
+    return known

@@ -1,0 +1,365 @@
+"""What the script's collectives give back and are given: numbers by hand on two real ranks; nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing as mp
+import pickle
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.exporter.collective_runs import CASES, WORLD, Run, given, work
+
+from rankscope_exporter import ConfigError, Monitor, MonitorConfig
+from rankscope_exporter.quantities.collectives_calls import OPERATIONS
+
+pytestmark = pytest.mark.timeout(400)  # the first test waits for the two ranks
+
+RANKS = range(WORLD)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Any]:
+    """Run all cases in one pair of processes."""
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    store = str(tmp_path_factory.mktemp("collectives") / "store")
+    workers = [context.Process(target=work, args=(rank, store, results), daemon=True) for rank in RANKS]
+    for worker in workers:
+        worker.start()
+    found = [results.get(timeout=180) for _ in range(WORLD * len(CASES))]
+    for worker in workers:
+        worker.join(60)
+
+    assert [0] * WORLD == [worker.exitcode for worker in workers]
+    return {(case, rank): outcome for case, rank, outcome in found}
+
+
+@pytest.fixture
+def runs(outcomes):
+    """Return the runs of one case on both ranks."""
+
+    def both(name: str) -> list[Run]:
+        return [outcomes["sequences", rank][name] for rank in RANKS]
+
+    return both
+
+
+# Numbers.
+
+
+def test_every_function_has_the_numbers_of_what_it_is_given_and_gives_back(outcomes):
+    for rank in RANKS:
+        run, expected, _ = outcomes["functions", rank]
+        for kind, tensors in expected.items():
+            found = run.of(kind)
+
+            assert set(tensors) == set(found)
+            for key, tensor in tensors.items():
+                exact = tensor.double()
+                numbers = {"norm": exact.norm(), "min": exact.min(), "max": exact.max(), "mean": exact.mean()}
+                assert {op: pytest.approx(float(value), rel=1e-6) for op, value in numbers.items()} == {
+                    op: found[key][op] for op in numbers
+                }, (kind, key)
+                assert (tensor.numel(), 0) == (found[key]["numel"], found[key]["nans"])
+        assert (0, []) == (run.faults, run.said)
+
+
+def test_no_function_that_the_existing_tool_knows_is_left_out(outcomes):
+    _, expected, refused = outcomes["functions", 0]
+    called = {key[0] for tensors in expected.values() for key in tensors}
+
+    assert set(OPERATIONS) - {"all_gather_single", "reduce_scatter_single"} <= called | set(refused)
+    assert {} == refused
+
+
+def test_rows_are_named_by_function_and_place(outcomes):
+    run, _, _ = outcomes["functions", 1]
+
+    assert all(re.fullmatch(r"\w+@tests/exporter/collective_runs\.py\[\d+\]", name) for name in run.names)
+    assert {((4,), "float32", None, "full")} <= run.attributes
+
+
+def test_calls_of_one_place_are_counted_within_the_step(runs):
+    for run in runs("repeated"):
+        for step in (1, 2):
+            sums = [step * (given(0, number) + given(1, number)).norm() for number in range(3)]
+            found = run.of("comm_out", step)
+
+            assert [("all_reduce", None, seq) for seq in (None, 1, 2)] == list(found)
+            assert pytest.approx([float(norm) for norm in sums]) == [row["norm"] for row in found.values()]
+
+
+def test_calls_behind_the_update_belong_to_the_step(runs):
+    for run in runs("after the update"):
+        assert {1: 3, 2: 3} == {step: len(rows) for step, rows in run.rows.items()}
+
+
+def test_only_steps_that_are_due_have_rows(runs):
+    for run in runs("every"):
+        assert {1: 6, 3: 6} == {step: len(rows) for step, rows in run.rows.items()}
+
+
+def test_what_an_asynchronous_call_gives_back_is_read_when_it_was_waited_for(runs):
+    sums = [float((given(0, number) + given(1, number)).norm()) for number in (0, 1)]
+    for run in runs("asynchronous"):
+        for step in (1, 2):
+            assert pytest.approx(sums) == [row["norm"] for row in run.of("comm_out", step).values()]
+
+
+def test_a_call_that_nobody_waits_for_has_no_row_and_is_named_once(runs):
+    for run in runs("asynchronous"):
+        (sentence,) = run.said
+
+        assert re.search(r"broadcast@.*\]: is not waited for within its step by wait\(\)", sentence)
+
+
+# Which calls.
+
+
+def test_call_sites_choose_by_the_stack(runs):
+    for run in runs("call sites"):
+        assert (
+            pytest.approx(float((given(0, 1) + given(1, 1)).norm()))
+            == run.of("comm_out")["all_reduce", None, None]["norm"]
+        )
+        assert (1, []) == (len(run.rows[1]), run.said)
+
+
+def test_call_sites_that_are_nowhere_are_said_with_the_calls_there_are(runs):
+    for run in runs("no such site"):
+        (sentence,) = run.said
+
+        assert "call_sites are found in the stack of no call; there are all_reduce@" in sentence
+        assert {} == run.rows
+
+
+def test_targets_choose_by_function_and_one_without_a_call_is_named_with_the_nearest(runs):
+    for run in runs("targets"):
+        assert [("broadcast", None, None)] == list(run.of("comm_out"))
+        assert ["collectives: target 'all_gathr' matches no collective; nearest: all_reduce"] == run.said
+
+
+def test_no_more_rows_than_most_calls(runs):
+    for run in runs("most calls"):
+        (sentence,) = run.said
+
+        assert 2 == len(run.rows[1])
+        assert "called more than 2 times in a step" in sentence
+
+
+@pytest.mark.parametrize(
+    ("case", "sentence"),
+    [
+        ("none", "no call of the script was seen in a measured step"),
+        ("beside", "on a thread beside the training"),
+        ("coalesced", "is coalesced with others"),
+    ],
+)
+def test_what_is_not_measured_is_said(case, sentence, runs):
+    for run in runs(case):
+        assert ({}, 0, 1) == (run.rows, run.faults, len(run.said))
+        assert sentence in run.said[0]
+
+
+# Saying what is called.
+
+
+def test_log_only_tells_every_call_once_and_measures_nothing(runs):
+    for rank, run in enumerate(runs("log only")):
+        assert {} == run.rows
+        assert ["all_reduce", "all_reduce", "broadcast"] == [re.findall(r": (\w+)@", text)[0] for text in run.said]
+        assert "float32[4] -> float32[4], group default_pg of 2 ranks, called from … > " in run.said[0]
+        assert re.search(r"> tests/exporter/collective_runs\.py\[\d+\] sequences.<locals>.at_places$", run.said[0])
+        assert re.search(r"runs\.py\[\d+\] here > tests/exporter/collective_runs\.py", run.said[1])
+        assert [": nothing -> float32[4]", ": float32[4] -> float32[4]"][rank == 0] in run.said[2]
+        assert not any(re.search(r"[ >]/\w", text) for text in run.said)  # no folder of this machine
+
+
+# Nothing else changes.
+
+
+def test_a_training_that_reduces_by_itself_is_the_same_bit_for_bit(outcomes):
+    for rank in RANKS:
+        bare, watched = outcomes["training", rank]
+
+        assert all(torch.equal(one, other) for one, other in zip(bare, watched, strict=True))
+
+
+def test_a_call_that_fails_fails_in_the_same_words(outcomes):
+    for rank in RANKS:
+        bare, watched = outcomes["sequences", rank]["errors"]
+
+        assert (3, bare) == (len(bare), watched)
+        assert 0 == outcomes["sequences", rank]["failing"].faults
+
+
+def test_compiled_code_is_whole_and_reduces_as_before(outcomes):
+    for rank in RANKS:
+        bare, seen, run = outcomes["compiled", rank]
+
+        assert ([bare] * 3, 0, {}) == (seen, run.faults, run.rows)
+
+
+def test_a_nan_is_found_and_the_rank_that_gave_it_is_the_first_cause(runs):
+    first, second = runs("spoiled")
+
+    assert [("anomaly", "AnomalyNan", "comm_in", 0), ("anomaly", "AnomalyNan", "comm_out", 1)] == first.events
+    assert [("anomaly", "AnomalyNan", "comm_out", 1)] == second.events
+
+
+# Functions of torch, and their return; in this process, without a group.
+
+NAMES = ("all_reduce", "isend", "irecv", "batch_isend_irecv", "all_to_all_single")
+
+
+@pytest.fixture
+def originals():
+    """Return what stands in torch.distributed, and see to it that it stands there again."""
+    found = {name: getattr(dist, name) for name in NAMES}
+    waits = vars(dist.Work)["wait"]
+    yield found
+    for name, function in found.items():
+        assert getattr(dist, name) is function, name
+    assert vars(dist.Work)["wait"] is waits
+
+
+@pytest.fixture
+def attached(quiet):
+    """Return a monitor of a layer, and what trains a step."""
+
+    def make(**options: Any) -> tuple[Monitor, Any]:
+        net = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        config = MonitorConfig(
+            quantities=("collectives",), options={"collectives": options}, console=False, exit_wait_seconds=0
+        )
+        monitor = Monitor(config).attach(net, optimizer)
+
+        def step() -> None:
+            net(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return monitor, step
+
+    return make
+
+
+def stands() -> list[str]:
+    """Return which functions are listened to."""
+    return [name for name in NAMES if type(getattr(dist, name)).__name__ == "_FunctionTap"]
+
+
+def test_detaching_puts_back_every_function(attached, originals):
+    monitor, step = attached()
+    listened = stands()
+    step()
+    monitor.detach()
+
+    assert list(NAMES) == listened
+    assert [] == stands()
+
+
+def test_switching_off_puts_back_every_function_and_on_again_listens(attached, originals):
+    monitor, step = attached()
+    step()
+    monitor.switch(on=False)
+    step()
+    off = stands()
+    monitor.switch(on=True)
+    step()
+    on = stands()
+    monitor.detach()
+
+    assert ([], list(NAMES)) == (off, on)
+
+
+def test_after_the_last_of_its_steps_every_function_is_back(attached, originals):
+    monitor, step = attached(times=1)
+    step()
+    step()
+    left = stands()
+    monitor.detach()
+
+    assert [] == left
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_monitors_the_one_that_stays_goes_on_listening(first, attached, originals):
+    monitors = [attached()[0], attached()[0]]
+    monitors[first].detach()
+    between = stands()
+    monitors[1 - first].detach()
+
+    assert list(NAMES) == between
+
+
+def test_what_somebody_else_has_put_on_top_stays_and_ours_is_passed_through(attached, monkeypatch):
+    original, calls = dist.all_reduce, []
+    monitor, _ = attached()
+    below = dist.all_reduce
+
+    def foreign(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return below(*args, **kwargs)
+
+    monkeypatch.setattr(dist, "all_reduce", foreign)
+    monitor.detach()
+    with pytest.raises(ValueError, match="Default process group has not been initialized"):
+        dist.all_reduce(torch.ones(1))
+
+    assert (foreign, 1) == (dist.all_reduce, len(calls))
+    monkeypatch.undo()  # what stood there was ours, passed through
+    dist.all_reduce = original
+
+
+def test_what_was_there_before_is_called_and_put_back(attached, monkeypatch):
+    calls = []
+
+    def earlier(tensor: Any) -> None:
+        calls.append(tensor)
+
+    monkeypatch.setattr(dist, "all_reduce", earlier)
+    monitor, step = attached()
+    step()
+    dist.all_reduce("x")
+    monitor.detach()
+
+    assert (["x"], earlier) == (calls, dist.all_reduce)
+
+
+def test_a_function_that_is_kept_copied_or_sent_is_the_original(attached, originals):
+    monitor, _ = attached()
+    kept = dist.isend
+    sent = pickle.loads(pickle.dumps(kept))
+    copied = copy.deepcopy({"send": kept})["send"]
+    equal = kept == originals["isend"], hash(kept) == hash(originals["isend"])  # as P2POp asks
+    monitor.detach()
+
+    assert (True, True) == equal
+    assert sent is copied is originals["isend"]
+    assert ("isend", originals["isend"].__doc__) == (kept.__name__, kept.__doc__)
+
+
+# What cannot be meant.
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"call_sites": ["("]}, "call_sites: '\\(' is no regular expression"),
+        ({"call_sites": "train"}, "call_sites is a list of regular expressions"),
+        ({"inputs": 1}, "inputs is true or false"),
+        ({"log_only": "yes"}, "log_only is true or false"),
+        ({"most_calls": 0}, "most_calls is a whole number from 1 on"),
+        ({"most_calls": None}, "most_calls is a whole number from 1 on"),
+        ({"input": True}, "Did you mean options.collectives.inputs"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        MonitorConfig(quantities=("collectives",), options={"collectives": options})
