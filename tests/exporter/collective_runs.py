@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 import threading
 import warnings
@@ -344,6 +345,6 @@ def work(rank: int, store: str, results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     for name, case in CASES.items():
-        results.put((name, rank, case(rank)))
+        results.put((name, rank, pickle.dumps(case(rank))))  # as bytes: tensors would stay with this process
         dist.barrier()
     dist.destroy_process_group()

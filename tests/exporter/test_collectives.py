@@ -35,7 +35,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], 
         worker.join(60)
 
     assert [0] * WORLD == [worker.exitcode for worker in workers]
-    return {(case, rank): outcome for case, rank, outcome in found}
+    return {(case, rank): pickle.loads(outcome) for case, rank, outcome in found}
 
 
 @pytest.fixture
