@@ -13,7 +13,7 @@ from rankscope_exporter.errors import ConfigError
 from rankscope_exporter.frameworks.base import Framework
 from rankscope_exporter.frameworks.pipeline import Pipeline, Stage, is_stage
 
-__all__ = ["Framework", "Stage", "framework_of"]
+__all__ = ["Framework", "Stage", "are_chunks", "framework_of"]
 
 
 def framework_of(model: Any) -> Framework:
@@ -34,6 +34,11 @@ def framework_of(model: Any) -> Framework:
     framework = next(cls(inner) for cls in candidates if cls.matches(inner))
     framework.model = model
     return framework
+
+
+def are_chunks(models: Sequence[nn.Module]) -> bool:
+    """Return whether `models` are parts of one model that a rank of a virtual pipeline holds, measured together."""
+    return framework_of(nn.ModuleList(models)).takes_chunks
 
 
 def _of_chunks(chunks: Sequence[nn.Module]) -> Framework:

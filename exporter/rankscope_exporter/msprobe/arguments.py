@@ -1,4 +1,4 @@
-"""What `TrainerMon` and `set_monitor` are given: both orders that exist are told apart by type. Pure.
+"""What `TrainerMon` and `set_monitor` are given: both orders that exist are told apart by type.
 
 The manual prints `(model, grad_acc_steps, optimizer, dp_group, tp_group, start_iteration)`, the tool itself takes
 `(model, optimizer, grad_acc_steps, tp_group, dp_group, start_iteration)`, and its constructor has had two orders.
@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from rankscope_exporter.errors import ConfigError
+from rankscope_exporter.frameworks import are_chunks
 
 AS_IN_THE_MANUAL: Final = ("grad_acc_steps", "optimizer", "dp_group", "tp_group", "start_iteration")
 AS_IN_THE_CODE: Final = ("optimizer", "grad_acc_steps", "tp_group", "dp_group", "start_iteration")
@@ -80,6 +81,11 @@ class Attachment:
     def chunks(self) -> Sequence[Any]:
         """The model's chunks; one alone unless the pipeline is virtual."""
         return self.model if isinstance(self.model, list | tuple) else [self.model]
+
+    @property
+    def watched(self) -> torch.nn.Module | list[torch.nn.Module]:
+        """What of the model is monitored: all chunks where they are known to be that, else the first."""
+        return list(self.chunks) if len(self.chunks) > 1 and are_chunks(self.chunks) else self.chunks[0]
 
     def check(self, call: str) -> None:
         """Raise ConfigError where model and optimizer cannot be what they are given as."""

@@ -25,8 +25,11 @@ def wrong_hints(said: Construction, given: Attachment) -> Iterator[str]:
     """Yield a sentence for each hint that does not fit, and for what of the model is left out."""
     yield from _of_main_grad(said.params_have_main_grad, given.chunks)
     yield from _of_optimizer(said.opt_ty, given.optimizer)
-    if len(given.chunks) > 1:
-        yield f"of {len(given.chunks)} chunks of the model the first is monitored: make a TrainerMon for each"
+    if len(given.chunks) > 1 and not isinstance(given.watched, list):
+        yield (
+            f"the {len(given.chunks)} models are no chunks that Megatron-Core's DDP wraps, and the first is monitored: "
+            "make a TrainerMon for each"
+        )
     if not _is_whole(given.grad_acc_steps, 1):
         yield f"grad_acc_steps={given.grad_acc_steps!r} is no number of micro-batches; they are counted anyway"
     if not _is_whole(given.start_iteration, 0):

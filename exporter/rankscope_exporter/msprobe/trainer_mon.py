@@ -97,7 +97,7 @@ class TrainerMon:
             self._told[sentence] = None
         monitor = Monitor(self._attached_config(), first_step=first_step(given))
         groups = {"dp_group": given.dp_group, "tp_group": given.tp_group, "pp_group": self._said.process_group}
-        monitor.attach(given.chunks[0], given.optimizer, **groups)
+        monitor.attach(given.watched, given.optimizer, **groups)
         self._monitor = monitor
         self._guard.call("process_group", self._place_in_pipeline, monitor)
         for sentence in self._told:

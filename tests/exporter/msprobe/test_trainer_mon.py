@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,13 +81,39 @@ def test_chunks_in_a_list_of_one_and_wrapped_optimizers_are_detected(tmp_path):
     assert 0 == run.faults
 
 
-def test_of_several_chunks_the_first_is_monitored_and_it_is_said(tmp_path):
+def test_chunks_of_a_virtual_pipeline_are_monitored_together(tmp_path, monkeypatch):
+    """A stand-in for Megatron's wrapper tells what is a chunk; `make test-frameworks` has the real one."""
+
+    class DistributedDataParallel(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.module(x)
+
+    fake = types.ModuleType("megatron.core.distributed.distributed_data_parallel")
+    fake.DistributedDataParallel = DistributedDataParallel
+    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    chunks = [DistributedDataParallel(nn.Linear(3, 3)) for _ in range(2)]
+    monitor = TrainerMon(write(tmp_path / "c.json", {**QUIET, "param_distribution": True}))
+    monitor.set_monitor(chunks, optimizer=adam(nn.ModuleList(chunks)))
+
+    assert monitor.monitor is not None
+    session = monitor.monitor._session
+    assert session is not None
+    assert {0, 1} == {session.subject.framework.vpp_stage(item.parameter) for item in session.subject.parameters}
+    monitor.detach()
+
+
+def test_of_several_models_the_first_is_monitored_and_it_is_said(tmp_path):
     net = model()
     optimizer = adam(net)
     run = attached(tmp_path, [net, nn.Linear(2, 2)], optimizer, net=net)
 
     assert [1, 2] == run.steps("grad_reduced")
-    assert ["of 2 chunks of the model the first is monitored: make a TrainerMon for each"] == run.said()
+    (said,) = run.said()
+    assert "the 2 models are no chunks" in said
 
 
 def test_wrong_hints_are_told_once_and_the_numbers_are_right_all_the_same(tmp_path):
