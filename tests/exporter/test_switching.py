@@ -64,6 +64,10 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+def hook_count(net: nn.Module) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in net.modules())
+
+
 def write(path: Path, **settings: Any) -> None:
     path.write_text(json.dumps({**SETTINGS, **settings}, indent=2))
 
@@ -298,6 +302,22 @@ def test_of_two_changes_for_one_step_the_last_one_holds_from_its_first_module_on
     assert 1 in measured
     assert [(1, ["parameters"]), (1, ["activations"])] == [(event["at"], event["now"]["quantities"]) for event in told]
     assert {("act_in", ""), ("act_out", ""), ("act_in", "0"), ("act_out", "0")} <= kinds
+
+
+def test_what_the_first_of_two_changes_for_one_step_leaves_out_and_the_last_one_takes_up_again_goes_on(path):
+    write(path, quantities=["activations"])
+    training = Training(path, first_step=1)
+    hooks = hook_count(training.net)
+    training.train(1)
+
+    for quantities in (["parameters", "linear"], ["activations"], ["router"], ["activations"]):
+        training.monitor.switch({"quantities": quantities})
+    training.train(2)
+
+    assert hooks == hook_count(training.net)  # and what was asked for in between has left none
+    rows = [row.step for row in training.monitor.current("act_in")]
+    assert [3] * 4 == rows  # the model and its three modules
+    training.finish()
 
 
 def test_detach_leaves_no_trace(path, monkeypatch):

@@ -89,6 +89,12 @@ class Collection:
         ]
         self._per_gradient = [member for member in self._members if member.quantity.hears("gradient_ready")]
 
+    def dismiss(self, lineup: Lineup) -> None:
+        """Take the hooks away that were registered for a `lineup` that will not be taken."""
+        for member, _ in lineup:
+            if member not in self._members:
+                self._guard.call(f"hooks of {member.quantity.name}", member.leave)
+
     @property
     def is_over(self) -> bool:
         """Return whether all that was measured here will be no more; of a rank that measures nothing, False."""

@@ -88,15 +88,17 @@ class Switchboard:
             with self._lock:
                 change = self._waiting.pop(0)
             is_replaced = bool(self._waiting) and (self._waiting[0].step or step) <= step
-            events.append(self._take(change, step, is_replaced=is_replaced and change.lineup is None))
+            events.append(self._take(change, step, is_replaced=is_replaced))
         if not events and self._since is not None and self.measuring.on and self._collection.is_over:
             events.append(self._end(step))
         return events
 
     def _take(self, change: Change, step: int, *, is_replaced: bool) -> Event:
-        """Have `change` hold from now on; one that another replaces at this very step is told and needs no hooks."""
+        """Have `change` hold from now on; one that another replaces at this very step is told, and touches no hooks."""
         before, self.measuring = self.measuring, change.measuring
-        if not is_replaced:
+        if is_replaced:  # the other's lineup goes on with members that this one would have sent away
+            self._guard.call("switching", self._collection.dismiss, change.lineup or [])
+        else:
             lineup = self._collection.lineup(change.parts) if change.lineup is None else change.lineup
             self._guard.call("switching", self._collection.take, lineup)
         self.ended.clear()
