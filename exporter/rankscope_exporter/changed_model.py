@@ -17,12 +17,15 @@ class ChangedModel:
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
         self._tree = _tree(subject.framework.module)
-        self._optimized = self._count()
+        self._optimized, self._strange = self._count(), self._strangers()
 
     def added(self) -> int:
-        """Return how many parameters the optimizers have got since this was asked last."""
+        """Return how many parameters the optimizers have got, since this was asked last, that are not measured."""
         before, self._optimized = self._optimized, self._count()
-        return self._optimized - before
+        if before == self._optimized:
+            return 0
+        earlier, self._strange = self._strange, self._strangers()
+        return self._strange - earlier
 
     def gone(self) -> list[int]:
         """Return the positions of parameters that the model uses no more, and retire them: each is told once."""
@@ -45,6 +48,12 @@ class ChangedModel:
     def _count(self) -> int:
         groups = (group for optimizer in self._subject.optimizers for group in optimizer.param_groups)
         return sum(len(group["params"]) for group in groups)
+
+    def _strangers(self) -> int:
+        """Return how many of them are not among those that were found at attach: layers are often thawed one by one."""
+        known = {id(named.parameter) for named in self._subject.parameters}
+        groups = (group for optimizer in self._subject.optimizers for group in optimizer.param_groups)
+        return sum(id(parameter) not in known for group in groups for parameter in group["params"])
 
 
 def _tree(root: nn.Module) -> list[tuple[dict[str, nn.Module | None], str, nn.Module]]:

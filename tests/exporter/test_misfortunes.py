@@ -124,6 +124,20 @@ class LayerAdded(Run):
             self.optimizer.add_param_group({"params": list(self.net[-1].parameters())})
 
 
+class LayerThawed(Run):
+    """A layer that the optimizer is given once it shall be trained, as when a model is fine-tuned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+        self.optimizer = torch.optim.SGD(self.net[2].parameters(), lr=0.1, momentum=0.9)
+
+    def before(self, step: int) -> None:
+        if step == FAULTY:
+            self.net[0].requires_grad_(True)
+            self.optimizer.add_param_group({"params": list(self.net[0].parameters())})
+
+
 class LayerReplaced(Run):
     def before(self, step: int) -> None:
         if step == FAULTY:
@@ -185,7 +199,7 @@ NOTES: dict[type[Run], str] = {
 }
 FAULTS: dict[type[Run], str] = {LayerReplaced: "2 parameters were replaced after attach()"}
 CASES = (
-    *(UsersHookRaises, StepRaises, LossRaises, LayerAdded, LayerReplaced, FrozenAndThawed, FrozenAtFirst),
+    *(UsersHookRaises, StepRaises, LossRaises, LayerAdded, LayerThawed, LayerReplaced, FrozenAndThawed, FrozenAtFirst),
     *(OptimizerReplaced, SchedulerCreatedLater, Lazy, ModelCopied),
 )
 
@@ -245,6 +259,8 @@ def test_training_is_the_same_to_the_last_bit_and_what_is_missed_is_named_once(c
     notes = [text for text in watched.messages("note") if "not called" not in text and "no tensor" not in text]
     if case in NOTES:
         assert 1 == len([note for note in notes if NOTES[case] in note]), notes
+    else:
+        assert [] == notes
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:.*lr_scheduler.step")
@@ -252,7 +268,7 @@ def test_rows_are_there_as_far_as_there_is_something_to_measure():
     everything = set(range(1, STEPS + 1))
     frozen, at_first = Watched(FrozenAndThawed), Watched(FrozenAtFirst)
     replaced, later, lazy = Watched(OptimizerReplaced), Watched(SchedulerCreatedLater), Watched(Lazy)
-    added = Watched(LayerAdded)
+    added, thawed = Watched(LayerAdded), Watched(LayerThawed)
 
     assert everything - {FAULTY} == frozen.steps("grad_unreduced", "0.weight")
     assert {step for step in everything if step >= FAULTY} == at_first.steps("grad_reduced", "0.weight")
@@ -265,6 +281,7 @@ def test_rows_are_there_as_far_as_there_is_something_to_measure():
     assert everything == lazy.steps("grad_reduced", "0.weight")
     assert everything == lazy.steps("act_out", "1")
     assert everything == added.steps("param_after", "0.weight")
+    assert {step for step in everything if step >= FAULTY} == thawed.steps("momentum", "0.weight")
 
 
 class TwoOptimizers(Run):
