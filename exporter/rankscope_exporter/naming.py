@@ -65,6 +65,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
+def real_parts(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of a complex tensor as pairs of real ones, as optimizers take them; any other as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def element_count(parameters: Iterable[NamedParameter]) -> int:
     """Return how many elements the parameters have together on this rank."""
     return sum(local_tensor(named.parameter).numel() for named in parameters)

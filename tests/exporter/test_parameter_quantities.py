@@ -226,3 +226,29 @@ def test_direction_is_the_share_of_signs_that_agree(reader, eventually):
     _, records = watched(reader, eventually, ("direction",), training)
     found = {(record["step"], row["module"]): row["value"] for record in records for row in record["features"] or ()}
     assert close(observed(training, agreement), found)
+
+
+class Rotation(nn.Module):
+    """Complex numbers, held as such or as pairs of real ones: Adam moves both alike."""
+
+    def __init__(self, *, whole: bool) -> None:
+        super().__init__()
+        pairs = torch.randn(3, 4, 2, generator=torch.Generator().manual_seed(1))
+        self.weight = nn.Parameter(torch.view_as_complex(pairs) if whole else pairs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight if self.weight.is_complex() else torch.view_as_complex(self.weight)
+        return (x[:, :3].to(weight.dtype) @ weight).abs()
+
+
+@pytest.mark.parametrize("quantity", ["direction", "adam_updates"])
+def test_a_complex_number_counts_as_its_two_parts(reader, eventually, monkeypatch, quantity):
+    found = []
+    for whole in (True, False):
+        monkeypatch.setitem(globals(), "net", lambda whole=whole: Rotation(whole=whole))
+        _, records = watched(reader, eventually, (quantity,), Training())
+        dataset = "features" if quantity == "direction" else "histograms"
+        found.append([(record["step"], row) for record in records for row in record[dataset] or ()])
+
+    assert found[0]
+    assert found[0] == found[1]

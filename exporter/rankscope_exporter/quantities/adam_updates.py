@@ -10,7 +10,7 @@ import torch
 
 from rankscope_exporter.deferred import Row
 from rankscope_exporter.frameworks.base import Kept
-from rankscope_exporter.naming import local_tensor
+from rankscope_exporter.naming import local_tensor, real_parts
 from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Subject, Table
 
 UPDATE, RATIO = KINDS = ("adam_update", "adam_ratio")
@@ -46,6 +46,7 @@ class AdamUpdates(Quantity):
 
     m̂ = exp_avg / (1 - β1^t), v̂ = exp_avg_sq / (1 - β2^t) (max_exp_avg_sq with amsgrad);
     `adam_update` is m̂ / (√v̂ + ε), what the learning rate was multiplied with in this step; `adam_ratio` is m̂ / √v̂.
+    A complex number is two elements, as Adam takes it.
     """  # noqa: D400 - the formula goes on
 
     name: ClassVar[str] = "adam_updates"
@@ -94,8 +95,8 @@ def _is_adam(kept: Kept) -> bool:
 
 def _histograms(state: Mapping[str, Any], group: Mapping[str, Any], bins: AdamUpdatesOptions) -> torch.Tensor:
     """Return int64 [2, 3 + bins]: of update and ratio, what is below, above and not finite, then the bins."""
-    first = local_tensor(state["exp_avg"]).reshape(-1)
-    second = local_tensor(state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"]).reshape(-1)
+    first = real_parts(local_tensor(state["exp_avg"])).reshape(-1)
+    second = real_parts(local_tensor(state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"])).reshape(-1)
     (beta1, beta2), epsilon, step = group["betas"], group["eps"], state["step"]
     total = torch.zeros(len(KINDS), _EDGES + bins.bins, dtype=torch.int64, device=first.device)
     for m, v in zip(torch.split(first, _CHUNK), torch.split(second, _CHUNK), strict=True):

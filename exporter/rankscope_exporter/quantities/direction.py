@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from rankscope_exporter.naming import local_tensor
+from rankscope_exporter.naming import local_tensor, real_parts
 from rankscope_exporter.quantities.base import Quantity, Subject, Table
 
 KIND: Final = "direction_agreement"
@@ -18,7 +18,8 @@ class Direction(Quantity):
     """A feature of each parameter, between 0 and 1: (Σ sign(g)·sign(m) / n + 1) / 2 over its n elements.
 
     g is the gradient that the optimizer is given, m the momentum before the step. An element where either is 0 counts
-    as half an agreement. Absent while there is no momentum, as before the first step; NaN when either holds a NaN.
+    as half an agreement, a complex number as two elements. Absent while there is no momentum, as before the first step;
+    NaN when either holds a NaN.
     """
 
     name: ClassVar[str] = "direction"
@@ -39,7 +40,7 @@ class Direction(Quantity):
             momentum = None if own is None else _momentum(own.state)
             if gradient is not None and momentum is not None and not gradient.is_sparse:
                 names.append(named.name)
-                agreements.append(_agreement(local_tensor(gradient), local_tensor(momentum)))
+                agreements.append(_agreement(real_parts(local_tensor(gradient)), real_parts(local_tensor(momentum))))
         if agreements:
             table.defer("features", torch.stack(agreements), lambda numbers: _rows(names, numbers))
 
