@@ -34,6 +34,9 @@ SLOTS: Final[dict[str, dict[str, Kind]]] = {
 }
 """Families whose names end in a slot of the module, such as `.input` or `.output_1`."""
 
+CALLS: Final = (Kind.COMM_IN, Kind.COMM_OUT)
+"""Kinds whose rows are of calls, such as `all_reduce@train.py[23]`; the tool writes nothing legible of them."""
+
 MICRO_STEP_FAMILIES: Final = ("actv", "actv_grad", "attention_hook", "moe_router_logit_hook")
 """Families that always have the column; `grad_unreduced` has it when gradients were taken per micro-batch."""
 
@@ -86,6 +89,8 @@ _LEAP_YEAR: Final = 2000
 _FORMULA: Final = re.compile(r"'*[=+\-@]")
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
 
+
+_CALL: Final = re.compile(r"(?P<tensor>\w+@.*\[\d+\])(?:\.call_(?P<seq>\d{1,9}))?(?:_(?P<index>\d{1,9}))?", re.DOTALL)
 
 _SLOT_OF: Final[dict[str, str]] = {kind: slot for slots in SLOTS.values() for slot, kind in slots.items()}
 
@@ -150,9 +155,23 @@ def file_name(family: str, block: int, steps: int, part: int = 0) -> str:
     return f"{family}_{first}-{first + steps - 1}{f'_part_{part}' if part else ''}.csv"
 
 
-def row_name(kind: str, tensor: str, index: int | None) -> str:
-    """Return the name of a tensor's row: that of activations ends in the slot of the module."""
+def row_name(kind: str, tensor: str, index: int | None, call_seq: int | None = None) -> str:
+    """Return the name of a tensor's row: that of activations ends in the slot of the module, that of calls in the call.
+
+    The first call of a step is not numbered; of activations the tool knows one call.
+    """
+    if kind in CALLS and call_seq:
+        tensor = f"{tensor}.call_{call_seq}"
     return numbered(f"{tensor}.{_SLOT_OF[kind]}" if kind in _SLOT_OF else tensor, index)
+
+
+def parse_call(name: str) -> tuple[str, int | None, int | None]:
+    """Return tensor, call and index of a row of CALLS; of any other name, the name."""
+    match = _CALL.fullmatch(name)
+    if not match:
+        return name, None, None
+    seq, index = (None if match[part] is None else int(match[part]) for part in ("seq", "index"))
+    return match["tensor"], seq, index
 
 
 def feature_name(family: str, module: str, index: int | None) -> str:

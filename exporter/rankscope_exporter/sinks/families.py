@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 
 from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS, Kind
 from rankscope_contract.msprobe.layout import (
+    CALLS,
     DIRECTION,
     FEATURES,
     OPS,
@@ -121,8 +122,8 @@ def _rank(entry: PlanEntry, place: int) -> tuple[bool, int, int]:
 
 
 def _key(entry: PlanEntry, shown: Shown) -> tuple[int, str, int]:
-    name = shown(entry.tensor, entry.kind in _OF_MODULES)
-    return entry.vpp_stage or 0, neutral(row_name(entry.kind, name, entry.index)), entry.micro_step or 0
+    name = entry.tensor if entry.kind in CALLS else shown(entry.tensor, entry.kind in _OF_MODULES)
+    return entry.vpp_stage or 0, neutral(row_name(entry.kind, name, entry.index, entry.call_seq)), entry.micro_step or 0
 
 
 def _described(entry: PlanEntry) -> tuple[int, str, str]:

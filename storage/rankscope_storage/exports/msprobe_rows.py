@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from rankscope_contract.escaping import sql_identifier, sql_string
 from rankscope_contract.kinds import VALUE_OPS
 from rankscope_contract.msprobe.layout import (
+    CALLS,
     DIRECTION,
     FEATURES,
     MOMENTS,
@@ -105,13 +106,16 @@ def tensor_cells(
     mine = f"{only} AND kind IN ({kinds}) AND {step} >= 0"
     texts = statistics_sql(selection.options.seed_rounding)
     listed = ", ".join(f"{sql} AS {sql_identifier(op)}" for op, sql in texts.items())
-    last = _LAST.format(key='coalesce(vpp_stage, 0), kind, tensor, "index"', call="call_seq DESC NULLS LAST, ")
+    key, call = 'coalesce(vpp_stage, 0), kind, tensor, "index"', "NULL::BIGINT"
+    if TENSOR_FAMILIES[family][0] in CALLS:
+        key, call = f"{key}, call_seq", "call_seq"
+    last = _LAST.format(key=key, call="call_seq DESC NULLS LAST, ")
     for first_step, last_step, _ in selection.windows("tensor_stats", mine):
         window = selection.within(first_step, last_step)
         rows = window.query(
-            f'SELECT {step} AS their_step, {_KEY}, kind, tensor, "index", numel, {listed} '
+            f'SELECT {step} AS their_step, {_KEY}, kind, tensor, "index", {call} AS call, numel, {listed} '
             f"FROM {window.source('tensor_stats')} AND {mine} {last} "
-            'ORDER BY step, seq, micro_step, vpp_stage, tensor, kind, "index"'
+            'ORDER BY step, seq, micro_step, vpp_stage, tensor, kind, call_seq NULLS FIRST, "index"'
         )
         yield _tensor_cells(rows.combine_chunks(), described)
 
@@ -170,9 +174,9 @@ def _text(value: str, rounding: int | None) -> str:
 
 
 def _tensor_cells(rows: pa.Table, described: Descriptions) -> Cells:
-    kinds, tensors, indices = (rows.column(name) for name in ("kind", "tensor", "index"))
-    keys, spread = _distinct(kinds, tensors, indices)
-    known = [described.get(key, Described()) for key in keys]
+    kinds, tensors, indices, calls = (rows.column(name) for name in ("kind", "tensor", "index", "call"))
+    keys, spread = _distinct(kinds, tensors, indices, calls)
+    known = [described.get(key[:3], Described()) for key in keys]
     numel = _array(rows, "numel")
     fits = pc.fill_null(pc.equal(spread([one.numel for one in known], pa.int64()), numel), False)
     # A shape that does not fit (a shard, another batch) would tell a wrong number of elements.
@@ -186,7 +190,7 @@ def _tensor_cells(rows: pa.Table, described: Descriptions) -> Cells:
 
 def _feature_cells(rows: pa.Table, family: str, columns: Mapping[str, str]) -> Cells:
     keys, spread = _distinct(rows.column("module"), rows.column("module"), rows.column("index"))
-    names = spread([neutral(feature_name(family, module, index)) for _, module, index in keys], pa.string())
+    names = spread([neutral(feature_name(family, module, index)) for _, module, index, _ in keys], pa.string())
     texts = {column: _array(rows, column) for column in columns}
     if family == OTHER:
         texts = _direction_columns(texts["norm"])
@@ -207,15 +211,16 @@ def _keys(rows: pa.Table, names: pa.StringArray) -> tuple[pa.Array, pa.Array, pa
 
 
 def _distinct(
-    kinds: pa.ChunkedArray, names: pa.ChunkedArray, indices: pa.ChunkedArray
-) -> tuple[list[tuple[str, str, int | None]], Callable[[list[Any], pa.DataType], pa.Array]]:
-    """Return the different (kind, name, index), and what gives each row the value that belongs to its own."""
+    kinds: pa.ChunkedArray, names: pa.ChunkedArray, indices: pa.ChunkedArray, calls: pa.ChunkedArray | None = None
+) -> tuple[list[tuple[str, str, int | None, int | None]], Callable[[list[Any], pa.DataType], pa.Array]]:
+    """Return the different (kind, name, index, call), and what gives each row the value that belongs to its own."""
     number = pc.fill_null(pc.cast(indices, pa.string()), "")
-    encoded = pc.binary_join_element_wise(kinds, number, names, "\0").combine_chunks().dictionary_encode()
+    call = pa.scalar("") if calls is None else pc.fill_null(pc.cast(calls, pa.string()), "")
+    encoded = pc.binary_join_element_wise(kinds, number, call, names, "\0").combine_chunks().dictionary_encode()
     keys = []
     for text in encoded.dictionary.to_pylist():
-        kind, index, name = text.split("\0", 2)
-        keys.append((kind, name, int(index) if index else None))
+        kind, index, seq, name = text.split("\0", 3)
+        keys.append((kind, name, int(index) if index else None, int(seq) if seq else None))
     return keys, lambda values, type_: pa.array(values, type_).take(encoded.indices)
 
 

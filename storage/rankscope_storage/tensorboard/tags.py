@@ -12,6 +12,7 @@ from typing import Final
 
 from rankscope_contract.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS, Kind
 from rankscope_contract.msprobe.families import FAMILY_OF
+from rankscope_contract.msprobe.layout import CALLS, parse_call
 
 OPS: Final = (*VALUE_OPS, *COUNT_OPS, *BASELINE_OPS)
 
@@ -48,6 +49,7 @@ class TensorTag:
     vpp_stage: int | None = None
     micro_step: int | None = None
     index: int | None = None
+    call_seq: int | None = None
 
 
 def tensor_tag(what: TensorTag) -> str:
@@ -92,14 +94,18 @@ def _read(vpp_stage: int, rest: str, rank: int | None, task: str, op: str) -> Te
         kind, index = _SIDED[task, side], None if sided[3] is None else int(sided[3])
     if kind is None:
         return None
+    tensor, call_seq = rest.replace("%3A", ":").replace("%25", "%"), None
+    if kind in CALLS:
+        tensor, call_seq, index = parse_call(tensor)
     return TensorTag(
         kind=str(kind),
-        tensor=rest.replace("%3A", ":").replace("%25", "%"),
+        tensor=tensor,
         op=op,
         rank=rank,
         vpp_stage=vpp_stage,
         micro_step=micro_step,
         index=index,
+        call_seq=call_seq,
     )
 
 

@@ -19,6 +19,11 @@ from rankscope_storage.store import Batch, Store
 ROWS: tuple[tuple[PlanEntry, Numbers], ...] = (
     *((entry("w" if kind.startswith(("grad", "param")) else "m", kind), FINITE) for kind in Kind),
     (entry("layers.0", Kind.ACT_IN, index=2, micro_step=1, vpp_stage=1), FINITE | {"mean": 1e-9, "norm": 1e30}),
+    *(
+        (entry("all_gather@a/b.py[7]", Kind.COMM_OUT, index=index, call_seq=call_seq), FINITE | {"norm": 7.5 + index})
+        for call_seq in (None, 1, 2)
+        for index in (0, 1)
+    ),
     (entry('=a,"b"', Kind.GRAD_REDUCED, dtype="bfloat16"), FINITE | {"infs": 1}),
     (entry("n", Kind.GRAD_REDUCED), FINITE | {"nans": 1}),
     (entry("other", Kind.GRAD_REDUCED, shape=(7,)), FINITE),

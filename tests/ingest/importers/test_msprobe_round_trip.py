@@ -26,12 +26,15 @@ from rankscope_storage.store import Batch, Store
 SAMPLES = Path(__file__).resolve().parents[2] / "data" / "msprobe"
 SINGLE, NAN = SAMPLES / "single_rank", SAMPLES / "two_ranks_nan"
 COLUMNS = (
-    'attempt, rank, step, micro_step, vpp_stage, kind, tensor, "index", norm, min, max, mean, nans, infs, zeros, numel'
+    'attempt, rank, step, micro_step, vpp_stage, kind, tensor, "index", call_seq, '
+    "norm, min, max, mean, nans, infs, zeros, numel"
 )
+CALLS = {Kind.COMM_IN, Kind.COMM_OUT}
 ACTIVATIONS = {Kind.ACT_IN, Kind.ACT_OUT, Kind.ACT_GRAD_IN, Kind.ACT_GRAD_OUT}
 BEGAN = dt.datetime(2026, 12, 31, 15, 59, 59, tzinfo=dt.UTC)  # the last second of the year in Shanghai
 
 printable = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="\x7f"), min_size=1, max_size=8)
+place = st.sampled_from(["all_reduce@train.py[23]", "send@a/b_1.py[4]", "gather@<string>[1]", "_x@a:b%.call_2[3]"])
 name = printable | st.sampled_from(["", "=1+1", "'=x", 'a,"b"', "layers.0", "@x", "-", "nan"])
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -40,14 +43,15 @@ finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 def tensors(draw):
     """Return one row of `tensor_stats` as this layout can carry it."""
     kind = draw(st.sampled_from(list(Kind)))
-    sliced = kind in ACTIVATIONS
+    sliced, called = kind in ACTIVATIONS, kind in CALLS
     numel = draw(st.integers(1, 1 << 24))
     nans, infs = draw(st.sampled_from([(0, 0), (0, 0), (3, None), (0, 1)]))
     values = {op: draw(finite) for op in VALUE_OPS} | {"norm": draw(st.floats(0, 2.0**100, width=32))}
     return {
         "kind": kind,
-        "tensor": draw(name if sliced else name.filter(bool)),
-        "index": draw(st.none() | st.integers(0, 3)) if sliced else None,
+        "tensor": draw(place if called else name if sliced else name.filter(bool)),
+        "index": draw(st.none() | st.integers(0, 3)) if sliced or called else None,
+        "call_seq": draw(st.none() | st.integers(1, 3)) if called else None,
         "micro_step": draw(st.integers(0, 2)) if sliced else None,
         "vpp_stage": draw(st.integers(0, 2)),
         "numel": numel,
@@ -59,7 +63,7 @@ def tensors(draw):
 
 
 def distinct(rows):
-    keys = ("kind", "tensor", "index", "micro_step", "vpp_stage")
+    keys = ("kind", "tensor", "index", "call_seq", "micro_step", "vpp_stage")
     return list({tuple(row[key] for key in keys): row for row in rows}.values())
 
 
@@ -128,6 +132,31 @@ def test_features_come_back_as_they_were(tmp_path):
 
     assert () == faults
     assert rows_of(store, columns, "features") == rows_of(again, columns, "features")
+
+
+def test_calls_of_one_place_come_back_each_by_itself_and_are_described_once(tmp_path):
+    """As a live sink names them, whose names nobody but the importer reads."""
+    folder = tmp_path / "Nov21_22-00-00-rank0-0a0b0c0d"
+    folder.mkdir()
+    names = ("all_reduce@train.py[23]", "all_reduce@train.py[23].call_1", "all_gather@a/b.py[4].call_2_1")
+    lines = [f"0,{name},{step},{norm}.0,[4],torch.float32" for step in (0, 1) for norm, name in enumerate(names)]
+    (folder / "comm_out_0-1.csv").write_text("\n".join(["vpp_stage,name,step,norm,shape,dtype", *lines]))
+    with Store.open(tmp_path / "store", create=True).claim(owner="test") as writer:
+        faults = import_records(folder, writer, importers()["msprobe"], run="r").faults
+    called = [("all_gather@a/b.py[4]", 1, 2, 2.0), ("all_reduce@train.py[23]", None, None, 0.0),
+              ("all_reduce@train.py[23]", None, 1, 1.0)]  # fmt: skip
+
+    assert () == faults
+    assert called * 2 == [
+        tuple(row.values())[1:]
+        for row in sorted(
+            rows_of(tmp_path / "store", 'step, tensor, "index", call_seq, norm'),
+            key=lambda row: (row["step"], row["tensor"], row["norm"]),
+        )
+    ]
+    assert [("all_gather@a/b.py[4]", 1, None), ("all_reduce@train.py[23]", None, None)] == [
+        tuple(row.values()) for row in rows_of(tmp_path / "store", 'tensor, "index", module', "tensors")
+    ]
 
 
 @pytest.mark.parametrize("sample", [SINGLE, NAN], ids=lambda path: path.name)

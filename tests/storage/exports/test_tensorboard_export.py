@@ -230,6 +230,13 @@ def test_tags_of_the_tools_conversion_are_understood():
     assert parse_tree_tag("vp0:w/norm", "other_folder", 0) is None
 
 
+def test_tags_of_calls_say_which_call_it_was():
+    """As the live sink writes them, where a place in the script has a `/` and a line."""
+    found = parse_tree_tag("vp0:all_gather@a/b.py[4].call_2_1/norm", "comm_out", 0)
+
+    assert ("comm_out", "all_gather@a/b.py[4]", 2, 1) == (found.kind, found.tensor, found.call_seq, found.index)
+
+
 @pytest.mark.parametrize("tag", ["loss", "train/loss", "0:w/rank0/loss", "0:w/rank0/actv_norm", "w/rank0/exp_avg_norm"])
 def test_other_tags_are_scalars(tag):
     assert parse_tensor_tag(tag) is None

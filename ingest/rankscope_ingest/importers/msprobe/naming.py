@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_contract.msprobe.layout import FEATURES, KIND_OF_FAMILY, SLOTS
+from rankscope_contract.msprobe.layout import CALLS, FEATURES, KIND_OF_FAMILY, SLOTS, parse_call
 
 _SLOT: Final = re.compile(r"(?P<module>.*)\.(?P<slot>input|output)(?:_(?P<index>\d{1,9}))?", re.DOTALL)
 _ENDING: Final = re.compile(r"(?P<module>.*)(?P<ending>\.[a-z_]+?)(?:_(?P<index>\d{1,9}))?", re.DOTALL)
@@ -20,10 +20,18 @@ class Named:
     kind: str
     tensor: str
     index: int | None = None
+    call_seq: int | None = None
+
+    @property
+    def described(self) -> tuple[str, str, int | None]:
+        """Return what is described once, however often it is called."""
+        return self.kind, self.tensor, self.index
 
     @property
     def module(self) -> str | None:
-        """Return the module: that of a slot, or the owner of a parameter."""
+        """Return the module: that of a slot, or the owner of a parameter; a call has none."""
+        if self.kind in CALLS:
+            return None
         if any(self.kind in slots.values() for slots in SLOTS.values()):
             return self.tensor
         return self.tensor.rpartition(".")[0] or None
@@ -38,6 +46,8 @@ def naming(family: str) -> Naming | None:
         return lambda name: _slot(SLOTS[family], name)
     if family in FEATURES:
         return lambda name: _feature(FEATURES[family].suffix, name)
+    if family in CALLS:
+        return lambda name: _call(family, name)
     if family in KIND_OF_FAMILY:
         return lambda name: Named(str(KIND_OF_FAMILY[family]), name)
     return None
@@ -53,6 +63,11 @@ def _slot(slots: Mapping[str, str], name: str) -> Named | None:
     if not match:
         return None
     return Named(str(slots[match["slot"]]), match["module"], int(match["index"]) if match["index"] else None)
+
+
+def _call(kind: str, name: str) -> Named:
+    tensor, call_seq, index = parse_call(name)
+    return Named(kind, tensor, index, call_seq)
 
 
 def _feature(suffix: str, name: str) -> Named:

@@ -51,7 +51,7 @@ class _Statistics:
 
     def __init__(self, family: str) -> None:
         self._naming = naming(family)
-        self._described: set[Named] = set()
+        self._described: set[tuple[str, str, int | None]] = set()
 
     def __call__(self, rows: Rows, origin: Origin, complain: Complain) -> Tables:
         assert self._naming is not None  # `tabling` asked
@@ -65,16 +65,19 @@ class _Statistics:
             "kind": rows.spread([one.kind for one in named], pa.string()),
             "tensor": rows.spread([one.tensor for one in named], pa.string()),
             "index": rows.spread([one.index for one in named], pa.int32()),
+            "call_seq": rows.spread([one.call_seq for one in named], pa.int64()),
             **said.columns,
         }
         tables = {"tensor_stats": pa.table(columns).filter(pa.array(said.present))}
-        fresh = [position for position, one in enumerate(named) if one not in self._described]
+        fresh = [position for position, one in enumerate(named) if one.described not in self._described]
         described = said.present & (shaped.codes >= 0) & np.isin(rows.codes, fresh)
         if described.any():
             codes, first = np.unique(rows.codes[described], return_index=True)
             positions = np.sort(np.flatnonzero(described)[first])
-            self._described |= {named[code] for code in codes.tolist()}
-            chosen = [(int(row), named[rows.codes[row]], shaped.of(int(row))) for row in positions]
+            self._described |= {named[code].described for code in codes.tolist()}
+            firsts = {named[rows.codes[row]].described: int(row) for row in positions[::-1]}
+            positions = np.array(sorted(firsts.values()), np.int64)
+            chosen = [(row, named[rows.codes[row]], shaped.of(row)) for row in positions.tolist()]
             dtypes = rows.texts["dtype"].take(pa.array(positions)) if "dtype" in rows.texts else None
             tables["tensors"] = _dimension(chosen, columns, dtypes)
         return tables

@@ -228,7 +228,8 @@ class EventRows:
         return _Series("scalars", columns, factor=alias.factor, axis_is_step=not tag.endswith(_OTHER_AXES))
 
     def _tensor(self, found: TensorTag) -> _Series:
-        columns: Row = {name: getattr(found, name) for name in ("kind", "tensor", "index", "vpp_stage", "micro_step")}
+        names = ("kind", "tensor", "index", "vpp_stage", "micro_step", "call_seq")
+        columns: Row = {name: getattr(found, name) for name in names}
         columns["placement"] = PLACEMENT if self._ours else None
         return _Series("tensor_stats", columns, found.op, rank=None if self._ours else found.rank)
 
