@@ -7,6 +7,7 @@ configuration that silently means something else costs a training run.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Self
@@ -106,7 +107,8 @@ class ToolSettings:
         check_keys(asked, CC_KEYS, "cc_distribution.")
         for name, value in asked.items():
             if name == "cc_codeline":
-                _expect(_are(value, str), f"cc_distribution.{name}", "a list of expressions", value)
+                right = _are(value, str) and all(_is_expression(text) for text in value)
+                _expect(right, f"cc_distribution.{name}", "a list of regular expressions", value)
             else:
                 _expect(isinstance(value, bool), f"cc_distribution.{name}", "true or false", value)
 
@@ -123,6 +125,14 @@ KEYS: Final = tuple(item.name for item in fields(ToolSettings))
 def _expect(right: bool, name: str, what: str, value: Any) -> None:  # noqa: FBT001 - reads as a sentence
     if not right:
         raise ConfigError(f"{name} is {what}, not {value!r}")
+
+
+def _is_expression(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
 
 
 def _are(values: Any, of: type) -> bool:

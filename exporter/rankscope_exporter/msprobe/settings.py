@@ -91,6 +91,10 @@ def _options(tool: ToolSettings) -> Options:
         chosen["activations"] = _activations(tool)
     if tool.recording_l2_features:
         chosen |= _features(tool)
+    if tool.cc_distribution.get("enable"):
+        chosen["collectives"] = _collectives(tool.cc_distribution)
+        if not tool.collect_times:
+            chosen["collectives"]["times"] = 0
     if tool.print_struct or tool.stack_info:
         chosen["structure"] = {"stacks": tool.stack_info, "print_struct": tool.print_struct}
         if not tool.collect_times:  # else one step is enough
@@ -109,6 +113,12 @@ def _activations(tool: ToolSettings) -> dict[str, Any]:
         named = {module_pattern(name, squashed=tool.squash_name): parts for name, parts in tool.targets.items()}
         told |= {"targets": named, "all_modules": tool.all_xy}
     return told
+
+
+def _collectives(asked: Mapping[str, Any]) -> dict[str, Any]:
+    told: dict[str, Any] = {"call_sites": asked["cc_codeline"]} if asked.get("cc_codeline") else {}
+    named = {"inputs": "cc_pre_hook", "log_only": "cc_log_only"}
+    return told | {name: True for name, key in named.items() if asked.get(key)}
 
 
 def _features(tool: ToolSettings) -> Options:
@@ -146,8 +156,8 @@ def _sinks(tool: ToolSettings) -> dict[str, dict[str, Any]]:
 
 def _remarks(tool: ToolSettings, *, measured: bool) -> list[str]:
     told = []
-    if tool.cc_distribution.get("enable"):
-        told.append("cc_distribution: collectives are not measured yet; training goes on, with cc_log_only too")
+    if tool.cc_distribution.get("enable") and tool.cc_distribution.get("cc_log_only"):
+        told.append("cc_log_only: training goes on once the calls of the first step are told")
     if tool.print_struct:
         told.append("print_struct: training goes on once the structure is printed")
     if tool.monitor_mbs_grad and not tool.wg_distribution:

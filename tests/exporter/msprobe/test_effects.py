@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.exporter.msprobe.tool_runs import Net, Run, batch, model
 
 from rankscope_exporter.msprobe.document import KEYS
@@ -265,14 +266,18 @@ def test_print_struct_writes_the_structure_and_training_goes_on(trained, output)
     assert ["print_struct: training goes on once the structure is printed"] == run.said()
 
 
-def test_cc_distribution_is_accepted_checked_and_said_once_to_have_no_effect_yet(trained):
-    asked = {"enable": True, "cc_codeline": ["train.py\\[23\\]"], "cc_pre_hook": True, "cc_log_only": True}
-    run = trained(cc_distribution=asked, wg_distribution=True)
+def test_cc_distribution_listens_to_the_scripts_collectives_while_it_measures(trained):
+    """What each of its keys does on two ranks is in test_ranks.py."""
+    original, listened = dist.all_reduce, []
+    document = {"cc_distribution": {"enable": True}, "wg_distribution": True, "collect_times": 1}
+    during = {"during": lambda *_: listened.append(dist.all_reduce is not original)}
+    (sentence,) = trained(during, **document).said()
+    off = trained(during, **{**document, "cc_distribution": {"enable": False, "cc_pre_hook": True}})
 
-    assert 1 == len(run.said())
-    assert "cc_distribution: collectives are not measured yet" in run.said()[0]
-    assert [1, 2] == run.steps()
-    assert [] == trained(cc_distribution={"enable": False}, wg_distribution=True).said()
+    assert [True, False, False, False] == listened
+    assert "collectives: no call of the script was seen in a measured step" in sentence
+    assert [] == off.said()
+    assert dist.all_reduce is original
 
 
 # Alerts.

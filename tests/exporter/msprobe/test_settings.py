@@ -55,10 +55,10 @@ def test_the_example_of_the_manual_is_taken_as_it_is(tmp_path: Path) -> None:
     path.write_text(FROM_THE_MANUAL)
     config = MonitorConfig.from_file(path)
 
-    assert {"parameters", "gradients", "micro_gradients", "optimizer_state", "adam_updates", "activations"} == set(
-        config.quantities
-    )
-    assert [[0, 1, 2, 3]] * 6 == [table["ranks"] for table in config.options.values()]
+    assert {
+        "parameters", "gradients", "micro_gradients", "optimizer_state", "adam_updates", "activations", "collectives"
+    } == set(config.quantities)  # fmt: skip
+    assert [[0, 1, 2, 3]] * 7 == [table["ranks"] for table in config.options.values()]
     assert (AnomalyTurbulence(threshold=0.5),) == config.rules
     assert (1e-8, 1, None) == (config.zero_below, config.every, config.times)
     assert {"csv"} == set(config.sinks)
@@ -139,6 +139,7 @@ def test_rules_keep_their_order_and_have_names_of_their_own() -> None:
         ({"cc_distribution": {"enabled": True}}, "Did you mean cc_distribution.enable?"),
         ({"cc_distribution": {"enable": 1}}, "cc_distribution.enable is true or false"),
         ({"cc_distribution": {"cc_codeline": "a"}}, "cc_distribution.cc_codeline is a list"),
+        ({"cc_distribution": {"cc_codeline": ["train.py["]}}, "cc_codeline is a list of regular expressions"),
         ({"alert": []}, "alert is a table of rules and dump"),
         ({"alert": {"rule": []}}, "Did you mean alert.rules?"),
         ({"alert": {"dump": "yes"}}, "alert.dump is true or false"),
