@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from rankscope_exporter.errors import ConfigError
+
+MOST: Final = sys.float_info.max
+"""The largest magnitude; a whole number may well be larger, and is then no number to measure by."""
 
 
 def listed(name: str, value: Any, of: type) -> tuple[Any, ...]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -15,9 +13,9 @@ from rankscope_contract.kinds import Kind
 from rankscope_contract.rules import AnomalyRule, rule_from_config
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
-from rankscope_exporter.checks import check_keys, listed
+from rankscope_exporter.checks import MOST, check_keys, listed
+from rankscope_exporter.config_files import read_settings
 from rankscope_exporter.errors import ConfigError
-from rankscope_exporter.msprobe.json_comments import without_comments
 from rankscope_exporter.msprobe.settings import is_of_the_tool, translated
 from rankscope_exporter.quantities import Quantity, select_quantities
 from rankscope_exporter.quantities.base import QuantityOptions
@@ -42,6 +40,8 @@ _MAGNITUDES: Final = (
     "hang_in_phase_after_seconds",
     "switch_poll_seconds",
 )
+_MOST_SECONDS: Final = 1e9
+"""Longer than any job; the clock of a thread does not reach much further."""
 _SWITCH_VARIABLE: Final = "RANKSCOPE_SWITCH_FILE"
 
 DEFAULT_QUANTITIES: Final = ("parameters", "gradients", "optimizer_state")
@@ -163,6 +163,9 @@ class MonitorConfig:
         for name in _MAGNITUDES:
             if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int | float):
                 raise ConfigError(f"{name} is a number, not {getattr(self, name)!r}")
+            most = _MOST_SECONDS if name.endswith("_seconds") else MOST
+            if getattr(self, name) > most:
+                raise ConfigError(f"{name} is at most {most:g}, not {getattr(self, name)!r}")
         for name, what in (("run", "name"), ("switch_file", "path")):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
@@ -238,11 +241,7 @@ class MonitorConfig:
     def from_file(cls, path: str | Path) -> MonitorConfig:
         """Return the configuration in a `.toml` or `.json` file. Raises ConfigError naming file and fault."""
         path = Path(path)
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path}: {error}") from error
-        settings = parse_settings(path, text)
+        settings = read_settings(path)
         try:
             return cls.from_mapping(settings)
         except ConfigError as error:
@@ -271,17 +270,6 @@ def in_our_words(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return `settings` as those of a MonitorConfig, whose names they may or may not have. Raises ConfigError."""
     ours = setting_names()
     return translated(settings, ours) if is_of_the_tool(settings, ours) else dict(settings)
-
-
-def parse_settings(path: Path, text: str) -> dict[str, Any]:
-    """Return the table that `text`, from the `.toml` or JSON file `path`, holds. Raises ConfigError."""
-    try:
-        settings = tomllib.loads(text) if path.suffix == ".toml" else json.loads(without_comments(text))
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{path}: a table of settings is expected, not {type(settings).__name__}")
-    return settings
 
 
 def _seconds(text: str | None, default: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig
+from rankscope_exporter.msprobe import TrainerMon
 
 TOML = """
 every = 5
@@ -90,6 +92,55 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         MonitorConfig.from_file(broken)
     with pytest.raises(ConfigError, match=r"absent\.toml"):
         Monitor(str(tmp_path / "absent.toml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"every": 2,}', "take away the comma before it"),
+        ('{"quantities": ["gradients", // all\n ]}', "take away the comma before it"),
+        ("[" * 100_000, "recursion"),
+        ('{"every": ' + "9" * 5000 + "}", "4300 digits"),
+        ("", "Expecting value"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_said(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "monitor.json"
+    path.write_text(text)
+
+    with pytest.raises(ConfigError, match=words):
+        MonitorConfig.from_file(path)
+
+
+@pytest.mark.parametrize(("name", "text"), [("monitor.json", '{"every": 2}\r\n'), ("monitor.toml", "every = 2\r\n")])
+def test_a_file_may_begin_with_a_mark_of_its_encoding(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+
+    assert 2 == MonitorConfig.from_file(path).every
+
+
+def test_a_path_that_is_none_is_named() -> None:
+    for given in (Monitor, TrainerMon):
+        with pytest.raises(ConfigError, match="null byte"):
+            given("monitor\0.json")
+
+
+@pytest.mark.parametrize("number", [10**400, math.inf])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        lambda number: {"zero_below": number},
+        lambda number: {"exit_wait_seconds": number},
+        lambda number: {"switch_poll_seconds": number},
+        lambda number: {"hang_after_seconds": number},
+        lambda number: {"wg_distribution": True, "eps": number},
+        lambda number: {"alert": {"rules": [{"rule_name": "AnomalyNan", "args": {"threshold": number}}]}},
+    ],
+)
+def test_a_number_that_no_clock_and_no_tensor_can_hold_is_refused(settings: Any, number: float) -> None:
+    with pytest.raises(ConfigError):
+        MonitorConfig.from_mapping(settings(number))
 
 
 def test_the_environment_goes_over_the_file() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping
 from typing import Any, Final
 
+from rankscope_exporter.checks import MOST
 from rankscope_exporter.errors import ConfigError
 
 _RULES: Final = ("AnomalyTurbulence", "AnomalyNan")
@@ -48,7 +48,7 @@ def _threshold(name: str, arguments: Any) -> float | None:
     threshold = (arguments or {}).get("threshold")
     if threshold is None and name == "AnomalyNan":
         return None
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold < math.inf:
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold <= MOST:
         raise ConfigError(f"alert.rules: {name} needs args.threshold, a number from 0 on, not {threshold!r}")
     if threshold == 0 and name == "AnomalyTurbulence":
         raise ConfigError("alert.rules: AnomalyTurbulence with threshold 0 fires at every rise: give a share above 0")

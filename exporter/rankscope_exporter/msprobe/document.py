@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Self
 
-from rankscope_exporter.checks import check_keys
+from rankscope_exporter.checks import MOST, check_keys
 from rankscope_exporter.errors import ConfigError
 
 FORMATS: Final = ("csv", "tensorboard", "api")
@@ -81,7 +81,7 @@ class ToolSettings:
                 least, most = _LEAST.get(item.name, 0), _MOST.get(item.name, math.inf)
                 bounds = f"from {least} on" if most == math.inf else f"from {least} to {most}"
                 _expect(_is_whole(value) and least <= value <= most, item.name, f"a whole number {bounds}", value)
-        _expect(_is_number(self.eps) and 0 <= self.eps < math.inf, "eps", "a number from 0 on", self.eps)
+        _expect(_is_number(self.eps) and 0 <= self.eps <= MOST, "eps", "a number from 0 on", self.eps)
         _expect(self.format in FORMATS, "format", f"one of {', '.join(FORMATS)}", self.format)
         order = self.sa_order.replace(" ", "") if isinstance(self.sa_order, str) else self.sa_order
         _expect(order in SA_ORDERS, "sa_order", " or ".join(map(repr, SA_ORDERS)), self.sa_order)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope_contract.kinds import Kind
-from rankscope_exporter.config import MonitorConfig, parse_settings, setting_names
+from rankscope_exporter.config import MonitorConfig, setting_names
+from rankscope_exporter.config_files import read_settings
 from rankscope_exporter.errors import ConfigError
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.identity import place_in, rank_here
@@ -45,7 +46,7 @@ class TrainerMon:
             )
         self._said = Construction.of(positional, named)
         self._path = Path(config_file_path)
-        self._document = _read(self._path)
+        self._document = read_settings(self._path)
         self._config = _config_of(self._document, self._path)
         self._optimizer: Any = None
         self._monitor: Monitor | None = None
@@ -195,13 +196,6 @@ class TrainerMon:
             self._told[sentence] = None
             if self._monitor is not None:
                 self._monitor.remark(sentence)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return parse_settings(path, path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
 
 
 def _config_of(document: Mapping[str, Any], path: Path) -> MonitorConfig:

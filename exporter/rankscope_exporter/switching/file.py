@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope_exporter.config import parse_settings
+from rankscope_exporter.config_files import parse_settings
 from rankscope_exporter.errors import ConfigError
 from rankscope_exporter.msprobe.json_comments import without_comments
 
