@@ -6,7 +6,10 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
+
+MOST_CHARACTERS: Final = 1_000
+"""Of what an error says of itself: some quote all they were given."""
 
 log = logging.getLogger("rankscope")
 
@@ -40,7 +43,15 @@ class Guard:
             first = (where, type(error)) not in self._seen
             self._seen.add((where, type(error)))
         if first:
-            log.error("%s failed, training goes on: %r", where, error, exc_info=error)
+            log.error("%s", fault_text(where, error), exc_info=error)
             if self.on_first is not None:
                 with contextlib.suppress(Exception):  # what tells of a fault must not become one
                     self.on_first(where, error)
+
+
+def fault_text(where: str, error: BaseException) -> str:
+    """Return the sentence by which a fault is named."""
+    has_path = isinstance(error, OSError) and error.filename is not None  # which its repr leaves out
+    text = f"{type(error).__name__}: {error}" if has_path else repr(error)
+    cut = text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
+    return f"{where} failed, training goes on: {cut}"

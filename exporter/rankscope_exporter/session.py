@@ -19,7 +19,7 @@ from rankscope_exporter.config import MonitorConfig
 from rankscope_exporter.console import Console, banner
 from rankscope_exporter.current import current_rows
 from rankscope_exporter.drafts import Draft
-from rankscope_exporter.guard import Guard
+from rankscope_exporter.guard import Guard, fault_text
 from rankscope_exporter.hangs.diagnosis import Diagnosis
 from rankscope_exporter.hangs.hang import HangLimits
 from rankscope_exporter.hangs.watchdog import Watchdog
@@ -288,7 +288,7 @@ class Session:
         self.recorder.event(note)
 
     def _tell_fault(self, where: str, error: BaseException) -> None:
-        text = encodable(f"{where} failed, training goes on: {error!r}")
+        text = encodable(fault_text(where, error))
         self.recorder.event(Event(type=EventType.FAULT, severity=Severity.WARNING, message=text))
 
 

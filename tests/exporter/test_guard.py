@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from rankscope_exporter.guard import Guard
+from rankscope_exporter.guard import MOST_CHARACTERS, Guard, fault_text
 
 
 def fail(error: Exception) -> None:
@@ -25,6 +25,14 @@ def test_a_fault_is_swallowed_counted_and_named_once(caplog: pytest.LogCaptureFi
         "the hook failed, training goes on: ValueError('first')",
         "the hook failed, training goes on: KeyError('second')",
     ] == [record.getMessage() for record in caplog.records]
+
+
+def test_a_file_that_failed_is_named_and_an_error_that_quotes_all_is_cut() -> None:
+    assert "the sink failed, training goes on: NotADirectoryError: [Errno 20] Not a directory: '/dev/full/x'" == (
+        fault_text("the sink", NotADirectoryError(20, "Not a directory", "/dev/full/x"))
+    )
+    assert "the sink failed, training goes on: OSError('full')" == fault_text("the sink", OSError("full"))
+    assert MOST_CHARACTERS + 100 > len(fault_text("publishing", ValueError("x" * 1_000_000)))
 
 
 def test_the_result_comes_back() -> None:
