@@ -10,6 +10,7 @@ import re
 from typing import Final
 
 from rankscope_exporter.naming import plain_name
+from rankscope_exporter.sampling.targets import made_of
 
 _CHUNK: Final = re.compile(r"\d+:")
 _WRAPPER: Final = re.compile(r"(?:module\.)+|module$")
@@ -22,7 +23,7 @@ def module_pattern(target: str, *, squashed: bool = False) -> str:
     name, wrapped, cut = _parts(target, squashed=squashed)
     if not wrapped and not cut:
         return name
-    return f"re:{_before(wrapped=wrapped, cut=cut)}{re.escape(name)}"
+    return made_of(name, f"{_before(wrapped=wrapped, cut=cut)}{re.escape(name)}")
 
 
 def parameter_pattern(target: str, *, squashed: bool = False) -> str:
@@ -30,7 +31,7 @@ def parameter_pattern(target: str, *, squashed: bool = False) -> str:
     name, wrapped, cut = _parts(target, squashed=squashed)
     if not name:
         return "*"
-    return rf"re:{_before(wrapped=wrapped, cut=cut)}{re.escape(name)}(?:\..*)?"
+    return made_of(name, rf"{_before(wrapped=wrapped, cut=cut)}{re.escape(name)}(?:\..*)?")
 
 
 def _parts(target: str, *, squashed: bool) -> tuple[str, bool, bool]:

@@ -9,6 +9,8 @@ from fnmatch import translate
 from typing import Final
 
 REGEX: Final = "re:"
+_SAID: Final = re.compile(r"re:\(\?#([^()]*)\)")
+"""How a regular expression begins that was made of a name: with that name, as a comment."""
 
 
 class Targets:
@@ -36,20 +38,31 @@ class Targets:
         )
 
     def unmatched(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """Return the patterns that select none of `names`, each with the names nearest to it."""
+        """Return the patterns that select none of `names`, as they are called, each with the names nearest to it."""
         known = list(names)
         return {
-            pattern: difflib.get_close_matches(pattern.removeprefix(REGEX), known, n=3, cutoff=0.4)
+            said(pattern): difflib.get_close_matches(said(pattern).removeprefix(REGEX), known, n=3, cutoff=0.4)
             for pattern, compiled in self._compiled
             if pattern != "*" and not any(name == pattern or compiled.fullmatch(name) for name in known)
         }
 
 
+def made_of(name: str, expression: str) -> str:
+    """Return the pattern `expression`, which stands for `name` and is called by it."""
+    return f"{REGEX}{expression}" if set(name) & {"(", ")"} else f"{REGEX}(?#{name}){expression}"
+
+
+def said(pattern: str) -> str:
+    """Return the name that a pattern was made of, any other pattern itself."""
+    found = _SAID.match(pattern)
+    return pattern if found is None else found[1]
+
+
 def sentences(targets: Targets, names: Iterable[str], of: str) -> list[str]:
     """Return a sentence for each target that selects none of `names`, with the nearest; `of` is what they name."""
     return [
-        f"target {pattern!r} matches no {of}" + (f"; nearest: {', '.join(near)}" if near else "")
-        for pattern, near in targets.unmatched(names).items()
+        f"target {target!r} matches no {of}" + (f"; nearest: {', '.join(near)}" if near else "")
+        for target, near in targets.unmatched(names).items()
     ]
 
 

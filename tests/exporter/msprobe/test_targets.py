@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rankscope_exporter.msprobe.targets import module_pattern, parameter_pattern
-from rankscope_exporter.sampling.targets import Targets
+from rankscope_exporter.sampling.targets import Targets, sentences
 
 NAMES = ("", "layers.1", "layers.10", "layers.1.mlp", "encoder.layers.1.mlp", "decoder.layers.1.mlp", "module.head")
 PARAMETERS = (
@@ -58,3 +58,20 @@ def test_a_parameter_is_named_by_itself_or_by_a_module_that_holds_it_and_never_b
     targets = Targets((parameter_pattern(target, squashed=squashed),))
 
     assert found == {name for name in PARAMETERS if targets.selects(name)}
+
+
+def test_a_target_that_matches_nothing_is_told_as_a_name_with_the_nearest():
+    parameters = Targets(tuple(map(parameter_pattern, ["0:layer.1.weight", "hed.weight"])))
+    modules = Targets((module_pattern("0:module.layer.1"),))
+    told = [*sentences(parameters, PARAMETERS, "parameter"), *sentences(modules, NAMES, "module")]
+
+    assert [
+        "target 'layer.1.weight' matches no parameter; nearest: layers.1.weight",
+        "target 'hed.weight' matches no parameter; nearest: head.weight",
+        "target 'layer.1' matches no module; nearest: layers.1",
+    ] == [sentence.partition(",")[0] for sentence in told]
+
+
+def test_a_name_may_have_signs_of_regular_expressions():
+    for name in ("head[0].weight", "a(b).weight", "a).weight", "(?#x).weight"):
+        assert Targets((parameter_pattern(name),)).selects(name)
