@@ -60,6 +60,7 @@ class History:
     attempts: tuple[Attempt, ...] = ()
     run_starts: Mapping[str, int] = field(default_factory=dict)
     open_incidents: tuple[Incident, ...] = ()
+    past_incidents: tuple[Incident, ...] = ()  # of what goes on
     open_stalls: tuple[Incident, ...] = ()
     unsent: tuple[Incident, ...] = ()
     failures_told: frozenset[str] = frozenset()
@@ -85,6 +86,8 @@ class History:
                 runs.remember(attempt)
         for incident in self.open_incidents:
             incidents.restore(incident)
+        for incident in self.past_incidents:
+            incidents.remember(incident)
 
 
 def read_history(reader: Reader, now: float) -> History:
@@ -99,16 +102,21 @@ def read_history(reader: Reader, now: float) -> History:
     for attempt in attempts.values():
         starts[attempt.run] = min(starts.get(attempt.run, attempt.started_at), attempt.started_at)
     incidents = _incidents(reader, now)
-    open_incidents = [
-        incident for incident, state in incidents if state != RESOLVED and incident.attempt_key in unfinished
+    of_anomalies = [
+        (incident, state == RESOLVED)
+        for incident, state in incidents
+        if incident.attempt_key in unfinished and incident.first.rule not in {RUN_FAILED, RUN_STALLED}
     ]
     return History(
         attempts=tuple(attempts.values()),
         run_starts=starts,
-        open_incidents=tuple(
-            incident for incident in open_incidents if incident.first.rule not in {RUN_FAILED, RUN_STALLED}
+        open_incidents=tuple(incident for incident, is_over in of_anomalies if not is_over),
+        past_incidents=tuple(incident for incident, is_over in of_anomalies if is_over),
+        open_stalls=tuple(
+            incident
+            for incident, state in incidents
+            if incident.attempt_key in unfinished and incident.first.rule == RUN_STALLED and state != RESOLVED
         ),
-        open_stalls=tuple(incident for incident in open_incidents if incident.first.rule == RUN_STALLED),
         unsent=tuple(incident for incident, state in incidents if state == OPENED),
         failures_told=frozenset(incident.key for incident, _ in incidents if incident.first.rule == RUN_FAILED),
         last_ordinal=_last_ordinal(reader),

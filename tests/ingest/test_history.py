@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -182,16 +183,16 @@ def test_failed_run_stays_failed_when_only_its_living_rank_comes_back(keep):
 
 
 @pytest.mark.parametrize(
-    ("states", "still_open", "unsent"),
+    ("states", "still_open", "past", "unsent"),
     [
-        (["opened"], 1, 1),
-        (["opened", "notified"], 1, 0),
-        (["opened", "undelivered"], 1, 0),
-        (["muted"], 1, 0),
-        (["opened", "notified", "resolved"], 0, 0),
+        (["opened"], 1, 0, 1),
+        (["opened", "notified"], 1, 0, 0),
+        (["opened", "undelivered"], 1, 0, 0),
+        (["muted"], 1, 0, 0),
+        (["opened", "notified", "resolved"], 0, 1, 0),
     ],
 )
-def test_incident_comes_back_in_the_state_it_had_reached(keep, states, still_open, unsent):
+def test_incident_comes_back_in_the_state_it_had_reached(keep, states, still_open, past, unsent):
     store, read = keep
     incident = some_incident()
     store(
@@ -200,8 +201,9 @@ def test_incident_comes_back_in_the_state_it_had_reached(keep, states, still_ope
     )
     history = read()
 
-    assert (still_open, unsent) == (len(history.open_incidents), len(history.unsent))
-    for found in (*history.open_incidents, *history.unsent):
+    lists = (history.open_incidents, history.past_incidents, history.unsent)
+    assert (still_open, past, unsent) == tuple(map(len, lists))
+    for found in itertools.chain(*lists):
         assert (incident.key, {1}, 60, 3) == (found.key, found.ranks, found.last_step, found.events)
         assert message(incident).title == message(found).title
 

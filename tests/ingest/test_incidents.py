@@ -117,6 +117,31 @@ def test_late_rank_at_the_same_step_joins_what_was_announced_and_keeps_its_name(
     assert ("grad_reduced", incident_key(incident.first)) == (incident.first.kind, incident.key)
 
 
+def test_a_rank_that_could_not_be_read_until_the_incident_was_over_brings_no_news_of_it():
+    """As when its records come from a spool, or it was out of reach for minutes."""
+    incidents = book()
+    incidents.observe(symptom(60, rank=1, kind="grad_unreduced"), 0.0)
+    (incident,) = incidents.settle(1.0, {})
+    incidents.resolve(live(r1=90))
+    after = book()
+    after.remember(incident)
+    for known in (incidents, after):
+        late = [known.observe(symptom(step), 30.0) for step in (58, 60, 80)]
+        news = known.observe(symptom(81), 30.0)
+
+        assert [None] * 3 == late
+        assert news is not None
+
+
+def test_what_is_worse_than_an_incident_that_is_over_is_news():
+    incidents = book()
+    incidents.observe(symptom(60, severity="warning"), 0.0)
+    incidents.settle(1.0, {})
+    incidents.resolve(live(r1=90))
+
+    assert incidents.observe(symptom(61), 30.0) is not None
+
+
 def test_restored_incident_takes_up_a_replay():
     """After a restart the records above the watermark come again: they must not be told again."""
     before = book()

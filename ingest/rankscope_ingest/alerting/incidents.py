@@ -5,7 +5,8 @@ tensor or rank they name: one bad gradient shows in every reduced gradient and m
 incident: a pause of more than `quiet_steps`, and a later step that is worse than what was announced.
 An incident is named by its causally first event. It settles when all live ranks have passed its first step, or after
 `group_wait_seconds`, and is announced once. After a restart it also waits for ranks that have not come back yet: the
-first cause may be theirs.
+first cause may be theirs. One that is over is remembered: what a rank tells of it that could not be read in all that
+time is an echo, no news.
 
 **Never twice.** Settling writes a row (`incident`, state `opened`) and commits it together with the records that caused
 it, then the message goes out, then a row `notified` follows. A service that starts reads these rows back: records at or
@@ -29,6 +30,8 @@ ANNOUNCED_PER_HOUR: Final = 30
 """Per run. A rule with a poor threshold must not flood people; what is muted is still stored and counted."""
 
 _HOUR_SECONDS: Final = 3600.0
+_REMEMBERED: Final = 256
+"""Incidents that are over, of all runs together."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,15 +79,19 @@ class IncidentBook:
         self._group_wait_seconds = group_wait_seconds
         self._quiet_steps = quiet_steps
         self._open: dict[AttemptKey, list[Incident]] = defaultdict(list)
+        self._over: deque[Incident] = deque(maxlen=_REMEMBERED)
         self._announced_at: dict[str, deque[float]] = defaultdict(deque)
 
     def observe(self, symptom: Symptom, now: float) -> Incident | None:
         """Take a symptom; return the incident it opened, or None when it joined one."""
-        incidents = self._open[symptom.run, symptom.attempt]
+        key = symptom.run, symptom.attempt
+        incidents = self._open[key]
         for incident in reversed(incidents):
             if self._belongs(symptom, incident):
                 _join(incident, symptom)
                 return None
+        if any(incident.attempt_key == key and self._belongs(symptom, incident) for incident in self._over):
+            return None
         incident = Incident(
             first=symptom, severity=symptom.severity, opened_at=now, last_step=symptom.step, ranks={symptom.rank}
         )
@@ -95,6 +102,11 @@ class IncidentBook:
     def restore(self, incident: Incident) -> None:
         """Put back an incident that was open when a former service stopped."""
         self._open[incident.attempt_key].append(incident)
+
+    def remember(self, incident: Incident) -> None:
+        """Know of an incident that is over. All live ranks have passed it: only one that is late can tell of it."""
+        if incident.last_step is not None:
+            self._over.append(incident)
 
     def unsettled(self) -> list[Incident]:
         """Return the incidents that still wait for other ranks."""
@@ -130,6 +142,8 @@ class IncidentBook:
             if not self._open[key]:
                 del self._open[key]
             resolved += over
+        for incident in resolved:
+            self.remember(incident)
         return resolved
 
     def _belongs(self, symptom: Symptom, incident: Incident) -> bool:
