@@ -14,6 +14,7 @@ from typing import Any, Final, Self
 
 from rankscope_exporter.checks import MOST, check_keys
 from rankscope_exporter.errors import ConfigError
+from rankscope_exporter.object_specs import parse_specs
 
 FORMATS: Final = ("csv", "tensorboard", "api")
 SA_ORDERS: Final = ("s,b,h,d", "b,s,h,d")
@@ -96,6 +97,11 @@ class ToolSettings:
         targets, hooks = self.targets, self.l2_targets
         right = isinstance(targets, Mapping) and all(isinstance(item, Mapping) for item in targets.values())
         _expect(right, "targets", 'a table such as {"layers.0": {"output": "tensor"}}', targets)
+        for name, parts in targets.items():  # also where no activations are asked for yet
+            try:
+                parse_specs(name, parts)
+            except ValueError as error:
+                raise ConfigError(f"targets: {error}") from error
         _expect(isinstance(hooks, Mapping), "l2_targets", f"a table of {', '.join(L2_HOOKS)}", hooks)
         check_keys(hooks, L2_HOOKS, "l2_targets.")
         for name, modules in hooks.items():
