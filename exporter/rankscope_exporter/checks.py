@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import operator
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
@@ -11,6 +12,14 @@ from rankscope_exporter.errors import ConfigError
 
 MOST: Final = sys.float_info.max
 """The largest magnitude; a whole number may well be larger, and is then no number to measure by."""
+
+
+def whole(value: Any) -> int | None:
+    """Return the whole number that `value` is, one of numpy or torch included; None for anything else."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except (TypeError, ValueError, RuntimeError):  # a tensor of several numbers, or without any
+        return None
 
 
 def listed(name: str, value: Any, of: type) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 
+from rankscope_exporter.checks import whole
 from rankscope_exporter.errors import ConfigError
 from rankscope_exporter.frameworks import are_chunks
 
@@ -122,7 +123,7 @@ def _check_names(given: Mapping[str, Any], known: Sequence[str], call: str) -> N
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, float) or whole(value) is not None
 
 
 def _type(value: Any) -> str:

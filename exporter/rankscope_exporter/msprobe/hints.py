@@ -7,7 +7,10 @@ from typing import Any, Final
 
 import torch
 
+from rankscope_exporter.checks import whole
 from rankscope_exporter.msprobe.arguments import Attachment, Construction
+
+MOST_ITERATIONS: Final = 1 << 53
 
 _CLASSES: Final = {
     "Megatron_DistributedOptimizer": "DistributedOptimizer",
@@ -30,15 +33,16 @@ def wrong_hints(said: Construction, given: Attachment) -> Iterator[str]:
             f"the {len(given.chunks)} models are no chunks that Megatron-Core's DDP wraps, and the first is monitored: "
             "make a TrainerMon for each"
         )
-    if not _is_whole(given.grad_acc_steps, 1):
+    if (whole(given.grad_acc_steps) or 0) < 1:
         yield f"grad_acc_steps={given.grad_acc_steps!r} is no number of micro-batches; they are counted anyway"
-    if not _is_whole(given.start_iteration, 0):
+    if not _is_iteration(whole(given.start_iteration)):
         yield f"start_iteration={given.start_iteration!r} is no number of a step, so steps count from 1"
 
 
 def first_step(given: Attachment) -> int:
     """Return the number of the first step: one more than the tool's, which counts from 0."""
-    return given.start_iteration + 1 if _is_whole(given.start_iteration, 0) else 1
+    started = whole(given.start_iteration)
+    return 1 + started if started is not None and _is_iteration(started) else 1
 
 
 def _of_main_grad(said: bool | None, models: Sequence[torch.nn.Module]) -> Iterator[str]:  # noqa: FBT001 - three values
@@ -70,5 +74,5 @@ def _class_names(optimizer: Any) -> list[str]:
     return names
 
 
-def _is_whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_iteration(number: int | None) -> bool:
+    return number is not None and 0 <= number <= MOST_ITERATIONS

@@ -34,6 +34,16 @@ class Wrapper:
         self.optimizer.step()
 
 
+class Index:
+    """A whole number of another kind, as numpy's are."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __index__(self) -> int:
+        return self.number
+
+
 MEANT = Attachment(model=NET, optimizer=SGD, grad_acc_steps=8, dp_group=DATA, tp_group=TENSOR, start_iteration=5)
 
 
@@ -55,6 +65,15 @@ def test_the_manuals_order_and_the_tools_own_mean_the_same(positional, named):
     given.check("set_monitor")
 
     assert MEANT == given
+
+
+@pytest.mark.parametrize("steps", [Index(8), torch.tensor(8), 8.0])
+def test_a_number_of_any_kind_tells_the_orders_apart(steps):
+    given = Attachment.of("set_monitor", (NET, steps, SGD), {})
+    given.check("set_monitor")
+
+    assert (SGD, steps) == (given.optimizer, given.grad_acc_steps)
+    assert [] == hints(grad_acc_steps=Index(8), start_iteration=torch.tensor(3))
 
 
 def test_what_is_not_given_has_the_tools_defaults():
@@ -154,6 +173,9 @@ def test_the_optimizer_is_looked_for_inside_its_wrappers():
     )
 
 
-@pytest.mark.parametrize(("given", "step"), [(0, 1), (41, 42), (-1, 1), (1.0, 1), (None, 1)])
+@pytest.mark.parametrize(
+    ("given", "step"),
+    [(0, 1), (41, 42), (torch.tensor(41), 42), (Index(41), 42), (-1, 1), (1.0, 1), (None, 1), (True, 1), (10**30, 1)],
+)
 def test_steps_go_on_one_behind_the_tools(given, step):
     assert step == first_step(Attachment(model=NET, start_iteration=given))
