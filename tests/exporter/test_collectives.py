@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import multiprocessing as mp
 import pickle
 import re
@@ -315,6 +316,28 @@ def test_what_somebody_else_has_put_on_top_stays_and_ours_is_passed_through(atta
     assert (foreign, 1) == (dist.all_reduce, len(calls))
     monkeypatch.undo()  # what stood there was ours, passed through
     dist.all_reduce = original
+
+
+def test_what_somebody_else_has_put_between_two_of_ours_is_called_once_and_stays(attached, originals, monkeypatch):
+    """Their wrapper has copied the attributes of ours, as functools.wraps does."""
+    calls: list[str] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda *_: calls.append("original"))
+    first, _ = attached()
+    below = dist.all_reduce
+
+    @functools.wraps(below)
+    def foreign(*args: Any) -> Any:
+        calls.append("foreign")
+        return below(*args)
+
+    monkeypatch.setattr(dist, "all_reduce", foreign)
+    second, _ = attached()
+    first.detach()
+    dist.all_reduce(torch.ones(1))
+    second.detach()
+
+    assert (["foreign", "original"], foreign) == (calls, dist.all_reduce)
+    monkeypatch.undo()
 
 
 def test_what_was_there_before_is_called_and_put_back(attached, monkeypatch):

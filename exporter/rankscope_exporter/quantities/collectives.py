@@ -89,6 +89,7 @@ class Collectives(Quantity):
         self._rows: dict[tuple[Kind, str, int | None, int | None], range | None] = {}
         self._gaps = Gaps()
         self._seen: dict[str, str] = {}  # what was called, by name: its function
+        self._beside: set[str] = set()  # functions that were called on other threads
         self._is_any_chosen = False
         self._looked_for_silence = False
         self._log = CallLog()
@@ -107,11 +108,22 @@ class Collectives(Quantity):
         if not dist.is_available():
             hooking.tell("collectives: this torch has no torch.distributed; nothing is measured")
             return
+        begins, ended, waited = (
+            hooking.guarded("a collective", self._undisturbed(function), gate)
+            for function in (self._begins, self._ended, self._waited)
+        )
+
+        def of_training(call: Call) -> None:
+            if self._is_training():
+                begins(call)
+            else:
+                self._beside.add(call.op)
+
         listener = _Listener(
             gate,
-            hooking.guarded("a collective", self._undisturbed(self._begins), gate),
-            hooking.guarded("what a collective gave back", self._undisturbed(self._ended), gate),
-            hooking.guarded("what a collective gave back", self._undisturbed(self._waited), gate),
+            of_training,
+            lambda call, result: None if call.note is None else ended(call, result),
+            lambda work: waited(work) if self._is_training() else None,
         )
         hooking.keep(_AtDetach(self._release))
         hooking.keep(Taps(listener, OPERATIONS))
@@ -146,17 +158,14 @@ class Collectives(Quantity):
         self._is_any_chosen = True
         if self.options.log_only:
             self._log.note(name, site, sides)
-        elif self._is_measurable(name, sides):
+        elif is_coalescing(sides.group):
+            self._gaps.add("is coalesced with others, and what it gives back cannot be told", name)
+        else:
             self._enter(call, name, sides)
 
-    def _is_measurable(self, name: str, sides: Sides) -> bool:
-        if threading.get_ident() != self._step.thread and not _in_backward():
-            self._gaps.add("is called on a thread beside the training, where nothing is measured", name)
-            return False
-        if is_coalescing(sides.group):
-            self._gaps.add("is coalesced with others, and what it gives back cannot be told", name)
-            return False
-        return True
+    def _is_training(self) -> bool:
+        """Return whether this thread trains, or computes gradients for the one that does; others run at any time."""
+        return threading.get_ident() == self._step.thread or _in_backward()
 
     def _enter(self, call: Call, name: str, sides: Sides) -> None:
         count = self._step.counts.get(name, 0)
@@ -228,6 +237,8 @@ class Collectives(Quantity):
         step = self._step
         for name in step.works.missed():
             self._gaps.add("is not waited for within its step by wait(), so what it gives back has no row", name)
+        for function in sorted(self._beside):
+            self._gaps.add("is called on a thread beside the training, where nothing is measured", function)
         was_measured, self._step = step.thread, _Step()
         if was_measured and not self._looked_for_silence:
             self._looked_for_silence = True
@@ -236,9 +247,9 @@ class Collectives(Quantity):
 
     def _look_for_silence(self) -> None:
         told = []
-        if not self._seen:
+        if not (self._seen or self._beside):
             told.append(_NOT_SEEN)
-        else:
+        elif self._seen:
             told += sentences(self.targets, {*self._seen, *self._seen.values()}, "collective")
             if not (self._is_any_chosen or told):
                 told.append(f"call_sites are found in the stack of no call; there are {listed(self._seen)}")

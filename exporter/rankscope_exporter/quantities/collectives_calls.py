@@ -87,7 +87,7 @@ def sides_of(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sides |
     except TypeError:  # which the call itself is about to say
         return None
     group = given.get("group")
-    if dist.get_rank(group) < 0:
+    if not _is_member(group):
         return None
     return Sides(
         _parts(given, form.given) if _is_here(form.given_on, given, group) else (),
@@ -129,6 +129,13 @@ def _parts(given: Mapping[str, Any], name: str | None) -> Sequence[Part]:
     if isinstance(value, list | tuple):
         return [Part(position, item) for position, item in enumerate(value) if isinstance(item, torch.Tensor)]
     return ()
+
+
+def _is_member(group: Any) -> bool:
+    try:
+        return dist.get_rank(group) >= 0
+    except (ValueError, RuntimeError):  # of no group that torch knows
+        return False
 
 
 def _is_here(name: str | None, given: Mapping[str, Any], group: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-MAX_FRAMES: Final = 64
+MAX_FRAMES: Final = 128
 _MOST_STACKS: Final = 4096
 """Remembered; recursion can make up more without end."""
 

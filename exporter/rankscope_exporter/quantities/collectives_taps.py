@@ -82,7 +82,8 @@ class _FunctionTap(_Tap):
 
     def __init__(self, owner: Any, name: str, original: Callable[..., Any]) -> None:
         super().__init__(owner, name, original)
-        functools.update_wrapper(self, original)
+        # Without its attributes: a wrapper of somebody else may have copied those of an earlier tap of ours.
+        functools.update_wrapper(self, original, updated=())
         self._sends = name == "isend"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
