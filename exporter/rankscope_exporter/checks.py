@@ -35,10 +35,16 @@ def listed(name: str, value: Any, of: type) -> tuple[Any, ...]:
     return items
 
 
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """Return a sentence with the one of `known` that is meant by `word`, empty where none is near."""
+    near = difflib.get_close_matches(str(word), known, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
 def check_keys(settings: Iterable[str], known: Collection[str], prefix: str = "") -> None:
     """Raise ConfigError for a key that is not `known`, naming the nearest."""
     for key in settings:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
+            near = difflib.get_close_matches(str(key), known, n=1)
             hint = f" Did you mean {prefix}{near[0]}?" if near else ""
             raise ConfigError(f"unknown setting {prefix}{key}; there are {', '.join(sorted(known))}.{hint}")

@@ -127,9 +127,9 @@ class MonitorConfig:
             chosen_ops(self.ops)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        self._check_options()
         for quantity_class in select_quantities(self.quantities):
             self.options_of(quantity_class)
-        self._check_options()
         self._check_sinks()
         self._check_rules()
         self._check_hangs()

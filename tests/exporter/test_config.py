@@ -12,6 +12,7 @@ from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig
 from rankscope_exporter.msprobe import TrainerMon
+from rankscope_exporter.sampling.measuring import measuring_of
 
 TOML = """
 every = 5
@@ -110,6 +111,26 @@ def test_what_is_wrong_in_a_file_is_said(tmp_path: Path, text: str, words: str) 
 
     with pytest.raises(ConfigError, match=words):
         MonitorConfig.from_file(path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"options": 5}, "options is a table"),
+        ({"options": {5: {}}}, "5 is unknown"),
+        ({"options": {"gradients": {"ops": 5}}}, "ops is a list of statistics, not 5"),
+        ({"options": {"gradients": {"targets": 5}}}, "targets is a list of names, not 5"),
+        ({"options": {"gradients": {"targets": None}}}, "targets is a list of names, not None"),
+        ({"options": {"gradients": {"ranks": 5}}}, "ranks is a list of rank numbers, not 5"),
+        ({"sinks": {5: {}}}, "5 is unknown; there are"),
+        ({5: 1}, "unknown setting 5"),
+    ],
+)
+def test_what_is_of_another_type_is_refused_as_a_wrong_setting(settings: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        MonitorConfig.from_mapping({"quantities": ["gradients"], **settings})
+    with pytest.raises(ConfigError):
+        measuring_of({"quantities": ["gradients"], **settings}, MonitorConfig(), on=True)
 
 
 @pytest.mark.parametrize(("name", "text"), [("monitor.json", '{"every": 2}\r\n'), ("monitor.toml", "every = 2\r\n")])

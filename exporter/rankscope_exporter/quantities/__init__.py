@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import pkgutil
 from collections.abc import Iterable
 
+from rankscope_exporter.checks import did_you_mean
 from rankscope_exporter.errors import ConfigError
 from rankscope_exporter.quantities.base import Quantity
 
@@ -25,7 +25,6 @@ def select_quantities(names: Iterable[str]) -> list[type[Quantity]]:
     classes = quantity_classes()
     for name in names:
         if name not in classes:
-            near = difflib.get_close_matches(name, classes, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, classes)
             raise ConfigError(f"quantities: {name!r} is unknown; there are {', '.join(classes)}.{hint}")
     return [classes[name] for name in names]

@@ -194,7 +194,8 @@ class QuantityOptions:
         self._check_whole("start_step", 0)
         self._check_whole("every", 1)
         self._check_whole("times", 0)
-        if self.ranks is not None and not all(_is_whole(rank) and rank >= 0 for rank in self.ranks):
+        ranks = () if self.ranks is None else self.ranks
+        if not isinstance(ranks, tuple) or not all(_is_whole(rank) and rank >= 0 for rank in ranks):
             raise ValueError(f"ranks is a list of rank numbers, not {self.ranks!r}")
         Targets(self.targets)
         if self.ops is not None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_contract.rules import AnomalyRule
+from rankscope_exporter.checks import did_you_mean
 
 Ops = frozenset[str]
 
@@ -33,12 +33,13 @@ def chosen_ops(names: Sequence[str]) -> Ops:
     `shape` and `dtype` stand in the plan of every rank, and the `id` of the existing tool, the value of a single
     number, is its mean.
     """
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"ops is a list of statistics, not {names!r}")
     known = {_OTHER_NAMES.get(name, name) for name in names} & EVERY_OP
     unknown = [name for name in names if name not in (*ALL_OPS, *_ELSEWHERE, *_OTHER_NAMES)]
     if known and unknown:
-        raise ValueError(f"ops: {unknown[0]!r} is no statistic; there are {', '.join(ALL_OPS)}.{_nearest(unknown[0])}")
+        hint = did_you_mean(unknown[0], ALL_OPS)
+        raise ValueError(f"ops: {unknown[0]!r} is no statistic; there are {', '.join(ALL_OPS)}.{hint}")
     return frozenset({*(known or {FALLBACK}), ALWAYS})
 
 
@@ -66,8 +67,3 @@ def unjudged(rules: Iterable[AnomalyRule], published: Mapping[str, Ops]) -> list
 
 def _is_missed(rule: AnomalyRule, op: str, published: Mapping[str, Ops]) -> bool:
     return any(rule.judges(kind, op) and op not in ops for kind, ops in published.items() if ops)
-
-
-def _nearest(name: str) -> str:
-    near = difflib.get_close_matches(name, ALL_OPS, n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""

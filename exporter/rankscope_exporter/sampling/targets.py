@@ -20,7 +20,8 @@ class Targets:
     """
 
     def __init__(self, patterns: Sequence[str] = ("*",)) -> None:
-        if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        is_list = isinstance(patterns, Sequence) and not isinstance(patterns, str)
+        if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
             raise ValueError(f"targets is a list of names, not {patterns!r}")
         self.patterns = tuple(patterns)
         self._exact = frozenset(patterns)

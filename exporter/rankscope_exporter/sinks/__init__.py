@@ -7,10 +7,10 @@ returns the sink itself, whose `rows(*kinds, step=None)` and `features(*kinds, s
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import pkgutil
 
+from rankscope_exporter.checks import did_you_mean
 from rankscope_exporter.errors import ConfigError
 from rankscope_exporter.sinks.base import Sink
 
@@ -28,7 +28,6 @@ def sink_class(name: str) -> type[Sink]:
     """Return the class of the sink `name`; a name that is none is answered with the nearest one."""
     classes = sink_classes()
     if name not in classes:
-        near = difflib.get_close_matches(name, classes, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, classes)
         raise ConfigError(f"sinks: {name!r} is unknown; there are {', '.join(classes)}.{hint}")
     return classes[name]
