@@ -321,6 +321,26 @@ def training(_rank: int) -> Any:
     return once(None), once({"inputs": True})
 
 
+def cause(rank: int) -> Any:
+    """Return the kinds that fire, in order, when a gradient is spoiled on rank 0 before it is reduced."""
+    torch.manual_seed(0)
+    net = nn.Linear(3, 2, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    config = MonitorConfig(
+        quantities=("parameters", "gradients", "collectives"), options={"collectives": {"inputs": True}},
+        console=False, exit_wait_seconds=0, statistics="torch", rules=(AnomalyNan(),),
+    )  # fmt: skip
+    monitor = Monitor(config).attach(net, optimizer)
+    net(torch.ones(4, 3)).square().mean().backward()
+    gradient = net.weight.grad
+    assert gradient is not None
+    if rank == 0:
+        gradient[0, 0] = torch.nan
+    dist.all_reduce(gradient)
+    optimizer.step()
+    return [kind for _, _, kind, _ in left(monitor, net).events]
+
+
 def compiled(rank: int) -> Any:
     """Return what a compiled function gives that reduces, without and with the monitor, and the rows of the latter."""
 
@@ -337,7 +357,7 @@ def compiled(rank: int) -> Any:
     return bare.sum().item(), seen, run
 
 
-CASES = {"functions": functions, "sequences": sequences, "training": training, "compiled": compiled}
+CASES = {"functions": functions, "sequences": sequences, "training": training, "cause": cause, "compiled": compiled}
 
 
 def work(rank: int, store: str, results: Any) -> None:

@@ -212,6 +212,12 @@ def test_a_nan_is_found_and_the_rank_that_gave_it_is_the_first_cause(runs):
     assert [("anomaly", "AnomalyNan", "comm_out", 1)] == second.events
 
 
+def test_what_comes_of_a_spoiled_input_is_told_behind_it(outcomes):
+    """The rank that has the cause is the one whose first kind is what was given."""
+    assert ["comm_in", "comm_out", "grad_reduced", "param_after"] == outcomes["cause", 0]
+    assert ["comm_out", "grad_reduced", "param_after"] == outcomes["cause", 1]
+
+
 # Functions of torch, and their return; in this process, without a group.
 
 NAMES = ("all_reduce", "isend", "irecv", "batch_isend_irecv", "all_to_all_single")

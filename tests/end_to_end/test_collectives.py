@@ -1,0 +1,65 @@
+"""Calls of a collective in the store: each by its place, its number within the step and its position."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from tests.exporter.conftest import Reader, wait_until
+
+from rankscope_contract.channel import PLAN_PATH, RECORDS_PATH, SCHEMA_HEADER
+from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_ingest.channel.decode import RowContext, decode, plan_ids
+from rankscope_ingest.channel.plans import PlanCache
+from rankscope_ingest.channel.wire import open_stream
+from rankscope_storage.connection import connect
+from rankscope_storage.store import Batch, Store
+
+
+def reduced_and_gathered() -> None:
+    for number in (1.0, 2.0):
+        dist.all_reduce(torch.full((3,), number))
+    dist.all_gather([torch.zeros(4)], torch.tensor([1.0, torch.nan, 3.0, 4.0]))
+
+
+def test_calls_are_rows_of_the_store_with_their_place_number_and_position(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        tables = published()
+    finally:
+        dist.destroy_process_group()
+    with Store.open(tmp_path / "store", create=True).claim(owner="test") as writer:
+        writer.append(Batch(tables=tables, watermarks={"i": 100}))
+    with connect(tmp_path / "store") as connection:
+        rows = connection.query(
+            "SELECT kind, regexp_replace(tensor, '[0-9]+', 'n') AS tensor, call_seq, \"index\", max, nans "
+            "FROM tensor_stats ORDER BY tensor DESC, call_seq NULLS FIRST"
+        ).to_pylist()
+        fired = connection.query("SELECT rule, kind FROM events WHERE type = 'anomaly'").to_pylist()
+
+    place = "tests/end_to_end/test_collectives.py[n]"
+    assert [
+        ("comm_out", f"all_reduce@{place}", None, None, 1.0, 0),
+        ("comm_out", f"all_reduce@{place}", 1, None, 2.0, 0),
+        ("comm_out", f"all_gather@{place}", None, 0, 4.0, 1),
+    ] == [tuple(row.values()) for row in rows]
+    assert [{"rule": "AnomalyNan", "kind": "comm_out"}] == fired
+
+
+def published() -> dict[str, object]:
+    """Return what a service makes of the records of a monitored step."""
+    net = torch.nn.Linear(3, 2)
+    config = MonitorConfig(quantities=("collectives",), console=False, exit_wait_seconds=0)
+    with Monitor(config).attach(net, torch.optim.SGD(net.parameters(), lr=0.1)) as monitor:
+        assert monitor.address is not None
+        read = Reader(monitor.address)
+        net(torch.ones(2, 3)).sum().backward()
+        reduced_and_gathered()
+        monitor.end_step()
+        wait_until(read.rows, 60)
+        wire = open_stream(read.get(f"{RECORDS_PATH}?after=-1", **{SCHEMA_HEADER: "1"}))
+        cache = PlanCache()
+        for plan in plan_ids(wire):
+            cache.add(plan, read.get(PLAN_PATH + plan).decode())
+    plans = {plan: columns for plan in plan_ids(wire) if (columns := cache.get(plan)) is not None}
+    context = RowContext(run="r", attempt=0, rank=0, incarnation="i")
+    return dict(decode(wire, plans, context, after=-1, first_ordinal=0).tables)
