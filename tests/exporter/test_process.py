@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -11,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.programs import run_program
 
 PREAMBLE = """
 import os, sys, torch
@@ -31,14 +31,7 @@ def step(net, optimizer):
 
 
 def run(body: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", PREAMBLE + textwrap.dedent(body)],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        check=False,
-    )
+    return run_program(PREAMBLE + textwrap.dedent(body), **environment)
 
 
 def test_a_forked_child_is_inert_and_holds_no_port() -> None:
@@ -159,13 +152,14 @@ def test_a_service_that_is_down_delays_the_end_by_no_more_than_configured() -> N
 
 
 def test_import_and_construction_open_no_socket_and_no_thread() -> None:
-    done = run("""
+    script = PREAMBLE + textwrap.dedent("""
         import json, threading
         monitor = Monitor()
         import psutil
         sockets = len(psutil.Process().net_connections(kind="all"))
         print(json.dumps([[t.name for t in threading.enumerate()], sockets, "numba" in sys.modules]))
     """)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90, check=False)
 
     assert [["MainThread"], 0, False] == json.loads(done.stdout), done.stderr
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
+from tests.programs import run_program
 
 from rankscope_exporter import ConfigError, MonitorConfig
 
@@ -39,14 +37,7 @@ def caught():
 
 
 def run(body: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", PREAMBLE + textwrap.dedent(body)],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    done = run_program(PREAMBLE + textwrap.dedent(body))
     assert 0 == done.returncode, done.stderr
     return done.stdout
 

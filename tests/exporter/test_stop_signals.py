@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
+from tests.programs import run_program
 
 from rankscope_exporter import ConfigError, MonitorConfig
 
@@ -18,7 +16,8 @@ from torch import nn
 def attached(**settings):
     net = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    settings = {"console": False, "exit_wait_seconds": 0, "stop_signals": ["SIGTERM"], **settings}
+    own = {"console": False, "statistics": "torch", "exit_wait_seconds": 0, "stop_signals": ["SIGTERM"]}
+    settings = {**own, **settings}
     monitor = Monitor(MonitorConfig(**settings), total_steps=9).attach(net, optimizer)
     publish = monitor._session.channel.publish
     def tell(record):
@@ -41,14 +40,7 @@ COMPLETED = "{'reason': 'completed', 'last_step': 1, 'error': None}\n"
 
 
 def run(body: str, **environment: str) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-c", PREAMBLE + textwrap.dedent(body)],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        check=False,
-    )
+    done = run_program(PREAMBLE + textwrap.dedent(body), **environment)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout
 
