@@ -102,6 +102,30 @@ def test_clipped_gradients_stand_beside_the_reduced_ones_only_where_they_differ(
         assert close(observed(same, clipped), norms(rows, "grad_reduced"))
 
 
+def test_gradients_that_the_loop_assigns_are_those_that_the_optimizer_is_given(reader, eventually):
+    class Assigned(Training):
+        """As in meta-learning: no backward pass accumulates anything."""
+
+        def train(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+            for step in range(1, STEPS + 1):
+                found = torch.autograd.grad(model(batch(step)).square().mean(), list(model.parameters()))
+                for item, gradient in zip(model.parameters(), found, strict=True):
+                    item.grad = gradient
+                self.observe("before", step, model, optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def given(_: str, step: int, model: nn.Module, __: Any) -> dict[Any, float]:
+        return of_parameters(model, step, lambda item: item.grad)
+
+    training = Assigned()
+    rows, _ = watched(reader, eventually, ("gradients",), training)
+
+    assert close(observed(training, given), norms(rows, "grad_reduced"))
+    assert norms(rows, "grad_reduced") == norms(rows, "grad_unreduced")
+    assert {} == norms(rows, "grad_clipped")
+
+
 def test_a_gradient_scaler_shows_in_what_the_optimizer_sees(reader, eventually):
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
 

@@ -32,6 +32,9 @@ class Gradients(Quantity):
         self._batched = subject.framework.local_until_backward_ends
         # A loop that reduces by itself between backward and step is seen at the step only.
         self._reduced_by_loop = subject.copies > 1 and not subject.framework.reduces
+        framework = subject.framework
+        # Where nobody reduces and no backward pass was seen, the loop has made gradients by torch.autograd.grad.
+        self._assigned_by_loop = not (subject.copies > 1 or framework.reduces or framework.finishes_after_backward)
         owners = self.subject.owners()
         self._elsewhere = frozenset(i for i, owner in enumerate(owners) if owner in self.subject.elsewhere)
         self._mixed = False
@@ -92,6 +95,9 @@ class Gradients(Quantity):
             table.measure(self._own(gradients), self._reduced)
         elif self._left:
             self._read_clipped(gradients, table)
+        elif self._assigned_by_loop:
+            table.measure(gradients, self._unreduced)
+            table.measure(self._own(gradients), self._reduced)
 
     def _read_clipped(self, gradients: list[torch.Tensor | None], table: Table) -> None:
         pairs = zip(gradients, self._left, strict=True)
