@@ -31,7 +31,7 @@ from rankscope_exporter.quantities.collectives_log import CallLog
 from rankscope_exporter.quantities.collectives_options import CollectiveOptions
 from rankscope_exporter.quantities.collectives_sites import Sites
 from rankscope_exporter.quantities.collectives_taps import Call, Taps
-from rankscope_exporter.quantities.collectives_works import Output, Works, works_of
+from rankscope_exporter.quantities.collectives_works import Output, Works, stream_of, works_of
 from rankscope_exporter.sampling.targets import sentences
 from rankscope_exporter.statistics.tensors import why_not_measurable
 
@@ -70,6 +70,7 @@ class _Step:
     """What is known of the sampled step under way."""
 
     thread: int = 0  # that trains; 0 before the first step
+    stream: int | None = None  # of the device that trains
     counts: dict[str, int] = field(default_factory=dict)
     works: Works = field(default_factory=Works)
 
@@ -84,6 +85,7 @@ class Collectives(Quantity):
 
     def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
         super().__init__(subject, options)
+        self._device = next((item.parameter.device for item in subject.parameters), torch.device("cpu"))
         self._sites = Sites(self.options.call_sites)
         self._step = _Step()
         self._rows: dict[tuple[Kind, str, int | None, int | None], range | None] = {}
@@ -131,7 +133,7 @@ class Collectives(Quantity):
     def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
         """Nothing of this step has been called yet."""
         self._release()
-        self._step = _Step(threading.get_ident())
+        self._step = _Step(threading.get_ident(), stream_of(self._device))
 
     def after_update(self, table: Table) -> None:  # noqa: ARG002 - see above
         """Tell what was called so far."""
@@ -195,7 +197,11 @@ class Collectives(Quantity):
 
     def _measure(self, outputs: Iterable[Output]) -> None:
         for output in outputs:
-            self._gate.table.measure([output.tensor], output.row)
+            # The table is read on the stream of the training, which we must not make wait for another.
+            if output.tensor.device == self._device and stream_of(self._device) != self._step.stream:
+                self._gaps.add("is on another stream than the training, where nothing is measured", output.name)
+            else:
+                self._gate.table.measure([output.tensor], output.row)
 
     def _placed(self, kind: Kind, entered: _Entered, parts: Sequence[Part]) -> list[Output]:
         """Return those of `parts` that can be measured, each with its row."""
@@ -210,7 +216,7 @@ class Collectives(Quantity):
                 continue
             row = self._row(kind, entered, part)
             if row is not None:
-                placed.append(Output(row, part.tensor, part.index))
+                placed.append(Output(entered.name, row, part.tensor, part.index))
         return placed
 
     def _row(self, kind: Kind, entered: _Entered, part: Part) -> range | None:
@@ -237,7 +243,7 @@ class Collectives(Quantity):
         step = self._step
         for name in step.works.missed():
             self._gaps.add("is not waited for within its step by wait(), so what it gives back has no row", name)
-        for function in sorted(self._beside):
+        for function in sorted(self._beside.copy()):
             self._gaps.add("is called on a thread beside the training, where nothing is measured", function)
         was_measured, self._step = step.thread, _Step()
         if was_measured and not self._looked_for_silence:

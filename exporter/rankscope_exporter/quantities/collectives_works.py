@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A tensor that a call gives back, with its row and its position in the list, if it is one."""
+    """A tensor that the call `name` gives back, with its row and its position in the list, if it is one."""
 
+    name: str
     row: range
     tensor: torch.Tensor
     index: int | None
@@ -71,6 +72,16 @@ class Works:
                 self._lost.append(awaited.name)
 
         self._awaited[key] = weakref.ref(work, gone), awaited
+
+
+def stream_of(device: torch.device) -> int | None:
+    """Return which stream of an accelerator is the current one on this thread; None where there are none."""
+    if device.type in ("cpu", "meta"):
+        return None
+    try:
+        return int(torch.accelerator.current_stream(device).stream_id)
+    except RuntimeError:  # a device without streams
+        return None
 
 
 def works_of(result: Any) -> list[Any]:

@@ -1,0 +1,170 @@
+"""What stands in the place of torch's collectives: while they are measured, never on top of others, as the original.
+
+In one process without a group: what is called is never reached, or stands there instead of torch's.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rankscope_exporter import Monitor, MonitorConfig
+
+NAMES = ("all_reduce", "isend", "irecv", "batch_isend_irecv", "all_to_all_single")
+
+
+@pytest.fixture
+def originals():
+    """Return what stands in torch.distributed, and see to it that it stands there again."""
+    found = {name: getattr(dist, name) for name in NAMES}
+    waits = vars(dist.Work)["wait"]
+    yield found
+    for name, function in found.items():
+        assert getattr(dist, name) is function, name
+    assert vars(dist.Work)["wait"] is waits
+
+
+@pytest.fixture
+def attached(quiet):
+    """Return a monitor of a layer, and what trains a step."""
+
+    def make(**options: Any) -> tuple[Monitor, Any]:
+        net = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        config = MonitorConfig(
+            quantities=("collectives",), options={"collectives": options}, console=False, exit_wait_seconds=0
+        )
+        monitor = Monitor(config).attach(net, optimizer)
+
+        def step() -> None:
+            net(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return monitor, step
+
+    return make
+
+
+def stands() -> list[str]:
+    """Return which functions are listened to."""
+    return [name for name in NAMES if type(getattr(dist, name)).__name__ == "_FunctionTap"]
+
+
+def test_detaching_puts_back_every_function(attached, originals):
+    monitor, step = attached()
+    listened = stands()
+    step()
+    monitor.detach()
+
+    assert list(NAMES) == listened
+    assert [] == stands()
+
+
+def test_switching_off_puts_back_every_function_and_on_again_listens(attached, originals):
+    monitor, step = attached()
+    step()
+    monitor.switch(on=False)
+    step()
+    off = stands()
+    monitor.switch(on=True)
+    step()
+    on = stands()
+    monitor.detach()
+
+    assert ([], list(NAMES)) == (off, on)
+
+
+def test_after_the_last_of_its_steps_every_function_is_back(attached, originals):
+    monitor, step = attached(times=1)
+    step()
+    step()
+    left = stands()
+    monitor.detach()
+
+    assert [] == left
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_monitors_the_one_that_stays_goes_on_listening(first, attached, originals):
+    monitors = [attached()[0], attached()[0]]
+    monitors[first].detach()
+    between = stands()
+    monitors[1 - first].detach()
+
+    assert list(NAMES) == between
+
+
+def test_what_somebody_else_has_put_on_top_stays_and_ours_is_passed_through(attached, monkeypatch):
+    original, calls = dist.all_reduce, []
+    monitor, _ = attached()
+    below = dist.all_reduce
+
+    def foreign(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return below(*args, **kwargs)
+
+    monkeypatch.setattr(dist, "all_reduce", foreign)
+    monitor.detach()
+    with pytest.raises(ValueError, match="Default process group has not been initialized"):
+        dist.all_reduce(torch.ones(1))
+
+    assert (foreign, 1) == (dist.all_reduce, len(calls))
+    monkeypatch.undo()  # what stood there was ours, passed through
+    dist.all_reduce = original
+
+
+def test_what_somebody_else_has_put_between_two_of_ours_is_called_once_and_stays(attached, originals, monkeypatch):
+    """Their wrapper has copied the attributes of ours, as functools.wraps does."""
+    calls: list[str] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda *_: calls.append("original"))
+    first, _ = attached()
+    below = dist.all_reduce
+
+    @functools.wraps(below)
+    def foreign(*args: Any) -> Any:
+        calls.append("foreign")
+        return below(*args)
+
+    monkeypatch.setattr(dist, "all_reduce", foreign)
+    second, _ = attached()
+    first.detach()
+    dist.all_reduce(torch.ones(1))
+    second.detach()
+
+    assert (["foreign", "original"], foreign) == (calls, dist.all_reduce)
+    monkeypatch.undo()
+
+
+def test_what_was_there_before_is_called_and_put_back(attached, monkeypatch):
+    calls = []
+
+    def earlier(tensor: Any) -> None:
+        calls.append(tensor)
+
+    monkeypatch.setattr(dist, "all_reduce", earlier)
+    monitor, step = attached()
+    step()
+    dist.all_reduce("x")
+    monitor.detach()
+
+    assert (["x"], earlier) == (calls, dist.all_reduce)
+
+
+def test_a_function_that_is_kept_copied_or_sent_is_the_original(attached, originals):
+    monitor, _ = attached()
+    kept = dist.isend
+    sent = pickle.loads(pickle.dumps(kept))
+    copied = copy.deepcopy({"send": kept})["send"]
+    equal = kept == originals["isend"], hash(kept) == hash(originals["isend"])  # as P2POp asks
+    monitor.detach()
+
+    assert (True, True) == equal
+    assert sent is copied is originals["isend"]
+    assert ("isend", originals["isend"].__doc__) == (kept.__name__, kept.__doc__)
