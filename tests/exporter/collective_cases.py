@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.exporter.collective_runs import WORLD, functions, given, left, train
+from tests.exporter.collective_runs import WORLD, Run, functions, given, left, train
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_exporter import Monitor, MonitorConfig
@@ -163,6 +166,32 @@ def cause(rank: int) -> Any:
     return [kind for _, _, kind, _ in left(monitor, net).events]
 
 
+def wrapped(rank: int) -> Any:
+    """Return runs of frameworks that communicate by themselves, each with the parameters it has without the monitor."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+
+    def train_wrapped(make: Callable[[], nn.Module], *, on: bool) -> Run:
+        torch.manual_seed(0)
+        net = make()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        config = MonitorConfig(quantities=("collectives",), enabled=on, console=False, exit_wait_seconds=0)
+        monitor = Monitor(config).attach(net, optimizer)
+        for step in (1, 2):
+            net(torch.full((2, 4), float(rank + step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        run = left(monitor, net)
+        run.parameters = [getattr(one, "_local_tensor", one) for one in run.parameters]
+        return run
+
+    makers = {
+        "DDP": lambda: DistributedDataParallel(nn.Linear(4, 2)),
+        "FSDP1": lambda: FullyShardedDataParallel(nn.Linear(4, 2), device_id=torch.device("cpu"), use_orig_params=True),
+        "FSDP2": lambda: fully_shard(nn.Linear(4, 2), mesh=mesh),
+    }
+    return {name: (train_wrapped(make, on=True), train_wrapped(make, on=False)) for name, make in makers.items()}
+
+
 def compiled(rank: int) -> Any:
     """Return what a compiled function gives that reduces, without and with the monitor, and the rows of the latter."""
 
@@ -179,7 +208,14 @@ def compiled(rank: int) -> Any:
     return bare.sum().item(), seen, run
 
 
-CASES = {"functions": functions, "sequences": sequences, "training": training, "cause": cause, "compiled": compiled}
+CASES = {
+    "functions": functions,
+    "sequences": sequences,
+    "training": training,
+    "cause": cause,
+    "wrapped": wrapped,
+    "compiled": compiled,
+}
 
 
 def work(rank: int, store: str, results: Any) -> None:

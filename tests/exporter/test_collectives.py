@@ -189,6 +189,16 @@ def test_a_training_that_reduces_by_itself_is_the_same_bit_for_bit(outcomes):
         assert all(torch.equal(one, other) for one, other in zip(bare, watched, strict=True))
 
 
+@pytest.mark.parametrize("framework", ["DDP", "FSDP1", "FSDP2"])
+def test_what_a_framework_of_torch_sends_is_left_out_and_said(framework, outcomes):
+    for rank in RANKS:
+        run, bare = outcomes["wrapped", rank][framework]
+
+        assert ({}, 0) == (run.rows, run.faults)
+        assert ["no call of the script was seen"] == [text[13:43] for text in run.said]
+        assert all(torch.equal(one, other) for one, other in zip(run.parameters, bare.parameters, strict=True))
+
+
 def test_a_call_that_fails_fails_in_the_same_words(outcomes):
     for rank in RANKS:
         bare, watched = outcomes["sequences", rank]["errors"]
