@@ -6,6 +6,7 @@ from typing import Final
 
 from torch import nn
 
+from rankscope_exporter.naming import entry
 from rankscope_exporter.quantities.base import Subject
 
 REMEDY: Final = "detach() and attach() again"
@@ -31,7 +32,7 @@ class ChangedModel:
         """Return the positions of parameters that the model uses no more, and retire them: each is told once."""
         retired, is_in_place = self._subject.retired, self._subject.framework.is_in_place
         found = {i for i, named in enumerate(self._subject.parameters) if not is_in_place(named)}
-        if any(holder.get(key) is not module for holder, key, module in self._tree):
+        if any(entry(holder, key) is not module for holder, key, module in self._tree):
             self._tree = _tree(self._subject.framework.module)
             found |= self._left_behind()
         gone = sorted(found - retired)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
 
-from rankscope_exporter.naming import plain_name
+from rankscope_exporter.naming import entry, plain_name
 from rankscope_exporter.sampling.targets import Targets, sentences
 
 
@@ -32,7 +33,7 @@ def named_modules(root: nn.Module) -> tuple[NamedModule, ...]:
     wrappers: set[str] = set()
     for full, module in root.named_modules(remove_duplicate=False):
         name = plain_name(full)
-        compiles = module._modules.get("_orig_mod") is not None  # noqa: SLF001 - `__getattr__` may be the user's
+        compiles = entry(module._modules, "_orig_mod") is not None  # noqa: SLF001 - `__getattr__` may be the user's
         if compiles:
             regions.append(f"{full}._orig_mod" if full else "_orig_mod")
             wrappers.add(name)
@@ -60,4 +61,9 @@ def unmatched(modules: Iterable[NamedModule], targets: Targets) -> list[str]:
 
 def _can_be_called(module: nn.Module) -> bool:
     """Return whether the module has a forward: a list of modules has none."""
-    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+    return defines_forward(type(module)) or "forward" in module.__dict__
+
+
+def defines_forward(kind: type[nn.Module]) -> bool:
+    """Return whether a class has a forward of its own; not by asking it, which a scripted module's does not survive."""
+    return inspect.getattr_static(kind, "forward") is not inspect.getattr_static(nn.Module, "forward")

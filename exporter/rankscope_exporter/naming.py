@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -26,12 +26,17 @@ class NamedParameter:
 
     def current(self) -> torch.Tensor | None:
         """Return what the module uses under this name now."""
-        return self.holder.get(self.key) if self.holder else self.parameter
+        return entry(self.holder, self.key) if self.holder else self.parameter
 
     @property
     def module(self) -> str:
         """Return the name of the module that owns the parameter."""
         return self.name.rpartition(".")[0]
+
+
+def entry(table: Any, key: str) -> Any:
+    """Return what stands under `key` in a module's `_parameters` or `_modules`, None where nothing does."""
+    return table[key] if key in table else None  # noqa: SIM401 - a scripted module's tables have no `get`
 
 
 def plain_name(name: str) -> str:

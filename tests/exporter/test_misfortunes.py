@@ -183,6 +183,15 @@ class Lazy(Run):
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
 
 
+class Scripted(Run):
+    """A layer of TorchScript, whose tables only look like dictionaries; it takes no hooks, and is measured around."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2] = torch.jit.script(self.net[2])
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
 class ModelCopied(Run):
     """The loop goes on with a copy of the model, which is not watched."""
 
@@ -195,12 +204,13 @@ class ModelCopied(Run):
 NOTES: dict[type[Run], str] = {
     LayerAdded: "the optimizer has 2 parameters more than before, which are not measured",
     OptimizerReplaced: "the optimizer was replaced after attach(): Adam is followed",
+    Scripted: "activations: 2: no hook can be registered",
     Lazy: "2 parameters have no shape yet and are not measured (1.weight, 1.bias)",
 }
 FAULTS: dict[type[Run], str] = {LayerReplaced: "2 parameters were replaced after attach()"}
 CASES = (
     *(UsersHookRaises, StepRaises, LossRaises, LayerAdded, LayerThawed, LayerReplaced, FrozenAndThawed, FrozenAtFirst),
-    *(OptimizerReplaced, SchedulerCreatedLater, Lazy, ModelCopied),
+    *(OptimizerReplaced, SchedulerCreatedLater, Lazy, Scripted, ModelCopied),
 )
 
 
@@ -245,7 +255,7 @@ def same(one: list[Any], other: list[Any]) -> bool:
     )
 
 
-@pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:.*lr_scheduler.step")
+@pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:.*lr_scheduler.step", "ignore:.*torch.jit.script")
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_training_is_the_same_to_the_last_bit_and_what_is_missed_is_named_once(case, every):
@@ -263,12 +273,12 @@ def test_training_is_the_same_to_the_last_bit_and_what_is_missed_is_named_once(c
         assert [] == notes
 
 
-@pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:.*lr_scheduler.step")
+@pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:.*lr_scheduler.step", "ignore:.*torch.jit.script")
 def test_rows_are_there_as_far_as_there_is_something_to_measure():
     everything = set(range(1, STEPS + 1))
     frozen, at_first = Watched(FrozenAndThawed), Watched(FrozenAtFirst)
     replaced, later, lazy = Watched(OptimizerReplaced), Watched(SchedulerCreatedLater), Watched(Lazy)
-    added, thawed = Watched(LayerAdded), Watched(LayerThawed)
+    added, thawed, scripted = Watched(LayerAdded), Watched(LayerThawed), Watched(Scripted)
 
     assert everything - {FAULTY} == frozen.steps("grad_unreduced", "0.weight")
     assert {step for step in everything if step >= FAULTY} == at_first.steps("grad_reduced", "0.weight")
@@ -281,6 +291,7 @@ def test_rows_are_there_as_far_as_there_is_something_to_measure():
     assert everything == lazy.steps("grad_reduced", "0.weight")
     assert everything == lazy.steps("act_out", "1")
     assert everything == added.steps("param_after", "0.weight")
+    assert everything == scripted.steps("act_out", "0") == scripted.steps("grad_reduced", "2.weight")
     assert {step for step in everything if step >= FAULTY} == thawed.steps("momentum", "0.weight")
 
 

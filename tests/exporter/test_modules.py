@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from rankscope_exporter.modules import named_modules, selected, unmatched
+from rankscope_exporter.modules import defines_forward, named_modules, selected, unmatched
 from rankscope_exporter.quantities.activations_calls import Call, Calls
 from rankscope_exporter.sampling.targets import Targets
 
@@ -21,6 +21,18 @@ def test_wrappers_do_not_show_and_the_users_own_module_is_taken():
 
     assert ["", "0", "1.0"] == list(modules)
     assert inner is modules["0"].module
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_a_scripted_module_can_be_called_and_a_list_cannot():
+    class Own(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    script = torch.jit.script(nn.Linear(2, 2))
+
+    assert [True, True, False] == [defines_forward(kind) for kind in (type(script), Own, nn.ModuleList)]
+    assert ["", "0"] == [item.name for item in named_modules(nn.Sequential(script))]
 
 
 def test_a_shared_module_has_one_name_and_aliases_and_is_a_target_by_each():

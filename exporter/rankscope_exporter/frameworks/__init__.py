@@ -12,6 +12,7 @@ from torch import nn
 from rankscope_exporter.errors import ConfigError
 from rankscope_exporter.frameworks.base import Framework
 from rankscope_exporter.frameworks.pipeline import Pipeline, Stage, is_stage
+from rankscope_exporter.naming import entry
 
 __all__ = ["Framework", "Stage", "are_chunks", "framework_of"]
 
@@ -30,7 +31,7 @@ def framework_of(model: Any) -> Framework:
     candidates = sorted(_derived(Framework), key=lambda cls: cls.priority, reverse=True)
     if is_stage(model):
         return Pipeline(model, framework_of(model.submod))
-    inner = model._modules.get("_orig_mod") or model  # noqa: SLF001 - what torch.compile was given, by its name there
+    inner = entry(model._modules, "_orig_mod") or model  # noqa: SLF001 - what torch.compile was given, by its name there
     framework = next(cls(inner) for cls in candidates if cls.matches(inner))
     framework.model = model
     return framework

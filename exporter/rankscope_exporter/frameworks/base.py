@@ -13,7 +13,7 @@ from torch import nn
 from rankscope_exporter.frameworks.announced import Announced, Removable
 from rankscope_exporter.frameworks.layout import Layout, is_replicated_over, layout_of
 from rankscope_exporter.frameworks.wrapped import unwrapped
-from rankscope_exporter.naming import NamedParameter, local_tensor
+from rankscope_exporter.naming import NamedParameter, entry, local_tensor
 
 __all__ = ["Form", "Framework", "Holder", "Hooking", "Kept", "Removable"]
 
@@ -151,7 +151,7 @@ class Framework:
     @property
     def is_compiled(self) -> bool:
         """Return whether the model as a whole, wrapper included, was given to `torch.compile`."""
-        return self.model._modules.get("_orig_mod") is not None  # noqa: SLF001 - `__getattr__` may be the user's
+        return entry(self.model._modules, "_orig_mod") is not None  # noqa: SLF001 - `__getattr__` may be the user's
 
     @property
     def interleaves_micro_batches(self) -> bool:

@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from rankscope_exporter.config_given import Given
 from rankscope_exporter.integrations.attended import Attended
+from rankscope_exporter.modules import defines_forward
 
 _NOTED_BY_THE_MONITOR = frozenset({"learning_rate"})  # per parameter group
 
@@ -98,7 +99,7 @@ def outermost(model: nn.Module) -> nn.Module:
 
 def _is_wrapper_of(found: Any, model: nn.Module) -> bool:
     # type(), because a lazy proxy may import what it stands for when it is asked for its class
-    if not issubclass(type(found), nn.Module) or type(found).forward is nn.Module.forward:
+    if not issubclass(type(found), nn.Module) or not defines_forward(type(found)):
         return False
     parts = found.__dict__.get("_modules") or {}
     return parts.get("_fsdp_wrapped_module") is model or (

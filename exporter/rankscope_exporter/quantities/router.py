@@ -13,6 +13,7 @@ from torch import nn
 from rankscope_exporter.deferred import Row
 from rankscope_exporter.features.routing import product, routing_sums, similarity
 from rankscope_exporter.modules import NamedModule
+from rankscope_exporter.naming import entry
 from rankscope_exporter.object_specs import ObjectSpec
 from rankscope_exporter.objects import Found, received, returned
 from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Subject, Table
@@ -159,7 +160,7 @@ def _computed(module: nn.Module, found: Found) -> torch.Tensor | str:
         return weight
     if given.shape[-1] not in weight.shape:
         return f"has a weight of shape {list(weight.shape)}, which does not fit what it is given"
-    bias = module._parameters.get("bias")  # noqa: SLF001 - a property could compute anything
+    bias = entry(module._parameters, "bias")  # noqa: SLF001 - a property could compute anything
     return product(given, weight if weight.shape[1] == given.shape[-1] else weight.t(), bias)
 
 
