@@ -156,6 +156,8 @@ def every_function(rank: int) -> dict[str, tuple[Any, list[Any], list[Any]]]:
         "reduce_scatter_tensor": (lambda: dist.reduce_scatter_tensor(buffer(2), mine), [mine], [sums[rank]]),
         "_all_gather_base": (lambda: dist._all_gather_base(buffer(8), mine), [mine], [joined]),
         "all_gather_into_tensor": (lambda: dist.all_gather_into_tensor(buffer(8), mine), [mine], [joined]),
+        "all_gather_single": (lambda: dist.all_gather_single(buffer(8), mine), [mine], [joined]),
+        "reduce_scatter_single": (lambda: dist.reduce_scatter_single(buffer(2), mine), [mine], [sums[rank]]),
         "all_to_all": (lambda: dist.all_to_all([buffer(2), buffer(2)], halves), halves, swapped),
         "all_to_all_single": (lambda: dist.all_to_all_single(buffer(4), mine), [mine], [torch.cat(swapped)]),
         "send": (lambda: pair(lambda: dist.send(mine, 1 - rank), lambda: dist.recv(buffer(), 1 - rank)), [mine], []),
