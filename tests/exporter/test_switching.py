@@ -13,6 +13,7 @@ from tests.exporter.conftest import wait_until
 from torch import nn
 
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig
+from rankscope_exporter.switching.file import SwitchFile
 
 SETTINGS: dict[str, Any] = {
     "quantities": ["parameters"],
@@ -224,6 +225,20 @@ def test_a_broken_edit_keeps_the_old_configuration_and_says_why(path, text, why,
     assert 1 == len(told) == len(messages)
     assert why in messages[0]
     assert 1 == capfd.readouterr().err.count(why)
+
+
+def test_an_edit_counts_once_it_has_stood_from_one_look_to_the_next(path):
+    """An editor that writes in two goes leaves half a file for a moment, which is no broken edit."""
+    write(path)
+    file = SwitchFile(path)
+    file.read()
+    seen = []
+    for text in ('{"every": 2', '{"every": 2}', '{"every": 3}'):
+        path.write_text(text)
+        seen.append(file.poll())
+    seen += [file.poll(), file.poll()]
+
+    assert [None, None, None, {"every": 3}, None] == [edit and edit.document for edit in seen]
 
 
 def test_what_cannot_change_while_training_runs_is_named(path, monkeypatch):
