@@ -22,6 +22,9 @@ from framework_training import ADAM, Net
 from framework_watching import Found, Outcome, begin, outcomes, read, unequal
 
 from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_exporter.frameworks import framework_of
+from rankscope_exporter.naming import named_parameters
+from rankscope_exporter.sampling.mates import find_mates
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for all the training
 
@@ -195,3 +198,24 @@ def test_histograms_and_features_of_the_same_are_left_to_the_first_as_well(found
     assert [2 * len(NAMES)] * len(first) == [of["histograms"] for of in first]
     assert {0} == {of["histograms"] + of["features"] for of in other}
     assert {True} == {of["histograms"] > 0 for of in found["fsdp2", 1].others}
+
+
+def test_megatrons_marks_tell_what_tensor_parallel_ranks_have_in_common_and_experts_are_not_of_it(monkeypatch):
+    """What is split is marked True, the rest False; an expert's gradients are reduced over another group."""
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    for layer, split in zip(net, (False, True, False), strict=True):
+        for parameter in layer.parameters():
+            parameter.tensor_model_parallel = split
+    for parameter in net[2].parameters():
+        parameter.allreduce = False
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [4, 6])
+    monkeypatch.setattr(dist, "get_rank", lambda: 6)
+    framework, parameters = framework_of(net), named_parameters(net)
+    of_tp = find_mates(framework, parameters, {"dp_group": None, "tp_group": object()})
+    of_dp = find_mates(framework, parameters, {"dp_group": object(), "tp_group": None})
+
+    assert {0, 1} == of_tp.positions
+    assert ["tp_group: rank 4 publishes what 2 of 6 parameters have in common on its ranks"] == [
+        event.message for event in of_tp.events
+    ]
+    assert (frozenset(), 1) == (of_dp.positions, len(of_dp.complaints))
