@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,10 @@ DEFAULT_FOLDER: Final = "./monitor_output"
 
 def output_folder(given: str | None, environment: Mapping[str, str] = os.environ) -> Path:
     """Return where output goes, an absolute path: the training may change its working directory."""
-    return Path(given or environment.get(FOLDER_VARIABLE) or DEFAULT_FOLDER).expanduser().absolute()
+    path = Path(given or environment.get(FOLDER_VARIABLE) or DEFAULT_FOLDER)
+    with contextlib.suppress(RuntimeError):  # nobody of that name: the folder is called so
+        path = path.expanduser()
+    return path.absolute()
 
 
 def check_folder(folder: Any) -> None:

@@ -17,6 +17,7 @@ from rankscope_exporter.guard import Guard
 from rankscope_exporter.sinks import writing
 from rankscope_exporter.sinks.csv_msprobe import Csv, CsvOptions
 from rankscope_exporter.sinks.feeding import Sinks
+from rankscope_exporter.sinks.output import output_folder
 from rankscope_exporter.sinks.tensorboard import TensorBoard, TensorBoardOptions
 
 ROWS = tuple((entry(f"layers.{place}.weight"), FINITE) for place in range(20))
@@ -149,3 +150,10 @@ def test_no_descriptor_stays_open(tmp_path):
         sinks.put(record(step, *ROWS))
 
     assert before == descriptors()
+
+
+def test_the_home_of_nobody_is_a_folder_as_any_other(tmp_path, monkeypatch):
+    """An error here would leave the training without a monitor."""
+    monkeypatch.chdir(tmp_path)
+
+    assert tmp_path / "~nobody-of-that-name" / "out" == output_folder("~nobody-of-that-name/out")
