@@ -90,6 +90,11 @@ def causal_stage(kind: str | None) -> float:
 NO_CALL: Final = 1 << 62
 
 
+def missing_micro_step(stage: float) -> int:
+    """Return where what belongs to no micro-batch stands among them: parameters before all, sums and updates behind."""
+    return -1 if stage < CAUSAL_STAGE["act_in"] else NO_CALL
+
+
 def causal_key(
     *,
     step: int | None,
@@ -103,14 +108,14 @@ def causal_key(
 
     Order: step, micro step, stage within the step, virtual and real pipeline stage (ascending before the backward
     pass, descending after it, since gradients flow from the last stage to the first), call order. Missing parts
-    sort last, a missing micro step first: it stands for the whole step.
+    sort last.
     """
     stage = causal_stage(kind)
     forward = stage < CAUSAL_STAGE["act_grad_in"]
     sign = 1 if forward else -1
     return (
         NO_CALL if step is None else step,
-        -1 if micro_step is None else micro_step,
+        missing_micro_step(stage) if micro_step is None else micro_step,
         stage,
         sign * (vpp_stage or 0),
         sign * (pp_stage or 0),

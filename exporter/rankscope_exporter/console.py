@@ -60,7 +60,7 @@ class Console:
 def _order(step: int | None, event: Event) -> tuple[float, ...]:
     return causal_key(
         step=step,
-        micro_step=None,
+        micro_step=event.micro_step,
         kind=event.kind,
         vpp_stage=event.vpp_stage,
         pp_stage=event.pp_stage,

@@ -13,8 +13,8 @@ from typing import Final, NamedTuple
 import torch
 
 from rankscope_contract.evaluate import EMA_KEEP, EMA_TAKE, SeriesEvaluator
-from rankscope_contract.events import causal_stage
-from rankscope_contract.kinds import COUNT_OPS, JUDGED_OPS, VALUE_OPS
+from rankscope_contract.events import causal_stage, missing_micro_step
+from rankscope_contract.kinds import CAUSAL_STAGE, COUNT_OPS, JUDGED_OPS, VALUE_OPS
 from rankscope_contract.records import PlanEntry
 from rankscope_contract.rules import AnomalyRule
 from rankscope_exporter.statistics import Finished
@@ -26,6 +26,8 @@ _OPS: Final = (*_COUNTS_JUDGED, *VALUE_OPS)
 
 _JUDGED_ROWS: Final = [VALUE_OPS.index(op) for op in JUDGED_OPS]
 _NO_BASELINE: Final = torch.tensor(math.nan, dtype=torch.float64, device=_CPU)
+_STAGES: Final = 1 + max(CAUSAL_STAGE.values())
+_MOST_MICRO_STEPS: Final = 1 << 20  # as a number beside stage and call that float64 still tells apart
 
 
 MAX_SCALARS: Final = 1000
@@ -48,7 +50,7 @@ class Judgement:
     """The verdict on one step."""
 
     baselines: torch.Tensor  # float32 [len(JUDGED_OPS), T]: what each value was compared with, NaN where nothing
-    firings: tuple[Firing, ...] = ()  # in causal order of their kinds, then by entry
+    firings: tuple[Firing, ...] = ()  # in causal order of micro-batch and kind, then by call
     left_out: int = 0  # firings beyond the limit
     firing: frozenset[tuple[str, str]] = field(default_factory=frozenset)
     """(rule, kind) of every rule that fires by itself, whether or not it names the alert: PromQL says the same."""
@@ -78,7 +80,7 @@ class Judge:
         self._limit = limit
         self._kinds: list[str] = []
         self._kind_of_entry = torch.zeros(0, dtype=torch.int64, device=_CPU)
-        self._stage_of_entry = torch.zeros(0, dtype=torch.float64, device=_CPU)
+        self._moment_of_entry = torch.zeros(0, dtype=torch.float64, device=_CPU)
         self._owner_of_entry = torch.zeros(0, dtype=torch.int64, device=_CPU)
         self._scopes: dict[str, tuple[_Scope, ...]] = {}
         self._baselines = torch.full((len(JUDGED_OPS), 0), math.nan, dtype=torch.float32, device=_CPU)
@@ -97,10 +99,10 @@ class Judge:
         self._kinds += sorted({entry.kind for entry in added} - set(self._kinds))
         place = {kind: index for index, kind in enumerate(self._kinds)}
         kinds = torch.tensor([place[entry.kind] for entry in added], dtype=torch.int64, device=_CPU)
-        stages = torch.tensor([causal_stage(entry.kind) for entry in added], dtype=torch.float64, device=_CPU)
+        moments = torch.tensor([_moment(entry) for entry in added], dtype=torch.float64, device=_CPU)
         own = [-1] * len(added) if owners is None else list(owners[known:])
         self._kind_of_entry = torch.cat([self._kind_of_entry, kinds])
-        self._stage_of_entry = torch.cat([self._stage_of_entry, stages])
+        self._moment_of_entry = torch.cat([self._moment_of_entry, moments])
         self._owner_of_entry = torch.cat([self._owner_of_entry, torch.tensor(own, dtype=torch.int64, device=_CPU)])
         fresh = torch.full((len(JUDGED_OPS), len(added)), math.nan, dtype=torch.float32, device=_CPU)
         self._baselines = torch.cat([self._baselines, fresh], dim=1)
@@ -209,7 +211,7 @@ class Judge:
     def _causal_rank(self, entries: torch.Tensor, calls: torch.Tensor) -> torch.Tensor:
         last = int(calls.max()) + 1  # what was not seen comes behind what was
         order = torch.where(calls < 0, last, calls)[entries].double()
-        return self._stage_of_entry[entries] * (last + 1) + order
+        return self._moment_of_entry[entries] * (last + 1) + order
 
     def _firing_at(self, finished: Finished, before: torch.Tensor, entry: int, op: str, rule: AnomalyRule) -> Firing:
         if op in _COUNTS_JUDGED:
@@ -225,6 +227,13 @@ class Judge:
             for kind in torch.unique(self._kind_of_entry[fires]).tolist():
                 pairs.add((scope.rule.name, self._kinds[kind]))
         return frozenset(pairs)
+
+
+def _moment(entry: PlanEntry) -> float:
+    """Return when in the step the tensor of an entry is seen, as `causal_key` has it: micro-batch, then stage."""
+    stage = causal_stage(entry.kind)
+    micro_step = missing_micro_step(stage) if entry.micro_step is None else entry.micro_step
+    return min(micro_step, _MOST_MICRO_STEPS) * _STAGES + stage
 
 
 def _known(baseline: float) -> float | None:

@@ -76,7 +76,15 @@ def test_stages_run_forward_before_the_backward_pass_and_backward_after_it():
 def test_step_and_micro_step_come_before_all_else():
     assert key(step=1, kind="param_after") < key(step=2, kind="param_before")
     assert key(micro_step=0, kind="grad_reduced") < key(micro_step=1, kind="act_in")
-    assert key(micro_step=None) < key(micro_step=0)
+
+
+def test_what_belongs_to_the_whole_step_comes_around_its_micro_batches():
+    """A NaN that begins in an activation is in every gradient of the step."""
+    parameters, activations, gradients = (key(kind=kind) for kind in ("param_before", "act_in", "grad_unreduced"))
+
+    assert parameters < key(kind="act_in", micro_step=0) < key(kind="act_grad_in", micro_step=0)
+    assert key(kind="act_grad_in", micro_step=0) < key(kind="act_in", micro_step=1) < activations < gradients
+    assert key(kind="grad_unreduced", micro_step=3) < gradients
 
 
 def test_what_is_not_known_sorts_last():

@@ -199,6 +199,16 @@ def test_firings_are_ordered_by_entry_and_capped_with_the_rest_counted():
     assert 95 == judgement.left_out
 
 
+def test_of_a_step_with_micro_batches_the_first_cause_is_never_cut_off():
+    """A NaN that begins in an activation of the first micro-batch is in all that comes behind it."""
+    order = [("param_before", None), ("act_out", 0), ("act_grad_out", 0), ("act_out", 1), ("grad_unreduced", None)]
+    entries = [PlanEntry(kind=kind, tensor="t", micro_step=micro_step) for kind, micro_step in reversed(order)]
+    judgement = Judge([AnomalyNan()], entries, limit=4).observe(finished([norm_of(5.0, nans=1)] * 5))
+    told = [(entries[firing.entry].kind, entries[firing.entry].micro_step) for firing in judgement.firings]
+
+    assert order[:4] == told
+
+
 def test_firing_names_every_rule_that_fires_on_a_kind_beyond_the_cap_too():
     rules = [AnomalyTurbulence(threshold=0.5), AnomalyNan(threshold=5.0, kinds=["grad_reduced", "act_out"])]
     judge = Judge(rules, plan(["act_out", "grad_reduced", "param_after"]), limit=1)
