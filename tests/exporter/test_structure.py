@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig
+from rankscope_exporter.quantities.structure import call_stack
 
 RECORDED = Path(__file__).parents[1] / "data/msprobe/print_struct/module_struct.json"
 
@@ -122,6 +124,15 @@ def test_text_has_a_line_for_each_module(written):
     assert "(the model): Transformer(int64[4, 8]) -> float32[4, 8, 32]" == lines[0]
     assert "layers.0.fc1: Linear(float32[8, 4, 16]) -> float32[8, 4, 32]" in lines
     assert 19 == len(lines)
+
+
+def test_libraries_beside_torch_are_the_users():
+    """Their folders begin with the name of torch's."""
+    beside = Path(torch.__file__).parent.with_name("torchvision") / "resnet.py"
+    found: dict[str, Any] = {"sys": sys, "call_stack": call_stack}
+    exec(compile("def forward():\n    return call_stack(sys._getframe())\n", str(beside), "exec"), found)
+
+    assert f"{beside}:2 forward" == found["forward"]()[-1]
 
 
 def test_stacks_are_the_users_calls_the_outermost_first(written):

@@ -37,8 +37,8 @@ MAX_FRAMES: Final = 24
 OUTPUT_VARIABLE: Final = "MONITOR_OUTPUT_DIR"
 """Where the existing tool writes; `./monitor_output` without it."""
 
-_OUR_CODE: Final = str(Path(__file__).parents[1])
-_TORCH_CODE: Final = str(Path(torch.__file__).parent)
+_OUR_CODE: Final = f"{Path(__file__).parents[1]}{os.sep}"
+_TORCH_CODE: Final = f"{Path(torch.__file__).parent}{os.sep}"  # torchvision beside it is the script's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
