@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.quantities.activations import Activations
@@ -60,6 +61,18 @@ class Run:
     def state(self) -> list[Any]:
         parameters = [item.detach().clone() for item in self.net.parameters()]
         return [self.seen, *parameters, torch.random.get_rng_state()]
+
+
+class OtherParametersForOnePass(Run):
+    """As meta-learning does: an inner step on plain tensors, whose loss gives the gradients of the outer one."""
+
+    def forward(self, step: int) -> torch.Tensor:
+        inputs = torch.full((2, 3), float(step))
+        fast = {name: item * 1.0 for name, item in self.net.named_parameters()}
+        inner = functional_call(self.net, fast, inputs).square().sum()
+        gradients = torch.autograd.grad(inner, list(fast.values()), create_graph=True)
+        fast = {name: item - 0.01 * gradient for (name, item), gradient in zip(fast.items(), gradients, strict=True)}
+        return functional_call(self.net, fast, inputs).square().sum()
 
 
 class UsersHookRaises(Run):
@@ -210,7 +223,7 @@ NOTES: dict[type[Run], str] = {
 FAULTS: dict[type[Run], str] = {LayerReplaced: "2 parameters were replaced after attach()"}
 CASES = (
     *(UsersHookRaises, StepRaises, LossRaises, LayerAdded, LayerThawed, LayerReplaced, FrozenAndThawed, FrozenAtFirst),
-    *(OptimizerReplaced, SchedulerCreatedLater, Lazy, Scripted, ModelCopied),
+    *(OptimizerReplaced, SchedulerCreatedLater, Lazy, Scripted, ModelCopied, OtherParametersForOnePass),
 )
 
 
@@ -290,6 +303,7 @@ def test_rows_are_there_as_far_as_there_is_something_to_measure():
     assert everything == later.steps("param_after", "2.weight")
     assert everything == lazy.steps("grad_reduced", "0.weight")
     assert everything == lazy.steps("act_out", "1")
+    assert everything == Watched(OtherParametersForOnePass).steps("grad_reduced", "0.weight")
     assert everything == added.steps("param_after", "0.weight")
     assert everything == scripted.steps("act_out", "0") == scripted.steps("grad_reduced", "2.weight")
     assert {step for step in everything if step >= FAULTY} == thawed.steps("momentum", "0.weight")

@@ -135,8 +135,12 @@ class Framework:
         return is_replicated_over(parameter, ranks)
 
     def is_in_place(self, named: NamedParameter) -> bool:
-        """Return whether the model still uses this very parameter."""
-        return named.current() is named.parameter
+        """Return whether the model still uses this very parameter.
+
+        A plain tensor in its place is there for one forward pass: `torch.func.functional_call` has put it there.
+        """
+        current = named.current()
+        return current is named.parameter or (current is not None and not isinstance(current, nn.Parameter))
 
     # When gradients are what.
 
