@@ -148,6 +148,13 @@ def test_nan_rule_in_seed_mode_leaves_infinities_alone():
     assert rule.fires("value", math.nan, math.nan)
 
 
+@pytest.mark.parametrize("rule", [AnomalyNan, AnomalyTurbulence])
+@pytest.mark.parametrize("threshold", [pytest.param(10**400, id="huge"), math.nan, "0.5", True, [1.0]])
+def test_a_threshold_that_is_no_number_is_refused(rule, threshold):
+    with pytest.raises(ValueError, match=f"{rule.__name__}: threshold is a number, not "):
+        rule(threshold=threshold)
+
+
 def test_nan_rule_with_a_threshold_judges_magnitudes_strictly():
     rule = AnomalyNan(threshold=10.0)
 

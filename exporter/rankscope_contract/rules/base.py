@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,16 @@ class AnomalyRule:
     def limit(self) -> float | None:
         """Return the configured threshold, as exported in `rankscope_rule_threshold`; None without one."""
         raise NotImplementedError
+
+    def check_threshold(self, threshold: Any) -> None:
+        """Raise ValueError unless `threshold` is a number that a float can hold, and not NaN."""
+        try:
+            number = math.nan if isinstance(threshold, bool | str) else float(threshold)
+        except (TypeError, OverflowError):
+            number = math.nan
+        if math.isnan(number):
+            shown = repr(threshold) if len(repr(threshold)) < 40 else f"{repr(threshold)[:30]}…"
+            raise ValueError(f"{self.name}: threshold is a number, not {shown}")
 
     def covers(self, kind: str | None) -> bool:
         """Return whether `kind` is among the rule's kinds."""

@@ -24,6 +24,11 @@ class AnomalyNan(AnomalyRule):
     infs: bool = True
     severity: str = Severity.CRITICAL
 
+    def __post_init__(self) -> None:
+        AnomalyRule.__post_init__(self)
+        if self.threshold is not None:
+            self.check_threshold(self.threshold)
+
     def judges(self, kind: str | None, op: str) -> bool:
         """Return whether `op` can show a non-finite element, or a magnitude where a threshold is set."""
         if not self.covers(kind):

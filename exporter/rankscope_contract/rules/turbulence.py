@@ -26,6 +26,7 @@ class AnomalyTurbulence(AnomalyRule):
 
     def __post_init__(self) -> None:
         AnomalyRule.__post_init__(self)
+        self.check_threshold(self.threshold)
         if not self.threshold > 0:
             raise ValueError(f"{self.name}: threshold must be above 0, not {self.threshold}")
         if self.direction not in ("up", "both"):
