@@ -20,7 +20,28 @@ from rankscope_exporter.frameworks.wrapped import unwrapped
 _UPDATE = "_take_model_step"
 
 
-class DeepSpeed(Framework):
+class _OfEngine:
+    """What an engine says itself, whatever its optimizer is."""
+
+    _engine: Any
+
+    @property
+    def module(self) -> nn.Module:
+        """Return the user's own module."""
+        module: nn.Module = self._engine.module
+        return module
+
+    @property
+    def replicated(self) -> bool:
+        """Return True."""
+        return True
+
+    def copies(self, world_size: int) -> int:
+        """Return how many ranks train on different data."""
+        return int(getattr(self._engine, "dp_world_size", world_size))
+
+
+class DeepSpeed(_OfEngine, Framework):
     """ZeRO stage 0 in float32: gradients are all-reduced when the last backward of a step is over.
 
     Clipping happens inside of `engine.step()`, and leaves no trace in the version of a gradient.
@@ -38,21 +59,6 @@ class DeepSpeed(Framework):
     def matches(cls, model: nn.Module) -> bool:
         """Return whether `model` is an engine whose optimizer steps the model's own parameters."""
         return _is_engine(model) and _stage(model) is None
-
-    @property
-    def module(self) -> nn.Module:
-        """Return the user's own module."""
-        module: nn.Module = self._engine.module
-        return module
-
-    @property
-    def replicated(self) -> bool:
-        """Return True."""
-        return True
-
-    def copies(self, world_size: int) -> int:
-        """Return how many ranks train on different data."""
-        return int(getattr(self._engine, "dp_world_size", world_size))
 
     @property
     def reduces(self) -> bool:
@@ -95,7 +101,7 @@ class DeepSpeed(Framework):
         hooking.keep(Replaced(self._engine, _UPDATE, update))
 
 
-class DeepSpeedZero(Parted):
+class DeepSpeedZero(_OfEngine, Parted):
     """ZeRO 1, 2 and 3, and all that keeps float32 copies: the optimizer is given flat parts of them."""
 
     name: ClassVar[str] = "deepspeed_zero"
@@ -113,21 +119,6 @@ class DeepSpeedZero(Parted):
     def matches(cls, model: nn.Module) -> bool:
         """Return whether `model` is an engine with an optimizer of DeepSpeed's own kind."""
         return _is_engine(model) and _stage(model) is not None
-
-    @property
-    def module(self) -> nn.Module:
-        """Return the user's own module."""
-        module: nn.Module = self._engine.module
-        return module
-
-    @property
-    def replicated(self) -> bool:
-        """Return True."""
-        return True
-
-    def copies(self, world_size: int) -> int:
-        """Return how many ranks train on different data."""
-        return int(getattr(self._engine, "dp_world_size", world_size))
 
     def layout(self, parameter: torch.Tensor) -> Layout:
         """Return the ranks among which it is divided, if it is."""
