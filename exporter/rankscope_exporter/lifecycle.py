@@ -11,6 +11,7 @@ from typing import Final, Protocol
 
 from rankscope_contract.events import Event, EventType, ExitReason, Severity
 from rankscope_exporter import stop_signals
+from rankscope_exporter.naming import encodable
 
 
 class Attached(Protocol):
@@ -69,11 +70,6 @@ def _at_exit() -> None:
     reason, text = exit_reason(error) if known else (ExitReason.UNKNOWN, None)
     for monitor in list(_attached):
         monitor.end_of_process(reason, text)
-
-
-def encodable(text: str) -> str:
-    """Return `text` with what UTF-8 cannot say written out: file names and tokenizers give such strings to messages."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def exit_reason(error: BaseException | None) -> tuple[ExitReason, str | None]:

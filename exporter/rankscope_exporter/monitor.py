@@ -25,6 +25,7 @@ from rankscope_exporter.errors import ConfigError
 from rankscope_exporter.frameworks import Framework, Stage
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.hangs.diagnosis import Taken
+from rankscope_exporter.naming import encodable
 from rankscope_exporter.sampling.measuring import SWITCH, measuring_of
 from rankscope_exporter.session import Session
 from rankscope_exporter.sinks import Sink
@@ -205,8 +206,8 @@ class Monitor:
             self._guard.call("event()", self._event, session, type, message, details)
 
     def _event(self, session: Session, kind: str, message: str, details: Mapping[str, Any]) -> None:
-        text = lifecycle.encodable(json.dumps(details, default=str, ensure_ascii=False)) if details else None
-        session.recorder.event(Event(type=str(kind), message=lifecycle.encodable(str(message)), details=text))
+        text = encodable(json.dumps(details, default=str, ensure_ascii=False)) if details else None
+        session.recorder.event(Event(type=str(kind), message=encodable(str(message)), details=text))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

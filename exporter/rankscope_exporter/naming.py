@@ -39,9 +39,14 @@ def entry(table: Any, key: str) -> Any:
     return table[key] if key in table else None  # noqa: SIM401 - a scripted module's tables have no `get`
 
 
+def encodable(text: str) -> str:
+    """Return `text` with what UTF-8 cannot say written out: file names and tokenizers give such strings."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def plain_name(name: str) -> str:
-    """Return `name` without the levels that wrapping modules inserted."""
-    return ".".join(level for level in name.split(".") if level not in WRAPPER_LEVELS)
+    """Return `name` without the levels that wrapping modules inserted, in letters that can be told."""
+    return encodable(".".join(level for level in name.split(".") if level not in WRAPPER_LEVELS))
 
 
 def named_parameters(module: nn.Module) -> tuple[NamedParameter, ...]:

@@ -26,8 +26,7 @@ from rankscope_exporter.hangs.watchdog import Watchdog
 from rankscope_exporter.hooks import Hooks
 from rankscope_exporter.identity import group_store, resolve_identity
 from rankscope_exporter.judge import Judge
-from rankscope_exporter.lifecycle import encodable
-from rankscope_exporter.naming import element_count
+from rankscope_exporter.naming import element_count, encodable
 from rankscope_exporter.publisher import Publisher
 from rankscope_exporter.quantities.base import Subject
 from rankscope_exporter.quantities.structure import Structure

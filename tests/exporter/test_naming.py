@@ -20,6 +20,12 @@ def test_levels_that_wrappers_insert_do_not_show() -> None:
     assert "layers.0.up.weight" == plain_name("_orig_mod.layers.0._fsdp_wrapped_module.up.weight")
 
 
+def test_a_name_that_no_text_can_hold_is_written_out() -> None:
+    model = nn.ModuleDict({"caf\udce9": nn.Linear(1, 1, bias=False)})
+
+    assert ["caf\\udce9.weight"] == [named.name for named in named_parameters(model)]
+
+
 def test_tied_weights_are_one_tensor_with_two_names() -> None:
     (only,) = named_parameters(Tied())
 

@@ -18,7 +18,7 @@ from rankscope_exporter.drafts import now_microseconds
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.hangs.flight import take_flight_record
 from rankscope_exporter.hangs.stacks import read_stacks, take_stacks
-from rankscope_exporter.lifecycle import encodable
+from rankscope_exporter.naming import encodable
 from rankscope_exporter.record import StepRecord
 
 MIN_SECONDS: Final = 2.0
