@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import torch
+from tests.end_to_end.stored_rows import tables_of
 from tests.exporter.conftest import Reader, wait_until
 from torch import nn
 
-from rankscope_contract.channel import PLAN_PATH, RECORDS_PATH, SCHEMA_HEADER
 from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_ingest.channel.decode import RowContext, decode, plan_ids
-from rankscope_ingest.channel.plans import PlanCache
-from rankscope_ingest.channel.wire import open_stream
 
 
 def test_statistics_that_are_left_out_are_null_and_absent_tensors_have_no_row():
@@ -24,13 +21,7 @@ def test_statistics_that_are_left_out_are_null_and_absent_tensors_have_no_row():
         net(torch.ones(2, 3)).sum().backward()
         monitor.end_step()
         wait_until(read.rows, 60)
-        wire = open_stream(read.get(f"{RECORDS_PATH}?after=-1", **{SCHEMA_HEADER: "1"}))
-        cache = PlanCache()
-        for plan in plan_ids(wire):
-            cache.add(plan, read.get(PLAN_PATH + plan).decode())
-    plans = {plan: columns for plan in plan_ids(wire) if (columns := cache.get(plan)) is not None}
-    context = RowContext(run="r", attempt=0, rank=0, incarnation="i")
-    rows = decode(wire, plans, context, after=-1, first_ordinal=0).tables["tensor_stats"].to_pylist()
+        rows = tables_of(read)["tensor_stats"].to_pylist()
 
     assert {"weight"} == {row["tensor"] for row in rows}
     for row in rows:

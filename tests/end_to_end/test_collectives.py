@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import pyarrow as pa
 import torch
 import torch.distributed as dist
+from tests.end_to_end.stored_rows import tables_of
 from tests.exporter.conftest import Reader, wait_until
 
-from rankscope_contract.channel import PLAN_PATH, RECORDS_PATH, SCHEMA_HEADER
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_ingest.channel.decode import RowContext, decode, plan_ids
-from rankscope_ingest.channel.plans import PlanCache
-from rankscope_ingest.channel.wire import open_stream
 from rankscope_storage.connection import connect
 from rankscope_storage.store import Batch, Store
 
@@ -45,7 +43,7 @@ def test_calls_are_rows_of_the_store_with_their_place_number_and_position(tmp_pa
     assert [{"rule": "AnomalyNan", "kind": "comm_out"}] == fired
 
 
-def published() -> dict[str, object]:
+def published() -> dict[str, pa.Table]:
     """Return what a service makes of the records of a monitored step."""
     net = torch.nn.Linear(3, 2)
     config = MonitorConfig(quantities=("collectives",), console=False, exit_wait_seconds=0)
@@ -56,10 +54,4 @@ def published() -> dict[str, object]:
         reduced_and_gathered()
         monitor.end_step()
         wait_until(read.rows, 60)
-        wire = open_stream(read.get(f"{RECORDS_PATH}?after=-1", **{SCHEMA_HEADER: "1"}))
-        cache = PlanCache()
-        for plan in plan_ids(wire):
-            cache.add(plan, read.get(PLAN_PATH + plan).decode())
-    plans = {plan: columns for plan in plan_ids(wire) if (columns := cache.get(plan)) is not None}
-    context = RowContext(run="r", attempt=0, rank=0, incarnation="i")
-    return dict(decode(wire, plans, context, after=-1, first_ordinal=0).tables)
+        return tables_of(read)

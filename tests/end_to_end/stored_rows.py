@@ -1,0 +1,22 @@
+"""What the service makes of the records that a rank of this process serves, through its own decoder."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+from tests.exporter.conftest import Reader
+
+from rankscope_contract.channel import PLAN_PATH, RECORDS_PATH, SCHEMA_HEADER
+from rankscope_ingest.channel.decode import RowContext, decode, plan_ids
+from rankscope_ingest.channel.plans import PlanCache
+from rankscope_ingest.channel.wire import open_stream
+
+
+def tables_of(read: Reader) -> dict[str, pa.Table]:
+    """Return the rows to store, by dataset, of everything in the ring."""
+    wire = open_stream(read.get(f"{RECORDS_PATH}?after=-1", **{SCHEMA_HEADER: "1"}))
+    cache = PlanCache()
+    for plan in plan_ids(wire):
+        cache.add(plan, read.get(PLAN_PATH + plan).decode())
+    plans = {plan: columns for plan in plan_ids(wire) if (columns := cache.get(plan)) is not None}
+    context = RowContext(run="r", attempt=0, rank=0, incarnation="i")
+    return dict(decode(wire, plans, context, after=-1, first_ordinal=0).tables)
