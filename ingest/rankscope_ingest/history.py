@@ -102,21 +102,14 @@ def read_history(reader: Reader, now: float) -> History:
     for attempt in attempts.values():
         starts[attempt.run] = min(starts.get(attempt.run, attempt.started_at), attempt.started_at)
     incidents = _incidents(reader, now)
-    of_anomalies = [
-        (incident, state == RESOLVED)
-        for incident, state in incidents
-        if incident.attempt_key in unfinished and incident.first.rule not in {RUN_FAILED, RUN_STALLED}
-    ]
+    known = [(incident, state == RESOLVED) for incident, state in incidents if incident.attempt_key in unfinished]
+    of_anomalies = [(one, is_over) for one, is_over in known if one.first.rule not in {RUN_FAILED, RUN_STALLED}]
     return History(
         attempts=tuple(attempts.values()),
         run_starts=starts,
-        open_incidents=tuple(incident for incident, is_over in of_anomalies if not is_over),
-        past_incidents=tuple(incident for incident, is_over in of_anomalies if is_over),
-        open_stalls=tuple(
-            incident
-            for incident, state in incidents
-            if incident.attempt_key in unfinished and incident.first.rule == RUN_STALLED and state != RESOLVED
-        ),
+        open_incidents=tuple(one for one, is_over in of_anomalies if not is_over),
+        past_incidents=tuple(one for one, is_over in of_anomalies if is_over),
+        open_stalls=tuple(one for one, is_over in known if one.first.rule == RUN_STALLED and not is_over),
         unsent=tuple(incident for incident, state in incidents if state == OPENED),
         failures_told=frozenset(incident.key for incident, _ in incidents if incident.first.rule == RUN_FAILED),
         last_ordinal=_last_ordinal(reader),
