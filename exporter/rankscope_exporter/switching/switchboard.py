@@ -30,6 +30,10 @@ class Change:
     """Ranks that were not heard and may take the change over later."""
     lineup: Lineup | None = None
 
+    def is_due(self, step: int) -> bool:
+        """Return whether it holds from step number `step` on at the latest."""
+        return self.step is None or self.step <= step
+
 
 class Switchboard:
     """Changes the members of a collection between two steps, and says so with an event of the first new step."""
@@ -74,9 +78,11 @@ class Switchboard:
         """Register the hooks of the next change, outside of the forward pass that would miss some of them."""
         coming = self._pace[0] + 1
         self.arrives(coming)
+        if not self._waiting:
+            return
         with self._lock:
-            due = [change for change in self._waiting if (change.step or coming) <= coming] or self._waiting[:1]
-        if due and due[-1].lineup is None:
+            due = [change for change in self._waiting if change.is_due(coming)] or self._waiting[:1]
+        if due[-1].lineup is None:
             due[-1].lineup = self._collection.lineup(due[-1].parts)
 
     def opens(self, step: int) -> list[Event]:
@@ -84,10 +90,10 @@ class Switchboard:
         self._note_pace(step)  # first: the thread that promises something looks at the pace behind its promise
         self.arrives(step)
         events = []
-        while self._waiting and (self._waiting[0].step or step) <= step:
+        while self._waiting and self._waiting[0].is_due(step):
             with self._lock:
                 change = self._waiting.pop(0)
-            is_replaced = bool(self._waiting) and (self._waiting[0].step or step) <= step
+            is_replaced = bool(self._waiting) and self._waiting[0].is_due(step)
             events.append(self._take(change, step, is_replaced=is_replaced))
         if not events and self._since is not None and self.measuring.on and self._collection.is_over:
             events.append(self._end(step))
