@@ -90,8 +90,10 @@ def causal_stage(kind: str | None) -> float:
 NO_CALL: Final = 1 << 62
 
 
-def missing_micro_step(stage: float) -> int:
-    """Return where what belongs to no micro-batch stands among them: parameters before all, sums and updates behind."""
+def causal_micro_step(micro_step: int | None, stage: float) -> int:
+    """Return the place among micro-batches; without one, parameters stand before all, sums and updates behind."""
+    if micro_step is not None:
+        return micro_step
     return -1 if stage < CAUSAL_STAGE["act_in"] else NO_CALL
 
 
@@ -115,7 +117,7 @@ def causal_key(
     sign = 1 if forward else -1
     return (
         NO_CALL if step is None else step,
-        missing_micro_step(stage) if micro_step is None else micro_step,
+        causal_micro_step(micro_step, stage),
         stage,
         sign * (vpp_stage or 0),
         sign * (pp_stage or 0),

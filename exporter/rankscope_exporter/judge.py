@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import torch
 
 from rankscope_contract.evaluate import EMA_KEEP, EMA_TAKE, SeriesEvaluator
-from rankscope_contract.events import causal_stage, missing_micro_step
+from rankscope_contract.events import causal_micro_step, causal_stage
 from rankscope_contract.kinds import CAUSAL_STAGE, COUNT_OPS, JUDGED_OPS, VALUE_OPS
 from rankscope_contract.records import PlanEntry
 from rankscope_contract.rules import AnomalyRule
@@ -232,8 +232,7 @@ class Judge:
 def _moment(entry: PlanEntry) -> float:
     """Return when in the step the tensor of an entry is seen, as `causal_key` has it: micro-batch, then stage."""
     stage = causal_stage(entry.kind)
-    micro_step = missing_micro_step(stage) if entry.micro_step is None else entry.micro_step
-    return min(micro_step, _MOST_MICRO_STEPS) * _STAGES + stage
+    return min(causal_micro_step(entry.micro_step, stage), _MOST_MICRO_STEPS) * _STAGES + stage
 
 
 def _known(baseline: float) -> float | None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.events import NO_CALL, EventType, Severity, causal_key, causal_stage, missing_micro_step
+from rankscope_contract.events import NO_CALL, EventType, Severity, causal_key, causal_micro_step, causal_stage
 from rankscope_contract.kinds import CAUSAL_STAGE
 
 SEVERITIES: Final = (Severity.INFO, Severity.WARNING, Severity.CRITICAL)
@@ -101,9 +101,10 @@ def _causal_columns(events: pa.Table) -> list[npt.NDArray[Any]]:
     stages = _by_word(events["kind"], causal_stage)
     sign = np.where(stages < CAUSAL_STAGE["act_grad_in"], 1, -1)
     micro_steps = _integers(events["micro_step"], NO_CALL)
+    without = _by_word(events["kind"], lambda kind: causal_micro_step(None, causal_stage(kind))).astype(np.int64)
     return [
         _integers(events["step"], NO_CALL),
-        np.where(micro_steps == NO_CALL, np.vectorize(missing_micro_step, otypes=[np.int64])(stages), micro_steps),
+        np.where(micro_steps == NO_CALL, without, micro_steps),
         stages,
         sign * _integers(events["vpp_stage"], 0),
         sign * _integers(events["pp_stage"], 0),
