@@ -37,6 +37,7 @@ class Hooks:
         parameter and backward pass, are not in it: timing them would cost more than they do."""
         self._subject = subject
         self._recorder = recorder
+        self._moments = recorder.moments
         self._guard = guard
         self._handles: list[Removable] = []
         self._forward_end: Removable | None = None
@@ -48,7 +49,8 @@ class Hooks:
         """Called at every sign that training goes on: a forward, also of an evaluation, a backward, an update."""
         self._in_hook_reads = not subject.framework.local_until_backward_ends
         self.in_forward = False
-        """Whether a training forward of the whole model is under way; see `follow_forward`."""
+        """Whether a training forward of the whole model is under way."""
+        self._in_evaluation = False
         self.grad_enabled = True
         """Whether gradients were enabled where the guarded hook that is running was called."""
         self.tell: Callable[[str], None] = lambda _message: None
@@ -57,6 +59,7 @@ class Hooks:
     def install(self) -> None:
         """Register on the forward of the whole model, every parameter that takes gradients, and every optimizer."""
         self._handles.append(self._subject.framework.on_forward(_Uncopied(self._forward_begins)))
+        self.follow_forward()
         self._guard.call("hooks of the framework", self._subject.framework.install, self)
         self._recorder.install(self)
         self._hook_parameters()
@@ -127,6 +130,7 @@ class Hooks:
     def reduced(self) -> None:
         """Note that a framework has reduced gradients outside of a backward pass."""
         if self.active:
+            self._moments.tell("reduced")
             self._timed("reading reduced gradients", self._recorder.backward_ended)
 
     def look_again(self) -> None:
@@ -185,9 +189,19 @@ class Hooks:
         if self.active and self._subject.framework.module.training and torch.is_grad_enabled():
             self.in_forward = True
             self._timed("a forward hook", self._recorder.forward_begins)
+        elif self.active:
+            self._in_evaluation = True
+            self._moments.tell("evaluation_begins")
 
     def _forward_ended(self, *_: Any) -> None:
-        self.in_forward = False
+        if torch.compiler.is_compiling():
+            return
+        was_training, self.in_forward = self.in_forward, False
+        was_evaluation, self._in_evaluation = self._in_evaluation, False
+        if self.active and was_training:
+            self._moments.tell("forward_ended")
+        elif self.active and was_evaluation:
+            self._moments.tell("evaluation_ended")
 
     def _gradient_ready(self, index: int, holder: Holder, backward: int) -> None:
         if not self.active:
@@ -206,17 +220,21 @@ class Hooks:
 
     def _backward_begins(self) -> None:
         self._recorder.backward_begins()
-        if self._recorder.sampling:
-            _when_backward_ends(self._backward_ends)
+        self._moments.tell("backward_begins")
+        _when_backward_ends(self._backward_ends)
 
     def _backward_ends(self) -> None:
         # Callbacks run in the order in which they were queued. DDP queues its own with its last gradient, so this
         # first one runs before reduced gradients are written back, and one queued from here runs after that.
-        self._timed("reading local gradients", self._recorder.backward_ends)
+        self._moments.tell("backward_ends")
+        if self._recorder.sampling:
+            self._timed("reading local gradients", self._recorder.backward_ends)
         self._guard.call("the end of backward", _when_backward_ends, self._backward_ended)
 
     def _backward_ended(self) -> None:
-        self._timed("reading reduced gradients", self._recorder.backward_ended)
+        self._moments.tell("backward_ended")
+        if self._recorder.sampling:
+            self._timed("reading reduced gradients", self._recorder.backward_ended)
 
     def _update_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if not self.active:

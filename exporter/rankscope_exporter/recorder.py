@@ -19,6 +19,7 @@ from rankscope_exporter.drafts import Draft, amounts_of, now_microseconds, skipp
 from rankscope_exporter.frameworks.base import Holder
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.logged import Pending, take
+from rankscope_exporter.moments import Moments
 from rankscope_exporter.quantities.base import Hooking, Subject
 from rankscope_exporter.sampling.collection import Collection
 from rankscope_exporter.statistics import Finished
@@ -68,6 +69,8 @@ class Recorder:
         self._awaits_gradients = False
         self._witness: torch.nn.Parameter | None = None
         self._gradients_seen = 0
+        self.moments = Moments(guard)
+        """Tells parts beside this one what comes by."""
         self.micro_step = -1
         """Which training forward of the step under way was the last to begin, from 0 on."""
         self.on_open: Callable[[int], None] = lambda _attempt: None
@@ -88,6 +91,7 @@ class Recorder:
         with self._lock:
             self._after(self._tracker.forward_begins(self._gradients_cleared))
             self.micro_step += 1
+            self.moments.tell("forward_begins")
 
     def backward_begins(self) -> None:
         """The first gradient of a backward pass has arrived."""
@@ -126,6 +130,7 @@ class Recorder:
         """An optimizer is about to step; `gradients_computed` follows where it first calls a closure."""
         with self._lock:
             self._after(self._tracker.update_begins(repeated=id(optimizer) in self._updated_by))
+            self.moments.tell("update_begins")
             first = not self._updated_by
             self._updated_by.add(id(optimizer))
             if first:  # later optimizers of the same step would see what the earlier ones changed
@@ -144,6 +149,7 @@ class Recorder:
     def updated(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped, or was told by its gradient scaler not to."""
         with self._lock:
+            self.moments.tell("updated")
             self._each("after_update")
             self._guard.call("switching", self.after_update)
             self._tracker.updated()
@@ -193,6 +199,7 @@ class Recorder:
         with self._lock:
             before, begun_only = self._last_step, self._tracker.stage is Stage.OPEN
             self._after(self._tracker.end(skipped=False), reopen=False)
+            self.moments.tell("training_ends")
             return before if begun_only else self._last_step
 
     def look(self) -> tuple[int, Sequence[PlanEntry], Finished] | None:
@@ -235,7 +242,9 @@ class Recorder:
     def _open(self, now: float) -> None:
         if self._late is not None:
             late, self._late = self._late, None
-            self._hand_over(Draft(late.step, now_microseconds(), pending=timing(now - late.began, late.amounts)))
+            timed = Draft(late.step, now_microseconds(), pending=timing(now - late.began, late.amounts))
+            self.moments.tell("step_timed", timed)
+            self._hand_over(timed)
         switched = self._guard.call("switching", self.before_step, self._tracker.step)
         sampled = self._collection.begin(self._tracker.step)
         self._attempts += 1
@@ -246,6 +255,7 @@ class Recorder:
         self._gradients_seen = 0
         self.micro_step = -1
         self._began = now
+        self.moments.tell("step_begins", self._tracker.step)
         if sampled:
             self._guard.call("looking at the parameters", self.on_open, self._attempts)
             self._draft.call_order = [-1] * len(self._subject.parameters)
@@ -261,6 +271,9 @@ class Recorder:
             draft.pending += draft.learning_rates
         if duration is not None:
             draft.pending += timing(duration, amounts_of(draft.pending))
+        self.moments.tell("step_ends", draft)
+        if duration is not None:
+            self.moments.tell("step_timed", draft)
         if ended is not None and ended.skipped:
             draft.events.append(skipped_event())
         if draft.sampled:
@@ -269,7 +282,9 @@ class Recorder:
 
     def _each(self, moment: str) -> None:
         if self.sampling:
+            self.moments.tell("reading_begins")
             self._collection.each(moment)
+            self.moments.tell("reading_ended")
 
     def _gradients_cleared(self) -> bool:
         return self._witness is not None and not self._subject.framework.holds_gradient(self._witness)
