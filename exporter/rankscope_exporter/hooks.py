@@ -13,8 +13,9 @@ from torch.autograd import Variable
 
 from rankscope_exporter.changed_model import REMEDY, ChangedModel
 from rankscope_exporter.frameworks.base import Holder, Removable
+from rankscope_exporter.gradient_hooks import GradientHooks
 from rankscope_exporter.guard import Guard
-from rankscope_exporter.quantities.base import Gate, Subject
+from rankscope_exporter.quantities.base import Gate, Hook, Subject
 from rankscope_exporter.recorder import Recorder
 from rankscope_exporter.replaced_optimizers import ReplacedOptimizers
 
@@ -41,7 +42,7 @@ class Hooks:
         self._guard = guard
         self._handles: list[Removable] = []
         self._forward_end: Removable | None = None
-        self._hooked: set[int] = set()
+        self._gradients = GradientHooks(subject, self._gradient_hook)
         self._changed = ChangedModel(subject)
         self._replacing = ReplacedOptimizers(subject.optimizers, self._replaced)
         self._backward = self._idle = _NO_BACKWARD
@@ -62,7 +63,8 @@ class Hooks:
         self.follow_forward()
         self._guard.call("hooks of the framework", self._subject.framework.install, self)
         self._recorder.install(self)
-        self._hook_parameters()
+        self._handles.append(self._gradients)
+        self._gradients.hook_all()
         for optimizer in self._subject.optimizers:
             self._follow(optimizer)
         self._replacing.install(self.keep, self.always)
@@ -78,12 +80,22 @@ class Hooks:
 
     @property
     def micro_step(self) -> int:
-        """Return which training forward of the step was the last to begin, from 0 on."""
+        """Return which training forward of the step was the last to begin, from 0 on, of the chunk that it is of."""
         return max(0, self._recorder.micro_step)
 
     def keep(self, handle: Removable) -> None:
         """Remove `handle` with the others."""
         self._handles.append(handle)
+
+    def hook(self, _hook: Hook, register: Callable[[], Removable | None]) -> None:
+        """Put a hook in its place at all times; a quantity's own hooking has it come and go."""
+        handle = register()
+        if handle is not None:
+            self.keep(handle)
+
+    def begins_steps(self, module: torch.nn.Module) -> bool:
+        """Return whether a step begins with the forward of `module`."""
+        return any(module is chunk for chunk in self._subject.framework.chunks)
 
     def follow_forward(self) -> None:
         """Keep `in_forward` up to date: one more hook on the outermost module."""
@@ -92,7 +104,7 @@ class Hooks:
             self._forward_end = self._subject.framework.on_forward_end(hook)
             self.keep(self._forward_end)
 
-    def guarded(self, where: str, function: Callable[..., None], gate: Gate) -> Callable[..., None]:
+    def guarded(self, where: str, function: Callable[..., None], gate: Gate) -> Hook:
         """Return `function` as a hook that is called while `gate` is open."""
 
         def call(*args: Any) -> None:
@@ -134,11 +146,11 @@ class Hooks:
             self._timed("reading reduced gradients", self._recorder.backward_ended)
 
     def look_again(self) -> None:
-        """Notice parameters that were thawed or replaced since; called when a step begins.
+        """Hook all gradients, and notice parameters that were thawed or replaced; called when a measured step begins.
 
         Raises LookupError once for each parameter that the model no longer uses, after retiring it.
         """
-        self._hook_parameters()
+        self._gradients.hook_all()
         added = self._changed.added()
         if added > 0:
             self.tell(f"the optimizer has {added} parameters more than before, which are not measured: {REMEDY}")
@@ -148,6 +160,10 @@ class Hooks:
             raise LookupError(
                 f"{len(gone)} parameters were replaced after attach() and are measured no more ({names}): {REMEDY}"
             )
+
+    def rest(self) -> None:
+        """Leave on the gradients what shows a backward pass; called when a step begins that is not measured."""
+        self._gradients.keep_few()
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         self._handles += self._subject.framework.on_update(optimizer, self._update_begins, self._updated)
@@ -162,13 +178,6 @@ class Hooks:
             f"state of a kind that the former did not have is not measured: {REMEDY}"
         )
 
-    def _hook_parameters(self) -> None:
-        for index, named in enumerate(self._subject.parameters):
-            if named.parameter.requires_grad and index not in self._hooked:
-                self._hooked.add(index)
-                hook = self._gradient_hook(index)
-                self._handles.append(self._subject.framework.on_accumulated(named.parameter, hook))
-
     def _gradient_hook(self, index: int) -> Callable[[Holder], None]:
         # A number for each backward pass, nested ones included; no public name for it exists.
         pass_under_way = torch._C._current_graph_task_id  # noqa: SLF001 - see above
@@ -180,7 +189,7 @@ class Hooks:
 
         return ready
 
-    def _forward_begins(self, _module: torch.nn.Module, _inputs: Any) -> None:
+    def _forward_begins(self, module: torch.nn.Module, _inputs: Any) -> None:
         if torch.compiler.is_compiling():  # while a graph is made nothing runs, and tracing us would break it
             return
         if self.active:
@@ -188,7 +197,7 @@ class Hooks:
         # The user's own module: Lightning leaves a wrapper in evaluation mode after the first validation.
         if self.active and self._subject.framework.module.training and torch.is_grad_enabled():
             self.in_forward = True
-            self._timed("a forward hook", self._recorder.forward_begins)
+            self._timed("a forward hook", self._recorder.forward_begins, self._subject.framework.chunk(module))
         elif self.active:
             self._in_evaluation = True
             self._moments.tell("evaluation_begins")
@@ -208,18 +217,21 @@ class Hooks:
             return
         if backward != self._backward:
             self._backward = backward
+            self._gradients.pass_begins()
             self.beat()
             self._timed("a backward hook", self._backward_begins)
+        is_witness = self._gradients.called(index)
         if not self._recorder.sampling:
             self._recorder.saw_gradient(index)
-            self._idle = backward
+            self._idle = backward if is_witness else self._idle
         elif self._in_hook_reads:
             self._timed("a gradient hook", self._recorder.gradient_ready, index, holder)
         else:
             self._guard.call("a gradient hook", self._recorder.gradient_ready, index, holder)
 
     def _backward_begins(self) -> None:
-        self._recorder.backward_begins()
+        if self._recorder.backward_begins():
+            self._gradients.stay()
         self._moments.tell("backward_begins")
         _when_backward_ends(self._backward_ends)
 
@@ -303,10 +315,15 @@ class _Gated(_Uncopied):
     def __init__(self, call: Callable[..., None], gate: Gate) -> None:
         super().__init__(call)
         self._gate = gate
+        self.was_called = False
+        self.called_in_vain: Callable[[], None] = lambda: None
 
     def __call__(self, *args: Any) -> None:
         # First, and a constant to the compiler: it would compile again whenever the gate opens or closes.
         if _is_dynamo_compiling():
             return
+        self.was_called = True
         if self._gate.is_open:
             self._call(*args)
+        else:
+            self.called_in_vain()

@@ -72,9 +72,12 @@ class Recorder:
         self.moments = Moments(guard)
         """Tells parts beside this one what comes by."""
         self.micro_step = -1
-        """Which training forward of the step under way was the last to begin, from 0 on."""
+        """Which training forward of the step under way was the last to begin, from 0 on; of its chunk, if it is of one."""
+        self._forwards: dict[int, int] = {}  # the same, for each chunk
         self.on_open: Callable[[int], None] = lambda _attempt: None
         """Called with the number of steps begun so far whenever a sampled one begins."""
+        self.on_rest: Callable[[], None] = lambda: None
+        """Called whenever a step begins that is not sampled."""
         self.before_step: Callable[[int], list[Event]] = lambda _step: []
         """Called with the number of a step that is about to begin; may change what is measured, and says so."""
         self.after_update: Callable[[], None] = lambda: None
@@ -86,17 +89,20 @@ class Recorder:
 
     # What the hooks report, in the order of a step.
 
-    def forward_begins(self) -> None:
-        """A training forward of the whole model begins."""
+    def forward_begins(self, chunk: int = 0) -> None:
+        """A training forward of the whole model begins, or of one of its chunks on this rank."""
         with self._lock:
             self._after(self._tracker.forward_begins(self._gradients_cleared))
-            self.micro_step += 1
+            self.micro_step = self._forwards.get(chunk, -1) + 1
+            self._forwards[chunk] = self.micro_step
             self.moments.tell("forward_begins")
 
-    def backward_begins(self) -> None:
-        """The first gradient of a backward pass has arrived."""
+    def backward_begins(self) -> bool:
+        """The first gradient of a backward pass has arrived; return whether a step begins with it."""
         with self._lock:
+            before = self._attempts
             self._after(self._tracker.backward_begins(self._gradients_cleared))
+            return self._attempts > before
 
     @property
     def sampling(self) -> bool:
@@ -254,12 +260,15 @@ class Recorder:
         self._updated_by.clear()
         self._gradients_seen = 0
         self.micro_step = -1
+        self._forwards.clear()
         self._began = now
         self.moments.tell("step_begins", self._tracker.step)
         if sampled:
             self._guard.call("looking at the parameters", self.on_open, self._attempts)
             self._draft.call_order = [-1] * len(self._subject.parameters)
             self._each("step_begins")
+        else:
+            self._guard.call("hooks of gradients", self.on_rest)
 
     def _close(self, ended: Ended | None, *, duration: float | None) -> None:
         draft, self._draft = self._draft, None

@@ -154,7 +154,7 @@ class Session:
         self.publisher.flush_idle = self.recorder.flush_idle
         self.publisher.finished = self.sinks.close
         self.publisher.pp_stage = self.subject.framework.pp_stage
-        self.recorder.on_open = self._step_opens
+        self.recorder.on_open, self.recorder.on_rest = self._step_opens, self.hooks.rest
 
     def start(self) -> str:
         """Listen, publish, hook; return the address. Whatever was started is stopped again when something fails."""

@@ -112,6 +112,8 @@ class FullyShard(Gathered, Framework):
         """Register what can be registered, and return the others."""
         left = []
         for number, late in waiting:
+            if late.is_removed:
+                continue
             _, source = self._managed[number]
             gathered = getattr(source, "_unsharded_param", None)
             if gathered is None or not gathered.requires_grad:
@@ -149,13 +151,14 @@ class _Late:
     def __init__(self, register: Callable[[nn.Parameter, Any], Removable]) -> None:
         self._register: Callable[[nn.Parameter, Any], Removable] | None = register
         self._handle: Removable | None = None
+        self.is_removed = False
 
     def register(self, tensor: nn.Parameter, source: Any) -> None:
         if self._register is not None:
             self._handle, self._register = self._register(tensor, source), None
 
     def remove(self) -> None:
-        self._register = None
+        self.is_removed, self._register = True, None
         if self._handle is not None:
             self._handle.remove()
 

@@ -22,7 +22,7 @@ from rankscope_exporter.quantities.activations_gaps import Gaps
 from rankscope_exporter.quantities.activations_options import ActivationOptions
 from rankscope_exporter.quantities.activations_rows import SIDES, Memory, Rows, Site
 from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Subject, Table
-from rankscope_exporter.quantities.handles import Handles
+from rankscope_exporter.quantities.handles import Handles, hook_after, hook_before
 from rankscope_exporter.statistics.tensors import why_not_measurable
 
 _GRADIENT: Final[dict[Kind, Kind]] = {Kind.ACT_IN: Kind.ACT_GRAD_IN, Kind.ACT_OUT: Kind.ACT_GRAD_OUT}
@@ -95,6 +95,7 @@ class Activations(Quantity):
         specs = self.options.specs_of(named.name, *named.aliases)
         wanted = objects & specs.keys() if specs else objects
         followed = _Followed(named.name, named.module, wanted, specs)
+        self._rows.vpp_stages[named.name] = self.subject.framework.vpp_stage(named.module)
         hooking, gate = self._hooking, self._gate
 
         def before(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -105,9 +106,9 @@ class Activations(Quantity):
 
         try:
             first = hooking.guarded("inputs of modules", before, gate)
-            hooking.keep(named.module.register_forward_pre_hook(first, with_kwargs=True))
+            hook_before(hooking, named.module, first)
             last = hooking.guarded("outputs of modules", after, gate)
-            hooking.keep(named.module.register_forward_hook(last, with_kwargs=True))
+            hook_after(hooking, named.module, last)
         except (RuntimeError, AttributeError) as error:  # scripted modules and other things that only look like modules
             self._gaps.add(f"no hook can be registered ({type(error).__name__})", named.name)
         self._followed.append((named, followed))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
+from torch import nn
 
 from rankscope_contract.records import PlanEntry
 from rankscope_exporter.deferred import Row
@@ -126,6 +127,18 @@ class Gate(Protocol):
         ...
 
 
+class Hook(Protocol):
+    """A guarded hook, which knows whether it is of use."""
+
+    was_called: bool
+    called_in_vain: Callable[[], None]
+    """Called instead of reading anything at a step that is not measured."""
+
+    def __call__(self, *args: Any) -> None:
+        """Read something if the step is measured."""
+        ...
+
+
 class Hooking(Protocol):
     """What a quantity needs to hook a model: everything registered goes through the guard and away at detach."""
 
@@ -148,11 +161,22 @@ class Hooking(Protocol):
         """Remove `handle` at detach()."""
         ...
 
+    def hook(self, hook: Hook, register: Callable[[], Removable | None]) -> None:
+        """Have `register` put `hook` in its place, now and for every step that is measured; raises what it raises.
+
+        It returns None where that cannot be done this time, and is asked again for the next such step.
+        """
+        ...
+
+    def begins_steps(self, module: nn.Module) -> bool:
+        """Return whether steps begin with the forward of `module`: a hook that comes with the step would miss it."""
+        ...
+
     def tell(self, message: str) -> None:
         """Say something that its reader should know, on the console and as an event."""
         ...
 
-    def guarded(self, where: str, function: Callable[..., None], gate: Gate) -> Callable[..., None]:
+    def guarded(self, where: str, function: Callable[..., None], gate: Gate) -> Hook:
         """Return `function` as a hook: called while `gate` is open, timed, and never raising into training.
 
         Its result is dropped, gradients are off inside, nothing runs while a graph is being compiled, and it is inert

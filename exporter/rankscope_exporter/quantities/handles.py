@@ -1,15 +1,19 @@
-"""Hooks on tensors of one step, let go of together: those of a leaf would outlive the graph."""
+"""Hooks of quantities: on modules for the steps that are measured, and on tensors of one step, let go of together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from rankscope_exporter.frameworks.base import Removable
+from rankscope_exporter.quantities.base import Hook, Hooking
 
 
 class Handles:
-    """What was registered on tensors since the last removal."""
+    """What was registered on tensors since the last removal: hooks of a leaf would outlive the graph."""
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
@@ -23,3 +27,20 @@ class Handles:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def hook_before(hooking: Hooking, module: nn.Module, hook: Hook) -> None:
+    """Have `hook` called with arguments of `module`, before it runs. Raises what torch raises."""
+    _hook(hooking, module, hook, lambda: module.register_forward_pre_hook(hook, with_kwargs=True))
+
+
+def hook_after(hooking: Hooking, module: nn.Module, hook: Hook) -> None:
+    """Have `hook` called with arguments and output of `module`. Raises what torch raises."""
+    _hook(hooking, module, hook, lambda: module.register_forward_hook(hook, with_kwargs=True))
+
+
+def _hook(hooking: Hooking, module: nn.Module, hook: Hook, register: Callable[[], Removable]) -> None:
+    if hooking.begins_steps(module):  # a hook that comes with the step would come too late
+        hooking.keep(register())
+    else:
+        hooking.hook(hook, register)

@@ -14,6 +14,7 @@ from torch import nn
 from rankscope_exporter.modules import NamedModule, named_modules, selected, unmatched
 from rankscope_exporter.quantities.activations_gaps import Gaps
 from rankscope_exporter.quantities.base import Gate, Hooking
+from rankscope_exporter.quantities.handles import hook_after, hook_before
 from rankscope_exporter.sampling.targets import Targets
 
 Received = Callable[[NamedModule, int, Sequence[Any], Mapping[str, Any]], None]
@@ -67,7 +68,7 @@ class ModuleCalls:
                 read(named, self._hooking.micro_step, args, kwargs)
 
         hook = self._hooking.guarded(f"{self._name} of modules", begins, self._gate)
-        self._hook(named, lambda: named.module.register_forward_pre_hook(hook, with_kwargs=True))
+        self._hook(named, lambda: hook_before(self._hooking, named.module, hook))
 
     def after(self, named: NamedModule, read: Returned) -> None:
         """Have `read` called after the first call of a module in each micro-batch."""
@@ -77,7 +78,7 @@ class ModuleCalls:
                 read(named, self._hooking.micro_step, output)
 
         hook = self._hooking.guarded(f"{self._name} of modules", ended, self._gate)
-        self._hook(named, lambda: named.module.register_forward_hook(hook, with_kwargs=True))
+        self._hook(named, lambda: hook_after(self._hooking, named.module, hook))
 
     def step_begins(self) -> None:
         """Nothing of this step has been called yet."""
@@ -109,9 +110,9 @@ class ModuleCalls:
         self._called.add(named.name)
         return True
 
-    def _hook(self, named: NamedModule, register: Callable[[], Any]) -> None:
+    def _hook(self, named: NamedModule, register: Callable[[], None]) -> None:
         try:
-            self._hooking.keep(register())
+            register()
             self._hooked.append(named)
         except (RuntimeError, AttributeError) as error:  # scripted modules and other things that only look like modules
             self.missing(f"no hook can be registered ({type(error).__name__})", named)

@@ -24,7 +24,7 @@ from rankscope_exporter.modules import NamedModule, named_modules, selected, unm
 from rankscope_exporter.objects import Found, received, returned
 from rankscope_exporter.quantities.activations_rows import placement_of
 from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Subject, Table
-from rankscope_exporter.quantities.handles import Handles
+from rankscope_exporter.quantities.handles import Handles, hook_after, hook_before
 from rankscope_exporter.quantities.structure_modules import (
     Described,
     Seen,
@@ -106,9 +106,9 @@ class Structure(Quantity):
 
         try:
             first = hooking.guarded("structure of inputs", before, gate)
-            hooking.keep(named.module.register_forward_pre_hook(first, with_kwargs=True))
+            hook_before(hooking, named.module, first)
             last = hooking.guarded("structure of outputs", after, gate)
-            hooking.keep(named.module.register_forward_hook(last, with_kwargs=True))
+            hook_after(hooking, named.module, last)
         except (RuntimeError, AttributeError) as error:
             self._tell(f"{named.name}: no hook can be registered ({type(error).__name__})")
 

@@ -80,7 +80,7 @@ class Collection:
         members = [member for member, _ in lineup]
         for member in self._members:
             if member not in members:
-                self._guard.call(f"hooks of {member.quantity.name}", member.leave)
+                self._guard.call(member.where, member.leave)
         seat = [(f"rows of {member.quantity.name}", member, terms) for member, terms in lineup]
         for member in members:
             member.is_awaited = False
@@ -93,7 +93,7 @@ class Collection:
         """Take the hooks away that were registered for a `lineup` that will not be taken."""
         for member, _ in lineup:
             if member not in self._members:
-                self._guard.call(f"hooks of {member.quantity.name}", member.leave)
+                self._guard.call(member.where, member.leave)
 
     @property
     def is_over(self) -> bool:
@@ -118,14 +118,20 @@ class Collection:
 
     def begin(self, step: int) -> bool:
         """Note that a step begins; return whether any quantity is due."""
+        is_due = False
         for member in self._members:
             member.is_open = member.schedule.begins(step)
+            is_due |= member.is_open
             if member.schedule.is_over and not member.is_awaited and not member.is_retired:
-                self._guard.call(f"hooks of {member.quantity.name}", member.retire)
-        if any(member.is_open for member in self._members) and self.backlog >= MAX_BACKLOG:
+                self._guard.call(member.where, member.retire)
+        if is_due and self.backlog >= MAX_BACKLOG:
             self.unsampled += 1
+            is_due = False
             self.pause()
-        return any(member.is_open for member in self._members)
+        for member in self._members:
+            if member.is_open or member.coming.some_may_go:
+                self._guard.call(member.where, member.begins)
+        return is_due
 
     def pause(self) -> None:
         """Measure nothing until the next step begins."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+
+from torch import nn
 
 from rankscope_exporter.frameworks.base import Removable
 from rankscope_exporter.guard import Guard
-from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions
+from rankscope_exporter.quantities.base import Gate, Hook, Hooking, Quantity, QuantityOptions
+from rankscope_exporter.sampling.coming_hooks import ComingHooks
 from rankscope_exporter.sampling.ops import EVERY_OP, Ops
 from rankscope_exporter.sampling.schedule import Schedule, Timing
 from rankscope_exporter.sampling.terms import Terms
@@ -30,6 +32,12 @@ class Member:
     is_awaited: bool = False
     """Whether a change that is to come goes on with it: its hooks stay."""
     handles: list[Removable] = field(default_factory=list)
+    coming: ComingHooks = field(default_factory=ComingHooks)
+
+    @property
+    def where(self) -> str:
+        """Return what faults of its hooks are said to be of."""
+        return f"hooks of {self.quantity.name}"
 
     @property
     def table(self) -> TableWindow:
@@ -49,8 +57,8 @@ class Member:
         """Let the quantity register hooks, which are this member's to remove."""
         for sentence in self.quantity.complaints():
             hooking.tell(f"{self.quantity.name}: {sentence}")
-        own = OwnHooking(hooking, self.handles)
-        guard.call(f"hooks of {self.quantity.name}", self.quantity.install, own, self)
+        own = OwnHooking(hooking, self.handles, self.coming)
+        guard.call(self.where, self.quantity.install, own, self)
 
     def be_seated(self, sheet: Sheet, terms: Terms) -> bool:
         """Begin to count steps anew, and find rows of the sheet where there are none yet; return that it is done."""
@@ -62,6 +70,13 @@ class Member:
             self.window.publish(terms.ops)
         return True
 
+    def begins(self) -> None:
+        """Have the hooks there that the step needs which begins, and no others."""
+        if self.is_open:
+            self.coming.come()
+        else:
+            self.coming.go()
+
     def retire(self) -> None:
         """Take the hooks away for good: nothing is measured any more, and a quantity hooks a model only once."""
         self.is_retired = True
@@ -69,6 +84,7 @@ class Member:
 
     def unhook(self) -> None:
         """Take the hooks away."""
+        self.coming.remove()
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
@@ -93,9 +109,10 @@ def _bare(options: QuantityOptions) -> QuantityOptions:
 class OwnHooking:
     """The hooking of a model, with the handles kept apart."""
 
-    def __init__(self, hooking: Hooking, handles: list[Removable]) -> None:
+    def __init__(self, hooking: Hooking, handles: list[Removable], coming: ComingHooks) -> None:
         self._hooking = hooking
         self._handles = handles
+        self._coming = coming
 
     @property
     def micro_step(self) -> int:
@@ -116,11 +133,19 @@ class OwnHooking:
         """Remove `handle` when the quantity leaves."""
         self._handles.append(handle)
 
+    def hook(self, hook: Hook, register: Callable[[], Removable | None]) -> None:
+        """Have `register` put `hook` in its place for every step that is measured."""
+        self._coming.add(hook, register)
+
+    def begins_steps(self, module: nn.Module) -> bool:
+        """Return whether a step begins with the forward of `module`."""
+        return self._hooking.begins_steps(module)
+
     def tell(self, message: str) -> None:
         """Say something that its reader should know."""
         self._hooking.tell(message)
 
-    def guarded(self, where: str, function: Callable[..., None], gate: Gate) -> Callable[..., Any]:
+    def guarded(self, where: str, function: Callable[..., None], gate: Gate) -> Hook:
         """Return `function` as a hook."""
         return self._hooking.guarded(where, function, gate)
 
