@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ import heavy_clipping
 from framework_loops import SKIPPED, WORLD
 from framework_owing import REPLICA, SHARD
 from framework_training import Truth, truths
-from framework_watching import Outcome, outcomes
+from framework_watching import Outcome, by_chunk, outcomes
 from heavy_checks import (
     HeavyOwed,
     check_activations,
@@ -54,7 +53,7 @@ OWED = {
     "pipeline": HeavyOwed(local="full", shared=frozenset({"full"}), everywhere=False, ranks=(0,), micros=4),
 }
 CHUNKED = "pipeline, interleaved"  # names begin with the number of the chunk
-OWED[CHUNKED] = replace(OWED["pipeline"], activations=False)
+OWED[CHUNKED] = OWED["pipeline"]
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +61,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Out
     work = functools.partial(train_all, loops="megatron_loops")
     told = outcomes(tmp_path_factory.mktemp("megatron"), work, tuple(OWED), wait_seconds=600)
     for rank in range(WORLD):
-        outcome = told[CHUNKED, rank]
-        assert all(row.tensor.startswith(f"{row.vpp_stage}.") for row in outcome.rows)
-        outcome.rows = [replace(row, tensor=row.tensor.partition(".")[2]) for row in outcome.rows]
+        told[CHUNKED, rank].rows = by_chunk(told[CHUNKED, rank])
     return told
 
 

@@ -20,7 +20,8 @@ __all__ = ["Framework", "Stage", "are_chunks", "framework_of"]
 def framework_of(model: Any) -> Framework:
     """Return the adapter for `model`: the one of highest priority that knows its wrapper; an adapter is its own.
 
-    Of a stage of a pipeline it is the stage's, around the adapter for its module; a list has the chunks of one model.
+    Of a stage of a pipeline it is the stage's, around the adapter for its module; a list has the chunks of one model,
+    or all stages of this rank.
     """
     if isinstance(model, Framework):
         return model
@@ -30,7 +31,7 @@ def framework_of(model: Any) -> Framework:
         importlib.import_module(f"{__name__}.{module.name}")
     candidates = sorted(_derived(Framework), key=lambda cls: cls.priority, reverse=True)
     if is_stage(model):
-        return Pipeline(model, framework_of(model.submod))
+        return _of_stages([model])
     inner = entry(model._modules, "_orig_mod") or model  # noqa: SLF001 - what torch.compile was given, by its name there
     framework = next(cls(inner) for cls in candidates if cls.matches(inner))
     framework.model = model
@@ -42,13 +43,20 @@ def are_chunks(models: Sequence[nn.Module]) -> bool:
     return framework_of(nn.ModuleList(models)).takes_chunks
 
 
-def _of_chunks(chunks: Sequence[nn.Module]) -> Framework:
-    framework = framework_of(nn.ModuleList(chunks))
-    if not framework.takes_chunks:
+def _of_chunks(chunks: Sequence[Any]) -> Framework:
+    if all(is_stage(chunk) for chunk in chunks):
+        return _of_stages(sorted(chunks, key=lambda stage: stage.stage_index))
+    framework = framework_of(nn.ModuleList(chunks)) if all(isinstance(chunk, nn.Module) for chunk in chunks) else None
+    if framework is None or not framework.takes_chunks:
         raise ConfigError(
-            "a list is for chunks of one model that Megatron-Core's DDP wraps: attach a monitor to each model"
+            "a list is for chunks of one model that Megatron-Core's DDP wraps, or for stages of a pipeline: "
+            "attach a monitor to each model"
         )
     return framework
+
+
+def _of_stages(stages: Sequence[Any]) -> Framework:
+    return Pipeline(stages, [framework_of(stage.submod) for stage in stages])
 
 
 def _derived(cls: type[Framework]) -> list[type[Framework]]:

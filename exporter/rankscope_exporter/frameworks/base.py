@@ -18,6 +18,18 @@ from rankscope_exporter.naming import NamedParameter, entry, local_tensor
 __all__ = ["Form", "Framework", "Holder", "Hooking", "Kept", "Removable"]
 
 
+class Together:
+    """Several hooks as one."""
+
+    def __init__(self, handles: Sequence[Removable]) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        """Take all of them away."""
+        for handle in self._handles:
+            handle.remove()
+
+
 class Hooking(Protocol):
     """What a framework needs to hook a model at all times, not only where something is measured."""
 
@@ -108,9 +120,14 @@ class Framework:
         """Return how a parameter, its reduced gradient and its optimizer state lie on the ranks."""
         return layout_of(parameter, Layout("replica" if self.replicated else "full"))
 
-    def vpp_stage(self, parameter: torch.Tensor) -> int | None:  # noqa: ARG002 - for frameworks that have some
-        """Return which chunk of the model on this rank has the parameter; None where there is one only."""
-        return None
+    def vpp_stage(self, part: torch.Tensor | nn.Module) -> int | None:
+        """Return which chunk of the model on this rank has a parameter or module; None where there is one only."""
+        return self.numbers_of_chunks.get(id(part))
+
+    @property
+    def numbers_of_chunks(self) -> Mapping[int, int]:
+        """Return the chunk of each parameter and module by identity; nothing where there is one only."""
+        return {}
 
     def form(self, parameter: torch.Tensor) -> Form:
         """Return the form of what this rank updates of a parameter, and of its optimizer state."""
@@ -228,6 +245,15 @@ class Framework:
 
     # Where hooks belong.
 
+    @property
+    def chunks(self) -> Sequence[nn.Module]:
+        """Return what training calls for each micro-batch: the whole model, or one after another its parts here."""
+        return (self.model,)
+
+    def chunk(self, module: nn.Module) -> int:
+        """Return which of `chunks` the module is that a hook was called with."""
+        return next((number for number, chunk in enumerate(self.chunks) if chunk is module), 0)
+
     def on_update(
         self, optimizer: torch.optim.Optimizer, begins: Callable[..., Any], updated: Callable[..., None]
     ) -> list[Removable]:
@@ -238,16 +264,16 @@ class Framework:
         """Register hooks that the framework itself needs; called once."""
 
     def on_forward(self, hook: Callable[..., None]) -> Removable:
-        """Have `hook` called with the model, and its arguments, before a forward of the whole model."""
+        """Have `hook` called with the model, or a chunk of it, and its arguments, before a forward of that."""
         if self.announced is not None:
             return self.announced.before(hook)
-        return self.model.register_forward_pre_hook(hook)
+        return Together([chunk.register_forward_pre_hook(hook) for chunk in self.chunks])
 
     def on_forward_end(self, hook: Callable[..., None]) -> Removable:
-        """Have `hook` called after a forward of the whole model, also of one that raised."""
+        """Have `hook` called after a forward of the model, or of a chunk of it, also of one that raised."""
         if self.announced is not None:
             return self.announced.after(hook)
-        return self.model.register_forward_hook(hook, always_call=True)
+        return Together([chunk.register_forward_hook(hook, always_call=True) for chunk in self.chunks])
 
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[Holder], None]) -> Removable:
         """Have `hook` called whenever a backward pass has added all it has to this rank's own gradient."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rankscope_exporter.frameworks.base import Form, Hooking, Removable
+from rankscope_exporter.frameworks.chunks import as_one, numbers_of
 from rankscope_exporter.frameworks.layout import Layout, sharded_over
 from rankscope_exporter.frameworks.loaded import loaded
 from rankscope_exporter.frameworks.parts import Part, Parted
@@ -24,7 +25,7 @@ class Megatron(Parted):
     """Gradients of micro-batches are summed in `main_grad`, reduced when the last is through, clipped in `step`.
 
     With the distributed optimizer `main_grad` is reduced only in the range of a parameter that this rank updates.
-    A rank of an interleaved pipeline has several chunks of the model: the first tells when micro-batches begin.
+    A rank of an interleaved pipeline has several chunks of the model, and each its own count of micro-batches.
     """
 
     name: ClassVar[str] = "megatron"
@@ -35,8 +36,8 @@ class Megatron(Parted):
         super().__init__(model)
         self._chunks: list[Any] = list(model) if isinstance(model, nn.ModuleList) else [model]
         modules = [_unwrapped(chunk.module) for chunk in self._chunks]
-        self._module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-        self._chunk_of = {id(item): place for place, chunk in enumerate(modules) for item in chunk.parameters()}
+        self._module = as_one(modules)
+        self._numbers = numbers_of(modules)
         stages = _group("get_pipeline_model_parallel_group")
         self.pp_stage = dist.get_rank(stages) if stages is not None and dist.get_world_size(stages) > 1 else None
         self._outer: tuple[Any, ...] = ()
@@ -56,19 +57,15 @@ class Megatron(Parted):
         self._module.training = self._chunks[0].training  # a list is not told
         return self._module
 
-    def vpp_stage(self, parameter: torch.Tensor) -> int | None:
-        """Return the chunk, where there are several."""
-        return self._chunk_of[id(parameter)] if len(self._chunks) > 1 else None
+    @property
+    def numbers_of_chunks(self) -> Mapping[int, int]:
+        """Return the chunk of each parameter and module by identity; nothing where there is one only."""
+        return self._numbers
 
-    def on_forward(self, hook: Callable[..., None]) -> Removable:
-        """Hook the first chunk."""
-        handle: Removable = self._chunks[0].register_forward_pre_hook(hook)
-        return handle
-
-    def on_forward_end(self, hook: Callable[..., None]) -> Removable:
-        """Hook the first chunk."""
-        handle: Removable = self._chunks[0].register_forward_hook(hook, always_call=True)
-        return handle
+    @property
+    def chunks(self) -> Sequence[nn.Module]:
+        """Return all chunks: which of them is called when is the schedule's affair."""
+        return self._chunks
 
     # How tensors lie on the ranks.
 

@@ -1,15 +1,16 @@
-"""Pipeline parallelism (`torch.distributed.pipelining`): each rank trains one stage, micro-batch by micro-batch."""
+"""Pipeline parallelism (`torch.distributed.pipelining`): each rank trains one stage or several, micro-batch by micro-batch."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final, Protocol
 
 import torch
 from torch import nn
 
 from rankscope_exporter.frameworks.base import Form, Framework, Holder, Hooking, Removable
+from rankscope_exporter.frameworks.chunks import as_one, numbers_of
 from rankscope_exporter.frameworks.layout import Layout
 from rankscope_exporter.frameworks.loaded import loaded
 from rankscope_exporter.naming import NamedParameter
@@ -28,21 +29,25 @@ class Stage(Protocol):
 
 
 class Pipeline(Framework):
-    """What a `PipelineStage` makes of the framework around its own module.
+    """What one or several `PipelineStage` make of the frameworks around their own modules.
 
-    Gradients of micro-batches are summed, and divided by their number at the end of `schedule.step()`: before that they
-    are unreduced, after it reduced. There is no hook for that moment, so the stage's method is replaced by one that
-    says so, until detach().
+    Gradients of micro-batches are summed, and divided by their number when a stage has had its last backward pass:
+    before that they are unreduced, after it reduced. There is no hook for that moment, so the stage's method is
+    replaced by one that says so, until detach(). Of several stages each finishes for itself while others still compute.
     """
 
     name: ClassVar[str] = "pipeline"
     priority: ClassVar[int] = -2  # asked for a module it never matches
 
-    def __init__(self, stage: Any, inner: Framework) -> None:
-        super().__init__(stage.submod)
-        self.stage = stage
-        self.pp_stage = getattr(stage, "stage_index", None)
-        self._inner = inner
+    def __init__(self, stages: Sequence[Any], inner: Sequence[Framework]) -> None:
+        super().__init__(stages[0].submod)
+        self.stages = tuple(stages)
+        self.pp_stage = getattr(stages[0], "stage_index" if len(stages) == 1 else "group_rank", None)
+        self._inner = tuple(inner)
+        modules = [framework.module for framework in inner]
+        self._module = as_one(modules)
+        self._numbers = numbers_of(modules)
+        self._finished: set[int] = set()  # positions of the stages that have had their last backward pass
         self._finishing = False
 
     @classmethod
@@ -52,38 +57,55 @@ class Pipeline(Framework):
 
     @property
     def module(self) -> nn.Module:
-        """Return the user's own module of this stage."""
-        return self._inner.module
+        """Return the user's own module of this stage, or a list of those of all stages."""
+        first = self._inner[0].module
+        if len(self._inner) == 1:
+            return first
+        self._module.training = first.training  # a list is not told
+        return self._module
+
+    @property
+    def numbers_of_chunks(self) -> Mapping[int, int]:
+        """Return the stage of each parameter and module by its position here; nothing where there is one only."""
+        return self._numbers
+
+    @property
+    def chunks(self) -> Sequence[nn.Module]:
+        """Return what the schedule calls for each micro-batch."""
+        return [stage.submod for stage in self.stages]
+
+    def _of(self, parameter: torch.Tensor) -> Framework:
+        return self._inner[self._numbers.get(id(parameter), 0)]
 
     @property
     def replicated(self) -> bool:
         """Return whether stages of several pipelines are kept equal."""
-        return self._inner.replicated
+        return self._inner[0].replicated
 
     def copies(self, world_size: int) -> int:
         """Return how many pipelines there are."""
-        return self._inner.copies(max(1, world_size // self.stage.group_size))
+        return self._inner[0].copies(max(1, world_size // self.stages[0].group_size))
 
     def layout(self, parameter: torch.Tensor) -> Layout:
         """Return what the inner framework says."""
-        return self._inner.layout(parameter)
+        return self._of(parameter).layout(parameter)
 
     def local_form(self, parameter: torch.Tensor) -> Form | None:
         """Return what the inner framework says."""
-        return self._inner.local_form(parameter)
+        return self._of(parameter).local_form(parameter)
 
     def is_same_on(self, parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
         """Return what the inner framework says."""
-        return self._inner.is_same_on(parameter, ranks)
+        return self._of(parameter).is_same_on(parameter, ranks)
 
     def is_in_place(self, named: NamedParameter) -> bool:
         """Return what the inner framework says."""
-        return self._inner.is_in_place(named)
+        return self._of(named.parameter).is_in_place(named)
 
     @property
     def local_until_backward_ends(self) -> bool:
-        """Return what the inner framework says."""
-        return self._inner.local_until_backward_ends
+        """Return what the inner framework says; of several stages one may have divided while another computes."""
+        return len(self.stages) == 1 and self._inner[0].local_until_backward_ends
 
     @property
     def interleaves_micro_batches(self) -> bool:
@@ -93,7 +115,7 @@ class Pipeline(Framework):
     @property
     def reduces(self) -> bool:
         """Return whether what is left after `schedule.step()` is what the optimizer gets."""
-        return self._inner.reduces or self.stage.group_size == torch.distributed.get_world_size()
+        return self._inner[0].reduces or self.stages[0].group_size == torch.distributed.get_world_size()
 
     @property
     def finishes_after_backward(self) -> bool:
@@ -101,39 +123,45 @@ class Pipeline(Framework):
         return True
 
     def reduces_in_backward(self) -> bool:
-        """Return False during backward passes, True when the stage finishes."""
+        """Return False during backward passes, True when the last stage finishes."""
         return self._finishing
 
     def holds_gradient(self, parameter: nn.Parameter) -> bool:
         """Return what the inner framework says."""
-        return self._inner.holds_gradient(parameter)
+        return self._of(parameter).holds_gradient(parameter)
 
     def install(self, hooking: Hooking) -> None:
-        """Learn when the stage finishes its gradients."""
-        self._inner.install(hooking)
+        """Learn when the stages finish their gradients."""
+        for number, (stage, inner) in enumerate(zip(self.stages, self._inner, strict=True)):
+            inner.install(hooking)
+            self._follow(stage, number, hooking)
 
+    def _follow(self, stage: Any, number: int, hooking: Hooking) -> None:
         def finish(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            self._finishing = True
-            hooking.reduced()
-            self._finishing = False
+            self._finished.add(number)
+            if len(self._finished) == len(self.stages):
+                self._finished.clear()
+                self._finishing = True
+                hooking.reduced()
+                self._finishing = False
             return result
 
         def see_nothing(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             with hooking.paused():
                 return original(*args, **kwargs)
 
-        hooking.keep(_Replaced(self.stage, "perform_reduce_grad", finish))
+        hooking.keep(_Replaced(stage, "perform_reduce_grad", finish))
         for name in _TRIALS:
-            hooking.keep(_Replaced(self.stage, name, see_nothing))
+            hooking.keep(_Replaced(stage, name, see_nothing))
 
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[Holder], None]) -> Removable:
         """Do what the inner framework does."""
-        return self._inner.on_accumulated(parameter, hook)
+        return self._of(parameter).on_accumulated(parameter, hook)
 
     def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Removable:
         """Do what the inner framework does."""
-        return self._inner.on_gradient(parameter, hook)
+        return self._of(parameter).on_gradient(parameter, hook)
 
 
 class _Replaced:

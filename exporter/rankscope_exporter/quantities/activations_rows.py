@@ -44,6 +44,8 @@ class Rows:
     """The entries of the plan, made as they are needed; they stay for all later steps."""
 
     def __init__(self) -> None:
+        self.vpp_stages: dict[str, int | None] = {}
+        """By name of a module, which chunk of the model has it."""
         self._rows: dict[tuple[Kind, str, int | None, int, int | None], range | None] = {}
 
     def row(self, table: Table, site: Site, tensor: torch.Tensor) -> range | None:
@@ -53,16 +55,17 @@ class Rows:
         try:
             return self._rows[key]
         except KeyError:
-            row = self._rows[key] = table.add([_entry(site, tensor)])
+            row = self._rows[key] = table.add([_entry(site, tensor, self.vpp_stages.get(call.module))])
             return row
 
 
-def _entry(site: Site, tensor: torch.Tensor) -> PlanEntry:
+def _entry(site: Site, tensor: torch.Tensor, vpp_stage: int | None) -> PlanEntry:
     call = site.call
     return PlanEntry(
         kind=site.kind,
         tensor=call.module,
         index=site.index,
+        vpp_stage=vpp_stage,
         micro_step=call.micro_step,
         call_seq=call.seq,
         placement=placement_of(tensor),

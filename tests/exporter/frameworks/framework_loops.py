@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -177,6 +177,39 @@ def pipeline(rank: int, schedule: Any) -> Loop:
     return Loop(stage, model, backward)
 
 
+PARTS = ("enter", "0", "1", "leave")
+
+
+def part_of(model: Net, kept: str) -> Net:
+    """Return the model with one of its parts left."""
+    model.blocks = nn.ModuleDict({name: block for name, block in model.blocks.items() if name == kept})
+    model.enter = model.enter if kept == "enter" else None
+    model.leave = model.leave if kept == "leave" else None
+    return model
+
+
+def interleaved(rank: int) -> Loop:
+    """Each rank has two stages, every second one; the later is listed first."""
+    device = torch.device("cpu")
+    stages = [
+        PipelineStage(part_of(Net(), PARTS[number]), number, len(PARTS), device) for number in (rank, rank + WORLD)
+    ]
+    driver = ScheduleInterleaved1F1B(stages, n_microbatches=MICROS, loss_fn=loss_of)
+
+    def backward(step: int) -> Any:
+        if rank == 0:
+            driver.step(batch(0, step))
+            return None
+        losses: list[torch.Tensor] = []
+        driver.step(target=torch.zeros(ROWS, 1), losses=losses)
+        return torch.stack(losses).detach()
+
+    return Loop(stages[::-1], nn.ModuleList(stage.submod for stage in stages), backward)
+
+
+CHUNKED = "pipeline, interleaved"  # names begin with the number of the chunk
+
+
 def thawed(rank: int) -> Loop:
     """A block is frozen at first, and the last layer in the end."""
     loop = fsdp2(rank)
@@ -238,6 +271,7 @@ LOOPS: dict[str, Callable[[int], Loop]] = {
     "tensor parallel": tensor_parallel,
     "pipeline, gpipe": lambda rank: pipeline(rank, ScheduleGPipe),
     "pipeline, 1f1b": lambda rank: pipeline(rank, Schedule1F1B),
+    CHUNKED: interleaved,
 }
 SHARDED = ("fsdp2", "fsdp1", "tensor parallel")
 

@@ -140,7 +140,7 @@ def _run(model: nn.Module, data: torch.Tensor) -> tuple[Gradients, Seen]:
     return gradients, seen
 
 
-OUTER = ("enter", "leave")
+OUTER = ("enter", "blocks.0", "blocks.1", "leave")
 
 
 def _keep(seen: Seen, name: str, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ import multiprocessing as mp
 import queue
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ QUANTITIES = (
     "direction",
     "activations",
 )
-OPTIONS = {"activations": {"targets": list(OUTER)}}
+OPTIONS = {"activations": {"targets": [*OUTER, *(f"[0-9].{name}" for name in OUTER)]}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +168,12 @@ def read(monitor: Monitor, outcome: Outcome) -> None:
         outcome.events += [(record.step, event.type) for event in record.events]
     for record in measured:
         outcome.rows += rows_of(record)
+
+
+def by_chunk(outcome: Outcome) -> list[Found]:
+    """Return rows of chunks by the names that their modules have in the whole model; each row is of its chunk."""
+    assert all(row.tensor.startswith(f"{row.vpp_stage}.") for row in outcome.rows)
+    return [replace(row, tensor=row.tensor.partition(".")[2]) for row in outcome.rows]
 
 
 def rows_of(record: Any) -> list[Found]:

@@ -15,10 +15,23 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are imported by path
 
-from framework_loops import ALONE, FAILED, FROZEN, GROWN, LOOPS, MICROS, MISFORTUNES, SHARDED, SKIPPED, THAWED, WORLD
+from framework_loops import (
+    ALONE,
+    CHUNKED,
+    FAILED,
+    FROZEN,
+    GROWN,
+    LOOPS,
+    MICROS,
+    MISFORTUNES,
+    SHARDED,
+    SKIPPED,
+    THAWED,
+    WORLD,
+)
 from framework_owing import ALL, GRADIENTS, LOCAL, NAMES, REPLICA, SHARD, Owed, check, close, count_of
 from framework_training import STEPS, Net, Truth, truths
-from framework_watching import Outcome, outcomes, train_all
+from framework_watching import Outcome, by_chunk, outcomes, train_all
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for all the training
 
@@ -40,12 +53,16 @@ OWED = {
     "tensor parallel": Owed(local="shard", shared=SHARD | REPLICA, ranks=(0,)),
     "pipeline, gpipe": STAGE,
     "pipeline, 1f1b": STAGE,
+    CHUNKED: STAGE,
 }
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Outcome]:
-    return outcomes(tmp_path_factory.mktemp("frameworks"), train_all)
+    told = outcomes(tmp_path_factory.mktemp("frameworks"), train_all)
+    for rank in range(WORLD):
+        told[CHUNKED, rank].rows = by_chunk(told[CHUNKED, rank])
+    return told
 
 
 @functools.cache
@@ -168,6 +185,12 @@ def test_a_rank_measures_without_the_others(name, found):
 
     assert both == alone
     assert [] == found[name, 1].rows
+
+
+def test_each_stage_of_a_rank_has_its_number(found):
+    for rank in range(WORLD):
+        assert {0, 1} == {row.vpp_stage for row in found[CHUNKED, rank].rows if row.kind.startswith("act_")}
+        assert {None} == {row.vpp_stage for row in found["pipeline, 1f1b", rank].rows}
 
 
 def test_gradients_are_there_from_the_step_that_thaws_a_parameter_to_the_one_that_freezes_it(found):
