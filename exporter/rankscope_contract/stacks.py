@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any, Final, Self
 
+from rankscope_contract.collectives import ranks_in, spans
+
 MAX_DETAILS_BYTES: Final = 65_536
 """What the details of one event may hold: some hundred records of it fit the ring beside the steps."""
 
@@ -101,11 +103,27 @@ class Collective:
     is_p2p: bool = False
     sizes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[str, ...] = ()
+    group_id: str | None = None  # torch's own name of the group: many may share a description
+    bytes: int | None = None  # see collectives.message_bytes
+
+    @property
+    def group_key(self) -> str:
+        """Return what tells the group from all others of the job."""
+        return self.group if self.group_id is None else self.group_id
 
     def __str__(self) -> str:
         shapes = ", ".join("x".join(map(str, size)) or "scalar" for size in self.sizes)
         what = f"{', '.join(dict.fromkeys(self.dtypes))} {shapes}".strip()
         return f"{self.op} seq {self.seq} ({', '.join(filter(None, (self.backend, self.group, what)))})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupProgress:
+    """How far a rank is in one of its groups."""
+
+    id: str
+    ranks: str  # such as 0-2,5
+    latest_seq: int  # of the last collective it entered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +133,7 @@ class FlightRecord:
     reason: str
     collectives: tuple[Collective, ...]
     recorded: int  # entries that torch held
+    groups: tuple[GroupProgress, ...] = ()  # by all of these
 
     @property
     def pending(self) -> Collective | None:
@@ -149,10 +168,19 @@ class FlightRecord:
                     is_p2p=bool(entry.get("is_p2p")),
                     sizes=tuple(tuple(int(n) for n in size) for size in entry.get("sizes", ())),
                     dtypes=tuple(map(str, entry.get("dtypes", ()))),
+                    group_id=None if entry.get("group_id") is None else str(entry["group_id"]),
+                    bytes=None if entry.get("bytes") is None else int(entry["bytes"]),
                 )
                 for entry in document["collectives"]
             )
-            return cls(reason=str(document["reason"]), collectives=entries, recorded=int(document.get("recorded", 0)))
+            groups = tuple(
+                GroupProgress(
+                    id=str(group["id"]), ranks=spans(ranks_in(group["ranks"])), latest_seq=int(group["latest_seq"])
+                )
+                for group in document.get("groups", ())
+            )
+            recorded = int(document.get("recorded", 0))
+            return cls(reason=str(document["reason"]), collectives=entries, recorded=recorded, groups=groups)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"not a flight record: {error!r}") from error
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Final
 
+from rankscope_contract.collectives import spans
 from rankscope_contract.stacks import Collective, FlightRecord, Frame, StackDump
 
 _LIBRARIES: Final = ("site-packages", "dist-packages")
@@ -93,14 +94,7 @@ def is_library(file: str) -> bool:
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Return `rank 3` or `ranks 0-2, 5`."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    parts = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(parts)}"
+    return f"rank{'' if len(ranks) == 1 else 's'} {spans(ranks).replace(',', ', ')}"
 
 
 def _order(group: Group) -> tuple[object, ...]:

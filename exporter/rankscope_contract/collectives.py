@@ -1,0 +1,119 @@
+"""What a collective moves, in our words: names of types, bytes of a message, spans of ranks. Pure.
+
+Torch's flight record has types by the names of its C++ side, and sizes of what goes in and what comes out.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+
+class CallState(enum.StrEnum):
+    """How far the ranks of a group are with one collective, from what all of them say."""
+
+    NEVER_ENTERED = "never entered"  # at least one rank has not called it
+    NEVER_LEFT = "entered, never left"  # all have called it, some are through and some are not
+    ALL_IN = "all in"  # all have called it and none is through
+    UNKNOWN = "not known of all"  # as far as ranks say anything; others say nothing
+    OVER = "over"  # all that say anything are through
+
+
+_TYPES: Final[dict[str, tuple[str, int]]] = {
+    "Float": ("float32", 4),
+    "Double": ("float64", 8),
+    "Half": ("float16", 2),
+    "BFloat16": ("bfloat16", 2),
+    "Long": ("int64", 8),
+    "Int": ("int32", 4),
+    "Short": ("int16", 2),
+    "Char": ("int8", 1),
+    "Byte": ("uint8", 1),
+    "UInt16": ("uint16", 2),
+    "UInt32": ("uint32", 4),
+    "UInt64": ("uint64", 8),
+    "Bool": ("bool", 1),
+    "ComplexHalf": ("complex32", 4),
+    "ComplexFloat": ("complex64", 8),
+    "ComplexDouble": ("complex128", 16),
+    "Float8_e4m3fn": ("float8_e4m3fn", 1),
+    "Float8_e5m2": ("float8_e5m2", 1),
+    "Float8_e4m3fnuz": ("float8_e4m3fnuz", 1),
+    "Float8_e5m2fnuz": ("float8_e5m2fnuz", 1),
+    "Float8_e8m0fnu": ("float8_e8m0fnu", 1),
+}
+"""Torch's name of a type in its flight record: its name in Python, and bytes of an element."""
+
+_EVEN: Final = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
+"""Collectives of which every rank of the group moves the same number of bytes."""
+
+MOST_RANKS: Final = 1 << 20
+"""Of a group: a text that names more is wrong, and its ranks are not listed."""
+
+_BYTE_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
+
+Sizes = Sequence[Sequence[int]]
+
+
+def dtype_text(names: Iterable[str]) -> str | None:
+    """Return types as Python knows them, each once; None without any."""
+    known = dict.fromkeys(_TYPES.get(name, (name.lower(), 0))[0] for name in names)
+    return ", ".join(known) or None
+
+
+def message_bytes(inputs: Sizes, input_types: Sequence[str], outputs: Sizes, output_types: Sequence[str]) -> int | None:
+    """Return the bytes of a message on this rank: of what it gives or of what it gets, whichever is more.
+
+    So it is the whole that is gathered, and the whole that is reduced and scattered, on every rank. None for what has
+    no tensors, such as a barrier, and for types that are not known.
+    """
+    given, got = _bytes(inputs, input_types), _bytes(outputs, output_types)
+    if (given is None and inputs) or (got is None and outputs):
+        return None
+    return None if given is None and got is None else max(given or 0, got or 0)
+
+
+def is_even(op: str) -> bool:
+    """Return whether ranks that make one call of `op` move equal numbers of bytes; `op` as any backend writes it."""
+    return any(op.strip("_").startswith(name) for name in _EVEN)
+
+
+def bytes_text(count: int) -> str:
+    """Return a size for people: `4.0 MiB`."""
+    power = min(len(_BYTE_UNITS) - 1, max(0, count.bit_length() - 1) // 10)
+    return f"{count} B" if power == 0 else f"{count / (1 << 10 * power):.1f} {_BYTE_UNITS[power]}"
+
+
+def spans(ranks: Iterable[int]) -> str:
+    """Return `0-2,5` of ranks in any order; `ranks_in` is its inverse."""
+    found: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if found and rank == found[-1][1] + 1:
+            found[-1][1] = rank
+        else:
+            found.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+
+
+def ranks_in(text: str) -> tuple[int, ...]:
+    """Return the ranks in `0-2,5`, ascending. Raises ValueError on anything else, and on more than there can be."""
+    ends = [span.partition("-") for span in text.split(",")] if text else []
+    ranges = [range(int(first), int(last if dash else first) + 1) for first, dash, last in ends]
+    if sum(map(len, ranges)) > MOST_RANKS:
+        raise ValueError(f"more than {MOST_RANKS:,} ranks in {text[:80]!r}")
+    return tuple(sorted(set(itertools.chain.from_iterable(ranges))))
+
+
+def _bytes(sizes: Sizes, types: Sequence[str]) -> int | None:
+    if not sizes or not types:
+        return None
+    total = 0
+    for position, size in enumerate(sizes):
+        width = _TYPES.get(types[min(position, len(types) - 1)], ("", 0))[1]
+        if width == 0:
+            return None
+        total += width * math.prod(size)
+    return total
