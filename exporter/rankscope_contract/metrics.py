@@ -77,6 +77,14 @@ TENSOR_ANOMALY_EVENTS = _counter(
     "tensor",
     "op",
 )
+REPLICA_HASH = _gauge(
+    "rankscope_replica_hash",
+    "All hashes of what the ranks `replicas` hold alike, as one number below 2^48: equal on all of them.",
+    "replicas",
+)
+REPLICA_HASH_STEP = _gauge(
+    "rankscope_replica_hash_step", "Step at which they were taken.", "replicas", unit="steps", stored_as="hashes.step"
+)
 KIND_STEP = _gauge("rankscope_kind_step", "Latest sampled step of a kind.", "kind", unit="steps")
 STEP = _gauge(
     "rankscope_step", "Latest finished step, skipped ones included.", unit="steps", stored_as="tensor_stats.step"

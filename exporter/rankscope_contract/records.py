@@ -16,6 +16,7 @@ from rankscope_contract.fields import Field, ListOf, StructOf, required
 from rankscope_contract.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS
 
 _MICRO_STEP: Final = Field("micro_step", "int32", "Micro-batch within the step; null for what covers the whole step.")
+_VPP_STAGE: Final = Field("vpp_stage", "int32", "Virtual pipeline stage (model chunk); null without one.")
 
 COMMON_FIELDS: Final = (
     required("run", "string", "Name of the run."),
@@ -26,7 +27,7 @@ COMMON_FIELDS: Final = (
     Field("ordinal", "int64", "Arrival order within a run."),
     Field("step", "int64", "The training's own number; may rewind in a new attempt."),
     _MICRO_STEP,
-    Field("vpp_stage", "int32", "Virtual pipeline stage (model chunk); null without one."),
+    _VPP_STAGE,
     Field("ts", "timestamp", "When it was measured, UTC, microseconds."),
     Field("ts_origin", "string", "Whose clock `ts` is: rank, log, file or ingest."),
 )
@@ -68,6 +69,17 @@ HISTOGRAM_FIELDS: Final = (
     Field("above", "int64", unit="elements"),
     Field("nonfinite", "int64", unit="elements"),
     Field("counts", ListOf("int64"), unit="elements"),
+)
+
+HASH_FIELDS: Final = (
+    required("kind", "string", "What was read, and at which moment: see Kind."),
+    required("tensor", "string", "Name of the parameter, state or buffer."),
+    Field("vpp_stage", "int32", "Virtual pipeline stage (model chunk); null without one."),
+    Field("replicas", "string", "The ranks that hold the same elements by construction, such as 0-7 or 1,5."),
+    Field("dtype", "string"),
+    Field("hash", "int64", "Of the exact bits of this rank's elements, see hashes.py; equal on all replicas."),
+    Field("norm", "float32", "Of the same elements, over finite ones; null without one."),
+    Field("numel", "int64", unit="elements"),
 )
 
 COLLECTIVE_FIELDS: Final = (
@@ -151,6 +163,7 @@ DATASETS: Final[dict[str, tuple[Field, ...]]] = {
     "tensor_stats": _dataset(*TENSOR_FIELDS, *STATISTIC_FIELDS),
     "features": _dataset(*FEATURE_FIELDS),
     "histograms": _dataset(*HISTOGRAM_FIELDS),
+    "hashes": _dataset(*HASH_FIELDS),
     "collectives": _dataset(*COLLECTIVE_FIELDS),
     "modules": _dataset(*MODULE_FIELDS),
     "scalars": _dataset(*SCALAR_FIELDS),
@@ -170,10 +183,11 @@ TENSOR_ROW_KEY: Final = ("incarnation", "seq", "vpp_stage", "kind", "tensor", "i
 
 NESTED: Final[dict[str, tuple[Field, ...]]] = {
     "scalars": SCALAR_FIELDS,
-    "features": (*FEATURE_FIELDS, _MICRO_STEP),
-    "histograms": HISTOGRAM_FIELDS,
+    "features": (*FEATURE_FIELDS, _MICRO_STEP, _VPP_STAGE),
+    "histograms": (*HISTOGRAM_FIELDS, _VPP_STAGE),
+    "hashes": HASH_FIELDS,
     "collectives": COLLECTIVE_FIELDS,
-    "modules": MODULE_FIELDS,
+    "modules": (*MODULE_FIELDS, _VPP_STAGE),
     "events": (*EVENT_FIELDS, _MICRO_STEP),
 }
 """Datasets that travel inside a wire record as a list of structs: what is null there is as the record has it."""

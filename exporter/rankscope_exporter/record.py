@@ -70,6 +70,7 @@ class StepRecord:
     events: tuple[Event, ...] = ()
     features: tuple[Mapping[str, Any], ...] = ()
     histograms: tuple[Mapping[str, Any], ...] = ()
+    hashes: tuple[Mapping[str, Any], ...] = ()
     collectives: tuple[Mapping[str, Any], ...] = ()
     modules: tuple[Mapping[str, Any], ...] = ()
     firing: frozenset[tuple[str, str]] = frozenset()  # (rule, kind) pairs that fire at this step

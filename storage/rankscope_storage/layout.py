@@ -36,6 +36,7 @@ SORT_KEYS: Final[dict[str, tuple[str, ...]]] = {
     "tensor_stats": ("run", "tensor", "kind", "rank", "step"),
     "features": ("run", "module", "kind", "rank", "step"),
     "histograms": ("run", "tensor", "kind", "rank", "step"),
+    "hashes": ("run", "tensor", "kind", "rank", "step"),
     "collectives": ("run", "op", "rank", "step"),
     "modules": ("run", "module", "rank", "step"),
     # Labels tell two series of one name apart.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rankscope_exporter.frameworks.announced import Announced, Removable
-from rankscope_exporter.frameworks.layout import Layout, is_replicated_over, layout_of
+from rankscope_exporter.frameworks.layout import Layout, is_replicated_over, layout_of, replicas_of
 from rankscope_exporter.frameworks.wrapped import unwrapped
 from rankscope_exporter.naming import NamedParameter, entry, local_tensor
 
@@ -150,6 +150,13 @@ class Framework:
     def is_same_on(self, parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
         """Return whether parameter, reduced gradient and optimizer state are, by construction, the same on `ranks`."""
         return is_replicated_over(parameter, ranks)
+
+    def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
+        """Return the ranks, this one among them, that by construction hold the same elements as this rank does.
+
+        Empty where no other rank is known to.
+        """
+        return replicas_of(parameter)
 
     def is_in_place(self, named: NamedParameter) -> bool:
         """Return whether the model still uses this very parameter.

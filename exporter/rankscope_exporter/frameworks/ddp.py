@@ -50,12 +50,18 @@ class DistributedData(Framework):
     def is_same_on(self, parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
         """Return True of what DDP reduces itself: not where a hook of the user's does, nor of what it ignores."""
         # A parameter that is frozen now would not be reduced when it is thawed.
+        return parameter.requires_grad and set(ranks) <= set(self.replicas(parameter))
+
+    def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
+        """Return the ranks of DDP, also of what is frozen: it was sent to all of them, and nothing changes it."""
+        if self._ddp._comm_hooks or self._is_ignored(parameter):  # noqa: SLF001 - no public name tells of hooks
+            return ()
+        return dist.get_process_group_ranks(self._ddp.process_group)
+
+    def _is_ignored(self, parameter: torch.Tensor) -> bool:
         ignored = self._ddp.parameters_to_ignore
-        if self._ddp._comm_hooks or not parameter.requires_grad:  # noqa: SLF001 - no public name tells of hooks
-            return False
-        if ignored and any(item is parameter for name, item in self.module.named_parameters() if name in ignored):
-            return False
-        return set(ranks) <= set(dist.get_process_group_ranks(self._ddp.process_group))
+        named = self.module.named_parameters() if ignored else ()
+        return any(item is parameter for name, item in named if name in ignored)
 
     @property
     def local_until_backward_ends(self) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from rankscope_exporter.frameworks.base import Form, Framework, Holder, Hooking, Removable
@@ -60,6 +61,16 @@ class FullyShardedData(Gathered, Framework):
         if unit is None or unit.sharding_strategy.name == "NO_SHARD":
             return whole
         return sharded_over(unit.process_group, whole)
+
+    def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
+        """Return the ranks with the same part of its flat parameter: those of hybrid sharding, or without sharding."""
+        unit = self._unit_of(parameter)
+        if unit is None:
+            return super().replicas(parameter)
+        if unit.sharding_strategy.name == "NO_SHARD":
+            return dist.get_process_group_ranks(unit.process_group)
+        between = getattr(unit, "_inter_node_pg", None)
+        return () if between is None else dist.get_process_group_ranks(between)
 
     def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
         """Return that each rank has a share of every element, of its own data."""

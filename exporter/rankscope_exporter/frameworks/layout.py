@@ -48,6 +48,18 @@ def is_replicated_over(tensor: torch.Tensor, ranks: Sequence[int]) -> bool:
     return all(placements[dim].is_replicate() for dim in varying)
 
 
+def replicas_of(tensor: torch.Tensor) -> Sequence[int]:
+    """Return the ranks, this one among them, that hold the same elements of a DTensor; none of any other tensor."""
+    mesh: Any = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return ()
+    placements: Any = tensor.placements  # type: ignore[attr-defined]  # a DTensor: it has a mesh
+    alike = [dim for dim, placement in enumerate(placements) if placement.is_replicate() and mesh.size(dim) > 1]
+    if not alike or any(placement.is_partial() for placement in placements):
+        return ()
+    return sorted(_ranks_along(mesh, alike))
+
+
 def sharded_over(group: dist.ProcessGroup | None, otherwise: Layout) -> Layout:
     """Return the layout of what the ranks of `group` hold in parts; alone, a rank holds it as `otherwise` says."""
     ranks = dist.get_process_group_ranks(group)

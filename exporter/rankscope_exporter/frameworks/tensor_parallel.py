@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from rankscope_exporter.frameworks.base import Framework
@@ -21,7 +23,9 @@ class TensorParallel(Framework):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._mesh_size: int = max(parameter.device_mesh.size() for parameter in _sharded(model))
+        largest = max((parameter.device_mesh for parameter in _sharded(model)), key=lambda mesh: mesh.size())
+        self._mesh_size: int = largest.size()
+        self._mesh_ranks: list[int] = sorted(largest.mesh.reshape(-1).tolist())
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
@@ -32,6 +36,10 @@ class TensorParallel(Framework):
     def replicated(self) -> bool:
         """Return True: what is not sharded is computed alike on every rank of the mesh."""
         return True
+
+    def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
+        """Return the ranks of the mesh for what is no DTensor: all of them compute on it alike."""
+        return super().replicas(parameter) if hasattr(parameter, "device_mesh") else self._mesh_ranks
 
     def copies(self, world_size: int) -> int:
         """Return how many meshes there are, which a loop may train on different data."""

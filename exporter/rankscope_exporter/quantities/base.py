@@ -104,6 +104,10 @@ class Table(Protocol):
         """Have `rows` make rows of `dataset` of `tensor` once it is on the host; nothing waits for the device."""
         ...
 
+    def withdraw(self, dataset: str) -> None:
+        """Forget what was deferred to `dataset` at this step: it is read anew."""
+        ...
+
     def later(self, tensor: torch.Tensor, use: Callable[[torch.Tensor], None]) -> None:
         """Call `use` on the publisher's thread with what `tensor` holds now, once it is on the host."""
         ...

@@ -80,6 +80,12 @@ class TableWindow(Table):
         for rows in self._added:
             self._sheet.book.release(rows)
 
+    def reclaim(self) -> None:
+        """Take the entries back that were released."""
+        for rows in self._added:
+            self._sheet.book.reclaim(rows)
+            self._sheet.book.publish(rows, self._ops)
+
     def measure(self, tensors: Sequence[torch.Tensor | None], rows: range) -> None:
         """Take the statistics of `tensors` into entries `rows`; None leaves an entry absent."""
         group = self._groups.get(rows)
@@ -104,6 +110,10 @@ class TableWindow(Table):
     def defer(self, dataset: str, tensor: torch.Tensor, rows: Callable[[torch.Tensor], Iterable[Row]]) -> None:
         """Have `rows` make rows of `dataset` of `tensor` once it is on the host; nothing waits for the device."""
         self._sheet.deferred.append(Deferred(dataset, Transfer.of(tensor), rows))
+
+    def withdraw(self, dataset: str) -> None:
+        """Forget what was deferred to `dataset` at this step: it is read anew."""
+        self._sheet.deferred = [item for item in self._sheet.deferred if item.dataset != dataset]
 
     def later(self, tensor: torch.Tensor, use: Callable[[torch.Tensor], None]) -> None:
         """Call `use` on the publisher's thread with what `tensor` holds now, once it is on the host."""

@@ -15,6 +15,7 @@ from rankscope_contract.events import Event, EventType
 from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_contract.rules.base import AnomalyRule
 from rankscope_exporter.record import NamedPlan, Scalar, Statistics, StepRecord
+from rankscope_exporter.serving.replica_hashes import ReplicaHash, combined
 
 MAX_ANOMALY_SERIES: Final = 200
 MAX_SCALAR_SERIES: Final = 1000
@@ -52,6 +53,7 @@ class Snapshot:
     firing: Mapping[RuleKind, bool]
     thresholds: Mapping[str, float]
     skipped_steps: int
+    replica_hashes: tuple[ReplicaHash, ...] = ()
 
 
 class LiveState:
@@ -70,6 +72,7 @@ class LiveState:
         self._anomaly_series: dict[AnomalySeries, int] = {}
         self._firing: dict[RuleKind, bool] = {}
         self._skipped = 0
+        self._replica_hashes: dict[str, ReplicaHash] = {}
         self._kinds_of_plan: dict[str, tuple[str, ...]] = {}
         self.announce((NO_KIND,))
 
@@ -81,7 +84,9 @@ class LiveState:
 
     def update(self, record: StepRecord) -> None:
         """Take over what `record` says. Costs little: references are kept, no number is looked at."""
+        hashes = combined(record.step, record.hashes)
         with self._lock:
+            self._replica_hashes.update((item.replicas, item) for item in hashes)
             if record.step is not None:
                 self._step = record.step
             judged = {NO_KIND} if record.scalars else set()
@@ -116,6 +121,7 @@ class LiveState:
                 firing=dict(self._firing),
                 thresholds=self._thresholds,
                 skipped_steps=self._skipped,
+                replica_hashes=tuple(self._replica_hashes.values()),
             )
 
     def _kinds(self, plan: NamedPlan) -> tuple[str, ...]:

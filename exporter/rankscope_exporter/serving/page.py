@@ -127,6 +127,8 @@ class Page:
         yield metrics.RULE_FIRING, snapshot.firing.items()
         yield metrics.ANOMALY_EVENTS, snapshot.anomalies.items()
         yield metrics.TENSOR_ANOMALY_EVENTS, snapshot.anomaly_series.items()
+        yield metrics.REPLICA_HASH, [((item.replicas,), float(item.value)) for item in snapshot.replica_hashes]
+        yield metrics.REPLICA_HASH_STEP, _replica_steps(snapshot)
         yield from _scalar_samples(snapshot.scalars)
         yield metrics.OVERHEAD_SECONDS, _by_name(standing.overhead_seconds)
         yield metrics.FAULTS, _one(standing.faults)
@@ -162,6 +164,10 @@ def _scalar_samples(scalars: Mapping[ScalarKey, Scalar]) -> Iterator[tuple[Metri
     for name, samples in own.items():
         yield metrics.SCALARS_WITH_OWN_METRIC[name], samples.items()
     yield metrics.SCALAR, others.items()
+
+
+def _replica_steps(snapshot: Snapshot) -> Samples:
+    return [((item.replicas,), float(item.step)) for item in snapshot.replica_hashes if item.step is not None]
 
 
 def _utf8(text: str) -> str:

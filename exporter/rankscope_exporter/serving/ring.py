@@ -190,7 +190,7 @@ def record_bytes(record: StepRecord) -> int:
     texts = sum(len(event.message) + len(event.details or "") for event in record.events)
     texts += sum(len(row.get("stack") or "") for row in record.modules)
     counts = sum(8 * len(row.get("counts") or ()) for row in record.histograms)
-    rows += len(record.modules) + len(record.histograms)
+    rows += len(record.modules) + len(record.histograms) + len(record.hashes)
     statistics = record.statistics
     if statistics is None:
         return _RECORD_BYTES + rows * _ROW_BYTES + texts + counts

@@ -42,7 +42,7 @@ HELD: Final = ("tensor_stats", "features")
 ALREADY_THERE: Final = "rows that the files hold already"
 HIDDEN: Final = "rows behind another of the same step and name (an earlier attempt or call)"
 
-_COUNTED: Final = ("scalars", "events", "histograms", "collectives")
+_COUNTED: Final = ("scalars", "events", "histograms", "hashes", "collectives")
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from rankscope_storage.openmetrics.timeline import SHOWN, Timeline
 
 RANKED: Final = ("tensor_stats", "scalars")
 SAMPLES: Final = "samples"
-LEFT_OUT: Final = ("events", "features", "histograms", "collectives")
+LEFT_OUT: Final = ("events", "features", "histograms", "hashes", "collectives")
 
 
 class OpenMetrics:

@@ -171,7 +171,8 @@ def _streams(selection: Selection) -> list[Stream]:
 def _left_out(selection: Selection) -> dict[str, int]:
     counts = {NO_STEP: sum(selection.count(name, "step IS NULL") for name in DATASETS)}
     counts |= {
-        f"{name}: no place in event files": selection.count(name) for name in ("events", "histograms", "collectives")
+        f"{name}: no place in event files": selection.count(name)
+        for name in ("events", "histograms", "hashes", "collectives")
     }
     return {reason: count for reason, count in counts.items() if count}
 

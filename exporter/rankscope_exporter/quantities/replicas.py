@@ -1,0 +1,207 @@
+"""Hashes and norms of what several ranks hold alike: where two of them differ, training has come apart.
+
+Every rank publishes its own, also where only the first rank of a group publishes statistics (`dp_group`). Nothing is
+compared here, which would be communication: the service does, Prometheus does, and so does the store's view `desync`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+import torch
+
+from rankscope_contract.kinds import COUNT_OPS, Kind
+from rankscope_exporter.deferred import Row
+from rankscope_exporter.frameworks.layout import ranks_text
+from rankscope_exporter.frameworks.loaded import loaded
+from rankscope_exporter.naming import local_tensor, plain_name
+from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Subject, Table
+from rankscope_exporter.quantities.optimizer_state import KIND_OF_STATE
+from rankscope_exporter.sampling.targets import Targets
+from rankscope_exporter.statistics import MeasureGroup, StatisticsTable
+from rankscope_exporter.statistics.hashes import Hasher, finished, hashable
+from rankscope_exporter.statistics.table import SUMS
+
+DATASET: Final = "hashes"
+BUFFER: Final = "buffer"
+"""Kind of a buffer of the model, after the update like everything here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicasOptions(QuantityOptions):
+    """What is hashed beside the parameters, and how often."""
+
+    every: int | None = 100
+    """Measure every n-th step, on all ranks the same; null is the monitor's own `every`."""
+    state: bool = False
+    """Whether the state of the optimizers is hashed as well."""
+    buffers: tuple[str, ...] = ()
+    """Names of buffers, or globs, that are equal on all ranks. BatchNorm's are not, unless it is synchronised."""
+    everywhere: bool = False
+    """Whether all that is not sharded is alike on all ranks, as a loop may see to that reduces gradients by itself."""
+
+    def __post_init__(self) -> None:
+        QuantityOptions.__post_init__(self)
+        if isinstance(self.buffers, list):
+            object.__setattr__(self, "buffers", tuple(self.buffers))
+        for name in ("state", "everywhere"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is true or false, not {getattr(self, name)!r}")  # noqa: TRY004 - as all options
+        Targets(self.buffers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """What is hashed: its name, who else holds it, and the elements of this rank."""
+
+    kind: str
+    tensor: str
+    vpp_stage: int | None
+    replicas: str
+    elements: torch.Tensor
+
+
+class Replicas(Quantity):
+    """Reads when the update is done: what was changed before, during or outside of it shows at the same step."""
+
+    name: ClassVar[str] = "replicas"
+    options_class: ClassVar[type[QuantityOptions]] = ReplicasOptions
+    measures_tensors: ClassVar[bool] = False
+
+    options: ReplicasOptions
+
+    def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
+        super().__init__(subject, options)
+        self._groups: dict[int, str] = {}  # parameter -> its replicas, as text
+        self._measures: dict[torch.device, _Measure] = {}
+        self._buffers = Targets(self.options.buffers)
+        for index, named in enumerate(self.subject.parameters):
+            if len(ranks := self._ranks_of(named.parameter)) > 1:
+                self._groups[index] = ranks_text(ranks)
+
+    def complaints(self) -> list[str]:
+        """Return what no parameter matches, and that there may be nothing to compare."""
+        found = super().complaints()
+        if not self._groups:
+            found.append(
+                "no parameter is known to have replicas on other ranks; where the loop itself keeps ranks equal, "
+                "set options.replicas.everywhere"
+            )
+        return found
+
+    def after_update(self, table: Table) -> None:
+        """Hash and measure everything; of several optimizers the last one decides."""
+        table.withdraw(DATASET)
+        by_device: dict[torch.device, list[_Item]] = {}
+        for item in self._items():
+            if hashable(item.elements):
+                by_device.setdefault(item.elements.device, []).append(item)
+        for device, items in by_device.items():
+            measure = self._measures.setdefault(device, _Measure(device))
+            numbers = measure.of([item.elements for item in items])
+            table.defer(DATASET, numbers, functools.partial(_rows, [_Described.of(item) for item in items]))
+
+    def _items(self) -> Iterator[_Item]:
+        framework, tensors = self.subject.framework, self.subject.tensors()
+        for index, replicas in self._groups.items():
+            parameter = tensors[index]
+            if parameter is not None:
+                name, stage = self.subject.parameters[index].name, framework.vpp_stage(parameter)
+                yield _Item(Kind.PARAM_AFTER, name, stage, replicas, local_tensor(parameter.detach()))
+        if self.options.state and self._groups and not self._has_divided_state():
+            yield from self._state(tensors)
+        if self._buffers.patterns:
+            yield from self._kept_buffers()
+
+    def _state(self, tensors: Sequence[torch.nn.Parameter | None]) -> Iterator[_Item]:
+        framework = self.subject.framework
+        kept = framework.kept(tensors, self.subject.optimizers)
+        for index, replicas in self._groups.items():
+            own, parameter = kept[index], tensors[index]
+            if own is None or parameter is None:
+                continue
+            for key, value in own.state.items():
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                    kind, name = KIND_OF_STATE.get(key, key), self.subject.parameters[index].name
+                    yield _Item(kind, name, framework.vpp_stage(parameter), replicas, local_tensor(value.detach()))
+
+    def _kept_buffers(self) -> Iterator[_Item]:
+        for name, buffer in self.subject.framework.module.named_buffers():
+            ranks = self._ranks_of(buffer) or self._world()
+            if self._buffers.selects(plain_name(name)) and len(ranks) > 1:
+                yield _Item(BUFFER, plain_name(name), None, ranks_text(ranks), local_tensor(buffer.detach()))
+
+    def _has_divided_state(self) -> bool:
+        divided = loaded("torch.distributed.optim", "ZeroRedundancyOptimizer")
+        return self.subject.framework.hands_over_copies or any(
+            isinstance(item, divided) for item in self.subject.optimizers
+        )
+
+    def _ranks_of(self, tensor: torch.Tensor) -> Sequence[int]:
+        known = self.subject.framework.replicas(tensor)
+        if known or not self.options.everywhere or self.subject.framework.layout(tensor).placement == "shard":
+            return known
+        return self._world()
+
+    def _world(self) -> Sequence[int]:
+        return range(self.subject.world_size)
+
+
+class _Measure:
+    """Hashes and norms on one device, in memory that is kept."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._hasher = Hasher(device)
+        self._table = StatisticsTable(0, device)
+        self._groups: dict[int, MeasureGroup] = {}
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return int64 rows: the sums of words, then the raw statistics."""
+        count = len(tensors)
+        self._table.clear()
+        self._table.grow(count)
+        self._groups.setdefault(count, MeasureGroup(range(count))).measure(tensors, self._table)
+        return torch.cat((self._hasher.partials(tensors).unsqueeze(0), self._table.buffer[:, :count]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """What a row says of an item before its numbers have arrived, without holding on to its memory."""
+
+    columns: Row
+    size_bytes: int
+
+    @classmethod
+    def of(cls, item: _Item) -> _Described:
+        elements = item.elements
+        columns = {
+            "kind": item.kind,
+            "tensor": item.tensor,
+            "vpp_stage": item.vpp_stage,
+            "replicas": item.replicas,
+            "dtype": str(elements.dtype).removeprefix("torch."),
+            "numel": elements.numel(),
+        }
+        return cls(columns, elements.numel() * elements.element_size())
+
+
+def _rows(items: Sequence[_Described], numbers: torch.Tensor) -> Iterator[Row]:
+    hashes, squares, *rest = numbers.tolist()
+    counts = dict(zip(COUNT_OPS, rest[len(SUMS) - 1 :], strict=True))
+    for position, described in enumerate(items):
+        own = {op: values[position] for op, values in counts.items()}
+        hash_ = finished(hashes[position], described.size_bytes)
+        yield {**described.columns, "hash": hash_, "norm": _norm(squares[position], own)}
+
+
+def _norm(bits: int, counts: Mapping[str, int]) -> float | None:
+    """Return the norm of which the table holds the square, as the bits of a float64; as statistics define it."""
+    if counts["numel"] - counts["nans"] - counts["infs"] <= 0:
+        return None
+    square: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return math.sqrt(square)

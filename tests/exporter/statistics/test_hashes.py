@@ -1,0 +1,145 @@
+"""The hash of a tensor's bits against its formula, written down a second time in plain integers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rankscope_exporter.statistics.hashes import Hasher, finished, hashable
+from rankscope_exporter.statistics.tensors import MEASURABLE
+
+DTYPES = sorted(MEASURABLE, key=str)
+SMALL = Hasher(torch.device("cpu"), words=16)
+USUAL = Hasher(torch.device("cpu"))
+
+
+def mix(number: int) -> int:
+    """SplitMix64's finaliser, as its authors print it."""
+    number &= 2**64 - 1
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) % 2**64
+    return number ^ (number >> 31)
+
+
+def reference(data: bytes) -> int:
+    padded = data + b"\0" * (-len(data) % 8)
+    words = [int.from_bytes(padded[first : first + 8], "little") for first in range(0, len(padded), 8)]
+    total = mix(len(data)) + sum(mix(word + (i + 1) * 0x9E3779B97F4A7C15) for i, word in enumerate(words))
+    return int.from_bytes((total % 2**64).to_bytes(8, "little"), "little", signed=True)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """The bytes in row-major order, element by element."""
+    return b"".join(bytes(element.clone().view(1).view(torch.uint8).tolist()) for element in tensor.flatten().unbind())
+
+
+def hashed(tensor: torch.Tensor, hasher: Hasher = USUAL) -> int:
+    (partial,) = hasher.partials([tensor]).tolist()
+    return finished(partial, tensor.numel() * tensor.element_size())
+
+
+def of_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    if dtype is torch.bool:
+        data = bytes(byte % 2 for byte in data)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+    size = torch.empty(shape, dtype=dtype, device="meta").nbytes
+    tensor = of_bytes(draw(st.binary(min_size=size, max_size=size)), dtype, shape)
+    return tensor.transpose(0, -1) if tensor.ndim > 1 and draw(st.booleans()) else tensor
+
+
+@given(tensors())
+@settings(max_examples=120, deadline=None)
+def test_hash_is_the_formula_over_the_bits_for_every_type_and_shape(tensor: torch.Tensor) -> None:
+    """Also where it takes many rounds: 16 words at once."""
+    expected = reference(bits(tensor))
+
+    assert expected == hashed(tensor, SMALL)
+    assert expected == hashed(tensor, USUAL)
+
+
+@given(st.lists(st.integers(0, 300), max_size=12))
+@settings(max_examples=40, deadline=None)
+def test_tensors_hashed_together_are_hashed_each_for_itself(sizes: list[int]) -> None:
+    values = [torch.arange(size, dtype=torch.float32).sin() for size in sizes]
+    found = [finished(n, 4 * size) for n, size in zip(SMALL.partials(values).tolist(), sizes, strict=True)]
+
+    assert [reference(bits(value)) for value in values] == found
+
+
+@pytest.mark.parametrize("offset", range(9))
+def test_a_part_of_a_flat_tensor_may_begin_anywhere(offset: int) -> None:
+    """As the views of FSDP's flat parameter do."""
+    flat = torch.randn(400, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    part = flat[offset : offset + 201]
+
+    assert reference(bits(part)) == hashed(part, SMALL)
+
+
+@given(st.integers(0, 32 * 37 - 1))
+@settings(max_examples=60, deadline=None)
+def test_one_flipped_bit_anywhere_changes_it(bit: int) -> None:
+    before = torch.randn(37, generator=torch.Generator().manual_seed(1))
+    after = before.clone()
+    after.view(torch.int32)[bit // 32] ^= 1 << (bit % 32) if bit % 32 < 31 else -(1 << 31)
+
+    assert hashed(before) != hashed(after)
+
+
+def test_order_and_shape_of_zeros_and_sign_of_zero_count() -> None:
+    base = torch.tensor([1.0, 2.0, 0.0, 0.0])
+    others = [
+        torch.tensor([2.0, 1.0, 0.0, 0.0]),  # two elements of one word swapped
+        torch.tensor([0.0, 0.0, 1.0, 2.0]),  # two words swapped
+        torch.tensor([1.0, 2.0, -0.0, 0.0]),
+        torch.tensor([1.0, 2.0, 0.0]),
+        torch.tensor([1.0, 2.0, 0.0, 0.0, 0.0]),
+    ]
+
+    assert len(others) + 1 == len({hashed(item) for item in (base, *others)})
+
+
+def test_pairs_of_sign_flips_do_not_cancel() -> None:
+    """A sum of products would lose them: the highest bit survives no odd factor."""
+    base = torch.randn(40, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    found = {hashed(base)}
+    for one in range(40):
+        for other in range(one):
+            signs = torch.ones(40, dtype=torch.float64)
+            signs[[one, other]] = -1
+            found.add(hashed(base * signs))
+
+    assert 1 + 40 * 39 // 2 == len(found)
+
+
+def test_nans_differ_by_their_bits() -> None:
+    one, other = (torch.tensor([bits_], dtype=torch.int32).view(torch.float32) for bits_ in (0x7FC00000, 0x7FC00001))
+
+    assert hashed(one) != hashed(other)
+
+
+def test_what_has_no_bits_here_is_not_hashed() -> None:
+    assert hashable(torch.ones(2))
+    assert hashable(torch.empty(0))
+    assert not hashable(None)
+    assert not hashable(torch.ones(2, device="meta"))
+    assert not hashable(torch.ones(2).to_sparse())
+
+
+def test_hashing_writes_to_nothing_and_draws_nothing() -> None:
+    tensor = torch.randn(1000)
+    before, state = tensor.clone(), torch.get_rng_state()
+    hashed(tensor, SMALL)
+
+    assert torch.equal(before, tensor)
+    assert torch.equal(state, torch.get_rng_state())
+    assert 0 == tensor._version
