@@ -142,6 +142,19 @@ OVERHEAD_SECONDS = _counter(
     unit="seconds",
     stored_as="scalars:overhead_seconds",
 )
+COLLECTIVE_CALLS = _counter(
+    "rankscope_collective_calls_total",
+    "Collectives of this rank, torch's own included, as far as torch's record of them was read.",
+    "op",
+    stored_as="collectives.op",
+)
+COLLECTIVE_BYTES = _counter(
+    "rankscope_collective_bytes_total",
+    "Bytes of their messages: of what the rank gives or gets, whichever is more.",
+    "op",
+    unit="bytes",
+    stored_as="collectives.bytes",
+)
 FAULTS = _counter("rankscope_exporter_faults_total", "Errors swallowed so that training could go on.")
 DROPPED = _counter("rankscope_dropped_total", "Records, series or events left out, by reason.", "reason")
 RING_RECORDS = _gauge("rankscope_ring_records", "Records in the ring.")

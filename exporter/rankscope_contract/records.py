@@ -15,6 +15,7 @@ from rankscope_contract import SCHEMA_VERSION
 from rankscope_contract.fields import Field, ListOf, StructOf, required
 from rankscope_contract.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS
 
+_STEP: Final = Field("step", "int64", "The training's own number; may rewind in a new attempt.")
 _MICRO_STEP: Final = Field("micro_step", "int32", "Micro-batch within the step; null for what covers the whole step.")
 _VPP_STAGE: Final = Field("vpp_stage", "int32", "Virtual pipeline stage (model chunk); null without one.")
 
@@ -25,7 +26,7 @@ COMMON_FIELDS: Final = (
     Field("incarnation", "string", "One exporter process; null for what no rank sent."),
     Field("seq", "int64", "0, 1, … within an incarnation; a gap is lost data."),
     Field("ordinal", "int64", "Arrival order within a run."),
-    Field("step", "int64", "The training's own number; may rewind in a new attempt."),
+    _STEP,
     _MICRO_STEP,
     _VPP_STAGE,
     Field("ts", "timestamp", "When it was measured, UTC, microseconds."),
@@ -83,15 +84,21 @@ HASH_FIELDS: Final = (
 )
 
 COLLECTIVE_FIELDS: Final = (
-    Field("call_seq", "int64"),
-    required("op", "string"),
-    Field("group", "string"),
+    Field("call_seq", "int64", "Place among all collectives of the step on this rank; null where some were missed."),
+    required("op", "string", "As the backend calls it."),
+    Field("group", "string", "Description of the process group, else its name; many groups may share a description."),
     Field("group_size", "int32", unit="ranks"),
-    Field("bytes", "int64", unit="bytes"),
+    Field("bytes", "int64", "Of what this rank gives or of what it gets, whichever is more.", unit="bytes"),
     Field("dtype", "string"),
-    Field("call_site", "string"),
-    Field("t_start", "timestamp"),
-    Field("duration", "float64", unit="seconds"),
+    Field("call_site", "string", "The innermost place in code that is not torch's: model/loss.py[23]."),
+    Field("t_start", "timestamp", "When this rank called it, by its own clock."),
+    Field("duration", "float64", "On the device, where the backend says it.", unit="seconds"),
+    Field("collective_seq", "int64", "Counted by the group: the same call on all of its ranks."),
+    Field("group_id", "string", "Torch's name of the group, which no other group of the job has."),
+    Field("group_ranks", "string", "Its ranks, such as 0-2,5."),
+    Field("state", "string", "left, or entered when the rank was not through at the last look."),
+    Field("backend", "string", "gloo, nccl, …"),
+    Field("is_p2p", "bool", "A message between two ranks: its collective_seq counts those alone."),
 )
 
 MODULE_FIELDS: Final = (
@@ -186,7 +193,7 @@ NESTED: Final[dict[str, tuple[Field, ...]]] = {
     "features": (*FEATURE_FIELDS, _MICRO_STEP, _VPP_STAGE),
     "histograms": (*HISTOGRAM_FIELDS, _VPP_STAGE),
     "hashes": HASH_FIELDS,
-    "collectives": COLLECTIVE_FIELDS,
+    "collectives": (*COLLECTIVE_FIELDS, _STEP),
     "modules": (*MODULE_FIELDS, _VPP_STAGE),
     "events": (*EVENT_FIELDS, _MICRO_STEP),
 }

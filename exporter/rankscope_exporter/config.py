@@ -15,7 +15,9 @@ from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter.checks import MOST, check_keys, listed
 from rankscope_exporter.config_files import read_settings
+from rankscope_exporter.config_tables import check_tables, tables_of
 from rankscope_exporter.errors import ConfigError
+from rankscope_exporter.hardware.config import HardwareConfig
 from rankscope_exporter.msprobe.settings import is_of_the_tool, translated
 from rankscope_exporter.quantities import Quantity, select_quantities
 from rankscope_exporter.quantities.base import QuantityOptions
@@ -23,6 +25,7 @@ from rankscope_exporter.sampling.ops import ALL_OPS, chosen_ops
 from rankscope_exporter.sampling.targets import Targets
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.sinks import Sink, sink_class
+from rankscope_exporter.throughput.config import ThroughputConfig
 
 STACK_SIGNALS: Final = ("SIGUSR1", "SIGUSR2", "SIGQUIT")
 """Signals that mean nothing to Python itself. Others end a process or stand for a fault."""
@@ -39,6 +42,7 @@ _MAGNITUDES: Final = (
     "hang_after_seconds",
     "hang_in_phase_after_seconds",
     "switch_poll_seconds",
+    "collectives_share",
 )
 _MOST_SECONDS: Final = 1e9
 """Longer than any job; the clock of a thread does not reach much further."""
@@ -82,12 +86,16 @@ class MonitorConfig:
     """`zeros` counts elements with |x| < zero_below; 0 counts exact zeros."""
     steps: Literal["auto", "explicit"] = "auto"
     """"auto" tells steps from forward, backward and optimizer; with "explicit" only `Monitor.end_step` ends one."""
+    phases: bool = True
+    """Note at every step what its time was spent on."""
     run: str | None = None
     """Name of the run. RANKSCOPE_RUN wins over it; without both the job id, else a generated name."""
     statistics: Literal["auto", "torch"] = "auto"
     """"auto" uses the fused CPU kernel where numba is installed, "torch" never."""
     exit_wait_seconds: float = 5.0
     """How long the end of training waits for the service to commit what it has not yet."""
+    collectives_share: float = 0.001
+    """The share of one core's time that reading torch's record of collectives may take; 0 reads nothing."""
     hang_after_seconds: float = 240.0
     """Without a sign of training for so long the rank says that it hangs, and where; 0 watches nothing. Below the
     service's [runs] stalled_after_seconds, so that its stacks are there when the service judges."""
@@ -102,6 +110,8 @@ class MonitorConfig:
     enabled: bool = True
     remarks: tuple[str, ...] = ()
     """Sentences that are said once at attach: what a configuration of another tool asks for and is not done."""
+    throughput: ThroughputConfig = field(default_factory=ThroughputConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
 
     def __post_init__(self) -> None:
@@ -115,6 +125,8 @@ class MonitorConfig:
             raise ConfigError(f"zero_below is a magnitude from 0 on, not {self.zero_below!r}")
         if not self.exit_wait_seconds >= 0:
             raise ConfigError(f"exit_wait_seconds is a time from 0 s on, not {self.exit_wait_seconds!r}")
+        if not 0 <= self.collectives_share <= 1:
+            raise ConfigError(f"collectives_share is a share from 0 to 1, not {self.collectives_share!r}")
         if self.statistics not in ("auto", "torch"):
             raise ConfigError(f"statistics is 'auto' or 'torch', not {self.statistics!r}")
         if self.steps not in ("auto", "explicit"):
@@ -157,7 +169,7 @@ class MonitorConfig:
                 raise ConfigError(f"{name} stands in stop_signals and as stacks_signal: it can mean one of them")
 
     def _check_types(self) -> None:
-        for name in ("console", "enabled", "dynamic_on"):
+        for name in ("console", "enabled", "dynamic_on", "phases"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is true or false, not {getattr(self, name)!r}")
         for name in _MAGNITUDES:
@@ -170,8 +182,7 @@ class MonitorConfig:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
                 raise ConfigError(f"{name} is a {what}, not {value!r}")
-        if not isinstance(self.serve, ServeConfig):
-            raise ConfigError(f"serve is a ServeConfig, not {self.serve!r}")
+        check_tables(self)
 
     def _check_rules(self) -> None:
         for rule in self.rules:
@@ -229,13 +240,7 @@ class MonitorConfig:
         check_keys(values, setting_names(), "")
         if "rules" in values:
             values["rules"] = tuple(_rule(entry) for entry in listed("rules", values["rules"], object))
-        if "serve" in values:
-            if not isinstance(values["serve"], Mapping):
-                raise ConfigError(f"serve is a table of settings, not {values['serve']!r}")
-            serve = dict(values["serve"])
-            check_keys(serve, {item.name for item in fields(ServeConfig)}, "serve.")
-            values["serve"] = ServeConfig(**serve)
-        return cls(**values)
+        return cls(**{**values, **tables_of(values)})
 
     @classmethod
     def from_file(cls, path: str | Path) -> MonitorConfig:

@@ -6,6 +6,7 @@ Whatever goes wrong after construction is caught here, counted and named once: t
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import time
@@ -16,6 +17,7 @@ from typing import Any, Self
 import torch
 
 from rankscope_contract.events import Event, EventType, ExitReason
+from rankscope_contract.phases import WITHIN_A_STEP
 from rankscope_contract.stacks import stacks_text
 from rankscope_exporter import lifecycle, stop_signals
 from rankscope_exporter.attaching import Optimizers, attached
@@ -63,7 +65,6 @@ class Monitor:
         self._ending: Session | None = None  # while it says goodbye
         self._stop_asked: str | None = None  # the signal that asked for an end
         self._phases: list[str] = []
-        self._phase_seconds: dict[str, float] = {}
 
     # Attaching and detaching.
 
@@ -104,6 +105,8 @@ class Monitor:
             total_steps=self._total_steps,
         )
         self._sinks = session.sinks.by_name
+        for name in self._phases:
+            session.recorder.moments.tell("phase_begins", name)
         lifecycle.watch(self)
         self._stop_asked = None
         self._guard.call("stop_signals", stop_signals.take, self, self._config.stop_signals)
@@ -172,6 +175,7 @@ class Monitor:
         self._guard.on_first = None
 
     def _drain(self, session: Session, deadline: float, wait_seconds: float) -> None:
+        self._guard.call("detach()", session.collectives.stop)
         session.publisher.stop(max(PUBLISH_SECONDS, deadline - time.monotonic()))
         left = session.channel.drain(max(0.0, deadline - time.monotonic()))
         if left and session.channel.service_url:
@@ -213,28 +217,38 @@ class Monitor:
     def phase(self, name: str) -> Iterator[None]:
         """Say what training is doing, so that a long evaluation or checkpoint is not taken for a hang.
 
-        Phases may be nested; the innermost one is shown.
+        Phases may be nested; the innermost one is shown, and the time is its own. `data_wait`, `forward`, `backward`,
+        `collective`, `optimizer` and `other` say of a part of a step what was only concluded, and are no events.
         """
         began = time.monotonic()
         self._phases.append(name)
-        self._guard.call("phase()", self._show_phase)
+        self._guard.call("phase()", self._phase_begins, name)
         try:
             yield
         finally:
             self._phases.pop()
             self._guard.call("phase()", self._phase_ended, name, time.monotonic() - began)
 
-    def _show_phase(self) -> None:
-        if self._session is not None:
-            self._session.watchdog.beat()
-            self._session.channel.set_phase(self._phases[-1] if self._phases else None)
+    def _phase_begins(self, name: str) -> None:
+        session = self._session
+        if session is not None:
+            session.recorder.moments.tell("phase_begins", name)
+            self._show_phase(session)
 
     def _phase_ended(self, name: str, seconds: float) -> None:
-        self._show_phase()
-        self._phase_seconds[name] = self._phase_seconds.get(name, 0.0) + seconds
-        if self._session is not None:
-            self._session.recorder.log({"phase_seconds": {name: self._phase_seconds[name]}})
-            self._event(self._session, EventType.PHASE, name, {"phase": name, "seconds": seconds})
+        session = self._session
+        if session is None:
+            return
+        session.recorder.moments.tell("phase_ended", name)
+        self._show_phase(session)
+        if name not in WITHIN_A_STEP:
+            session.recorder.add(functools.partial(session.phases.total, name))
+            self._event(session, EventType.PHASE, name, {"phase": name, "seconds": seconds})
+
+    def _show_phase(self, session: Session) -> None:
+        session.watchdog.beat()
+        shown = [name for name in self._phases if name not in WITHIN_A_STEP]
+        session.channel.set_phase(shown[-1] if shown else None)
 
     def end_step(self, *, skipped: bool | None = None) -> None:
         """End the current step explicitly, for loops whose end cannot be seen from outside.

@@ -15,6 +15,7 @@ import torch
 from rankscope_contract.events import Event, EventType, Severity
 from rankscope_contract.kinds import COUNT_OPS
 from rankscope_contract.records import WIRE_VALUE_OPS
+from rankscope_exporter.collectives.reader import CollectiveReader
 from rankscope_exporter.config import MonitorConfig
 from rankscope_exporter.console import Console, banner
 from rankscope_exporter.current import current_rows
@@ -27,6 +28,7 @@ from rankscope_exporter.hooks import Hooks
 from rankscope_exporter.identity import group_store, resolve_identity
 from rankscope_exporter.judge import Judge
 from rankscope_exporter.naming import element_count, encodable
+from rankscope_exporter.phases.following import Phases
 from rankscope_exporter.publisher import Publisher
 from rankscope_exporter.quantities.base import Subject
 from rankscope_exporter.quantities.structure import Structure
@@ -88,6 +90,8 @@ class Session:
             guard=guard,
             tracker=StepTracker(first_step, has_optimizer=bool(subject.optimizers), explicit=explicit),
         )
+        self.phases = Phases.of(subject, device, self._hand_over, times_steps=config.phases)
+        self.recorder.moments.follow(self.phases)
         self._is_warm = False
         self._remarked: set[str] = set()
         self.hooks = Hooks(subject, self.recorder, guard)
@@ -102,6 +106,8 @@ class Session:
             dropped=self._dropped,
             faults=lambda: guard.count,
         )
+        self.collectives = CollectiveReader(config.collectives_share, self.channel.publish, guard)
+        self.recorder.moments.follow(self.collectives)
         classes = [sink_class(name) for name in config.sinks]
         self.sinks = Sinks([cls(config.options_of_sink(cls), self.identity) for cls in classes], guard)
         self.publisher = Publisher(
@@ -149,11 +155,13 @@ class Session:
         self.channel.take_switch, self.channel.measuring = self.switching.request, self.board.state
         self.hooks.beat = self.watchdog.beat
         self.hooks.tell = self._tell
+        self.channel.collectives = self.collectives.counts
         self.channel.take_stacks = lambda: self.diagnosis.take("request").document(self.identity.rank)
         self.publisher.published = self.recorder.published
         self.publisher.flush_idle = self.recorder.flush_idle
         self.publisher.finished = self.sinks.close
         self.publisher.pp_stage = self.subject.framework.pp_stage
+        self.publisher.has_chunks = len(self.subject.framework.chunks) > 1
         self.recorder.on_open, self.recorder.on_rest = self._step_opens, self.hooks.rest
 
     def start(self) -> str:
@@ -228,6 +236,7 @@ class Session:
             "publisher": self.publisher.cpu_seconds,
             "watchdog": self.watchdog.cpu_seconds,
             "switch": self.switching.cpu_seconds,
+            "collectives": self.collectives.cpu_seconds,
         }
 
     def _what(self) -> str:
@@ -240,6 +249,8 @@ class Session:
             "publisher_behind": self._collection.unsampled + self.publisher.dropped,
             "events_per_step": self.publisher.events_left_out,
             "plan_full": self._book.left_out,
+            "collectives_overrun": self.collectives.overwritten,
+            "phases_late": self.phases.left_out,
             **self.sinks.missed,
         }
 

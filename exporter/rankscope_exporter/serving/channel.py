@@ -81,6 +81,7 @@ class Channel:
             device=str(settings.get("device", "")),
         )
         self._started_at = time.time_ns() // 1000
+        self.collectives: Callable[[], Mapping[str, tuple[int, int]]] = dict
         self.take_stacks: Callable[[], Mapping[str, Any]] | None = None
         """Called for POST /stacks, on the server's thread."""
         self.take_switch: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
@@ -271,6 +272,7 @@ class Channel:
         own = {"ring_overrun": self.ring.overrun, "unencodable": self._unencodable}
         dropped = {**own, **self.keeper.dropped, **self._dropped()}
         return Standing(
+            collectives=self.collectives(),
             faults=self._faults(),
             dropped=dropped,
             overhead_seconds={**self._overhead(), **self._meter.totals()},

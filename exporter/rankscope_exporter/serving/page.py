@@ -36,6 +36,7 @@ class Standing:
     faults: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
     overhead_seconds: Mapping[str, float] = field(default_factory=dict)
+    collectives: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # calls and bytes by operation
     ring_records: int = 0
     ring_uncommitted: int = 0
 
@@ -131,6 +132,8 @@ class Page:
         yield metrics.REPLICA_HASH_STEP, _replica_steps(snapshot)
         yield from _scalar_samples(snapshot.scalars)
         yield metrics.OVERHEAD_SECONDS, _by_name(standing.overhead_seconds)
+        yield metrics.COLLECTIVE_CALLS, [((op,), calls) for op, (calls, _) in standing.collectives.items()]
+        yield metrics.COLLECTIVE_BYTES, [((op,), total) for op, (_, total) in standing.collectives.items()]
         yield metrics.FAULTS, _one(standing.faults)
         yield metrics.DROPPED, _by_name(dropped)
         yield metrics.RING_RECORDS, _one(standing.ring_records)

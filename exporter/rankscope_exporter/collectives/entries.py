@@ -1,0 +1,137 @@
+"""An entry of torch's flight record in the terms of the store. Pure."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path, PurePath
+from typing import Any, Final, Self
+
+import torch
+
+from rankscope_contract.collectives import dtype_text, message_bytes, spans
+from rankscope_exporter.collectives.flight import Raw
+
+ENTERED: Final = "entered"
+LEFT: Final = "left"
+
+_LEFT_OUT: Final = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}", "<frozen ")
+_DONE: Final = "completed"
+_MOST_FILES: Final = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One collective of this rank."""
+
+    record_id: int
+    created_us: int  # UTC microseconds
+    op: str
+    backend: str
+    group: str
+    group_id: str
+    ranks: tuple[int, ...]  # empty where torch does not say
+    seq: int  # within the group, or of the messages between two ranks
+    is_p2p: bool
+    is_over: bool
+    bytes: int | None
+    dtype: str | None
+    call_site: str | None
+    seconds: float | None
+
+    @classmethod
+    def of(cls, raw: Raw, ranks: Mapping[str, tuple[int, ...]]) -> Self:
+        """Return `raw` in our terms; `ranks` are those of each group."""
+        backend, _, op = str(raw["profiling_name"]).rpartition(":")
+        number, description = (str(part) for part in raw["process_group"])
+        is_p2p = bool(raw.get("is_p2p"))
+        types = [*raw.get("input_dtypes", ()), *raw.get("output_dtypes", ())]
+        duration = raw.get("duration_ms")
+        return cls(
+            record_id=int(raw["record_id"]),
+            created_us=int(raw["time_created_ns"]) // 1000,
+            op=op.partition(" ")[0],  # without the peers: `send 0->1`
+            backend=backend,
+            group=number if description in ("", "undefined") else description,
+            group_id=number,
+            ranks=ranks.get(number, ()),
+            seq=int(raw["p2p_seq_id" if is_p2p else "collective_seq_id"]),
+            is_p2p=is_p2p,
+            is_over=is_over(raw),
+            bytes=bytes_of(raw),
+            dtype=dtype_text(types),
+            call_site=call_site(raw.get("frames", ())),
+            seconds=None if duration is None else float(duration) / 1000,
+        )
+
+    def later(self, raw: Raw) -> Self:
+        """Return this entry as it is in a later reading."""
+        duration = raw.get("duration_ms")
+        seconds = None if duration is None else float(duration) / 1000
+        return replace(self, is_over=is_over(raw), seconds=seconds)
+
+    def row(self, step: int | None, call_seq: int | None) -> dict[str, Any]:
+        """Return the row of the dataset `collectives`."""
+        return {
+            "step": step,
+            "call_seq": call_seq,
+            "op": self.op,
+            "group": self.group,
+            "group_size": len(self.ranks) or None,
+            "bytes": self.bytes,
+            "dtype": self.dtype,
+            "call_site": self.call_site,
+            "t_start": self.created_us,
+            "duration": self.seconds,
+            "collective_seq": self.seq,
+            "group_id": self.group_id,
+            "group_ranks": _spans(self.ranks) or None,
+            "state": LEFT if self.is_over else ENTERED,
+            "backend": self.backend,
+            "is_p2p": self.is_p2p,
+        }
+
+
+def is_over(raw: Raw) -> bool:
+    """Return whether this rank is through; gloo never says that an entry has begun or ended, and only retires it."""
+    return bool(raw.get("retired", False)) or raw.get("state") == _DONE
+
+
+def bytes_of(raw: Raw) -> int | None:
+    """Return the bytes of the message; see `message_bytes`."""
+    sides = ("input_sizes", "input_dtypes", "output_sizes", "output_dtypes")
+    return message_bytes(*(raw.get(side, ()) for side in sides))
+
+
+def call_site(frames: Iterable[Mapping[str, Any]]) -> str | None:
+    """Return `model/loss.py[23]`, the innermost place outside of torch and of ours; None where there is none.
+
+    A thread of torch's own, as computes gradients on a device, has no Python code to name.
+    """
+    for frame in frames:
+        file = str(frame["filename"])
+        if not file.startswith(_LEFT_OUT):
+            return f"{_short(file)}[{frame['line']}]"
+    return None
+
+
+@lru_cache(maxsize=_MOST_FILES)
+def _short(file: str) -> str:
+    """Return a path without the folders that differ from machine to machine: with those of its package alone."""
+    package = next((_package(module) for module in list(sys.modules.values()) if _file_of(module) == file), "")
+    levels = package.count(".") + 1 if package else 0
+    return "/".join(PurePath(file).parts[-levels - 1 :])
+
+
+def _file_of(module: Any) -> Any:
+    return vars(module).get("__file__") if hasattr(module, "__dict__") else None
+
+
+def _package(module: Any) -> str:
+    return str(vars(module).get("__package__") or "")
+
+
+_spans: Callable[[Sequence[int]], str] = lru_cache(maxsize=256)(spans)

@@ -1,0 +1,134 @@
+"""The thread that reads the flight record now and then, and publishes each collective as a row.
+
+Training notes when a step begins and ends, and wakes the thread when a reading is due: two clock readings a step, and
+no lock. Rows go straight to the channel: torch asks the device when it writes the record, and a device may not answer.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from rankscope_contract.events import Event, EventType, Severity
+from rankscope_exporter.collectives.flight import has_groups, read_with_stacks, read_without_stacks
+from rankscope_exporter.collectives.groups import ranks_by_group
+from rankscope_exporter.collectives.pace import Pace
+from rankscope_exporter.collectives.timeline import Taken, Timeline
+from rankscope_exporter.collectives.totals import Totals
+from rankscope_exporter.drafts import Draft, now_microseconds
+from rankscope_exporter.guard import Guard
+from rankscope_exporter.moments import Follower
+from rankscope_exporter.record import StepRecord
+
+MOST_WITH_STACKS: Final = 4096
+"""Entries: torch holds the interpreter lock while it writes stacks, and for more entries that is too long at once."""
+
+STOP_SECONDS: Final = 5.0
+"""How long the end of training waits for the last reading."""
+
+
+class CollectiveReader(Follower):
+    """Reads for at most about `share` of one core's time; 0 never reads."""
+
+    def __init__(self, share: float, publish: Callable[[StepRecord], object], guard: Guard) -> None:
+        self._share = share
+        self._pace = Pace(share)
+        self._publish = publish
+        self._guard = guard
+        self._timeline = Timeline()
+        self._began_us = 0
+        self._ended: deque[tuple[int | None, int, int]] = deque()  # steps that the timeline does not know yet
+        self._ranks: dict[str, tuple[int, ...]] = {}  # of groups that were destroyed too: their calls may be unread
+        self._last_reading: float | None = None
+        self._entries = 0
+        self._wake = threading.Event()
+        self._is_last = False
+        self._thread: threading.Thread | None = None
+        self.totals = Totals()
+        """Calls and bytes of each operation that were read so far."""
+        self.overwritten = 0
+        """Entries that torch had overwritten before they were read."""
+        self.cpu_seconds = 0.0
+        """CPU time of the thread so far."""
+
+    def step_begins(self, step: int) -> None:  # noqa: ARG002 - the number may still change
+        """Note the time."""
+        self._began_us = now_microseconds()
+
+    def step_ends(self, draft: Draft) -> None:
+        """Note the step, and wake the thread when it is time."""
+        if self._share <= 0:
+            return
+        self._ended.append((draft.step, self._began_us, now_microseconds()))
+        if self._thread is None and not self._start():
+            self._ended.clear()  # a process that has joined no group: there is nothing to read
+        elif self._pace.is_due(draft.step, time.monotonic()):
+            self._wake.set()
+
+    def stop(self) -> None:
+        """Read for the last time; what takes longer than a few seconds is left to itself."""
+        if self._thread is not None:
+            self._is_last = True
+            self._wake.set()
+            self._thread.join(STOP_SECONDS)
+
+    def _start(self) -> bool:
+        if not has_groups():
+            return False
+        self._thread = threading.Thread(target=self._run, name="rankscope-collectives", daemon=True)
+        self._thread.start()
+        return True
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            is_last = self._is_last
+            self._guard.call("reading the flight record", functools.partial(self._read, is_last=is_last))
+            self.cpu_seconds = time.thread_time()
+            if is_last:
+                return
+
+    def _read(self, *, is_last: bool) -> None:
+        began, began_cpu = time.monotonic(), time.thread_time()
+        steps = 0
+        while self._ended:
+            self._timeline.step_ended(*self._ended.popleft())
+            steps += 1
+        read = read_with_stacks if self._entries <= MOST_WITH_STACKS else read_without_stacks
+        readings = read()
+        self._entries = sum(map(len, readings.values()))
+        self._ranks |= ranks_by_group()
+        taken = self._timeline.take(readings, self._ranks, is_last=is_last)
+        self._tell(taken)
+        now = time.monotonic()
+        since = 0.0 if self._last_reading is None else began - self._last_reading
+        self._last_reading = began
+        # The lock is held through most of it, so what counts is what it takes, not how long it waits for its turn.
+        self._pace.took(time.thread_time() - began_cpu, since / max(1, steps), now)
+
+    def _tell(self, taken: Taken) -> None:
+        self.totals.add(taken.rows)
+        self.overwritten += taken.overwritten
+        events = (_overwritten(taken.overwritten),) if taken.overwritten else ()
+        if taken.rows or events:
+            self._publish(StepRecord(ts=now_microseconds(), collectives=tuple(taken.rows), events=events))
+
+    def counts(self) -> Mapping[str, tuple[int, int]]:
+        """Return calls and bytes by operation."""
+        return self.totals.by_op()
+
+
+def _overwritten(count: int) -> Event:
+    return Event(
+        type=EventType.NOTE,
+        severity=Severity.INFO,
+        op="collectives_overrun",
+        value=float(count),
+        message=f"{count:,} collectives have no row: torch overwrote them before they were read "
+        "(TORCH_FR_BUFFER_SIZE, collectives_share)",
+    )
