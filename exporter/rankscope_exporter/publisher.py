@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -16,6 +16,7 @@ import torch
 from rankscope_contract.events import Event, EventType
 from rankscope_contract.records import PlanEntry
 from rankscope_exporter.drafts import Draft, skipped_event
+from rankscope_exporter.frameworks.chunks import told_apart
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.judge import Firing, Judge, Judgement
 from rankscope_exporter.record import Scalar, Statistics, StepRecord
@@ -30,6 +31,9 @@ IDLE_FLUSH_SECONDS = 2.0
 
 MAX_QUEUE = 10_000
 """Drafts that may wait; more are dropped and counted, since training must not fill the memory."""
+
+_OF_CHUNKS: Final = frozenset({"features", "histograms"})
+"""Datasets whose rows say the chunk of a model by their names alone."""
 
 CUMULATIVE = {"tokens": "tokens_total", "samples": "samples_total"}
 
@@ -59,6 +63,8 @@ class Publisher:
         self._totals: dict[str, float] = {}
         self.pp_stage: int | None = None
         """Stage of the pipeline that anomalies are said to be of."""
+        self.has_chunks = False
+        """Whether the model is a list of chunks, with whose numbers names begin."""
         self.published: Callable[[], None] = lambda: None
         self.flush_idle: Callable[[float], None] = lambda _seconds: None
         self.finished: Callable[[], None] = lambda: None
@@ -163,7 +169,8 @@ class Publisher:
         for deferred in draft.deferred:
             read = self._guard.call(f"rows of {deferred.dataset}", deferred.read)
             if deferred.dataset is not None:
-                rows.setdefault(deferred.dataset, []).extend(read or ())
+                chunked = self.has_chunks and deferred.dataset in _OF_CHUNKS
+                rows.setdefault(deferred.dataset, []).extend(map(told_apart, read or ()) if chunked else read or ())
         return {name: tuple(items) for name, items in rows.items()}
 
     def _anomaly(self, firing: Firing, order: int | None) -> Event:

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import megatron_shim
 import torch
-from framework_loops import SKIPPED, WORLD, Loop
+from framework_loops import OF_CALLS, SKIPPED, WORLD, Loop
 from framework_training import ADAM, ROWS, STEPS, Block, Net, batch, loss_of
 from heavy_clipping import LONGEST
 
@@ -195,7 +195,9 @@ def trained(
         )
         return torch.stack([one["loss"] for one in reported]) if reported else None
 
-    return Trained(wrapped if chunks > 1 else wrapped[0], torch.nn.ModuleList(wrapped), backward, made=optimizer)
+    also = OF_CALLS if chunks > 1 else {}
+    given = wrapped if chunks > 1 else wrapped[0]
+    return Trained(given, torch.nn.ModuleList(wrapped), backward, also=also, made=optimizer)
 
 
 def _divide(tensor_parallel: int, pipeline: int, chunks: int) -> None:

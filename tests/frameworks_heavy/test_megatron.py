@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "exporter" / "frameworks"))
 
 import heavy_clipping
 from framework_loops import SKIPPED, WORLD
-from framework_owing import REPLICA, SHARD
+from framework_owing import REPLICA, SHARD, check_calls
 from framework_training import Truth, truths
 from framework_watching import Outcome, by_chunk, outcomes
 from heavy_checks import (
@@ -61,7 +61,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Out
     work = functools.partial(train_all, loops="megatron_loops")
     told = outcomes(tmp_path_factory.mktemp("megatron"), work, tuple(OWED), wait_seconds=600)
     for rank in range(WORLD):
-        told[CHUNKED, rank].rows = by_chunk(told[CHUNKED, rank])
+        by_chunk(told[CHUNKED, rank])
     return told
 
 
@@ -116,7 +116,12 @@ def test_a_parameter_that_the_ranges_of_two_ranks_share_is_put_together(found):
     assert 6 * 24 == sum(row.counts["numel"] for row in shared)
 
 
+def test_modules_of_all_chunks_are_read_when_they_are_called(found):
+    owed = OWED[CHUNKED]
+    check_calls([found[CHUNKED, rank] for rank in range(WORLD)], truth_of(owed), owed.micros, split=owed.split)
+
+
 def test_each_chunk_of_a_rank_has_its_number(found):
     for rank in range(WORLD):
-        assert {0, 1} == {row.vpp_stage for row in found[CHUNKED, rank].rows}
+        assert {0, 1} == {row.vpp_stage for row in found[CHUNKED, rank].rows if row.kind.startswith("act_")}
         assert {None} == {row.vpp_stage for row in found["pipeline", rank].rows}

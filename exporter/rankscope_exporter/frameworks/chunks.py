@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from rankscope_exporter.deferred import Row
+
 
 def numbers_of(chunks: Sequence[nn.Module]) -> dict[int, int]:
     """Return the chunk of each parameter and module by identity, the first that has it; nothing of one alone."""
@@ -19,3 +21,9 @@ def numbers_of(chunks: Sequence[nn.Module]) -> dict[int, int]:
 def as_one(chunks: Sequence[nn.Module]) -> nn.Module:
     """Return a module that has all chunks, whose names begin with their numbers there; one alone as it is."""
     return chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
+
+
+def told_apart(row: Row) -> Row:
+    """Return a row of a parameter or module of such a model, with the chunk that its name begins with."""
+    name: str = row["tensor"] if "tensor" in row else row["module"]
+    return {**row, "vpp_stage": int(name.partition(".")[0])}

@@ -1,4 +1,4 @@
-"""Pipeline parallelism (`torch.distributed.pipelining`): each rank trains one stage or several, micro-batch by micro-batch."""
+"""Pipeline parallelism (`torch.distributed.pipelining`): each rank trains stages of it, micro-batch by micro-batch."""
 
 from __future__ import annotations
 

@@ -116,11 +116,13 @@ class Structure(Quantity):
         """Begin anew; what this step shows is put together once it is over."""
         self._handles.remove()
         self._open.clear()
-        seen = self._seen = {
-            item.name: Seen(item.name, type(item.module).__name__, _placement(item.module, self.placement))
-            for item in self._modules
-        }
+        seen = self._seen = {item.name: self._unseen(item) for item in self._modules}
         table.defer("modules", torch.empty(0), lambda _nothing: self._report(list(seen.values())))
+
+    def _unseen(self, named: NamedModule) -> Seen:
+        placement = _placement(named.module, self.placement)
+        vpp_stage = self.subject.framework.vpp_stage(named.module)
+        return Seen(named.name, type(named.module).__name__, placement, vpp_stage=vpp_stage)
 
     def after_update(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
         """Let go of tensors that outlive their graph."""

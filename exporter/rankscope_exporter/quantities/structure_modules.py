@@ -53,6 +53,7 @@ class Seen:
     output_form: str = "tensor"
     output_parts: dict[str, Described | str] = field(default_factory=dict)  # top level alone, by position or name
     stack: tuple[str, ...] = ()
+    vpp_stage: int | None = None
 
     def took(self, found: Found) -> None:
         """Note the arguments of the call."""
@@ -82,6 +83,7 @@ class Seen:
             "outputs": _json(self.outputs),
             "placement": self.placement,
             "stack": "\n".join(self.stack) or None,
+            "vpp_stage": self.vpp_stage,
         }
 
     def line(self) -> str:
@@ -117,7 +119,9 @@ def structure_text(modules: Iterable[Seen]) -> str:
 
 def structure_document(modules: Iterable[Seen]) -> dict[str, Any]:
     """Return the content of `module_struct.json`: the modules that were called, behind the number of their chunk."""
-    return {f"0:{module.name}": module.document() for module in modules if module.inputs is not None}
+    return {
+        f"{module.vpp_stage or 0}:{module.name}": module.document() for module in modules if module.inputs is not None
+    }
 
 
 def _json(tensors: Sequence[Described] | None) -> str | None:

@@ -163,17 +163,18 @@ class FeatureRow:
 
 def feature_rows(features: Iterable[Mapping[str, Any]], shown: Shown) -> dict[str, list[FeatureRow]]:
     """Return the rows of each family; numbers of one module and micro-batch stand side by side."""
-    found: dict[str, dict[tuple[str, int], dict[str, float]]] = {}
+    found: dict[str, dict[tuple[int, str, int], dict[str, float]]] = {}
     for row in features:
         family = _FAMILY_OF_FEATURE.get(row["kind"])
         if family is None:
             continue
         column = next(name for name, kind in FEATURE_COLUMNS[family].items() if kind == row["kind"])
         name = neutral(feature_name(family, shown(row["module"], family != OTHER), row.get("index")))
-        numbers = found.setdefault(family, {}).setdefault((name, row.get("micro_step") or 0), {})
+        key = row.get("vpp_stage") or 0, name, row.get("micro_step") or 0
+        numbers = found.setdefault(family, {}).setdefault(key, {})
         if row["value"] is not None:
             numbers[column] = row["value"]
     return {
-        family: [FeatureRow(0, name, micro, numbers) for (name, micro), numbers in rows.items()]
+        family: [FeatureRow(*key, numbers) for key, numbers in rows.items()]
         for family, rows in found.items()
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ class Loop:
     foreach: bool | None = None
     before: Callable[[int, torch.optim.Optimizer], None] = lambda _step, _optimizer: None
     """What happens to the model before a step."""
+    also: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Further quantities, or options of those that are always measured."""
 
     def train(self, optimizer: torch.optim.Optimizer) -> list[Any]:
         """Return the loss of each step."""
@@ -204,10 +206,11 @@ def interleaved(rank: int) -> Loop:
         driver.step(target=torch.zeros(ROWS, 1), losses=losses)
         return torch.stack(losses).detach()
 
-    return Loop(stages[::-1], nn.ModuleList(stage.submod for stage in stages), backward)
+    return Loop(stages[::-1], nn.ModuleList(stage.submod for stage in stages), backward, also=OF_CALLS)
 
 
 CHUNKED = "pipeline, interleaved"  # names begin with the number of the chunk
+OF_CALLS: dict[str, dict[str, Any]] = {"router": {"targets": ["*.up"], "top_k": 1}, "linear": {}, "structure": {}}
 
 
 def thawed(rank: int) -> Loop:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 import torch
 from framework_loops import WORLD
-from framework_training import Net
-from framework_watching import Found
+from framework_training import Net, Truth, batches, entropies
+from framework_watching import Found, FoundOfModule, Outcome
 
 GRADIENTS = ("grad_unreduced", "grad_reduced", "grad_clipped")
 ALL = (*GRADIENTS, "param_before", "param_after", "exp_avg", "exp_avg_sq")
@@ -74,3 +75,27 @@ def close(rows: list[Found], value: torch.Tensor, rel: float) -> None:
     assert float(value.norm()) == pytest.approx(norm, rel=rel), where
     assert float(value.min()) == pytest.approx(least, abs=margin), where
     assert float(value.max()) == pytest.approx(most, abs=margin), where
+
+
+def check_calls(outcomes: Sequence[Outcome], truths: Sequence[Truth], micros: int, *, split: bool) -> None:
+    """Check what modules are read for when they are called, over all chunks of all ranks: entropies, norms, structure.
+
+    Each is there once for the whole model, by the names of its parts there.
+    """
+    rows = [row for outcome in outcomes for row in outcome.of_modules]
+    routed = ("blocks.0.up", "blocks.1.up")
+    linear = (*routed, "blocks.0.down", "blocks.1.down", "enter", "leave")
+    for step, truth in enumerate(truths, 1):
+        for micro, data in enumerate(batches(0, step, micros, split=split)):
+            for name, entropy in entropies(truth, data, routed).items():
+                assert entropy == pytest.approx(_value(rows, step, "router_entropy", name, micro), rel=1e-4)
+        for name in linear:
+            largest = float(torch.linalg.matrix_norm(truth.shared["param_before"][f"{name}.weight"], 2))
+            assert largest == pytest.approx(_value(rows, step, "spectral_norm", name, None), rel=1e-3)
+    assert {*linear, "blocks.0", "blocks.1"} == {row.module for row in rows if row.kind == "called"} - {""}
+
+
+def _value(rows: Sequence[FoundOfModule], step: int, kind: str, module: str, micro: int | None) -> float | None:
+    found = [row for row in rows if (row.step, row.kind, row.module, row.micro_step) == (step, kind, module, micro)]
+    assert 1 == len(found), (step, kind, module, micro)
+    return found[0].value

@@ -101,7 +101,7 @@ def truths(
         _update(model, optimizer, {name: torch.zeros_like(item) for name, item in model.named_parameters()})
     found = []
     for step in range(1, STEPS + 1):
-        runs = [[_run(model, data) for data in _batches(rank, step, micros, split=split)] for rank in ranks]
+        runs = [[_run(model, data) for data in batches(rank, step, micros, split=split)] for rank in ranks]
         truth = Truth(*([[one[part] for one in own] for own in runs] for part in (0, 1)))
         locals_ = [truth.local(place) for place in range(len(ranks))]
         divisor = len(ranks) * (micros if split else 1)
@@ -119,7 +119,7 @@ def truths(
     return found
 
 
-def _batches(rank: int, step: int, micros: int, *, split: bool) -> Sequence[torch.Tensor]:
+def batches(rank: int, step: int, micros: int, *, split: bool) -> Sequence[torch.Tensor]:
     return batch(rank, step).chunk(micros) if split else [batch(rank, step, micro) for micro in range(micros)]
 
 
@@ -138,6 +138,21 @@ def _run(model: nn.Module, data: torch.Tensor) -> tuple[Gradients, Seen]:
         if tensor.grad is not None:
             seen[kind.replace("act_", "act_grad_"), name] = tensor.grad
     return gradients, seen
+
+
+def entropies(truth: Truth, data: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
+    """Return the mean entropy of what modules make of a micro-batch, at the parameters that a step begins with."""
+    model = Net().double()
+    model.load_state_dict(truth.shared["param_before"])
+    found: dict[str, float] = {}
+
+    def keep(name: str, output: torch.Tensor) -> None:
+        found[name] = float(torch.distributions.Categorical(logits=output.detach()).entropy().mean())
+
+    for name in names:
+        model.get_submodule(name).register_forward_hook(lambda _, __, output, name=name: keep(name, output))
+    model(data.double())
+    return found
 
 
 OUTER = ("enter", "blocks.0", "blocks.1", "leave")

@@ -47,12 +47,26 @@ class Found:
     vpp_stage: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class FoundOfModule:
+    """A feature of a module, or that it was called at all."""
+
+    step: int
+    kind: str
+    module: str
+    index: int | None
+    micro_step: int | None
+    vpp_stage: int | None
+    value: float | None
+
+
 @dataclass(slots=True)
 class Outcome:
     """What one rank tells of one loop."""
 
     rows: list[Found] = field(default_factory=list)
     events: list[tuple[int, str]] = field(default_factory=list)
+    of_modules: list[FoundOfModule] = field(default_factory=list)
     faults: int = 0
     unequal: list[str] = field(default_factory=list)
     """What the monitor changed: nothing, one hopes."""
@@ -116,7 +130,13 @@ def watched(make: Callable[[int], Loop], rank: int, *, enabled: bool = True) -> 
     loop = make(rank)
     optimizer = loop.optimizer()
     outcome = Outcome()
-    config = MonitorConfig(quantities=QUANTITIES, options=OPTIONS, console=False, exit_wait_seconds=0, enabled=enabled)
+    config = MonitorConfig(
+        quantities=tuple(dict.fromkeys((*QUANTITIES, *loop.also))),
+        options={**OPTIONS, **loop.also},
+        console=False,
+        exit_wait_seconds=0,
+        enabled=enabled,
+    )
     with Monitor(config) as monitor:
         monitor.attach(loop.attached, optimizer)
         seen = loop.train(optimizer)
@@ -168,12 +188,27 @@ def read(monitor: Monitor, outcome: Outcome) -> None:
         outcome.events += [(record.step, event.type) for event in record.events]
     for record in measured:
         outcome.rows += rows_of(record)
+        outcome.of_modules += of_modules(record)
 
 
-def by_chunk(outcome: Outcome) -> list[Found]:
-    """Return rows of chunks by the names that their modules have in the whole model; each row is of its chunk."""
+def by_chunk(outcome: Outcome) -> None:
+    """Give rows of chunks the names that their modules have in the whole model; each row is of its chunk."""
     assert all(row.tensor.startswith(f"{row.vpp_stage}.") for row in outcome.rows)
-    return [replace(row, tensor=row.tensor.partition(".")[2]) for row in outcome.rows]
+    assert all(row.module.partition(".")[0] == str(row.vpp_stage) for row in outcome.of_modules)
+    outcome.rows = [replace(row, tensor=row.tensor.partition(".")[2]) for row in outcome.rows]
+    outcome.of_modules = [replace(row, module=row.module.partition(".")[2]) for row in outcome.of_modules]
+
+
+def of_modules(record: Any) -> list[FoundOfModule]:
+    found = [
+        FoundOfModule(record.step, *(row.get(name) for name in ("kind", "module", "index", "micro_step")), *rest)
+        for row in record.features
+        for rest in [(row.get("vpp_stage"), row["value"])]
+    ]
+    called = [row for row in record.modules if row["inputs"] is not None]
+    return found + [
+        FoundOfModule(record.step, "called", row["module"], None, None, row["vpp_stage"], None) for row in called
+    ]
 
 
 def rows_of(record: Any) -> list[Found]:

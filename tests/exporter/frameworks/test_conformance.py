@@ -29,7 +29,7 @@ from framework_loops import (
     THAWED,
     WORLD,
 )
-from framework_owing import ALL, GRADIENTS, LOCAL, NAMES, REPLICA, SHARD, Owed, check, close, count_of
+from framework_owing import ALL, GRADIENTS, LOCAL, NAMES, REPLICA, SHARD, Owed, check, check_calls, close, count_of
 from framework_training import STEPS, Net, Truth, truths
 from framework_watching import Outcome, by_chunk, outcomes, train_all
 
@@ -61,7 +61,7 @@ OWED = {
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Outcome]:
     told = outcomes(tmp_path_factory.mktemp("frameworks"), train_all)
     for rank in range(WORLD):
-        told[CHUNKED, rank].rows = by_chunk(told[CHUNKED, rank])
+        by_chunk(told[CHUNKED, rank])
     return told
 
 
@@ -185,6 +185,11 @@ def test_a_rank_measures_without_the_others(name, found):
 
     assert both == alone
     assert [] == found[name, 1].rows
+
+
+def test_modules_of_all_stages_are_read_when_they_are_called(found):
+    ranks = [found[CHUNKED, rank] for rank in range(WORLD)]
+    check_calls(ranks, truth_of(STAGE), MICROS, split=True)
 
 
 def test_each_stage_of_a_rank_has_its_number(found):
