@@ -1,8 +1,8 @@
-"""What a step costs on which nothing is measured: not attached, switched off, and activations attached but not due.
+"""What a step costs on which nothing is measured: switched off, and attached but not due, of models of 6 and 144 tensors.
 
-A step of 148 small tensors in 24 layers, so that hooks are all there is to see. CPU time of the training thread, blocks
-of steps beside each other, the order changing from pair to pair. And the calls themselves, the least of many repeats:
-that holds on a busy machine too.
+Small tensors, so that our calls are all there is to see; their number is the same for both models, which a test holds.
+CPU time of the training thread, blocks of steps beside each other, the order changing from pair to pair. And what it
+costs that hooks come and go, once for each measured step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import statistics
 import time
 import timeit
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from _rows import Row, print_rows
@@ -20,9 +19,9 @@ from torch import nn
 
 from rankscope_exporter import Monitor, MonitorConfig
 
-LAYERS = 24
-BLOCK_STEPS = 20
-PAIRS = 24
+LAYERS = (1, 24)
+BLOCK_STEPS = 50
+PAIRS = 40
 
 
 def _block(dim: int) -> nn.Module:
@@ -33,48 +32,43 @@ def run() -> list[Row]:
     logging.getLogger("rankscope").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = nn.Sequential(*(_block(16) for _ in range(LAYERS)), nn.Linear(16, 16), nn.Linear(16, 16))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    tensors = sum(1 for _ in model.parameters())
     off = MonitorConfig(quantities=("parameters", "gradients"), console=False, exit_wait_seconds=0)
     idle = MonitorConfig(
         quantities=("parameters", "gradients", "activations"), every=1_000_000, console=False, exit_wait_seconds=0
     )
     rows = []
-    for name, config, switch in (("switched off", off, True), ("attached, not due, activations", idle, False)):
-        alone, extra = _pairs(model, optimizer, config, switch=switch)
-        note = f"{extra / tensors:.2f} us a tensor, on top of {alone:.0f} us without a monitor"
-        rows.append(Row(f"a step, {name}", extra, "us", note))
-    return rows + _bare_calls(model, optimizer, idle)
+    for layers in LAYERS:
+        model = nn.Sequential(*(_block(16) for _ in range(layers)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        tensors = sum(1 for _ in model.parameters())
+        for name, config, switch in (("switched off", off, True), ("not due, with activations", idle, False)):
+            alone, extra = _pairs(model, optimizer, config, switch=switch)
+            note = f"on top of {alone:.0f} us without a monitor, {100 * extra / alone:.2f} %"
+            rows.append(Row(f"a step of {tensors} tensors, {name}", extra, "us", note))
+        rows.append(_coming_and_going(model, optimizer, idle, tensors))
+    return rows
 
 
-def _bare_calls(model: nn.Module, optimizer: torch.optim.Optimizer, config: MonitorConfig) -> list[Row]:
-    """Return what the hooks of a gradient and of a module cost by themselves on a step that is not measured."""
+def _coming_and_going(model: nn.Module, optimizer: torch.optim.Optimizer, config: MonitorConfig, tensors: int) -> Row:
+    """Return what it costs to register the hooks of a step that is measured, and to take them away again."""
     monitor = Monitor(config).attach(model, optimizer)
-    _steps(model, optimizer, 2)
-    layer = next(module for module in model.modules() if isinstance(module, nn.Linear))
-    weight, before, after = layer.weight, *(next(iter(hooks.values())) for hooks in _hooks(layer))
-    (ready,) = (weight._post_accumulate_grad_hooks or {}).values()  # noqa: SLF001 - the hook itself
-    inputs = torch.ones(1, 16)
-    found: list[float] = []
-    # Inside of a backward pass, as torch calls it.
-    probe = weight.register_post_accumulate_grad_hook(lambda _: found.append(_least(lambda: ready(weight))))
-    _steps(model, optimizer, 1)
-    probe.remove()
-    found.append(_least(lambda: before(layer, (inputs,), {})) + _least(lambda: after(layer, (inputs,), {}, inputs)))
+    _steps(model, optimizer, 3)
+    hooks = monitor._session.hooks  # noqa: SLF001 - the calls themselves
+    member = next(item for item in monitor._session._collection._members if item.quantity.name == "activations")  # noqa: SLF001 - see above
+
+    def come_and_go() -> None:
+        hooks._gradients.hook_all()  # noqa: SLF001 - see above
+        hooks._gradients.keep_few()  # noqa: SLF001 - see above
+        member.coming.come()
+        for coming in member.coming._all:  # noqa: SLF001 - see above
+            coming.hook.was_called = True  # as a measured step leaves them
+        member.coming.go()
+
+    seconds = min(timeit.repeat(come_and_go, number=1, repeat=200))
     monitor.detach()
-    names = ("the hook of a gradient, not due", "both hooks of a module, not due")
-    return [Row(name, 1e9 * seconds, "ns", "by itself") for name, seconds in zip(names, found, strict=True)]
-
-
-def _hooks(layer: nn.Module) -> tuple[Any, Any]:
-    return layer._forward_pre_hooks, layer._forward_hooks  # noqa: SLF001 - the hooks themselves
-
-
-def _least(call: Callable[[], object], number: int = 2000) -> float:
-    """Return the seconds of one call, an empty one taken off."""
-    times = [min(timeit.repeat(what, number=number, repeat=50)) / number for what in (call, lambda: None)]
-    return times[0] - times[1]
+    return Row(
+        f"hooks of {tensors} tensors come and go", 1e6 * seconds, "us", f"{1e6 * seconds / tensors:.2f} us a tensor"
+    )
 
 
 def _pairs(
