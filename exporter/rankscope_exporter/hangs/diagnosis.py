@@ -92,6 +92,14 @@ class Diagnosis:
         with self._lock:
             self._record(self._stacks_event(read_stacks(text, reason, self._training_thread), Severity.INFO))
 
+    def take_flight(self, reason: str) -> None:
+        """Take and publish the flight record alone, where there is one."""
+        with self._lock:
+            flight = self._flight(reason)
+            if flight is not None:
+                event = _event(EventType.FLIGHT_RECORD, Severity.INFO, _flight_text(flight), flight.to_json())
+                self._record(event)
+
     def tell(self, event: Event) -> None:
         """Publish an event past the publisher."""
         with self._lock:

@@ -76,18 +76,19 @@ class Collection:
         return lineup
 
     def take(self, lineup: Lineup) -> None:
-        """Measure by `lineup` from now on, between two steps; every schedule begins anew."""
+        """Measure by `lineup` from now on, between two steps; every schedule begins anew, unstretched."""
         members = [member for member, _ in lineup]
         for member in self._members:
             if member not in members:
                 self._guard.call(member.where, member.leave)
+        self._settle(members)
         seat = [(f"rows of {member.quantity.name}", member, terms) for member, terms in lineup]
         for member in members:
             member.is_awaited = False
         self._members = [
             member for where, member, terms in seat if self._guard.call(where, member.be_seated, self._sheet, terms)
         ]
-        self._per_gradient = [member for member in self._members if member.quantity.hears("gradient_ready")]
+        self._listen()
 
     def dismiss(self, lineup: Lineup) -> None:
         """Take the hooks away that were registered for a `lineup` that will not be taken."""
@@ -95,10 +96,64 @@ class Collection:
             if member not in self._members:
                 self._guard.call(member.where, member.leave)
 
+    def stretch(self, factor: int) -> None:
+        """Measure every so many-th of the steps that are due, from the one that begins now on."""
+        for member in self._members:
+            member.schedule.stretch = factor
+
+    @property
+    def period(self) -> int:
+        """Return after how many steps what is measured repeats itself, by the longest of the schedules."""
+        return max((member.schedule.period for member in self._members if not member.schedule.is_over), default=1)
+
+    def capture(self, lineup: Lineup) -> None:
+        """Measure every step by `lineup` as well, between two steps, until it is `released`.
+
+        What is measured already goes on, and its schedule counts as before. A quantity of it that `lineup` has with
+        other options steps aside meanwhile: a tensor has one row at a step.
+        """
+        for member, terms in lineup:
+            member.is_captured, member.is_awaited = True, False
+            if member not in self._members:
+                self._seat_guest(member, terms)
+        self._listen()
+
+    def release(self) -> None:
+        """Measure no more than before `capture`."""
+        guests = [member for member in self._members if member.is_guest]
+        self._members = [member for member in self._members if not member.is_guest]
+        for member in guests:
+            self._guard.call(member.where, member.leave)
+        self._settle(self._members)
+        self._listen()
+
+    def stands(self, lineup: Lineup) -> bool:
+        """Return whether nobody of `lineup` has left, or was retired, since it was made."""
+        return not any(m.is_retired or (m.window is not None and m not in self._members) for m, _ in lineup)
+
+    def _seat_guest(self, member: Member, terms: Terms) -> None:
+        for known in self._members:
+            if type(known.quantity) is type(member.quantity):
+                known.make_room()
+        member.is_guest = True
+        if self._guard.call(f"rows of {member.quantity.name}", member.be_seated, self._sheet, terms):
+            self._members.append(member)
+
+    def _settle(self, staying: Sequence[Member]) -> None:
+        """Have those that stay measure by their schedules alone."""
+        for member in staying:
+            member.is_captured = member.is_guest = False
+            if member.is_set_aside:
+                member.come_back()
+
+    def _listen(self) -> None:
+        self._per_gradient = [member for member in self._members if member.quantity.hears("gradient_ready")]
+
     @property
     def is_over(self) -> bool:
         """Return whether all that was measured here will be no more; of a rank that measures nothing, False."""
-        return bool(self._members) and all(member.schedule.is_over for member in self._members)
+        own = [member for member in self._members if not member.is_guest]
+        return bool(own) and all(member.schedule.is_over for member in own)
 
     def kinds(self) -> set[str]:
         """Return the kinds of everything that is measured, or will be."""
@@ -120,9 +175,8 @@ class Collection:
         """Note that a step begins; return whether any quantity is due."""
         is_due = False
         for member in self._members:
-            member.is_open = member.schedule.begins(step)
-            is_due |= member.is_open
-            if member.schedule.is_over and not member.is_awaited and not member.is_retired:
+            is_due |= member.opens(step)
+            if member.is_done:
                 self._guard.call(member.where, member.retire)
         if is_due and self.backlog >= MAX_BACKLOG:
             self.unsampled += 1
@@ -161,8 +215,7 @@ class Collection:
         """Put what was measured into `draft`."""
         for member in self._members:
             if member.is_open:
-                member.is_open = False
-                member.schedule.taken()
+                member.closes()
         draft.copy, draft.ops = HostCopy(self._sheet.table, len(self.book)), self.book.ops
         draft.deferred, draft.rows = self._sheet.take_rows()
         self.backlog += 1

@@ -28,6 +28,14 @@ class Member:
     ops: Ops = EVERY_OP
     is_open: bool = False
     """Whether the step under way is measured by this quantity. A field: closed hooks ask for it all the time."""
+    is_captured: bool = False
+    """Whether every step is measured for the time being, whatever the schedule says."""
+    is_guest: bool = False
+    """Whether it is here for that alone."""
+    is_set_aside: bool = False
+    """Whether a guest measures in its place: the same quantity with other options."""
+    is_due: bool = False
+    """Whether the schedule has the step under way measured."""
     is_retired: bool = False
     is_awaited: bool = False
     """Whether a change that is to come goes on with it: its hooks stay."""
@@ -70,6 +78,23 @@ class Member:
             self.window.publish(terms.ops)
         return True
 
+    def opens(self, step: int) -> bool:
+        """Note that step number `step` begins; return whether it is measured."""
+        self.is_due = self.schedule.begins(step)
+        self.is_open = self.is_captured or (self.is_due and not self.is_set_aside)
+        return self.is_open
+
+    def closes(self) -> None:
+        """Note that the step under way was measured."""
+        self.is_open = False
+        if self.is_due:
+            self.schedule.taken()
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether its hooks are of no use any more."""
+        return self.schedule.is_over and not (self.is_awaited or self.is_captured or self.is_retired)
+
     def begins(self) -> None:
         """Have the hooks there that the step needs which begins, and no others."""
         if self.is_open:
@@ -89,11 +114,23 @@ class Member:
             handle.remove()
         self.handles.clear()
 
+    def make_room(self) -> None:
+        """Let a guest measure the same quantity, and fill the rows, for the time being."""
+        self.is_set_aside = True
+        if self.window is not None:
+            self.window.release()
+
+    def come_back(self) -> None:
+        """Go on as before."""
+        self.is_set_aside = False
+        if self.window is not None:
+            self.window.reclaim()
+
     def leave(self) -> None:
         """Take the hooks away, and let others fill the rows."""
         self.is_open = False
         self.unhook()
-        if self.window is not None:
+        if self.window is not None and not self.is_set_aside:  # else a guest may have them
             self.window.release()
 
     def measures_as(self, other: Quantity) -> bool:

@@ -60,6 +60,11 @@ class PlanBook:
         if rows:
             self._released[tuple(self.entries[rows.start : rows.stop])] = rows
 
+    def reclaim(self, rows: range) -> None:
+        """Let the entries of one `add`, which were released, be filled by whoever added them, and nobody else."""
+        if rows:
+            self._released.pop(tuple(self.entries[rows.start : rows.stop]), None)
+
     def publish(self, rows: range, ops: Ops) -> None:
         """Have the statistics `ops` of the entries `rows` leave the rank from now on."""
         if any(choice != ops for choice in self.ops[rows.start : rows.stop]):

@@ -63,6 +63,8 @@ class Proposal:
     margin_seconds: float = 0.0
     without: tuple[int, ...] = ()
     """Ranks that were not heard."""
+    stands: bool = False
+    """Whether it comes beside other changes: it waits for one that is pending, and none takes its place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,17 +127,23 @@ class Agreement:
         mine = _State(agreed=Proposal(number=0, step=step, document=document, source="file"), seen={"file": stamp})
         return _State.of(_text(self._store.compare_set(self._key, "", mine.text()))).agreed
 
-    def propose(self, document: str, source: str, stamp: int | None = None) -> bool:
-        """Ask for a change, and return whether it was heard; what `source` asked for before, by `stamp`, is none."""
+    def propose(
+        self, document: str, source: str, stamp: int | None = None, *, until: int | None = None, stands: bool = False
+    ) -> bool:
+        """Ask for a change, and return whether it was heard; what `source` asked for before, by `stamp`, is none.
+
+        With `until` nothing that `source` asks for up to that stamp is. False means: ask again at the next look.
+        """
         for _ in range(_ATTEMPTS):
             state = self._state()
             last = state.pending or state.agreed
             if stamp is not None and stamp <= state.seen.get(source, -1):
                 return True
-            seen = state.seen if stamp is None else {**state.seen, source: stamp}
-            fresh = self._ahead(
-                Proposal(number=last.number + 1, step=0, document=document, source=source), state, self._margin_seconds
-            )
+            if state.pending is not None and (stands or state.pending.stands):
+                return False
+            seen = state.seen if stamp is None else {**state.seen, source: stamp if until is None else until}
+            asked = Proposal(number=last.number + 1, step=0, document=document, source=source, stands=stands)
+            fresh = self._ahead(asked, state, self._margin_seconds)
             if self._exchange(state, replace(state, pending=fresh, seen=seen)):
                 return True
         return False
@@ -181,6 +189,10 @@ class Agreement:
     def claim(self, what: str) -> bool:
         """Return whether this rank is the first to claim `what`."""
         return self._store.add(f"{self._name}/claim/{what}", 1) == 1
+
+    def count(self, what: str, amount: int) -> int:
+        """Add to what the ranks count together as `what`, and return it."""
+        return self._store.add(f"{self._name}/count/{what}", amount)
 
     def is_claimed(self, what: str) -> bool:
         """Return whether some rank has claimed `what`."""

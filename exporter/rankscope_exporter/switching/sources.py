@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from rankscope_exporter.config import MonitorConfig
@@ -20,6 +21,7 @@ from rankscope_exporter.errors import ConfigError
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.sampling.measuring import Measuring, Part, as_text, measuring_of
 from rankscope_exporter.switching.agreement import Agreement, Proposal
+from rankscope_exporter.switching.asides import Aside
 from rankscope_exporter.switching.file import Edit, SwitchFile
 from rankscope_exporter.switching.switchboard import Change, Switchboard
 
@@ -33,6 +35,22 @@ _BUSY_SHARE: Final = 0.25
 """Of the time between two looks, while a change is being agreed on."""
 _ARRIVAL_SECONDS: Final = 2.0
 """How long training waits at most for the thread's word with the store; without it a change is taken late, and said."""
+
+
+MakeAside = Callable[[Mapping[str, Any], int | None], Aside]
+"""Makes a change beside what is measured of what was said and the step agreed on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What somebody on this rank wants of all."""
+
+    text: str
+    source: str
+    stamp: int | None = None
+    until: int | None = None
+    stands: bool = False
+    is_moot: Callable[[], bool] = lambda: False
 
 
 class Switching:
@@ -57,7 +75,12 @@ class Switching:
         self._agreement = agreement
         self._first_step = first_step
         self._file = SwitchFile(base.switch_file) if base.switch_file is not None else None
-        self._asked: queue.SimpleQueue[tuple[str, str, int | None]] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
+        self._errands: queue.SimpleQueue[Callable[[Agreement], None]] = queue.SimpleQueue()
+        self.asides: dict[str, MakeAside] = {}
+        """By source: who makes changes beside what is measured. The same on all ranks."""
+        self.listens = False
+        """Whether other ranks may ask for one of those."""
         self._calls = itertools.count(1)
         self._stopped = threading.Event()
         self._woken = threading.Event()
@@ -72,7 +95,8 @@ class Switching:
     def start(self) -> None:
         """Agree on what holds at the beginning, and listen where there is something to listen to."""
         self._guard.call("switching", self._begin)
-        if self._file is not None or (self._agreement is not None and self._base.serve.secret is not None):
+        is_asked = self.listens or self._base.serve.secret is not None
+        if self._file is not None or (self._agreement is not None and is_asked):
             self._thread.start()
 
     def _begin(self) -> None:
@@ -112,6 +136,36 @@ class Switching:
         self._submit(self._checked(document, REQUEST), REQUEST, None)
         return self._board.state()
 
+    def aside(
+        self,
+        document: Mapping[str, Any],
+        source: str,
+        *,
+        stamp: int | None = None,
+        until: int | None = None,
+        is_moot: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Ask for a change beside what is measured, unless it `is_moot` by the time others can hear of it.
+
+        Of what `source` asks for on all ranks, nothing up to the stamp `until` is heard any more.
+        """
+        if self._agreement is None:
+            self._board.put(self.asides[source](document, None))
+        else:
+            asked = _Asked(
+                text=as_text(document), source=source, stamp=stamp, until=until, stands=True, is_moot=is_moot
+            )
+            self._asked.put(asked)
+            self._woken.set()
+
+    def errand(self, ask: Callable[[Agreement], None]) -> bool:
+        """Have the thread ask the other ranks something; return whether there are any that can be asked."""
+        if self._agreement is None:
+            return False
+        self._errands.put(ask)
+        self._woken.set()
+        return True
+
     def _checked(self, document: Mapping[str, Any], source: str) -> str:
         text = as_text(document)
         self._measuring(text, source)
@@ -122,10 +176,13 @@ class Switching:
         if self._agreement is None:
             self._put(text, source, None)
         else:
-            self._asked.put((text, source, stamp))
+            self._asked.put(_Asked(text=text, source=source, stamp=stamp))
             self._woken.set()
 
     def _put(self, text: str, source: str, step: int | None, without: tuple[int, ...] = ()) -> None:
+        if source in self.asides:
+            self._board.put(self.asides[source](json.loads(text), step))
+            return
         measuring = self._measuring(text, source)
         self._wants_on, self._written_off = measuring.on, False
         parts = self._parts(measuring.config) if measuring.on else []
@@ -153,7 +210,7 @@ class Switching:
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            busy = self._agreement is not None and self._agreement.pending
+            busy = self._agreement is not None and (self._agreement.pending or not self._asked.empty())
             self._woken.wait(self._base.switch_poll_seconds * (_BUSY_SHARE if busy else 1.0))
             self._woken.clear()
             if not self._stopped.is_set():
@@ -210,15 +267,23 @@ class Switching:
 
     def _take_part(self, agreement: Agreement) -> None:
         def look() -> list[Proposal]:
+            while not self._errands.empty():
+                self._errands.get()(agreement)
             while not self._asked.empty():
                 asked = self._asked.get()
-                if not agreement.propose(*asked):  # other ranks did the same just now, again and again
+                if not self._propose(agreement, asked):  # another change is pending, or others did the same just now
                     self._asked.put(asked)
                     break
             return agreement.look()
 
         with self._agreeing:
             self._take_over(look)
+
+    @staticmethod
+    def _propose(agreement: Agreement, asked: _Asked) -> bool:
+        return asked.is_moot() or agreement.propose(
+            asked.text, asked.source, asked.stamp, until=asked.until, stands=asked.stands
+        )
 
     def _take_over(self, ask: Callable[[], list[Proposal]]) -> None:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,6 +13,7 @@ from rankscope_contract.events import Event, EventType, Severity
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.sampling.collection import Collection, Lineup, Part
 from rankscope_exporter.sampling.measuring import Measuring
+from rankscope_exporter.switching.asides import Aside, Companion
 
 _KEEP: Final = 0.8
 """How much of the average time of a step is kept when another has passed."""
@@ -34,6 +35,15 @@ class Change:
         """Return whether it holds from step number `step` on at the latest."""
         return self.step is None or self.step <= step
 
+    def ready(self, collection: Collection) -> None:
+        """Register the hooks it needs."""
+        if self.lineup is None:
+            self.lineup = collection.lineup(self.parts)
+
+    def shown(self) -> dict[str, Any]:
+        """Return it as /config shows what is to come."""
+        return self.measuring.shown()
+
 
 class Switchboard:
     """Changes the members of a collection between two steps, and says so with an event of the first new step."""
@@ -46,9 +56,13 @@ class Switchboard:
         """Called on the training thread when a change has taken place."""
         self.arrives: Callable[[int], None] = lambda _: None
         """Called on the training thread with the number of a step that begins, before what is due is looked at."""
+        self.companions: list[Companion] = []
+        """Told of every step, and of every change but those beside what is measured."""
+        self.changes = 0
+        """How many took place, those beside what is measured included: the same on all ranks at the same step."""
         self._collection = collection
         self._guard = guard
-        self._waiting: list[Change] = []
+        self._waiting: list[Change | Aside] = []
         self._lock = threading.Lock()
         self._pace: tuple[int, float | None] = (first_step - 1, None)
         self._opened_at: float | None = None
@@ -57,7 +71,7 @@ class Switchboard:
 
     # From any thread.
 
-    def put(self, change: Change) -> None:
+    def put(self, change: Change | Aside) -> None:
         """Have `change` take place at its step, behind those that wait already."""
         with self._lock:
             self._waiting.append(change)
@@ -69,8 +83,11 @@ class Switchboard:
     def state(self) -> dict[str, Any]:
         """Return what is measured, since when, and what is to come, as /config shows it."""
         with self._lock:
-            waiting = [{"step": change.step, **change.measuring.shown()} for change in self._waiting]
-        return {**self.measuring.shown(), "since_step": self._since, "source": self._by, "to_come": waiting}
+            waiting = [{"step": change.step, **change.shown()} for change in self._waiting]
+        state = {**self.measuring.shown(), "since_step": self._since, "source": self._by, "to_come": waiting}
+        for companion in self.companions:
+            state |= companion.shown()
+        return state
 
     # On the training thread.
 
@@ -82,24 +99,31 @@ class Switchboard:
             return
         with self._lock:
             due = [change for change in self._waiting if change.is_due(coming)] or self._waiting[:1]
-        if due[-1].lineup is None:
-            due[-1].lineup = self._collection.lineup(due[-1].parts)
+        for index, change in enumerate(due):
+            if not _is_replaced(change, due[index + 1 :]):
+                change.ready(self._collection)
 
     def opens(self, step: int) -> list[Event]:
         """Note that step number `step` is about to begin, and do what is due. Three comparisons when nothing is."""
         self._note_pace(step)  # first: the thread that promises something looks at the pace behind its promise
         self.arrives(step)
-        events = []
+        events: list[Event] = []
+        for companion in self.companions:
+            events += self._guard.call("switching", companion.step_begins, step) or ()
         while self._waiting and self._waiting[0].is_due(step):
             with self._lock:
                 change = self._waiting.pop(0)
-            is_replaced = bool(self._waiting) and self._waiting[0].is_due(step)
-            events.append(self._take(change, step, is_replaced=is_replaced))
+                due = [later for later in self._waiting if later.is_due(step)]
+            self.changes += 1
+            if isinstance(change, Change):
+                events += self._take(change, step, is_replaced=_is_replaced(change, due))
+            else:
+                events += self._guard.call("switching", change.take, self._collection, step) or ()
         if not events and self._since is not None and self.measuring.on and self._collection.is_over:
             events.append(self._end(step))
         return events
 
-    def _take(self, change: Change, step: int, *, is_replaced: bool) -> Event:
+    def _take(self, change: Change, step: int, *, is_replaced: bool) -> list[Event]:
         """Have `change` hold from now on; one that another replaces at this very step is told, and touches no hooks."""
         before, self.measuring = self.measuring, change.measuring
         if is_replaced:  # the other's lineup goes on with members that this one would have sent away
@@ -110,7 +134,10 @@ class Switchboard:
         self.ended.clear()
         self._since, self._by = step, change.source
         self.taken()
-        return _event(before, change, step)
+        events = [_event(before, change, step)]
+        for companion in self.companions:
+            events += self._guard.call("switching", companion.switched, step) or ()
+        return events
 
     def _end(self, step: int) -> Event:
         self._collection.take([])
@@ -132,6 +159,11 @@ class Switchboard:
             seconds = took if seconds is None else _KEEP * seconds + (1 - _KEEP) * took
         self._opened_at = now
         self._pace = (step, seconds)
+
+
+def _is_replaced(change: Change | Aside, later: Sequence[Change | Aside]) -> bool:
+    """Return whether one of `later`, due at the same step, says anew what is measured."""
+    return isinstance(change, Change) and any(isinstance(other, Change) for other in later)
 
 
 def _event(before: Measuring, change: Change, step: int) -> Event:

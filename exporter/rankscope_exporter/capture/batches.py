@@ -1,0 +1,125 @@
+"""Which samples a step was made of, as the script says: kept for the last steps, so that a bad one can be found again.
+
+Said before the forward pass of a batch, on the training thread; asked for on others. Nothing waits for a device.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from rankscope_exporter.deferred import Transfer
+from rankscope_exporter.drafts import Draft
+from rankscope_exporter.moments import Follower
+
+KEPT_STEPS: Final = 64
+MOST_IDS: Final = 1024
+"""Of one batch; of the others only their number is kept."""
+
+MOST_BYTES: Final = 16_384
+"""Of all ids in one event, as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The ids of one batch, as far as they are kept."""
+
+    ids: Any
+    left_out: int = 0
+
+    @classmethod
+    def of(cls, ids: Any) -> Batch:
+        """Take over what the script may change afterwards; a tensor without waiting for it."""
+        if isinstance(ids, torch.Tensor):
+            flat = ids.detach().reshape(-1)
+            return cls(Transfer.of(flat[:MOST_IDS]), max(0, flat.numel() - MOST_IDS))
+        if isinstance(ids, Mapping):
+            return cls(dict(ids))
+        if isinstance(ids, Iterable) and not isinstance(ids, str | bytes):
+            listed = list(ids)
+            return cls(listed[:MOST_IDS], max(0, len(listed) - MOST_IDS))
+        return cls(ids)
+
+    def read(self) -> Any:
+        """Return the ids as JSON has them; waits for a copy, so it is called off the training thread."""
+        ids = self.ids.wait().tolist() if isinstance(self.ids, Transfer) else self.ids
+        return json.loads(json.dumps(ids, default=_plain))
+
+
+Named = Mapping[int | None, list[Batch]]
+"""Batches by the number of their step."""
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+class Batches(Follower):
+    """Gives each batch to the step that its forward pass belongs to."""
+
+    def __init__(self) -> None:
+        self._said: list[Batch] = []  # of forward passes to come
+        self._now: list[Batch] = []  # of the step under way
+        self._ended: deque[tuple[int | None, list[Batch]]] = deque(maxlen=KEPT_STEPS)
+        self._lock = threading.Lock()
+
+    def say(self, ids: Any) -> None:
+        """Name the samples of the batch whose forward pass comes next."""
+        batch = Batch.of(ids)
+        with self._lock:
+            self._said.append(batch)
+            del self._said[:-KEPT_STEPS]  # where no forward pass is seen
+
+    def forward_begins(self) -> None:
+        """What was said is about this one."""
+        if self._said:
+            with self._lock:
+                self._now += self._said
+                self._said = []
+
+    def step_ends(self, draft: Draft) -> None:
+        """Only now the number of the step is certain: the script may have given it late."""
+        with self._lock:
+            self._ended.append((draft.step, self._now))
+            self._now = []
+
+    def of(self, step: int | None) -> Named:
+        """Return the batches of step number `step` under it; nothing where the script named none."""
+        with self._lock:
+            found = next((batches for number, batches in reversed(self._ended) if number == step), [])
+        return {step: found} if found else {}
+
+    def of_last(self, steps: int) -> Named:
+        """Return the batches of the last steps that ended, by number, without those that have none."""
+        with self._lock:
+            found = list(self._ended)[-steps:] if steps > 0 else []
+        return {step: batches for step, batches in found if batches}
+
+
+def read(batches: Named, most_bytes: int = MOST_BYTES) -> tuple[dict[str, list[Any]], int]:
+    """Return the ids by step as far as they fit an event, and how many do not. Waits for copies."""
+    room = most_bytes // max(1, sum(map(len, batches.values())))
+    ids: dict[str, list[Any]] = {}
+    left_out = 0
+    for step, of_step in batches.items():
+        for batch in of_step:
+            whole = batch.read()
+            kept = _cut(whole, room)
+            ids.setdefault(str(step), []).append(kept)
+            left_out += batch.left_out + (len(whole) - len(kept) if isinstance(whole, list) else 0)
+    return ids, left_out
+
+
+def _cut(ids: Any, most_bytes: int) -> Any:
+    if not isinstance(ids, list):
+        text = json.dumps(ids)
+        return ids if len(text) <= most_bytes else text[: most_bytes // 2]
+    while ids and len(json.dumps(ids)) > most_bytes:
+        ids = ids[: len(ids) // 2]
+    return ids

@@ -1,0 +1,155 @@
+"""Which firings are captured, and how far a capture has come. One rank's part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from rankscope_contract.events import Event
+from rankscope_exporter.capture.batches import Batches, Named, read
+from rankscope_exporter.capture.callbacks import in_causal_order
+from rankscope_exporter.capture.capturing import CAPTURE, Capturing, Reason
+from rankscope_exporter.capture.chores import Chores
+from rankscope_exporter.capture.config import CaptureConfig
+from rankscope_exporter.sampling.collection import Part
+
+
+class Asking(Protocol):
+    """How changes beside what is measured are asked for."""
+
+    def aside(
+        self, document: Mapping[str, Any], source: str, *, stamp: int | None = None, until: int | None = None
+    ) -> None:
+        """Ask for one; nothing that is asked for up to the stamp `until` is heard any more."""
+        ...
+
+
+class Captures:
+    """Hears of firings on the publisher's thread, of other ranks' on the switch thread, of steps on the training's.
+
+    `take_flight_record` publishes one, and `record` hands an event over; both may wait, on a thread of their own.
+    """
+
+    def __init__(
+        self,
+        config: CaptureConfig | None,
+        asking: Asking,
+        batches: Batches,
+        chores: Chores,
+        *,
+        rank: int,
+        parts: Callable[[], list[Part]],
+        release: Callable[[], None],
+        record: Callable[[Event], None],
+        take_flight_record: Callable[[], None],
+    ) -> None:
+        self.changed: Callable[[], None] = lambda: None
+        """Called on the training thread when there is another set of kinds."""
+        self._config = config
+        self._asking = asking
+        self._batches = batches
+        self._chores = chores
+        self._rank = rank
+        self._parts = parts
+        self._release = release
+        self._record = record
+        self._take_flight_record = take_flight_record
+        self._quiet_until = -1  # no firing up to this step has anything captured
+        self._count = 0
+        self._reason: Reason | None = None  # of the capture under way
+        self._first = self._left = self._steps = 0
+
+    # Firings of this rank.
+
+    def fired(self, step: int | None, events: Sequence[Event]) -> None:
+        """Have the first cause captured that a chosen rule fired on, unless that was done a while ago."""
+        config = self._config
+        if config is None or step is None or step <= self._quiet_until or self._count >= config.max_captures:
+            return
+        chosen = [event for event in in_causal_order(step, events) if config.chooses(event.rule)]
+        if not chosen:
+            return
+        reason, until = Reason.of(chosen[0], step, self._rank), step + config.cooldown_steps
+        self._quiet_until = until
+        self._asking.aside(reason.document(), CAPTURE, stamp=step, until=until)
+        text = f"more was asked to be measured: {reason.message}"
+        self._tell("asked", reason, text, self._batches.of(step))
+        self._flight_record()
+
+    # Captures that all ranks agreed on.
+
+    def make(self, document: Mapping[str, Any], step: int | None) -> Capturing:
+        """Return the capture that `document` means, for `step`."""
+        reason, config = Reason(**document), self._config
+        if config is not None:
+            self._quiet_until = max(self._quiet_until, reason.step + config.cooldown_steps)
+            if reason.rank != self._rank:
+                self._flight_record()
+        parts = self._parts() if config is not None and self._count < config.max_captures else []
+        return Capturing(reason=reason, step=step, parts=parts, begins=self._begins, began=self.changed)
+
+    def _begins(self, reason: Reason, step: int, agreed: int | None) -> list[Event]:
+        config = self._config
+        if config is None or self._count >= config.max_captures:
+            return []
+        self._count += 1
+        late = 0 if agreed is None else step - agreed  # who heard too late ends with the others all the same
+        self._steps = self._left = max(1, config.steps - late)
+        self._reason, self._first = reason, step
+        last = step + self._left - 1
+        self._quiet_until = max(self._quiet_until, last)
+        names = ", ".join(config.quantities)
+        text = f"steps {step} to {last} have {names}: {reason.message}, on rank {reason.rank} at step {reason.step}"
+        return [reason.event("began", text, first_step=step, last_step=last, agreed_step=agreed)]
+
+    # Of every step, on the training thread.
+
+    def step_begins(self, step: int) -> list[Event]:
+        """End what was measured often enough."""
+        if self._reason is not None:
+            self._left -= 1
+            if self._left <= 0:
+                self._release()
+                self.changed()
+                self._end(f"captured up to the step before {step}", cut_short=False)
+        return []
+
+    def switched(self, step: int) -> list[Event]:
+        """Note that somebody says anew what is measured: that wins."""
+        if self._reason is not None:
+            self._end(
+                f"captured up to the step before {step}, from which on something else is measured", cut_short=True
+            )
+        return []
+
+    def finish(self) -> None:
+        """Note that training has ended."""
+        if self._reason is not None:
+            self._left -= 1  # the last step has ended as well
+            self._end("captured up to the end of training", cut_short=self._left > 0)
+
+    def shown(self) -> dict[str, Any]:
+        """Return where it stands."""
+        if self._config is None:
+            return {}
+        return {"captures": self._count, "capturing": None if self._reason is None else self._reason.message}
+
+    def _end(self, text: str, *, cut_short: bool) -> None:
+        reason, self._reason = self._reason, None
+        if reason is not None:
+            done = self._steps - max(0, self._left)
+            batches = self._batches.of_last(done)
+            self._tell("ended", reason, text, batches, first_step=self._first, steps=done, cut_short=cut_short)
+
+    def _tell(self, state: str, reason: Reason, text: str, batches: Named, **more: Any) -> None:
+        """Record an event with the samples of `batches`, which may have to be waited for."""
+
+        def tell() -> None:
+            samples, left_out = read(batches)
+            self._record(reason.event(state, text, **more, samples=samples, samples_left_out=left_out))
+
+        self._chores.put(tell)
+
+    def _flight_record(self) -> None:
+        if self._config is not None and self._config.flight_record:
+            self._chores.put(self._take_flight_record)
