@@ -24,7 +24,10 @@ class EventType(enum.StrEnum):
     HANG = "hang"  # training gives no sign of life, or does so again: `details` holds state and seconds
     STACKS = "stacks"  # where the threads of the process stand: `details` holds them, see stacks.StackDump
     SWITCH = "switch"  # what is measured changed while training ran: `details` holds step, source, before and after
+    BUDGET = "budget"  # sampling was stretched or tightened: `details` holds was, now, share and max_overhead
+    CAPTURE = "capture"  # more is measured because a rule fired: `details` holds state, rank, steps and samples
     FLIGHT_RECORD = "flight_record"  # the latest collectives: `details` holds them, see stacks.FlightRecord
+    XID = "xid"  # the driver reports a critical error of the GPU: `value` is its number, `details` holds xid and gpu
     # What logs of other tools tell:
     LOSS_MISSING = "loss_missing"  # a step was logged without a loss, which is how some tools print NaN
     CHECKPOINT = "checkpoint"  # one is being, or was, saved or loaded: `details` holds action and path

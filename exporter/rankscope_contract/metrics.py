@@ -5,45 +5,18 @@ A metric exists by standing here; pages, documentation and queries are made from
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
-from rankscope_contract.identity import IDENTITY_LABELS
-
-MetricType = Literal["gauge", "counter"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricSpec:
-    """One metric family. `stored_as` is dataset.column, or scalars:<name> for a row of `scalars`; None: live only."""
-
-    name: str
-    type: MetricType
-    help: str
-    labels: tuple[str, ...] = ()  # beyond the page's own identity labels
-    unit: str | None = None
-    stored_as: str | None = None
-    page: Literal["rank", "node", "service"] = "rank"
-
-    @property
-    def all_labels(self) -> tuple[str, ...]:
-        """Return the labels of a sample: identity first on a rank's page."""
-        return (*IDENTITY_LABELS, *self.labels) if self.page == "rank" else self.labels
-
-
-def _gauge(name: str, help: str, *labels: str, unit: str | None = None, stored_as: str | None = None) -> MetricSpec:  # noqa: A002 - Prometheus' word
-    return MetricSpec(name=name, type="gauge", help=help, labels=labels, unit=unit, stored_as=stored_as)
-
-
-def _counter(name: str, help: str, *labels: str, unit: str | None = None, stored_as: str | None = None) -> MetricSpec:  # noqa: A002 - Prometheus' word
-    return MetricSpec(name=name, type="counter", help=help, labels=labels, unit=unit, stored_as=stored_as)
+from rankscope_contract import hardware_metrics
+from rankscope_contract.metric_spec import MetricSpec as MetricSpec  # noqa: PLC0414 - readers of the catalogue take it from here
+from rankscope_contract.metric_spec import counter, gauge
 
 
 def _service_gauge(name: str, help: str, *labels: str, unit: str | None = None) -> MetricSpec:  # noqa: A002 - Prometheus' word
     return MetricSpec(name=name, type="gauge", help=help, labels=labels, unit=unit, page="service")
 
 
-TENSOR_VALUE = _gauge(
+TENSOR_VALUE = gauge(
     "rankscope_tensor_value",
     "Statistic of a tensor at the latest sampled step of its kind.",
     "kind",
@@ -51,7 +24,7 @@ TENSOR_VALUE = _gauge(
     "op",
     stored_as="tensor_stats.norm",
 )
-TENSOR_BASELINE = _gauge(
+TENSOR_BASELINE = gauge(
     "rankscope_tensor_baseline",
     "Baseline the rules compared the statistic with.",
     "kind",
@@ -59,17 +32,17 @@ TENSOR_BASELINE = _gauge(
     "op",
     stored_as="tensor_stats.norm_baseline",
 )
-RULE_THRESHOLD = _gauge("rankscope_rule_threshold", "Configured threshold of a rule; NaN without one.", "rule")
-RULE_FIRING = _gauge(
+RULE_THRESHOLD = gauge("rankscope_rule_threshold", "Configured threshold of a rule; NaN without one.", "rule")
+RULE_FIRING = gauge(
     "rankscope_rule_firing", "1 while the rule fires on at least one series of the kind, else 0.", "rule", "kind"
 )
-ANOMALY_EVENTS = _counter(
+ANOMALY_EVENTS = counter(
     "rankscope_anomaly_events_total",
     "Firings since start; 0 from the start, so that increase() sees the first.",
     "rule",
     "kind",
 )
-TENSOR_ANOMALY_EVENTS = _counter(
+TENSOR_ANOMALY_EVENTS = counter(
     "rankscope_tensor_anomaly_events_total",
     'Firings per series from the first on; beyond 200 series they count under tensor="_other".',
     "rule",
@@ -77,89 +50,71 @@ TENSOR_ANOMALY_EVENTS = _counter(
     "tensor",
     "op",
 )
-REPLICA_HASH = _gauge(
+REPLICA_HASH = gauge(
     "rankscope_replica_hash",
     "All hashes of what the ranks `replicas` hold alike, as one number below 2^48: equal on all of them.",
     "replicas",
 )
-REPLICA_HASH_STEP = _gauge(
+REPLICA_HASH_STEP = gauge(
     "rankscope_replica_hash_step", "Step at which they were taken.", "replicas", unit="steps", stored_as="hashes.step"
 )
-KIND_STEP = _gauge("rankscope_kind_step", "Latest sampled step of a kind.", "kind", unit="steps")
-STEP = _gauge(
+KIND_STEP = gauge("rankscope_kind_step", "Latest sampled step of a kind.", "kind", unit="steps")
+STEP = gauge(
     "rankscope_step", "Latest finished step, skipped ones included.", unit="steps", stored_as="tensor_stats.step"
 )
-STEPS_PLANNED = _gauge(
+STEPS_PLANNED = gauge(
     "rankscope_steps_planned", "Steps the training intends to make.", unit="steps", stored_as="runs.planned_steps"
 )
-LOSS = _gauge("rankscope_loss", "Latest logged loss.", "loss", stored_as="scalars:loss")
-LEARNING_RATE = _gauge(
+LOSS = gauge("rankscope_loss", "Latest logged loss.", "loss", stored_as="scalars:loss")
+LEARNING_RATE = gauge(
     "rankscope_learning_rate", "Learning rate of a parameter group.", "group", stored_as="scalars:learning_rate"
 )
-GRAD_NORM = _gauge("rankscope_grad_norm", "Gradient norm as the training logged it.", stored_as="scalars:grad_norm")
-SCALAR = _gauge("rankscope_scalar", "Latest value of any other logged scalar.", "name", stored_as="scalars.value")
-TOKENS = _counter(
+GRAD_NORM = gauge("rankscope_grad_norm", "Gradient norm as the training logged it.", stored_as="scalars:grad_norm")
+SCALAR = gauge("rankscope_scalar", "Latest value of any other logged scalar.", "name", stored_as="scalars.value")
+TOKENS = counter(
     "rankscope_tokens_total", "Tokens this rank has trained on.", unit="tokens", stored_as="scalars:tokens_total"
 )
-SAMPLES = _counter(
+SAMPLES = counter(
     "rankscope_samples_total", "Samples this rank has trained on.", unit="samples", stored_as="scalars:samples_total"
 )
-STEP_SECONDS = _gauge(
+STEP_SECONDS = gauge(
     "rankscope_step_seconds", "Duration of the latest step.", unit="seconds", stored_as="scalars:step_seconds"
 )
-PHASE_SECONDS = _counter(
+PHASE_SECONDS = counter(
     "rankscope_phase_seconds_total",
     "Time spent in a named phase.",
     "phase",
     unit="seconds",
     stored_as="scalars:phase_seconds",
 )
-SKIPPED_STEPS = _counter(
+SKIPPED_STEPS = counter(
     "rankscope_skipped_steps_total", "Steps whose optimizer was not run.", unit="steps", stored_as="events.type"
 )
-RESIDENT_BYTES = _gauge(
-    "rankscope_process_resident_memory_bytes",
-    "Resident memory of the training process.",
-    unit="bytes",
-    stored_as="scalars:resident_memory_bytes",
-)
-DEVICE_ALLOCATED_BYTES = _gauge(
-    "rankscope_device_memory_allocated_bytes",
-    "Device memory held by tensors.",
-    unit="bytes",
-    stored_as="scalars:device_memory_allocated_bytes",
-)
-DEVICE_RESERVED_BYTES = _gauge(
-    "rankscope_device_memory_reserved_bytes",
-    "Device memory held by torch's allocator.",
-    unit="bytes",
-    stored_as="scalars:device_memory_reserved_bytes",
-)
-OVERHEAD_SECONDS = _counter(
+OVERHEAD_SECONDS = counter(
     "rankscope_overhead_seconds_total",
     "CPU time of Rankscope on this rank: hooks, publisher and server threads.",
     "thread",
     unit="seconds",
     stored_as="scalars:overhead_seconds",
 )
-COLLECTIVE_CALLS = _counter(
+COLLECTIVE_CALLS = counter(
     "rankscope_collective_calls_total",
     "Collectives of this rank, torch's own included, as far as torch's record of them was read.",
     "op",
     stored_as="collectives.op",
 )
-COLLECTIVE_BYTES = _counter(
+COLLECTIVE_BYTES = counter(
     "rankscope_collective_bytes_total",
     "Bytes of their messages: of what the rank gives or gets, whichever is more.",
     "op",
     unit="bytes",
     stored_as="collectives.bytes",
 )
-FAULTS = _counter("rankscope_exporter_faults_total", "Errors swallowed so that training could go on.")
-DROPPED = _counter("rankscope_dropped_total", "Records, series or events left out, by reason.", "reason")
-RING_RECORDS = _gauge("rankscope_ring_records", "Records in the ring.")
-RING_UNCOMMITTED = _gauge("rankscope_ring_uncommitted_records", "Records in the ring that no store has committed yet.")
-RUN_INFO = _gauge(
+FAULTS = counter("rankscope_exporter_faults_total", "Errors swallowed so that training could go on.")
+DROPPED = counter("rankscope_dropped_total", "Records, series or events left out, by reason.", "reason")
+RING_RECORDS = gauge("rankscope_ring_records", "Records in the ring.")
+RING_UNCOMMITTED = gauge("rankscope_ring_uncommitted_records", "Records in the ring that no store has committed yet.")
+RUN_INFO = gauge(
     "rankscope_run_info",
     "1, with what identifies the process.",
     "host",
@@ -169,7 +124,7 @@ RUN_INFO = _gauge(
     "launch_id",
     "device",
 )
-BUILD_INFO = _gauge("rankscope_build_info", "1, with the versions in use.", "version", "schema_version", "torch")
+BUILD_INFO = gauge("rankscope_build_info", "1, with the versions in use.", "version", "schema_version", "torch")
 
 NODE_RANKS = MetricSpec(
     name="rankscope_node_ranks",
@@ -292,7 +247,7 @@ NOTIFICATIONS = MetricSpec(
 )
 
 CATALOG: Final[dict[str, MetricSpec]] = {
-    spec.name: spec for spec in tuple(globals().values()) if isinstance(spec, MetricSpec)
+    spec.name: spec for spec in (*globals().values(), *vars(hardware_metrics).values()) if isinstance(spec, MetricSpec)
 }
 """Every metric by name."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rankscope_contract.events import Event, EventType, Severity
 from rankscope_exporter.deferred import Deferred, Row, Transfer
 from rankscope_exporter.logged import Pending
+from rankscope_exporter.record import Scalar
 from rankscope_exporter.sampling.ops import Ops
 from rankscope_exporter.statistics import HostCopy
 
@@ -28,6 +29,7 @@ class Draft:
     pending: list[Pending] = field(default_factory=list)
     learning_rates: list[Pending] = field(default_factory=list)
     found_inf: list[Pending] = field(default_factory=list)
+    later: list[Callable[[], Iterable[Scalar]]] = field(default_factory=list)  # numbers made on the publisher's thread
     events: list[Event] = field(default_factory=list)
     deferred: list[Deferred] = field(default_factory=list)
     rows: dict[str, list[Row]] = field(default_factory=dict)  # of other datasets, by name

@@ -20,7 +20,6 @@ from rankscope_exporter.frameworks.chunks import told_apart
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.judge import Firing, Judge, Judgement
 from rankscope_exporter.record import Scalar, Statistics, StepRecord
-from rankscope_exporter.resources import memory_scalars
 from rankscope_exporter.sampling.plan_book import PlanBook
 from rankscope_exporter.sampling.published import Choices, Published
 from rankscope_exporter.serving.live import NO_KIND
@@ -119,6 +118,8 @@ class Publisher:
         statistics, judgement = self._statistics(draft)
         read = (self._guard.call("a logged number", pending.scalar) for pending in draft.pending)
         scalars = [scalar for scalar in read if scalar is not None]
+        for later in draft.later:
+            scalars += self._guard.call("a number that comes later", later) or ()
         events = list(draft.events)
         if any(pending.scalar().value for pending in draft.found_inf):
             events.append(skipped_event())
@@ -129,8 +130,6 @@ class Publisher:
         for event in self._judged_scalars(scalars):
             events.append(event)
             firing.add((str(event.rule), NO_KIND))
-        if draft.step is not None and draft.copy is not None:
-            scalars += memory_scalars(self._device)
         scalars += self._running_totals(scalars)
         record = StepRecord(
             ts=draft.ts,

@@ -1,0 +1,63 @@
+"""Memory of this process and of its device's allocator, read on the publisher's thread as a measured step leaves."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from rankscope_exporter.drafts import Draft
+from rankscope_exporter.moments import Follower
+from rankscope_exporter.record import Scalar
+
+_STATM: Final = Path("/proc/self/statm")
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
+
+_OF_ALLOCATOR: Final = {
+    "device_memory_allocated_bytes": ("allocated_bytes.all.current", "bytes"),
+    "device_memory_reserved_bytes": ("reserved_bytes.all.current", "bytes"),
+    "device_memory_allocated_peak_bytes": ("allocated_bytes.all.peak", "bytes"),
+    "device_memory_reserved_peak_bytes": ("reserved_bytes.all.peak", "bytes"),
+    "device_memory_alloc_retries_total": ("num_alloc_retries", None),
+    "device_memory_ooms_total": ("num_ooms", None),
+}
+
+
+class Memory(Follower):
+    """Adds what memory is held to each measured step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def step_ends(self, draft: Draft) -> None:
+        """Have it read when the step is published."""
+        if draft.sampled:
+            draft.later.append(self.scalars)
+
+    def scalars(self) -> list[Scalar]:
+        """Return resident memory, and what torch's allocator holds of an accelerator; neither waits for the device."""
+        scalars = [Scalar("resident_memory_bytes", float(resident_bytes()), "bytes")]
+        if self._device.type != "cpu":
+            scalars += allocator_scalars(torch.accelerator.memory_stats(self._device))
+        return scalars
+
+
+def allocator_scalars(stats: Mapping[str, int]) -> Iterator[Scalar]:
+    """Yield what the allocator of a device says; what it does not know is absent."""
+    for name, (key, unit) in _OF_ALLOCATOR.items():
+        if key in stats:
+            yield Scalar(name, float(stats[key]), unit)
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process; where /proc is missing, its peak so far."""
+    try:
+        return int(_STATM.read_bytes().split()[1]) * _PAGE_BYTES
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024

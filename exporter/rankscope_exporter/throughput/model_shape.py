@@ -1,0 +1,78 @@
+"""The sizes of a decoder from the configuration that it carries: Hugging Face's names, Megatron-Core's, nanoGPT's."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from torch import nn
+
+from rankscope_exporter.naming import entry
+from rankscope_exporter.throughput.formulas import Decoder
+
+_NAMES: Final[dict[str, tuple[str, ...]]] = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
+    "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
+    "kv_heads": ("num_key_value_heads", "num_query_groups", "n_kv_heads"),
+    "head_width": ("head_dim", "kv_channels"),
+    "feed_forward": ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim"),
+    "vocabulary": ("vocab_size", "padded_vocab_size"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts", "num_moe_experts"),
+    "active_experts": ("num_experts_per_tok", "moe_router_topk"),
+    "expert_width": ("moe_intermediate_size", "moe_ffn_hidden_size"),
+    "shared_width": ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+}
+_GATES: Final = ("gate_proj", "gate_up_proj", "w3")
+
+
+def sizes_of(module: nn.Module) -> dict[str, int]:
+    """Return the sizes that the configuration of `module` names, by our names for them."""
+    found: dict[str, int] = {}
+    for holder in (_config(module), module):  # Megatron's models have the vocabulary beside their configuration
+        for own, names in _NAMES.items():
+            values = (_plain(holder, name) for name in names)
+            value = next((value for value in values if value is not None), None)
+            if value is not None:
+                found.setdefault(own, value)
+    return found
+
+
+def decoder_of(module: nn.Module) -> Decoder | None:
+    """Return the decoder that the configuration of `module` describes; None where it names too little."""
+    sizes = sizes_of(module)
+    if not {"layers", "hidden", "heads", "vocabulary"} <= sizes.keys():
+        return None
+    heads, hidden = sizes["heads"], sizes["hidden"]
+    experts = sizes.get("experts", 0)
+    dense = sizes.get("feed_forward", 4 * hidden)
+    return Decoder(
+        layers=sizes["layers"],
+        hidden=hidden,
+        heads=heads,
+        kv_heads=sizes.get("kv_heads", heads),
+        head_width=sizes.get("head_width", hidden // heads),
+        feed_forward=sizes.get("expert_width", dense) if experts else dense,
+        gated=_is_gated(module),
+        vocabulary=sizes["vocabulary"],
+        active_experts=sizes.get("active_experts", 1) if experts else 1,
+        experts=experts,
+        shared_feed_forward=sizes.get("shared_width", 0),
+    )
+
+
+def _config(module: nn.Module) -> Any:
+    # Not getattr on the module alone: a wrapper's own `config` may be anything.
+    inner = entry(module._modules, "0") if isinstance(module, nn.ModuleList) else module  # noqa: SLF001 - no code of the user's runs
+    return getattr(inner, "config", None)
+
+
+def _plain(holder: Any, name: str) -> int | None:
+    value = holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _is_gated(module: nn.Module) -> bool:
+    told = getattr(_config(module), "gated_linear_unit", None)
+    if isinstance(told, bool):
+        return told
+    return any(name.rpartition(".")[2] in _GATES for name, _ in module.named_modules())

@@ -1,0 +1,130 @@
+"""What the parameters of a model say of its arithmetic: how many a token meets, in which type, on how many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from rankscope_exporter.frameworks import Framework
+from rankscope_exporter.frameworks.loaded import loaded
+from rankscope_exporter.identity import place_in
+from rankscope_exporter.naming import named_parameters
+from rankscope_exporter.throughput.bare_copy import whole_shape
+from rankscope_exporter.throughput.model_shape import sizes_of
+
+_LOCAL: Final = frozenset({"megatron"})
+"""Frameworks whose parameters are a rank's own part, and do not know the whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """How many ranks compute one copy of the model together."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    ranks: int = 1
+    """All of them, also those that divide sequences or experts."""
+
+
+ALONE: Final = Parallel()
+"""One rank computes a whole copy."""
+
+
+def parallel_of(framework: Framework, world_size: int, groups: Mapping[str, Any]) -> Parallel:
+    """Return how the model is divided, by the groups of `attach` and by what the framework knows."""
+    ranks = max(1, world_size // max(1, framework.copies(world_size)))
+    stages = int(getattr(getattr(framework, "stage", None), "group_size", 1))
+    pipeline = _size(groups.get("pp_group")) or stages
+    tensor = _size(groups.get("tp_group")) or _mesh_size(framework.module, "tp") or max(1, ranks // pipeline)
+    return Parallel(tensor, pipeline, max(ranks, tensor * pipeline))
+
+
+def _size(group: Any) -> int | None:
+    place = place_in(group)
+    return None if place is None else len(place[1])
+
+
+def _mesh_size(module: nn.Module, name: str) -> int | None:
+    distributed = loaded("torch.distributed.tensor", "DTensor")
+    for parameter in module.parameters():
+        if isinstance(parameter, distributed):
+            mesh = parameter.device_mesh
+            names = mesh.mesh_dim_names or ()
+            if name in names:
+                return int(mesh.shape[names.index(name)])
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """How many parameters a token meets: not those of lookup tables, and of experts those it is sent to."""
+
+    trained: float
+    frozen: float
+
+
+def parameters_met(framework: Framework, parallel: Parallel) -> Met:
+    """Return them as this rank's part of the model: a copy divided over ranks counts once on all of them together."""
+    module = framework.module
+    sizes = sizes_of(module)
+    share = min(1.0, sizes["active_experts"] / sizes["experts"]) if {"active_experts", "experts"} <= sizes.keys() else 1
+    counts = [0.0, 0.0]
+    for name, parameter in (*_flat(module), *_others(module)):
+        part = share if ".experts." in f".{name}." else 1
+        counts[not parameter.requires_grad] += part * _elements(parameter)
+    ranks = 1 if framework.name in _LOCAL else parallel.tensor
+    return Met(counts[0] / ranks, counts[1] / ranks)
+
+
+def _flat(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield FSDP1's flat parameters, which stand for all that its modules show shards of."""
+    for child in module.modules():
+        flat = getattr(getattr(child, "_handle", None), "flat_param", None)
+        if isinstance(flat, torch.Tensor) and hasattr(flat, "_unpadded_unsharded_size"):
+            yield "", flat
+
+
+def _others(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    if next(_flat(module), None) is not None:
+        return
+    tables = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
+    for named in named_parameters(module):
+        # A table that is tied to the last layer is multiplied there, as its other name tells.
+        if id(named.parameter) not in tables or named.aliases:
+            yield named.name, named.parameter
+
+
+def _elements(parameter: torch.Tensor) -> int:
+    flat = getattr(parameter, "_unpadded_unsharded_size", None)
+    return int(flat.numel() if flat is not None else whole_shape(parameter).numel())
+
+
+def compute_dtype(framework: Framework, autocast: torch.dtype | None) -> torch.dtype:
+    """Return what matrix products are computed in: autocast's type, FSDP's, else that of most parameters."""
+    if autocast is not None:
+        return autocast
+    for module in framework.model.modules():
+        policy = getattr(module, "mixed_precision", None) or _policy(module)
+        dtype = getattr(policy, "param_dtype", None)
+        if isinstance(dtype, torch.dtype):
+            return dtype
+    elements: dict[torch.dtype, int] = {}
+    for parameter in framework.module.parameters():
+        if parameter.is_floating_point():
+            elements[parameter.dtype] = elements.get(parameter.dtype, 0) + parameter.numel()
+    return max(elements, key=lambda dtype: elements[dtype]) if elements else torch.float32
+
+
+def _policy(module: nn.Module) -> Any:
+    if not isinstance(module, loaded("torch.distributed.fsdp", "FSDPModule")):
+        return None
+    return getattr(module._get_fsdp_state(), "_mp_policy", None)  # noqa: SLF001 - FSDP2 has no other way to ask
+
+
+def multiplies_in_tf32() -> bool:
+    """Return whether float32 matrices may be multiplied in TF32."""
+    return torch.get_float32_matmul_precision() != "highest"
