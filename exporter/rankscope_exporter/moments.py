@@ -1,7 +1,7 @@
 """The moments of a step as they come by on the training thread, for parts that follow every step, measured or not.
 
-A part derives from `Follower` and says what it does at the moments it cares about. It is called between two lines of the
-training: it may note the time or keep a reference, and does no I/O, waits for nothing, and grows with nothing.
+A part derives from `Follower` and says what it does at the moments it cares about. It is called between two lines of
+the training: it may note the time or keep a reference, and does no I/O, waits for nothing, and grows with nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ Moment = Literal[
     "step_timed",
     "training_ends",
 ]
+
+Cause = Literal["forward", "backward", "update", "script"]
+"""What ends a step: the begin of the next one with one of these, or the script by its own word."""
 
 
 class Follower:
@@ -82,17 +85,19 @@ class Follower:
         """The innermost phase, which is called `name`, is over."""
 
     def step_ends(self, draft: Draft) -> None:
-        """The step is over and about to be handed over: the last chance to add to its record."""
+        """The step is over and about to be handed over: the last chance to add to its record.
 
-    def step_timed(self, draft: Draft) -> None:
-        """How long the step took is known, and stands in `draft`.
+        One that waits long for the next step is handed over meanwhile, by the publisher's thread.
+        """
 
-        Mostly the record of the step. One that waited long for the next step was handed over before, and `draft` is a
-        second one with its number.
+    def step_timed(self, draft: Draft, cause: Cause) -> None:
+        """How long the step took is known, and stands in `draft`; `cause` is what has ended it.
+
+        Mostly the record of the step. Of one that was handed over before, it is a second one with its number.
         """
 
     def training_ends(self) -> None:
-        """No step follows."""
+        """No step follows the one that is under way, if there is one."""
 
 
 class Moments:

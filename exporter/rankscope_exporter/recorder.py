@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,9 @@ from rankscope_exporter.drafts import Draft, amounts_of, now_microseconds, skipp
 from rankscope_exporter.frameworks.base import Holder
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.logged import Pending, take
-from rankscope_exporter.moments import Moments
+from rankscope_exporter.moments import Cause, Moments
 from rankscope_exporter.quantities.base import Hooking, Subject
+from rankscope_exporter.record import Scalar
 from rankscope_exporter.sampling.collection import Collection
 from rankscope_exporter.statistics import Finished
 from rankscope_exporter.steps import Ended, Stage, StepTracker
@@ -92,7 +93,7 @@ class Recorder:
     def forward_begins(self, chunk: int = 0) -> None:
         """A training forward of the whole model begins, or of one of its chunks on this rank."""
         with self._lock:
-            self._after(self._tracker.forward_begins(self._gradients_cleared))
+            self._after(self._tracker.forward_begins(self._gradients_cleared), "forward")
             self.micro_step = self._forwards.get(chunk, -1) + 1
             self._forwards[chunk] = self.micro_step
             self.moments.tell("forward_begins")
@@ -101,7 +102,7 @@ class Recorder:
         """The first gradient of a backward pass has arrived; return whether a step begins with it."""
         with self._lock:
             before = self._attempts
-            self._after(self._tracker.backward_begins(self._gradients_cleared))
+            self._after(self._tracker.backward_begins(self._gradients_cleared), "backward")
             return self._attempts > before
 
     @property
@@ -135,7 +136,7 @@ class Recorder:
     def update_begins(self, optimizer: torch.optim.Optimizer, *, computes_gradients: bool = False) -> None:
         """An optimizer is about to step; `gradients_computed` follows where it first calls a closure."""
         with self._lock:
-            self._after(self._tracker.update_begins(repeated=id(optimizer) in self._updated_by))
+            self._after(self._tracker.update_begins(repeated=id(optimizer) in self._updated_by), "update")
             self.moments.tell("update_begins")
             first = not self._updated_by
             self._updated_by.add(id(optimizer))
@@ -176,7 +177,7 @@ class Recorder:
         with self._lock:
             self._last_seen = time.monotonic()
             if step is not None and self._numbered and self._draft is not None and step != self._draft.step:
-                self._after(self._tracker.end(), reopen=False)
+                self._after(self._tracker.end(), "script")
             if self._draft is not None:
                 if step is not None:
                     self._tracker.step = self._draft.step = step
@@ -189,6 +190,15 @@ class Recorder:
                 self._numbered = True
                 self._early += pending
 
+    def add(self, later: Callable[[], Iterable[Scalar]]) -> None:
+        """Attach what is read on the publisher's thread to the step under way; without one hand it over at once."""
+        with self._lock:
+            self._last_seen = time.monotonic()
+            if self._draft is not None:
+                self._draft.later.append(later)
+            else:
+                self._hand_over(Draft(self._last_step, now_microseconds(), later=[later]))
+
     def event(self, event: Event) -> None:
         """Hand over an event of the step under way at once: people may be waiting for it."""
         with self._lock:
@@ -198,14 +208,15 @@ class Recorder:
     def end_step(self, *, skipped: bool | None) -> None:
         """End the step under way because the script says so."""
         with self._lock:
-            self._after(self._tracker.end(skipped=skipped), reopen=False)
+            self._after(self._tracker.end(skipped=skipped), "script")
 
     def finish(self) -> int | None:
         """Hand over what is left and return the number of the last step that got gradients; None without one."""
         with self._lock:
             before, begun_only = self._last_step, self._tracker.stage is Stage.OPEN
-            self._after(self._tracker.end(skipped=False), reopen=False)
             self.moments.tell("training_ends")
+            self._after(self._tracker.end(skipped=False), "script")
+            self._time_late(time.monotonic(), "script")
             return before if begun_only else self._last_step
 
     def look(self) -> tuple[int, Sequence[PlanEntry], Finished] | None:
@@ -228,7 +239,7 @@ class Recorder:
             whole = self._tracker.stage is Stage.UPDATED and len(self._updated_by) >= len(self._subject.optimizers)
             if whole and self._draft is not None and time.monotonic() - self._last_seen > after_seconds:
                 self._late = _Timing(self._draft.step, self._began, amounts_of(self._draft.pending))
-                self._close(self._tracker.end(), duration=None)
+                self._close(self._tracker.end())
 
     def published(self) -> None:
         """A measured step has been read from its copy."""
@@ -237,20 +248,16 @@ class Recorder:
 
     # The step's life.
 
-    def _after(self, ended: Ended | None, *, reopen: bool = True) -> None:
+    def _after(self, ended: Ended | None, cause: Cause) -> None:
         now = time.monotonic()
         if ended is not None and self._draft is not None:
-            self._close(ended, duration=now - self._began)
-        if reopen and self._draft is None:
-            self._open(now)
+            self._close(ended, (now - self._began, cause))
+        if cause != "script" and self._draft is None:
+            self._open(now, cause)
         self._last_seen = now
 
-    def _open(self, now: float) -> None:
-        if self._late is not None:
-            late, self._late = self._late, None
-            timed = Draft(late.step, now_microseconds(), pending=timing(now - late.began, late.amounts))
-            self.moments.tell("step_timed", timed)
-            self._hand_over(timed)
+    def _open(self, now: float, cause: Cause) -> None:
+        self._time_late(now, cause)
         switched = self._guard.call("switching", self.before_step, self._tracker.step)
         sampled = self._collection.begin(self._tracker.step)
         self._attempts += 1
@@ -270,7 +277,15 @@ class Recorder:
         else:
             self._guard.call("hooks of gradients", self.on_rest)
 
-    def _close(self, ended: Ended | None, *, duration: float | None) -> None:
+    def _time_late(self, now: float, cause: Cause) -> None:
+        if self._late is not None:
+            late, self._late = self._late, None
+            timed = Draft(late.step, now_microseconds(), pending=timing(now - late.began, late.amounts))
+            self.moments.tell("step_timed", timed, cause)
+            self._hand_over(timed)
+
+    def _close(self, ended: Ended | None, timed: tuple[float, Cause] | None = None) -> None:
+        """Hand the step over; `timed` is how long it took and what has ended it, None where neither is known yet."""
         draft, self._draft = self._draft, None
         self._numbered = False
         assert draft is not None
@@ -278,11 +293,11 @@ class Recorder:
         draft.ts = now_microseconds()
         if not any(item.name == "learning_rate" for item in draft.pending):
             draft.pending += draft.learning_rates
-        if duration is not None:
-            draft.pending += timing(duration, amounts_of(draft.pending))
+        if timed is not None:
+            draft.pending += timing(timed[0], amounts_of(draft.pending))
         self.moments.tell("step_ends", draft)
-        if duration is not None:
-            self.moments.tell("step_timed", draft)
+        if timed is not None:
+            self.moments.tell("step_timed", draft, timed[1])
         if ended is not None and ended.skipped:
             draft.events.append(skipped_event())
         if draft.sampled:
