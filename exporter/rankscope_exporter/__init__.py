@@ -2,14 +2,18 @@
 
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_exporter.capture.callbacks import Anomaly
+from rankscope_exporter.capture.config import CaptureConfig
 from rankscope_exporter.config import MonitorConfig
 from rankscope_exporter.errors import ConfigError, RankscopeError
 from rankscope_exporter.monitor import Monitor
 from rankscope_exporter.serving.config import ServeConfig
 
 __all__ = [
+    "Anomaly",
     "AnomalyNan",
     "AnomalyTurbulence",
+    "CaptureConfig",
     "ConfigError",
     "Monitor",
     "MonitorConfig",

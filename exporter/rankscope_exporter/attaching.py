@@ -9,6 +9,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from rankscope_contract.events import Event
+from rankscope_exporter.capture.callbacks import OnAnomaly
 from rankscope_exporter.config import MonitorConfig
 from rankscope_exporter.frameworks import Framework, Stage, framework_of
 from rankscope_exporter.guard import Guard
@@ -18,6 +19,7 @@ from rankscope_exporter.quantities.base import Subject
 from rankscope_exporter.sampling.mates import DP, TP, find_mates
 from rankscope_exporter.sampling.targets import Targets, sentences
 from rankscope_exporter.session import Session
+from rankscope_exporter.throughput.parameters import ALONE, parallel_of
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -31,6 +33,7 @@ def attached(
     groups: Mapping[str, Any],
     first_step: int,
     total_steps: int | None,
+    on_anomaly: OnAnomaly | None = None,
 ) -> Session:
     """Return the session of `model`, hooked and serving; what the user should know of it is said.
 
@@ -50,7 +53,15 @@ def attached(
     complaints = [f"tensors: {sentence}" for sentence in sentences(targets, names, "parameter")]
     if len(chosen) < len(selected):
         complaints.append(_of_lazy([item.name for item in selected if is_lazy(item.parameter)]))
-    session = Session(subject, config, guard, first_step=first_step, total_steps=total_steps)
+    session = Session(
+        subject,
+        config,
+        guard,
+        first_step=first_step,
+        total_steps=total_steps,
+        on_anomaly=on_anomaly,
+        parallel=guard.call("how the model is divided", parallel_of, framework, world_size, groups) or ALONE,
+    )
     address = session.start()
     guard.call("what attach() says", _tell, session, address, (*complaints, *mates.complaints), mates.events)
     return session

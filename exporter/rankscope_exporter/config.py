@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Mapping
@@ -13,6 +14,8 @@ from rankscope_contract.kinds import Kind
 from rankscope_contract.rules import AnomalyRule, rule_from_config
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_exporter.budget.share import share_of
+from rankscope_exporter.capture.config import CaptureConfig, checked_capture
 from rankscope_exporter.checks import MOST, check_keys, listed
 from rankscope_exporter.config_files import read_settings
 from rankscope_exporter.config_tables import check_tables, tables_of
@@ -70,7 +73,7 @@ class MonitorConfig:
     sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Where numbers go beside the record channel while training runs, by name, each with its settings."""
     every: int = 1
-    """Sample every n-th step; between them little more than the call of a hook is left."""
+    """Sample every n-th step; the steps between cost no tensor anything."""
     times: int | None = None
     """Stop after so many measured steps; null never stops."""
     ops: tuple[str, ...] = ALL_OPS
@@ -81,6 +84,10 @@ class MonitorConfig:
     """How often the switch file and the other ranks are looked at."""
     dynamic_on: bool = False
     """In a switch file: whether anything is measured. Anywhere else it says nothing."""
+    max_overhead: float | str | None = None
+    """The most of the time of training that measuring may take, as 0.01 or "1 %"; null sets no limit."""
+    capture: CaptureConfig | None = None
+    """What is measured as well for some steps when a rule fires; null is nothing."""
     rules: tuple[AnomalyRule, ...] = DEFAULT_RULES
     zero_below: float = 0.0
     """`zeros` counts elements with |x| < zero_below; 0 counts exact zeros."""
@@ -146,6 +153,9 @@ class MonitorConfig:
         self._check_rules()
         self._check_hangs()
         self._check_stop_signals()
+        share_of(self.max_overhead)
+        remake = functools.partial(replace, self, capture=None)
+        object.__setattr__(self, "capture", checked_capture(self.capture, self.rules, self.options, remake))
 
     def _check_switching(self) -> None:
         times = self.times

@@ -21,6 +21,7 @@ from rankscope_contract.phases import WITHIN_A_STEP
 from rankscope_contract.stacks import stacks_text
 from rankscope_exporter import lifecycle, stop_signals
 from rankscope_exporter.attaching import Optimizers, attached
+from rankscope_exporter.capture.callbacks import OnAnomaly
 from rankscope_exporter.config import MonitorConfig
 from rankscope_exporter.config_given import Given, config_of
 from rankscope_exporter.errors import ConfigError
@@ -51,14 +52,18 @@ class Monitor:
         *,
         total_steps: int | None = None,
         first_step: int = 1,
+        on_anomaly: OnAnomaly | None = None,
     ) -> None:
         """Take a MonitorConfig, a mapping, or the path of a JSON or TOML file.
 
         `total_steps` is what the training intends (for progress and ETA), `first_step` the number of its next step.
+        `on_anomaly` is called with an Anomaly once for each step of this rank at which rules fire, on a thread of its
+        own and one at a time; while 64 wait for it, further ones are dropped and counted.
         """
         self._config = config_of(config).with_environment(os.environ)
         self._total_steps = None if total_steps is None else _whole("total_steps", total_steps, at_least=1)
         self._first_step = _whole("first_step", first_step, at_least=0)
+        self._on_anomaly = _callable("on_anomaly", on_anomaly)
         self._guard = Guard()
         self._session: Session | None = None
         self._sinks: Mapping[str, Sink] = {}
@@ -103,6 +108,7 @@ class Monitor:
             groups=groups,
             first_step=self._first_step,
             total_steps=self._total_steps,
+            on_anomaly=self._on_anomaly,
         )
         self._sinks = session.sinks.by_name
         for name in self._phases:
@@ -156,11 +162,13 @@ class Monitor:
         deadline = time.monotonic() + wait_seconds
         self._guard.call("detach()", session.hooks.remove)
         self._guard.call("detach()", session.watchdog.stop)
+        self._guard.call("detach()", session.hardware.stop)
         self._guard.call("end of training", self._record_end, session, reason, error)
         return lambda: self._see_off(session, deadline, wait_seconds)
 
     def _record_end(self, session: Session, reason: ExitReason, error: str | None) -> None:
         last_step = session.recorder.finish()
+        self._guard.call("end of training", session.alongside.finish, session.publisher.catch_up)
         reason, error = lifecycle.weighed_reason(reason, error, last_step, self._total_steps, self._stop_asked)
         session.recorder.event(lifecycle.exit_event(reason, error, last_step))
 
@@ -177,6 +185,7 @@ class Monitor:
     def _drain(self, session: Session, deadline: float, wait_seconds: float) -> None:
         self._guard.call("detach()", session.collectives.stop)
         session.publisher.stop(max(PUBLISH_SECONDS, deadline - time.monotonic()))
+        session.alongside.stop(max(PUBLISH_SECONDS, deadline - time.monotonic()))
         left = session.channel.drain(max(0.0, deadline - time.monotonic()))
         if left and session.channel.service_url:
             kept = session.channel.keeper.folder
@@ -201,6 +210,16 @@ class Monitor:
         if session is not None:
             session.watchdog.beat()
             self._guard.call("log()", session.recorder.log, values, step)
+
+    def batch(self, ids: Any) -> None:
+        """Name the samples of the batch whose forward pass comes next: numbers, names, or a tensor of numbers.
+
+        Kept for the last steps, so that those of a step at which a rule fires stand in the event of its `capture` and
+        are given to `on_anomaly`. A tensor is read later, without waiting for its device.
+        """
+        session = self._session
+        if session is not None:
+            self._guard.call("batch()", session.alongside.batches.say, ids)
 
     def event(self, type: str, message: str = "", **details: Any) -> None:  # noqa: A002 - the field's own word
         """Record that something happened, with JSON-able details; it is handed over at once."""
@@ -342,6 +361,12 @@ class Monitor:
     def faults(self) -> int:
         """Return how many errors were swallowed so far."""
         return self._guard.count
+
+
+def _callable(name: str, value: Any) -> Any:
+    if value is not None and not callable(value):
+        raise ConfigError(f"{name} is a function of one argument, not {value!r}")
+    return value
 
 
 def _whole(name: str, value: Any, *, at_least: int) -> int:

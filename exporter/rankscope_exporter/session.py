@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,6 +15,8 @@ import torch
 from rankscope_contract.events import Event, EventType, Severity
 from rankscope_contract.kinds import COUNT_OPS
 from rankscope_contract.records import WIRE_VALUE_OPS
+from rankscope_exporter.alongside import Alongside, Parts
+from rankscope_exporter.capture.callbacks import OnAnomaly
 from rankscope_exporter.collectives.reader import CollectiveReader
 from rankscope_exporter.config import MonitorConfig
 from rankscope_exporter.console import Console, banner
@@ -24,6 +26,8 @@ from rankscope_exporter.guard import Guard, fault_text
 from rankscope_exporter.hangs.diagnosis import Diagnosis
 from rankscope_exporter.hangs.hang import HangLimits
 from rankscope_exporter.hangs.watchdog import Watchdog
+from rankscope_exporter.hardware.memory import Memory
+from rankscope_exporter.hardware.watch import HardwareWatch
 from rankscope_exporter.hooks import Hooks
 from rankscope_exporter.identity import group_store, resolve_identity
 from rankscope_exporter.judge import Judge
@@ -48,6 +52,8 @@ from rankscope_exporter.steps import StepTracker
 from rankscope_exporter.switching.agreement import Agreement
 from rankscope_exporter.switching.sources import Switching
 from rankscope_exporter.switching.switchboard import Switchboard
+from rankscope_exporter.throughput import Throughput
+from rankscope_exporter.throughput.parameters import ALONE, Parallel
 
 log = logging.getLogger("rankscope")
 
@@ -68,7 +74,15 @@ class Session:
     """Builds the parts and connects them; starting, stopping and guarding them is the Monitor's."""
 
     def __init__(
-        self, subject: Subject, config: MonitorConfig, guard: Guard, *, first_step: int, total_steps: int | None
+        self,
+        subject: Subject,
+        config: MonitorConfig,
+        guard: Guard,
+        *,
+        first_step: int,
+        total_steps: int | None,
+        on_anomaly: OnAnomaly | None = None,
+        parallel: Parallel = ALONE,
     ) -> None:
         self.subject = subject
         self.config = config
@@ -90,6 +104,10 @@ class Session:
             guard=guard,
             tracker=StepTracker(first_step, has_optimizer=bool(subject.optimizers), explicit=explicit),
         )
+        self.recorder.moments.follow(Memory(device))
+        self.throughput = Throughput(subject.framework, config.throughput, parallel, device=device, tell=self._tell)
+        self.recorder.moments.follow(self.throughput)
+        self.hardware = HardwareWatch(device, config.hardware.every_seconds, self._hand_over, guard)
         self.phases = Phases.of(subject, device, self._hand_over, times_steps=config.phases)
         self.recorder.moments.follow(self.phases)
         self._is_warm = False
@@ -116,7 +134,7 @@ class Session:
             self._publish,
             device=device,
             guard=guard,
-            on_firing=self.console.firing,
+            on_firing=self._fired,
         )
         self.channel.announce(sorted(self._collection.kinds()))
         self.diagnosis = Diagnosis(self.identity.rank, self.channel.publish, lambda: self.channel.standing()[0], guard)
@@ -144,6 +162,18 @@ class Session:
             agreement=self._agreement(),
             first_step=first_step,
         )
+        wired = Parts(
+            subject=subject,
+            collection=self._collection,
+            recorder=self.recorder,
+            board=self.board,
+            switching=self.switching,
+            diagnosis=self.diagnosis,
+            cost=self._total_overhead,
+            changed=lambda: self.channel.announce(sorted(self._collection.kinds())),
+            say=self._say,
+        )
+        self.alongside = Alongside(config, self.identity, guard, wired, on_anomaly)
         self._connect()
         guard.on_first = self._tell_fault
 
@@ -175,6 +205,9 @@ class Session:
             self.watchdog.start()
             undo.append(self.hooks.remove)
             self.hooks.install()
+            self.throughput.install(self.hooks)
+            undo.append(self.hardware.stop)
+            self.hardware.start()
             self._remark(self.config)
             undo.append(self.switching.stop)
             self.switching.start()
@@ -236,6 +269,7 @@ class Session:
             "publisher": self.publisher.cpu_seconds,
             "watchdog": self.watchdog.cpu_seconds,
             "switch": self.switching.cpu_seconds,
+            "hardware": self.hardware.cpu_seconds,
             "collectives": self.collectives.cpu_seconds,
         }
 
@@ -251,8 +285,16 @@ class Session:
             "plan_full": self._book.left_out,
             "collectives_overrun": self.collectives.overwritten,
             "phases_late": self.phases.left_out,
+            **self.alongside.dropped(),
             **self.sinks.missed,
         }
+
+    def _total_overhead(self) -> float:
+        return sum(self.overhead_seconds().values()) + sum(self.channel.overhead_seconds().values())
+
+    def _fired(self, step: int | None, anomalies: Sequence[Event]) -> None:
+        self.console.firing(step, anomalies)
+        self.alongside.fired(step, anomalies)
 
     def _hand_over(self, draft: Draft) -> None:
         self.publisher.put(draft)
@@ -292,8 +334,11 @@ class Session:
         quantity = self._collection.quantity(Structure.name)
         return quantity.text if isinstance(quantity, Structure) else ""
 
-    def _tell(self, message: str) -> None:
+    def _say(self, message: str) -> None:
         self.console.line(f"rank {self.identity.rank}: {message}")
+
+    def _tell(self, message: str) -> None:
+        self._say(message)
         note = Event(type=EventType.NOTE, severity=Severity.WARNING, message=encodable(message))
         self.recorder.event(note)
 

@@ -28,7 +28,9 @@ class Chores:
         """Have `chore` done; never waits, from any thread."""
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"rankscope-{self._name}", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, name=f"rankscope-{self._name.replace('_', '-')}", daemon=True
+                )
                 self._thread.start()
         try:
             self._queue.put_nowait(chore)
