@@ -37,9 +37,17 @@ def parse_settings(path: Path, text: str) -> dict[str, Any]:
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_table)
     except json.JSONDecodeError as error:
         before, after = text[: error.pos].rstrip(), text[error.pos :].lstrip()
         if before.endswith(",") and after.startswith(("}", "]")):
             raise ValueError(f"{error}: take away the comma before it, behind which nothing follows") from error
         raise
+
+
+def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    for name, value in pairs:
+        if table[name] != value:  # a parser would take the last one without a word
+            raise ValueError(f"{name!r} stands twice in one table, as {value!r} and as {table[name]!r}: take one away")
+    return table
