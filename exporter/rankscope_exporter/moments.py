@@ -6,7 +6,8 @@ the training: it may note the time or keep a reference, and does no I/O, waits f
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, get_args
 
 from rankscope_exporter.drafts import Draft
 from rankscope_exporter.guard import Guard
@@ -105,13 +106,18 @@ class Moments:
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
-        self._followers: tuple[Follower, ...] = ()
+        self._calls: dict[str, list[Callable[..., None]]] = {moment: [] for moment in get_args(Moment)}
 
     def follow(self, follower: Follower) -> None:
-        """Let `follower` hear of what comes from now on."""
-        self._followers = (*self._followers, follower)
+        """Let `follower` hear of what comes from now on, of the moments that it has something to do at."""
+        for moment, calls in self._calls.items():
+            if getattr(type(follower), moment) is not getattr(Follower, moment):
+                calls.append(getattr(follower, moment))
 
     def tell(self, moment: Moment, *args: object) -> None:
         """Call `moment` of every follower."""
-        for follower in self._followers:
-            self._guard.call("following a step", getattr(follower, moment), *args)
+        for call in self._calls[moment]:
+            try:
+                call(*args)
+            except Exception as error:  # noqa: BLE001 - as the guard does, without a call more at every moment
+                self._guard.report("following a step", error)
