@@ -47,7 +47,7 @@ _TYPES: Final[dict[str, tuple[str, int]]] = {
 }
 """Torch's name of a type in its flight record: its name in Python, and bytes of an element."""
 
-_EVEN: Final = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
+EVEN: Final = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
 """Collectives of which every rank of the group moves the same number of bytes."""
 
 MOST_RANKS: Final = 1 << 20
@@ -78,7 +78,7 @@ def message_bytes(inputs: Sizes, input_types: Sequence[str], outputs: Sizes, out
 
 def is_even(op: str) -> bool:
     """Return whether ranks that make one call of `op` move equal numbers of bytes; `op` as any backend writes it."""
-    return any(op.strip("_").startswith(name) for name in _EVEN)
+    return any(op.strip("_").startswith(name) for name in EVEN)
 
 
 def bytes_text(count: int) -> str:

@@ -10,6 +10,8 @@ import pyarrow as pa
 
 from rankscope_contract.escaping import sql_identifier, sql_string
 from rankscope_contract.records import DATASETS, DIMENSIONS
+from rankscope_storage.analysis.collective_calls import COLLECTIVE_CALLS
+from rankscope_storage.analysis.desync import DESYNC
 from rankscope_storage.layout import file_fingerprint
 from rankscope_storage.schema import dataset_schema, fingerprint
 
@@ -79,6 +81,8 @@ def view_statements(*, prefix: str = "") -> Iterator[str]:
         else:
             yield f"CREATE OR REPLACE VIEW {dataset} AS SELECT * FROM {raw}"
     yield _TENSOR_GLOBAL
+    yield DESYNC
+    yield COLLECTIVE_CALLS
 
 
 def _latest(dataset: str, raw: str) -> str:

@@ -42,10 +42,10 @@ def test_a_rank_that_is_not_in_what_the_others_are_in_never_entered_it():
     records = {0: waits, 1: waits, 2: waits, 3: record(entry(40))}
 
     assert CallState.NEVER_ENTERED is only(records).state
-    assert [
-        "rank 3 never entered all_reduce 41 (4.0 MiB float32) of dp; ranks 0-2 are in it since 62 s, "
-        "called at train.py[88]"
-    ] == sentences(records, {0: "train.py[88]", 1: "train.py[88]", 2: "train.py[88]", 3: "data.py[7]"})
+    sentence = "rank 3 never entered all_reduce 41 (4.0 MiB float32) of dp; ranks 0-2 are in it since 62 s, called at "
+    assert [f"{sentence}train.py[88]"] == sentences(
+        records, {0: "train.py[88]", 1: "train.py[88]", 2: "train.py[88]", 3: "data.py[7]"}
+    )
 
 
 def test_a_rank_that_is_still_in_what_the_others_have_left_never_left_it():
@@ -90,10 +90,8 @@ def test_ranks_that_call_different_things_are_told_with_what_each_calls(other, w
     records = {0: waits, 1: waits, 2: waits, 3: record(other)}
 
     assert only(records).is_mismatch
-    assert [
-        f"ranks differ in collective 41 of dp: ranks 0-2 all_reduce (4.0 MiB float32), {words}; "
-        "ranks 0-3 are in it since 62 s"
-    ] == sentences(records)
+    sentence = f"ranks differ in collective 41 of dp: ranks 0-2 all_reduce (4.0 MiB float32), {words}; ranks 0-3 are"
+    assert [f"{sentence} in it since 62 s"] == sentences(records)
 
 
 def test_ranks_that_went_apart_before_are_told_first_where_they_did():

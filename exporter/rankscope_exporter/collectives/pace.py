@@ -11,7 +11,7 @@ import math
 from typing import Final
 
 MOST_APART: Final = 8192
-"""Steps: no more beginnings than are remembered lie between two readings."""
+"""Steps: a reading that may come comes at the latest then, on all ranks."""
 
 
 class Pace:

@@ -17,7 +17,7 @@ from rankscope_contract.events import Event, EventType, Severity
 from rankscope_exporter.collectives.flight import has_groups, read_with_stacks, read_without_stacks
 from rankscope_exporter.collectives.groups import ranks_by_group
 from rankscope_exporter.collectives.pace import Pace
-from rankscope_exporter.collectives.timeline import Taken, Timeline
+from rankscope_exporter.collectives.timeline import MOST_STEPS, Taken, Timeline
 from rankscope_exporter.collectives.totals import Totals
 from rankscope_exporter.drafts import Draft, now_microseconds
 from rankscope_exporter.guard import Guard
@@ -26,6 +26,9 @@ from rankscope_exporter.record import StepRecord
 
 MOST_WITH_STACKS: Final = 4096
 """Entries: torch holds the interpreter lock while it writes stacks, and for more entries that is too long at once."""
+
+_read_before: Final[dict[str, int]] = {}
+"""The last entry of each recorder that an earlier monitor of this process has read: its rows are not told twice."""
 
 STOP_SECONDS: Final = 5.0
 """How long the end of training waits for the last reading."""
@@ -39,9 +42,11 @@ class CollectiveReader(Follower):
         self._pace = Pace(share)
         self._publish = publish
         self._guard = guard
-        self._timeline = Timeline()
+        self._timeline = Timeline(_read_before)
         self._began_us = 0
-        self._ended: deque[tuple[int | None, int, int]] = deque()  # steps that the timeline does not know yet
+        self._ended: deque[tuple[int | None, int, int]] = deque(
+            maxlen=MOST_STEPS
+        )  # steps that the timeline does not know yet
         self._ranks: dict[str, tuple[int, ...]] = {}  # of groups that were destroyed too: their calls may be unread
         self._last_reading: float | None = None
         self._entries = 0
@@ -75,6 +80,7 @@ class CollectiveReader(Follower):
             self._is_last = True
             self._wake.set()
             self._thread.join(STOP_SECONDS)
+            _read_before.update(self._timeline.last_id)
 
     def _start(self) -> bool:
         if not has_groups():

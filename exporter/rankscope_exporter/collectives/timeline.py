@@ -16,7 +16,7 @@ from rankscope_exporter.collectives.entries import Entry
 from rankscope_exporter.collectives.flight import Raw
 
 MOST_STEPS: Final = 16_384
-"""Beginnings of steps that are remembered: more than lie between two readings."""
+"""Beginnings of steps that are remembered, the latest: what is older was overwritten, where steps have collectives."""
 
 _AT_THE_END: Final = 1 << 62
 
@@ -44,10 +44,11 @@ class _Held:
 class Timeline:
     """Follows the recorders of one process, each by its name, through readings of the whole record."""
 
-    def __init__(self) -> None:
+    def __init__(self, after: Mapping[str, int] | None = None) -> None:
+        """Begin behind the entry that `after` names for a recorder, else with the first there was."""
         self._begins: deque[tuple[int, int | None]] = deque(maxlen=MOST_STEPS)
         self._ended_us = 0
-        self._last_id: dict[str, int] = {}
+        self.last_id: dict[str, int] = dict(after or {})
         self._held: dict[tuple[str, int], _Held] = {}
         self._counts: dict[int | None, int] = {}
         self._in_part: set[int | None] = set()  # steps whose calls cannot be counted, since some were overwritten
@@ -83,7 +84,7 @@ class Timeline:
 
     def _read(self, recorder: str, raws: Sequence[Raw], ranks: Mapping[str, tuple[int, ...]]) -> int:
         """Take in what is new, and what has changed of what is held; return how many entries were missed."""
-        last = self._last_id.get(recorder, -1)
+        last = self.last_id.get(recorder, -1)
         if raws and int(raws[-1]["record_id"]) < last:
             self._begin_anew(recorder)
             last = -1
@@ -98,7 +99,7 @@ class Timeline:
                 last = number
             elif (known := self._held.get((recorder, number))) is not None:
                 known.entry, known.is_kept = known.entry.later(raw), True
-        self._last_id[recorder] = last
+        self.last_id[recorder] = last
         return missed
 
     def _begin_anew(self, recorder: str) -> None:

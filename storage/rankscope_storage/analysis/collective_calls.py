@@ -1,0 +1,90 @@
+"""The view `collective_calls`: each collective once, as all ranks of its group together made it.
+
+What is told apart here over the history is told apart over what ranks say now by `rankscope_contract.collective_calls`,
+in the same words. A rank without a row is only said to have missed a call when it was read since and is behind: its row
+may be overwritten, or not read yet.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from rankscope_contract.collectives import EVEN, CallState
+from rankscope_contract.escaping import sql_string
+
+_EVEN: Final = "(" + " OR ".join(f"starts_with(ltrim(op, '_'), {sql_string(name)})" for name in EVEN) + ")"
+_STATE: Final = {state.name: sql_string(state) for state in CallState}
+
+COLLECTIVE_CALLS: Final = f"""\
+CREATE OR REPLACE VIEW collective_calls AS
+WITH entry AS (
+  -- A group counts one number for calls that are coalesced, and begins anew when it is made again.
+  SELECT *, row_number() OVER (PARTITION BY run, attempt, rank, group_id, collective_seq ORDER BY t_start) AS nth
+  FROM collectives
+  WHERE group_id IS NOT NULL AND NOT coalesce(is_p2p, false)
+),
+made AS (
+  SELECT run, attempt, group_id, collective_seq, nth,
+    arg_min("group", rank) AS "group",
+    arg_min(group_ranks, rank) AS group_ranks,
+    max(group_size) AS group_size,
+    min(step) AS step,
+    arg_min(op, rank) AS op,
+    arg_min(dtype, rank) AS dtype,
+    max(bytes) AS bytes,
+    arg_min(call_site, t_start) AS call_site,
+    list_sort(list(rank)) AS ranks_entered,
+    coalesce(list_sort(list(rank) FILTER (state = 'entered')), []) AS ranks_waiting,
+    arg_min(rank, t_start) AS first_rank,
+    arg_max(rank, t_start) AS last_rank,
+    min(t_start) AS first_entered,
+    max(t_start) AS last_entered,
+    max(duration) AS longest,
+    min(duration) AS shortest,
+    count(DISTINCT op) > 1 OR count(DISTINCT dtype) > 1
+      OR (bool_and({_EVEN}) AND count(DISTINCT bytes) > 1) AS is_mismatch
+  FROM entry
+  GROUP BY run, attempt, group_id, collective_seq, nth
+),
+progress AS (
+  SELECT run, attempt, group_id, map(list(rank), list(latest)) AS latest
+  FROM (SELECT run, attempt, group_id, rank, max(collective_seq) AS latest FROM entry GROUP BY ALL)
+  GROUP BY ALL
+),
+reading AS (
+  SELECT run, attempt, map(list(rank), list(read_at)) AS read_at
+  FROM (SELECT run, attempt, rank, max(ts) AS read_at FROM collectives WHERE rank IS NOT NULL GROUP BY ALL)
+  GROUP BY ALL
+),
+absent AS (
+  SELECT made.*, latest, read_at,
+    list_filter(
+      flatten(list_transform(string_split(coalesce(group_ranks, ''), ','), lambda span:
+        range(try_cast(split_part(span, '-', 1) AS INTEGER),
+          coalesce(try_cast(split_part(span, '-', 2) AS INTEGER), try_cast(span AS INTEGER)) + 1))),
+      lambda member: NOT list_contains(ranks_entered, member::INTEGER)) AS others
+  FROM made
+  JOIN progress USING (run, attempt, group_id)
+  JOIN reading USING (run, attempt)
+),
+told AS (
+  SELECT * EXCLUDE (latest, read_at, others),
+    list_filter(coalesce(others, []), lambda member: coalesce(latest[member::INTEGER], -1) < collective_seq
+      AND coalesce(read_at[member::INTEGER] > last_entered, false))::INTEGER[] AS ranks_missing,
+    coalesce(others, [])::INTEGER[] AS others
+  FROM absent
+)
+SELECT run, attempt, group_id, "group", group_ranks, group_size, collective_seq, nth, step, op, dtype, bytes, call_site,
+  CASE
+    WHEN len(ranks_missing) > 0 THEN {_STATE["NEVER_ENTERED"]}
+    WHEN len(ranks_waiting) = 0 THEN {_STATE["OVER"]}
+    WHEN len(ranks_waiting) < len(ranks_entered) THEN {_STATE["NEVER_LEFT"]}
+    WHEN len(others) > 0 THEN {_STATE["UNKNOWN"]}
+    ELSE {_STATE["ALL_IN"]}
+  END AS state,
+  is_mismatch, ranks_entered, ranks_missing, ranks_waiting,
+  list_filter(others, lambda member: NOT list_contains(ranks_missing, member)) AS ranks_unread,
+  first_rank, last_rank, first_entered, last_entered,
+  epoch(last_entered - first_entered) AS spread, shortest, longest
+FROM told
+"""
