@@ -76,7 +76,7 @@ HASH_FIELDS: Final = (
     required("kind", "string", "What was read, and at which moment: see Kind."),
     required("tensor", "string", "Name of the parameter, state or buffer."),
     Field("vpp_stage", "int32", "Virtual pipeline stage (model chunk); null without one."),
-    Field("replicas", "string", "The ranks that hold the same elements by construction, such as 0-7 or 1,5."),
+    Field("replicas", "string", "Ranks that hold the same elements by construction, such as 0-7 or 1,5; null: none."),
     Field("dtype", "string"),
     Field("hash", "int64", "Of the exact bits of this rank's elements, see hashes.py; equal on all replicas."),
     Field("norm", "float32", "Of the same elements, over finite ones; null without one."),

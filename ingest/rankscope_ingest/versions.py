@@ -52,7 +52,8 @@ class Versions:
             known = (target.registration.run, target.attempt, plan_id)
             if known not in self._known_plans:
                 self._known_plans.add(known)
-                tables.append(plan.dimension_rows(self._tensor_columns(target)))
+                # A place in the order of arrival for each: the plan has the order of the model, and of its calls.
+                tables.append(plan.dimension_rows(lambda: self._tensor_columns(target)))
         return pa.concat_tables(tables) if tables else None
 
     def _tensor_columns(self, target: Target) -> dict[str, Any]:

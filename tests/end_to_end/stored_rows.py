@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pyarrow as pa
 from tests.exporter.conftest import Reader
 
@@ -11,12 +13,17 @@ from rankscope_ingest.channel.plans import PlanCache
 from rankscope_ingest.channel.wire import open_stream
 
 
-def tables_of(read: Reader) -> dict[str, pa.Table]:
-    """Return the rows to store, by dataset, of everything in the ring."""
+def tables_of(read: Reader, run: str = "r", incarnation: str = "i") -> dict[str, pa.Table]:
+    """Return the rows to store, by dataset, of everything in the ring, the tensors of its plans included."""
     wire = open_stream(read.get(f"{RECORDS_PATH}?after=-1", **{SCHEMA_HEADER: "1"}))
     cache = PlanCache()
     for plan in plan_ids(wire):
         cache.add(plan, read.get(PLAN_PATH + plan).decode())
     plans = {plan: columns for plan in plan_ids(wire) if (columns := cache.get(plan)) is not None}
-    context = RowContext(run="r", attempt=0, rank=0, incarnation="i")
-    return dict(decode(wire, plans, context, after=-1, first_ordinal=0).tables)
+    context = RowContext(run=run, attempt=0, rank=0, incarnation=incarnation)
+    places = itertools.count()
+    named = [
+        plan.dimension_rows(lambda: {"run": run, "attempt": 0, "ordinal": next(places)}) for plan in plans.values()
+    ]
+    tables = decode(wire, plans, context, after=-1, first_ordinal=0).tables
+    return {**tables, **({"tensors": pa.concat_tables(named)} if named else {})}

@@ -313,7 +313,7 @@ def test_plan_with_another_hash_is_refused():
 def test_plan_becomes_rows_of_tensors():
     plan = Plan((PlanEntry(kind="k", tensor="t", dtype="float32", shape=(2, 3), aliases=("u",)),))
     columns = PlanCache().add(plan.hash, plan.to_json())
-    row = columns.dimension_rows({"run": "r", "attempt": 0}).to_pylist()[0]
+    row = columns.dimension_rows(lambda: {"run": "r", "attempt": 0}).to_pylist()[0]
 
     assert ("t", [2, 3], 6, ["u"]) == (row["tensor"], row["shape"], row["numel"], row["aliases"])
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import pyarrow as pa
 import typer
 
-from rankscope.errors import USAGE, CommandError
 from rankscope.opening import chosen_run, opened
 from rankscope.options import Output, OutputFormat, Run, Store
 from rankscope.output import Format, write_rows
+from rankscope.ranges import step_range
 
 if TYPE_CHECKING:
     from rankscope_storage.reports import AnomalyRow
@@ -42,7 +42,7 @@ def anomalies(
 
     with opened(store) as connection:
         name = chosen_run(connection, run)
-        found = reports.anomalies(connection, name, top=top, steps=_range(steps))
+        found = reports.anomalies(connection, name, top=top, steps=step_range(steps))
     if not found and form is Format.TABLE and output is None:
         print(f"no anomalies in {name}")
         return
@@ -59,16 +59,3 @@ def anomaly_table(found: Sequence[AnomalyRow], columns: Sequence[str] | None = N
     return pa.table(
         [pa.array([row[name] for row in rows], schema.field(name).type) for name in names], names=list(names)
     )
-
-
-def _range(steps: str | None) -> tuple[int, int] | None:
-    if steps is None:
-        return None
-    first, colon, last = steps.partition(":")
-    try:
-        bounds = int(first), int(last if colon else first)
-    except ValueError:
-        bounds = 1, 0
-    if bounds[0] > bounds[1]:
-        raise CommandError(f"--steps {steps!r}: write first:last, such as 100:200, or one step", code=USAGE)
-    return bounds

@@ -24,8 +24,10 @@ def combined(step: int | None, rows: Iterable[Mapping[str, Any]]) -> list[Replic
     """Return one number for each group of replicas in `rows`, whatever their order."""
     groups: dict[str, list[tuple[str, ...]]] = {}
     for row in rows:
+        if row["replicas"] is None:
+            continue
         key = (str(row["kind"]), str(row["tensor"]), str(row.get("vpp_stage")), str(row["hash"]))
-        groups.setdefault(str(row["replicas"]), []).append(key)
+        groups.setdefault(row["replicas"], []).append(key)
     return [ReplicaHash(replicas, step, _number(sorted(keys))) for replicas, keys in groups.items()]
 
 

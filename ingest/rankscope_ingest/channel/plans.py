@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, Final
 
 import pyarrow as pa
@@ -36,9 +37,9 @@ class PlanColumns:
         rows = records * len(self.entries)
         return {name: column.head(rows) for name, column in self._columns.items()}
 
-    def dimension_rows(self, common: dict[str, Any]) -> pa.Table:
-        """Return the plan as rows of `tensors`; `common` holds run, attempt, rank and the like."""
-        return rows_table("tensors", (common | _dimension(entry) for entry in self.entries))
+    def dimension_rows(self, common: Callable[[], dict[str, Any]]) -> pa.Table:
+        """Return the plan as rows of `tensors`; `common` gives run, attempt, rank and the like of the next row."""
+        return rows_table("tensors", (common() | _dimension(entry) for entry in self.entries))
 
 
 def _dimension(entry: PlanEntry) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Literal
 
 import torch
 
@@ -33,9 +33,11 @@ BUFFER: Final = "buffer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicasOptions(QuantityOptions):
+class HashesOptions(QuantityOptions):
     """What is hashed beside the parameters, and how often."""
 
+    of: Literal["replicas", "all"] = "replicas"
+    """"replicas" is what other ranks hold as well; "all" compares runs bit for bit with `rankscope diff`."""
     every: int | None = 100
     """Measure every n-th step, on all ranks the same; null is the monitor's own `every`."""
     state: bool = False
@@ -49,6 +51,8 @@ class ReplicasOptions(QuantityOptions):
         QuantityOptions.__post_init__(self)
         if isinstance(self.buffers, list):
             object.__setattr__(self, "buffers", tuple(self.buffers))
+        if self.of not in ("replicas", "all"):
+            raise ValueError(f"of is 'replicas' or 'all', not {self.of!r}")
         for name in ("state", "everywhere"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is true or false, not {getattr(self, name)!r}")  # noqa: TRY004 - as all options
@@ -62,27 +66,28 @@ class _Item:
     kind: str
     tensor: str
     vpp_stage: int | None
-    replicas: str
+    replicas: str | None
     elements: torch.Tensor
 
 
-class Replicas(Quantity):
+class Hashes(Quantity):
     """Reads when the update is done: what was changed before, during or outside of it shows at the same step."""
 
-    name: ClassVar[str] = "replicas"
-    options_class: ClassVar[type[QuantityOptions]] = ReplicasOptions
+    name: ClassVar[str] = "hashes"
+    options_class: ClassVar[type[QuantityOptions]] = HashesOptions
     measures_tensors: ClassVar[bool] = False
 
-    options: ReplicasOptions
+    options: HashesOptions
 
     def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
         super().__init__(subject, options)
-        self._groups: dict[int, str] = {}  # parameter -> its replicas, as text
+        self._groups: dict[int, str | None] = {}  # parameter -> its replicas, as text
         self._measures: dict[torch.device, _Measure] = {}
         self._buffers = Targets(self.options.buffers)
         for index, named in enumerate(self.subject.parameters):
-            if len(ranks := self._ranks_of(named.parameter)) > 1:
-                self._groups[index] = ranks_text(ranks)
+            ranks = self._ranks_of(named.parameter)
+            if len(ranks) > 1 or self.options.of == "all":
+                self._groups[index] = ranks_text(ranks) if len(ranks) > 1 else None
 
     def complaints(self) -> list[str]:
         """Return what no parameter matches, and that there may be nothing to compare."""
@@ -90,7 +95,7 @@ class Replicas(Quantity):
         if not self._groups:
             found.append(
                 "no parameter is known to have replicas on other ranks; where the loop itself keeps ranks equal, "
-                "set options.replicas.everywhere"
+                "set options.hashes.everywhere"
             )
         return found
 
@@ -133,8 +138,9 @@ class Replicas(Quantity):
     def _kept_buffers(self) -> Iterator[_Item]:
         for name, buffer in self.subject.framework.module.named_buffers():
             ranks = self._ranks_of(buffer) or self._world()
-            if self._buffers.selects(plain_name(name)) and len(ranks) > 1:
-                yield _Item(BUFFER, plain_name(name), None, ranks_text(ranks), local_tensor(buffer.detach()))
+            if self._buffers.selects(plain_name(name)) and (len(ranks) > 1 or self.options.of == "all"):
+                replicas = ranks_text(ranks) if len(ranks) > 1 else None
+                yield _Item(BUFFER, plain_name(name), None, replicas, local_tensor(buffer.detach()))
 
     def _has_divided_state(self) -> bool:
         divided = loaded("torch.distributed.optim", "ZeroRedundancyOptimizer")

@@ -91,6 +91,7 @@ CASES: dict[str, Case] = {
     "unsharded": Case(unsharded),
     "by hand": Case(lambda net: net, options={"everywhere": True}),
     "bare": Case(lambda net: net),
+    "all of a bare one": Case(lambda net: net, options={"of": "all"}),
 }
 
 
@@ -99,8 +100,8 @@ def train(case: Case, rank: int) -> dict[str, Any]:
     model = case.wrap(net)
     parameters = list(model.parameters())
     config = MonitorConfig(
-        quantities=("parameters", "replicas"),
-        options={"replicas": {"every": EVERY, **case.options}},
+        quantities=("parameters", "hashes"),
+        options={"hashes": {"every": EVERY, **case.options}},
         console=False,
         exit_wait_seconds=0,
         statistics="torch",

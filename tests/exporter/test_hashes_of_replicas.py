@@ -25,7 +25,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 sys.path.insert(0, "tests/exporter")
-from replica_runs import main
+from hash_runs import main
 main(Path({folder!r}))
 """
 
@@ -133,6 +133,14 @@ def test_only_replicas_are_hashed(ranks: list[Found]) -> None:
     assert NAMES == {key[2] for key in hashes(ranks[0]["hybrid"])}
 
 
+def test_all_can_be_hashed_to_compare_runs(ranks: list[Found]) -> None:
+    found = ranks[0]["all of a bare one"]
+
+    assert NAMES == {key[2] for key in hashes(found)}
+    assert {None} == {row["replicas"] for row in found["rows"]}
+    assert "rankscope_replica_hash{" not in found["page"]
+
+
 def test_the_page_shows_one_number_for_all_that_should_be_equal_and_its_step(ranks: list[Found]) -> None:
     lines = [dict(shown(found["equal"]["page"])) for found in ranks]
     different = [dict(shown(found["disturbed"]["page"])) for found in ranks]
@@ -154,6 +162,10 @@ def shown(page: str) -> Iterator[tuple[str, float]]:
 
 
 def test_wrong_settings_are_named() -> None:
-    for options, complaint in (({"state": 1}, "state is true or false"), ({"evry": 3}, "evry")):
+    for options, complaint in (
+        ({"state": 1}, "state is true or false"),
+        ({"evry": 3}, "evry"),
+        ({"of": "some"}, "of is"),
+    ):
         with pytest.raises(ConfigError, match=complaint):
-            MonitorConfig(quantities=("replicas",), options={"replicas": options})
+            MonitorConfig(quantities=("hashes",), options={"hashes": options})

@@ -1,0 +1,110 @@
+"""`rankscope diff`: where two runs, or two ranks, part, and how the difference grows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from rankscope.errors import USAGE, CommandError
+from rankscope.opening import chosen_run, opened
+from rankscope.options import Store
+from rankscope.ranges import step_range
+
+if TYPE_CHECKING:
+    from rankscope_storage.analysis.divergence import Divergence
+    from rankscope_storage.analysis.sides import Side
+    from rankscope_storage.connection import Connection
+
+DIFFERENT: Final = 1
+TROUBLE: Final = 2
+
+
+def diff(
+    runs: Annotated[list[str], typer.Argument(help="Two runs, or one with --ranks or --attempts.", show_default=False)],
+    store: Store = Path("history"),
+    tolerance: Annotated[float, typer.Option(min=0, help="Relative difference that is none; 0 compares bits.")] = 0.0,
+    absolute: Annotated[float, typer.Option(min=0, help="Absolute difference that is none.")] = 0.0,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this kind, such as act_out or scalar; may be repeated.", show_default=False),
+    ] = None,
+    rank: Annotated[list[int] | None, typer.Option(help="Only this rank; may be repeated.", show_default=False)] = None,
+    ranks: Annotated[
+        tuple[int, int] | None, typer.Option(help="Compare two ranks of one run, or one of each.", show_default=False)
+    ] = None,
+    attempts: Annotated[
+        tuple[int, int] | None,
+        typer.Option(help="Compare these attempts; without it the last one counts at each step.", show_default=False),
+    ] = None,
+    steps: Annotated[str | None, typer.Option(help="Only these steps: first:last.", show_default=False)] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many differences to show.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all that was found as JSON.")] = False,
+) -> None:
+    """Find the first step and tensor, in causal order, where two runs part beyond a tolerance.
+
+    Runs are compared rank by rank at the steps that both have. Without a tolerance everything counts, hashes of
+    replicas included. Two ranks are compared in what both hold alike, unless kinds are named. The exit code is that of
+    diff: 0 for no difference, 1 for some, 2 for trouble.
+
+    [bold]Examples[/bold]
+
+    rankscope diff good-run bad-run --tolerance 1e-5
+
+    rankscope diff my-run --ranks 0 1
+
+    rankscope diff my-run --attempts 0 1 --kind param_after
+    """
+    from rankscope.divergences import document, lines
+    from rankscope_storage.analysis.divergence import Tolerance, divergence
+    from rankscope_storage.analysis.sides import Selected
+
+    try:
+        bounds = step_range(steps)
+        with opened(store) as connection:
+            a, b = _sides(connection, runs, ranks, attempts)
+            found = divergence(
+                connection,
+                a,
+                b,
+                Tolerance(relative=tolerance, absolute=absolute),
+                Selected(kinds=tuple(kind or ()), ranks=tuple(rank or ()), steps=bounds),
+                top=top,
+            )
+        _check_compared(found)
+    except CommandError as error:
+        raise CommandError(str(error), code=TROUBLE) from error
+    print(json.dumps(document(found), ensure_ascii=False, indent=1) if as_json else "\n".join(lines(found)))
+    if found.first is not None:
+        raise typer.Exit(DIFFERENT)
+
+
+def _sides(
+    connection: Connection, runs: list[str], ranks: tuple[int, int] | None, attempts: tuple[int, int] | None
+) -> tuple[Side, Side]:
+    from rankscope_storage.analysis.sides import Side
+
+    names = [chosen_run(connection, run) for run in runs]
+    if len(names) == 1 and (ranks is not None or attempts is not None):
+        names *= 2
+    if len(names) != 2:
+        raise CommandError("name two runs, or one run with --ranks A B or --attempts A B", code=USAGE)
+    own_ranks, own_attempts = ranks or (None, None), attempts or (None, None)
+    first, second = (
+        Side(run=name, rank=rank, attempt=attempt)
+        for name, rank, attempt in zip(names, own_ranks, own_attempts, strict=True)
+    )
+    if first == second:
+        raise CommandError(f"{first} is the same on both sides", code=USAGE)
+    return first, second
+
+
+def _check_compared(found: Divergence) -> None:
+    """End the command where nothing was compared: no difference would be a false comfort."""
+    if found.rows_compared:
+        return
+    if found.steps_compared:
+        raise CommandError(f"{found.a} and {found.b} have nothing in common at the steps that both have")
+    raise CommandError(f"{found.a} and {found.b} have no step in common of what is compared")

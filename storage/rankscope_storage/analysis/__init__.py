@@ -1,0 +1,1 @@
+"""Questions over the history of runs that one SQL view does not answer: comparing, finding the first."""

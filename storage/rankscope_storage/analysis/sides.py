@@ -1,0 +1,144 @@
+"""The two sides of a comparison as SQL: what each has of every quantity, one row for each, the last attempt's. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from rankscope_contract.escaping import sql_string
+from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_storage.connection import Connection
+
+SCALAR: Final = "scalar"
+"""Kind of what was logged by name."""
+
+SCALARS: Final = ("loss", "grad_norm", "learning_rate")
+"""Logged numbers that are compared unless kinds are chosen; times and rates differ between any two runs."""
+
+DATASETS: Final = ("tensor_stats", "features", "scalars", "hashes")
+NUMBERS: Final = (*VALUE_OPS, "value")
+EXACT: Final = (*COUNT_OPS, "hash")
+KEYS: Final = ("source", "micro_step", "vpp_stage", "kind", "tensor", '"index"', "call_seq")
+
+_SELECTED: Final = {
+    "tensor_stats": (
+        'micro_step, vpp_stage, kind, tensor, "index", call_seq, placement, '
+        + ", ".join(f'"{op}"' for op in (*VALUE_OPS, *COUNT_OPS))
+    ),
+    "features": 'micro_step, vpp_stage, kind, module AS tensor, "index", value::DOUBLE AS value',
+    "scalars": f"'{SCALAR}' AS kind, name || coalesce(labels, '') AS tensor, value",
+    "hashes": "vpp_stage, kind, tensor, replicas, hash, norm, 'replica' AS placement",
+}
+_TYPES: Final = {
+    **dict.fromkeys(("source", "kind", "tensor", "placement", "replicas"), "VARCHAR"),
+    **dict.fromkeys(("rank", "attempt", "micro_step", "vpp_stage", "index"), "INTEGER"),
+    **dict.fromkeys(("step", "ordinal", "seq", "call_seq", *EXACT), "BIGINT"),
+    **dict.fromkeys(VALUE_OPS, "FLOAT"),
+    "value": "DOUBLE",
+}
+_NO_ROWS: Final = "SELECT " + ", ".join(f'NULL::{type_} AS "{name}"' for name, type_ in _TYPES.items()) + " WHERE false"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """A run, or one rank of it; of all its attempts, or of one."""
+
+    run: str
+    rank: int | None = None
+    attempt: int | None = None
+
+    def __str__(self) -> str:
+        parts = (self.run, "" if self.attempt is None else f"attempt {self.attempt}")
+        return ", ".join(filter(None, (*parts, "" if self.rank is None else f"rank {self.rank}")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selected:
+    """What of both sides is compared."""
+
+    kinds: tuple[str, ...] = ()
+    """Kinds of quantities, `scalar` among them; none chooses all that can be expected to agree."""
+    ranks: tuple[int, ...] = ()
+    steps: tuple[int, int] | None = None
+
+
+class Source:
+    """One side in one store. `between_ranks` compares only what replicas have in common, unless kinds are chosen."""
+
+    def __init__(self, connection: Connection, side: Side, selected: Selected, *, between_ranks: bool) -> None:
+        self._connection = connection
+        self.side = side
+        self._selected = selected
+        self._between_ranks = between_ranks
+
+    def rows(self, steps: tuple[int, int]) -> str:
+        """Return the query for all rows of the closed range `steps`, one for each quantity."""
+        parts = " UNION ALL BY NAME ".join(
+            f"SELECT '{dataset}' AS source, step, rank, attempt, ordinal, seq, {_SELECTED[dataset]} "
+            f"FROM {self._relation(dataset, steps)} WHERE {self._where(dataset, steps)}"
+            for dataset in self._datasets()
+        )
+        rank = "" if self._between_ranks else "rank, "
+        # A requeued job makes steps again: what its last launch has of a step is what went on from there.
+        return (
+            f"SELECT * FROM ({_NO_ROWS} UNION ALL BY NAME {parts}) "
+            f"QUALIFY attempt IS NOT DISTINCT FROM max(attempt) OVER (PARTITION BY step, rank) AND row_number() OVER "
+            f"(PARTITION BY step, {rank}{', '.join(KEYS)} "
+            "ORDER BY attempt DESC NULLS LAST, ordinal DESC NULLS LAST, seq DESC NULLS LAST) = 1"
+        )
+
+    def counted(self) -> dict[int, int]:
+        """Return the steps that this side has, ascending, with how many rows each."""
+        bounds = self._selected.steps or (-(1 << 62), 1 << 62)
+        parts = " UNION ALL ".join(
+            f"SELECT step FROM {self._relation(dataset, self._selected.steps)} WHERE {self._where(dataset, bounds)}"
+            for dataset in self._datasets()
+        )
+        query = f"SELECT step, count(*) AS rows FROM ({parts}) GROUP BY step ORDER BY step"
+        found = self._connection.query(query)
+        return dict(zip(found["step"].to_pylist(), found["rows"].to_pylist(), strict=True))
+
+    def ranks(self) -> set[int | None]:
+        """Return the ranks of which this side has rows."""
+        bounds = self._selected.steps or (-(1 << 62), 1 << 62)
+        parts = " UNION ".join(
+            f"SELECT rank FROM {self._relation(dataset, self._selected.steps)} WHERE {self._where(dataset, bounds)}"
+            for dataset in self._datasets()
+        )
+        return set(self._connection.query(f"SELECT DISTINCT rank FROM ({parts})")["rank"].to_pylist())
+
+    def order(self) -> dict[tuple[str, str], int]:
+        """Return the order in which tensors were first seen, by kind and name: that of the model, or of its calls."""
+        relation = self._connection.relation("tensors", run=self.side.run)
+        found = self._connection.query(
+            f"SELECT kind, tensor FROM {relation} WHERE run = {sql_string(self.side.run)} "
+            "GROUP BY kind, tensor ORDER BY min(ordinal), kind, tensor"
+        )
+        names = zip(found["kind"].to_pylist(), found["tensor"].to_pylist(), strict=True)
+        return {name: position for position, name in enumerate(names)}
+
+    def _relation(self, dataset: str, steps: tuple[int, int] | None) -> str:
+        return self._connection.relation(dataset, run=self.side.run, steps=steps)
+
+    def _datasets(self) -> list[str]:
+        if self._between_ranks and not self._selected.kinds:
+            return ["tensor_stats", "hashes"]
+        if self._selected.kinds and SCALAR not in self._selected.kinds:
+            return [name for name in DATASETS if name != "scalars"]
+        return list(DATASETS)
+
+    def _where(self, dataset: str, steps: tuple[int, int]) -> str:
+        parts = [f"run = {sql_string(self.side.run)}", f"step BETWEEN {steps[0]} AND {steps[1]}"]
+        ranks = self._selected.ranks if self.side.rank is None else (self.side.rank,)
+        if ranks:
+            parts.append(f"rank IN ({', '.join(str(int(rank)) for rank in ranks)})")
+        if self.side.attempt is not None:
+            parts.append(f"attempt = {int(self.side.attempt)}")
+        kinds = self._selected.kinds
+        if dataset == "scalars":
+            parts += [] if kinds else [f"name IN ({', '.join(map(sql_string, SCALARS))})"]
+        elif kinds:
+            parts.append(f"kind IN ({', '.join(map(sql_string, kinds))})")
+        if self._between_ranks and not kinds and dataset == "tensor_stats":
+            parts.append("placement = 'replica'")
+        return " AND ".join(parts)

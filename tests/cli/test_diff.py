@@ -1,0 +1,109 @@
+"""`rankscope diff`: what is printed, what a program reads, and the exit codes of diff."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.cli.conftest import START, common, table
+from tests.cli.test_commands import assert_golden
+
+from rankscope_storage.schema import dataset_schema
+from rankscope_storage.store import Batch, Store
+
+RUNS = ("good-run", "bad-run")
+PARTED = 12
+
+
+def rows(run: str, rank: int) -> dict[str, list[dict]]:
+    """20 steps; from step 12 on the bad run is off in one layer, and more with every step."""
+    found: dict[str, list[dict]] = {"tensor_stats": [], "scalars": [], "hashes": []}
+    for step in range(1, 21):
+        off = 1e-6 * 4.0 ** (step - PARTED) if run == "bad-run" and step >= PARTED and rank == 1 else 0.0
+        place = common(rank, step, step - 1, run)
+        for kind, tensors in (
+            ("param_before", ("1.weight",)),
+            ("act_out", ("0", "1")),
+            ("grad_reduced", ("1.weight",)),
+        ):
+            for tensor in tensors:
+                moved = off if tensor != "0" else 0.0
+                found["tensor_stats"].append(
+                    place
+                    | {"kind": kind, "tensor": tensor, "norm": 2.0 * (1 + moved), "nans": 0, "infs": 0, "numel": 6}
+                )
+        if run == "bad-run" and step == 3:
+            found["tensor_stats"].append(place | {"kind": "act_out", "tensor": "extra", "norm": 1.0})
+        found["scalars"].append(place | {"name": "loss", "value": 5.0 / step + off})
+        if step == 11:
+            bits = 7 if off == 0 and not (run == "bad-run" and rank == 1) else -9
+            found["hashes"].append(
+                place | {"kind": "param_after", "tensor": "1.weight", "hash": bits, "norm": 2.0, "replicas": "0,1"}
+            )
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("diff") / "history"
+    with Store.open(folder, create=True).claim(owner="test") as writer:
+        for number, run in enumerate(RUNS):
+            tables = {
+                name: table(name, [row for rank in range(2) for row in rows(run, rank)[name]])
+                for name in ("tensor_stats", "scalars", "hashes")
+            }
+            state = {"state": "completed", "started_at": START, "ordinal": number}
+            tables["runs"] = table("runs", [common(None, 20, 0, run) | state])
+            assert tables["runs"].schema == dataset_schema("runs")
+            writer.append(Batch(tables=tables, watermarks={f"{run}-{rank}": 19 for rank in range(2)}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "arguments"),
+    [
+        ("diff", 1, [*RUNS, "--tolerance", "1e-9"]),
+        ("diff_exact", 1, [*RUNS, "--top", "2"]),
+        ("diff_none", 0, [*RUNS, "--rank", "0"]),
+        ("diff_of_ranks", 1, ["bad-run", "--ranks", "0", "1"]),
+    ],
+)
+def test_golden_output(rankscope, two_runs, name, code, arguments):
+    done = rankscope("diff", *arguments, "--store", str(two_runs))
+
+    assert "" == done.stderr
+    assert code == done.returncode
+    assert_golden(name, done.stdout)
+
+
+def test_json_has_all_of_it(rankscope, two_runs):
+    done = rankscope("diff", *RUNS, "--tolerance", "1e-9", "--json", "--top", "1", "--store", str(two_runs))
+    found = json.loads(done.stdout)
+
+    assert 1 == done.returncode
+    assert (PARTED, "param_before", "1.weight", 1) == tuple(
+        found["first"][name] for name in ("step", "kind", "tensor", "rank")
+    )
+    assert list(range(PARTED, 21)) == [step["step"] for step in found["steps"]]
+    assert [["act_out", "extra"]] == found["tensors_only_in_b"]
+    assert 2e-6 / 2.000002 == pytest.approx(found["first"]["relative"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["good-run", "bad-rum"], "no run is called 'bad-rum'. Did you mean 'bad-run'?"),
+        (["good-run"], "name two runs, or one run with --ranks A B or --attempts A B"),
+        (["good-run", "good-run"], "good-run is the same on both sides"),
+        ([*RUNS, "--steps", "5-9"], "--steps '5-9': write first:last"),
+        ([*RUNS, "--kind", "act_ouT"], "no step in common of what is compared"),
+        (["good-run", "--attempts", "0", "1"], "no step in common of what is compared"),
+    ],
+)
+def test_trouble_is_one_line_and_code_2(rankscope, two_runs, arguments, complaint):
+    done = rankscope("diff", *arguments, "--store", str(two_runs))
+
+    assert 2 == done.returncode
+    assert complaint in done.stderr
+    assert 1 == done.stderr.count("\n")
