@@ -56,6 +56,7 @@ def engine(
     *,
     groups: int = 1,
     infinite: bool = False,
+    by_hand: bool = False,
     bf16: bool = False,
     sums: str | None = None,
     reentrant: bool = False,
@@ -66,7 +67,7 @@ def engine(
     divided = [{"params": parameters[place::groups]} for place in range(groups)]
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": micros,
+        "gradient_accumulation_steps": 1 if by_hand else micros,
         "gradient_clipping": LONGEST,
         "zero_optimization": {"stage": stage, **options},
         "zero_allow_untested_optimizer": True,
@@ -78,15 +79,20 @@ def engine(
 
     def backward(step: int) -> torch.Tensor:
         for micro in range(micros):
+            if by_hand:
+                made.set_gradient_accumulation_boundary(micro == micros - 1)
             data = batch(torch.distributed.get_rank(), step, micro)
             loss = loss_of(made(data.bfloat16() if bf16 else data))
             if infinite and step == SKIPPED:
                 loss = loss * float("inf")
             made.backward(loss, scale_wrt_gas=False)
-            made.step()
+            if not by_hand or micro == micros - 1:
+                made.step()
         return loss.detach()
 
-    return Engine(made, made, backward)
+    # Of what is done by hand the monitor learns when it has been seen.
+    also = {"gradients": {"sum_micro_batches": True}} if by_hand else {}
+    return Engine(made, made, backward, also=also)
 
 
 FROM_START = {"stage3_param_persistence_threshold": 0}
@@ -103,6 +109,8 @@ LOOPS: dict[str, Callable[[int], Loop]] = {
     "zero 1, infinite": lambda rank: engine(rank, 1, infinite=True),
     "zero 2": lambda rank: engine(rank, 2),
     "zero 2, accumulating": lambda rank: engine(rank, 2, 2),
+    "zero 2, accumulating by hand": lambda rank: engine(rank, 2, 2, by_hand=True),
+    "zero 2, bfloat16, accumulating": lambda rank: engine(rank, 2, 2, bf16=True),
     "zero 2, checkpointed": lambda rank: engine(rank, 2, reentrant=True),
     "zero 2, small buckets": lambda rank: engine(rank, 2, groups=2, reduce_bucket_size=50, overlap_comm=True),
     "zero 2, bfloat16": lambda rank: engine(rank, 2, bf16=True),
@@ -110,6 +118,7 @@ LOOPS: dict[str, Callable[[int], Loop]] = {
     "zero 2, infinite": lambda rank: engine(rank, 2, infinite=True),
     "zero 3": lambda rank: engine(rank, 3, **FROM_START),
     "zero 3, accumulating": lambda rank: engine(rank, 3, 2),
+    "zero 3, accumulating, offloaded": lambda rank: engine(rank, 3, 3, **FROM_START, **IN_MEMORY),
     "zero 3, checkpointed": lambda rank: engine(rank, 3, reentrant=True, **FROM_START),
     "zero 3, sub-groups": lambda rank: engine(rank, 3, groups=2, sub_group_size=40, **FROM_START),
     "zero 3, bfloat16": lambda rank: engine(rank, 3, bf16=True, **FROM_START),

@@ -21,8 +21,6 @@ Outcomes = dict[tuple[str, int], Outcome]
 class HeavyOwed(Owed):
     """What a loop promises, beside what all frameworks may."""
 
-    summed: bool = True
-    """Whether gradients of this rank alone are summed over micro-batches anywhere; each by itself is there anyway."""
     skipping: bool = False
     """Whether the second step is skipped."""
     hidden: int = 8
@@ -64,9 +62,6 @@ def check_own_gradients(found: Outcomes, name: str, owed: HeavyOwed, truths: lis
             continue
         for micro in (None, *range(owed.micros)):
             rows = [row for row in of_kind(found, name, LOCAL, step) if row.micro_step == micro]
-            if micro is None and not owed.summed:
-                assert [] == rows
-                continue
             ranks = range(WORLD) if owed.local == "partial" else [None]
             for rank in ranks:
                 place = rank or 0

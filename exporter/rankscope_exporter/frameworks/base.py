@@ -200,6 +200,14 @@ class Framework:
         """Return whether the backward pass that is under way ends with `.grad` reduced over the ranks."""
         return False
 
+    @property
+    def reduces_each_micro_batch(self) -> bool | None:
+        """Return whether several micro-batches are reduced one by one, with no sum of this rank's own; None: who knows.
+
+        Then it shows when they are.
+        """
+        return False
+
     def holds_gradient(self, parameter: nn.Parameter) -> bool:
         """Return whether a gradient that `parameter` got in an earlier backward pass has not been dropped since."""
         return parameter.grad is not None

@@ -73,6 +73,11 @@ class DistributedData(Framework):
         """Return True."""
         return True
 
+    @property
+    def reduces_each_micro_batch(self) -> bool | None:
+        """Return None: without `no_sync()` it does."""
+        return None
+
     def reduces_in_backward(self) -> bool:
         """Return False inside `no_sync()`, where gradients only accumulate."""
         if self._still_learning:

@@ -143,6 +143,11 @@ class DeepSpeedZero(_OfEngine, Parted):
         """Return what the stage says."""
         return self._stage.scatters
 
+    @property
+    def reduces_each_micro_batch(self) -> bool | None:
+        """Return whether the engine is told of several; what its boundary is set to by hand shows later."""
+        return super().reduces_each_micro_batch if self._engine.gradient_accumulation_steps() == 1 else self.scatters
+
     def reduced_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return it from where the stage has it."""
         return self._stage.reduced(parameter)

@@ -17,6 +17,11 @@ class Gathered:
         return False
 
     @property
+    def reduces_each_micro_batch(self) -> bool | None:
+        """Return None: it does unless the loop holds gradients back."""
+        return None
+
+    @property
     def reduces(self) -> bool:
         """Return True."""
         return True

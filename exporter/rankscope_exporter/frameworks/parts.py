@@ -98,6 +98,11 @@ class Parted(Framework):
         return False
 
     @property
+    def reduces_each_micro_batch(self) -> bool | None:
+        """Return None where it does so if there are several."""
+        return None if self.scatters else False
+
+    @property
     def local_until_backward_ends(self) -> bool:
         """Return False: each gradient is read in its hook."""
         return False

@@ -306,6 +306,9 @@ class Quantity:
     def after_update(self, table: Table) -> None:
         """An optimizer has stepped."""
 
+    def step_ended(self) -> None:
+        """The sampled step is over, whether an optimizer has stepped or not."""
+
     def parameter_entries(self, kind: str, *, local: bool = False, reduced: bool = False) -> list[PlanEntry]:
         """Return one entry of `kind` for each parameter: of this rank's own gradient, of the reduced one, or others."""
         count = len(self.subject.parameters)

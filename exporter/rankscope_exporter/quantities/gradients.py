@@ -10,7 +10,8 @@ from rankscope_contract.kinds import Kind
 from rankscope_contract.records import PlanEntry
 from rankscope_exporter.frameworks.base import Holder
 from rankscope_exporter.naming import local_tensor
-from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Subject, Table
+from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Subject, Table
+from rankscope_exporter.quantities.gradients_sums import GradientsOptions, LocalSums
 
 
 class Gradients(Quantity):
@@ -19,13 +20,18 @@ class Gradients(Quantity):
     `grad_clipped` is what the optimizer sees, and absent where that is bit for bit the reduced gradient. With a
     gradient scaler the first two carry the loss scale; what the scaler and clipping make of them is in the third.
 
+    Where the framework reduces each micro-batch, `grad_unreduced` of several is the sum that `LocalSums` keeps.
+
     A gradient that does not exist (unused or frozen parameter, `zero_grad` since) is absent, never a stale value.
     """
 
     name: ClassVar[str] = "gradients"
+    options_class: ClassVar[type[QuantityOptions]] = GradientsOptions
+    options: GradientsOptions
 
     def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
         super().__init__(subject, options)
+        self._sums = LocalSums(self.subject, wanted=self.options.sum_micro_batches)
         count = len(self.subject.parameters)
         self._unreduced, self._reduced = range(count), range(count, 2 * count)
         self._clipped = range(2 * count, 3 * count)
@@ -51,25 +57,38 @@ class Gradients(Quantity):
             *self.parameter_entries(Kind.GRAD_CLIPPED),
         ]
 
+    def install(self, hooking: Hooking, gate: Gate) -> None:
+        """Hook nothing yet: gradients are summed up here only where nobody else does."""
+        self._sums.install(hooking, gate)
+
     def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
         """Nothing of this step has been reduced yet."""
         self._mixed = False
         self._left = []
+        self._sums.step_begins()
+
+    def step_ended(self) -> None:
+        """Let go of what was summed up."""
+        self._sums.release()
 
     def gradient_ready(self, index: int, holder: Holder, table: Table) -> None:
         """Read one gradient before it is reduced in place, or sharded."""
-        if self._batched or self._mixed:
+        if self._batched or self._mixed or self._sums.are_kept:
             return
         gradient, row = holder.grad, self._unreduced[index : index + 1]
         if gradient is None:  # of several micro-batches this framework keeps no sum
+            self._sums.learn()
             table.forget(row)
         else:
             table.measure([gradient], row)
 
     def backward_ends(self, table: Table) -> None:
         """Read all local gradients in one pass."""
-        if self._mixed:
+        if self._sums.are_kept:
+            table.measure(self._sums.tensors(), self._unreduced)
+        elif self._mixed:
             # Accumulation without no_sync(): the sum of reduced micro-batches and a local one is neither kind.
+            self._sums.learn()
             table.forget(self._unreduced)
         elif self._batched:
             own = (None if parameter is None else parameter.grad for parameter in self.subject.tensors())
@@ -79,6 +98,8 @@ class Gradients(Quantity):
         """Read the reduced gradients; without a reduction they are the local ones."""
         if self.subject.framework.reduces_in_backward():
             self._mixed = True
+            if self.subject.framework.finishes_after_backward:  # no further micro-batch comes
+                self._sums.release()
             table.measure(self._own(self._gradients()), self._reduced)
         elif self.subject.copies > 1 or self.subject.framework.finishes_after_backward:
             return
@@ -90,6 +111,7 @@ class Gradients(Quantity):
 
     def before_update(self, table: Table) -> None:
         """Read what a loop with its own reduction gives the optimizer, and what was changed since backward."""
+        self._sums.release()
         gradients = self._gradients()
         if self._reduced_by_loop:
             table.measure(self._own(gradients), self._reduced)

@@ -215,6 +215,7 @@ class Collection:
         """Put what was measured into `draft`."""
         for member in self._members:
             if member.is_open:
+                self._guard.call(member.where, member.quantity.step_ended)
                 member.closes()
         draft.copy, draft.ops = HostCopy(self._sheet.table, len(self.book)), self.book.ops
         draft.deferred, draft.rows = self._sheet.take_rows()

@@ -123,26 +123,32 @@ def compiled(rank: int) -> Loop:
     return plainly(torch.compile(DistributedDataParallel(Net()), backend="aot_eager"), rank)  # type: ignore[arg-type]
 
 
-def fsdp2(rank: int, micros: int = 1, **options: Any) -> Loop:
+def fsdp2(rank: int, micros: int = 1, holding: Any = unsynchronized, **options: Any) -> Loop:
     model = Net()
     mesh = init_device_mesh("cpu", (WORLD,))
     for block in model.blocks.values():
         fully_shard(block, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
-    return plainly(model, rank, micros, unsynchronized)
+    return plainly(model, rank, micros, holding)
 
 
-def fsdp2_mixed(rank: int) -> Loop:
+def fsdp2_mixed(rank: int, holding: Any = unsynchronized) -> Loop:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return fsdp2(rank, micros=2, mp_policy=policy)
+    return fsdp2(rank, 2, holding, mp_policy=policy)
 
 
-def fsdp1(rank: int, micros: int = 1) -> Loop:
+def summed(loop: Loop) -> Loop:
+    """A loop that reduces each micro-batch: what is this rank's own is summed up by the monitor, at all steps."""
+    loop.also = {"gradients": {"sum_micro_batches": True}}
+    return loop
+
+
+def fsdp1(rank: int, micros: int = 1, holding: Any = no_sync) -> Loop:
     policy = ModuleWrapPolicy({Block})
     model = FullyShardedDataParallel(
         Net(), auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
     )
-    return plainly(model, rank, micros, no_sync)
+    return plainly(model, rank, micros, holding)
 
 
 def tensor_parallel(_rank: int) -> Loop:
@@ -263,14 +269,21 @@ GROWN = 2
 LOOPS: dict[str, Callable[[int], Loop]] = {
     "ddp": ddp,
     "ddp, accumulating, bucket views": ddp_accumulating,
+    "ddp, each reduced": lambda rank: summed(plainly(DistributedDataParallel(Net()), rank, micros=2)),
+    "ddp, each reduced, bucket views": lambda rank: summed(
+        plainly(DistributedDataParallel(Net(), gradient_as_bucket_view=True), rank, micros=3)
+    ),
     "ddp, gradient scaler": ddp_scaled,
     "ddp, checkpointed": lambda rank: ddp(rank, checkpointed=True),
     "ddp, compiled": compiled,
     "fsdp2": fsdp2,
     "fsdp2, accumulating": lambda rank: fsdp2(rank, micros=2),
+    "fsdp2, each reduced": lambda rank: summed(fsdp2(rank, 2, None)),
     "fsdp2, mixed precision": fsdp2_mixed,
+    "fsdp2, mixed precision, each reduced": lambda rank: summed(fsdp2_mixed(rank, None)),
     "fsdp1": fsdp1,
     "fsdp1, accumulating": lambda rank: fsdp1(rank, micros=2),
+    "fsdp1, each reduced": lambda rank: summed(fsdp1(rank, 2, None)),
     "tensor parallel": tensor_parallel,
     "pipeline, gpipe": lambda rank: pipeline(rank, ScheduleGPipe),
     "pipeline, 1f1b": lambda rank: pipeline(rank, Schedule1F1B),

@@ -42,14 +42,19 @@ STAGE = Owed(local="full", shared=frozenset({"full"}), ranks=(0,), micros=MICROS
 OWED = {
     "ddp": Owed(),
     "ddp, accumulating, bucket views": Owed(micros=2),
+    "ddp, each reduced": Owed(micros=2),
+    "ddp, each reduced, bucket views": Owed(micros=3),
     "ddp, gradient scaler": Owed(scaled=True),
     "ddp, checkpointed": Owed(),
     "ddp, compiled": Owed(activations=False),
     "fsdp2": Owed(shared=SHARD),
     "fsdp2, accumulating": Owed(shared=SHARD, micros=2),
+    "fsdp2, each reduced": Owed(shared=SHARD, micros=2),
+    "fsdp2, mixed precision, each reduced": Owed(shared=SHARD, micros=2, rel=0.1),
     "fsdp2, mixed precision": Owed(shared=SHARD, micros=2, rel=0.1),  # bfloat16 has 8 bits, and sums cancel
     "fsdp1": Owed(shared=SHARD, everywhere=False),  # the flat shard of a rank holds some tensors, and not others
     "fsdp1, accumulating": Owed(shared=SHARD, micros=2, everywhere=False),
+    "fsdp1, each reduced": Owed(shared=SHARD, micros=2, everywhere=False),
     "tensor parallel": Owed(local="shard", shared=SHARD | REPLICA, ranks=(0,)),
     "pipeline, gpipe": STAGE,
     "pipeline, 1f1b": STAGE,

@@ -136,7 +136,7 @@ class OfScattered(OfFlattened):
     scatters = True
 
 
-def test_without_a_sum_over_micro_batches_only_their_own_gradients_are_there():
+def test_a_sum_over_micro_batches_that_nobody_keeps_is_kept_here_once_it_was_seen_to_be_missing():
     def make(_rank: int) -> FlatLoop:
         loop = flat_loop(micros=2)
         loop.attached = OfScattered(loop.model, loop.attached.flattened)
@@ -144,7 +144,12 @@ def test_without_a_sum_over_micro_batches_only_their_own_gradients_are_there():
 
     outcome = watched(make, 0)
 
-    assert {0, 1} == {row.micro_step for row in outcome.rows if row.kind == LOCAL}
+    assert {(step, micro) for step in range(1, STEPS + 1) for micro in (0, 1, None)} - {(1, None)} == {
+        (row.step, row.micro_step) for row in outcome.rows if row.kind == LOCAL
+    }
+    for step, truth in list(enumerate(truths((0,), 2), 1))[1:]:
+        rows = [row for row in outcome.rows if (row.kind, row.step, row.micro_step) == (LOCAL, step, None)]
+        check(rows, truth.local(0), 1e-4)
     assert ([], 0) == (outcome.unequal, outcome.faults)
 
 
