@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rankscope_contract.collective_calls import sentences, sites_of
 from rankscope_contract.stacks import FlightRecord, Frame, StackDump, ThreadStack
 from rankscope_contract.standing import Group, Standing, grouped, is_library, ranks_text
 
@@ -40,8 +41,12 @@ def lines(answer: Mapping[str, Any], *, all_threads: bool = False) -> Iterator[s
     asked = [Asked.of(entry) for entry in answer["ranks"]]
     given = {each.rank: each for each in asked if each.stacks is not None}
     yield from _head(answer, len(given), len(asked))
-    groups = grouped(Standing.of(each.rank, each.stacks, each.flight) for each in given.values())
-    for group in groups:
+    standings = [Standing.of(each.rank, each.stacks, each.flight) for each in given.values()]
+    flights = {each.rank: each.flight for each in given.values() if each.flight is not None}
+    if told := sentences(flights, sites_of(standings)):
+        yield ""
+        yield from told
+    for group in grouped(standings):
         yield ""
         yield from _group(group, [given[rank] for rank in group.ranks], all_threads=all_threads)
     for each in asked:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from rankscope_contract.collectives import CallState, bytes_text, dtype_text, is_even, ranks_in
 from rankscope_contract.stacks import Collective, FlightRecord
-from rankscope_contract.standing import ranks_text
+from rankscope_contract.standing import Standing, is_library, own_frame, ranks_text
+
+MOST_SENTENCES: Final = 5
+"""A job of many groups that stands still waits in hundreds of collectives, and the first of them say why."""
 
 Records = Mapping[int, FlightRecord]
 """What ranks hold of their collectives, by rank."""
@@ -94,8 +98,16 @@ def calls_of_note(records: Records) -> list[Call]:
 
 
 def sentences(records: Records, sites: Mapping[int, str] | None = None) -> list[str]:
-    """Return a sentence for each call of note."""
-    return [call.sentence(sites) for call in calls_of_note(records)]
+    """Return a sentence for each call of note, the causes first; one number for what is beyond a few."""
+    calls = calls_of_note(records)
+    more = [f"and {len(calls) - MOST_SENTENCES} more collectives that ranks wait in"] * (len(calls) > MOST_SENTENCES)
+    return [*(call.sentence(sites) for call in calls[:MOST_SENTENCES]), *more]
+
+
+def sites_of(standings: Iterable[Standing]) -> dict[int, str]:
+    """Return where each rank stands in code that no library brought, as `train.py[88]`."""
+    frames = ((standing.rank, own_frame(standing.frames)) for standing in standings)
+    return {rank: f"{frame.short[0]}[{frame.line}]" for rank, frame in frames if frame and not is_library(frame.file)}
 
 
 def _call(

@@ -34,7 +34,10 @@ def rank(number: int, frames: list[list[Any]], *, seq: int, is_pending: bool) ->
         "age_seconds": 311.6,
         "sizes": [[4096, 4096]],
         "dtypes": ["BFloat16"],
+        "group_id": "0",
+        "bytes": 2 * 4096 * 4096,
     }
+    groups = [{"id": "0", "ranks": "0-3", "latest_seq": seq}]
     return {
         "rank": number,
         "host": f"node-{number // 2}",
@@ -42,7 +45,7 @@ def rank(number: int, frames: list[list[Any]], *, seq: int, is_pending: bool) ->
         "ts": 0,
         "step": 41,
         "stacks": {"reason": "request", "threads": threads, "left_out": 0},
-        "flight": {"reason": "request", "collectives": [collective], "recorded": 1},
+        "flight": {"reason": "request", "collectives": [collective], "recorded": 1, "groups": groups},
     }
 
 

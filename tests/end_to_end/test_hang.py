@@ -53,16 +53,21 @@ def assert_message_names_both_places(text: str) -> None:
     lines = text.splitlines()
     where = lines.index("where:")
 
-    # The rank that the other one waits for comes first.
+    # What is the matter comes first, then the rank that the other one waits for.
+    assert re.fullmatch(
+        r"  rank 1 never entered all_reduce \d+ \(4 B float32\) of default_pg; rank 0 is in it since \d+ s,"
+        rf" called at hanging_training\.py\[{line_of('# rank 0 waits here')}\]",
+        lines[where + 1],
+    ), text
     assert re.fullmatch(
         rf"  rank 1 at hanging_training\.py:{line_of('# rank 1 is found here')} in stand_still;"
         r" its last collective was all_reduce \d+",
-        lines[where + 1],
+        lines[where + 2],
     ), text
     assert re.fullmatch(
         r"  rank 0 in all_reduce seq \d+ \(gloo, default_pg, Float scalar\),"
         rf" called at hanging_training\.py:{line_of('# rank 0 waits here')} in main",
-        lines[where + 2],
+        lines[where + 3],
     ), text
     assert "look closer: rankscope stacks hangs" in lines
 
@@ -108,10 +113,15 @@ def test_a_hang_is_told_with_the_place_of_each_rank_and_so_is_its_end(
 
 
 def assert_printed_groups(text: str) -> None:
-    head, first, second = text.split("\n\n")
+    head, matter, first, second = text.split("\n\n")
 
     assert head.startswith("run hangs (attempt 0) is stalled: alive, but no step for ")
     assert head.endswith("last step 5; 2 of 2 ranks say where they stand")
+    assert re.fullmatch(
+        r"rank 1 never entered all_reduce \d+ \(4 B float32\) of default_pg; rank 0 is in it since \d+ s,"
+        rf" called at hanging_training\.py\[{line_of('# rank 0 waits here')}\]",
+        matter,
+    )
     assert first.startswith("rank 1: waits in no collective; the last was all_reduce ")
     assert re.search(rf"> stand_still +{re.escape(str(SCRIPT))}:{line_of('# rank 1 is found here')}\n", first)
     assert second.startswith("rank 0: waits in all_reduce seq ")

@@ -73,6 +73,7 @@ def test_a_stalled_run_has_its_silent_ranks_asked_once_and_is_told_once_with_who
     (told,) = book.look([run], 203 + QUIET_SECONDS).due
     assert [] == book.look([run], 300).due
     assert (
+        "rank 1 never entered all_reduce 41 of default_pg; rank 0 is in it since 300 s, called at train.py[88]",
         "rank 1 at train.py:12 in main; its last collective was all_reduce 40",
         "rank 0 in all_reduce seq 41 (gloo, default_pg), called at train.py:88 in main",
     ) == told.lines
@@ -193,6 +194,7 @@ rank: 1
 step: 41
 said: alive, but no step for 300 s
 where:
+  rank 1 never entered all_reduce 41 of default_pg; rank 0 is in it since 300 s, called at train.py[88]
   rank 1 at train.py:12 in main; its last collective was all_reduce 40
   rank 0 in all_reduce seq 41 (gloo, default_pg), called at train.py:88 in main
 look closer: rankscope stacks r

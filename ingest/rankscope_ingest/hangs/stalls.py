@@ -13,6 +13,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rankscope_contract.collective_calls import sentences, sites_of
 from rankscope_contract.events import EventType, RunState
 from rankscope_contract.stacks import FlightRecord, StackDump
 from rankscope_contract.standing import Standing, grouped
@@ -158,8 +159,10 @@ def _note(report: Report, row: Mapping[str, Any]) -> None:
 
 def _incident(attempt: Attempt, reports: Mapping[int, Report], now: float) -> Incident:
     told = {number: report for number, report in reports.items() if report.stacks or report.flight}
-    groups = grouped(Standing.of(number, report.stacks, report.flight) for number, report in told.items())
-    lines = [str(group) for group in groups]
+    standings = [Standing.of(number, report.stacks, report.flight) for number, report in told.items()]
+    flights = {number: report.flight for number, report in told.items() if report.flight is not None}
+    groups = grouped(standings)
+    lines = [*sentences(flights, sites_of(standings)), *map(str, groups)]
     for rank in sorted(attempt.live_ranks, key=lambda rank: rank.number):
         if rank.number not in told:
             refusal = reports[rank.number].refusal if rank.number in reports else None
