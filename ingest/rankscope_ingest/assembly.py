@@ -11,6 +11,7 @@ from rankscope_ingest.alerting.incidents import IncidentBook
 from rankscope_ingest.batch import Batcher
 from rankscope_ingest.collector import Collector, Urge
 from rankscope_ingest.config import RunsSection, ServiceConfig
+from rankscope_ingest.desync.book import DesyncBook
 from rankscope_ingest.hangs.stalls import StallBook
 from rankscope_ingest.history import History
 from rankscope_ingest.lifecycle.attempts import AttemptBook
@@ -62,7 +63,15 @@ def make_collector(
         urge=urge,
         given_up=history.given_up,
         stalls=StallBook(history.open_stalls),
+        replicas=restored_replicas(history),
     )
+
+
+def restored_replicas(history: History) -> DesyncBook:
+    """Return what is known of replicas: the tensors that are apart, and the steps that some ranks had not reached."""
+    book = DesyncBook(history.apart)
+    book.heard(history.hashes, history.read_at)
+    return book
 
 
 def configured_notifiers(config: ServiceConfig) -> list[Notifier]:

@@ -20,6 +20,8 @@ from rankscope_ingest.alerting.symptoms import firings, symptoms
 from rankscope_ingest.batch import Batcher, PendingBatch
 from rankscope_ingest.channel.decode import Decoded
 from rankscope_ingest.channel.plans import PlanColumns
+from rankscope_ingest.desync.book import DesyncBook
+from rankscope_ingest.desync.watch import ReplicaWatch
 from rankscope_ingest.errors import FetchError
 from rankscope_ingest.hangs.stalls import StallBook, StallNews
 from rankscope_ingest.lifecycle.failures import FailureBook
@@ -66,6 +68,7 @@ class Collector:
         urge: Urge,
         given_up: Mapping[str, GivenUp] | None = None,
         stalls: StallBook | None = None,
+        replicas: DesyncBook | None = None,
     ) -> None:
         """Take over what the parts of the service share."""
         self.registry = registry
@@ -77,6 +80,14 @@ class Collector:
         self._wall = wall
         self._failures = FailureBook(failures_told, wait_seconds=runs.patience.failed_after_seconds)
         self.stalls = stalls or StallBook()
+        self._replicas = ReplicaWatch(
+            replicas or DesyncBook(),
+            incidents,
+            metrics,
+            add=self._add_event,
+            stamp=self._stamp,
+            urge=lambda run: urge(run, None),
+        )
         self._judged_at: float | None = None
         self._urge = urge
         self._meters: dict[AttemptKey, RunMeter] = {}
@@ -139,6 +150,7 @@ class Collector:
         events = body.tables.get("events")
         first_causes, said = symptoms(events), last_words(events)
         self.stalls.heard(_key(target), target.registration.rank, events, now)
+        self._replicas.heard(body.tables.get("hashes"), now)
         # From here on nothing may fail: rows that were taken must not be asked for again, nor the other way round.
         self.batcher.add(tables, now, watermarks={target.incarnation: body.last})
         target.cursor, target.last_ts = body.last, body.last_ts
@@ -209,9 +221,14 @@ class Collector:
                 self.flush_soon()
         for attempt in self._versions.due(self.runs.attempts(), wall):
             self._write_state(attempt)
+        self.judge_replicas()
         failures = self._failures.due(self.runs.attempts(), now)
         self._forget(now)
         return failures
+
+    def judge_replicas(self) -> None:
+        """Tell of replicas that are no longer equal."""
+        self._replicas.judge(self.runs.attempts(), self._clock())
 
     def look_at_stalls(self) -> StallNews:
         """Return what is to be done about attempts that stand still, or do no more."""

@@ -16,6 +16,8 @@ from rankscope_ingest.alerting.details import last_word, parse_details
 from rankscope_ingest.alerting.incidents import Incident, IncidentBook
 from rankscope_ingest.alerting.messages import RUN_FAILED, RUN_STALLED, failure_key
 from rankscope_ingest.alerting.symptoms import Symptom
+from rankscope_ingest.desync.book import Apart
+from rankscope_ingest.desync.history import read_apart, read_hashes
 from rankscope_ingest.lifecycle.lives import ENDED, Attempt, Rank
 from rankscope_ingest.lifecycle.runs import RunBook
 from rankscope_ingest.lifecycle.vitals import Vitals
@@ -66,6 +68,8 @@ class History:
     failures_told: frozenset[str] = frozenset()
     last_ordinal: int = 0
     given_up: Mapping[str, GivenUp] = field(default_factory=dict)
+    apart: tuple[Apart, ...] = ()  # replicas, of attempts that go on
+    hashes: pa.Table | None = None  # of steps that not all ranks had reached
     lives: Mapping[str, int] = field(default_factory=dict)  # incarnation -> attempt, of all that ever registered
     read_at: float = 0.0  # seconds of the service's monotonic clock
 
@@ -114,6 +118,8 @@ def read_history(reader: Reader, now: float) -> History:
         failures_told=frozenset(incident.key for incident, _ in incidents if incident.first.rule == RUN_FAILED),
         last_ordinal=_last_ordinal(reader),
         given_up=_given_up(reader),
+        apart=tuple(item for item in read_apart(reader) if item.attempt_key in unfinished),
+        hashes=read_hashes(reader),
         lives={row["incarnation"]: row["attempt"] for row in reader.query(_LIVES).to_pylist()},
         read_at=now,
     )

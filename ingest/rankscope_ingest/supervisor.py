@@ -281,6 +281,7 @@ class Supervisor:
         alive = [target for target in self.targets() if target.health is not Health.GONE]
         live = await asyncio.gather(*(self._following.loop_of(target) for target in alive))
         await asyncio.gather(*(self._pull_rest(loop) for loop in live))
+        self._collector.judge_replicas()
         if self._collector.incidents.unsettled():
             await asyncio.sleep(self._config.notify.group_wait_seconds + 2 * TICK_SECONDS)  # the tick announces them
         self._announce(self._collector.judge())
