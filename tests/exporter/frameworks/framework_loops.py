@@ -275,6 +275,7 @@ LOOPS: dict[str, Callable[[int], Loop]] = {
     ),
     "ddp, gradient scaler": ddp_scaled,
     "ddp, checkpointed": lambda rank: ddp(rank, checkpointed=True),
+    "ddp, checkpointed reentrantly": lambda rank: summed(ddp(rank, checkpointed=True, reentrant=True)),
     "ddp, compiled": compiled,
     "fsdp2": fsdp2,
     "fsdp2, accumulating": lambda rank: fsdp2(rank, micros=2),

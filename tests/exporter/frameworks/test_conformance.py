@@ -46,6 +46,7 @@ OWED = {
     "ddp, each reduced, bucket views": Owed(micros=3),
     "ddp, gradient scaler": Owed(scaled=True),
     "ddp, checkpointed": Owed(),
+    "ddp, checkpointed reentrantly": Owed(),
     "ddp, compiled": Owed(activations=False),
     "fsdp2": Owed(shared=SHARD),
     "fsdp2, accumulating": Owed(shared=SHARD, micros=2),
