@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Final
 
 from rankscope_exporter.frameworks import Framework
@@ -44,11 +45,22 @@ class Costs:
     remark: str | None = None
 
     @classmethod
-    def of(cls, framework: Framework, parallel: Parallel, inputs: Inputs | str, *, method: str) -> Costs:
-        """Return the cost by the best method that can be had; `inputs` is why none were seen where it is a text."""
+    def of(
+        cls,
+        framework: Framework,
+        parallel: Parallel,
+        inputs: Inputs | str,
+        *,
+        method: str,
+        spent: Callable[[float], None],
+    ) -> Costs:
+        """Return the cost by the best method that can be had; `inputs` is a text that says why none were seen.
+
+        `spent` is told the CPU seconds of counting.
+        """
         if method not in (FORMULA, SIX_N):
             try:
-                return cls(_counted(framework, parallel, inputs))
+                return cls(_counted(framework, parallel, inputs, spent))
             except NotCountedError as error:
                 why = f"the model could not be counted ({error})"
         else:
@@ -62,22 +74,25 @@ class Costs:
 _WORDS: Final = {FORMULA: "the formula for its configuration", SIX_N: "6 FLOPs for each parameter and token"}
 
 
-def _counted(framework: Framework, parallel: Parallel, inputs: Inputs | str) -> Cost:
+def _counted(framework: Framework, parallel: Parallel, inputs: Inputs | str, spent: Callable[[float], None]) -> Cost:
     if framework.name in _NOT_COUNTED:
         raise NotCountedError(_NOT_COUNTED[framework.name])
+    if len(framework.chunks) > 1:
+        raise NotCountedError("this rank has several chunks of it")
     if isinstance(inputs, str):
         raise NotCountedError(inputs)
     # The copy has its parameters whole, and of a pipeline this rank's stage.
-    flops = count(framework.module, inputs) / parallel.tensor
+    flops = count(framework.module, inputs, spent=spent) / parallel.tensor
     return _of_forward(COUNTED, flops, inputs)
 
 
-def _of_forward(method: str, flops: float, inputs: Inputs) -> Cost:
+def _of_forward(method: str, flops: float, inputs: Inputs, *, chunks: int = 1) -> Cost:
+    """Return the cost of what `inputs` were part of; each of the chunks that share `flops` has a forward of its own."""
     return Cost(
         method=method,
         per_token=flops / inputs.tokens if inputs.tokens else None,
         per_sample=flops / inputs.samples if inputs.samples else None,
-        per_forward=flops,
+        per_forward=flops / chunks,
     )
 
 
@@ -94,7 +109,7 @@ def _by_formula(framework: Framework, parallel: Parallel, inputs: Inputs | None)
         per_token = parameter_flops(met.trained, met.frozen) + attended / parallel.ranks
     else:
         return None
-    return _of_forward(FORMULA, per_token * inputs.tokens, inputs)
+    return _of_forward(FORMULA, per_token * inputs.tokens, inputs, chunks=len(framework.chunks))
 
 
 def _by_parameters(framework: Framework, parallel: Parallel, inputs: Inputs | None) -> Cost:
@@ -102,5 +117,5 @@ def _by_parameters(framework: Framework, parallel: Parallel, inputs: Inputs | No
     per_token = parameter_flops(met.trained, met.frozen)
     if inputs is None or not inputs.rows:
         return Cost(method=SIX_N, per_token=per_token)
-    made = _of_forward(SIX_N, per_token * inputs.rows, inputs)
-    return Cost(method=SIX_N, per_token=per_token, per_sample=made.per_sample, per_forward=made.per_forward)
+    made = _of_forward(SIX_N, per_token * inputs.rows, inputs, chunks=len(framework.chunks))
+    return replace(made, per_token=per_token)

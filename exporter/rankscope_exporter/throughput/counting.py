@@ -6,7 +6,10 @@ on those that train, so its formulas are used from a mode of our own. Attention 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import torch
@@ -25,22 +28,41 @@ class NotCountedError(ValueError):
     """The model cannot be counted; the text says why."""
 
 
-def count(model: nn.Module, inputs: Inputs, most_seconds: float = MOST_SECONDS) -> float:
+def count(
+    model: nn.Module,
+    inputs: Inputs,
+    most_seconds: float = MOST_SECONDS,
+    spent: Callable[[float], None] = lambda _cpu_seconds: None,
+) -> float:
     """Return the FLOPs of a forward and backward of `model`, which is only read. Raises NotCountedError.
 
     Whatever is computed a second time for want of memory counts once. A model that checkpoints its activations
-    unconditionally is counted forward alone, the backward taken for twice of it.
+    unconditionally is counted forward alone, the backward taken for twice of it. `spent` is told what that has cost.
     """
     if _hooks_of_all_modules():
         raise NotCountedError("the process has hooks on all modules")
     reasons: list[str] = []
     for whole, training in ((True, True), (True, False), (False, True)):
         try:
-            with isolated(model, most_seconds):
-                return _counted(model, inputs, whole=whole, training=training)
-        except Exception as error:  # noqa: BLE001 - the user's own code runs in there, on tensors without numbers
+            attempt = functools.partial(_isolated, model, inputs, most_seconds, whole=whole, training=training)
+            return _alone(attempt, spent)
+        except (Exception, RefusedError) as error:  # noqa: BLE001 - the user's own code, on tensors without numbers
             reasons.append(_sentence(error))
     raise NotCountedError(reasons[0])
+
+
+def _alone(function: Callable[[], float], spent: Callable[[float], None]) -> float:
+    """Return what `function` returns on a thread of its own: what a failure leaves of a mode goes with the thread."""
+    with ThreadPoolExecutor(1, thread_name_prefix="rankscope-flops") as pool:
+        try:
+            return pool.submit(function).result()
+        finally:
+            spent(pool.submit(time.thread_time).result())
+
+
+def _isolated(model: nn.Module, inputs: Inputs, most_seconds: float, *, whole: bool, training: bool) -> float:
+    with isolated(model, most_seconds):
+        return _counted(model, inputs, whole=whole, training=training)
 
 
 def _counted(model: nn.Module, inputs: Inputs, *, whole: bool, training: bool) -> float:
@@ -109,7 +131,7 @@ def _hooks_of_all_modules() -> bool:
     return any(getattr(module, name, None) for name in (*names, "_global_backward_pre_hooks"))
 
 
-def _sentence(error: Exception) -> str:
+def _sentence(error: BaseException) -> str:
     text = " ".join(str(error).split())
     told = text if isinstance(error, ValueError | RefusedError) else f"{type(error).__name__}: {text}"
     return told if len(told) <= 200 else f"{told[:200]}…"

@@ -64,6 +64,8 @@ class Throughput(Follower):
         self._unseen = "no training forward of the whole model was seen"
         self._costs: Costs | None = None
         self._peak: float | None = config.peak_tflops
+        self.cpu_seconds = 0.0
+        """CPU time of counting, which has a thread of its own."""
         self._forwards = 0
         self._work = Work(0, ())
 
@@ -140,10 +142,14 @@ class Throughput(Follower):
                 self._parallel,
                 self._unseen if self._inputs is None else self._inputs,
                 method=self._config.method,
+                spent=self._count_took,
             )
             if self._costs.remark:
                 self._tell(self._costs.remark)
         return self._costs
+
+    def _count_took(self, cpu_seconds: float) -> None:
+        self.cpu_seconds += cpu_seconds
 
     def _known_peak(self) -> float | None:
         if self._peak is None and self._device_name is not None:

@@ -37,8 +37,8 @@ ALONE: Final = Parallel()
 def parallel_of(framework: Framework, world_size: int, groups: Mapping[str, Any]) -> Parallel:
     """Return how the model is divided, by the groups of `attach` and by what the framework knows."""
     ranks = max(1, world_size // max(1, framework.copies(world_size)))
-    stages = int(getattr(getattr(framework, "stage", None), "group_size", 1))
-    pipeline = _size(groups.get("pp_group")) or stages
+    stages = getattr(framework, "stages", ())  # of torch's pipeline
+    pipeline = _size(groups.get("pp_group")) or (int(stages[0].group_size) if stages else 1)
     tensor = _size(groups.get("tp_group")) or _mesh_size(framework.module, "tp") or max(1, ranks // pipeline)
     return Parallel(tensor, pipeline, max(ranks, tensor * pipeline))
 
@@ -73,7 +73,8 @@ def parameters_met(framework: Framework, parallel: Parallel) -> Met:
     sizes = sizes_of(module)
     share = min(1.0, sizes["active_experts"] / sizes["experts"]) if {"active_experts", "experts"} <= sizes.keys() else 1
     counts = [0.0, 0.0]
-    for name, parameter in (*_flat(module), *_others(module)):
+    flat = [*_flat(framework.model)]
+    for name, parameter in flat or _met_alone(module):
         part = share if ".experts." in f".{name}." else 1
         counts[not parameter.requires_grad] += part * _elements(parameter)
     ranks = 1 if framework.name in _LOCAL else parallel.tensor
@@ -88,9 +89,8 @@ def _flat(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield "", flat
 
 
-def _others(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    if next(_flat(module), None) is not None:
-        return
+def _met_alone(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters that are multiplied, not looked up."""
     tables = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
     for named in named_parameters(module):
         # A table that is tied to the last layer is multiplied there, as its other name tells.

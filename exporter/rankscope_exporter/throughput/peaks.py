@@ -24,6 +24,9 @@ class Peaks:
     bfloat16: bool = True
 
 
+_SLICES: Final = 7
+"""How many compute slices MIG makes of a GPU."""
+
 # The first pattern that is found in the name counts, so narrower ones stand first.
 TABLE: Final[tuple[tuple[str, Peaks], ...]] = (
     (r"\bGB200\b", Peaks(2500, 1250, 80)),  # NVIDIA GB200 NVL72 data sheet, a 72nd part
@@ -66,10 +69,14 @@ def peak_tflops(name: str, dtype: torch.dtype, *, tf32: bool) -> float | None:
     `tf32` says whether training lets float32 matrices be multiplied in TF32.
     """
     peaks = next((peaks for pattern, peaks in TABLE if re.search(pattern, name)), None)
-    if peaks is None or (dtype is torch.bfloat16 and not peaks.bfloat16):
-        return None
+    whole = None if peaks is None else _of_dtype(peaks, dtype, tf32=tf32)
+    slices = re.search(r"\bMIG (\d)g\.", name)
+    return whole if whole is None or slices is None else whole * int(slices[1]) / _SLICES
+
+
+def _of_dtype(peaks: Peaks, dtype: torch.dtype, *, tf32: bool) -> float | None:
     if dtype in (torch.float16, torch.bfloat16):
-        return peaks.half
+        return peaks.half if dtype is torch.float16 or peaks.bfloat16 else None
     if dtype is torch.float32:
         return peaks.tf32 if tf32 and peaks.tf32 is not None else peaks.float32
     return None
