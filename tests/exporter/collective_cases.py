@@ -192,6 +192,28 @@ def wrapped(rank: int) -> Any:
     return {name: (train_wrapped(make, on=True), train_wrapped(make, on=False)) for name, make in makers.items()}
 
 
+def told(rank: int) -> Any:
+    """Return what is said of a training under DDP of which all calls of the first step are to be told, and faults."""
+    train(lambda _step: None, {})  # whatever was called before is read by this monitor
+    torch.manual_seed(0)
+    net = DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    options = {"collectives": {"log_only": True}}
+    config = MonitorConfig(quantities=("collectives",), options=options, console=False, exit_wait_seconds=0)
+    monitor = Monitor(config).attach(net, optimizer)
+    for step in (1, 2, 3):
+        net(torch.ones(2, 4)).square().mean().backward()
+        for number in range(3):
+            dist.all_reduce(given(rank, number))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            dist.broadcast(given(rank), 0)
+        else:
+            dist.barrier()
+    return left(monitor, net)
+
+
 def compiled(rank: int) -> Any:
     """Return what a compiled function gives that reduces, without and with the monitor, and the rows of the latter."""
 
@@ -214,6 +236,7 @@ CASES = {
     "training": training,
     "cause": cause,
     "wrapped": wrapped,
+    "told": told,
     "compiled": compiled,
 }
 

@@ -179,6 +179,26 @@ def test_log_only_tells_every_call_once_and_measures_nothing(runs):
         assert not any(re.search(r"[ >]/\w", text) for text in run.said)  # no folder of this machine
 
 
+def test_log_only_tells_what_torch_itself_calls_too_before_the_second_step_and_training_goes_on(outcomes):
+    """DDP's own, and a barrier, which no quantity measures; of the second step nothing."""
+    for rank in RANKS:
+        run = outcomes["told", rank]
+        said = [text.removeprefix("collectives: ") for text in run.said if text.startswith("collectives: ")]
+        calls = [re.match(r"(?:(\d+) times )?(\w+)@", text).groups() for text in said]
+
+        assert [
+            ("3", "all_reduce"), (None, "all_gather"), (None, "broadcast"), (None, "broadcast"),
+            (None, "all_reduce"), (None, "barrier"),
+        ] == calls  # fmt: skip
+        assert "float32[4] -> float32[4], group default_pg of 2 ranks, called from " in said[0]
+        assert "int64[1] -> int64[2, 1], group default_pg of 2 ranks, called from " in said[1]  # DDP compares shapes
+        assert (
+            "float32[10] -> float32[10], group default_pg of 2 ranks, called from " in said[4]
+        )  # gradients, one bucket
+        assert all(re.search(r" > tests/exporter/collective_cases\.py\[\d+\] told$", text) for text in said)
+        assert (0, {}) == (run.faults, run.rows)
+
+
 # Nothing else changes.
 
 
@@ -195,7 +215,8 @@ def test_what_a_framework_of_torch_sends_is_left_out_and_said(framework, outcome
         run, bare = outcomes["wrapped", rank][framework]
 
         assert ({}, 0) == (run.rows, run.faults)
-        assert ["no call of the script was seen"] == [text[13:43] for text in run.said]
+        said = [text for text in run.said if text.startswith("collectives: ")]
+        assert ["no call of the script was seen"] == [text[13:43] for text in said]
         assert all(torch.equal(one, other) for one, other in zip(run.parameters, bare.parameters, strict=True))
 
 

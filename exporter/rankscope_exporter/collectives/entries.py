@@ -114,12 +114,12 @@ def call_site(frames: Iterable[Mapping[str, Any]]) -> str | None:
     for frame in frames:
         file = str(frame["filename"])
         if not file.startswith(_LEFT_OUT):
-            return f"{_short(file)}[{frame['line']}]"
+            return f"{short_file(file)}[{frame['line']}]"
     return None
 
 
 @lru_cache(maxsize=_MOST_FILES)
-def _short(file: str) -> str:
+def short_file(file: str) -> str:
     """Return a path without the folders that differ from machine to machine: with those of its package alone."""
     package = next((_package(module) for module in list(sys.modules.values()) if _file_of(module) == file), "")
     levels = package.count(".") + 1 if package else 0

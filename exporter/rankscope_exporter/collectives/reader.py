@@ -34,6 +34,11 @@ STOP_SECONDS: Final = 5.0
 """How long the end of training waits for the last reading."""
 
 
+def read_before() -> dict[str, int]:
+    """Return the last entry of each recorder that an earlier monitor of this process has read."""
+    return dict(_read_before)
+
+
 class CollectiveReader(Follower):
     """Reads for at most about `share` of one core's time; 0 never reads."""
 

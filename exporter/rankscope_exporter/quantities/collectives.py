@@ -31,6 +31,7 @@ from rankscope_exporter.quantities.collectives_log import CallLog
 from rankscope_exporter.quantities.collectives_options import CollectiveOptions
 from rankscope_exporter.quantities.collectives_sites import Sites
 from rankscope_exporter.quantities.collectives_taps import Call, Taps
+from rankscope_exporter.quantities.collectives_torchs import TorchsCalls
 from rankscope_exporter.quantities.collectives_works import Output, Works, stream_of, works_of
 from rankscope_exporter.sampling.targets import sentences
 from rankscope_exporter.statistics.tensors import why_not_measurable
@@ -95,6 +96,7 @@ class Collectives(Quantity):
         self._is_any_chosen = False
         self._looked_for_silence = False
         self._log = CallLog()
+        self._torchs = TorchsCalls(self._sites, self.targets)
         self._hooking: Hooking
         self._gate: Gate
 
@@ -239,17 +241,25 @@ class Collectives(Quantity):
 
     def _release(self) -> None:
         """Let go of what the last sampled step has left, and say what was missing in it."""
-        self._log.tell(self._say)
         step = self._step
+        if self.options.log_only and step.thread:
+            self._note_torchs()
+        self._log.tell(self._say)
         for name in step.works.missed():
             self._gaps.add("is not waited for within its step by wait(), so what it gives back has no row", name)
         for function in sorted(self._beside.copy()):
             self._gaps.add("is called on a thread beside the training, where nothing is measured", function)
         was_measured, self._step = step.thread, _Step()
-        if was_measured and not self._looked_for_silence:
+        if was_measured and not self._looked_for_silence and not (self.options.log_only and self._log.has_told):
             self._looked_for_silence = True
             self._look_for_silence()
         self._gaps.tell(self._say)
+
+    def _note_torchs(self) -> None:
+        try:
+            self._torchs.note(self._log)
+        except Exception as error:  # noqa: BLE001 - its form is torch's own affair, and handles must be taken away
+            self._say(f"what torch itself calls cannot be told: {error!r}")
 
     def _look_for_silence(self) -> None:
         told = []

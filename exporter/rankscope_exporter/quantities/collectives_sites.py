@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Final
+from typing import Any, Final
 
 import torch
+
+from rankscope_exporter.collectives.entries import short_file
 
 MAX_FRAMES: Final = 128
 _MOST_STACKS: Final = 4096
@@ -56,16 +58,30 @@ class Sites:
             site = self._known[key] = self._made(frames)
         return site
 
+    def of_record(self, frames: Iterable[Mapping[str, Any]], label: str) -> Site:
+        """Return the place of a call in torch's record, whose `frames` are the innermost first."""
+        own = [frame for frame in frames if not str(frame["filename"]).startswith(_LEFT_OUT)][::-1]
+        return Site(
+            label=label,
+            stack=tuple(f"{short_file(str(frame['filename']))}[{frame['line']}] {frame['name']}" for frame in own),
+            is_chosen=self._chooses(f"{frame['filename']}[{frame['line']}] {frame['name']}" for frame in own),
+        )
+
     def _made(self, frames: Sequence[FrameType]) -> Site:
         outermost_first = frames[::-1]
-        text = "\n".join(
-            f"{frame.f_code.co_filename}[{frame.f_lineno}] {frame.f_code.co_qualname}" for frame in outermost_first
-        )
         return Site(
             label=_label(frames[0]),
             stack=tuple(f"{_label(frame)} {frame.f_code.co_qualname}" for frame in outermost_first),
-            is_chosen=not self._expressions or any(expression.search(text) for expression in self._expressions),
+            is_chosen=self._chooses(
+                f"{frame.f_code.co_filename}[{frame.f_lineno}] {frame.f_code.co_qualname}" for frame in outermost_first
+            ),
         )
+
+    def _chooses(self, lines: Iterable[str]) -> bool:
+        if not self._expressions:
+            return True
+        text = "\n".join(lines)
+        return any(expression.search(text) for expression in self._expressions)
 
 
 def _frames(caller: FrameType) -> list[FrameType]:
