@@ -270,6 +270,7 @@ class Session:
             "watchdog": self.watchdog.cpu_seconds,
             "switch": self.switching.cpu_seconds,
             "hardware": self.hardware.cpu_seconds,
+            "throughput": self.throughput.cpu_seconds,
             "collectives": self.collectives.cpu_seconds,
         }
 
