@@ -1,0 +1,1 @@
+"""Exporters that are not ours (node exporter, DCGM, …): found in lists, scraped, their text read into `samples`."""
