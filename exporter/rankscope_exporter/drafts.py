@@ -23,6 +23,7 @@ class Draft:
 
     step: int | None
     ts: int  # UTC microseconds
+    ended_at: float | None = None  # by the monotonic clock; None where that is not known yet
     sampled: bool = False
     copy: HostCopy | None = None
     ops: Sequence[Ops] = ()  # by entry of the plan: which statistics leave the rank

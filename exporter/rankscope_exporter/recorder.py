@@ -280,7 +280,8 @@ class Recorder:
     def _time_late(self, now: float, cause: Cause) -> None:
         if self._late is not None:
             late, self._late = self._late, None
-            timed = Draft(late.step, now_microseconds(), pending=timing(now - late.began, late.amounts))
+            pending = timing(now - late.began, late.amounts)
+            timed = Draft(late.step, now_microseconds(), pending=pending, ended_at=now)
             self.moments.tell("step_timed", timed, cause)
             self._hand_over(timed)
 
@@ -295,6 +296,7 @@ class Recorder:
             draft.pending += draft.learning_rates
         if timed is not None:
             draft.pending += timing(timed[0], amounts_of(draft.pending))
+            draft.ended_at = self._began + timed[0]
         self.moments.tell("step_ends", draft)
         if timed is not None:
             self.moments.tell("step_timed", draft, timed[1])

@@ -90,7 +90,7 @@ def test_a_step_that_is_not_measured_costs_the_same_however_large_the_model_is()
             assert 0 == sum(hooks_of(module) for module in net)
 
     assert counts[0] == counts[1]
-    assert counts[0].total() < 250, counts[0]  # about 20 µs
+    assert counts[0].total() < 300, counts[0]  # about 25 µs
 
 
 def test_what_is_measured_again_is_whole(reader, eventually):

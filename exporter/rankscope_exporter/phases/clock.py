@@ -31,6 +31,10 @@ class Clock(Protocol):
         """Return this moment. Waits for nothing."""
         ...
 
+    def at(self, seconds: float) -> Time:
+        """Return the moment `seconds`, by the host's clock a moment ago, or the nearest to it."""
+        ...
+
     def reached(self, time: Time) -> bool:
         """Return whether `time` has come; waits for it, yet not for ever."""
         ...
@@ -48,6 +52,10 @@ class HostClock:
     """The monotonic clock of the host: right where the host itself does the work."""
 
     now = staticmethod(time.monotonic)
+
+    def at(self, seconds: float) -> Time:
+        """Return just that."""
+        return seconds
 
     def reached(self, time: Time) -> bool:  # noqa: ARG002 - the host is where it is
         """Return True."""
@@ -87,6 +95,10 @@ class DeviceClock:
             event = self._make()
         event.record()
         return event
+
+    def at(self, seconds: float) -> Time:  # noqa: ARG002 - nothing can be queued into the past
+        """Queue an event."""
+        return self.now()
 
     def reached(self, time: Time) -> bool:
         """Return whether the device came by; False where it never will, or not within the patience for it."""

@@ -26,6 +26,8 @@ MOST_MARKS: Final = 10_000
 _REDUCES_AT_THE_END: Final = frozenset({"ddp"})
 """Frameworks that wait for all reductions when the backward pass has ended. Others meet anywhere within the passes."""
 
+_BEGINNING_A_STEP: Final = frozenset({"step_begins", "reading_begins", "reading_ended"})
+
 
 @dataclass(slots=True)
 class _Announced:
@@ -167,7 +169,7 @@ class Phases(Follower):
             self._hand_over(draft)
 
     def _close(self, draft: Draft, cause: Cause) -> None:
-        now = self._now()
+        now = self._now() if draft.ended_at is None else self._clock.at(draft.ended_at)
         self._note(("closes", now, cause))
         marks = self._marks
         self._open(now)
@@ -207,11 +209,12 @@ class Phases(Follower):
 
     def _it_was_training(self) -> None:
         """A backward pass follows: what looked like an evaluation was a training forward in evaluation mode."""
-        if self._marks[-1][0] == "evaluation_ended" and self._marks[-2][0] == "evaluation_begins":
-            self._marks[-2:] = [
-                ("forward_begins", *self._marks[-2][1:]),
-                ("forward_ended", *self._marks[-1][1:]),
-            ]
+        position = len(self._marks) - 1
+        while self._marks[position][0] in _BEGINNING_A_STEP:
+            position -= 1
+        if self._marks[position][0] == "evaluation_ended" and self._marks[position - 1][0] == "evaluation_begins":
+            self._marks[position - 1] = ("forward_begins", *self._marks[position - 1][1:])
+            self._marks[position] = ("forward_ended", *self._marks[position][1:])
 
     def _is_training(self) -> bool:
         return self._thread in (None, threading.get_ident())

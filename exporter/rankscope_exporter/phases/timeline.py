@@ -118,9 +118,13 @@ def stretches_of(marks: Sequence[Mark], traits: Traits) -> Iterator[Stretch]:
 def _coming(marks: Sequence[Mark]) -> list[tuple[str, str]]:
     """Return for each mark the next one from there on that explains a gap, with its name."""
     found: list[tuple[str, str]] = []
-    after = ("closes", "")
+    after = outside = ("closes", "")
     for mark in reversed(marks):
-        after = (mark.kind, mark.name) if mark.kind in _COMING else after
+        if mark.kind == "phase_begins":
+            after = outside  # the evaluation in an announced phase explains no gap before the phase
+        elif mark.kind in _COMING:
+            after = (mark.kind, mark.name)
+            outside = outside if mark.kind == "evaluation_begins" else after
         found.append(after)
     return found[::-1]
 
