@@ -27,9 +27,6 @@ class DistributedData(Framework):
         super().__init__(model)
         assert isinstance(model, DistributedDataParallel)
         self._ddp = model
-        # With a static graph, DDP learns the graph in the first backward pass and reduces after it, at a moment that
-        # cannot be told from outside.
-        self._still_learning = bool(model.static_graph)
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
@@ -80,7 +77,4 @@ class DistributedData(Framework):
 
     def reduces_in_backward(self) -> bool:
         """Return False inside `no_sync()`, where gradients only accumulate."""
-        if self._still_learning:
-            self._still_learning = False
-            return False
         return bool(self._ddp.require_backward_grad_sync)
