@@ -1,0 +1,89 @@
+"""RecordedNvml: a double of NVIDIA's module `pynvml` that answers from a recording.
+
+No GPU was at hand where this was written: the recording has the form of the real module's answers, and was put together
+from its documentation.
+"""
+# ruff: noqa: N802 - the real module's names
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+
+RECORDING = Path(__file__).with_name("recorded_nvml.json")
+
+
+class RecordedNvml:
+    """Answers like `pynvml` with what the recording has, one answer after another and then the last one for good.
+
+    Constants, errors and the names of functions are the real module's. An answer may be the name of an error.
+    """
+
+    def __init__(self, recording: Path = RECORDING) -> None:
+        self._devices: dict[str, dict[str, list[Any]]] = json.loads(recording.read_text())["devices"]
+        self._asked: dict[tuple[str, str], int] = {}
+        self._events: list[dict[str, Any]] = []
+        self.calls: list[str] = []
+        self.is_there = True
+        self.open_sessions = 0
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(pynvml, name)  # AttributeError for what the real module does not have
+        if not name.startswith("nvmlDevice"):
+            return real
+
+        def answer(handle: str, *args: Any) -> Any:
+            self.calls.append(name)
+            given = "/".join([name, *(str(item) for item in args)])
+            return self._answer(handle, given if given in self._devices[handle] else name)
+
+        return answer
+
+    def nvmlInit(self) -> None:
+        if not self.is_there:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+        self.open_sessions += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open_sessions -= 1
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        if uuid not in self._devices:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return uuid
+
+    def nvmlDeviceRegisterEvents(self, handle: str, event_types: int, event_set: Any) -> None:
+        if event_types & pynvml.nvmlEventTypeXidCriticalError == 0 or "xids" not in self._devices[handle]:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        event_set += self._devices[handle]["xids"]
+
+    def nvmlEventSetCreate(self) -> list[dict[str, Any]]:
+        return self._events
+
+    def nvmlEventSetWait_v2(self, event_set: list[dict[str, Any]], timeout_ms: int) -> Any:
+        assert timeout_ms == 0, "the thread must not be held up"
+        if not event_set or event_set[0]["after"] > self.calls.count("nvmlDeviceGetUtilizationRates"):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT)
+        return SimpleNamespace(eventType=pynvml.nvmlEventTypeXidCriticalError, eventData=event_set.pop(0)["xid"])
+
+    def nvmlEventSetFree(self, event_set: list[dict[str, Any]]) -> None:
+        event_set.clear()
+
+    def _answer(self, handle: str, name: str) -> Any:
+        answers = self._devices[handle].get(name, ["NVML_ERROR_NOT_SUPPORTED"])
+        position = self._asked.get((handle, name), 0)
+        self._asked[handle, name] = position + 1
+        found = answers[min(position, len(answers) - 1)]
+        if isinstance(found, str):
+            raise pynvml.NVMLError(getattr(pynvml, found))
+        return _as_struct(found)
+
+
+def _as_struct(value: Any) -> Any:
+    if isinstance(value, dict):
+        return SimpleNamespace(**{key: _as_struct(item) for key, item in value.items()})
+    return [_as_struct(item) for item in value] if isinstance(value, list) else value
