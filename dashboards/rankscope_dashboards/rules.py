@@ -20,6 +20,7 @@ from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_dashboards.alerts import RUNBOOKS, Alert, AlertGroup
 from rankscope_dashboards.lifecycle_alerts import lifecycle_alerts
 from rankscope_dashboards.look_ups import fired_tensors, latest_step
+from rankscope_dashboards.replica_alerts import replica_alerts
 from rankscope_dashboards.self_check import disagreement
 
 DEFAULT_RULES: Final[tuple[AnomalyRule, ...]] = (
@@ -73,6 +74,7 @@ def alert_groups(
     """Return every alert there is, in groups."""
     return (
         AlertGroup("rankscope-anomaly", anomaly_alerts(rules, window=window, keep_firing_for=keep_firing_for)),
+        AlertGroup("rankscope-replicas", replica_alerts()),
         AlertGroup("rankscope-lifecycle", lifecycle_alerts()),
         AlertGroup("rankscope-self-check", [disagreement(rule.name, tensor_expression(rule)) for rule in rules]),
     )

@@ -64,6 +64,10 @@ class RunState(enum.StrEnum):
     FAILED = "failed"  # exception, or a rank that vanished without a word
 
 
+REPLICA_DESYNC: Final = "ReplicaDesync"
+"""Rule name of what the service finds where ranks hold different bits of what should be equal; no rank judges it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """One thing that happened on one rank. `step` and `ts` come from the record that carries it."""

@@ -322,4 +322,49 @@ def self_check():
     yield scenario("AnomalyTurbulence", "the rank alone", {**page("1 1"), turbulent: "0 1"}, {0: 0, 1: 1})
 
 
-SUITE = [*turbulence(), *nan(), *vectors(), *events(), *lifecycle(), *self_check()]
+def replicas():
+    group = {"run": "r", "replicas": "0-2"}
+
+    def hashes(*values, steps=("100x30",) * 3, **labels):
+        own = {**group, **labels}
+        shown = {series("rankscope_replica_hash", **own, rank=rank): value for rank, value in enumerate(values)}
+        shown |= {series("rankscope_replica_hash_step", **own, rank=rank): step for rank, step in enumerate(steps)}
+        return shown
+
+    large = 2**48 - 1
+    for what, given, expected in (
+        ("all equal", hashes("7x30", "7x30", "7x30"), {0: [], 9: []}),
+        ("one differs", hashes("7x30", "7 8x29", "7x30"), {0: [], 1: [group], 9: [group]}),
+        ("by one in the last place", hashes(f"{large}x9", f"{large - 1}x9", f"{large}x9"), {1: [group]}),
+        (
+            "a rank with the next step",
+            hashes("7 9x29", "7x30", "7x30", steps=("100 200x29",) + ("100x30",) * 2),
+            {1: []},
+        ),
+        (
+            "kept while one is ahead",
+            hashes("7 9 9x60", "8x60", "7x60", steps=("100 200x60",) + ("100x60",) * 2),
+            {1: [group], 7: []},
+        ),
+        ("a rank is gone", hashes("7x30", "7x30", "stale"), {1: []}),
+        ("equal again, a minute later", hashes("7x30", "8 7x29", "7x30"), {0: [group], 5: [group], 8: []}),
+    ):
+        yield Scenario(alert="ReplicaDesync", what=what, given=given, expected=expected)
+    others = (
+        hashes("7x9", "7x9", "7x9") | hashes("5x9", "5x9", "5x9", replicas="3-5") | hashes("6x9", "6x9", "6x9", run="s")
+    )
+    yield Scenario(alert="ReplicaDesync", what="groups and runs for themselves", given=others, expected={1: []})
+    fired = {"run": "r", "rank": "1", "kind": "param_after"}
+    told = series("rankscope_ingest_anomaly_events_total", **SERVICE, **fired, rule="ReplicaDesync")
+    other = series("rankscope_ingest_anomaly_events_total", **SERVICE, **fired, rule="AnomalyNan")
+    for what, given, expected in (
+        ("none", {told: "0x60"}, {0: [], 50: []}),
+        ("one, and none for two minutes", {told: "0x9 1x60"}, {9: [], 10: [fired], 20: [fired], 23: []}),
+        ("a counter born above zero", {told: "_ 3x60"}, {1: [fired], 11: [fired], 20: []}),
+        ("long ago", {told: "5x60"}, {50: []}),
+        ("other rules", {told: "0x9", other: "0 9x9"}, {2: []}),
+    ):
+        yield Scenario(alert="ReplicaDesyncEvents", what=what, given=given, expected=expected)
+
+
+SUITE = [*replicas(), *turbulence(), *nan(), *vectors(), *events(), *lifecycle(), *self_check()]

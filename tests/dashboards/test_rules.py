@@ -22,6 +22,8 @@ NAMES = {
     "AnomalyNanEvents",
     "AnomalyTurbulence",
     "AnomalyTurbulenceEvents",
+    "ReplicaDesync",
+    "ReplicaDesyncEvents",
     "RunFailed",
     "RunStalled",
     "RankGone",

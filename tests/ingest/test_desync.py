@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rankscope_contract.events import REPLICA_DESYNC
 from rankscope_ingest.desync.book import WAIT_SECONDS, DesyncBook
 from rankscope_ingest.desync.history import read_apart
-from rankscope_ingest.desync.watch import RULE
 from rankscope_storage.schema import dataset_schema
 
 RUN = ("r", 0)
@@ -170,7 +170,9 @@ async def ranks_of(fake_rank, service, stack):
     return ranks
 
 
-TOLD = f"SELECT step, rank, tensor, type, severity, details FROM events WHERE rule = '{RULE}' ORDER BY ordinal"
+TOLD = (
+    f"SELECT step, rank, tensor, type, severity, details FROM events WHERE rule = '{REPLICA_DESYNC}' ORDER BY ordinal"
+)
 
 
 async def test_the_service_stores_an_event_and_one_incident_and_stays_silent_over_a_restart(
@@ -196,7 +198,10 @@ async def test_the_service_stores_an_event_and_one_incident_and_stays_silent_ove
         details = json.loads(events[0]["details"])
         assert ({"0000000000000003": [0, 1], "0000000000000004": [2]}, [2]) == (details["hashes"], details["ranks"])
         assert 1 == len({json.loads(row["details"])["key"] for row in stored if row["type"] == "incident"})
-        assert f'rankscope_ingest_anomaly_events_total{{kind="param_after",rank="2",rule="{RULE}",run="r"}} 1.0' in page
+        assert (
+            f'rankscope_ingest_anomaly_events_total{{kind="param_after",rank="2",rule="{REPLICA_DESYNC}",run="r"}} 1.0'
+            in page
+        )
 
         async with start_service() as service:
             for rank in ranks:

@@ -51,7 +51,10 @@ def board() -> builders.Dashboard:
         ),
         Section("Is it learning", (Place(_loss(), 12, 9), Place(_grad_norm(), 12, 9), Place(_learning_rate(), 24, 7))),
         Section("Is it fast", (Place(_tokens_per_second(), 12, 8), Place(_step_time(), 12, 8))),
-        Section("Did something break", (Place(_anomalies(), 12, 9), Place(_broken_tensors(), 12, 9))),
+        Section(
+            "Did something break",
+            (Place(_anomalies(), 12, 9), Place(_broken_tensors(), 12, 9), Place(_replicas_apart(), 24, 6)),
+        ),
         Section("Is the telemetry whole", (Place(_lag(), 12, 8), Place(_since_commit(), 12, 8))),
     )
     return make_board("Run overview", description, sections)
@@ -223,6 +226,22 @@ def _broken_tensors() -> PanelBuilder:
     by = ", ".join(labels)
     query = Query(f"topk(20, sum by ({by}) ({metrics.TENSOR_ANOMALY_EVENTS.name}{RANKS}))")
     return rows(words, query, {**labels, "Value": "Firings"})
+
+
+def _replicas_apart() -> PanelBuilder:
+    words = Words(
+        title="Replicas apart",
+        description="Groups of ranks that do not hold the same parameters bit for bit although they should. Zero is "
+        "normal; nothing at all means that `hashes` is not among the quantities. Above: `rankscope anomalies RUN` "
+        "names step, tensor and ranks; from there on they train models that are no longer one.",
+        unit="none",
+        decimals=0,
+    )
+    value, step = (
+        f"by (run, replicas) ({metric.name}{RUN})" for metric in (metrics.REPLICA_HASH, metrics.REPLICA_HASH_STEP)
+    )
+    differs, comparable = f"max {value} != bool min {value}", f"max {step} == bool min {step}"
+    return lines(words, Query(f"sum by (run) (({differs}) * ({comparable}))", "{{run}}"))
 
 
 def _lag() -> PanelBuilder:

@@ -31,6 +31,9 @@ FROM hashes JOIN reached ON hashes.run = reached.run AND hashes.attempt = reache
 ORDER BY hashes.ordinal"""
 
 
+_NAMES: Final = ("run", "attempt", "kind", "tensor", "vpp_stage")
+
+
 class Reader(Protocol):
     """A connection to the store."""
 
@@ -44,9 +47,7 @@ def read_apart(reader: Reader) -> list[Apart]:
     found: dict[tuple[Any, ...], Apart] = {}
     for row in reader.query(_TOLD).to_pylist():
         details = parse_details(row["details"])
-        key = tuple(row[name] for name in ("run", "attempt", "kind", "tensor", "vpp_stage")) + (
-            details.get("replicas"),
-        )
+        key = (*(row[name] for name in _NAMES), details.get("replicas"))
         if row["type"] != EventType.ANOMALY:
             found.pop(key, None)
         elif (item := _apart(row, details)) is not None:

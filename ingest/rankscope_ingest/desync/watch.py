@@ -8,7 +8,7 @@ from typing import Final
 
 import pyarrow as pa
 
-from rankscope_contract.events import EventType, Severity, causal_key
+from rankscope_contract.events import REPLICA_DESYNC, EventType, Severity, causal_key
 from rankscope_contract.standing import ranks_text
 from rankscope_ingest.alerting.incidents import IncidentBook
 from rankscope_ingest.alerting.symptoms import Symptom
@@ -16,9 +16,6 @@ from rankscope_ingest.desync.book import Again, Apart, DesyncBook
 from rankscope_ingest.lifecycle.lives import Attempt
 from rankscope_ingest.rows import Row, Stamp
 from rankscope_ingest.service_metrics import ServiceMetrics
-
-RULE: Final = "ReplicaDesync"
-"""Rule name of what the service finds; no rule on a rank has it."""
 
 MOST_EVENTS: Final = 200
 """Rows per look: a model that was never synchronised is apart in every tensor."""
@@ -59,7 +56,7 @@ class ReplicaWatch:
             found = sorted((item for item in news.apart if item.attempt_key == key), key=_causal)
             for item in found[:MOST_EVENTS]:
                 self._add(apart_row(item, self._stamp()))
-                self._metrics.fired(key[0], item.ranks[0], {(RULE, item.kind): 1})
+                self._metrics.fired(key[0], item.ranks[0], {(REPLICA_DESYNC, item.kind): 1})
             if key in news.opened and self._incidents.observe(_symptom(found), now) is not None:
                 self._urge(key[0])
 
@@ -98,7 +95,13 @@ def again_row(item: Again, stamp: Stamp) -> Row:
 
 def _columns(item: Apart | Again, stamp: Stamp) -> Row:
     run, attempt = item.attempt_key
-    names = {"kind": item.kind, "tensor": item.tensor, "vpp_stage": item.vpp_stage, "step": item.step, "rule": RULE}
+    names = {
+        "kind": item.kind,
+        "tensor": item.tensor,
+        "vpp_stage": item.vpp_stage,
+        "step": item.step,
+        "rule": REPLICA_DESYNC,
+    }
     return {**stamp.columns(), "run": run, "attempt": attempt, **names}
 
 
@@ -114,7 +117,7 @@ def _symptom(found: Sequence[Apart]) -> Symptom:
         severity=Severity.CRITICAL,
         causal=_causal(first),
         events=len(found),
-        rule=RULE,
+        rule=REPLICA_DESYNC,
         kind=first.kind,
         tensor=first.tensor,
         op="hash",
