@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,7 @@ def train(case: Case, rank: int) -> dict[str, Any]:
         quantities=("parameters", "hashes"),
         options={"hashes": {"every": EVERY, **case.options}},
         console=False,
-        exit_wait_seconds=0,
+        exit_wait_seconds=30.0 if os.environ.get("RANKSCOPE_INGEST_URL") else 0.0,
         statistics="torch",
     )
     optimizers = _optimizers(case, parameters)
@@ -173,25 +173,25 @@ def _norms(records: Any) -> Iterator[tuple[int, str, float]]:
                     yield record.step, entry.tensor, norm
 
 
-def main(folder: Path) -> None:
-    """Fork the ranks and wait for both."""
+def main(folder: Path, cases: Sequence[str] = tuple(CASES)) -> None:
+    """Fork the ranks, which train `cases`, and wait for both."""
     children = []
     for rank in range(WORLD):
         pid = os.fork()
         if pid == 0:
-            _rank(rank, folder)
+            _rank(rank, folder, cases)
             os._exit(0)
         children.append(pid)
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
     sys.exit(max(map(abs, codes)))
 
 
-def _rank(rank: int, folder: Path) -> None:
+def _rank(rank: int, folder: Path, cases: Sequence[str]) -> None:
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
         found = {}
-        for name, case in CASES.items():
-            found[name] = train(case, rank)
+        for name in cases:
+            found[name] = train(CASES[name], rank)
             dist.barrier()
         (folder / f"{rank}.json").write_text(json.dumps(found))
         dist.destroy_process_group()
