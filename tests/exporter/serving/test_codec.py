@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import math
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -147,15 +148,22 @@ def test_every_nested_dataset_comes_back_under_its_record():
     ]
     rows = _decoded(records)
 
+    feature, histogram, module = _whole("features", feature), _whole("histograms", histogram), _whole("modules", module)
+    collective = _whole("collectives", {**collective, "t_start": _timestamp(collective["t_start"])})
     assert [[feature], [], [feature, feature]] == [row["features"] for row in rows]
     assert [[histogram], [], []] == [row["histograms"] for row in rows]
-    assert [{**collective, "t_start": _timestamp(collective["t_start"])}] == rows[2]["collectives"]
+    assert [collective] == rows[2]["collectives"]
     assert [[], [], [module]] == [row["modules"] for row in rows]
+
+
+def _whole(dataset: str, row: dict[str, Any]) -> dict[str, Any]:
+    """Return `row` with null for what it leaves out."""
+    return {field.name: None for field in NESTED[dataset]} | row
 
 
 def test_a_row_that_fits_no_column_is_left_out_and_counted():
     """One bad row must not hold up every record behind it."""
-    good = {"kind": "act_out", "module": "a", "index": None, "value": 1.0, "micro_step": None}
+    good = _whole("features", {"kind": "act_out", "module": "a", "value": 1.0})
     bad = [
         {**good, "index": 1 << 40},
         {**good, "value": "much"},
