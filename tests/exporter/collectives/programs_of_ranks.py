@@ -63,8 +63,15 @@ def run_ranks(work, conduct=lambda pids: None):
                 pass
 """
 
+LATE = (1, 2, "all_gather")
+"""Which rank comes late to which call of which step."""
+LATE_SECONDS = 0.5
+
 TRAINING = (
     RANKS
+    + f"""
+LATE, LATE_SECONDS = {LATE}, {LATE_SECONDS}
+"""
     + """
 from torch.nn.parallel import DistributedDataParallel
 from torch.distributed.fsdp import fully_shard
@@ -95,6 +102,11 @@ def own_calls(rank, step):
         "broadcast": lambda: dist.broadcast(half, 0),  # broadcast is here
         "barrier": lambda: dist.barrier(),  # barrier is here
     }.items():
+        if (rank, step, name) == LATE:
+            heard("the other is about to enter")
+            time.sleep(LATE_SECONDS)
+        elif (step, name) == LATE[1:]:
+            say("the other is about to enter")
         diary(rank, "enter", step, name)
         call()
         diary(rank, "leave", step, name)
@@ -134,6 +146,7 @@ def work(rank):
     outcome["DDP"] = wrapped(lambda: DistributedDataParallel(torch.nn.Linear(8, 8)))
     outcome["FSDP2"] = wrapped(sharded)
     dist.destroy_process_group()
+    outcome["told_at"] = time.time_ns() // 1000
     say(f"outcome-{rank}", json.dumps(outcome))
 
 run_ranks(work)

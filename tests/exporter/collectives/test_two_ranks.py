@@ -7,15 +7,22 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
-from tests.exporter.collectives.programs_of_ranks import STANDING, TRAINING
+from tests.exporter.collectives.programs_of_ranks import LATE, LATE_SECONDS, STANDING, TRAINING
 from tests.programs import run_program
 
 from rankscope_contract.collective_calls import Call, calls_of_note, sentences
 from rankscope_contract.collectives import CallState
 from rankscope_contract.stacks import FlightRecord
+from rankscope_exporter.record import StepRecord
+from rankscope_exporter.serving.codec import encode
+from rankscope_ingest.channel.decode import RowContext, decode
+from rankscope_storage.connection import connect
+from rankscope_storage.store import Batch, Store
 
 RANKS = (0, 1)
+RUNS = ("script", "DDP", "FSDP2")
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -110,7 +117,7 @@ def test_what_ddp_sends_before_the_first_step_is_of_no_step(outcomes):
 
 def test_a_monitor_does_not_tell_again_what_one_before_it_told(outcomes):
     for outcome in outcomes:
-        seen = [(row["group_id"], row["t_start"]) for run in outcome.values() for row in run["rows"]]
+        seen = [(row["group_id"], row["t_start"]) for name in RUNS for row in outcome[name]["rows"]]
 
         assert len(seen) == len(set(seen))
 
@@ -122,6 +129,28 @@ def test_the_page_counts_calls_and_bytes_by_operation(outcomes):
 
     assert {"all_reduce", "all_gather", "broadcast", "barrier"} == {name.split('"')[1] for name in calls}
     assert all(1 <= count <= 3 for count in calls.values())
+
+
+def test_in_the_store_the_rank_that_came_late_is_the_last_and_the_others_waited_as_long(outcomes, tmp_path):
+    """The one that slept before the call, through all that lies between a rank and an answer in SQL."""
+    store = Store.open(tmp_path / "store", create=True)
+    with store.claim(owner="test") as writer:
+        for rank, outcome in enumerate(outcomes):
+            body = encode(0, [StepRecord(ts=outcome["told_at"], collectives=tuple(outcome["script"]["rows"]))]).body
+            context = RowContext(run="r", attempt=0, rank=rank, incarnation=f"i{rank}")
+            decoded = decode(pa.ipc.open_stream(body).read_all(), {}, context, after=-1, first_ordinal=0)
+            writer.append(Batch(tables=decoded.tables, watermarks={f"i{rank}": 0}))
+    with connect(store.root) as connection:
+        calls = connection.query("FROM collective_calls ORDER BY collective_seq").to_pylist()
+
+    assert [(step, op) for step in (1, 2, 3) for op in ("all_reduce", "all_gather", "broadcast", "barrier")] == [
+        (row["step"], row["op"]) for row in calls
+    ]
+    assert {("over", False, (0, 1))} == {
+        (row["state"], row["is_mismatch"], tuple(row["ranks_entered"])) for row in calls
+    }
+    late = next(row for row in calls if (row["step"], row["op"]) == LATE[1:])
+    assert (LATE[0], True) == (late["last_rank"], late["spread"] > LATE_SECONDS / 5)
 
 
 # Where they stand.
