@@ -98,6 +98,10 @@ class Pipeline(Framework):
         """Return what the inner framework says."""
         return self._of(parameter).is_same_on(parameter, ranks)
 
+    def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
+        """Return what the inner framework says."""
+        return self._inner.replicas(parameter)
+
     def is_in_place(self, named: NamedParameter) -> bool:
         """Return what the inner framework says."""
         return self._of(named.parameter).is_in_place(named)
@@ -121,6 +125,11 @@ class Pipeline(Framework):
     def finishes_after_backward(self) -> bool:
         """Return True: gradients are scaled, and reduced over pipelines, when all micro-batches are through."""
         return True
+
+    @property
+    def reduces_each_micro_batch(self) -> bool | None:
+        """Return None: schedules that compute gradients of weights apart have no moment at which their sum is whole."""
+        return None
 
     def reduces_in_backward(self) -> bool:
         """Return False during backward passes, True when the last stage finishes."""

@@ -44,6 +44,7 @@ class Gradients(Quantity):
         owners = self.subject.owners()
         self._elsewhere = frozenset(i for i, owner in enumerate(owners) if owner in self.subject.elsewhere)
         self._mixed = False
+        self._arrived: set[int] = set()  # whose gradients a backward pass has told of
         self._left: list[tuple[int, int] | None] = []  # identity and version of each gradient as backward left it
         # A gradient scaler changes gradients without telling their version. Whether one does is learnt at the first
         # update, where all are measured; None before that.
@@ -65,6 +66,7 @@ class Gradients(Quantity):
         """Nothing of this step has been reduced yet."""
         self._mixed = False
         self._left = []
+        self._arrived.clear()
         self._sums.step_begins()
 
     def step_ended(self) -> None:
@@ -75,6 +77,7 @@ class Gradients(Quantity):
         """Read one gradient before it is reduced in place, or sharded."""
         if self._batched or self._mixed or self._sums.are_kept:
             return
+        self._arrived.add(index)
         gradient, row = holder.grad, self._unreduced[index : index + 1]
         if gradient is None:  # of several micro-batches this framework keeps no sum
             self._sums.learn()
@@ -85,7 +88,7 @@ class Gradients(Quantity):
     def backward_ends(self, table: Table) -> None:
         """Read all local gradients in one pass."""
         if self._sums.are_kept:
-            table.measure(self._sums.tensors(), self._unreduced)
+            self._read_sums(table)
         elif self._mixed:
             # Accumulation without no_sync(): the sum of reduced micro-batches and a local one is neither kind.
             self._sums.learn()
@@ -99,7 +102,7 @@ class Gradients(Quantity):
         if self.subject.framework.reduces_in_backward():
             self._mixed = True
             if self.subject.framework.finishes_after_backward:  # no further micro-batch comes
-                self._sums.release()
+                self._finish_sums(table)
             table.measure(self._own(self._gradients()), self._reduced)
         elif self.subject.copies > 1 or self.subject.framework.finishes_after_backward:
             return
@@ -108,6 +111,16 @@ class Gradients(Quantity):
         else:
             table.copy(self._unreduced, self._reduced)
         self._left = [_sight(gradient) for gradient in self._gradients()]
+
+    def _read_sums(self, table: Table) -> None:
+        table.measure(self._sums.tensors(), self._unreduced)
+
+    def _finish_sums(self, table: Table) -> None:
+        if self._sums.are_kept:  # the last pass may have been one that no hook tells of
+            self._read_sums(table)
+            self._sums.release()
+        elif not self._batched and len(self._arrived) < sum(gradient is not None for gradient in self._gradients()):
+            self._sums.learn()
 
     def before_update(self, table: Table) -> None:
         """Read what a loop with its own reduction gives the optimizer, and what was changed since backward."""

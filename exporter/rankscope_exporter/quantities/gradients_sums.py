@@ -82,9 +82,9 @@ class LocalSums:
 
     def _is_needed(self) -> bool:
         each = self._subject.framework.reduces_each_micro_batch
-        if self._wanted is False or each is False or self._hooking is None:
-            return False
-        return bool(each or self._wanted or self._is_known)
+        if self._wanted is not None or self._hooking is None:
+            return bool(self._wanted)
+        return each is not False and bool(each or self._is_known)
 
     def _fits(self) -> bool:
         parameters = [item for item in self._subject.tensors() if item is not None and item.requires_grad]

@@ -13,7 +13,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -139,7 +145,7 @@ def fsdp2_mixed(rank: int, holding: Any = unsynchronized) -> Loop:
 
 def summed(loop: Loop) -> Loop:
     """A loop that reduces each micro-batch: what is this rank's own is summed up by the monitor, at all steps."""
-    loop.also = {"gradients": {"sum_micro_batches": True}}
+    loop.also = {**loop.also, "gradients": {"sum_micro_batches": True}}
     return loop
 
 
@@ -196,13 +202,13 @@ def part_of(model: Net, kept: str) -> Net:
     return model
 
 
-def interleaved(rank: int) -> Loop:
+def interleaved(rank: int, schedule: Any = ScheduleInterleaved1F1B) -> Loop:
     """Each rank has two stages, every second one; the later is listed first."""
     device = torch.device("cpu")
     stages = [
         PipelineStage(part_of(Net(), PARTS[number]), number, len(PARTS), device) for number in (rank, rank + WORLD)
     ]
-    driver = ScheduleInterleaved1F1B(stages, n_microbatches=MICROS, loss_fn=loss_of)
+    driver = schedule(stages, n_microbatches=MICROS, loss_fn=loss_of)
 
     def backward(step: int) -> Any:
         if rank == 0:
@@ -215,7 +221,12 @@ def interleaved(rank: int) -> Loop:
     return Loop(stages[::-1], nn.ModuleList(stage.submod for stage in stages), backward, also=OF_CALLS)
 
 
-CHUNKED = "pipeline, interleaved"  # names begin with the number of the chunk
+def zero_bubble(rank: int) -> Loop:
+    """Gradients of weights come in passes of their own, in which torch accumulates by itself."""
+    return summed(interleaved(rank, ScheduleInterleavedZeroBubble))
+
+
+CHUNKED = ("pipeline, interleaved", "pipeline, zero bubble")  # names begin with the number of the chunk
 OF_CALLS: dict[str, dict[str, Any]] = {"router": {"targets": ["*.up"], "top_k": 1}, "linear": {}, "structure": {}}
 
 
@@ -288,7 +299,8 @@ LOOPS: dict[str, Callable[[int], Loop]] = {
     "tensor parallel": tensor_parallel,
     "pipeline, gpipe": lambda rank: pipeline(rank, ScheduleGPipe),
     "pipeline, 1f1b": lambda rank: pipeline(rank, Schedule1F1B),
-    CHUNKED: interleaved,
+    "pipeline, interleaved": interleaved,
+    "pipeline, zero bubble": zero_bubble,
 }
 SHARDED = ("fsdp2", "fsdp1", "tensor parallel")
 

@@ -59,15 +59,16 @@ OWED = {
     "tensor parallel": Owed(local="shard", shared=SHARD | REPLICA, ranks=(0,)),
     "pipeline, gpipe": STAGE,
     "pipeline, 1f1b": STAGE,
-    CHUNKED: STAGE,
+    "pipeline, interleaved": STAGE,
+    "pipeline, zero bubble": STAGE,
 }
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Outcome]:
     told = outcomes(tmp_path_factory.mktemp("frameworks"), train_all)
-    for rank in range(WORLD):
-        by_chunk(told[CHUNKED, rank])
+    for name, rank in itertools.product(CHUNKED, range(WORLD)):
+        by_chunk(told[name, rank])
     return told
 
 
@@ -193,14 +194,15 @@ def test_a_rank_measures_without_the_others(name, found):
     assert [] == found[name, 1].rows
 
 
-def test_modules_of_all_stages_are_read_when_they_are_called(found):
-    ranks = [found[CHUNKED, rank] for rank in range(WORLD)]
-    check_calls(ranks, truth_of(STAGE), MICROS, split=True)
+@pytest.mark.parametrize("name", CHUNKED)
+def test_modules_of_all_stages_are_read_when_they_are_called(name, found):
+    check_calls([found[name, rank] for rank in range(WORLD)], truth_of(STAGE), MICROS, split=True)
 
 
-def test_each_stage_of_a_rank_has_its_number(found):
+@pytest.mark.parametrize("name", CHUNKED)
+def test_each_stage_of_a_rank_has_its_number(name, found):
     for rank in range(WORLD):
-        assert {0, 1} == {row.vpp_stage for row in found[CHUNKED, rank].rows if row.kind.startswith("act_")}
+        assert {0, 1} == {row.vpp_stage for row in found[name, rank].rows if row.kind.startswith("act_")}
         assert {None} == {row.vpp_stage for row in found["pipeline, 1f1b", rank].rows}
 
 
