@@ -11,7 +11,13 @@ import torch
 from rankscope_exporter.deferred import Transfer
 from rankscope_exporter.record import Scalar
 
-UNITS: Final[dict[str, str]] = {"tokens": "tokens", "samples": "samples"}
+UNITS: Final[dict[str, str]] = {
+    "tokens": "tokens",
+    "samples": "samples",
+    "tokens_per_second": "tokens/s",
+    "samples_per_second": "samples/s",
+    "step_seconds": "seconds",
+}
 LABEL_OF_GROUP: Final[dict[str, str]] = {"loss": "loss", "learning_rate": "group"}
 """A mapping given for one of these names logs one number per key, told apart by this label."""
 

@@ -171,8 +171,10 @@ def test_rates_and_totals_follow_from_amounts(quiet: MonitorConfig, reader: Make
         eventually(lambda: len(read.scalars("tokens")) == 3)
         seconds = dict(read.scalars("step_seconds"))
         rates = dict(read.scalars("tokens_per_second"))
+        units = {row["name"]: row["unit"] for record in read.records() for row in record["scalars"]}
 
-        assert [(1, 10.0), (3, 40.0)] == read.scalars("tokens_total")
+        assert ("seconds", "tokens/s", "tokens") == tuple(map(units.get, ("step_seconds", "tokens_per_second", "tokens")))
+    assert [(1, 10.0), (3, 40.0)] == read.scalars("tokens_total")
         assert rates[3] == pytest.approx(30 / seconds[3])
 
 
