@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ def attached(
 
     `groups` has the process groups of `Monitor.attach` by their names, None for those that were not given.
     """
+    began = time.thread_time()
     framework = framework_of(model)
     place = guard.call("pp_group", place_in, groups["pp_group"])
     framework.pp_stage = place[0] if place else framework.pp_stage
@@ -63,6 +65,7 @@ def attached(
         parallel=guard.call("how the model is divided", parallel_of, framework, world_size, groups) or ALONE,
     )
     address = session.start()
+    session.attach_seconds = time.thread_time() - began
     guard.call("what attach() says", _tell, session, address, (*complaints, *mates.complaints), mates.events)
     return session
 

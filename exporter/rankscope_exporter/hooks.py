@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
 from torch.autograd import Variable
 
+from rankscope_exporter.budget.clock import TrainingClock
 from rankscope_exporter.changed_model import REMEDY, ChangedModel
 from rankscope_exporter.frameworks.base import Holder, Removable
 from rankscope_exporter.gradient_hooks import GradientHooks
@@ -26,16 +26,16 @@ _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
 class Hooks:
-    """The only code that training calls. Each entry goes through the guard; `cpu_seconds` is what they cost.
+    """The only code that training calls. Each entry goes through the guard; `clock` tells what they cost.
 
     `active` is cleared to make all hooks inert at once, as a forked child must.
     """
 
     def __init__(self, subject: Subject, recorder: Recorder, guard: Guard) -> None:
         self.active = True
-        self.cpu_seconds = 0.0
-        """CPU seconds of everything that reads a tensor or ends a step. The bare calls, under a microsecond for each
-        parameter and backward pass, are not in it: timing them would cost more than they do."""
+        on_cpu = not subject.parameters or subject.parameters[0].parameter.device.type == "cpu"
+        self.clock = TrainingClock(guard, on_cpu=on_cpu)
+        recorder.moments.follow(self.clock.team)
         self._subject = subject
         self._recorder = recorder
         self._moments = recorder.moments
@@ -59,6 +59,7 @@ class Hooks:
 
     def install(self) -> None:
         """Register on the forward of the whole model, every parameter that takes gradients, and every optimizer."""
+        self.clock.start()
         self._handles.append(self._subject.framework.on_forward(_Uncopied(self._forward_begins)))
         self.follow_forward()
         self._guard.call("hooks of the framework", self._subject.framework.install, self)
@@ -111,7 +112,7 @@ class Hooks:
             if self.active and not torch.compiler.is_compiling():
                 self.grad_enabled = torch.is_grad_enabled()
                 with torch.no_grad():
-                    self._timed(where, function, *args)
+                    self.clock.timed_reading(where, function, *args)
 
         return _Gated(call, gate)
 
@@ -143,7 +144,7 @@ class Hooks:
         """Note that a framework has reduced gradients outside of a backward pass."""
         if self.active:
             self._moments.tell("reduced")
-            self._timed("reading reduced gradients", self._recorder.backward_ended)
+            self.clock.timed("reading reduced gradients", self._recorder.backward_ended)
 
     def look_again(self) -> None:
         """Hook all gradients, and notice parameters that were thawed or replaced; called when a measured step begins.
@@ -197,7 +198,7 @@ class Hooks:
         # The user's own module: Lightning leaves a wrapper in evaluation mode after the first validation.
         if self.active and self._subject.framework.module.training and torch.is_grad_enabled():
             self.in_forward = True
-            self._timed("a forward hook", self._recorder.forward_begins, self._subject.framework.chunk(module))
+            self.clock.timed("a forward hook", self._recorder.forward_begins, self._subject.framework.chunk(module))
         elif self.active:
             self._in_evaluation = True
             self._moments.tell("evaluation_begins")
@@ -219,13 +220,13 @@ class Hooks:
             self._backward = backward
             self._gradients.pass_begins()
             self.beat()
-            self._timed("a backward hook", self._backward_begins)
+            self.clock.timed("a backward hook", self._backward_begins)
         is_witness = self._gradients.called(index)
         if not self._recorder.sampling:
             self._recorder.saw_gradient(index)
             self._idle = backward if is_witness else self._idle
         elif self._in_hook_reads:
-            self._timed("a gradient hook", self._recorder.gradient_ready, index, holder)
+            self.clock.timed_reading("a gradient hook", self._recorder.gradient_ready, index, holder)
         else:
             self._guard.call("a gradient hook", self._recorder.gradient_ready, index, holder)
 
@@ -240,13 +241,13 @@ class Hooks:
         # first one runs before reduced gradients are written back, and one queued from here runs after that.
         self._moments.tell("backward_ends")
         if self._recorder.sampling:
-            self._timed("reading local gradients", self._recorder.backward_ends)
+            self.clock.timed("reading local gradients", self._recorder.backward_ends)
         self._guard.call("the end of backward", _when_backward_ends, self._backward_ended)
 
     def _backward_ended(self) -> None:
         self._moments.tell("backward_ended")
         if self._recorder.sampling:
-            self._timed("reading reduced gradients", self._recorder.backward_ended)
+            self.clock.timed("reading reduced gradients", self._recorder.backward_ended)
 
     def _update_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if not self.active:
@@ -255,7 +256,7 @@ class Hooks:
         self._replacing.followed_begins(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         begins = functools.partial(self._recorder.update_begins, computes_gradients=callable(closure))
-        self._timed("an optimizer hook", begins, optimizer)
+        self.clock.timed("an optimizer hook", begins, optimizer)
         if not callable(closure) or not self._recorder.sampling:
             return None
         # Forward, backward and clipping may all happen in there: what the optimizer sees is known when it returns.
@@ -267,19 +268,14 @@ class Hooks:
     def _observed(self, closure: Callable[[], Any]) -> Any:
         result = closure()
         if self.active:
-            self._timed("an optimizer hook", self._recorder.gradients_computed)
+            self.clock.timed("an optimizer hook", self._recorder.gradients_computed)
         return result
 
     def _updated(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if self.active:
             self.beat()
             self._replacing.followed_ended(optimizer)
-            self._timed("an optimizer hook", self._recorder.updated, optimizer)
-
-    def _timed(self, where: str, function: Callable[..., Any], *args: Any) -> None:
-        began = time.thread_time()
-        self._guard.call(where, function, *args)
-        self.cpu_seconds += time.thread_time() - began
+            self.clock.timed("an optimizer hook", self._recorder.updated, optimizer)
 
 
 def _when_backward_ends(callback: Callable[[], None]) -> None:

@@ -209,7 +209,7 @@ class Monitor:
         session = self._session
         if session is not None:
             session.watchdog.beat()
-            self._guard.call("log()", session.recorder.log, values, step)
+            session.hooks.clock.timed("log()", session.recorder.log, values, step)
 
     def batch(self, ids: Any) -> None:
         """Name the samples of the batch whose forward pass comes next: numbers, names, or a tensor of numbers.
@@ -219,14 +219,14 @@ class Monitor:
         """
         session = self._session
         if session is not None:
-            self._guard.call("batch()", session.alongside.batches.say, ids)
+            session.hooks.clock.timed("batch()", session.alongside.batches.say, ids)
 
     def event(self, type: str, message: str = "", **details: Any) -> None:  # noqa: A002 - the field's own word
         """Record that something happened, with JSON-able details; it is handed over at once."""
         session = self._session
         if session is not None:
             session.watchdog.beat()
-            self._guard.call("event()", self._event, session, type, message, details)
+            session.hooks.clock.timed("event()", self._event, session, type, message, details)
 
     def _event(self, session: Session, kind: str, message: str, details: Mapping[str, Any]) -> None:
         text = encodable(json.dumps(details, default=str, ensure_ascii=False)) if details else None
@@ -241,12 +241,16 @@ class Monitor:
         """
         began = time.monotonic()
         self._phases.append(name)
-        self._guard.call("phase()", self._phase_begins, name)
+        self._timed("phase()", self._phase_begins, name)
         try:
             yield
         finally:
             self._phases.pop()
-            self._guard.call("phase()", self._phase_ended, name, time.monotonic() - began)
+            self._timed("phase()", self._phase_ended, name, time.monotonic() - began)
+
+    def _timed(self, where: str, function: Callable[..., None], *args: Any) -> None:
+        if self._session is not None:
+            self._session.hooks.clock.timed(where, function, *args)
 
     def _phase_begins(self, name: str) -> None:
         session = self._session
@@ -278,7 +282,7 @@ class Monitor:
         session = self._session
         if session is not None:
             session.watchdog.beat()
-            self._guard.call("end_step()", lambda: session.recorder.end_step(skipped=skipped))
+            session.hooks.clock.timed("end_step()", lambda: session.recorder.end_step(skipped=skipped))
 
     def switch(self, config: Mapping[str, Any] | None = None, *, on: bool = True) -> None:
         """Change what is measured, from the next step on; where there are ranks, from a step they agree on.
@@ -291,7 +295,7 @@ class Monitor:
         measuring_of(document, self._config, on=on)
         session = self._session
         if session is not None:
-            self._guard.call("switch()", session.switch, document)
+            session.hooks.clock.timed("switch()", session.switch, document)
 
     def dump_stacks(self) -> str | None:
         """Record where all threads of this process stand, and return it as text; None while not attached.
@@ -333,7 +337,7 @@ class Monitor:
         For the training thread.
         """
         session = self._session
-        rows = None if session is None else self._guard.call("current()", session.current, kinds)
+        rows = None if session is None else session.hooks.clock.timed("current()", session.current, kinds)
         return rows or ()
 
     @property
@@ -346,7 +350,7 @@ class Monitor:
         """Say something on the console, and as an event `note`."""
         session = self._session
         if session is not None:
-            self._guard.call("remark()", session.hooks.tell, sentence)
+            session.hooks.clock.timed("remark()", session.hooks.tell, sentence)
 
     def sink(self, name: str) -> Sink | None:
         """Return the live sink called `name`, also after detaching; None where there is none."""

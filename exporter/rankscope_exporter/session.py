@@ -47,7 +47,7 @@ from rankscope_exporter.serving.channel import Channel
 from rankscope_exporter.sinks import sink_class
 from rankscope_exporter.sinks.api import Row
 from rankscope_exporter.sinks.feeding import Sinks
-from rankscope_exporter.statistics import backend_name, warm_up
+from rankscope_exporter.statistics import backend_name, warm_up, warm_up_seconds
 from rankscope_exporter.steps import StepTracker
 from rankscope_exporter.switching.agreement import Agreement
 from rankscope_exporter.switching.sources import Switching
@@ -62,6 +62,9 @@ BYTES_PER_ENTRY = 4 * len(WIRE_VALUE_OPS) + 8 * len(COUNT_OPS)
 
 WARM_UP_AT_STEP = 3
 """The compiled kernel is made once training really runs: a script that only looks at its model need not wait for it."""
+
+ONCE = ("attach", "warm_up", "throughput")
+"""What costs CPU time at the beginning alone: no fewer samples would make it less."""
 
 _POLLS_PER_MARGIN = 6
 """How many looks fit between a change being asked for and its step: a rank may be late by half of them."""
@@ -110,6 +113,8 @@ class Session:
         self.hardware = HardwareWatch(device, config.hardware.every_seconds, self._hand_over, guard)
         self.phases = Phases.of(subject, device, self._hand_over, times_steps=config.phases)
         self.recorder.moments.follow(self.phases)
+        self.attach_seconds = 0.0
+        """CPU time of what attach() did on the thread that called it."""
         self._is_warm = False
         self._remarked: set[str] = set()
         self.hooks = Hooks(subject, self.recorder, guard)
@@ -169,7 +174,7 @@ class Session:
             board=self.board,
             switching=self.switching,
             diagnosis=self.diagnosis,
-            cost=self._total_overhead,
+            cost=self._lasting_overhead,
             changed=lambda: self.channel.announce(sorted(self._collection.kinds())),
             say=self._say,
         )
@@ -265,7 +270,10 @@ class Session:
     def overhead_seconds(self) -> dict[str, float]:
         """Return CPU seconds by who spent them; the serving threads count for themselves."""
         return {
-            "hooks": self.hooks.cpu_seconds,
+            "attach": self.attach_seconds,
+            "hooks": self.hooks.clock.cpu_seconds,
+            "intra_op": self.hooks.clock.team.seconds,
+            "warm_up": warm_up_seconds(),
             "publisher": self.publisher.cpu_seconds,
             "watchdog": self.watchdog.cpu_seconds,
             "switch": self.switching.cpu_seconds,
@@ -290,8 +298,10 @@ class Session:
             **self.sinks.missed,
         }
 
-    def _total_overhead(self) -> float:
-        return sum(self.overhead_seconds().values()) + sum(self.channel.overhead_seconds().values())
+    def _lasting_overhead(self) -> float:
+        """Return the CPU seconds of all that goes on, and not only once."""
+        own = self.overhead_seconds().items()
+        return sum(s for who, s in own if who not in ONCE) + sum(self.channel.overhead_seconds().values())
 
     def _fired(self, step: int | None, anomalies: Sequence[Event]) -> None:
         self.console.firing(step, anomalies)

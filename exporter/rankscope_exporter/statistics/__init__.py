@@ -14,7 +14,7 @@ gives its shard. Nothing to measure (None, meta, freed or packed memory) leaves 
 """
 
 from rankscope_exporter.statistics.group import MeasureGroup, measure
-from rankscope_exporter.statistics.numba_backend import backend_name, warm_up
+from rankscope_exporter.statistics.numba_backend import backend_name, warm_up, warm_up_seconds
 from rankscope_exporter.statistics.table import Finished, HostCopy, StatisticsTable, copy_entries, finish
 
 __all__ = [
@@ -27,4 +27,5 @@ __all__ = [
     "finish",
     "measure",
     "warm_up",
+    "warm_up_seconds",
 ]

@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -23,6 +24,7 @@ _FORK_WAITS_SECONDS: Final = 10.0
 _state_lock = threading.Lock()
 _thread: threading.Thread | None = None
 _kernel: Callable[..., None] | None = None
+_seconds = 0.0
 
 
 def kernel() -> Callable[..., None] | None:
@@ -53,13 +55,18 @@ def warm_up() -> threading.Thread | None:
         return _thread
 
 
+def warm_up_seconds() -> float:
+    """Return the CPU seconds that importing and compiling has taken in this process."""
+    return _seconds
+
+
 def _wait() -> None:
     if _thread is not None and _thread is not threading.current_thread():
         _thread.join(_FORK_WAITS_SECONDS)
 
 
 def _load() -> None:
-    global _kernel  # noqa: PLW0603 - see warm_up
+    global _kernel, _seconds  # noqa: PLW0603 - see warm_up
     numba_log = logging.getLogger("numba")
     if numba_log.level == logging.NOTSET:  # with the root at DEBUG, every compiled line would be logged
         numba_log.setLevel(logging.WARNING)
@@ -71,3 +78,5 @@ def _load() -> None:
         _kernel = compiled or kernels.compile_measure(cache=False)
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         log.warning("numba cannot be used (%s): tensor statistics stay with torch operations", error)
+    finally:
+        _seconds = time.thread_time()
