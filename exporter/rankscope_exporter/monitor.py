@@ -75,7 +75,7 @@ class Monitor:
 
     def attach(
         self,
-        model: torch.nn.Module | Sequence[torch.nn.Module] | Stage | Framework,
+        model: torch.nn.Module | Stage | Sequence[torch.nn.Module | Stage] | Framework,
         optimizer: Optimizers = (),
         *,
         dp_group: torch.distributed.ProcessGroup | None = None,
@@ -84,7 +84,8 @@ class Monitor:
     ) -> Self:
         """Hook `model`, wrapped or not, or a `PipelineStage`, and its optimizer or optimizers, and start serving.
 
-        A list has the chunks of a model that Megatron-Core trains on this rank; DeepSpeed's engine has its optimizer.
+        A list has the chunks of a model that Megatron-Core trains on this rank, or all stages of torch's that it has;
+        DeepSpeed's engine has its optimizer.
         Call it once the model is wrapped, before or after `torch.compile`. A port that is taken, an address that
         needs a token, a model that cannot be hooked: said once on the console, and training goes on unmonitored.
 
