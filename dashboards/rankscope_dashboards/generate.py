@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -42,18 +43,19 @@ EXAMPLE_ALERTMANAGER: Final = AlertmanagerSettings(
 
 
 ALERTS_BOARD: Final = "run_overview"
-"""The board to which an alert leads."""
+"""The board to which an alert leads, unless another one has its panel."""
 
 
 def files(runbooks: str = RUNBOOKS) -> dict[str, str]:
     """Return the text of every generated file by its path under `provisioning/`."""
     made = {f"dashboards/{name}.json": _json(board.build()) for name, board in boards().items()}
-    shown = _shown(made[f"dashboards/{ALERTS_BOARD}.json"])
+    shown = {path: _shown(text) for path, text in made.items()}
+    first = shown.pop(f"dashboards/{ALERTS_BOARD}.json")
     documents = {
         "datasources/rankscope.yaml": data_sources(EXAMPLE_PROMETHEUS),
         "dashboards/rankscope.yaml": board_provider(),
         "dashboards/.lint": exceptions(),
-        "alerting/rules.yaml": alert_rules(alert_groups(), shown, runbooks),
+        "alerting/rules.yaml": alert_rules(alert_groups(), replace(first, others=[*shown.values()]), runbooks),
         "prometheus/rankscope.rules.yml": rule_file(runbooks=runbooks),
         "prometheus/prometheus.yml": prometheus_config(EXAMPLE_PROMETHEUS),
         "alertmanager/alertmanager.yml": alertmanager_config(EXAMPLE_ALERTMANAGER),

@@ -32,10 +32,18 @@ QUERY, CONDITION = "A", "C"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """The board on which alerts are shown, and its panels' numbers by title."""
+    """The board on which alerts are shown, and its panels' numbers by title; `others` have what it does not."""
 
     board: str
     panels: Mapping[str, int]
+    others: Sequence[Shown] = ()
+
+    def of(self, panel: str) -> tuple[str, int]:
+        """Return the board that has the panel, and its number there. Raises LookupError."""
+        for shown in (self, *self.others):
+            if panel in shown.panels:
+                return shown.board, shown.panels[panel]
+        raise LookupError(f"no board has a panel {panel!r}")
 
 
 def alert_rules(groups: Sequence[AlertGroup], shown: Shown, runbooks: str = RUNBOOKS) -> dict[str, Any]:
@@ -55,6 +63,7 @@ def _group(group: AlertGroup, shown: Shown, runbooks: str) -> dict[str, Any]:
 
 def _rule(alert: Alert, shown: Shown, runbooks: str) -> dict[str, Any]:
     keep = {"keepFiringFor": alert.keep_firing_for} if alert.keep_firing_for else {}
+    board, panel = shown.of(alert.panel)
     return {
         "uid": _uid(alert),
         "title": _expanded(_title(alert)),
@@ -65,8 +74,8 @@ def _rule(alert: Alert, shown: Shown, runbooks: str) -> dict[str, Any]:
         "noDataState": "OK",  # no rows is health; that nothing is scraped is an alert of its own
         "execErrState": "Error",
         "isPaused": False,
-        "dashboardUid": shown.board,
-        "panelId": shown.panels[alert.panel],
+        "dashboardUid": board,
+        "panelId": panel,
         "labels": {name: _expanded(value) for name, value in alert.all_labels().items()},
         "annotations": {name: _kept(text) for name, text in alert.annotations(runbooks).items()},
         "data": [_query(alert.expression), _above_zero()],

@@ -10,7 +10,7 @@ from typing import Any, Final
 _IDENTITY: Final = "A series is told by run and rank, which take the places of job and instance."
 _COUNTS: Final = "A count of incidents is shown as it is: increase() extrapolates, and makes 1.07 incidents of one."
 
-COUNTER_PANELS: Final = ("Anomaly count", "Lost records", "Anomalies", "Tensors that fired")
+COUNTER_PANELS: Final = ("Anomaly count", "Lost records", "Anomalies", "Tensors that fired", "GPUs with memory errors")
 
 
 def exceptions() -> dict[str, Any]:

@@ -18,6 +18,7 @@ from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_dashboards.alerts import RUNBOOKS, Alert, AlertGroup
+from rankscope_dashboards.hardware_alerts import hardware_alerts
 from rankscope_dashboards.lifecycle_alerts import lifecycle_alerts
 from rankscope_dashboards.look_ups import fired_tensors, latest_step
 from rankscope_dashboards.replica_alerts import replica_alerts
@@ -76,6 +77,7 @@ def alert_groups(
         AlertGroup("rankscope-anomaly", anomaly_alerts(rules, window=window, keep_firing_for=keep_firing_for)),
         AlertGroup("rankscope-replicas", replica_alerts()),
         AlertGroup("rankscope-lifecycle", lifecycle_alerts()),
+        AlertGroup("rankscope-hardware", hardware_alerts()),
         AlertGroup("rankscope-self-check", [disagreement(rule.name, tensor_expression(rule)) for rule in rules]),
     )
 

@@ -290,6 +290,27 @@ def lifecycle():
         yield Scenario(alert="ServiceDown", what=what, given=given, expected=expected)
 
 
+def hardware():
+    gpu = {**RANK, "gpu": "GPU-1"}
+    for alert, errors in (
+        ("GpuXid", series("rankscope_gpu_xid_errors_total", **gpu)),
+        ("GpuEccUncorrected", series("rankscope_gpu_ecc_errors_total", **gpu, type="uncorrected")),
+    ):
+        yield Scenario(alert=alert, what="none", given={errors: "0x40"}, expected={0: [], 40: []})
+        told = {19: [], 20: [gpu], 79: [gpu], 81: []}
+        yield Scenario(alert=alert, what="one, for ten minutes", given={errors: "0x19 1x80"}, expected=told)
+    corrected = series("rankscope_gpu_ecc_errors_total", **gpu, type="corrected")
+    yield Scenario(alert="GpuEccUncorrected", what="corrected ones", given={corrected: "0 1 2"}, expected={2: []})
+    old = series("rankscope_gpu_ecc_errors_total", **gpu, type="uncorrected")
+    yield Scenario(alert="GpuEccUncorrected", what="of earlier runs", given={old: "7x40"}, expected={0: [], 40: []})
+    for reason, expected in (("hw_thermal", [gpu]), ("sw_thermal", [gpu]), ("sw_power_cap", []), ("idle", [])):
+        slow = {series("rankscope_gpu_throttled", **gpu, reason=reason): "1x40"}
+        when = {29: [], 30: expected, 40: expected}
+        yield Scenario(alert="GpuThrottled", what=f"{reason} for five minutes", given=slow, expected=when)
+    short = {series("rankscope_gpu_throttled", **gpu, reason="hw_slowdown"): "1x20 0 1x20"}
+    yield Scenario(alert="GpuThrottled", what="twice for a short while", given=short, expected={20: [], 41: []})
+
+
 def self_check():
     def scenario(rule, what, given, expected):
         said = [{**one, "judged_by": rule} for one in ({**RANK, "kind": "grad_unreduced"},)]
@@ -367,4 +388,4 @@ def replicas():
         yield Scenario(alert="ReplicaDesyncEvents", what=what, given=given, expected=expected)
 
 
-SUITE = [*replicas(), *turbulence(), *nan(), *vectors(), *events(), *lifecycle(), *self_check()]
+SUITE = [*replicas(), *turbulence(), *nan(), *vectors(), *events(), *lifecycle(), *hardware(), *self_check()]

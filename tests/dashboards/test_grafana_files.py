@@ -95,7 +95,7 @@ def test_only_keys_that_grafana_knows_are_written():
 
 
 def test_intervals_are_multiples_of_grafana_s_ten_seconds():
-    assert ["30s"] * 4 == [group["interval"] for group in ALERTING["groups"]]
+    assert ["30s"] * 5 == [group["interval"] for group in ALERTING["groups"]]
 
 
 def test_names_are_unique_and_not_too_long():

@@ -178,5 +178,6 @@ def test_exceptions_are_job_and_instance_and_counts_of_incidents():
         "rankscope_ingest_anomaly_events_total",
         "rankscope_tensor_anomaly_events_total",
         "rankscope_ingest_lost_records_total",
+        "rankscope_gpu_ecc_errors_total",
     }
     assert shown <= CATALOG.keys()

@@ -29,6 +29,9 @@ NAMES = {
     "RankGone",
     "IngestLosing",
     "ServiceDown",
+    "GpuXid",
+    "GpuEccUncorrected",
+    "GpuThrottled",
     "RuleDisagreement",
 }
 
