@@ -21,6 +21,8 @@ Outcomes = dict[tuple[str, int], Outcome]
 class HeavyOwed(Owed):
     """What a loop promises, beside what all frameworks may."""
 
+    everywhere_in_forward: bool = True
+    """Whether each rank computes all layers; if not, each is on one rank."""
     skipping: bool = False
     """Whether the second step is skipped."""
     hidden: int = 8
@@ -109,7 +111,8 @@ def check_activations(found: Outcomes, name: str, owed: HeavyOwed, truths: list[
                 scale = owed.scale if "grad" in row.kind else 1.0
                 close([row], scale * seen[row.micro_step][str(row.kind), row.tensor], owed.rel)
             told += len(rows)
-    assert told
+    # A layer is on every rank, or on the one of its stage.
+    assert (STEPS - owed.skipping) * owed.micros * (WORLD if owed.everywhere_in_forward else 1) * len(seen[0]) == told
 
 
 def check_skipped(outcome: Outcome) -> None:

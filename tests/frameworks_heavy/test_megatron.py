@@ -50,7 +50,14 @@ OWED = {
     "distributed, scaled": HeavyOwed(shared=SHARD, everywhere=False, scale=8.0, skipping=True),
     "tensor parallel": HeavyOwed(local="shard", shared=SHARD | REPLICA, ranks=(0,)),
     "tensor parallel, distributed": HeavyOwed(local="shard", shared=SHARD | REPLICA, ranks=(0,)),
-    "pipeline": HeavyOwed(local="full", shared=frozenset({"full"}), everywhere=False, ranks=(0,), micros=4),
+    "pipeline": HeavyOwed(
+        local="full",
+        shared=frozenset({"full"}),
+        everywhere=False,
+        everywhere_in_forward=False,
+        ranks=(0,),
+        micros=4,
+    ),
 }
 CHUNKED = "pipeline, interleaved"  # names begin with the number of the chunk
 OWED[CHUNKED] = OWED["pipeline"]

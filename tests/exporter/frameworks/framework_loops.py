@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from framework_training import ADAM, CLIP, ROWS, STEPS, Block, Net, batch, loss_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -98,6 +99,22 @@ def no_sync(model: Any, *, last: bool) -> Iterator[None]:
 def unsynchronized(model: Any, *, last: bool) -> Iterator[None]:
     model.set_requires_gradient_sync(last)
     yield
+
+
+def reducing_itself(rank: int) -> Loop:
+    """Nothing wraps the model; the loop sums gradients over the ranks between backward and update."""
+    loop = plainly(Net(), rank, micros=2)
+    alone = loop.backward
+
+    def backward(step: int) -> torch.Tensor:
+        loss: torch.Tensor = alone(step)
+        for parameter in loop.model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad.div_(WORLD)
+        return loss
+
+    loop.backward = backward
+    return loop
 
 
 def ddp(rank: int, **options: Any) -> Loop:
@@ -278,6 +295,7 @@ def grown(rank: int) -> Loop:
 GROWN = 2
 
 LOOPS: dict[str, Callable[[int], Loop]] = {
+    "plain, reducing itself": reducing_itself,
     "ddp": ddp,
     "ddp, accumulating, bucket views": ddp_accumulating,
     "ddp, each reduced": lambda rank: summed(plainly(DistributedDataParallel(Net()), rank, micros=2)),

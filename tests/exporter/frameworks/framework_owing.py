@@ -32,6 +32,8 @@ class Owed:
     micros: int = 1
     split: bool = False
     scaled: bool = False
+    by_loop: bool = False
+    """Whether the loop itself reduces: what it makes of gradients, clipping included, shows when the update begins."""
     everywhere: bool = True
     """Whether each rank has a row for each tensor; if not, all ranks together."""
     activations: bool = True
