@@ -1,15 +1,16 @@
 """Asking a store in SQL: a DuckDB connection whose views always show the newest version.
 
 Each question first refreshes the handle on the log (about 2 ms). Only when the version has moved the lists of files are
-set anew; the views follow them. A file that compaction replaced long ago may be gone when an old list is read: then the
-question is asked once more, with a new list. A `Connection` belongs to one thread.
+set anew; the views follow them. A view or macro is made when a question first names it. A file that compaction replaced
+long ago may be gone when an old list is read: then the question is asked once more, with a new list. A `Connection`
+belongs to one thread.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, TypeVar
@@ -18,15 +19,16 @@ import duckdb
 import pyarrow as pa
 
 from rankscope_contract.escaping import sql_string
-from rankscope_contract.records import DATASETS
+from rankscope_storage.definitions import definitions, named
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.errors import FilesGoneError, QueryError
 from rankscope_storage.log import Log
-from rankscope_storage.views import files_select, has_one_shape, raw_select, view_statements
+from rankscope_storage.views import files_select, has_one_shape, raw_select
 
 T = TypeVar("T")
 
 _RAW: Final = "rankscope_raw."
+_DEFINITIONS: Final = definitions(prefix=_RAW)
 _EXPLAIN: Final = re.compile(r"\s*explain(\s+analyze)?\s", re.IGNORECASE)
 
 
@@ -52,6 +54,7 @@ class Connection:
         self._duckdb = duckdb.connect()
         self._files: dict[str, list[str]] = {}
         self._shapes: dict[str, tuple[bool, bool]] = {}  # empty, and of one shape
+        self._defined: set[str] = set()
         self._snapshot = log.snapshot()
         self._prepare()
 
@@ -141,9 +144,6 @@ class Connection:
 
     def _prepare(self) -> None:
         self._duckdb.execute("SET TimeZone = 'UTC'; CREATE SCHEMA rankscope_raw")
-        self._show()
-        for statement in view_statements(prefix=_RAW):
-            self._duckdb.execute(statement)
         if self._locked:
             # The order matters: nothing can be changed after the last line. Writing into the store is still possible
             # for DuckDB, so a locked connection also looks at the kind of every statement.
@@ -157,20 +157,31 @@ class Connection:
         self._log.refresh()
         if self._log.version != self._snapshot.version:
             self._snapshot = self._log.snapshot()
-            self._show()
+            for dataset in self._files:
+                self._show(dataset)
 
-    def _show(self) -> None:
-        """Let the views of raw rows read the files of the snapshot; what has not changed is left as it is."""
-        for dataset in DATASETS:
-            files = self._snapshot.paths(dataset)
-            if files == self._files.get(dataset):
+    def _define(self, names: Iterable[str]) -> None:
+        """Make the views and macros called `names`, which come in order of need, where they are not made yet."""
+        for name in names:
+            if name in self._defined:
                 continue
-            self._duckdb.execute(f"SET VARIABLE {_variable(dataset)} = ?::VARCHAR[]", [files])
-            shape = (not files, has_one_shape(dataset, files))
-            if shape != self._shapes.get(dataset):
-                select = raw_select(dataset, f"getvariable('{_variable(dataset)}')", empty=shape[0], one_shape=shape[1])
-                self._duckdb.execute(f"CREATE OR REPLACE VIEW {_RAW}{dataset} AS {select}")
-            self._files[dataset], self._shapes[dataset] = files, shape
+            definition = _DEFINITIONS[name]
+            for dataset in definition.datasets:
+                self._show(dataset)
+            self._duckdb.execute(definition.statement)
+            self._defined.add(name)
+
+    def _show(self, dataset: str) -> None:
+        """Let the view of raw rows read the files of the snapshot; what has not changed is left as it is."""
+        files = self._snapshot.paths(dataset)
+        if files == self._files.get(dataset):
+            return
+        self._duckdb.execute(f"SET VARIABLE {_variable(dataset)} = ?::VARCHAR[]", [files])
+        shape = (not files, has_one_shape(dataset, files))
+        if shape != self._shapes.get(dataset):
+            select = raw_select(dataset, f"getvariable('{_variable(dataset)}')", empty=shape[0], one_shape=shape[1])
+            self._duckdb.execute(f"CREATE OR REPLACE VIEW {_RAW}{dataset} AS {select}")
+        self._files[dataset], self._shapes[dataset] = files, shape
 
     def _fresh(self, query: str, run: Callable[[], T]) -> T:
         if self._locked:
@@ -178,13 +189,24 @@ class Connection:
         self._duckdb.abort()  # an answer not fetched to its end would block every other statement
         self._refresh()
         try:
-            return run()
+            return self._complete(query, run)
         except duckdb.IOException as error:
             if self._pinned:
                 raise FilesGoneError(
                     f"version {self.version} of {self.path} lost files to maintenance: ask again, of a newer version"
                 ) from error
             self._refresh()
+            return self._complete(query, run)
+
+    def _complete(self, query: str, run: Callable[[], T]) -> T:
+        """Run `query` with what it names; once more with all there is when it misses a name, as one in a parameter."""
+        self._define(named(query, _DEFINITIONS))
+        try:
+            return run()
+        except duckdb.CatalogException:
+            if len(self._defined) == len(_DEFINITIONS):
+                raise
+            self._define(_DEFINITIONS)
             return run()
 
 

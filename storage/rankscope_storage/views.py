@@ -13,6 +13,7 @@ from rankscope_contract.records import DATASETS, DIMENSIONS
 from rankscope_storage.analysis.collective_calls import COLLECTIVE_CALLS
 from rankscope_storage.analysis.desync import DESYNC
 from rankscope_storage.layout import file_fingerprint
+from rankscope_storage.macros import MACROS
 from rankscope_storage.schema import dataset_schema, fingerprint
 
 VERSION_KEYS: Final = {
@@ -72,7 +73,7 @@ GROUP BY ALL
 
 
 def view_statements(*, prefix: str = "") -> Iterator[str]:
-    """Yield the statements that make the public views over the relations `<prefix><dataset>` of raw rows."""
+    """Yield the statements that make the public views and macros over the relations `<prefix><dataset>` of raw rows."""
     for dataset in DATASETS:
         raw = f"{prefix}{dataset}"
         if dataset in DIMENSIONS:
@@ -83,6 +84,7 @@ def view_statements(*, prefix: str = "") -> Iterator[str]:
     yield _TENSOR_GLOBAL
     yield DESYNC
     yield COLLECTIVE_CALLS
+    yield from MACROS
 
 
 def _latest(dataset: str, raw: str) -> str:

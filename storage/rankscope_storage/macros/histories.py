@@ -1,0 +1,85 @@
+"""Curves of scalars over all attempts of a run: each attempt, steps counted on, and the one that stands. SQL text."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from rankscope_contract.events import RunState
+
+_ENDED: Final = ", ".join(f"'{state}'" for state in (RunState.COMPLETED, RunState.STOPPED, RunState.FAILED))
+
+# A rank that writes a step again within an attempt has gone back: its last word stands. An attempt that begins at or
+# before the last step of an earlier one has gone back too: what the earlier one has from there on was trained anew.
+_SCALAR_HISTORY: Final = """\
+CREATE OR REPLACE VIEW scalar_history AS
+WITH said AS (
+  SELECT run, name, labels, coalesce(attempt, 0) AS attempt, step, rank, micro_step, max(ts) AS ts,
+    arg_max(value, coalesce(ordinal, seq, 0)) AS value
+  FROM scalars WHERE step IS NOT NULL AND value IS NOT NULL
+  GROUP BY run, name, labels, coalesce(attempt, 0), step, rank, micro_step
+),
+per_step AS (
+  SELECT run, name, labels, attempt, step, min(ts) AS ts, count(DISTINCT rank) AS ranks,
+    avg(value) AS value, min(value) AS lowest, max(value) AS highest
+  FROM said GROUP BY run, name, labels, attempt, step
+),
+extent AS (
+  SELECT run, name, labels, attempt, min(step) AS first_step, max(step) AS last_step
+  FROM per_step GROUP BY run, name, labels, attempt
+),
+repeated AS (
+  SELECT *, greatest(0, last_step + 1 - lead(first_step, 1, last_step + 1) OVER by_attempt) AS steps_again,
+    min(first_step) OVER (PARTITION BY run, name, labels ORDER BY attempt
+      ROWS BETWEEN 1 FOLLOWING AND UNBOUNDED FOLLOWING) AS overwritten_from
+  FROM extent WINDOW by_attempt AS (PARTITION BY run, name, labels ORDER BY attempt)
+),
+counted AS (
+  SELECT run AS of_run, name AS of_name, labels AS of_labels, attempt AS of_attempt, overwritten_from,
+    coalesce(sum(steps_again) OVER (PARTITION BY run, name, labels ORDER BY attempt
+      ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING), 0)::BIGINT AS steps_before
+  FROM repeated
+)
+SELECT run, name, labels, attempt, step, step + steps_before AS cumulative_step, ts, ranks, value, lowest, highest,
+  coalesce(step < overwritten_from, true) AS stands
+FROM per_step JOIN counted
+  ON run = of_run AND name = of_name AND labels IS NOT DISTINCT FROM of_labels AND attempt = of_attempt
+"""
+"""A row per attempt and step, the ranks' mean; `cumulative_step` counts steps that were trained twice twice; `stands`
+is false for what a later attempt trained anew."""
+
+_LOSS_CURVE: Final = """\
+CREATE OR REPLACE VIEW loss_curve AS
+SELECT run, labels, attempt, step, cumulative_step, ts, ranks, value AS loss, lowest, highest,
+  exp(value) AS perplexity
+FROM scalar_history WHERE name = 'loss' AND stands
+"""
+"""The loss as it stands: one row per step, of the last attempt that trained it."""
+
+# From the clock, not from `step_seconds`: evaluation and checkpoints take their time too.
+_RUN_ETA: Final = f"""\
+CREATE OR REPLACE VIEW run_eta AS
+WITH pace AS (
+  SELECT run, attempt, step, max(ts) AS ts
+  FROM (
+    SELECT run, coalesce(attempt, 0) AS attempt, step, ts
+    FROM scalars WHERE step IS NOT NULL AND ts_origin IS DISTINCT FROM 'ingest'
+  )
+  GROUP BY run, attempt, step
+  QUALIFY attempt = max(attempt) OVER (PARTITION BY run) AND step > max(step) OVER (PARTITION BY run, attempt) - 100
+),
+speed AS (
+  SELECT run, max(step) AS newest_step, max(ts) AS last_seen_at,
+    epoch(max(ts) - min(ts)) / nullif(max(step) - min(step), 0) AS seconds_per_step
+  FROM pace GROUP BY run
+)
+SELECT run, state, newest_step AS step, planned_steps, seconds_per_step, last_seen_at,
+  CASE WHEN newest_step >= planned_steps THEN 0 WHEN state IN ({_ENDED}) THEN NULL
+    ELSE (planned_steps - newest_step) * seconds_per_step END AS eta_seconds,
+  CASE WHEN newest_step < planned_steps AND state NOT IN ({_ENDED})
+    THEN last_seen_at + to_microseconds(((planned_steps - newest_step) * seconds_per_step * 1e6)::BIGINT) END
+    AS expected_end
+FROM speed LEFT JOIN runs USING (run)
+"""
+"""When a run will be through, by the pace of its last 100 steps; null where nobody said how many it has to do."""
+
+HISTORY_VIEWS: Final = (_SCALAR_HISTORY, _LOSS_CURVE, _RUN_ETA)

@@ -1,0 +1,66 @@
+"""Moving averages, the tenth percentile and perplexity. SQL text.
+
+What is not finite is no part of any average, as with the rules; its row stays and shows the average of before.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# The recursion b = (1 - alpha) b + alpha y, first b = first y, without recursing: inside a block it is a running sum of
+# y / (1 - alpha)^i. A block ends before these powers leave the range of a double (e^200); what a block inherits is the
+# end of the one before, since anything older has faded by e^-200.
+_EMA: Final = """\
+CREATE OR REPLACE MACRO ema(source, x, y, alpha, series := NULL) AS TABLE
+WITH numbered AS (
+  SELECT *, x AS ema_x, series AS ema_series, CASE WHEN isfinite(y) THEN y::DOUBLE END AS ema_y,
+    CASE WHEN alpha > 0 AND alpha <= 1 THEN 1.0 - alpha::DOUBLE
+      ELSE error('ema: alpha, the weight of a new value, lies above 0 and not above 1') END AS decay,
+    CASE WHEN alpha < 1 THEN greatest(1, 200 / greatest(-ln(1.0 - alpha::DOUBLE), 1e-13))::BIGINT ELSE 1 END
+      AS block_length,
+    count(ema_y) OVER (PARTITION BY series ORDER BY x ROWS UNBOUNDED PRECEDING) - 1 AS position
+  FROM query_table(source)
+),
+placed AS (
+  SELECT *, greatest(position, 0) // block_length AS block, greatest(position, 0) % block_length AS place FROM numbered
+),
+summed AS (
+  SELECT *, pow(decay, place) * sum(CASE WHEN position = 0 THEN 1 ELSE alpha END * ema_y / pow(decay, place)) OVER (
+    PARTITION BY ema_series, block ORDER BY ema_x ROWS UNBOUNDED PRECEDING) AS own
+  FROM placed
+),
+block_end AS (
+  SELECT ema_series AS of_series, block + 1 AS next_block, arg_max(own, ema_x) AS inherited
+  FROM summed GROUP BY ema_series, block
+)
+SELECT summed.* EXCLUDE (ema_x, ema_series, ema_y, decay, block_length, position, block, place, own),
+  own + coalesce(inherited * pow(decay, place + 1), 0) AS ema
+FROM summed LEFT JOIN block_end ON ema_series IS NOT DISTINCT FROM of_series AND block = next_block
+ORDER BY ema_series, ema_x
+"""
+
+_MOVING_AVERAGE: Final = """\
+CREATE OR REPLACE MACRO moving_average(source, x, y, width, series := NULL) AS TABLE
+WITH chosen AS (
+  SELECT *, series AS average_series, x AS average_x, CASE WHEN isfinite(y) THEN y::DOUBLE END AS average_y
+  FROM query_table(source)
+)
+SELECT * EXCLUDE (average_series, average_x, average_y),
+  avg(average_y) OVER recent AS moving_average,
+  min(average_y) OVER recent AS moving_min,
+  max(average_y) OVER recent AS moving_max
+FROM chosen
+WINDOW recent AS (PARTITION BY average_series ORDER BY average_x ROWS BETWEEN (width - 1) PRECEDING AND CURRENT ROW)
+ORDER BY average_series, average_x
+"""
+
+_P10: Final = """\
+CREATE OR REPLACE MACRO p10(source, y, series := NULL) AS TABLE
+SELECT *, quantile_cont(y, 0.1) FILTER (isfinite(y)) OVER (PARTITION BY series) AS p10,
+  y < quantile_cont(y, 0.1) FILTER (isfinite(y)) OVER (PARTITION BY series) AS is_below_p10
+FROM query_table(source)
+"""
+
+_PERPLEXITY: Final = "CREATE OR REPLACE MACRO perplexity(loss) AS exp(loss::DOUBLE)"
+
+SMOOTHING_MACROS: Final = (_EMA, _MOVING_AVERAGE, _P10, _PERPLEXITY)

@@ -1,0 +1,45 @@
+"""`downsample`: as many points as a screen has, of which none that matters is missing. SQL text."""
+
+from __future__ import annotations
+
+from typing import Final
+
+# A bucket keeps its lowest and its highest point and, since no number stands for it, its first NaN: three at most.
+# With the first and the last point of the series that makes 3 * ((points - 2) // 3) + 2 <= points.
+DOWNSAMPLE: Final = """\
+CREATE OR REPLACE MACRO downsample(source, x, y, points, series := NULL) AS TABLE
+WITH point AS (
+  SELECT series AS line, x AS place, y::DOUBLE AS number FROM query_table(source) WHERE x IS NOT NULL AND y IS NOT NULL
+),
+extent AS (
+  SELECT line AS of_line, count(*) AS total, min(place) AS first_place, max(place) AS last_place,
+    CASE WHEN points >= 5 THEN (points - 2) // 3 ELSE error('downsample: ask for at least 5 points') END AS buckets
+  FROM point GROUP BY line
+),
+bucket AS (
+  SELECT line,
+    arg_min(place, number) FILTER (NOT isnan(number)) AS low_place, min(number) FILTER (NOT isnan(number)) AS low,
+    arg_max(place, number) FILTER (NOT isnan(number)) AS high_place, max(number) FILTER (NOT isnan(number)) AS high,
+    min(place) FILTER (isnan(number)) AS nan_place
+  FROM point JOIN extent ON line IS NOT DISTINCT FROM of_line
+  WHERE total > points
+  GROUP BY line, CASE WHEN last_place > first_place
+    THEN least(floor((place - first_place)::DOUBLE / (last_place - first_place)::DOUBLE * buckets), buckets - 1)
+    ELSE 0 END
+),
+kept AS (
+  SELECT line, low_place AS place, low AS number FROM bucket WHERE low_place IS NOT NULL
+  UNION
+  SELECT line, high_place, high FROM bucket WHERE high_place IS NOT NULL
+  UNION
+  SELECT line, nan_place, 'nan'::DOUBLE FROM bucket WHERE nan_place IS NOT NULL
+  UNION
+  SELECT line, place, any_value(number) FROM point JOIN extent ON line IS NOT DISTINCT FROM of_line
+  WHERE total > points AND (place = first_place OR place = last_place) GROUP BY line, place
+)
+SELECT line AS series, place AS x, number AS y FROM kept
+UNION ALL
+SELECT line, place, number FROM point JOIN extent ON line IS NOT DISTINCT FROM of_line WHERE total <= points
+ORDER BY 1, 2
+"""
+"""At most `points` points of each series, all of them stored ones: x is a number, times go by `epoch(ts)`."""

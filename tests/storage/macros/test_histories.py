@@ -1,0 +1,126 @@
+"""Curves over the attempts of a run, and when it will be through, against plain Python."""
+
+from __future__ import annotations
+
+import datetime as dt
+import statistics
+from collections.abc import Iterable
+
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rankscope_storage.connection import connect
+from rankscope_storage.schema import dataset_schema
+from rankscope_storage.store import Batch, Store
+
+START = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)
+
+
+def append(writer, dataset: str, rows: Iterable[dict]) -> None:
+    """Rows of no incarnation are not numbered, so that tests may append what they like."""
+    identity = {"run": "r", "attempt": 0, "rank": 0, "ts": START, "ts_origin": "rank"}
+    table = pa.Table.from_pylist([identity | row for row in rows], schema=dataset_schema(dataset))
+    writer.append(Batch(tables={dataset: table}, watermarks={}))
+
+
+def loss(attempt: int, step: int, value: float, **columns) -> dict:
+    return {"attempt": attempt, "step": step, "name": "loss", "value": value, **columns}
+
+
+def curve(connection, columns: str = "attempt, step, cumulative_step, loss") -> list[tuple]:
+    return connection.sql(f"SELECT {columns} FROM loss_curve ORDER BY attempt, step").fetchall()
+
+
+ATTEMPTS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20)), min_size=1, max_size=4)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ATTEMPTS)
+def test_the_last_attempt_that_trained_a_step_stands_and_steps_trained_twice_count_twice(tmp_path_factory, attempts):
+    """Each attempt is (first step, number of steps); the reference trains along."""
+    store = Store.open(tmp_path_factory.mktemp("store"), create=True)
+    rows, standing, trained = [], {}, 0
+    for attempt, (first, count) in enumerate(attempts):
+        last_before = attempts[attempt - 1][0] + attempts[attempt - 1][1] - 1 if attempt else first - 1
+        trained += max(0, last_before + 1 - first) if attempt else 0
+        standing = {step: row for step, row in standing.items() if step < first}
+        for step in range(first, first + count):
+            value = 100.0 * attempt + step
+            rows.append(loss(attempt, step, value))
+            standing[step] = (attempt, step, step + trained, value)
+    with store.claim(owner="me") as writer, connect(store.root) as connection:
+        append(writer, "scalars", rows)
+
+        assert sorted(standing.values()) == curve(connection)
+        assert len(rows) == connection.sql("FROM scalar_history").count("*").fetchall()[0][0]
+
+
+def test_a_step_written_again_within_an_attempt_is_what_it_was_last(writer, connection):
+    append(writer, "scalars", [loss(0, 5, 1.0, ordinal=7), loss(0, 6, 2.0, ordinal=8), loss(0, 5, 9.0, ordinal=9)])
+
+    assert [(0, 5, 5, 9.0), (0, 6, 6, 2.0)] == curve(connection)
+
+
+def test_ranks_and_micro_steps_are_averaged_and_their_spread_is_shown(writer, connection):
+    values = {(rank, micro): 1.0 + rank + 10 * micro for rank in range(3) for micro in range(2)}
+    append(
+        writer, "scalars", [loss(0, 1, value, rank=rank, micro_step=micro) for (rank, micro), value in values.items()]
+    )
+    expected = (3, statistics.fmean(values.values()), min(values.values()), max(values.values()))
+
+    assert [expected] == curve(connection, "ranks, loss, lowest, highest")
+
+
+def test_runs_names_and_labels_each_have_their_own_history(writer, connection):
+    rows = [
+        loss(0, 1, 1.0),
+        loss(0, 1, 2.0, run="s"),
+        loss(0, 1, 3.0, labels='{"loss":"aux"}'),
+        loss(1, 1, 4.0, name="lr"),
+    ]
+    append(writer, "scalars", rows)
+    found = connection.sql("SELECT run, name, labels, value FROM scalar_history WHERE stands ORDER BY value").fetchall()
+
+    expected = [("r", "loss", None), ("s", "loss", None), ("r", "loss", '{"loss":"aux"}'), ("r", "lr", None)]
+    assert [(*key, value) for key, value in zip(expected, (1.0, 2.0, 3.0, 4.0), strict=True)] == found
+
+
+def run_row(**columns) -> dict:
+    return {"rank": None, "ordinal": 1, "state": "running", **columns}
+
+
+def paced(step: int, seconds: float, attempt: int = 0) -> dict:
+    return loss(attempt, step, 1.0, ts=START + dt.timedelta(seconds=seconds))
+
+
+def eta(connection) -> list[tuple]:
+    return connection.sql("SELECT step, seconds_per_step, eta_seconds, expected_end FROM run_eta").fetchall()
+
+
+def test_eta_goes_by_the_clock_of_the_last_hundred_steps_of_the_newest_attempt(writer, connection):
+    """Slow at first, two seconds a step at last; the attempt before was ten times as slow."""
+    slow = [paced(step, 100.0 * step) for step in range(1, 50)]
+    fast = [paced(step, 10_000 + 2.0 * step, attempt=1) for step in range(300, 500)]
+    append(writer, "scalars", [*slow, *[paced(step, 0.0, attempt=1) for step in range(290, 300)], *fast])
+    append(writer, "runs", [run_row(planned_steps=1000)])
+    end = START + dt.timedelta(seconds=10_000 + 2.0 * 1000)
+
+    assert [(499, pytest.approx(2.0), pytest.approx(1002.0), end)] == eta(connection)
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (run_row(planned_steps=None), None),
+        (run_row(planned_steps=10), 0.0),
+        (run_row(planned_steps=100, state="failed"), None),
+        (run_row(planned_steps=10, state="completed"), 0.0),
+    ],
+)
+def test_without_a_plan_or_a_future_there_is_no_eta(writer, connection, run, expected):
+    append(writer, "scalars", [paced(step, step) for step in range(1, 11)])
+    append(writer, "runs", [run])
+
+    assert [(10, 1.0, expected, None)] == eta(connection)

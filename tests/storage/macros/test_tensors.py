@@ -1,0 +1,107 @@
+"""`tensor_latest` and the macros of deviations, against plain Python over the same rows."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+
+import pyarrow as pa
+import pytest
+
+from rankscope_storage.schema import dataset_schema
+from rankscope_storage.store import Batch
+
+
+def append(writer, rows: list[dict]) -> None:
+    identity = {"run": "r", "attempt": 0, "rank": 0, "step": 1, "kind": "grad_reduced", "tensor": "w"}
+    table = pa.Table.from_pylist([identity | row for row in rows], schema=dataset_schema("tensor_stats"))
+    writer.append(Batch(tables={"tensor_stats": table}, watermarks={}))
+
+
+def latest(connection) -> list[tuple]:
+    columns = "run, attempt, rank, kind, tensor, step, norm"
+    return connection.sql(f"SELECT {columns} FROM tensor_latest ORDER BY ALL").fetchall()
+
+
+def test_each_rank_shows_its_last_step_of_each_kind_in_the_newest_attempt(writer, connection):
+    rows = [
+        {"attempt": 0, "step": 99, "norm": 1.0},  # of an attempt that is over
+        {"attempt": 1, "step": 10, "norm": 2.0},
+        {"attempt": 1, "step": 11, "norm": 3.0},
+        {"attempt": 1, "step": 9, "norm": 4.0, "rank": 1},  # a rank behind
+        {"attempt": 1, "step": 10, "norm": 5.0, "kind": "exp_avg"},  # sampled less often
+        {"attempt": None, "step": 3, "norm": 6.0, "rank": None, "run": "imported"},
+    ]
+    append(writer, rows)
+
+    assert latest(connection) == [
+        ("imported", None, None, "grad_reduced", "w", 3, 6.0),
+        ("r", 1, 0, "exp_avg", "w", 10, 5.0),
+        ("r", 1, 0, "grad_reduced", "w", 11, 3.0),
+        ("r", 1, 1, "grad_reduced", "w", 9, 4.0),
+    ]
+
+
+def test_what_is_absent_at_the_last_step_is_absent_and_a_step_measured_again_shows_its_last_word(writer, connection):
+    append(writer, [{"tensor": "gone", "step": 1}, {"step": 2, "ordinal": 5, "norm": 1.0}])
+    append(writer, [{"step": 2, "ordinal": 6, "norm": 2.0}, {"step": 2, "ordinal": 6, "micro_step": 0, "norm": 3.0}])
+
+    assert [2.0, 3.0] == [row[-1] for row in latest(connection)]
+
+
+def test_top_deviations_are_the_largest_ratios_to_the_stored_baseline_in_either_op(writer, connection):
+    rows = [
+        {"step": step, "norm": 1.0 + step % 7, "norm_baseline": 2.0, "mean": -0.5 * (step % 5), "mean_baseline": 0.25}
+        for step in range(40)
+    ]
+    rows += [
+        {"step": 50, "norm": 1.0, "norm_baseline": 0.0},
+        {"step": 51, "norm": math.nan},
+        {"run": "s", "norm": 99.0},
+    ]
+    append(writer, rows)
+    expected = sorted(
+        (
+            abs(row[op]) / row[f"{op}_baseline"] if row[f"{op}_baseline"] else math.inf
+            for row in rows
+            for op in ("norm", "mean")
+            if row.get(f"{op}_baseline") is not None and abs(row[op]) > row[f"{op}_baseline"]
+        ),
+        reverse=True,
+    )
+
+    assert expected[:9] == [
+        ratio for (ratio,) in connection.sql("SELECT ratio FROM top_deviations('r', top := 9)").fetchall()
+    ]
+    assert 20 == connection.sql("FROM top_deviations('r')").count("*").fetchall()[0][0]
+    assert [("mean", -2.0)] == connection.sql(
+        "SELECT op, value FROM top_deviations('r') WHERE ratio = 8 LIMIT 1"
+    ).fetchall()
+
+
+@pytest.mark.parametrize("width", [10, 50])
+def test_bucket_deviations_compare_the_peak_of_a_bucket_with_the_mean_of_the_one_before(writer, connection, width):
+    rows = [
+        {"rank": rank, "tensor": tensor, "step": step, "norm": 1.0 + ((step * 37 + rank * 11 + len(tensor)) % 101) / 10}
+        for rank in range(2)
+        for tensor in ("w", "bias")
+        for step in range(120)
+    ]
+    append(writer, rows)
+    buckets: dict[tuple, dict[int, list]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        buckets[row["rank"], row["tensor"]][row["step"] // width].append(row["norm"])
+    expected = [
+        (rank, tensor, pytest.approx(max(norms) / statistics.fmean(numbered[number - 1]), rel=1e-5))
+        for (rank, tensor), numbered in buckets.items()
+        for number, norms in numbered.items()
+        if number and max(norms) > statistics.fmean(numbered[number - 1])
+    ]
+    found = connection.sql(
+        f"SELECT rank, tensor, ratio FROM bucket_deviations('r', top := 99, width := {width})"
+    ).fetchall()
+
+    assert len(expected) == len(found)
+    assert sorted(expected, key=lambda row: (*row[:2], row[2].expected)) == sorted(found)
+    assert [ratio for *_, ratio in found] == sorted((ratio for *_, ratio in found), reverse=True)

@@ -1,0 +1,62 @@
+"""A connection makes what a statement names, and nothing a user could tell from all of it being there."""
+
+from __future__ import annotations
+
+import duckdb
+import pytest
+
+from rankscope_contract.records import DATASETS
+from rankscope_storage.connection import connect
+from rankscope_storage.definitions import definitions, named
+
+KNOWN = definitions(prefix="rankscope_raw.")
+
+
+def test_what_is_named_comes_with_what_it_reads_and_before_it():
+    assert ["scalars"] == named("SELECT * FROM Scalars", KNOWN)
+    assert ["scalars", "scalar_history", "loss_curve"] == named('FROM "loss_curve"', KNOWN)
+    assert [] == named("SELECT 1", KNOWN)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_each_view_and_macro_can_be_made_first_and_alone(connection, name):
+    connection.query(f"SELECT '{name}'")
+
+    assert name in connection._defined
+
+
+@pytest.mark.parametrize(
+    "question", ["SHOW TABLES", "SELECT view_name FROM duckdb_views()", "FROM information_schema.tables"]
+)
+def test_who_lists_the_views_sees_them_all(connection, question):
+    listed = {value for row in connection.sql(question).fetchall() for value in row}
+
+    assert listed >= {*DATASETS, "tensor_global", "loss_curve"}
+
+
+def test_a_view_that_only_a_parameter_names_is_found(store):
+    with connect(store.root, locked=True) as connection:
+        found = connection.query("SELECT count(*) AS rows FROM query_table($name)", {"name": "loss_curve"})
+
+    assert [0] == found["rows"].to_pylist()
+
+
+def test_a_name_spelt_in_another_way_is_found(connection):
+    connection.execute("SET VARIABLE table_name = 'scal' || 'ars'")
+
+    assert [(0,)] == connection.sql("SELECT count(*) FROM query_table(getvariable('table_name'))").fetchall()
+
+
+def test_a_name_that_does_not_exist_is_refused_with_the_nearest(connection):
+    with pytest.raises(duckdb.CatalogException, match="scalars"):
+        connection.query("SELECT * FROM scalar")
+
+
+def test_what_is_already_defined_follows_the_store(connection, writer, batch):
+    assert 0 == connection.query("FROM loss_curve").num_rows
+    writer.append(batch(range(3)))
+
+    assert 3 == connection.query("FROM loss_curve").num_rows
+    assert [(3,)] == connection.sql(
+        "SELECT count(*) FROM events JOIN scalars ON true RIGHT JOIN loss_curve ON true"
+    ).fetchall()
