@@ -1,4 +1,4 @@
-"""Two real ranks under DDP, one with a single bit changed: the service tells people the step, the tensor and the ranks."""
+"""Two real ranks under DDP, a single bit changed on one: the service tells people step, tensor and ranks."""
 
 from __future__ import annotations
 

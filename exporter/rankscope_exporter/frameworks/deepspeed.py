@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from rankscope_exporter.frameworks.base import Form, Framework, Hooking
@@ -18,6 +19,7 @@ from rankscope_exporter.frameworks.wrapped import unwrapped
 # The engine calls this one method, at the boundary of an accumulation only, to clip and to step. There is no public
 # hook for that moment, and none for what ZeRO has divided: a test runs against the pinned DeepSpeed.
 _UPDATE = "_take_model_step"
+_LAST_WHOLE_STAGE = 2
 
 
 class _OfEngine:
@@ -39,6 +41,14 @@ class _OfEngine:
     def copies(self, world_size: int) -> int:
         """Return how many ranks train on different data."""
         return int(getattr(self._engine, "dp_world_size", world_size))
+
+    def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
+        """Return the ranks that end every update with the same parameters: of stage 3 none, nor those of experts."""
+        group = getattr(self._engine, "seq_data_parallel_group", None)
+        is_expert = getattr(parameter, "allreduce", True) is False
+        if group is None or is_expert or self._engine.zero_optimization_stage() > _LAST_WHOLE_STAGE:
+            return ()
+        return dist.get_process_group_ranks(group)
 
 
 class DeepSpeed(_OfEngine, Framework):

@@ -82,7 +82,7 @@ class Hashes(Quantity):
     def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
         super().__init__(subject, options)
         self._groups: dict[int, str | None] = {}  # parameter -> its replicas, as text
-        self._measures: dict[torch.device, _Measure] = {}
+        self._measures: dict[torch.device, Measure] = {}
         self._buffers = Targets(self.options.buffers)
         for index, named in enumerate(self.subject.parameters):
             ranks = self._ranks_of(named.parameter)
@@ -107,8 +107,9 @@ class Hashes(Quantity):
             if hashable(item.elements):
                 by_device.setdefault(item.elements.device, []).append(item)
         for device, items in by_device.items():
-            measure = self._measures.setdefault(device, _Measure(device))
-            numbers = measure.of([item.elements for item in items])
+            if device not in self._measures:
+                self._measures[device] = Measure(device)
+            numbers = self._measures[device].of([item.elements for item in items])
             table.defer(DATASET, numbers, functools.partial(_rows, [_Described.of(item) for item in items]))
 
     def _items(self) -> Iterator[_Item]:
@@ -158,20 +159,22 @@ class Hashes(Quantity):
         return range(self.subject.world_size)
 
 
-class _Measure:
+class Measure:
     """Hashes and norms on one device, in memory that is kept."""
 
     def __init__(self, device: torch.device) -> None:
         self._hasher = Hasher(device)
         self._table = StatisticsTable(0, device)
-        self._groups: dict[int, MeasureGroup] = {}
+        self._group = MeasureGroup(range(0))
 
     def of(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return int64 rows: the sums of words, then the raw statistics."""
         count = len(tensors)
         self._table.clear()
         self._table.grow(count)
-        self._groups.setdefault(count, MeasureGroup(range(count))).measure(tensors, self._table)
+        if len(self._group.rows) != count:
+            self._group = MeasureGroup(range(count))
+        self._group.measure(tensors, self._table)
         return torch.cat((self._hasher.partials(tensors).unsqueeze(0), self._table.buffer[:, :count]))
 
 
