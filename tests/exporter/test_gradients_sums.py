@@ -117,7 +117,7 @@ def test_the_sum_is_kept_from_the_step_after_the_first_that_accumulates():
 
     assert norms[1] is None
     assert [float(own.norm()) for own in run.owned[1:]] == [pytest.approx(norms[step]) for step in (2, 3)]
-    assert ["gradients: each micro-batch is reduced by itself: their sum takes 32 bytes at measured steps"] == run.said
+    assert ["gradients: this rank's own are summed up apart, in 32 bytes more memory at measured steps"] == run.said
 
 
 def test_asked_for_it_is_there_from_the_first_step():

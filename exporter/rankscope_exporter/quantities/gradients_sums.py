@@ -21,9 +21,8 @@ from rankscope_exporter.quantities.base import Gate, Hooking, QuantityOptions, S
 _SHARE: Final = 4
 """Unasked, no more is kept than this part of the memory that is free when a step begins."""
 
-
-KEPT, ABSENT, SPENT = "kept", "absent", "spent"
-"""What was said already."""
+_KEPT, _ABSENT, _SPENT = "kept", "absent", "spent"
+"""What is said, each once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,10 +91,10 @@ class LocalSums:
             return False
         size, free = sum(map(self._bytes_of, parameters)), free_bytes(parameters[0].device)
         if self._wanted or size * _SHARE <= free:
-            self._tell(KEPT, f"each micro-batch is reduced by itself: their sum takes {_text(size)} at measured steps")
+            self._tell(_KEPT, f"this rank's own are summed up apart, in {_text(size)} more memory at measured steps")
             return True
         self._tell(
-            ABSENT,
+            _ABSENT,
             "grad_unreduced is absent where micro-batches are reduced one by one: their sum would take "
             f"{_text(size)} of {_text(free)} that are free; sum_micro_batches = true keeps it, and micro_gradients "
             "need none",
@@ -134,7 +133,9 @@ class LocalSums:
         except torch.OutOfMemoryError:  # training may still have enough: it gets back what was taken
             self.release()
             self._wanted = False
-            self._tell(SPENT, "memory did not suffice for a sum of micro-batches: grad_unreduced is absent from now on")
+            self._tell(
+                _SPENT, "memory did not suffice for a sum of micro-batches: grad_unreduced is absent from now on"
+            )
 
     def _tell(self, about: str, sentence: str) -> None:
         if self._hooking is not None and about not in self._told:
