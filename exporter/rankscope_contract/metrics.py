@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from rankscope_contract import hardware_metrics
+from rankscope_contract import hardware_metrics, phase_metrics
 from rankscope_contract.metric_spec import MetricSpec as MetricSpec  # noqa: PLC0414 - readers of the catalogue take it from here
 from rankscope_contract.metric_spec import counter, gauge
 
@@ -79,13 +79,6 @@ SAMPLES = counter(
 )
 STEP_SECONDS = gauge(
     "rankscope_step_seconds", "Duration of the latest step.", unit="seconds", stored_as="scalars:step_seconds"
-)
-PHASE_SECONDS = counter(
-    "rankscope_phase_seconds_total",
-    "Time spent in a named phase.",
-    "phase",
-    unit="seconds",
-    stored_as="scalars:phase_seconds",
 )
 SKIPPED_STEPS = counter(
     "rankscope_skipped_steps_total", "Steps whose optimizer was not run.", unit="steps", stored_as="events.type"
@@ -247,7 +240,9 @@ NOTIFICATIONS = MetricSpec(
 )
 
 CATALOG: Final[dict[str, MetricSpec]] = {
-    spec.name: spec for spec in (*globals().values(), *vars(hardware_metrics).values()) if isinstance(spec, MetricSpec)
+    spec.name: spec
+    for spec in (*globals().values(), *vars(hardware_metrics).values(), *vars(phase_metrics).values())
+    if isinstance(spec, MetricSpec)
 }
 """Every metric by name."""
 

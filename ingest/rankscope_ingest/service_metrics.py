@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
@@ -39,6 +39,7 @@ from rankscope_contract.metrics import (
     TARGETS,
     MetricSpec,
 )
+from rankscope_contract.phase_metrics import RUN_GOODPUT
 from rankscope_ingest.lifecycle.runs import Attempt
 from rankscope_ingest.progress import RunProgress
 from rankscope_ingest.target import Health, Target
@@ -137,6 +138,12 @@ class ServiceMetrics:
                 lag.labels(target.registration.run, str(target.registration.rank)).set(target.lag_records)
         self._show_states(list(attempts))
         self._show_progress(progress)
+
+    def show_goodput(self, ratios: Mapping[str, float], runs: Collection[str]) -> None:
+        """Set the goodput of those of `runs` that have one."""
+        family = self._clear(RUN_GOODPUT)
+        for run in ratios.keys() & runs:
+            family.labels(run).set(ratios[run])
 
     def _show_states(self, attempts: Sequence[Attempt]) -> None:
         states, missing, vanished = self._clear(RUN_STATE), self._clear(RANKS_MISSING), self._clear(RANK_VANISHED)

@@ -24,6 +24,7 @@ from rankscope_ingest.config import ServiceConfig
 from rankscope_ingest.errors import RegistrationError, ServiceError
 from rankscope_ingest.flusher import Committed, Flusher
 from rankscope_ingest.following import Following
+from rankscope_ingest.goodput import GoodputWatch, read_goodput
 from rankscope_ingest.hangs.stack_requests import RankAnswer
 from rankscope_ingest.hangs.stall_watch import StallWatch
 from rankscope_ingest.history import History
@@ -81,6 +82,7 @@ class Supervisor:
         self._tls = tls
         self._batcher = make_batcher(config)
         self._flusher = Flusher(writer, self._batcher, on_commit=self._on_commit, clock=time.monotonic)
+        self._goodput = GoodputWatch(lambda: read_goodput(config.store.path), lambda: self._commits)
         self._collector = make_collector(config, history, self._batcher, self._metrics, self._urge)
         self._spool_watch = SpoolWatch(
             self._spools, self._collector, watermark=self._watermark, follow=self._follow_at_once
@@ -162,6 +164,7 @@ class Supervisor:
         """Return the page for Prometheus."""
         latest = self._collector.runs.latest().values()
         self._metrics.show(self.targets(), latest, self._collector.progress(), self._batcher.pending_rows)
+        self._metrics.show_goodput(self._goodput.ratios, {attempt.run for attempt in latest})
         return self._metrics.page()
 
     def degraded(self) -> str | None:
@@ -185,7 +188,7 @@ class Supervisor:
     # Works that go on side by side.
 
     def _works(self, on_progress: Callable[[Progress], None] | None) -> list[Coroutine[Any, Any, None]]:
-        works = [self._tick(), keep_in_order(self._writer, lambda: self._commits)]
+        works = [self._tick(), keep_in_order(self._writer, lambda: self._commits), self._goodput.run()]
         works += [keep_fresh(self._tls)] if self._tls is not None else []
         works += [
             watch(static, self._fetcher, self._accept_static, poll_seconds=self._config.ingest.poll_seconds)

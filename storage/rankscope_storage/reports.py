@@ -71,6 +71,8 @@ SELECT coalesce(
 ) AS tokens_per_second
 """
 
+_GOODPUT: Final = "SELECT goodput, wall_seconds FROM goodput WHERE run = $run"
+
 _EVENTS: Final = """\
 SELECT count(*) FILTER (begins) AS incidents,
   coalesce(sum(coalesce(TRY_CAST(details->>'$.records' AS BIGINT),  -- negative where lost ones were found again
@@ -108,6 +110,8 @@ class RunSummary:
     loss_last: float | None  # NaN when the run ended with one
     loss_min: float | None  # of the finite ones
     tokens_per_second: float | None
+    goodput: float | None  # time in steps that count over all time since the run first began
+    wall_seconds: float | None
     incidents: int
     lost_records: int
     bytes_on_disk: int  # with its share of files that hold several runs
@@ -167,6 +171,7 @@ def _summary(connection: Connection, run: str) -> RunSummary:
     known = _first_row(connection, "SELECT state, planned_steps, last_step FROM runs WHERE run = $run", run=run)
     extent = _first_row(connection, _EXTENT.format_map(sources), run=run)
     rows = _row_counts(connection, sources, run)
+    spent = _first_row(connection, _GOODPUT, run=run)
     return RunSummary(
         run=run,
         state=known.get("state"),
@@ -177,6 +182,8 @@ def _summary(connection: Connection, run: str) -> RunSummary:
         last_step=extent["last_step"] if extent["last_step"] is not None else known.get("last_step"),
         rows=rows,
         bytes_on_disk=_bytes_on_disk(connection, rows, run),
+        goodput=spent.get("goodput"),
+        wall_seconds=spent.get("wall_seconds"),
         **_first_row(connection, _LOSS.format_map(sources), run=run),
         **_first_row(connection, _TOKENS.format_map(sources), run=run),
         **_first_row(connection, _EVENTS.format_map(sources), run=run, gap=INCIDENT_GAP_STEPS),

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from rankscope_contract.escaping import sql_identifier, sql_string
 from rankscope_contract.records import DATASETS, DIMENSIONS
+from rankscope_storage.analysis import goodput
 from rankscope_storage.analysis.collective_calls import COLLECTIVE_CALLS
 from rankscope_storage.analysis.desync import DESYNC
 from rankscope_storage.layout import file_fingerprint
@@ -84,6 +85,7 @@ def view_statements(*, prefix: str = "") -> Iterator[str]:
     yield _TENSOR_GLOBAL
     yield DESYNC
     yield COLLECTIVE_CALLS
+    yield from goodput.STATEMENTS
     yield from MACROS
 
 

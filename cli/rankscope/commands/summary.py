@@ -37,6 +37,8 @@ def summary_lines(found: RunSummary) -> Iterator[str]:
         yield f"loss       {first} at first, {last} at last, lowest {lowest}"
     if found.tokens_per_second is not None:
         yield f"speed      {found.tokens_per_second:,.0f} tokens/s"
+    if found.goodput is not None and found.wall_seconds is not None:
+        yield f"goodput    {found.goodput:.1%} of {_duration(found.wall_seconds)} in steps that count"
     yield f"incidents  {found.incidents}{', see rankscope anomalies' if found.incidents else ''}"
     yield f"lost       {found.lost_records} records"
     rows = ", ".join(f"{count:,} {dataset}" for dataset, count in found.rows.items())
@@ -49,6 +51,13 @@ def _steps(found: RunSummary) -> str:
     planned = "" if found.planned_steps is None else f" of {found.planned_steps:,} planned"
     first = "up to" if found.first_step is None else f"{found.first_step:,} to"
     return f"{first} {found.last_step:,}{planned}"
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def _size(count: float) -> str:

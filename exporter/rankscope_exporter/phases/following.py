@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -53,6 +53,7 @@ class Phases(Follower):
         self._is_first = True
         self._has_step = False
         self._is_last = False
+        self._shown: Mapping[str, float] = {}  # of the last step; used by the publisher's thread only
         self.left_out = 0
         """Steps whose marks the device never passed."""
         self._open(self._now())
@@ -197,7 +198,10 @@ class Phases(Follower):
         told = self._totals.due(is_last=self._is_last)
         if not of_step:
             return told
-        steps = [Scalar(STEP_PHASE_SECONDS, seconds, UNIT, {LABEL: phase}) for phase, seconds in made.phases.items()]
+        # What the last step had and this one has not took no time, and must not stay on the page.
+        shown = {**dict.fromkeys(self._shown, 0.0), **made.phases}
+        self._shown = made.phases
+        steps = [Scalar(STEP_PHASE_SECONDS, seconds, UNIT, {LABEL: phase}) for phase, seconds in shown.items()]
         if made.pre_collective is not None:
             steps.append(Scalar(PRE_COLLECTIVE_SECONDS, made.pre_collective, UNIT))
         return [*steps, *told]

@@ -1,0 +1,156 @@
+"""What the time of a run went into: steps that count, steps that were lost, and all that is no step. SQL text only.
+
+The wall time of a launch is laid out along the clock of one rank, the lowest that tells how long its steps took: steps
+end where their record says, last as long as it says, and never overlap. What lies between is named by where it lies. So
+the parts add up to the whole, whatever the rows say; and a run without rows of a live rank has none.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from rankscope_contract.escaping import sql_string
+from rankscope_contract.phases import STEP_PHASE_SECONDS, WITHIN_A_STEP, Phase
+
+PARTS: Final = (
+    "useful",
+    "lost",
+    "first_step",
+    "checkpoint",
+    "evaluation",
+    "other_phase",
+    "hang",
+    "startup",
+    "idle",
+    "downtime",
+)
+"""What the wall time is divided into, each a column `<part>_seconds`."""
+
+_IN_STEPS: Final = ", ".join(sorted(sql_string(phase) for phase in (*WITHIN_A_STEP, Phase.FIRST_STEP)))
+
+STEP_PHASES: Final = f"""\
+CREATE OR REPLACE VIEW step_phases AS
+SELECT run, attempt, rank, incarnation, seq, step, ts, labels->>'$.phase' AS phase, value AS seconds,
+  value / nullif(sum(value) OVER (PARTITION BY run, incarnation, seq), 0) AS share
+FROM scalars
+WHERE name = '{STEP_PHASE_SECONDS}'
+"""
+
+GOODPUT_ATTEMPTS: Final = f"""\
+CREATE OR REPLACE VIEW goodput_attempts AS
+WITH told AS (
+  SELECT run, attempt, rank, incarnation, seq, step, name, labels, value, epoch(ts) AS ts
+  FROM scalars WHERE incarnation IS NOT NULL AND ts IS NOT NULL
+), reporter AS (
+  SELECT run, attempt, min(rank) AS rank FROM told WHERE name = 'step_seconds' GROUP BY ALL
+), seen AS (
+  SELECT run, attempt, max(ts) AS last_ts, min(ts) AS first_ts FROM (
+    SELECT run, attempt, ts FROM told
+    UNION ALL
+    SELECT run, attempt, epoch(ts) FROM events WHERE incarnation IS NOT NULL AND ts IS NOT NULL AND ts_origin = 'rank'
+  ) GROUP BY ALL
+), apart AS (
+  SELECT run, incarnation, seq,
+    sum(seconds) FILTER (phase = '{Phase.CHECKPOINT}') AS checkpoint,
+    sum(seconds) FILTER (phase = '{Phase.EVALUATION}') AS evaluation,
+    sum(seconds) FILTER (phase NOT IN ('{Phase.CHECKPOINT}', '{Phase.EVALUATION}', {_IN_STEPS})) AS other_phase
+  FROM step_phases GROUP BY ALL
+), skipped AS (
+  SELECT DISTINCT run, incarnation, seq FROM events WHERE type = 'step_skipped'
+), made AS (
+  SELECT run, attempt, rank, incarnation, told.seq, step, ts AS ended, greatest(value, 0) AS seconds,
+    coalesce(checkpoint, 0) AS checkpoint, coalesce(evaluation, 0) AS evaluation,
+    coalesce(other_phase, 0) AS other_phase, skipped.seq IS NOT NULL AS is_skipped,
+    row_number() OVER (PARTITION BY run, attempt, incarnation ORDER BY ts, told.seq) = 1 AS is_first,
+    coalesce(min(step) OVER (
+      PARTITION BY run ORDER BY ts, attempt, told.seq ROWS BETWEEN 1 FOLLOWING AND UNBOUNDED FOLLOWING) <= step, false
+    ) AS is_made_again
+  FROM told
+  JOIN reporter USING (run, attempt, rank)
+  LEFT JOIN apart USING (run, incarnation, seq)
+  LEFT JOIN skipped USING (run, incarnation, seq)
+  WHERE name = 'step_seconds' AND isfinite(value)
+), hang AS (
+  SELECT run, attempt, incarnation, epoch(ts) AS ts, details->>'$.state' AS state, value AS seconds
+  FROM events JOIN reporter USING (run, attempt, rank)
+  WHERE type = 'hang' AND ts IS NOT NULL AND json_valid(details)
+), launch AS (
+  SELECT run, attempt, coalesce(epoch(started_at), first_ts) AS began, coalesce(epoch(ended_at), last_ts) AS ended
+  FROM (SELECT * FROM attempts WHERE source_kind = 'live' AND attempt IS NOT NULL)
+  FULL JOIN seen USING (run, attempt)
+  WHERE coalesce(epoch(started_at), first_ts) IS NOT NULL
+), bounds AS (
+  SELECT run, attempt, began, coalesce(least(greatest(ended, began), next_began), began) AS ended FROM (
+    SELECT *, lead(began) OVER (PARTITION BY run ORDER BY began, attempt) AS next_began FROM launch
+  )
+), laid AS (
+  SELECT *, coalesce(lag(stop) OVER (PARTITION BY run, attempt ORDER BY made_ended, seq), began) AS before FROM (
+    SELECT made.* EXCLUDE (ended), made.ended AS made_ended, bounds.began, bounds.ended,
+      least(greatest(made.ended, bounds.began), bounds.ended) AS stop
+    FROM made JOIN bounds USING (run, attempt)
+  )
+), cut AS (
+  SELECT *, least(greatest(made_ended - seconds, before), stop) AS start FROM laid
+), parts AS (
+  SELECT cut.*, stop - start AS length, start - before AS gap, coalesce((
+    SELECT sum(hang.seconds) FROM hang
+    WHERE hang.run = cut.run AND hang.attempt = cut.attempt AND hang.incarnation = cut.incarnation
+      AND hang.state = 'ended' AND hang.ts > cut.start AND hang.ts <= cut.stop), 0) AS hang
+  FROM cut
+), shared AS (
+  SELECT *, CASE WHEN wanted > length THEN length / wanted ELSE 1 END AS fits
+  FROM (SELECT *, checkpoint + evaluation + other_phase + hang AS wanted FROM parts)
+), summed AS (
+  SELECT run, attempt,
+    sum(length - fits * wanted) FILTER (NOT is_first AND NOT is_made_again AND NOT is_skipped) AS useful,
+    sum(length - fits * wanted) FILTER (NOT is_first AND (is_made_again OR is_skipped)) AS lost,
+    sum(length - fits * wanted) FILTER (is_first) AS first_step,
+    sum(fits * checkpoint) AS checkpoint,
+    sum(fits * evaluation) AS evaluation,
+    sum(fits * other_phase) AS other_phase,
+    sum(fits * hang) AS hang,
+    sum(gap) FILTER (before = began) AS startup,
+    sum(gap) FILTER (before > began) AS idle,
+    max(stop) AS stop,
+    count(*) AS steps,
+    count(*) FILTER (is_made_again OR is_skipped) AS lost_steps
+  FROM shared GROUP BY ALL
+), tailed AS (
+  SELECT bounds.run, bounds.attempt, bounds.began, bounds.ended, summed.* EXCLUDE (run, attempt),
+    bounds.ended - coalesce(stop, bounds.began) AS tail,
+    EXISTS (SELECT 1 FROM hang WHERE hang.run = bounds.run AND hang.attempt = bounds.attempt
+      AND hang.state = 'began' AND hang.ts > coalesce(stop, bounds.began)) AS hangs,
+    bounds.began - coalesce(lag(bounds.ended) OVER (PARTITION BY bounds.run ORDER BY bounds.began, bounds.attempt),
+      bounds.began) AS downtime
+  FROM bounds LEFT JOIN summed USING (run, attempt)
+)
+SELECT run, attempt, make_timestamptz((began * 1e6)::BIGINT) AS began, make_timestamptz((ended * 1e6)::BIGINT) AS ended,
+  ended - began + downtime AS wall_seconds,
+  coalesce(useful, 0) AS useful_seconds,
+  coalesce(lost, 0) AS lost_seconds,
+  coalesce(first_step, 0) AS first_step_seconds,
+  coalesce(checkpoint, 0) AS checkpoint_seconds,
+  coalesce(evaluation, 0) AS evaluation_seconds,
+  coalesce(other_phase, 0) AS other_phase_seconds,
+  coalesce(hang, 0) + CASE WHEN hangs THEN tail ELSE 0 END AS hang_seconds,
+  coalesce(startup, 0) + CASE WHEN stop IS NULL AND NOT hangs THEN tail ELSE 0 END AS startup_seconds,
+  coalesce(idle, 0) + CASE WHEN stop IS NOT NULL AND NOT hangs THEN tail ELSE 0 END AS idle_seconds,
+  downtime AS downtime_seconds,
+  coalesce(steps, 0) AS steps,
+  coalesce(lost_steps, 0) AS lost_steps,
+  coalesce(useful, 0) / nullif(ended - began + downtime, 0) AS goodput
+FROM tailed
+"""
+
+_SUMS: Final = ",\n  ".join(f"sum({part}_seconds) AS {part}_seconds" for part in PARTS)
+
+GOODPUT: Final = f"""\
+CREATE OR REPLACE VIEW goodput AS
+SELECT run, count(*) AS attempts, min(began) AS began, max(ended) AS ended, sum(wall_seconds) AS wall_seconds,
+  {_SUMS},
+  sum(steps)::BIGINT AS steps, sum(lost_steps)::BIGINT AS lost_steps,
+  sum(useful_seconds) / nullif(sum(wall_seconds), 0) AS goodput
+FROM goodput_attempts GROUP BY run
+"""
+
+STATEMENTS: Final = (STEP_PHASES, GOODPUT_ATTEMPTS, GOODPUT)
