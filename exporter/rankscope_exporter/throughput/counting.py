@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from rankscope_exporter.throughput.bare_copy import bare_copy
 from rankscope_exporter.throughput.captured import Inputs
-from rankscope_exporter.throughput.isolation import MOST_SECONDS, RefusedError, isolated, refuse_operation
+from rankscope_exporter.throughput.isolation import MOST_SECONDS, RefusedError, isolated, refuse_operation, unwatched
 
 _TORCHS_OWN: Final = frozenset({"aten", "prim", "prims", "profiler"})
 
@@ -98,6 +98,10 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
     ) -> Any:
         kwargs = kwargs or {}
         refuse_operation(func, args, kwargs)
+        with unwatched():
+            return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         formula = flop_registry.get(func._overloadpacket)  # noqa: SLF001 - the key of torch's registry
         if formula is None:
             with self:

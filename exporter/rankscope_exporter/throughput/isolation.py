@@ -53,6 +53,17 @@ def isolated(live: nn.Module, most_seconds: float = MOST_SECONDS) -> Iterator[No
         sys.setprofile(before)
 
 
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Let code of torch's own run at its speed, within `isolated`: what meta tensors need is written in Python."""
+    watch = sys.getprofile()
+    sys.setprofile(None)
+    try:
+        yield
+    finally:
+        sys.setprofile(watch)
+
+
 def refuse_operation(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise RefusedError for one that communicates, or draws random numbers anywhere but on the meta device."""
     if "c10d" in operation.namespace:
@@ -68,21 +79,30 @@ def _devices(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[torch.devi
 
 
 def _watch(live: set[int], deadline: float) -> Callable[[FrameType, str, Any], None]:
-    """Return a profile function: what it raises keeps the call from being made."""
+    """Return a profile function: what it raises keeps the call from being made.
+
+    It is called for whatever Python does on the thread, mostly torch's own code for meta tensors: that is let pass fast.
+    """
     calls = {nn.Module.__call__.__code__, nn.Module._call_impl.__code__}  # noqa: SLF001 - where every call of a module begins
-    harmless: set[CodeType] = set()
+    of_user: dict[CodeType, bool] = {}
 
     def look(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
-            if frame.f_code in calls and id(frame.f_locals.get("self")) in live:
-                raise RefusedError("its code calls the model that is trained, not the copy")
-            if frame.f_code not in harmless:
+            code = frame.f_code
+            is_of_user = of_user.get(code)
+            if is_of_user is None:
                 _refuse_function(frame)
-                harmless.add(frame.f_code)
-        if time.thread_time() > deadline and not frame.f_code.co_filename.startswith(_OURS):
+                is_of_user = of_user[code] = not code.co_filename.startswith(_OURS)
+            if code in calls and id(frame.f_locals.get("self")) in live:
+                raise RefusedError("its code calls the model that is trained, not the copy")
+        elif event == "c_call":
+            is_of_user = of_user.get(frame.f_code, False)
+            if _changes_generator(argument):
+                raise RefusedError(_RANDOM)
+        else:
+            return
+        if is_of_user and time.thread_time() > deadline:
             raise RefusedError("it takes too long")
-        if event == "c_call" and _changes_generator(argument):
-            raise RefusedError(_RANDOM)
 
     return look
 
