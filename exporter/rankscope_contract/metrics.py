@@ -85,10 +85,15 @@ SKIPPED_STEPS = counter(
 )
 OVERHEAD_SECONDS = counter(
     "rankscope_overhead_seconds_total",
-    "CPU time of Rankscope on this rank: hooks, publisher and server threads.",
+    "CPU time of Rankscope on this rank: what training calls of it, torch's threads that help with that, and its own.",
     "thread",
     unit="seconds",
     stored_as="scalars:overhead_seconds",
+)
+SAMPLING_STRETCH = gauge(
+    "rankscope_sampling_stretch",
+    "Of the steps chosen to be measured every so many-th is: above 1 where max_overhead was reached.",
+    stored_as="scalars:sampling_stretch",
 )
 COLLECTIVE_CALLS = counter(
     "rankscope_collective_calls_total",
@@ -236,6 +241,31 @@ NOTIFICATIONS = MetricSpec(
     type="counter",
     help="Notifications sent, by outcome.",
     labels=("outcome",),
+    page="service",
+)
+
+EXPORTERS = _service_gauge(
+    "rankscope_ingest_exporters", "Exporters of others that are scraped, by how the last scrape went.", "health"
+)
+EXPORTER_SCRAPES = MetricSpec(
+    name="rankscope_ingest_exporter_scrapes_total",
+    type="counter",
+    help="Scrapes of other exporters; skipped are those the store had no room for.",
+    labels=("outcome",),
+    page="service",
+)
+EXPORTER_SAMPLES = MetricSpec(
+    name="rankscope_ingest_exporter_samples_total",
+    type="counter",
+    help="Samples read from their pages, by the layout of the page before, or exactly, by the rules of the format.",
+    labels=("how",),
+    page="service",
+)
+EXPORTER_SAMPLES_DROPPED = MetricSpec(
+    name="rankscope_ingest_exporter_samples_dropped_total",
+    type="counter",
+    help="Samples not stored: doubled on their page, or repeated with a time of their own that is stored already.",
+    labels=("reason",),
     page="service",
 )
 

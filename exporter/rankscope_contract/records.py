@@ -30,7 +30,7 @@ COMMON_FIELDS: Final = (
     _MICRO_STEP,
     _VPP_STAGE,
     Field("ts", "timestamp", "When it was measured, UTC, microseconds."),
-    Field("ts_origin", "string", "Whose clock `ts` is: rank, log, file or ingest."),
+    Field("ts_origin", "string", "Whose clock `ts` is: rank, log, file, ingest or exporter."),
 )
 
 TENSOR_FIELDS: Final = (

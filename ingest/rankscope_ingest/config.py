@@ -222,6 +222,60 @@ class StaticTarget(_Section):
         return url.rstrip("/")
 
 
+LabelName = Annotated[str, Field(pattern="^[a-zA-Z_][a-zA-Z0-9_]*$")]
+
+
+class _Scraping(_Section):
+    """How exporters that are not ours are read."""
+
+    every_seconds: Seconds = 15.0
+    timeout_seconds: Seconds = 10.0
+    max_bytes: Annotated[int, Field(ge=1024, le=1 << 28)] = 1 << 24
+    labels: dict[LabelName, str] = {}
+
+
+class ExporterSection(_Scraping):
+    """[[exporters]]: one page of an exporter that is not ours."""
+
+    url: str
+    name: str | None = None
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str) -> str:
+        return _checked_http(url, "http://127.0.0.1:9100/metrics")
+
+
+class ExporterListSection(_Scraping):
+    """[[exporter_lists]]: lists of such exporters as Prometheus takes them, in files or at a URL."""
+
+    file: str | None = None
+    url: str | None = None
+    refresh_seconds: Seconds = 10.0
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str | None) -> str | None:
+        return None if url is None else _checked_http(url, "http://127.0.0.1:8080/targets")
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        if (self.file is None) == (self.url is None):
+            raise ValueError('give either file = "targets/*.json" or url = "http://…"')
+        return self
+
+
+def _checked_http(url: str, example: str) -> str:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        raise ValueError(f'"{url}" is not an address such as {example}: {error}') from error
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise ValueError(f'"{url}" is not an address such as {example}')
+    return url
+
+
 class ServiceConfig(_Section):
     """The whole file."""
 
@@ -232,6 +286,8 @@ class ServiceConfig(_Section):
     spool: SpoolSection = SpoolSection()
     notify: NotifySection = NotifySection()
     targets: tuple[StaticTarget, ...] = ()
+    exporters: tuple[ExporterSection, ...] = ()
+    exporter_lists: tuple[ExporterListSection, ...] = ()
 
     @property
     def token(self) -> str | None:

@@ -35,6 +35,7 @@ def load_config(
     _anchor_store(document, base)
     _anchor_files(document, base)
     _anchor_spools(document, base)
+    _anchor_lists(document, base)
     for key, value in (overrides or {}).items():
         _put(document, key, value)
     _take_token(document, environment)
@@ -78,6 +79,13 @@ def _anchor_spools(document: dict[str, Any], base: Path) -> None:
         spool["folders"] = [
             str(base / Path(folder).expanduser()) if isinstance(folder, str) else folder for folder in spool["folders"]
         ]
+
+
+def _anchor_lists(document: dict[str, Any], base: Path) -> None:
+    lists = document.get("exporter_lists")
+    for one in lists if isinstance(lists, list) else ():
+        if isinstance(one, dict) and isinstance(one.get("file"), str):
+            one["file"] = str(base / Path(one["file"]).expanduser())
 
 
 def _take_token(document: dict[str, Any], environment: Mapping[str, str]) -> None:

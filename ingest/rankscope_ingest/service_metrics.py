@@ -16,6 +16,10 @@ from rankscope_contract.metrics import (
     CATALOG,
     COMMIT_SECONDS,
     COMMITS,
+    EXPORTER_SAMPLES,
+    EXPORTER_SAMPLES_DROPPED,
+    EXPORTER_SCRAPES,
+    EXPORTERS,
     LAG_RECORDS,
     LAST_COMMIT,
     LOST_RECORDS,
@@ -65,6 +69,12 @@ FAILURE_REASONS: Final = (
 
 OUTCOMES: Final = ("sent", "failed", "muted")
 
+_FROM_THE_START: Final = {
+    EXPORTER_SCRAPES: ("ok", "failed", "skipped"),
+    EXPORTER_SAMPLES: ("layout", "exact"),
+    EXPORTER_SAMPLES_DROPPED: ("doubled", "repeated"),
+}
+
 MICROSECONDS: Final = 1e6
 
 
@@ -82,6 +92,9 @@ class ServiceMetrics:
             self._counter(SCRAPE_FAILURES, reason)
         for outcome in OUTCOMES:
             self._counter(NOTIFICATIONS, outcome)
+        for spec, values in _FROM_THE_START.items():
+            for value in values:
+                self._counter(spec, value)
 
     def page(self) -> bytes:
         """Return the page as Prometheus reads it."""
@@ -115,6 +128,24 @@ class ServiceMetrics:
             labels = (run, str(rank), rule, kind)
             self._counter(ANOMALIES_INGESTED, *labels).inc(count)
             self._fired[run].add(labels)
+
+    def scraped(self, outcome: str) -> None:
+        """Count a scrape of an exporter that is not ours."""
+        self._counter(EXPORTER_SCRAPES, outcome).inc()
+
+    def read(self, how: str, samples: int) -> None:
+        """Count samples of its page."""
+        self._counter(EXPORTER_SAMPLES, how).inc(samples)
+
+    def dropped(self, reason: str, samples: int) -> None:
+        """Count samples of its page that are not stored."""
+        self._counter(EXPORTER_SAMPLES_DROPPED, reason).inc(samples)
+
+    def show_exporters(self, up: Iterable[bool | None]) -> None:
+        """Set how many exporters are up, down, or not scraped yet."""
+        tally = Tally(up)
+        for health, state in (("up", True), ("down", False), ("pending", None)):
+            self._gauge(EXPORTERS, health).set(tally[state])
 
     def notified(self, outcome: str) -> None:
         """Count a notification."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from aiohttp import web
@@ -22,6 +22,7 @@ from rankscope_ingest.channel.loop import Pace, TargetLoop
 from rankscope_ingest.channel.plans import PlanCache
 from rankscope_ingest.config import ServiceConfig
 from rankscope_ingest.errors import RegistrationError, ServiceError
+from rankscope_ingest.exposition.beside_ranks import Exporters
 from rankscope_ingest.flusher import Committed, Flusher
 from rankscope_ingest.following import Following
 from rankscope_ingest.goodput import GoodputWatch, read_goodput
@@ -81,6 +82,7 @@ class Supervisor:
         self._metrics = ServiceMetrics()
         self._tls = tls
         self._batcher = make_batcher(config)
+        self._exporters = Exporters(config, self._batcher, self._metrics)
         self._flusher = Flusher(writer, self._batcher, on_commit=self._on_commit, clock=time.monotonic)
         self._goodput = GoodputWatch(lambda: read_goodput(config.store.path), lambda: self._commits)
         self._collector = make_collector(config, history, self._batcher, self._metrics, self._urge)
@@ -116,7 +118,8 @@ class Supervisor:
                 self._spawn(self._announcer.announce(incident, again=True))
             try:
                 # Only the flusher ends by itself, and only with an error that says why nothing more can be stored.
-                await asyncio.wait([flushing, stopping, *others], return_when=asyncio.FIRST_COMPLETED)
+                async with self._exporters.scraping():
+                    await asyncio.wait([flushing, stopping, *others], return_when=asyncio.FIRST_COMPLETED)
                 for task in (flushing, *others):
                     if task.done():
                         task.result()
@@ -156,6 +159,10 @@ class Supervisor:
         """Return all targets."""
         return self._collector.registry.targets
 
+    def exporters(self) -> Iterable[Mapping[str, object]]:
+        """Return how each exporter of others stands."""
+        return self._exporters.described()
+
     def runs(self) -> Iterable[RunProgress]:
         """Return where each run stands."""
         return self._collector.progress()
@@ -163,6 +170,7 @@ class Supervisor:
     def metrics_page(self) -> bytes:
         """Return the page for Prometheus."""
         latest = self._collector.runs.latest().values()
+        self._exporters.show()
         self._metrics.show(self.targets(), latest, self._collector.progress(), self._batcher.pending_rows)
         self._metrics.show_goodput(self._goodput.ratios, {attempt.run for attempt in latest})
         return self._metrics.page()

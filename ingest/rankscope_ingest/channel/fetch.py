@@ -145,13 +145,13 @@ class Fetcher:
             headers[LEASE_HEADER] = lease
             query["committed"] = str(committed)
         response = await self._get(url + RECORDS_PATH, headers, query)
-        async with _Reading(response, url):
+        async with Reading(response, url):
             return await self._read_records(response, incarnation)
 
     async def plan(self, url: str, plan_id: str) -> str:
         """Return the text of a plan, whose hash the caller checks. Raises FetchError."""
         response = await self._get(url + PLAN_PATH + plan_id, {"Accept": "application/json"}, {})
-        async with _Reading(response, url):
+        async with Reading(response, url):
             if response.status != 200:
                 raise await _refusal(response)
             data = await _whole_body(response, MAX_PLAN_BYTES)
@@ -163,7 +163,7 @@ class Fetcher:
     async def stacks(self, url: str) -> dict[str, Any]:
         """Have a rank take its stacks, and return what it answers. Raises FetchError."""
         response = await self._ask("POST", url + STACKS_PATH, {"Accept": "application/json"}, {})
-        async with _Reading(response, url):
+        async with Reading(response, url):
             if response.status != 200:
                 raise await _refusal(response)
             data = await _whole_body(response, MAX_STACKS_BYTES)
@@ -188,7 +188,7 @@ class Fetcher:
             raise FetchError("forbidden", f"{target.host} is outside [service] allowed_networks")
         if self._token is not None:
             headers = {**headers, "Authorization": f"Bearer {self._token}"}
-        async with _Reading(None, url):
+        async with Reading(None, url):
             return await self._session.request(
                 method, target.with_query(query), headers=headers, allow_redirects=False, **self._secured(target)
             )
@@ -223,7 +223,7 @@ class Fetcher:
         )
 
 
-class _Reading:
+class Reading:
     """Turns what aiohttp and the system raise while a response is awaited or read into FetchError, and closes it."""
 
     def __init__(self, response: aiohttp.ClientResponse | None, url: str) -> None:

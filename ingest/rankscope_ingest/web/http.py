@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 from aiohttp import web
 
 from rankscope_contract.channel import (
+    EXPORTERS_PATH,
     HEALTH_PATH,
     METRICS_PATH,
     POKE_PATH,
@@ -32,7 +33,16 @@ from rankscope_ingest.web.origins import OwnName, refuse_web_pages
 
 MAX_REQUEST_BYTES: Final = 1 << 20
 _PAGE_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-_PATHS: Final = (REGISTER_PATH, POKE_PATH, SERVICE_DISCOVERY_PATH, TARGETS_PATH, RUNS_PATH, HEALTH_PATH, METRICS_PATH)
+_PATHS: Final = (
+    REGISTER_PATH,
+    POKE_PATH,
+    SERVICE_DISCOVERY_PATH,
+    TARGETS_PATH,
+    RUNS_PATH,
+    EXPORTERS_PATH,
+    HEALTH_PATH,
+    METRICS_PATH,
+)
 _STACKS_REFUSED: Final = (
     "stacks show where processes stand, and are given only where a token is set: set [service] token, and"
     " RANKSCOPE_TOKEN for the ranks and for this command"
@@ -58,6 +68,10 @@ class Backend(Protocol):
 
     def targets(self) -> Iterable[Target]:
         """Return all targets."""
+        ...
+
+    def exporters(self) -> Iterable[Mapping[str, object]]:
+        """Return how each exporter of others stands."""
         ...
 
     def runs(self) -> Iterable[RunProgress]:
@@ -89,6 +103,7 @@ def make_application(backend: Backend, token: str | None, is_own_name: OwnName |
             web.get(SERVICE_DISCOVERY_PATH, routes.discovery),
             web.get(TARGETS_PATH, routes.targets),
             web.get(RUNS_PATH, routes.runs),
+            web.get(EXPORTERS_PATH, routes.exporters),
             web.get(HEALTH_PATH, routes.health),
             web.get(METRICS_PATH, routes.metrics),
         ]
@@ -137,6 +152,9 @@ class _Routes:
 
     async def runs(self, _: web.Request) -> web.Response:
         return _json([asdict(run) for run in self._backend.runs()])
+
+    async def exporters(self, _: web.Request) -> web.Response:
+        return _json(list(self._backend.exporters()))
 
     async def health(self, _: web.Request) -> web.Response:
         trouble = self._backend.degraded()

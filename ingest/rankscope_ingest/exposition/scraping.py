@@ -1,0 +1,229 @@
+"""Scrape exporters, one task each at its own beat, and hand over rows; what is read at the same time is read together.
+
+A scrape has no ring behind it: what is not taken is gone. So a service whose store is slow leaves scrapes out, and
+counts them, rather than hold pages in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import pyarrow as pa
+
+from rankscope_ingest.errors import DecodeError, FetchError
+from rankscope_ingest.exposition.exact import OPENMETRICS
+from rankscope_ingest.exposition.fetch import TEXT, Document
+from rankscope_ingest.exposition.pages import Page, PageReader, PageRows
+from rankscope_ingest.exposition.tabling import OwnTimes, own_rows, page_rows
+from rankscope_ingest.exposition.targets import Exporter
+
+log = logging.getLogger(__name__)
+
+MAX_AT_ONCE: Final = 64
+"""Pages in memory at one time: together with their greatest size, the bound of it."""
+
+
+class Fetch(Protocol):
+    """Where pages come from."""
+
+    async def get(self, url: str, *, accept: str, timeout_seconds: float, max_bytes: int) -> Document:
+        """Return a document. Raises FetchError."""
+        ...
+
+
+class Sink(Protocol):
+    """Where rows go, and who counts. All methods are called on the event loop."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether scraping has to wait for the store."""
+        ...
+
+    def samples(self, table: pa.Table) -> None:
+        """Take rows of `samples`."""
+        ...
+
+    def scraped(self, outcome: str) -> None:
+        """Count a scrape: ok, failed or skipped."""
+        ...
+
+    def read(self, how: str, samples: int) -> None:
+        """Count samples that were read by layout or by the rules (exact)."""
+        ...
+
+    def dropped(self, reason: str, samples: int) -> None:
+        """Count samples that are not stored: doubled on their page, or repeated with the time they had before."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Followed:
+    """An exporter under way, and how its last scrape went; `is_up` is None before the first."""
+
+    exporter: Exporter
+    is_up: bool | None = None
+    last_error: str | None = None
+    last_scrape_seconds: float | None = None
+    last_samples: int | None = None
+    own_times: OwnTimes = field(default_factory=OwnTimes)
+
+
+class Scraper:
+    """Follows whatever exporters the lists name. `clock` is monotonic seconds, `wall` UTC µs."""
+
+    def __init__(self, fetch: Fetch, sink: Sink, *, clock: Callable[[], float], wall: Callable[[], int]) -> None:
+        self._fetch = fetch
+        self._sink = sink
+        self._clock = clock
+        self._wall = wall
+        self._lists: dict[str, tuple[Exporter, ...]] = {}
+        self._followed: dict[str, Followed] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._reading = _Reading()
+        self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
+
+    @property
+    def followed(self) -> Iterable[Followed]:
+        """Return the exporters under way."""
+        return self._followed.values()
+
+    @property
+    def tasks(self) -> Iterable[asyncio.Task[None]]:
+        """Return what is to be cancelled at the end."""
+        return [*self._tasks.values(), *self._reading.tasks]
+
+    def show(self, source: str, exporters: Iterable[Exporter]) -> None:
+        """Let `source` name these exporters from now on; of two with one name, that of the first source is scraped."""
+        self._lists[source] = tuple(exporters)
+        wanted: dict[str, Exporter] = {}
+        for one in (one for found in self._lists.values() for one in found):
+            other = wanted.setdefault(one.name, one)
+            if other.url != one.url:
+                log.warning("two exporters are called %s: %s is scraped, %s is not", one.name, other.url, one.url)
+        for name in [name for name, known in self._followed.items() if wanted.get(name) != known.exporter]:
+            self._leave(name, is_gone=name not in wanted)
+        for name in [name for name in wanted if name not in self._followed]:
+            self._followed[name] = followed = Followed(exporter=wanted[name])
+            self._tasks[name] = asyncio.create_task(self._keep_scraping(followed))
+        self._reading.keep(set(wanted))
+
+    async def scrape(self, followed: Followed) -> None:
+        """Scrape once; whatever goes wrong is said of the exporter and by its `up`."""
+        exporter, sink = followed.exporter, self._sink
+        if sink.is_full:
+            sink.scraped("skipped")
+            return
+        async with self._at_once:
+            ts, began = self._wall(), self._clock()
+            try:
+                rows = await self._page(exporter)
+            except (FetchError, DecodeError) as error:
+                self._failed(followed, error, ts, self._clock() - began)
+                return
+            seconds = self._clock() - began
+        fresh = followed.own_times.fresh(rows)
+        self._count(rows, fresh)
+        followed.is_up, followed.last_error = True, None
+        followed.last_scrape_seconds, followed.last_samples = seconds, rows.rows
+        sink.samples(pa.concat_tables([page_rows(exporter, fresh, ts), own_rows(exporter, ts, seconds, rows.rows)]))
+
+    async def _page(self, exporter: Exporter) -> PageRows:
+        document = await self._fetch.get(
+            exporter.url, accept=TEXT, timeout_seconds=exporter.timeout_seconds, max_bytes=exporter.max_bytes
+        )
+        is_openmetrics = document.content_type == OPENMETRICS
+        page = Page(target=exporter.name, labels=exporter.labels, body=document.body, openmetrics=is_openmetrics)
+        return await self._reading.read(page)
+
+    def _failed(self, followed: Followed, error: Exception, ts: int, seconds: float) -> None:
+        if followed.is_up is not False:
+            log.warning("exporter %s cannot be scraped: %s", followed.exporter.name, error)
+        followed.is_up, followed.last_error = False, str(error)
+        followed.last_scrape_seconds, followed.last_samples = seconds, None
+        self._sink.scraped("failed")
+        self._sink.samples(own_rows(followed.exporter, ts, seconds))
+
+    def _count(self, rows: PageRows, fresh: PageRows) -> None:
+        self._sink.scraped("ok")
+        self._sink.read("exact" if rows.exact else "layout", rows.rows)
+        for reason, count in (("doubled", rows.doubled), ("repeated", rows.rows - fresh.rows)):
+            if count:
+                self._sink.dropped(reason, count)
+
+    def _leave(self, name: str, *, is_gone: bool) -> None:
+        followed = self._followed.pop(name)
+        self._tasks.pop(name).cancel()
+        if is_gone and followed.is_up:
+            self._sink.samples(own_rows(followed.exporter, self._wall()))  # nobody reads it any more
+
+    async def _keep_scraping(self, followed: Followed) -> None:
+        every = followed.exporter.every_seconds
+        # Spread over the interval, at the same place after a restart.
+        offset = int.from_bytes(hashlib.sha256(followed.exporter.name.encode()).digest()[:4], "big") / (1 << 32) * every
+        while True:
+            await asyncio.sleep(every - (self._clock() - offset) % every)
+            try:
+                await self.scrape(followed)
+            except Exception:  # pages may be anything, and one must neither end its own scrapes nor others'
+                log.exception("scraping %s failed in a way nobody thought of; it goes on", followed.exporter.name)
+
+
+class _Reading:
+    """Reads pages in one thread at a time: whatever comes while it is busy is read together, next."""
+
+    def __init__(self) -> None:
+        self._reader = PageReader()
+        self._waiting: list[tuple[Page, asyncio.Future[PageRows | DecodeError]]] = []
+        self._kept: set[str] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        return [] if self._task is None else [self._task]
+
+    def keep(self, targets: set[str]) -> None:
+        """Forget the layouts of all but `targets`, with the next page."""
+        self._kept = targets
+
+    async def read(self, page: Page) -> PageRows:
+        """Return what the page holds. Raises DecodeError."""
+        future: asyncio.Future[PageRows | DecodeError] = asyncio.get_running_loop().create_future()
+        self._waiting.append((page, future))
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._read_all())
+        result = await future
+        if isinstance(result, DecodeError):
+            raise result
+        return result
+
+    async def _read_all(self) -> None:
+        while self._waiting:
+            waiting, self._waiting = self._waiting, []
+            results = await asyncio.to_thread(self._read, [page for page, _ in waiting])
+            for (_, future), result in zip(waiting, results, strict=True):
+                if not future.done():
+                    future.set_result(result)
+
+    def _read(self, pages: list[Page]) -> list[PageRows | DecodeError]:
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            self._reader.forget(kept)
+        return self._reader.read(pages)
+
+
+def described(followed: Followed) -> Mapping[str, object]:
+    """Return how an exporter stands, for the service's own pages."""
+    return {
+        "name": followed.exporter.name,
+        "url": followed.exporter.url,
+        "labels": dict(followed.exporter.labels),
+        "up": followed.is_up,
+        "last_error": followed.last_error,
+        "last_scrape_seconds": followed.last_scrape_seconds,
+        "samples": followed.last_samples,
+    }

@@ -1,0 +1,167 @@
+"""Exporters of others in the service: real HTTP servers, a real store."""
+
+import asyncio
+import contextlib
+import gzip
+import json
+
+import aiohttp
+from aiohttp import web
+
+PAGE = b'# HELP power Power.\n# TYPE power gauge\npower{gpu="0",model="NVIDIA H100 80GB"} 120.5\n'
+UP_OF_ALL = "SELECT target, value FROM samples WHERE metric = 'up'"
+UP = "SELECT value FROM samples WHERE metric = 'up' ORDER BY ts"
+
+
+class FakeExporter:
+    """A page on a port of its own; `answer`, when set, answers in its own way."""
+
+    def __init__(self, page=PAGE):
+        self.page = page
+        self.requests = []
+        self.answer = None
+        self.gate = None
+
+    async def __aenter__(self):
+        application = web.Application()
+        application.router.add_get("/{path:.*}", self._handle)
+        self._runner = web.AppRunner(application, handle_signals=False)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.address = "{}:{}".format(*self._runner.addresses[0][:2])
+        self.url = f"http://{self.address}/metrics"
+        return self
+
+    async def __aexit__(self, *_):
+        await self._runner.cleanup()
+
+    async def _handle(self, request):
+        self.requests.append(request)
+        if self.gate is not None:
+            await self.gate()
+        if self.answer is not None:
+            return self.answer(request)
+        return web.Response(body=self.page, headers={"Content-Type": "text/plain; version=0.0.4"})
+
+
+def gzipped(_):
+    return web.Response(body=gzip.compress(PAGE), headers={"Content-Encoding": "gzip", "Content-Type": "text/plain"})
+
+
+def section(exporter, **more):
+    return {"url": exporter.url, "every_seconds": 0.1, "timeout_seconds": 5} | more
+
+
+async def test_page_reaches_the_table_without_the_ranks_token(start_service, eventually):
+    """With everything a reader needs to find it: target, labels, and how the scrape went."""
+    async with FakeExporter() as exporter:
+        exporter.answer = gzipped
+        changes = {"exporters": [section(exporter, name="node-1", labels={"dc": "east"})], "service.token": "secret"}
+        async with start_service(**changes) as service:
+            await eventually(lambda: service.rows("SELECT 1 FROM samples WHERE metric = 'power'"))
+
+    row = service.rows("SELECT run, target, metric, labels, value, ts_origin FROM samples WHERE metric = 'power'")[0]
+    labels = '{"dc":"east","gpu":"0","model":"NVIDIA H100 80GB"}'
+    assert {"target": "node-1", "metric": "power", "labels": labels, "value": 120.5} == {
+        key: row[key] for key in ("target", "metric", "labels", "value")
+    }
+    assert ("", "ingest") == (row["run"], row["ts_origin"])
+    assert {"value": 1.0} == service.rows(UP)[0]
+    assert not any("Authorization" in request.headers for request in exporter.requests)
+    assert [] == service.rows("SELECT target, metric, labels, ts FROM samples GROUP BY ALL HAVING count(*) > 1")
+
+
+def redirecting(_):
+    raise web.HTTPFound("http://127.0.0.1:1/")
+
+
+def bombing(_):
+    return web.Response(body=gzip.compress(b"#" * 2_000_000), headers={"Content-Encoding": "gzip"})
+
+
+BAD = {
+    "redirects are not followed": redirecting,
+    "larger than 1000000 bytes: raise max_bytes": bombing,
+    "middle of its gzip": lambda _: web.Response(body=b"\x1f\x8b\x08", headers={"Content-Encoding": "gzip"}),
+    "the page is not valid": lambda _: web.Response(body=b"power\n"),
+    "status 404": lambda _: web.Response(status=404),
+}
+
+
+async def test_bad_page_is_told_and_is_up_0(start_service, eventually):
+    """And so is an address outside the allowed networks, which is not dialled."""
+    async with contextlib.AsyncExitStack() as stack:
+        exporters = [await stack.enter_async_context(FakeExporter()) for _ in BAD]
+        for exporter, answer in zip(exporters, BAD.values(), strict=True):
+            exporter.answer = answer
+        sections = [section(exporter, max_bytes=1_000_000) for exporter in exporters]
+        sections.append({"url": "http://192.0.2.1/metrics", "every_seconds": 0.1})
+        async with start_service(exporters=sections) as service:
+
+            async def told():
+                errors = [found["last_error"] for found in await described(service)]
+                return all(errors) and errors
+
+            errors = await eventually(told)
+            await eventually(lambda: len(service.rows(f"SELECT DISTINCT target FROM ({UP_OF_ALL})")) > len(BAD))
+
+    reasons = [*BAD, "outside [service] allowed_networks"]
+    assert [] == [(reason, error) for reason, error in zip(reasons, errors, strict=True) if reason not in error]
+    assert [{"value": 0.0}] == service.rows(f"SELECT DISTINCT value FROM ({UP_OF_ALL})")
+
+
+async def test_lists_in_files_and_at_an_address_are_followed(start_service, eventually, tmp_path):
+    """An edit that is broken changes nothing; a file that goes takes its exporters along, with a last `up` 0."""
+    file = tmp_path / "targets.json"
+    async with FakeExporter() as one, FakeExporter() as two, FakeExporter() as directory:
+        directory.page = json.dumps([{"targets": [two.address], "labels": {"dc": "west"}}]).encode()
+        file.write_text(json.dumps([{"targets": [one.address]}]))
+        quick = {"every_seconds": 0.1, "refresh_seconds": 0.05, "timeout_seconds": 5}
+        lists = [{"file": str(tmp_path / "*.json")} | quick, {"url": directory.url} | quick]
+        async with start_service(exporter_lists=lists) as service:
+            await eventually(lambda: one.requests and two.requests)
+            file.write_text("[{")
+            looks = len(directory.requests)
+            await eventually(lambda: len(directory.requests) > looks + 3)
+            names = [found["name"] for found in await described(service)]
+            file.unlink()
+
+            async def one_left():
+                return [found["name"] for found in await described(service)] == [two.address]
+
+            await eventually(one_left)
+
+    assert {one.address, two.address} == set(names)
+    last = f"SELECT value FROM samples WHERE metric = 'up' AND target = '{one.address}' ORDER BY ts DESC LIMIT 1"
+    assert [{"value": 0.0}] == service.rows(last)
+    assert 1 <= len(service.rows("SELECT 1 FROM samples WHERE labels LIKE '%west%' AND metric = 'power'"))
+
+
+async def test_slow_exporter_holds_up_no_other(start_service, eventually):
+    async with FakeExporter() as slow, FakeExporter() as quick:
+        answered = asyncio.Event()
+        slow.gate = answered.wait
+        stuck = section(slow) | {"every_seconds": 0.2, "timeout_seconds": 50.0}
+        async with start_service(exporters=[stuck, section(quick)]) as service:
+            await eventually(lambda: slow.requests and len(quick.requests) > 3)
+            await eventually(lambda: service.rows(UP))
+            answered.set()
+
+
+async def test_page_of_the_service_says_how_scraping_goes(start_service, eventually):
+    async with FakeExporter() as exporter, start_service(exporters=[section(exporter)]) as service:
+
+        async def shown():
+            return 'rankscope_ingest_exporter_samples_total{how="layout"} 0.0' not in (await service.get("/metrics"))[1]
+
+        await eventually(shown)
+        _, page = await service.get("/metrics")
+
+    assert 'rankscope_ingest_exporters{health="up"} 1.0' in page
+    assert 'rankscope_ingest_exporter_samples_total{how="exact"} 1.0' in page
+
+
+async def described(service):
+    async with aiohttp.ClientSession() as session, session.get(f"{service.url}/api/v1/exporters") as response:
+        return await response.json()

@@ -1,0 +1,164 @@
+"""Scraping one exporter: what is stored of a good scrape, of a bad one, and while the store has no room."""
+
+import asyncio
+from collections import Counter
+
+import pyarrow as pa
+import pytest
+
+from rankscope_ingest.config import ExporterSection
+from rankscope_ingest.errors import FetchError
+from rankscope_ingest.exposition.fetch import Document
+from rankscope_ingest.exposition.scraping import Followed, Scraper
+from rankscope_ingest.exposition.targets import configured
+
+ONE = configured(ExporterSection(url="http://a:1/metrics", labels={"dc": "east"}))
+TEXT = "text/plain"
+
+
+class Fake:
+    """Pages from a list, rows into a list, both clocks at hand; the far side and the sink of a scraper."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+        self.tables = []
+        self.counts = Counter()
+        self.is_full = False
+        self.now = 100.0
+        self.asked = asyncio.Event()
+
+    async def get(self, url, *, accept, timeout_seconds, max_bytes):
+        self.asked.set()
+        self.now += 0.5
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer if isinstance(answer, Document) else Document(answer, TEXT)
+
+    def samples(self, table):
+        self.tables.append(table)
+
+    def scraped(self, outcome):
+        self.counts[outcome] += 1
+
+    def read(self, how, samples):
+        self.counts[how] += samples
+
+    def dropped(self, reason, samples):
+        self.counts[reason] += samples
+
+    def scraper(self):
+        return Scraper(self, self, clock=lambda: self.now, wall=lambda: int(self.now * 1e6))
+
+    def rows(self):
+        table = pa.concat_tables(self.tables)
+        columns = ("metric", "labels", "value", "ts", "ts_origin")
+        ts = table["ts"].cast(pa.int64())
+        return list(zip(*((ts if name == "ts" else table[name]).to_pylist() for name in columns), strict=True))
+
+
+async def scrape(fake, times, exporter=ONE):
+    scraper, followed = fake.scraper(), Followed(exporter=exporter)
+    for _ in range(times):
+        await scraper.scrape(followed)
+    return followed
+
+
+async def test_scrape_stores_the_page_and_how_it_went():
+    fake = Fake(b'a{x="1"} 7\nb NaN\n')
+
+    followed = await scrape(fake, 1)
+
+    east = '{"dc":"east"}'
+    assert [
+        ("a", '{"dc":"east","x":"1"}', 7.0, 100_000_000, "ingest"),
+        ("up", east, 1.0, 100_000_000, "ingest"),
+        ("scrape_duration_seconds", east, 0.5, 100_000_000, "ingest"),
+        ("scrape_samples_scraped", east, 2.0, 100_000_000, "ingest"),
+    ] == [row for row in fake.rows() if row[0] != "b"]
+    assert {"a:1"} == set(fake.tables[0]["target"].to_pylist())
+    assert (True, None, 2) == (followed.is_up, followed.last_error, followed.last_samples)
+    assert Counter(ok=1, exact=2) == fake.counts
+
+
+@pytest.mark.parametrize("answer", [FetchError("refused", "nobody listens"), b"no number here\n", b"\xff\n"])
+async def test_failed_scrape_is_up_0_and_nothing_else(answer):
+    """A series that stands still can be told from one that nobody could read."""
+    fake = Fake(b"a 1\n", answer)
+
+    followed = await scrape(fake, 2)
+
+    assert [("up", 0.0), ("scrape_duration_seconds", 0.5)] == [row[:1] + row[2:3] for row in fake.rows()[4:]]
+    assert followed.is_up is False
+    assert followed.last_error
+    assert 1 == fake.counts["failed"]
+
+
+async def test_nothing_is_scraped_while_the_store_has_no_room():
+    fake = Fake()
+    fake.is_full = True
+
+    await scrape(fake, 3)
+
+    assert not fake.tables
+    assert Counter(skipped=3) == fake.counts
+
+
+async def test_time_of_the_page_is_stored_once():
+    """An exporter that tells its own times gives the same sample at each scrape until it has a new one."""
+    fake = Fake(b"a 1 5000\nb 1\n", b"a 1 5000\nb 2\n", b"a 3 6000\nb 3\n", b"a 9 4000\nb 4\n")
+
+    await scrape(fake, 4)
+
+    stored = [(metric, value, ts, origin) for metric, _, value, ts, origin in fake.rows() if metric in {"a", "b"}]
+    assert [("a", 1.0, 5_000_000, "exporter"), ("a", 3.0, 6_000_000, "exporter")] == [r for r in stored if r[0] == "a"]
+    assert ["ingest"] * 4 == [origin for metric, _, _, origin in stored if metric == "b"]
+    assert 2 == fake.counts["repeated"]
+
+
+async def test_doubled_series_are_counted():
+    fake = Fake(b"a 1\na 2\n")
+
+    await scrape(fake, 1)
+
+    assert 1 == fake.counts["doubled"]
+
+
+async def test_openmetrics_is_read_as_what_it_says_it_is():
+    fake = Fake(Document(b"# TYPE a gauge\na 1 12.5\n# EOF\n", "application/openmetrics-text"))
+
+    await scrape(fake, 1)
+
+    assert ("a", '{"dc":"east"}', 1.0, 12_500_000, "exporter") == fake.rows()[0]
+
+
+async def test_exporter_that_leaves_its_list_has_a_last_up_0(eventually):
+    """And is not asked again; another list may still name it."""
+    quick = configured(ExporterSection(url="http://a:1/metrics", every_seconds=0.001, timeout_seconds=0.001))
+    fake = Fake(*[b"a 1\n"] * 100_000)
+    scraper = Scraper(fake, fake, clock=asyncio.get_running_loop().time, wall=lambda: 1)
+
+    scraper.show("one", [quick])
+    scraper.show("two", [quick])
+    await eventually(lambda: fake.tables)
+    scraper.show("one", [])
+    still = list(scraper.followed)
+    scraper.show("two", [])
+
+    assert [quick] == [followed.exporter for followed in still]
+    assert [] == list(scraper.followed)
+    assert ("up", 0.0) == (fake.rows()[-1][0], fake.rows()[-1][2])
+
+
+async def test_first_of_two_with_one_name_is_scraped(caplog):
+    other = configured(ExporterSection(url="http://b:1/metrics", name="a:1"))
+    fake = Fake()
+    scraper = fake.scraper()
+
+    scraper.show("one", [ONE])
+    scraper.show("two", [other])
+    for task in scraper.tasks:
+        task.cancel()
+
+    assert [ONE.url] == [followed.exporter.url for followed in scraper.followed]
+    assert "two exporters are called a:1" in caplog.text
