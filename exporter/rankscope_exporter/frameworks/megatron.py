@@ -92,6 +92,16 @@ class Megatron(Parted):
         layout = self._across_model(parameter)
         return Layout("partial", layout.shard_group) if self.copies(world_size) > 1 else layout
 
+    def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
+        """Return the ranks that train on other data, and those of tensor parallelism where it divides nothing.
+
+        None for what the distributed optimizer divides: it may be gathered as late as in the next forward pass.
+        """
+        if id(parameter) in self._divided or getattr(parameter, "allreduce", True) is False:
+            return ()
+        group = _group("get_data_parallel_group" if _is_tensor_parallel(parameter) else _ACROSS_BOTH)
+        return () if group is None else dist.get_process_group_ranks(group)
+
     def _across_model(self, parameter: torch.Tensor) -> Layout:
         whole = super().layout(parameter)
         return sharded_over(_group(_ACROSS_MODEL), whole) if _is_tensor_parallel(parameter) else whole
