@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import io
 import json
 import pickle
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -24,6 +26,9 @@ _STACKS: Final = {"cpu": "_dump_fr_trace", "nccl": "_dump_nccl_trace"}  # NCCL k
 _PLAIN: Final = {"cpu": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
 _HANDLERS: Final = {"cpu": "fr_trace_json", "nccl": "dump_nccl_trace_json"}
 
+_COMPILER: Final = "torch._dynamo"
+_KNOWS_STACKS: Final = "torch._inductor.codecache"
+
 _RELAXED: Final = 2
 """cudaStreamCaptureModeRelaxed."""
 
@@ -31,6 +36,19 @@ _RELAXED: Final = 2
 def has_groups() -> bool:
     """Return whether this process has joined a process group: without one there is nothing to tell."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def prepare_stacks() -> bool:
+    """Bring in what torch imports when it first writes stacks; return whether they can be read.
+
+    It is the part of the compiler that knows stacks of compiled code: 0.2 s where the compiler is loaded, as it is by
+    the first step of any optimizer of torch's own. Into a process without it we do not bring it, for 2 s.
+    """
+    if _COMPILER not in sys.modules:
+        return False
+    with contextlib.suppress(ImportError):
+        importlib.import_module(_KNOWS_STACKS)
+    return True
 
 
 def read_with_stacks() -> dict[str, Sequence[Raw]]:

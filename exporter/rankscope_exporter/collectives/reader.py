@@ -14,7 +14,12 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from rankscope_contract.events import Event, EventType, Severity
-from rankscope_exporter.collectives.flight import has_groups, read_with_stacks, read_without_stacks
+from rankscope_exporter.collectives.flight import (
+    has_groups,
+    prepare_stacks,
+    read_with_stacks,
+    read_without_stacks,
+)
 from rankscope_exporter.collectives.groups import ranks_by_group
 from rankscope_exporter.collectives.pace import Pace
 from rankscope_exporter.collectives.timeline import MOST_STEPS, Taken, Timeline
@@ -105,13 +110,13 @@ class CollectiveReader(Follower):
                 return
 
     def _read(self, *, is_last: bool) -> None:
+        has_stacks = self._entries <= MOST_WITH_STACKS and prepare_stacks()
         began, began_cpu = time.monotonic(), time.thread_time()
         steps = 0
         while self._ended:
             self._timeline.step_ended(*self._ended.popleft())
             steps += 1
-        read = read_with_stacks if self._entries <= MOST_WITH_STACKS else read_without_stacks
-        readings = read()
+        readings = read_with_stacks() if has_stacks else read_without_stacks()
         self._entries = sum(map(len, readings.values()))
         self._ranks |= ranks_by_group()
         taken = self._timeline.take(readings, self._ranks, is_last=is_last)

@@ -25,6 +25,7 @@ class Torch:
     def __init__(self) -> None:
         self.entries: list[dict[str, Any]] = []
         self.asked: list[str] = []
+        self.has_compiler = True
 
     def with_stacks(self) -> dict[str, Any]:
         self.asked.append("with")
@@ -40,6 +41,7 @@ def torch_(monkeypatch: pytest.MonkeyPatch) -> Torch:
     double = Torch()
     monkeypatch.setattr(reader, "has_groups", lambda: True)
     monkeypatch.setattr(reader, "_read_before", {})
+    monkeypatch.setattr(reader, "prepare_stacks", lambda: double.has_compiler)
     monkeypatch.setattr(reader, "read_with_stacks", double.with_stacks)
     monkeypatch.setattr(reader, "read_without_stacks", double.without_stacks)
     return double
@@ -88,6 +90,16 @@ def test_thousands_of_entries_are_read_without_stacks_and_without_the_interprete
     reading.stop()
 
     assert ["with", "without"] == torch_.asked
+
+
+def test_a_process_without_the_compiler_is_read_without_stacks(torch_):
+    """Torch would bring it in to write them."""
+    torch_.has_compiler = False
+    reading, _, _ = made()
+    step(reading, 1)
+    reading.stop()
+
+    assert {"without"} == set(torch_.asked)
 
 
 def test_a_record_that_cannot_be_read_costs_a_fault_and_no_training(torch_):
