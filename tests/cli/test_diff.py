@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 from tests.cli.conftest import START, common, table
 from tests.cli.test_commands import assert_golden
 
+from rankscope.command import main
 from rankscope_storage.schema import dataset_schema
 from rankscope_storage.store import Batch, Store
 
@@ -60,6 +62,20 @@ def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def diff(two_runs, monkeypatch, capsys):
+    """Run the command as its entry point does, in this process."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr("sys.argv", ["rankscope", "diff", *arguments, "--store", str(two_runs)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, ended.value.code or 0, said.out, said.err)
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("name", "code", "arguments"),
     [
@@ -69,16 +85,16 @@ def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("diff_of_ranks", 1, ["bad-run", "--ranks", "0", "1"]),
     ],
 )
-def test_golden_output(rankscope, two_runs, name, code, arguments):
-    done = rankscope("diff", *arguments, "--store", str(two_runs))
+def test_golden_output(diff, name, code, arguments):
+    done = diff(*arguments)
 
     assert "" == done.stderr
     assert code == done.returncode
     assert_golden(name, done.stdout)
 
 
-def test_json_has_all_of_it(rankscope, two_runs):
-    done = rankscope("diff", *RUNS, "--tolerance", "1e-9", "--json", "--top", "1", "--store", str(two_runs))
+def test_json_has_all_of_it(diff):
+    done = diff(*RUNS, "--tolerance", "1e-9", "--json", "--top", "1")
     found = json.loads(done.stdout)
 
     assert 1 == done.returncode
@@ -101,8 +117,8 @@ def test_json_has_all_of_it(rankscope, two_runs):
         (["good-run", "--attempts", "0", "1"], "no step in common of what is compared"),
     ],
 )
-def test_trouble_is_one_line_and_code_2(rankscope, two_runs, arguments, complaint):
-    done = rankscope("diff", *arguments, "--store", str(two_runs))
+def test_trouble_is_one_line_and_code_2(diff, arguments, complaint):
+    done = diff(*arguments)
 
     assert 2 == done.returncode
     assert complaint in done.stderr

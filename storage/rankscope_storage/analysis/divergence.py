@@ -122,8 +122,8 @@ def divergence(
             for found in comparison.steps(first, last):
                 compared += found.compared
                 steps += [found] if found.apart else []
-            for known, new in zip(names, comparison.names(first, last), strict=True):
-                known.update(new)
+            for known, source in zip(names, sources, strict=True):
+                known.update(source.names((first, last)))
         points = comparison.points(steps[0].step) if steps else []
     return Divergence(
         a=a,
@@ -169,14 +169,6 @@ class _Comparison:
         )
         for row in self._connection.query(query).to_pylist():
             yield StepApart(**row)
-
-    def names(self, first: int, last: int) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
-        """Return the kinds and tensors of each side in a range."""
-        a, b = (
-            self._connection.query(f"SELECT DISTINCT kind, tensor FROM ({source.rows((first, last))})")
-            for source in self._sources
-        )
-        return _pairs(a), _pairs(b)
 
     def points(self, step: int) -> list[Point]:
         """Return all that differs at `step`, the first cause first."""
@@ -233,10 +225,6 @@ def _relative(op: str) -> str:
 
 def _numbers(ranks: set[int | None]) -> tuple[int, ...]:
     return tuple(sorted(rank for rank in ranks if rank is not None))
-
-
-def _pairs(table: Any) -> set[tuple[str, str]]:
-    return set(zip(table["kind"].to_pylist(), table["tensor"].to_pylist(), strict=True))
 
 
 def _windows(steps: Sequence[int], counts: Sequence[Mapping[int, int]], window_rows: int) -> Iterator[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Final
 
@@ -39,6 +40,13 @@ _TYPES: Final = {
 _NO_ROWS: Final = "SELECT " + ", ".join(f'NULL::{type_} AS "{name}"' for name, type_ in _TYPES.items()) + " WHERE false"
 
 
+_EVERY_STEP: Final = (-(1 << 62), 1 << 62)
+_LAST_SEEN: Final = (
+    f"QUALIFY row_number() OVER (PARTITION BY step, rank, {', '.join(KEYS)} "
+    "ORDER BY attempt DESC NULLS LAST, ordinal DESC NULLS LAST, seq DESC NULLS LAST) = 1"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
     """A run, or one rank of it; of all its attempts, or of one."""
@@ -73,19 +81,19 @@ class Source:
 
     def rows(self, steps: tuple[int, int]) -> str:
         """Return the query for all rows of the closed range `steps`, one for each quantity."""
-        parts = " UNION ALL BY NAME ".join(
-            f"SELECT '{dataset}' AS source, step, rank, attempt, ordinal, seq, {_SELECTED[dataset]} "
-            f"FROM {self._relation(dataset, steps)} WHERE {self._where(dataset, steps)}"
-            for dataset in self._datasets()
-        )
-        rank = "" if self._between_ranks else "rank, "
+        again = frozenset(self._datasets()) if self._has_attempts else self._repeated
+        parts = " UNION ALL BY NAME ".join(self._once(dataset, steps, dataset in again) for dataset in self._datasets())
         # A requeued job makes steps again: what its last launch has of a step is what went on from there.
-        return (
-            f"SELECT * FROM ({_NO_ROWS} UNION ALL BY NAME {parts}) "
-            f"QUALIFY attempt IS NOT DISTINCT FROM max(attempt) OVER (PARTITION BY step, rank) AND row_number() OVER "
-            f"(PARTITION BY step, {rank}{', '.join(KEYS)} "
-            "ORDER BY attempt DESC NULLS LAST, ordinal DESC NULLS LAST, seq DESC NULLS LAST) = 1"
+        last = "QUALIFY attempt IS NOT DISTINCT FROM max(attempt) OVER (PARTITION BY step, rank)"
+        return f"SELECT * FROM ({_NO_ROWS} UNION ALL BY NAME {parts}) {last if self._has_attempts else ''}"
+
+    def names(self, steps: tuple[int, int]) -> set[tuple[str, str]]:
+        """Return the kinds and names of everything in a range."""
+        parts = " UNION ALL ".join(
+            f"SELECT DISTINCT kind, tensor FROM ({self._selected_rows(dataset, steps)})" for dataset in self._datasets()
         )
+        found = self._connection.query(f"SELECT DISTINCT kind, tensor FROM ({parts})")
+        return set(zip(found["kind"].to_pylist(), found["tensor"].to_pylist(), strict=True))
 
     def counted(self) -> dict[int, int]:
         """Return the steps that this side has, ascending, with how many rows each."""
@@ -100,11 +108,7 @@ class Source:
 
     def ranks(self) -> set[int | None]:
         """Return the ranks of which this side has rows."""
-        bounds = self._selected.steps or (-(1 << 62), 1 << 62)
-        parts = " UNION ".join(
-            f"SELECT rank FROM {self._relation(dataset, self._selected.steps)} WHERE {self._where(dataset, bounds)}"
-            for dataset in self._datasets()
-        )
+        parts = " UNION ALL ".join(self._places(dataset) for dataset in self._datasets())
         return set(self._connection.query(f"SELECT DISTINCT rank FROM ({parts})")["rank"].to_pylist())
 
     def order(self) -> dict[tuple[str, str], int]:
@@ -116,6 +120,44 @@ class Source:
         )
         names = zip(found["kind"].to_pylist(), found["tensor"].to_pylist(), strict=True)
         return {name: position for position, name in enumerate(names)}
+
+    @functools.cached_property
+    def _has_attempts(self) -> bool:
+        """Return whether any step was made by several attempts."""
+        parts = " UNION ALL ".join(self._places(dataset, "attempt") for dataset in self._datasets())
+        return self._any(f"SELECT min(attempt) <> max(attempt) AS found FROM ({parts}) GROUP BY step, rank")
+
+    @functools.cached_property
+    def _repeated(self) -> frozenset[str]:
+        """Return the datasets in which one quantity may have several rows for a step: they came in several records."""
+        return frozenset(
+            dataset
+            for dataset in self._datasets()
+            if self._any(
+                "SELECT min(seq) <> max(seq) OR min(incarnation) <> max(incarnation) OR count(seq) < count(*) AS found "
+                f"FROM ({self._places(dataset, 'seq', 'incarnation')}) GROUP BY step, rank"
+            )
+        )
+
+    def _any(self, query: str) -> bool:
+        return bool(self._connection.query(f"SELECT bool_or(found) AS found FROM ({query})")["found"][0].as_py())
+
+    def _places(self, dataset: str, *columns: str) -> str:
+        bounds = self._selected.steps or _EVERY_STEP
+        return (
+            f"SELECT {', '.join(('step', 'rank', *columns))} FROM {self._relation(dataset, self._selected.steps)} "
+            f"WHERE {self._where(dataset, bounds)}"
+        )
+
+    def _once(self, dataset: str, steps: tuple[int, int], repeated: bool) -> str:  # noqa: FBT001 - the caller's question
+        rows = self._selected_rows(dataset, steps)
+        return f"SELECT * FROM ({_NO_ROWS} UNION ALL BY NAME {rows}) {_LAST_SEEN}" if repeated else rows
+
+    def _selected_rows(self, dataset: str, steps: tuple[int, int]) -> str:
+        return (
+            f"SELECT '{dataset}' AS source, step, rank, attempt, ordinal, seq, {_SELECTED[dataset]} "
+            f"FROM {self._relation(dataset, steps)} WHERE {self._where(dataset, steps)}"
+        )
 
     def _relation(self, dataset: str, steps: tuple[int, int] | None) -> str:
         return self._connection.relation(dataset, run=self.side.run, steps=steps)
