@@ -184,7 +184,7 @@ class Monitor:
         self._guard.on_first = None
 
     def _drain(self, session: Session, deadline: float, wait_seconds: float) -> None:
-        self._guard.call("detach()", session.collectives.stop)
+        self._guard.call("detach()", session.collectives.stop, max(PUBLISH_SECONDS, deadline - time.monotonic()))
         session.publisher.stop(max(PUBLISH_SECONDS, deadline - time.monotonic()))
         session.alongside.stop(max(PUBLISH_SECONDS, deadline - time.monotonic()))
         left = session.channel.drain(max(0.0, deadline - time.monotonic()))
@@ -360,7 +360,7 @@ class Monitor:
     def overhead_seconds(self) -> dict[str, float]:
         """Return the CPU seconds this monitor has cost so far, by thread; empty while not attached."""
         session = self._session
-        return {} if session is None else {**session.overhead_seconds(), **session.channel.overhead_seconds()}
+        return {} if session is None else session.overhead()
 
     @property
     def faults(self) -> int:

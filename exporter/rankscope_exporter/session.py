@@ -16,6 +16,7 @@ from rankscope_contract.events import Event, EventType, Severity
 from rankscope_contract.kinds import COUNT_OPS
 from rankscope_contract.records import WIRE_VALUE_OPS
 from rankscope_exporter.alongside import Alongside, Parts
+from rankscope_exporter.budget.accounts import Accounts
 from rankscope_exporter.capture.callbacks import OnAnomaly
 from rankscope_exporter.collectives.reader import CollectiveReader
 from rankscope_exporter.config import MonitorConfig
@@ -179,6 +180,7 @@ class Session:
             say=self._say,
         )
         self.alongside = Alongside(config, self.identity, guard, wired, on_anomaly)
+        self.recorder.moments.follow(Accounts(self.overhead, lambda: self.alongside.governor.stretch))
         self._connect()
         guard.on_first = self._tell_fault
 
@@ -188,6 +190,7 @@ class Session:
         self.board.arrives = self.switching.arrive
         self.recorder.before_step, self.recorder.after_update = self.board.opens, self.board.ready
         self.channel.take_switch, self.channel.measuring = self.switching.request, self.board.state
+        self.channel.stretch = lambda: self.alongside.governor.stretch
         self.hooks.beat = self.watchdog.beat
         self.hooks.tell = self._tell
         self.channel.collectives = self.collectives.counts
@@ -298,10 +301,13 @@ class Session:
             **self.sinks.missed,
         }
 
+    def overhead(self) -> dict[str, float]:
+        """Return CPU seconds by who spent them, the serving threads included."""
+        return {**self.overhead_seconds(), **self.channel.overhead_seconds()}
+
     def _lasting_overhead(self) -> float:
         """Return the CPU seconds of all that goes on, and not only once."""
-        own = self.overhead_seconds().items()
-        return sum(s for who, s in own if who not in ONCE) + sum(self.channel.overhead_seconds().values())
+        return sum(seconds for who, seconds in self.overhead().items() if who not in ONCE)
 
     def _fired(self, step: int | None, anomalies: Sequence[Event]) -> None:
         self.console.firing(step, anomalies)

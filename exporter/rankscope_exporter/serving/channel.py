@@ -88,6 +88,8 @@ class Channel:
         """Called for PUT /config, on the server's thread."""
         self.measuring: Callable[[], Mapping[str, Any]] | None = None
         """Asked for GET /config: what is measured now."""
+        self.stretch: Callable[[], int | None] = lambda: None
+        """Asked for the page: every how many-th of the chosen steps is measured."""
         self._step: int | None = None
         self._phase: str | None = None
         self._lease: str | None = None
@@ -272,6 +274,7 @@ class Channel:
         own = {"ring_overrun": self.ring.overrun, "unencodable": self._unencodable}
         dropped = {**own, **self.keeper.dropped, **self._dropped()}
         return Standing(
+            sampling_stretch=self.stretch(),
             collectives=self.collectives(),
             faults=self._faults(),
             dropped=dropped,

@@ -25,7 +25,8 @@ from rankscope_exporter.serving.tensor_lines import TensorLines, TensorRenderer
 Samples = Iterable[tuple[tuple[str, ...], float]]
 """Label values (without identity) and value of each sample of one family."""
 
-_PAGE_OWNED: Final = (metrics.OVERHEAD_SECONDS,)  # measured when the page is made, so a logged copy is not shown
+_PAGE_OWNED: Final = (metrics.OVERHEAD_SECONDS, metrics.SAMPLING_STRETCH)
+"""Known when the page is made, so a logged copy is not shown."""
 _NO_LINES: Final = TensorLines((), 0, 0)
 
 
@@ -36,6 +37,7 @@ class Standing:
     faults: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
     overhead_seconds: Mapping[str, float] = field(default_factory=dict)
+    sampling_stretch: int | None = None
     collectives: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # calls and bytes by operation
     ring_records: int = 0
     ring_uncommitted: int = 0
@@ -132,6 +134,7 @@ class Page:
         yield metrics.REPLICA_HASH_STEP, _replica_steps(snapshot)
         yield from _scalar_samples(snapshot.scalars)
         yield metrics.OVERHEAD_SECONDS, _by_name(standing.overhead_seconds)
+        yield metrics.SAMPLING_STRETCH, _one(standing.sampling_stretch)
         yield metrics.COLLECTIVE_CALLS, [((op,), calls) for op, (calls, _) in standing.collectives.items()]
         yield metrics.COLLECTIVE_BYTES, [((op,), total) for op, (_, total) in standing.collectives.items()]
         yield metrics.FAULTS, _one(standing.faults)

@@ -1,0 +1,109 @@
+"""One of two real ranks is over its budget: both measure less often, at the same steps, and more again together."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tests.programs import run_program
+
+PROGRAM = """
+import json, os, tempfile, time
+import torch, torch.distributed as dist
+from torch import nn
+from rankscope_exporter import Monitor
+
+LIMIT, STEP = 4000, 1.0
+folder = tempfile.mkdtemp()
+rank = 1 if os.fork() == 0 else 0  # before any thread is started
+now = cost = 0.0  # of this rank: a clock and a cost that the program moves
+
+def main():
+    global now, cost
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    config = {
+        "quantities": ["parameters"], "max_overhead": 0.2, "switch_poll_seconds": 0.02, "console": False,
+        "exit_wait_seconds": 0, "serve": {"ring_records": 3 * LIMIT},
+    }
+    monitor = Monitor(config).attach(net, optimizer)
+    session = monitor._session
+    governor, ring = session.alongside.governor, session.channel.ring
+    governor._clock, governor._cost = lambda: now, lambda: cost
+    seen = set()
+    for step in range(1, LIMIT):
+        net(torch.ones(2, 3)).sum().backward()
+        if rank == 1 and 2 not in seen and session.recorder.sampling:
+            now, cost = now + STEP, cost + STEP  # half of the time
+        optimizer.step()
+        optimizer.zero_grad()
+        now += STEP
+        time.sleep(0.003 - 0.002 * rank)  # they do not keep pace
+        if step % 10 == 0:  # but for looking whether both have come so far
+            told = torch.tensor([float(governor.stretch >= 4), float(governor.stretch == 1)])
+            dist.all_reduce(told)
+            if told[0] == 2:
+                seen.add(2)
+            if told[1] == 2 and 2 in seen:
+                break
+    monitor.detach()
+    records = ring.after(-1, 1 << 30).records
+    result = {
+        "measured": [r.step for r in records if r.statistics is not None],
+        "events": [json.loads(e.details) for r in records for e in r.events if e.type == "budget"],
+        "late": [e.message for r in records for e in r.events if e.type in ("fault", "note")],
+        "faults": monitor.faults, "steps": step,
+    }
+    with open(f"{folder}/{rank}.json", "w") as file:
+        json.dump(result, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+if rank == 1:
+    try:
+        main()
+        os._exit(0)
+    finally:
+        os._exit(1)
+main()
+_, status = os.wait()
+assert 0 == status
+for one in range(2):
+    print(open(f"{folder}/{one}.json").read())
+"""
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    """Run both ranks once."""
+    done = run_program(PROGRAM, seconds=300)
+
+    assert 0 == done.returncode, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_all_ranks_measure_the_very_same_steps_throughout(ranks):
+    one, other = ranks
+
+    assert one["measured"] == other["measured"]
+    assert len(one["measured"]) < one["steps"]
+    assert [0, 0] == [rank["faults"] for rank in ranks]
+
+
+def test_the_rank_that_is_over_its_budget_has_all_of_them_stretch(ranks):
+    for rank in ranks:
+        up = [event for event in rank["events"] if event["now"] > event["was"]]
+        assert up
+        assert {1} == {event["rank"] for event in up}
+        assert all(event["share"] > 0.2 for event in up)
+
+
+def test_all_are_back_when_all_had_room_for_long_and_the_numbers_are_those_of_all(ranks):
+    one, other = (rank["events"] for rank in ranks)
+
+    assert one == other
+    assert 1 == one[-1]["now"]
+    assert all(event["step"] == event["agreed_step"] for event in one)
