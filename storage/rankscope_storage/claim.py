@@ -6,10 +6,11 @@ import contextlib
 import errno
 import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope_contract.escaping import path_segment
+from rankscope_contract.escaping import from_path_segment, path_segment
 from rankscope_storage.errors import ClaimError, UnwritableError
 from rankscope_storage.log import Log
 
@@ -36,6 +37,18 @@ def current_owner(log: Log, shard: str) -> str:
         if commit.get(_SHARD) == shard and _OWNER in commit:
             return str(commit[_OWNER])
     return "an unknown owner"
+
+
+@contextlib.contextmanager
+def all_shards(root: Path, owner: str) -> Iterator[None]:
+    """Hold the locks of all shards that the store at `root` ever had: no service of this machine writes meanwhile.
+
+    Raises ClaimError naming a live process that holds one.
+    """
+    with contextlib.ExitStack() as held:
+        for path in sorted((root / LOCKS).glob("*.lock")):
+            held.callback(ShardLock.take(root, from_path_segment(path.stem), owner).release)
+        yield
 
 
 class ShardLock:

@@ -9,7 +9,7 @@ throws its work away. A compaction that dies leaves nothing but files that no ve
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -71,17 +71,23 @@ def plan(snapshot: Snapshot) -> list[Merge]:
     return [merge for key in sorted(groups) if _worth(groups[key]) for merge in _merges(groups[key])]
 
 
-def compact(root: Path, sync: Sync) -> CompactionReport:
-    """Carry out the plan of the newest version of the store at `root`, one commit per merge."""
+def compact(root: Path, sync: Sync, progress: Callable[[int, int], None] | None = None) -> CompactionReport:
+    """Carry out the plan of the newest version of the store at `root`, one commit per merge.
+
+    `progress` is told how many merges of how many are done.
+    """
     started = time.monotonic()
     log = Log.open(root, sync)
     removed = added = rows = refused = 0
-    for merge in plan(log.snapshot()):
+    merges = plan(log.snapshot())
+    for done, merge in enumerate(merges, 1):
         try:
             files = _carry_out(log, merge, sync)
         except ConflictError:
             refused += 1
             break  # another compaction is at work: leave the rest to it
+        if progress is not None:
+            progress(done, len(merges))
         removed, added = removed + len(merge.files), added + len(files)
         rows += sum(file.rows for file in files)
     seconds = time.monotonic() - started

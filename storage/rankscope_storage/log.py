@@ -295,7 +295,8 @@ def _translated(error: Exception, root: Path) -> StoreError:
     if "Json error" in str(error) or "Invalid JSON in log record" in str(error):
         return TornLogError(
             f"the log of {root} has an incomplete entry ({text}), as after a loss of power. If it is the newest file "
-            f"in {root / LOG_FOLDER}, move that file away: nothing in it was acknowledged, the service fetches it again"
+            f"in {root / LOG_FOLDER}, move that file away, as `rankscope store repair` does: nothing in it was "
+            "acknowledged, the service fetches it again"
         )
     return StoreError(f"the log of {root} cannot be read or written: {text}")
 

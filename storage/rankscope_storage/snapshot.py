@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import urllib.parse
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,8 +24,12 @@ _COLUMNS: Final = {
     "attempt_max": ("max.attempt", pa.int64()),
     "step_min": ("min.step", pa.int64()),
     "step_max": ("max.step", pa.int64()),
+    "ts_min": ("min.ts", pa.timestamp("us", tz="UTC")),
+    "ts_max": ("max.ts", pa.timestamp("us", tz="UTC")),
 }
 """Our name of a column: what delta-rs calls it, and its type."""
+
+_LOG_CUTS: Final = dt.timedelta(milliseconds=1)
 
 
 def snapshot_files(actions: pa.Table) -> pa.Table:
@@ -46,8 +51,15 @@ class Snapshot:
     version: int
     files: pa.Table
 
-    def of(self, dataset: str, *, run: str | None = None, steps: tuple[int, int] | None = None) -> pa.Table:
-        """Return the files that can hold rows of `dataset`, of `run`, of the closed range `steps`.
+    def of(
+        self,
+        dataset: str,
+        *,
+        run: str | None = None,
+        steps: tuple[int, int] | None = None,
+        times: tuple[dt.datetime, dt.datetime] | None = None,
+    ) -> pa.Table:
+        """Return the files that can hold rows of `dataset`, of `run`, of the closed ranges `steps` and `times`.
 
         A file without statistics is always among them.
         """
@@ -56,17 +68,28 @@ class Snapshot:
             wanted &= _may_overlap("run", run, run)
         if steps is not None:
             wanted &= _may_overlap("step", *steps)
+        if times is not None:
+            # The log cuts times to the millisecond, so a file may reach a little further than it says.
+            wanted &= _may_overlap("ts", times[0] - _LOG_CUTS, times[1])
         return self.files.filter(wanted)
 
-    def paths(self, dataset: str, *, run: str | None = None, steps: tuple[int, int] | None = None) -> list[str]:
+    def paths(
+        self,
+        dataset: str,
+        *,
+        run: str | None = None,
+        steps: tuple[int, int] | None = None,
+        times: tuple[dt.datetime, dt.datetime] | None = None,
+    ) -> list[str]:
         """Return the absolute paths of `of`, as DuckDB takes them."""
-        return [f"{self.root}/{path}" for path in self.of(dataset, run=run, steps=steps).column("path").to_pylist()]
+        files = self.of(dataset, run=run, steps=steps, times=times)
+        return [f"{self.root}/{path}" for path in files.column("path").to_pylist()]
 
     def contains(self, paths: Sequence[str]) -> bool:
         """Whether all of `paths` are files of this version."""
         return set(paths) <= set(self.files.column("path").to_pylist())
 
 
-def _may_overlap(column: str, low: str | int, high: str | int) -> pc.Expression:
+def _may_overlap(column: str, low: str | int | dt.datetime, high: str | int | dt.datetime) -> pc.Expression:
     minimum, maximum = pc.field(f"{column}_min"), pc.field(f"{column}_max")
     return minimum.is_null() | ((minimum <= high) & (maximum >= low))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -160,3 +161,27 @@ def test_json_of_runs_is_whole(rankscope):
 
     assert ["my-run", "../other run"] == [row["run"] for row in rows]
     assert ["completed", "failed"] == [row["state"] for row in rows]
+
+
+def test_store_check_and_stats_of_a_whole_store(rankscope):
+    checked, counted = rankscope("store", "check", "--deep"), rankscope("store", "stats", "--format", "json")
+    figures = {row["dataset"]: row["rows"] for row in json.loads(counted.stdout)}
+
+    assert (0, "") == (checked.returncode, checked.stderr)
+    assert checked.stdout.endswith("; whole\n")
+    assert 240 == figures["scalars"]
+
+
+def test_store_check_of_a_damaged_store_ends_with_1_and_repair_says_what_is_lost(rankscope, sample_store, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(sample_store, broken)
+    next(broken.glob("dataset=events/*/*.parquet")).unlink()
+    checked = rankscope("store", "check", "--store", str(broken))
+    planned = rankscope("store", "repair", "--store", str(broken), "--dry-run")
+    repaired = rankscope("store", "repair", "--store", str(broken))
+
+    assert (1, "") == (checked.returncode, checked.stderr)
+    assert "damage: missing file: dataset=events" in checked.stdout
+    assert planned.stdout.startswith("would be taken out of the log, lost: dataset=events")
+    assert repaired.stdout == planned.stdout.removeprefix("would be ")
+    assert 0 == rankscope("store", "check", "--store", str(broken)).returncode

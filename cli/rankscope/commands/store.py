@@ -1,0 +1,158 @@
+"""`rankscope store`: looking after a store by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rankscope.errors import CommandError
+from rankscope.options import Output, OutputFormat
+from rankscope.options import Store as Folder
+from rankscope.output import Format, write_rows
+
+if TYPE_CHECKING:
+    from rankscope_storage.care.findings import CheckReport
+    from rankscope_storage.care.repairing import RepairReport
+
+
+class Action(enum.StrEnum):
+    """What to do with the store."""
+
+    CHECK = "check"
+    STATS = "stats"
+    COMPACT = "compact"
+    REPAIR = "repair"
+
+
+class By(enum.StrEnum):
+    """What `stats` has a row for."""
+
+    DATASET = "dataset"
+    PART = "part"
+    RUN = "run"
+
+
+def store(
+    action: Annotated[Action, typer.Argument(help="check, stats, compact or repair.")],
+    store: Folder = Path("history"),
+    deep: Annotated[
+        bool, typer.Option("--deep", help="check, repair: decode every value; check: look for rows stored twice.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="repair: only say what would be done.")] = False,
+    by: Annotated[By, typer.Option(help="stats: a row for each of these.")] = By.DATASET,
+    form: OutputFormat = Format.TABLE,
+    output: Output = None,
+) -> None:
+    """Look after a store: is it whole, what does it hold, merge its small files, make a damaged one readable.
+
+    check compares the log with every file and ends with 1 where something is lost, doubled or cannot be found. It
+    reads only, as stats does. compact merges small files beside a running service. repair moves a torn log entry and
+    files that cannot be read to _damaged/ and says which rows are lost; it refuses while a service writes.
+
+    [bold]Examples[/bold]
+
+    rankscope store check --store history --deep
+
+    rankscope store stats --by run --format csv
+
+    rankscope store repair --dry-run
+    """
+    from rankscope_storage.errors import StoreError
+
+    root = store.absolute()
+    try:
+        if action is Action.CHECK:
+            _check(root, deep=deep)
+        elif action is Action.STATS:
+            _stats(root, by, form, output)
+        elif action is Action.COMPACT:
+            _compact(root)
+        else:
+            _repair(root, deep=deep, dry_run=dry_run)
+    except StoreError as error:
+        raise CommandError(str(error)) from error
+
+
+def _check(root: Path, *, deep: bool) -> None:
+    from rankscope_storage.care.checking import check
+
+    with _bar("files") as progress:
+        report = check(root, deep=deep, progress=progress)
+    _tell_check(report)
+    if not report.is_whole:
+        raise typer.Exit(1)
+
+
+def _tell_check(report: CheckReport) -> None:
+    for finding in report.findings:
+        print(f"{'damage' if finding.fault.is_damage else 'note'}: {finding.fault}: {finding.path}: {finding.text}")
+    if report.version is None:
+        print("the log cannot be read: nothing else was looked at")
+        return
+    damage = sum(finding.fault.is_damage for finding in report.findings)
+    verdict = "whole" if report.is_whole else f"damaged in {damage} place{'' if damage == 1 else 's'}"
+    print(
+        f"version {report.version}: {report.files} files, {report.rows:,} rows, {report.size_bytes:,} bytes; {verdict}"
+    )
+
+
+def _stats(root: Path, by: By, form: Format, output: Path | None) -> None:
+    from rankscope_storage.care.counting import count
+    from rankscope_storage.durable import sync_to_disk
+    from rankscope_storage.log import Log
+
+    found = count(Log.open(root, sync_to_disk), by=by)
+    if form is Format.TABLE and output is None:
+        span = f", {found.oldest:%Y-%m-%d %H:%M} to {found.newest:%Y-%m-%d %H:%M} UTC" if found.oldest else ""
+        print(f"version {found.version}: {found.files} files, {found.rows:,} rows, {found.size_bytes:,} bytes{span}")
+        unused = f"files no longer needed: {found.unused_bytes:,} bytes"
+        print(f"log: {found.log_entries} entries, {found.log_bytes:,} bytes; {unused}")
+    write_rows(found.groups, form, output)
+
+
+def _compact(root: Path) -> None:
+    from rankscope_storage.compaction import compact
+    from rankscope_storage.durable import sync_to_disk
+
+    with _bar("merges") as progress:
+        report = compact(root, sync_to_disk, progress)
+    print(f"{report.files_removed} files became {report.files_added}, {report.rows:,} rows, {report.seconds:.1f} s")
+    if report.refused:
+        raise CommandError("another compaction is at work: the rest is left to it")
+
+
+@contextlib.contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show how many of how many are done on a terminal; elsewhere say nothing."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn(what))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _repair(root: Path, *, deep: bool, dry_run: bool) -> None:
+    from rankscope_storage.care.repairing import repair
+    from rankscope_storage.durable import sync_to_disk
+
+    _tell_repair(repair(root, sync_to_disk, deep=deep, dry_run=dry_run), dry_run=dry_run)
+
+
+def _tell_repair(report: RepairReport, *, dry_run: bool) -> None:
+    would = "would be " if dry_run else ""
+    if report.torn_entry:
+        print(f"{would}moved to _damaged/: log entry {report.torn_entry}, of which nothing was acknowledged")
+    for lost in report.lost:
+        print(f"{would}taken out of the log, lost: {lost}")
+    if report.torn_entry and dry_run:
+        print("files are looked at once the log can be read")
+    elif not report.changed:
+        print("nothing to repair")

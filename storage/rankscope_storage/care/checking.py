@@ -1,0 +1,109 @@
+"""`check`: is everything there that the log names, and is it what the log says? Reads only, beside a live service."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from rankscope_contract.records import DATASETS, DIMENSIONS, TENSOR_ROW_KEY
+from rankscope_storage.care.files import examine
+from rankscope_storage.care.findings import CheckReport, Fault, Finding
+from rankscope_storage.care.logs import entries, torn_entries
+from rankscope_storage.connection import Connection, connect
+from rankscope_storage.durable import sync_to_disk
+from rankscope_storage.errors import TornLogError
+from rankscope_storage.log import LOG_FOLDER, REMOVED_FILES_HOURS, Log
+from rankscope_storage.parquet import STAGING
+from rankscope_storage.snapshot import Snapshot
+
+Progress = Callable[[int, int], None]
+"""Is told how many files of how many were looked at."""
+
+_SHOWN: Final = 20
+"""Incarnations named where records are missing."""
+
+_DUPLICATES: Final = """\
+SELECT count(*) AS keys, coalesce(sum(copies - 1), 0)::BIGINT AS rows FROM (
+  SELECT count(*) AS copies FROM tensor_stats WHERE incarnation IS NOT NULL GROUP BY {key} HAVING count(*) > 1)
+"""
+_GAPS: Final = """\
+SELECT run, incarnation, min(seq) AS first, max(seq) AS last, max(seq) - min(seq) + 1 - count(DISTINCT seq) AS missing
+FROM ({records}) GROUP BY run, incarnation HAVING missing > 0 ORDER BY missing DESC, incarnation
+"""
+
+
+def check(root: Path, *, deep: bool = False, progress: Progress | None = None) -> CheckReport:
+    """Compare the store at `root` with its log; with `deep`, decode every value and look for rows stored twice."""
+    torn = tuple(_torn(root))
+    try:
+        log = Log.open(root, sync_to_disk)
+    except TornLogError as error:
+        return CheckReport(version=None, findings=torn or (_log_finding(root, str(error)),))
+    snapshot = log.snapshot()
+    findings = [*torn, *_files(snapshot, deep=deep, progress=progress), *_leavings(log, snapshot)]
+    if deep and not any(finding.fault.is_damage for finding in findings):
+        with connect(root, locked=True, version=snapshot.version) as connection:
+            findings += [*_duplicates(connection), *_gaps(connection)]
+    files = snapshot.files
+    return CheckReport(
+        version=snapshot.version,
+        files=files.num_rows,
+        rows=sum(files["rows"].to_pylist()),
+        size_bytes=sum(files["size_bytes"].to_pylist()),
+        findings=tuple(findings),
+    )
+
+
+def _torn(root: Path) -> Iterator[Finding]:
+    known = entries(root)
+    for entry in torn_entries(root):
+        last = entry == known[-1]
+        text = "nothing in it was acknowledged: `rankscope store repair` moves it away" if last else "later ones exist"
+        yield Finding(fault=Fault.TORN_LOG, path=f"{LOG_FOLDER}/{entry.name}", text=text)
+
+
+def _log_finding(root: Path, text: str) -> Finding:
+    return Finding(fault=Fault.TORN_LOG, path=str(root / LOG_FOLDER), text=text)
+
+
+def _files(snapshot: Snapshot, *, deep: bool, progress: Progress | None) -> Iterator[Finding]:
+    files = snapshot.files.to_pylist()
+    for done, file in enumerate(files, 1):
+        finding = examine(snapshot.root, file, deep=deep)
+        if finding is not None:
+            yield finding
+        if progress is not None:
+            progress(done, len(files))
+
+
+def _leavings(log: Log, snapshot: Snapshot) -> Iterator[Finding]:
+    used = {f"{snapshot.root}/{path}" for path in snapshot.files["path"].to_pylist()}
+    unused = [path for path in snapshot.root.glob("dataset=*/part=*/*.parquet") if str(path) not in used]
+    staged = list((snapshot.root / STAGING).glob("*"))
+    due = len(log.unused_files(REMOVED_FILES_HOURS))
+    for fault, paths, when in (
+        (Fault.UNUSED, unused, f"maintenance removes them after {REMOVED_FILES_HOURS} hours; {due} are due"),
+        (Fault.STAGED, staged, "maintenance removes them after an hour"),
+    ):
+        if paths:
+            size = sum(path.stat().st_size for path in paths if path.exists())
+            yield Finding(fault=fault, path=paths[0].parent.name, text=f"{len(paths)}, {size} bytes: {when}")
+
+
+def _duplicates(connection: Connection) -> Iterator[Finding]:
+    key = ", ".join(f'"{name}"' for name in TENSOR_ROW_KEY)
+    (found,) = connection.query(_DUPLICATES.format(key=key)).to_pylist()
+    if found["rows"]:
+        text = f"{found['rows']} rows more than there are keys ({', '.join(TENSOR_ROW_KEY)})"
+        yield Finding(fault=Fault.DUPLICATES, path="tensor_stats", text=text)
+
+
+def _gaps(connection: Connection) -> Iterator[Finding]:
+    measured = (dataset for dataset in DATASETS if dataset not in DIMENSIONS)
+    select = "SELECT run, incarnation, seq FROM {} WHERE incarnation IS NOT NULL AND seq IS NOT NULL"
+    records = " UNION ".join(select.format(dataset) for dataset in measured)
+    rows = connection.query(_GAPS.format(records=records)).to_pylist()
+    for row in rows[:_SHOWN]:
+        text = f"{row['missing']} of seq {row['first']} to {row['last']} have no row: lost, or nothing was measured"
+        yield Finding(fault=Fault.GAP, path=f"run {row['run']}, incarnation {row['incarnation']}", text=text)

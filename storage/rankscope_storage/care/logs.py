@@ -1,0 +1,29 @@
+"""Entries of the log that are not whole, found without delta-rs, which reads all of them or none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rankscope_storage.log import LOG_FOLDER
+
+
+def entries(root: Path) -> list[Path]:
+    """Return the entries of the log of the store at `root`, oldest first."""
+    return sorted(path for path in (root / LOG_FOLDER).glob("*.json") if path.stem.isdecimal())
+
+
+def is_torn(entry: Path) -> bool:
+    """Whether `entry` is not a line of JSON per action, as after a loss of power."""
+    try:
+        lines = entry.read_bytes().splitlines()
+        return not lines or not all(isinstance(json.loads(line), dict) for line in lines)
+    except ValueError:
+        return True
+
+
+def torn_entries(root: Path) -> list[Path]:
+    """Return the torn entries among those that a reader needs: the ones behind the newest checkpoint."""
+    checkpoints = [int(path.name[:20]) for path in (root / LOG_FOLDER).glob("*.checkpoint*.parquet")]
+    newest = max(checkpoints, default=-1)
+    return [entry for entry in entries(root) if int(entry.stem) > newest and is_torn(entry)]

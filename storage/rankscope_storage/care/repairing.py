@@ -1,0 +1,101 @@
+"""`repair`: make a damaged store readable again, saying what is lost. Nothing is deleted: it moves to `_damaged/`.
+
+Only a store that no service of this machine writes to is touched; the shard locks are held meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rankscope_storage.care.files import examine, extent
+from rankscope_storage.care.findings import Fault
+from rankscope_storage.care.logs import entries, torn_entries
+from rankscope_storage.claim import all_shards
+from rankscope_storage.compaction import MUTEX
+from rankscope_storage.durable import Sync, make_folders
+from rankscope_storage.errors import StoreError
+from rankscope_storage.log import LOG_FOLDER, Change, Log
+from rankscope_storage.parquet import DataFile
+
+DAMAGED: Final = "_damaged"
+
+_GONE: Final = (Fault.MISSING, Fault.UNREADABLE, Fault.OTHER_SIZE)
+"""What no reader can use. A file of other content is readable: a person has to judge it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepairReport:
+    """What was done, or with `dry_run` would be; `lost` says in words which rows no longer exist."""
+
+    torn_entry: str | None
+    lost: tuple[str, ...]
+
+    @property
+    def changed(self) -> bool:
+        """Whether there was anything to do."""
+        return bool(self.torn_entry or self.lost)
+
+
+def repair(root: Path, sync: Sync, *, dry_run: bool = False, deep: bool = False) -> RepairReport:
+    """Move a torn newest log entry away, and take files that cannot be read out of the log.
+
+    Raises ClaimError while a service of this machine writes, and StoreError for what no program should decide.
+    """
+    with all_shards(root, "rankscope store repair"):
+        torn = _torn_entry(root)
+        if torn is not None and dry_run:
+            return RepairReport(torn_entry=torn.name, lost=())
+        if torn is not None:
+            _set_aside(root, torn, sync)
+        return RepairReport(torn_entry=torn.name if torn else None, lost=_drop(root, sync, dry_run=dry_run, deep=deep))
+
+
+def _torn_entry(root: Path) -> Path | None:
+    torn = torn_entries(root)
+    if not torn:
+        return None
+    if torn != entries(root)[-1:]:
+        names = ", ".join(path.name for path in torn)
+        raise StoreError(
+            f"{names} in {root / LOG_FOLDER} cannot be read, and entries that build on it exist: restore it from a "
+            "backup, or copy what `duckdb` reads from the Parquet files into a new store"
+        )
+    return torn[0]
+
+
+def _drop(root: Path, sync: Sync, *, dry_run: bool, deep: bool) -> tuple[str, ...]:
+    log = Log.open(root, sync)
+    gone = [(file, finding) for file, finding in _examined(log, deep=deep) if finding.fault in _GONE]
+    if gone and not dry_run:
+        number = (log.transaction(MUTEX) or 0) + 1
+        info = {"rankscopeRepair": "; ".join(finding.text for _, finding in gone)[:10_000]}
+        removed = [_data_file(file) for file, _ in gone]
+        log.commit(Change(removed=removed, transactions={MUTEX: number}, info=info))
+        for file, _ in gone:
+            with contextlib.suppress(FileNotFoundError):
+                _set_aside(root, root / file["path"], sync)
+    return tuple(f"{file['path']}: {extent(file)}" for file, _ in gone)
+
+
+def _examined(log: Log, *, deep: bool) -> Iterator[tuple[Mapping[str, Any], Any]]:
+    for file in log.snapshot().files.to_pylist():
+        finding = examine(log.root, file, deep=deep)
+        if finding is not None:
+            yield file, finding
+
+
+def _data_file(file: Mapping[str, Any]) -> DataFile:
+    names = ("path", "dataset", "part", "rows", "size_bytes")
+    return DataFile(**{name: file[name] for name in names}, modified_at_ms=0, statistics="")
+
+
+def _set_aside(root: Path, path: Path, sync: Sync) -> None:
+    folder = root / DAMAGED
+    make_folders(folder, root, sync)
+    path.rename(folder / path.name)
+    sync(path.parent)
+    sync(folder)

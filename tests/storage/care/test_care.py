@@ -1,0 +1,270 @@
+"""Stores that were broken on purpose: what `check` says, what `repair` saves, and when it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_storage import compaction
+from rankscope_storage.care import files
+from rankscope_storage.care.checking import check
+from rankscope_storage.care.counting import count
+from rankscope_storage.care.findings import Fault
+from rankscope_storage.care.repairing import DAMAGED, repair
+from rankscope_storage.compaction import compact
+from rankscope_storage.connection import connect
+from rankscope_storage.durable import sync_to_disk
+from rankscope_storage.errors import ClaimError, StoreError
+from rankscope_storage.log import LOG_FOLDER, Change, Log
+from rankscope_storage.parquet import DataFile
+from rankscope_storage.store import Batch, Store
+
+
+def data_files(root):
+    return sorted(root.glob("dataset=*/part=*/*.parquet"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def newest_entry(root):
+    return max((root / LOG_FOLDER).glob("*.json"))
+
+
+def faults(root, **options) -> list[Fault]:
+    return [finding.fault for finding in check(root, **options).findings]
+
+
+def rows(root) -> int:
+    with connect(root) as connection:
+        return connection.sql("SELECT count(*) FROM scalars").fetchall()[0][0]
+
+
+def test_a_store_as_it_should_be_is_whole(left):
+    report = check(left, deep=True)
+
+    assert (3, 15, ()) == (report.files, report.rows, report.findings)
+    assert report.is_whole
+    assert not repair(left, sync_to_disk, deep=True).changed
+
+
+def test_a_file_that_is_gone_is_named_with_its_rows_and_taken_out_of_the_log(left):
+    data_files(left)[0].unlink()
+    (finding,) = check(left).findings
+
+    assert Fault.MISSING == finding.fault
+    assert "5 rows of scalars, run first, steps 0 to 4" in finding.text
+    (lost,) = repair(left, sync_to_disk).lost
+    assert "5 rows of scalars, run first, steps 0 to 4" in lost
+    assert check(left).is_whole
+    assert 10 == rows(left)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 300])
+def test_a_file_cut_short_is_set_aside(left, kept):
+    path = data_files(left)[1]
+    whole = path.read_bytes()
+    path.write_bytes(whole[:kept])
+
+    assert [Fault.OTHER_SIZE] == faults(left)
+    repair(left, sync_to_disk)
+    assert whole[:kept] == (left / DAMAGED / path.name).read_bytes()
+    assert 10 == rows(left)
+
+
+def test_bytes_gone_bad_within_a_file_are_found_by_decoding_it(left):
+    path = data_files(left)[1]
+    content = bytearray(path.read_bytes())
+    content[10:200] = bytes(byte ^ 0xFF for byte in content[10:200])
+    path.write_bytes(content)
+
+    assert [] == faults(left)
+    assert [Fault.UNREADABLE] == faults(left, deep=True)
+    repair(left, sync_to_disk, deep=True)
+    assert check(left, deep=True).is_whole
+    assert 10 == rows(left)
+
+
+def rewrite_log(root, change) -> None:
+    """Let `change` bend the statistics that the newest entry tells of its file."""
+    entry = newest_entry(root)
+    lines = [json.loads(line) for line in entry.read_text().splitlines()]
+    for line in lines:
+        if "add" in line:
+            told = json.loads(line["add"]["stats"])
+            change(told)
+            line["add"]["stats"] = json.dumps(told)
+    entry.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda told: told.update(numRecords=6), "has 5 rows, 6 in the log"),
+        (lambda told: told["maxValues"].update(step=12), "has step 10 to 14, 10 to 12 in the log"),
+        (lambda told: told["minValues"].update(run="q"), "has run r to r, q to r in the log"),
+    ],
+)
+def test_a_file_that_is_not_what_the_log_says_is_damage_that_a_person_has_to_judge(left, change, said):
+    rewrite_log(left, change)
+    (finding,) = check(left).findings
+
+    assert Fault.OTHER_CONTENT == finding.fault
+    assert said in finding.text
+    assert not check(left).is_whole
+    assert not repair(left, sync_to_disk).changed
+
+
+def test_a_torn_newest_entry_is_moved_away_and_nothing_acknowledged_is_lost(left):
+    shutil.copy(newest_entry(left), left / "acknowledged")
+    torn = left / LOG_FOLDER / f"{int(newest_entry(left).stem) + 1:020d}.json"
+    torn.write_bytes(newest_entry(left).read_bytes()[:40])
+
+    assert None is check(left).version
+    assert [Fault.TORN_LOG] == faults(left)
+    assert torn.name == repair(left, sync_to_disk, dry_run=True).torn_entry
+    assert torn.exists()
+    assert torn.name == repair(left, sync_to_disk).torn_entry
+    assert check(left).is_whole
+    assert 15 == rows(left)
+
+
+def test_a_torn_entry_that_others_build_on_is_left_to_a_person(left):
+    entry = sorted((left / LOG_FOLDER).glob("*.json"))[-2]
+    entry.write_bytes(entry.read_bytes()[:30])
+
+    assert [Fault.TORN_LOG] == faults(left)
+    with pytest.raises(StoreError, match="entries that build on it exist"):
+        repair(left, sync_to_disk)
+
+
+def test_leavings_are_told_and_are_no_damage(left):
+    (data_files(left)[0].parent / "orphan.parquet").write_bytes(b"x" * 7)
+    (left / "_staging" / "half.parquet").write_bytes(b"x")
+    report = check(left)
+
+    assert [Fault.UNUSED, Fault.STAGED] == [finding.fault for finding in report.findings]
+    assert report.is_whole
+    assert not repair(left, sync_to_disk).changed
+
+
+def test_rows_stored_twice_and_records_that_are_missing_are_found(store, writer):
+    row = {"run": ["r"], "incarnation": ["i"], "kind": ["k"], "tensor": ["t"]}
+    for seq in (0, 1, 5):
+        writer.append(Batch(tables={"tensor_stats": pa.table({**row, "seq": [seq]})}, watermarks={"i": seq}))
+    (gap,) = check(store.root, deep=True).findings
+
+    assert Fault.GAP == gap.fault
+    assert "3 of seq 0 to 5 have no row" in gap.text
+    path = data_files(store.root)[0]
+    copy = path.with_name("copy.parquet")
+    shutil.copy(path, copy)
+    _add(store.root, copy)
+    found = check(store.root, deep=True)
+    assert Fault.DUPLICATES in [finding.fault for finding in found.findings]
+    assert not found.is_whole
+
+
+def _add(root, path) -> None:
+    log = Log.open(root, sync_to_disk)
+    parts = path.relative_to(root)
+    statistics = json.dumps({"numRecords": pq.read_metadata(path).num_rows})
+    names = dict(part.split("=", 1) for part in parts.parts[:2])
+    size = path.stat().st_size
+    file = DataFile(path=str(parts), **names, rows=1, size_bytes=size, modified_at_ms=0, statistics=statistics)
+    log.commit(Change(added=[file]))
+
+
+def test_repair_refuses_while_a_service_lives_and_names_it(store, writer, batch):
+    writer.append(batch(range(3)))
+    data_files(store.root)[0].unlink()
+    with pytest.raises(ClaimError, match="host-a pid 1, which is alive"):
+        repair(store.root, sync_to_disk)
+
+    assert not check(store.root).is_whole
+
+
+def test_a_service_goes_on_after_a_repair(left, batch):
+    data_files(left)[0].unlink()
+    repair(left, sync_to_disk)
+    with Store.open(left).claim(owner="next") as writer:
+        writer.append(batch(range(5, 8), incarnation="new"))
+
+    assert 13 == rows(left)
+
+
+class Killed(BaseException):
+    """As if the process died: nothing in our code catches it."""
+
+
+def test_a_compaction_killed_at_any_moment_that_touches_the_disk_is_begun_again(left, monkeypatch):
+    monkeypatch.setattr(compaction, "SMALL_FILES", 1)
+    for moment in range(1, 30):
+        copy = left.with_name(f"copy-{moment}")
+        shutil.copytree(left, copy)
+        done = _compact_until(copy, moment)
+
+        assert 15 == rows(copy)
+        assert check(copy, deep=True).is_whole
+        compact(copy, sync_to_disk)
+        assert (1, 15) == (check(copy).files, check(copy).rows)
+        if done:
+            break
+    assert done
+    assert moment > 4
+
+
+def _compact_until(root, moment: int) -> bool:
+    """Compact, dying at the `moment`-th sync; whether it came through before that."""
+    left = [moment]
+
+    def sync(path) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise Killed
+        sync_to_disk(path)
+
+    try:
+        compact(root, sync)
+    except Killed:
+        return False
+    return True
+
+
+def test_a_compaction_says_how_far_it_is(left, monkeypatch):
+    monkeypatch.setattr(compaction, "SMALL_FILES", 1)
+    told = []
+    compact(left, sync_to_disk, lambda done, total: told.append((done, total)))
+
+    assert [(1, 1)] == told
+
+
+def test_figures_are_those_of_the_files(left):
+    found = count(Log.open(left, sync_to_disk), by="run")
+    sizes = sum(path.stat().st_size for path in data_files(left))
+
+    assert (3, 15, sizes, 0) == (found.files, found.rows, found.size_bytes, found.unused_bytes)
+    assert ("1970-01-01T00:00:00", "1970-01-01T00:00:14") == tuple(
+        moment.replace(tzinfo=None).isoformat() for moment in (found.oldest, found.newest)
+    )
+    assert {"r": (2, 10), "first": (1, 5)} == {
+        row["run"]: (row["files"], row["rows"]) for row in found.groups.to_pylist()
+    }
+
+
+def test_bytes_per_sample_count_the_seven_statistics_of_a_row(store, writer):
+    row = {"run": ["r"] * 10, "kind": ["k"] * 10, "tensor": ["t"] * 10, "seq": range(10), "incarnation": ["i"] * 10}
+    writer.append(Batch(tables={"tensor_stats": pa.table(row)}, watermarks={"i": 9}))
+    (figures,) = count(Log.open(store.root, sync_to_disk), by="dataset").groups.to_pylist()
+
+    assert 7 == len({*VALUE_OPS, *COUNT_OPS} - {"numel"})
+    assert figures["bytes"] / 70 == figures["bytes_per_sample"]
+
+
+def test_a_file_of_a_newer_schema_is_told(left, monkeypatch):
+    monkeypatch.setattr(files, "SCHEMA_VERSION", 0)
+    texts = [finding.text for finding in check(left).findings]
+
+    assert 3 == sum("and this Rankscope knows up to 0" in text for text in texts)
