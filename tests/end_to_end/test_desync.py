@@ -9,6 +9,7 @@ import pytest
 from tests.programs import run_program
 
 from rankscope.demonstration.receiver import Receiver
+from rankscope_storage import reports
 from rankscope_storage.connection import connect
 
 pytestmark = pytest.mark.timeout(300)
@@ -45,6 +46,7 @@ def test_a_changed_bit_is_told_with_step_tensor_and_ranks_and_equal_ranks_never_
         history = connection.query(
             "SELECT run, step, tensor, apart FROM desync WHERE kind = 'param_after' ORDER BY step, tensor LIMIT 1"
         ).to_pylist()
+        anomalies = reports.anomalies(connection, "bad", top=1)
         stored = connection.query("SELECT DISTINCT run FROM hashes ORDER BY run")["run"].to_pylist()
 
     truth = [json.loads((tmp_path / "bad" / f"{rank}.json").read_text())["disturbed"]["truth"] for rank in range(2)]
@@ -57,6 +59,7 @@ def test_a_changed_bit_is_told_with_step_tensor_and_ranks_and_equal_ranks_never_
     assert apart == {event["tensor"] for event in first}
     assert [[0, 1]] == [json.loads(event["details"])["ranks"] for event in first]
     assert [{"run": "bad", "step": 3, "tensor": "leave.weight", "apart": [0, 1]}] == history
+    assert [("ReplicaDesync", 3, "leave.weight")] == [(row.rule, row.step, row.tensor) for row in anomalies]
     told = [alert for alert in receiver.alerts if "ReplicaDesync" in alert.title]
     assert 1 == len(told), receiver.alerts
     assert "ReplicaDesync in param_after of leave.weight" in told[0].title

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pyarrow as pa
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope_storage.analysis.divergence import Tolerance, divergence, relative_difference
+from rankscope_storage.analysis.divergence import Divergence, Tolerance, relative_difference
+from rankscope_storage.analysis.divergence import divergence as compared
 from rankscope_storage.analysis.sides import Selected, Side
 from rankscope_storage.schema import dataset_schema
 from rankscope_storage.store import Batch
@@ -17,17 +19,36 @@ from rankscope_storage.store import Batch
 A, B = Side(run="a"), Side(run="b")
 
 
-@pytest.fixture
-def put(writer):
-    ordinals = iter(range(1_000_000))
+class Rows:
+    """Rows given as dicts, which are stored together before the first question."""
 
-    def append(run: str, dataset: str, *rows: dict) -> None:
+    def __init__(self, writer, connection) -> None:
+        self.connection = connection
+        self._writer = writer
+        self._ordinals = itertools.count()
+        self._rows: dict[str, list[dict]] = {}
+
+    def __call__(self, run: str, dataset: str, *rows: dict) -> None:
         common = {"run": run, "attempt": 0, "rank": 0}
-        named = [{**common, "ordinal": next(ordinals), **row} for row in rows]
-        table = pa.Table.from_pylist(named, schema=dataset_schema(dataset))
-        writer.append(Batch(tables={dataset: table}, watermarks={}))
+        self._rows.setdefault(dataset, []).extend({**common, "ordinal": next(self._ordinals), **row} for row in rows)
 
-    return append
+    def commit(self) -> None:
+        tables = {
+            dataset: pa.Table.from_pylist(rows, schema=dataset_schema(dataset)) for dataset, rows in self._rows.items()
+        }
+        if tables:
+            self._writer.append(Batch(tables=tables, watermarks={}))
+        self._rows = {}
+
+
+@pytest.fixture
+def put(writer, connection):
+    return Rows(writer, connection)
+
+
+def divergence(put: Rows, *arguments, **options) -> Divergence:
+    put.commit()
+    return compared(put.connection, *arguments, **options)
 
 
 def stats(step: int, tensor: str = "w", norm: float | None = 1.0, **columns) -> dict:
@@ -35,60 +56,60 @@ def stats(step: int, tensor: str = "w", norm: float | None = 1.0, **columns) -> 
     return {"step": step, "kind": "param_after", "tensor": tensor, "norm": norm, **counts, **columns}
 
 
-def test_equal_runs_have_no_difference(put, connection):
+def test_equal_runs_have_no_difference(put):
     for run in "ab":
         put(run, "tensor_stats", *(stats(step, mean=None) for step in range(5)))
         put(run, "scalars", {"step": 1, "name": "loss", "value": math.nan})
-    found = divergence(connection, A, B)
+    found = divergence(put, A, B)
 
     assert (None, 5, 6, ()) == (found.first, found.steps_compared, found.rows_compared, found.steps)
 
 
-def test_the_last_attempt_of_a_step_counts_unless_one_is_chosen(put, connection):
+def test_the_last_attempt_of_a_step_counts_unless_one_is_chosen(put):
     """A requeued job makes steps 3 and 4 again; what its first launch saw there went nowhere."""
     put("a", "tensor_stats", *(stats(step, norm=1.0) for step in range(5)))
     put("b", "tensor_stats", *(stats(step, norm=1.0 if step < 3 else 9.0) for step in range(5)))
     put("b", "tensor_stats", *(stats(step, norm=1.0, attempt=1) for step in (3, 4)))
 
-    assert divergence(connection, A, B).first is None
-    first = divergence(connection, A, Side(run="b", attempt=0)).first
+    assert divergence(put, A, B).first is None
+    first = divergence(put, A, Side(run="b", attempt=0)).first
     assert first is not None
     assert (3, 1.0, 9.0) == (first.step, first.a, first.b)
-    retried = divergence(connection, Side(run="b", attempt=0), Side(run="b", attempt=1))
+    retried = divergence(put, Side(run="b", attempt=0), Side(run="b", attempt=1))
     assert (2, (0, 1, 2)) == (retried.steps_compared, retried.steps_only_in_a)
 
 
-def test_hashes_and_zeros_count_only_where_nothing_may_differ(put, connection):
+def test_hashes_and_zeros_count_only_where_nothing_may_differ(put):
     for run, hash_, zeros in (("a", 5, 0), ("b", 6, 1)):
         put(run, "tensor_stats", stats(1, zeros=zeros))
         put(run, "hashes", {"step": 1, "kind": "param_after", "tensor": "w", "hash": hash_, "norm": 1.0})
 
-    assert {"zeros", "hash"} == {point.op for point in divergence(connection, A, B).points}
-    assert divergence(connection, A, B, Tolerance(absolute=1e-9)).first is None
+    assert {"zeros", "hash"} == {point.op for point in divergence(put, A, B).points}
+    assert divergence(put, A, B, Tolerance(absolute=1e-9)).first is None
 
 
 @pytest.mark.parametrize("op", ["nans", "infs", "numel"])
-def test_counts_of_what_is_not_finite_and_of_elements_are_exact(put, connection, op):
+def test_counts_of_what_is_not_finite_and_of_elements_are_exact(put, op):
     put("a", "tensor_stats", stats(1))
     put("b", "tensor_stats", stats(1, **{op: 1}))
-    first = divergence(connection, A, B, Tolerance(relative=0.9)).first
+    first = divergence(put, A, B, Tolerance(relative=0.9)).first
 
     assert first is not None
     assert op == first.op
 
 
-def test_a_statistic_that_one_side_did_not_collect_is_no_difference(put, connection):
+def test_a_statistic_that_one_side_did_not_collect_is_no_difference(put):
     put("a", "tensor_stats", stats(1, mean=0.5, max=3.0))
     put("b", "tensor_stats", stats(1))
 
-    assert divergence(connection, A, B).first is None
+    assert divergence(put, A, B).first is None
 
 
 @pytest.mark.parametrize(("a", "b"), [(math.nan, 1.0), (math.inf, 1.0), (math.inf, -math.inf), (1.0, math.nan)])
-def test_what_is_not_finite_is_beyond_every_tolerance(put, connection, a, b):
+def test_what_is_not_finite_is_beyond_every_tolerance(put, a, b):
     put("a", "scalars", {"step": 1, "name": "loss", "value": a})
     put("b", "scalars", {"step": 1, "name": "loss", "value": b})
-    found = divergence(connection, A, B, Tolerance(relative=0.5, absolute=100.0))
+    found = divergence(put, A, B, Tolerance(relative=0.5, absolute=100.0))
 
     assert found.first is not None
     assert ("scalar", "loss", "value", None) == (
@@ -96,24 +117,24 @@ def test_what_is_not_finite_is_beyond_every_tolerance(put, connection, a, b):
     )  # fmt: skip
 
 
-def test_times_are_not_compared_unless_asked_for(put, connection):
+def test_times_are_not_compared_unless_asked_for(put):
     for run, value in (("a", 0.5), ("b", 0.6)):
         put(run, "scalars", {"step": 1, "name": "step_seconds", "value": value})
         put(run, "scalars", {"step": 1, "name": "loss", "value": 1.0})
 
-    assert divergence(connection, A, B).first is None
-    chosen = divergence(connection, A, B, selected=Selected(kinds=("scalar",)))
+    assert divergence(put, A, B).first is None
+    chosen = divergence(put, A, B, selected=Selected(kinds=("scalar",)))
     assert ["step_seconds"] == [point.tensor for point in chosen.points]
 
 
-def test_two_ranks_are_compared_in_what_they_hold_alike(put, connection):
+def test_two_ranks_are_compared_in_what_they_hold_alike(put):
     for rank in range(2):
         shared = {"rank": rank, "placement": "replica"}
         put("a", "tensor_stats", stats(1, **shared), stats(2, norm=1.0 + rank, **shared))
         put("a", "tensor_stats", stats(1, "x", 5.0 + rank, kind="act_out", rank=rank, placement="full"))
         put("a", "scalars", {"rank": rank, "step": 1, "name": "loss", "value": 1.0 + rank})
     sides = Side(run="a", rank=0), Side(run="a", rank=1)
-    found = divergence(connection, *sides)
+    found = divergence(put, *sides)
 
     assert found.first is not None
     assert (2, None, "norm", 1.0, 2.0) == (
@@ -123,15 +144,15 @@ def test_two_ranks_are_compared_in_what_they_hold_alike(put, connection):
         found.first.a,
         found.first.b,
     )
-    activations = divergence(connection, *sides, selected=Selected(kinds=("act_out",))).first
+    activations = divergence(put, *sides, selected=Selected(kinds=("act_out",))).first
     assert activations is not None
     assert (1, "x") == (activations.step, activations.tensor)
 
 
-def test_ranks_and_tensors_and_steps_of_one_side_are_told(put, connection):
+def test_ranks_and_tensors_and_steps_of_one_side_are_told(put):
     put("a", "tensor_stats", *(stats(step, rank=rank) for step in (1, 2, 3) for rank in range(2)))
     put("b", "tensor_stats", *(stats(step) for step in (2, 3, 4)), stats(3, "new"))
-    found = divergence(connection, A, B)
+    found = divergence(put, A, B)
 
     assert (None, 2, 2) == (found.first, found.steps_compared, found.rows_compared)
     assert ((), (("param_after", "new"),)) == (found.only_in_a, found.only_in_b)
@@ -140,21 +161,21 @@ def test_ranks_and_tensors_and_steps_of_one_side_are_told(put, connection):
     )  # fmt: skip
 
 
-def test_micro_batches_and_calls_of_one_tensor_are_told_apart(put, connection):
+def test_micro_batches_and_calls_of_one_tensor_are_told_apart(put):
     for run, changed in (("a", 1.0), ("b", 2.0)):
         calls = [(micro, call) for micro in range(2) for call in (None, 1)]
         norms = [changed if (micro, call) == (1, 1) else 1.0 for micro, call in calls]
         named = [{"kind": "act_out", "micro_step": micro, "call_seq": call} for micro, call in calls]
         put(run, "tensor_stats", *(stats(1, norm=norm, **own) for norm, own in zip(norms, named, strict=True)))
-    found = divergence(connection, A, B)
+    found = divergence(put, A, B)
 
     assert [(1, 1)] == [(point.micro_step, point.call_seq) for point in found.points]
 
 
-def test_chosen_steps_alone_are_looked_at(put, connection):
+def test_chosen_steps_alone_are_looked_at(put):
     for run, norm in (("a", 1.0), ("b", 2.0)):
         put(run, "tensor_stats", stats(1, norm=norm), stats(2, norm=1.0), stats(3, norm=norm))
-    found = divergence(connection, A, B, selected=Selected(steps=(2, 3)))
+    found = divergence(put, A, B, selected=Selected(steps=(2, 3)))
 
     assert [3] == [step.step for step in found.steps]
     assert 0.5 == found.steps[0].worst
