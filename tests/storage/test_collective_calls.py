@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime as dt
+import re
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import duckdb
@@ -66,6 +68,20 @@ def test_the_view_stands_in_every_store(tmp_path):
         found = connection.query("SELECT last_rank, spread FROM collective_calls").to_pylist()
 
     assert ([], [{"last_rank": 1, "spread": 0.5}]) == (empty, found)
+
+
+def test_the_questions_of_the_documentation_are_answered(tmp_path):
+    text = (Path(__file__).parents[2] / "docs" / "collectives.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```sql\n(.*?)```", text, re.DOTALL)
+    store = Store.open(tmp_path / "store", create=True)
+    rows = [call(0, 1, 1.0, run="my-run"), call(1, 1, 1.5, run="my-run", op="broadcast")]
+    with store.claim(owner="me") as writer, connect(store.root) as connection:
+        table = pa.Table.from_pylist(rows, schema=dataset_schema("collectives"))
+        writer.append(Batch(tables={"collectives": table}, watermarks={"i": 0}))
+        late, apart = (connection.query(question).to_pylist() for question in block.split(";")[:2])
+
+    assert [{"last_rank": 1, "times": 1, "seconds": 0.5, "longest": 0.5}] == late
+    assert [(1, "dp", 1, "all_reduce", [0, 1])] == [tuple(row.values()) for row in apart]
 
 
 def standing(row: dict[str, Any]) -> tuple[Any, ...]:

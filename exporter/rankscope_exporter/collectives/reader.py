@@ -35,9 +35,6 @@ MOST_WITH_STACKS: Final = 4096
 _read_before: Final[dict[str, int]] = {}
 """The last entry of each recorder that an earlier monitor of this process has read: its rows are not told twice."""
 
-STOP_SECONDS: Final = 5.0
-"""How long the end of training waits for the last reading."""
-
 
 def read_before() -> dict[str, int]:
     """Return the last entry of each recorder that an earlier monitor of this process has read."""
@@ -84,12 +81,12 @@ class CollectiveReader(Follower):
         elif self._pace.is_due(draft.step, time.monotonic()):
             self._wake.set()
 
-    def stop(self) -> None:
-        """Read for the last time; what takes longer than a few seconds is left to itself."""
+    def stop(self, seconds: float) -> None:
+        """Read for the last time; what takes longer than so many seconds is left to itself."""
         if self._thread is not None:
             self._is_last = True
             self._wake.set()
-            self._thread.join(STOP_SECONDS)
+            self._thread.join(seconds)
             _read_before.update(self._timeline.last_id)
 
     def _start(self) -> bool:

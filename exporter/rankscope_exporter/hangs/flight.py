@@ -26,7 +26,7 @@ def take_flight_record(reason: str) -> FlightRecord | None:
     """Return the latest collectives of this process; None where torch keeps no record, or nothing was recorded."""
     if not has_groups():
         return None
-    entries = [entry for recorded in read_without_stacks().values() for entry in recorded]
+    entries = [entry for recorded in read_without_stacks(is_urgent=True).values() for entry in recorded]
     return read_flight_record(entries, reason, time.time(), ranks_by_group()) if entries else None
 
 

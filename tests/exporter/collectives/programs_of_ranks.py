@@ -84,6 +84,7 @@ def monitored(net):
     return rankscope.Monitor(config).attach(net, optimizer), optimizer
 
 def left(monitor, session):
+    wait_for(session.collectives.totals.by_op)
     page = b"".join(bytes(piece) for piece in session.channel.page()).decode()
     monitor.detach()
     records = session.channel.ring.after(-1, 1 << 40).records

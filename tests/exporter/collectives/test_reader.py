@@ -64,7 +64,7 @@ def test_a_step_has_its_rows_in_a_record_of_no_step(torch_):
     reading.step_begins(3)
     torch_.entries = [raw(0, reading._began_us)]
     reading.step_ends(Draft(3, 0))
-    reading.stop()
+    reading.stop(60)
 
     assert [3] == [row["step"] for record in records for row in record.collectives]
     assert {None} == {record.step for record in records}
@@ -74,7 +74,7 @@ def test_what_was_overwritten_is_counted_and_said_in_an_event(torch_):
     reading, records, _ = made()
     torch_.entries = [raw(5, 0), raw(6, 0)]
     step(reading, 1)
-    reading.stop()
+    reading.stop(60)
 
     assert 5 == reading.overwritten
     (event,) = [event for record in records for event in record.events]
@@ -87,7 +87,7 @@ def test_thousands_of_entries_are_read_without_stacks_and_without_the_interprete
     torch_.entries = [raw(number, 0) for number in range(3)]
     step(reading, 1)
     wait_until(lambda: torch_.asked)
-    reading.stop()
+    reading.stop(60)
 
     assert ["with", "without"] == torch_.asked
 
@@ -97,7 +97,7 @@ def test_a_process_without_the_compiler_is_read_without_stacks(torch_):
     torch_.has_compiler = False
     reading, _, _ = made()
     step(reading, 1)
-    reading.stop()
+    reading.stop(60)
 
     assert {"without"} == set(torch_.asked)
 
@@ -106,7 +106,7 @@ def test_a_record_that_cannot_be_read_costs_a_fault_and_no_training(torch_):
     reading, records, guard = made()
     torch_.entries = [{"record_id": 1}]
     step(reading, 1)
-    reading.stop()
+    reading.stop(60)
 
     assert ([], True) == (records, guard.count > 0)
 
@@ -117,7 +117,7 @@ def test_a_process_without_groups_has_no_thread(monkeypatch):
     before = threading.active_count()
     for number in range(5):
         step(reading, number)
-    reading.stop()
+    reading.stop(60)
 
     assert (before, [], 0) == (threading.active_count(), records, len(reading._ended))
 
@@ -125,7 +125,7 @@ def test_a_process_without_groups_has_no_thread(monkeypatch):
 def test_a_share_of_nothing_reads_nothing(torch_):
     reading, records, _ = made(0)
     step(reading, 1)
-    reading.stop()
+    reading.stop(60)
 
     assert ([], []) == (torch_.asked, records)
 
@@ -138,7 +138,7 @@ def test_a_share_that_is_none_is_refused(share):
 
 OVERRUN = """
 import json, torch, torch.distributed as dist, rankscope
-import tempfile
+import tempfile, time
 dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
 net = torch.nn.Linear(3, 2)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -150,6 +150,8 @@ for _ in range(20):
     dist.all_reduce(torch.ones(3))
 optimizer.step()
 monitor.end_step()
+while not session.collectives.totals.by_op():
+    time.sleep(0.01)
 monitor.detach()
 records = session.channel.ring.after(-1, 1 << 40).records
 page = b"".join(bytes(piece) for piece in session.channel.page()).decode()
