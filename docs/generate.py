@@ -25,7 +25,7 @@ from rankscope.command import subcommands
 from rankscope_contract import metrics, records
 from rankscope_contract.fields import Field, FieldType, ListOf, StructOf
 from rankscope_contract.rules import rule_classes
-from rankscope_exporter import MonitorConfig
+from rankscope_exporter import CaptureConfig, MonitorConfig
 from rankscope_exporter.config_tables import TABLES
 from rankscope_ingest.config import ServiceConfig
 
@@ -109,9 +109,10 @@ def monitor_settings() -> str:
     """Return the settings of the monitor, and of the way it serves."""
     meanings = _meanings("monitor")
     rows = []
-    for prefix, cls in (("", MonitorConfig), *((f"{name}.", cls) for name, cls in TABLES.items())):
+    tables = {**TABLES, "capture": CaptureConfig}
+    for prefix, cls in (("", MonitorConfig), *((f"{name}.", cls) for name, cls in tables.items())):
         for field in fields(cls):
-            if not prefix and field.name in TABLES:
+            if not prefix and field.name in tables:
                 continue  # the settings in it stand for it
             default = "see below" if field.name == "rules" else _written(field.default)
             rows.append((f"`{prefix}{field.name}`", default, meanings.pop(prefix + field.name)))

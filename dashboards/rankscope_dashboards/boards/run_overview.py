@@ -24,6 +24,9 @@ from rankscope_dashboards.panels import (
 
 UID: Final = "rankscope-run-overview"
 
+ONCE: Final = "attach|warm_up|throughput"
+"""Threads of the monitor that work at the beginning alone."""
+
 STATES: Final = {
     RunState.PENDING: "yellow",
     RunState.RUNNING: "green",
@@ -55,7 +58,10 @@ def board() -> builders.Dashboard:
             "Did something break",
             (Place(_anomalies(), 12, 9), Place(_broken_tensors(), 12, 9), Place(_replicas_apart(), 24, 6)),
         ),
-        Section("Is the telemetry whole", (Place(_lag(), 12, 8), Place(_since_commit(), 12, 8))),
+        Section(
+            "Is the telemetry whole",
+            (Place(_lag(), 12, 8), Place(_since_commit(), 12, 8), Place(_cost(), 12, 8), Place(_stretch(), 12, 8)),
+        ),
     )
     return make_board("Run overview", description, sections)
 
@@ -268,6 +274,31 @@ def _since_commit() -> PanelBuilder:
     # Of the last hour, since a service that is away shows nothing: that is when this line must go on.
     last = f"last_over_time({metrics.LAST_COMMIT.name}[1h])"
     return lines(words, Query(f"time() - max({last} > 0)", "since last commit"))
+
+
+def _cost() -> PanelBuilder:
+    words = Words(
+        title="Cost of monitoring",
+        description="CPU time of Rankscope for each second of the rank on which it costs most, what is made once at "
+        "the beginning left out. `max_overhead` keeps it below a share, by measuring fewer steps.",
+        unit="percentunit",
+        minimum=0,
+    )
+    own = f'rate({metrics.OVERHEAD_SECONDS.name}{{run=~"$run", rank=~"$rank", thread!~"{ONCE}"}}[$__rate_interval])'
+    share = Query(f"max by (run) (sum by (run, rank) ({own}))", "{{run}}")
+    return lines(words, share)
+
+
+def _stretch() -> PanelBuilder:
+    words = Words(
+        title="Chosen steps for each that is measured",
+        description="1 is as was asked for. More: the monitor came to cost more than `max_overhead` allows, and one in "
+        "so many of the chosen steps is measured, on all ranks; events of type `budget` say since when and why.",
+        unit="none",
+        minimum=0,
+        decimals=0,
+    )
+    return lines(words, Query(f"max by (run) ({metrics.SAMPLING_STRETCH.name}{RANKS})", "{{run}}"))
 
 
 def _firings() -> str:
