@@ -28,6 +28,7 @@ class RankscopeCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]  #
     def __init__(self, config: Given = None) -> None:
         """Take what Monitor takes."""
         self._attended = Attended(config)
+        self._tokens_seen = 0
 
     def on_train_begin(
         self, _args: Any, state: Any, _control: Any, *, model: nn.Module, optimizer: Any, **_kwargs: Any
@@ -37,15 +38,18 @@ class RankscopeCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]  #
 
     def _begin(self, state: Any, model: nn.Module, optimizer: Any) -> None:
         planned = state.max_steps if state.max_steps > 0 else None
+        self._tokens_seen = state.num_input_tokens_seen
         self._attended.begin(outermost(model), optimizer, first_step=state.global_step + 1, total_steps=planned)
 
     def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
         """Evaluation and saving are over."""
         self._attended.leave_phase()
 
-    def on_step_end(self, _args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
         """Number the step, and see what is next: Trainer tells of an evaluation or a checkpoint only afterwards."""
-        self._attended.log(state.global_step, {})
+        # Trainer counts them where `include_num_input_tokens_seen` is set, of all ranks together.
+        tokens, self._tokens_seen = state.num_input_tokens_seen - self._tokens_seen, state.num_input_tokens_seen
+        self._attended.log(state.global_step, {"tokens": tokens / args.world_size} if tokens else {})
         self._next_phase(control)
 
     def on_epoch_end(self, _args: Any, _state: Any, control: Any, **_kwargs: Any) -> None:
