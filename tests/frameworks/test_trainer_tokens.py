@@ -6,9 +6,8 @@ import json
 
 import pytest
 import torch
-from torch import nn
-
 from tests.exporter.conftest import Reader, wait_until
+from torch import nn
 
 transformers = pytest.importorskip("transformers", reason="pip install -e '.[trainers]'")
 
