@@ -74,7 +74,9 @@ LATE, LATE_SECONDS = {LATE}, {LATE_SECONDS}
 """
     + """
 from torch.nn.parallel import DistributedDataParallel
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.debug import CommDebugMode
 import rankscope
 
@@ -128,6 +130,11 @@ def sharded():
         fully_shard(part)
     return fully_shard(net)
 
+def parallel():
+    mesh = init_device_mesh("cpu", (2,))
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    return parallelize_module(net, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+
 def wrapped(make):
     torch.manual_seed(0)
     net = make()
@@ -145,7 +152,11 @@ def work(rank):
     join(rank)
     outcome = {"script": script(rank)}
     outcome["DDP"] = wrapped(lambda: DistributedDataParallel(torch.nn.Linear(8, 8)))
+    outcome["FSDP1"] = wrapped(
+        lambda: FullyShardedDataParallel(torch.nn.Linear(8, 8), device_id=torch.device("cpu"), use_orig_params=True)
+    )
     outcome["FSDP2"] = wrapped(sharded)
+    outcome["tensor parallelism"] = wrapped(parallel)
     dist.destroy_process_group()
     outcome["told_at"] = time.time_ns() // 1000
     say(f"outcome-{rank}", json.dumps(outcome))

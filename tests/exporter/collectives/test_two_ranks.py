@@ -22,7 +22,7 @@ from rankscope_storage.connection import connect
 from rankscope_storage.store import Batch, Store
 
 RANKS = (0, 1)
-RUNS = ("script", "DDP", "FSDP2")
+RUNS = ("script", "DDP", "FSDP1", "FSDP2", "tensor parallelism")
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -88,7 +88,9 @@ def test_the_groups_number_of_a_call_is_the_same_on_both_ranks(outcomes):
     [
         ("DDP", {"c10d.allreduce_": "all_reduce", "c10d.broadcast_": "broadcast"}),
         # Gloo has no reduce-scatter of its own and records what it does in its place.
+        ("FSDP1", {"c10d.allgather_": "all_gather", "c10d._reduce_scatter_base_": "all_reduce"}),
         ("FSDP2", {"c10d._allgather_base_": "all_gather", "c10d._reduce_scatter_base_": "all_reduce"}),
+        ("tensor parallelism", {"c10d_functional.all_reduce": "all_reduce"}),
     ],
 )
 def test_what_a_framework_of_torch_sends_has_rows_as_torchs_own_counter_counts_it(framework, operations, outcomes):
