@@ -6,7 +6,7 @@ Pure: flight records in, calls and sentences out. Calls of one group are made by
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -113,7 +113,7 @@ def sites_of(standings: Iterable[Standing]) -> dict[int, str]:
 def _call(
     key: tuple[str, int],
     entries: Mapping[int, Collective],
-    members: Sequence[int],
+    members: Collection[int],
     latest: Mapping[int, Mapping[str, int]],
 ) -> Call:
     group, seq = key

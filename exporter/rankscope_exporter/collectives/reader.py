@@ -51,9 +51,8 @@ class CollectiveReader(Follower):
         self._guard = guard
         self._timeline = Timeline(_read_before)
         self._began_us = 0
-        self._ended: deque[tuple[int | None, int, int]] = deque(
-            maxlen=MOST_STEPS
-        )  # steps that the timeline does not know yet
+        # Steps that the timeline does not know yet: number, beginning, end.
+        self._ended: deque[tuple[int | None, int, int]] = deque(maxlen=MOST_STEPS)
         self._ranks: dict[str, tuple[int, ...]] = {}  # of groups that were destroyed too: their calls may be unread
         self._last_reading: float | None = None
         self._entries = 0
