@@ -78,7 +78,7 @@ HASH_FIELDS: Final = (
     Field("vpp_stage", "int32", "Virtual pipeline stage (model chunk); null without one."),
     Field("replicas", "string", "Ranks that hold the same elements by construction, such as 0-7 or 1,5; null: none."),
     Field("dtype", "string"),
-    Field("hash", "int64", "Of the exact bits of this rank's elements, see hashes.py; equal on all replicas."),
+    Field("hash", "int64", "Of the exact bits of this rank's elements: docs/desync.md; equal on all replicas."),
     Field("norm", "float32", "Of the same elements, over finite ones; null without one."),
     Field("numel", "int64", unit="elements"),
 )
