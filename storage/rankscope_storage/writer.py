@@ -193,7 +193,7 @@ class Writer:
 
     def _commit(self, attempt: _Attempt) -> int:
         transactions = {shard_transaction(self._shard): self._number + 1}
-        transactions |= {f"{_WATERMARK}{incarnation}": seq for incarnation, seq in attempt.watermarks.items()}
+        transactions |= {watermark_transaction(incarnation): seq for incarnation, seq in attempt.watermarks.items()}
         change = Change(added=attempt.files, transactions=transactions, info=owner_info(self._shard, self._owner))
         self._unsettled = attempt
         try:
@@ -212,7 +212,7 @@ class Writer:
 
     def _known_watermark(self, incarnation: str) -> int:
         if incarnation not in self._watermarks:
-            stored = self._log.transaction(f"{_WATERMARK}{incarnation}")
+            stored = self._log.transaction(watermark_transaction(incarnation))
             self._watermarks[incarnation] = NOTHING if stored is None else stored
         return self._watermarks[incarnation]
 
@@ -267,6 +267,11 @@ def _numbered(table: pa.Table, limits: Mapping[str, int], compare: Callable[[Any
     codes = pc.fill_null(encoded.indices, 0).to_numpy(zero_copy_only=False)
     holds = pc.and_kleene(compare(table.column("seq"), pa.array(by_code[codes])), encoded.is_valid())
     return pc.fill_null(holds, fill_value=False)
+
+
+def watermark_transaction(incarnation: str) -> str:
+    """Return the name of the transaction that says up to which seq `incarnation` is stored."""
+    return f"{_WATERMARK}{incarnation}"
 
 
 def _is_watermark(transaction: str) -> bool:

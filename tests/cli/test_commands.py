@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rankscope.command import subcommands
+from rankscope_storage.connection import connect
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cli"
 
@@ -177,11 +178,28 @@ def test_store_check_of_a_damaged_store_ends_with_1_and_repair_says_what_is_lost
     shutil.copytree(sample_store, broken)
     next(broken.glob("dataset=events/*/*.parquet")).unlink()
     checked = rankscope("store", "check", "--store", str(broken))
-    planned = rankscope("store", "repair", "--store", str(broken), "--dry-run")
     repaired = rankscope("store", "repair", "--store", str(broken))
 
     assert (1, "") == (checked.returncode, checked.stderr)
     assert "damage: missing file: dataset=events" in checked.stdout
-    assert planned.stdout.startswith("would be taken out of the log, lost: dataset=events")
-    assert repaired.stdout == planned.stdout.removeprefix("would be ")
-    assert 0 == rankscope("store", "check", "--store", str(broken)).returncode
+    assert repaired.stdout.startswith("taken out of the log, lost: dataset=events")
+
+
+def test_runs_are_joined_and_removed_by_hand(rankscope, sample_store, tmp_path):
+    copy = str(tmp_path / "copy")
+    shutil.copytree(sample_store, copy)
+    joined = rankscope("runs", "merge", "../other run", "my-run", "--store", copy)
+    unsure = rankscope("runs", "rm", "my-run", "--store", copy, input="n\n")
+    removed = rankscope("runs", "rm", "my-run", "--store", copy, "--yes")
+
+    assert [0, 1, 0] == [done.returncode for done in (joined, unsure, removed)], removed.stderr
+    assert "1 rows in 1 files\n" == joined.stdout
+    assert " rows in 4 files; " in removed.stdout
+    with connect(copy) as connection:
+        assert [] == connection.sql("SELECT run FROM scalars UNION SELECT run FROM runs").fetchall()
+
+
+def test_runs_says_what_an_action_wants(rankscope):
+    done = rankscope("runs", "rename", "my-run")
+
+    assert (2, "rankscope: write: rankscope runs rename RUN NAME\n") == (done.returncode, done.stderr)

@@ -1,0 +1,132 @@
+"""Changing the rows of one run wherever they lie, in one commit.
+
+All files that can hold the run are written anew, or left out; the commit puts the new ones in their place under the
+mutex of compaction, so that readers see all of it or nothing. What dies before it leaves only files that no version
+names. Appends of other runs go on meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from rankscope_contract.channel import NOTHING
+from rankscope_contract.records import DATASETS
+from rankscope_storage.compaction import MUTEX
+from rankscope_storage.durable import Sync
+from rankscope_storage.errors import ConflictError, StoreError
+from rankscope_storage.layout import SHARED_PREFIX
+from rankscope_storage.log import Change, Log
+from rankscope_storage.parquet import DataFile, discard, write_file
+from rankscope_storage.schema import conform, dataset_schema
+from rankscope_storage.writer import watermark_transaction
+
+_ATTEMPTS: Final = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewrite:
+    """What becomes of the rows of `run`: `rows` returns them as they shall be, None when they go."""
+
+    run: str
+    rows: Callable[[pa.Table], pa.Table | None]
+    part: str | None = None  # of files that hold no other run
+    forgets: bool = False  # positions of its processes too, so that the same rows may be stored again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewriteReport:
+    """How many rows changed, and files; `bytes_freed` on the disk once maintenance has been."""
+
+    rows: int
+    files_removed: int
+    files_added: int
+    bytes_freed: int
+
+
+def carry_out(root: Path, rewrite: Rewrite, sync: Sync) -> RewriteReport:
+    """Commit `rewrite`; a compaction that comes between is let by. Raises ConflictError when it never ends."""
+    log = Log.open(root, sync)
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            return _attempt(log, rewrite, sync)
+        except ConflictError:
+            log.refresh()
+    return _attempt(log, rewrite, sync)
+
+
+def _attempt(log: Log, rewrite: Rewrite, sync: Sync) -> RewriteReport:
+    # From here on the handle must not be refreshed: only so does the mutex cover what is looked at.
+    mutex = (log.transaction(MUTEX) or 0) + 1
+    work = _Work(log.root, rewrite, sync)
+    snapshot = log.snapshot()
+    try:
+        for dataset in DATASETS:
+            for file in snapshot.of(dataset, run=rewrite.run).to_pylist():
+                work.take(file)
+        if work.removed:
+            forgotten = {watermark_transaction(name): NOTHING for name in work.incarnations if rewrite.forgets}
+            log.commit(Change(added=work.added, removed=work.removed, transactions={MUTEX: mutex, **forgotten}))
+    except ConflictError:
+        discard(log.root, work.added)
+        raise
+    except (OSError, pa.ArrowException) as error:
+        discard(log.root, work.added)
+        raise StoreError(f"cannot rewrite files of {log.root}: {error}") from error
+    return work.report()
+
+
+class _Work:
+    """The files of one rewrite, as they come."""
+
+    def __init__(self, root: Path, rewrite: Rewrite, sync: Sync) -> None:
+        self._root = root
+        self._rewrite = rewrite
+        self._sync = sync
+        self._rows = 0
+        self.removed: list[DataFile] = []
+        self.added: list[DataFile] = []
+        self.incarnations: set[str] = set()
+
+    def take(self, file: dict[str, Any]) -> None:
+        """Replace `file`, a row of a Snapshot's files, unless it holds no row of the run after all."""
+        table = _read(self._root, file)
+        is_own = pc.equal(table.column("run"), self._rewrite.run)
+        own, others = table.filter(is_own), table.filter(pc.invert(is_own))
+        if not own.num_rows:
+            return
+        self._rows += own.num_rows
+        self.incarnations.update(value for value in own.column("incarnation").unique().to_pylist() if value is not None)
+        names = ("path", "dataset", "part", "rows", "size_bytes")
+        self.removed.append(DataFile(**{name: file[name] for name in names}, modified_at_ms=0, statistics=""))
+        changed = self._rewrite.rows(own)
+        rest = [rows for rows in (changed, others) if rows is not None and rows.num_rows]
+        if rest:
+            moves = not others.num_rows and not file["part"].startswith(SHARED_PREFIX) and file["dataset"] != "samples"
+            part = self._rewrite.part if moves and self._rewrite.part else file["part"]
+            rows = conform(pa.concat_tables(rest, promote_options="default"), file["dataset"])
+            self.added.append(write_file(self._root, file["dataset"], part, rows, self._sync))
+
+    def report(self) -> RewriteReport:
+        """Return what was done."""
+        freed = _bytes(self.removed) - _bytes(self.added)
+        return RewriteReport(
+            rows=self._rows, files_removed=len(self.removed), files_added=len(self.added), bytes_freed=freed
+        )
+
+
+def _read(root: Path, file: dict[str, Any]) -> pa.Table:
+    texts = [
+        field.name for field in dataset_schema(file["dataset"]) if field.type == pa.string() and field.name != "run"
+    ]
+    return pq.ParquetFile(root / file["path"], read_dictionary=texts).read()
+
+
+def _bytes(files: Sequence[DataFile]) -> int:
+    return sum(file.size_bytes for file in files)

@@ -1,0 +1,92 @@
+"""Removing a run, giving it another name, joining it to another. Never while a service writes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rankscope_contract.events import RunState
+from rankscope_contract.records import DATASETS
+from rankscope_storage.care.rewriting import Rewrite, RewriteReport, carry_out
+from rankscope_storage.claim import all_shards
+from rankscope_storage.connection import Connection, connect
+from rankscope_storage.durable import Sync
+from rankscope_storage.errors import ClaimError, StoreError
+from rankscope_storage.layout import own_part
+
+_LIVE: Final = (RunState.PENDING, RunState.RUNNING, RunState.STALLED)
+_IMPORTED: Final = "SELECT source_kind FROM runs WHERE run = $run AND source_kind <> 'live'"
+
+
+def remove(root: Path, run: str, sync: Sync) -> RewriteReport:
+    """Remove all rows of `run`. What was imported may be imported again; what a rank still holds may not come back."""
+    with connect(root) as connection:
+        _check_quiet(connection, run)
+        was_imported = connection.query(_IMPORTED, {"run": run}).num_rows > 0
+    return carry_out(root, Rewrite(run=run, rows=lambda _: None, forgets=was_imported), sync)
+
+
+def rename(root: Path, run: str, name: str, sync: Sync) -> RewriteReport:
+    """Give `run` the name `name`, which no other run has."""
+    with connect(root) as connection:
+        _check_quiet(connection, run)
+        if _last(connection, name) is not None:
+            raise StoreError(f"a run is called {name!r} already: `rankscope runs merge` joins two")
+    return carry_out(root, Rewrite(run=run, rows=lambda rows: _named(rows, name), part=own_part(name)), sync)
+
+
+def merge(root: Path, run: str, into: str, sync: Sync) -> RewriteReport:
+    """Join `run` to `into`: its attempts come behind those that `into` has."""
+    if run == into:
+        raise StoreError(f"{run!r} cannot be joined to itself")
+    with connect(root) as connection:
+        _check_quiet(connection, run)
+        _check_quiet(connection, into)
+        last = _last(connection, into)
+    if last is None:
+        raise StoreError(f"no run is called {into!r}: `rankscope runs rename` gives {run!r} that name")
+
+    def joined(rows: pa.Table) -> pa.Table:
+        for column, value in last.items():
+            rows = _shifted(rows, column, value + 1)
+        return _named(rows, into)
+
+    return carry_out(root, Rewrite(run=run, rows=joined, part=own_part(into)), sync)
+
+
+def _check_quiet(connection: Connection, run: str) -> None:
+    """Raise ClaimError while `run` goes on: what is appended meanwhile would keep its old name."""
+    states = connection.query("SELECT state FROM runs WHERE run = $run", {"run": run})["state"].to_pylist()
+    if states and states[0] in _LIVE:
+        try:
+            with all_shards(connection.path, "rankscope runs"):
+                return  # the service that called it so is gone
+        except ClaimError as error:
+            raise ClaimError(
+                f"run {run!r} is {states[0]}: wait until it has ended, or stop the service. {error}"
+            ) from error
+
+
+def _last(connection: Connection, run: str) -> dict[str, int] | None:
+    """Return the highest attempt and ordinal of `run`, -1 where it has none; None when it has no row at all."""
+    sources = (connection.relation(name, run=run) for name in DATASETS)
+    rows = " UNION ALL ".join(f"SELECT attempt, ordinal FROM {source} WHERE run = $run" for source in sources)
+    highest = "coalesce(max(attempt), -1) AS attempt, coalesce(max(ordinal), -1) AS ordinal"
+    found: list[dict[str, int]] = connection.query(
+        f"SELECT {highest} FROM ({rows}) HAVING count(*) > 0", {"run": run}
+    ).to_pylist()
+    return found[0] if found else None
+
+
+def _named(rows: pa.Table, name: str) -> pa.Table:
+    texts = pa.array([name] * rows.num_rows, pa.string())
+    return rows.set_column(rows.schema.get_field_index("run"), "run", texts)
+
+
+def _shifted(rows: pa.Table, column: str, offset: int) -> pa.Table:
+    position = rows.schema.get_field_index(column)
+    moved = pc.add(rows.column(column), pa.scalar(offset, rows.schema.field(column).type))
+    return rows.set_column(position, column, moved)

@@ -1,0 +1,137 @@
+"""Runs removed, renamed and joined: no other row changes, and no row key comes twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pyarrow as pa
+import pytest
+
+from rankscope_storage import compaction
+from rankscope_storage.care import runs
+from rankscope_storage.care.checking import check
+from rankscope_storage.compaction import compact
+from rankscope_storage.connection import connect
+from rankscope_storage.durable import sync_to_disk
+from rankscope_storage.errors import ClaimError, StoreError
+from rankscope_storage.schema import dataset_schema
+from rankscope_storage.store import Batch, Store
+
+
+def run_version(run: str, state: str, *, ordinal: int = 1, kind: str = "live") -> Batch:
+    row = {"run": run, "state": state, "ordinal": ordinal, "source_kind": kind}
+    return Batch(tables={"runs": pa.Table.from_pylist([row], schema=dataset_schema("runs"))}, watermarks={})
+
+
+def told(root) -> dict[str, list[tuple]]:
+    """Scalars by run: attempt, incarnation and seq."""
+    with connect(root) as connection:
+        rows = connection.sql("SELECT run, attempt, incarnation, seq FROM scalars ORDER BY ALL").fetchall()
+    found: dict[str, list[tuple]] = {}
+    for run, *rest in rows:
+        found.setdefault(run, []).append(tuple(rest))
+    return found
+
+
+def expected(attempt: int, incarnation: str, count: int) -> list[tuple]:
+    return [(attempt, incarnation, seq) for seq in range(count)]
+
+
+@pytest.fixture(params=["own parts", "shared parts", "one shared file"])
+def root(request, store, writer, batch: Callable, monkeypatch):
+    """Runs a, b and c have ended; nobody serves the store."""
+    if request.param == "own parts":
+        monkeypatch.setattr("rankscope_storage.layout.OWN_PART_ROWS", 1)
+    for number, run in enumerate("abc"):
+        writer.append(batch(range(4 + number), run=run, incarnation=f"i{run}"))
+        writer.append(run_version(run, "completed"))
+    if request.param == "one shared file":
+        monkeypatch.setattr(compaction, "SMALL_FILES", 1)
+        compact(store.root, sync_to_disk)
+    writer.close()
+    return store.root
+
+
+def test_a_removed_run_is_gone_and_the_others_are_as_they_were(root):
+    report = runs.remove(root, "b", sync_to_disk)
+
+    assert 6 == report.rows  # five scalars, and what the store said of the run
+    assert {"a": expected(0, "ia", 4), "c": expected(0, "ic", 6)} == told(root)
+    assert check(root, deep=True).is_whole
+    with connect(root) as connection:
+        assert [("a",), ("c",)] == connection.sql("SELECT run FROM runs ORDER BY run").fetchall()
+
+
+def test_a_renamed_run_has_all_its_rows_under_its_new_name(root):
+    runs.rename(root, "b", "new/name", sync_to_disk)
+
+    assert {"a": expected(0, "ia", 4), "c": expected(0, "ic", 6), "new/name": expected(0, "ib", 5)} == told(root)
+    assert check(root, deep=True).is_whole
+    with connect(root) as connection:
+        assert not any("part=b/" in file for file in connection.files("scalars"))
+
+
+def test_a_run_joined_to_another_comes_behind_its_attempts(root):
+    runs.merge(root, "b", "a", sync_to_disk)
+
+    assert {"a": expected(0, "ia", 4) + expected(1, "ib", 5), "c": expected(0, "ic", 6)} == told(root)
+    assert check(root, deep=True).is_whole
+    with connect(root) as connection:
+        assert 5 == connection.sql("FROM loss_curve WHERE run = 'a'").count("*").fetchall()[0][0]
+        assert [(1,), (3,)] == connection.sql("SELECT ordinal FROM runs_history WHERE run = 'a' ORDER BY 1").fetchall()
+
+
+def test_a_name_that_is_taken_or_missing_is_refused(root):
+    with pytest.raises(StoreError, match="a run is called 'a' already"):
+        runs.rename(root, "b", "a", sync_to_disk)
+    with pytest.raises(StoreError, match="no run is called 'nobody'"):
+        runs.merge(root, "b", "nobody", sync_to_disk)
+    with pytest.raises(StoreError, match="cannot be joined to itself"):
+        runs.merge(root, "b", "b", sync_to_disk)
+
+
+def test_a_run_that_goes_on_is_left_alone_as_long_as_its_service_lives(store, writer, batch):
+    writer.append(batch(range(3)))
+    writer.append(run_version("r", "running"))
+    with pytest.raises(ClaimError, match=r"'r' is running: .* host-a pid 1, which is alive"):
+        runs.remove(store.root, "r", sync_to_disk)
+    writer.close()
+
+    assert 4 == runs.remove(store.root, "r", sync_to_disk).rows
+
+
+def test_a_service_goes_on_appending_other_runs_meanwhile(store, writer, batch):
+    writer.append(batch(range(3), run="old", incarnation="i-old"))
+    writer.append(run_version("old", "failed"))
+    writer.append(batch(range(3)))
+    runs.remove(store.root, "old", sync_to_disk)
+    writer.append(batch(range(3, 5)))
+
+    assert {"r": expected(0, "i0", 5)} == told(store.root)
+
+
+@pytest.mark.parametrize(("kind", "again"), [("jsonl", 3), ("live", 0)])
+def test_what_was_imported_may_be_imported_again_and_what_ranks_sent_does_not_come_back(store, batch, kind, again):
+    with Store.open(store.root).claim(owner="importer") as writer:
+        writer.append(batch(range(3)))
+        writer.append(run_version("r", "completed", kind=kind))
+        runs.remove(store.root, "r", sync_to_disk)
+        writer.append(batch(range(3)))
+
+    assert again == len(told(store.root).get("r", []))
+
+
+def test_a_removal_killed_before_its_commit_has_changed_nothing(root):
+    class Killed(BaseException):
+        pass
+
+    def sync(path) -> None:
+        raise Killed
+
+    before = told(root)
+    with pytest.raises(Killed):
+        runs.rename(root, "b", "z", sync)
+
+    assert before == told(root)
+    runs.rename(root, "b", "z", sync_to_disk)
+    assert before["b"] == told(root)["z"]
