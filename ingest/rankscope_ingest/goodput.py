@@ -15,7 +15,7 @@ from typing import Final
 from rankscope_storage.connection import connect
 from rankscope_storage.errors import StoreError
 
-LOOK_SECONDS: Final = 30.0
+LOOK_SECONDS: Final = 5.0
 _SHARE: Final = 0.02
 """Of the time of one core, at most this much goes into looking, however long the history is."""
 

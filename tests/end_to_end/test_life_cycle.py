@@ -59,6 +59,30 @@ def attempts(service: Any, run: str) -> list[dict[str, Any]]:
     return stored(service, f"SELECT * FROM attempts WHERE run = '{run}' ORDER BY attempt")
 
 
+def assert_goodput_is_that_of_its_steps(service: Any, launches: list[dict[str, Any]], *, pause: float) -> None:
+    """Told apart by hand: of rank 0's steps those that no later launch began again, and none that was the first."""
+    (spent,) = stored(service, "FROM goodput")
+    made: list[tuple[int, int]] = [
+        (row["attempt"], row["step"])
+        for row in stored(
+            service,
+            "SELECT attempt, step FROM scalars WHERE name = 'step_seconds' AND rank = 0 ORDER BY attempt, step",
+        )
+    ]
+    firsts = {attempt: min(step for other, step in made if other == attempt) for attempt, _ in made}
+    lost = [(attempt, step) for attempt, step in made if any(firsts[a] <= step for a in firsts if a > attempt)]
+    useful = [(attempt, step) for attempt, step in made if (attempt, step) not in lost and step > firsts[attempt]]
+    wall = (launches[-1]["ended_at"] - launches[0]["started_at"]).total_seconds()
+    parts = [value for name, value in spent.items() if name.endswith("_seconds") and name != "wall_seconds"]
+
+    assert (len(made), len(lost)) == (spent["steps"], spent["lost_steps"])
+    assert lost
+    assert len(useful) * pause <= spent["useful_seconds"] < wall
+    assert wall == pytest.approx(spent["wall_seconds"], abs=1e-3) == pytest.approx(sum(parts), abs=1e-3)
+    assert 0 < spent["downtime_seconds"]
+    assert spent["goodput"] == pytest.approx(spent["useful_seconds"] / wall, abs=1e-3)
+
+
 def test_torchrun_restarts_failed_ranks_and_the_run_goes_on_from_its_checkpoint(
     service: Any, launch: Launch, tmp_path: Path
 ) -> None:
@@ -78,6 +102,7 @@ def test_torchrun_restarts_failed_ranks_and_the_run_goes_on_from_its_checkpoint(
     service.wait_for(
         lambda: ["failed", "failed", "completed"] == [found["state"] for found in attempts(service, "elastic")]
     )
+    service.wait_for(lambda: 'rankscope_run_goodput_ratio{run="elastic"} 0.' in service.get("/metrics"))
     shown = run_of(service, "elastic")
     assert ("completed", 2, 40, None) == (shown["state"], shown["attempt"], shown["step"], shown["reason"])
     assert 0 == service.stop(), service.log()
@@ -92,6 +117,7 @@ def test_torchrun_restarts_failed_ranks_and_the_run_goes_on_from_its_checkpoint(
     ends = [found["ended_at"] for found in launches]
     assert sorted(ends) == ends
     assert all(found["started_at"] < found["ended_at"] for found in launches)
+    assert_goodput_is_that_of_its_steps(service, launches, pause=0.02)
     (run,) = stored(service, "SELECT * FROM runs")
     assert ("completed", 2, 2, 40) == (run["state"], run["attempt"], run["world_size"], run["last_step"])
     assert launches[0]["started_at"] == run["started_at"]
