@@ -46,7 +46,6 @@ class Publisher:
         judge: Judge,
         publish: Callable[[StepRecord], object],
         *,
-        device: torch.device,
         guard: Guard,
         on_firing: Callable[[int | None, Sequence[Event]], None],
     ) -> None:
@@ -54,7 +53,6 @@ class Publisher:
         self._judge = judge
         self._choices = Choices()
         self._publish_record = publish
-        self._device = device
         self._guard = guard
         self._on_firing = on_firing
         self._queue: queue.SimpleQueue[Draft | threading.Event | None] = queue.SimpleQueue()

@@ -138,7 +138,6 @@ class Session:
             self._book,
             Judge(config.rules),
             self._publish,
-            device=device,
             guard=guard,
             on_firing=self._fired,
         )
