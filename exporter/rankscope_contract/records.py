@@ -96,7 +96,7 @@ COLLECTIVE_FIELDS: Final = (
     Field("collective_seq", "int64", "Counted by the group: the same call on all of its ranks."),
     Field("group_id", "string", "Torch's name of the group, which no other group of the job has."),
     Field("group_ranks", "string", "Its ranks, such as 0-2,5."),
-    Field("state", "string", "left, or entered when the rank was not through at the last look."),
+    Field("state", "string", "left, or entered when the rank was not through at its end; null when torch forgot it."),
     Field("backend", "string", "gloo, nccl, …"),
     Field("is_p2p", "bool", "A message between two ranks: its collective_seq counts those alone."),
 )

@@ -104,12 +104,18 @@ def test_how_far_ranks_are_is_told_in_the_words_of_a_hang(calls):
             *(call(rank, 1, 1.0) for rank in (0, 1)),
             call(0, 2, 2.0, state="entered"), call(1, 2, 2.0),
             call(0, 3, 3.0, state="entered"), call(1, 3, 3.0, state="entered"),
-            call(0, 4, 4.0, state="entered"), call(1, 1, 30.0, group_id="other", group_ranks="1"),
+            call(0, 4, 4.0, state="entered"), call(0, 5, 5.0, state=None), call(1, 5, 5.0),
         ]
     )  # fmt: skip
 
     assert (CallState.NEVER_LEFT, [0, 1], [], [0], []) == standing(rows["0", 2, 1])
     assert (CallState.ALL_IN, [0, 1], [], [0, 1], []) == standing(rows["0", 3, 1])
+    assert (CallState.OVER, [0, 1], [], [], []) == standing(rows["0", 5, 1])
+
+
+def test_a_rank_that_is_behind_and_was_read_since_never_entered(calls):
+    rows = calls([call(0, 4, 4.0, state="entered"), call(1, 1, 30.0, group_id="other", group_ranks="1")])
+
     assert (CallState.NEVER_ENTERED, [0], [1], [0], []) == standing(rows["0", 4, 1])
 
 

@@ -73,8 +73,9 @@ class Entry:
         seconds = None if duration is None else float(duration) / 1000
         return replace(self, is_over=is_over(raw), seconds=seconds)
 
-    def row(self, step: int | None, call_seq: int | None) -> dict[str, Any]:
-        """Return the row of the dataset `collectives`."""
+    def row(self, step: int | None, call_seq: int | None, *, is_kept: bool = True) -> dict[str, Any]:
+        """Return the row of the dataset `collectives`; what torch has overwritten may be over by now."""
+        under_way = ENTERED if is_kept else None
         return {
             "step": step,
             "call_seq": call_seq,
@@ -89,7 +90,7 @@ class Entry:
             "collective_seq": self.seq,
             "group_id": self.group_id,
             "group_ranks": _spans(self.ranks) or None,
-            "state": LEFT if self.is_over else ENTERED,
+            "state": LEFT if self.is_over else under_way,
             "backend": self.backend,
             "is_p2p": self.is_p2p,
         }

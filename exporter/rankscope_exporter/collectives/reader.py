@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from rankscope_contract.events import Event, EventType, Severity
+from rankscope_exporter.collectives.entries import is_over
 from rankscope_exporter.collectives.flight import (
     has_groups,
     prepare_stacks,
@@ -31,6 +32,9 @@ from rankscope_exporter.record import StepRecord
 
 MOST_WITH_STACKS: Final = 4096
 """Entries: torch holds the interpreter lock while it writes stacks, and for more entries that is too long at once."""
+
+RETIRE_SECONDS: Final = 0.2
+"""A thread of torch's own notes that an entry is over, a moment after it is."""
 
 _read_before: Final[dict[str, int]] = {}
 """The last entry of each recorder that an earlier monitor of this process has read: its rows are not told twice."""
@@ -112,7 +116,11 @@ class CollectiveReader(Follower):
         while self._ended:
             self._timeline.step_ended(*self._ended.popleft())
             steps += 1
-        readings = read_with_stacks() if has_stacks else read_without_stacks()
+        read = read_with_stacks if has_stacks else read_without_stacks
+        readings = read()
+        if is_last and any(not is_over(entry) for entries in readings.values() for entry in entries):
+            time.sleep(RETIRE_SECONDS)
+            readings = read()
         self._entries = sum(map(len, readings.values()))
         self._ranks |= ranks_by_group()
         taken = self._timeline.take(readings, self._ranks, is_last=is_last)

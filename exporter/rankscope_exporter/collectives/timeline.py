@@ -78,7 +78,7 @@ class Timeline:
         for key, _ in done:
             del self._held[key]
         rows = sorted((held for _, held in done), key=lambda held: (held.entry.created_us, held.entry.record_id))
-        taken.rows = [held.entry.row(held.step, held.call_seq) for held in rows]
+        taken.rows = [held.entry.row(held.step, held.call_seq, is_kept=held.is_kept) for held in rows]
         self._forget_counts()
         return taken
 

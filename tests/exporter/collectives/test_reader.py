@@ -111,6 +111,18 @@ def test_a_record_that_cannot_be_read_costs_a_fault_and_no_training(torch_):
     assert ([], True) == (records, guard.count > 0)
 
 
+def test_at_the_end_what_is_just_over_is_looked_at_once_more(torch_, monkeypatch):
+    """Torch notes it a moment later; a call that is said to be never left must be one."""
+    reading, records, _ = made()
+    torch_.entries = [raw(0, 0, over=False)]
+    step(reading, 1)
+    wait_until(lambda: torch_.asked)
+    monkeypatch.setattr(reader.time, "sleep", lambda _seconds: torch_.entries.__setitem__(0, raw(0, 0)))
+    reading.stop(60)
+
+    assert ["left"] == [row["state"] for record in records for row in record.collectives]
+
+
 def test_a_process_without_groups_has_no_thread(monkeypatch):
     monkeypatch.setattr(reader, "has_groups", lambda: False)
     reading, records, _ = made()
