@@ -203,3 +203,14 @@ def test_runs_says_what_an_action_wants(rankscope):
     done = rankscope("runs", "rename", "my-run")
 
     assert (2, "rankscope: write: rankscope runs rename RUN NAME\n") == (done.returncode, done.stderr)
+
+
+def test_store_retain_says_what_would_go_and_asks_for_days(rankscope):
+    done, unsaid = rankscope("store", "retain", "--days", "36500", "--dry-run"), rankscope("store", "retain")
+
+    assert (0, "") == (done.returncode, done.stderr)
+    assert done.stdout.endswith("would go: 0 files, 0 rows, 0 bytes\n")
+    assert (2, "rankscope: how many days of raw rows are to be kept? Give --days\n") == (
+        unsaid.returncode,
+        unsaid.stderr,
+    )

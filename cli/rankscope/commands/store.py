@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import enum
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rankscope.errors import CommandError
+from rankscope.errors import USAGE, CommandError
 from rankscope.options import Output, OutputFormat
 from rankscope.options import Store as Folder
 from rankscope.output import Format, write_rows
@@ -26,6 +27,7 @@ class Action(enum.StrEnum):
     CHECK = "check"
     STATS = "stats"
     COMPACT = "compact"
+    RETAIN = "retain"
     REPAIR = "repair"
 
 
@@ -38,27 +40,34 @@ class By(enum.StrEnum):
 
 
 def store(
-    action: Annotated[Action, typer.Argument(help="check, stats, compact or repair.")],
+    action: Annotated[Action, typer.Argument(help="check, stats, compact, retain or repair.")],
     store: Folder = Path("history"),
     deep: Annotated[
         bool, typer.Option("--deep", help="check, repair: decode every value; check: look for rows stored twice.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="repair: only say what would be done.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="retain, repair: only say what would be done.")] = False,
+    days: Annotated[
+        float | None, typer.Option(min=0, help="retain: days that raw rows are kept.", show_default=False)
+    ] = None,
     by: Annotated[By, typer.Option(help="stats: a row for each of these.")] = By.DATASET,
     form: OutputFormat = Format.TABLE,
     output: Output = None,
 ) -> None:
-    """Look after a store: is it whole, what does it hold, merge its small files, make a damaged one readable.
+    """Look after a store: is it whole, what does it hold, merge small files, let old rows go, repair a damaged one.
 
     check compares the log with every file and ends with 1 where something is lost, doubled or cannot be found. It
-    reads only, as stats does. compact merges small files beside a running service. repair moves a torn log entry and
-    files that cannot be read to _damaged/ and says which rows are lost; it refuses while a service writes.
+    reads only, as stats does. compact merges small files beside a running service. retain lets files go whose
+    statistics of tensors, features, histograms, hashes, collectives or samples are all older than --days; scalars,
+    events and runs stay. repair moves a torn log entry and files that cannot be read to _damaged/ and says which rows
+    are lost; it refuses while a service writes.
 
     [bold]Examples[/bold]
 
     rankscope store check --store history --deep
 
     rankscope store stats --by run --format csv
+
+    rankscope store retain --days 30 --dry-run
 
     rankscope store repair --dry-run
     """
@@ -72,6 +81,8 @@ def store(
             _stats(root, by, form, output)
         elif action is Action.COMPACT:
             _compact(root)
+        elif action is Action.RETAIN:
+            _retain(root, days, form, output, dry_run=dry_run)
         else:
             _repair(root, deep=deep, dry_run=dry_run)
     except StoreError as error:
@@ -124,6 +135,20 @@ def _compact(root: Path) -> None:
     print(f"{report.files_removed} files became {report.files_added}, {report.rows:,} rows, {report.seconds:.1f} s")
     if report.refused:
         raise CommandError("another compaction is at work: the rest is left to it")
+
+
+def _retain(root: Path, days: float | None, form: Format, output: Path | None, *, dry_run: bool) -> None:
+    from rankscope_storage.care.retention import retain
+    from rankscope_storage.durable import sync_to_disk
+
+    if days is None:
+        raise CommandError("how many days of raw rows are to be kept? Give --days", code=USAGE)
+    before = dt.datetime.now(dt.UTC) - dt.timedelta(days=days)
+    report = retain(root, before, sync_to_disk, dry_run=dry_run)
+    write_rows(report.groups, form, output)
+    if form is Format.TABLE and output is None:
+        freed = f"{report.files} files, {report.rows:,} rows, {report.size_bytes:,} bytes"
+        print(f"would go: {freed}" if dry_run else f"gone: {freed}; the disk is free after maintenance, in two hours")
 
 
 @contextlib.contextmanager
