@@ -14,7 +14,7 @@ EVERY_SECONDS: Final = 10.0
 
 
 class Accounts(Follower):
-    """Adds a number for each thread, and how far sampling is stretched, to the first step and every so often."""
+    """Adds a number for each thread, and how far sampling is stretched, to the first step and the last, and every so often."""
 
     def __init__(
         self,
@@ -33,6 +33,10 @@ class Accounts(Follower):
         if now >= self._due_at:
             self._due_at = now + EVERY_SECONDS
             draft.later.append(self._scalars)
+
+    def training_ends(self) -> None:
+        """Have them once more with the last step."""
+        self._due_at = float("-inf")
 
     def _scalars(self) -> list[Scalar]:
         spent = [
