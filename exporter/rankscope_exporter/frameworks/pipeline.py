@@ -100,7 +100,7 @@ class Pipeline(Framework):
 
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
         """Return what the inner framework says."""
-        return self._inner.replicas(parameter)
+        return self._of(parameter).replicas(parameter)
 
     def is_in_place(self, named: NamedParameter) -> bool:
         """Return what the inner framework says."""
