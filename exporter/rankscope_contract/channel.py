@@ -26,6 +26,7 @@ REGISTER_PATH: Final = "/api/v1/register"
 POKE_PATH: Final = "/api/v1/poke"
 TARGETS_PATH: Final = "/api/v1/targets"
 RUNS_PATH: Final = "/api/v1/runs"
+REMOTE_READ_PATH: Final = "/api/v1/read"  # POST, as Prometheus' remote_read asks
 EXPORTERS_PATH: Final = "/api/v1/exporters"  # exporters of others
 RUN_STACKS_PATH: Final = "/api/v1/stacks"  # POST, with a token: asks the ranks of a run
 SERVICE_DISCOVERY_PATH: Final = "/sd"

@@ -222,6 +222,13 @@ class StaticTarget(_Section):
         return url.rstrip("/")
 
 
+class RemoteReadSection(_Section):
+    """[remote_read]: how much of its history the store shows Prometheus at once."""
+
+    max_series: Annotated[int, Field(gt=0)] = 20_000
+    max_samples: Annotated[int, Field(gt=0)] = 5_000_000
+
+
 LabelName = Annotated[str, Field(pattern="^[a-zA-Z_][a-zA-Z0-9_]*$")]
 
 
@@ -285,6 +292,7 @@ class ServiceConfig(_Section):
     runs: RunsSection = RunsSection()
     spool: SpoolSection = SpoolSection()
     notify: NotifySection = NotifySection()
+    remote_read: RemoteReadSection = RemoteReadSection()
     targets: tuple[StaticTarget, ...] = ()
     exporters: tuple[ExporterSection, ...] = ()
     exporter_lists: tuple[ExporterListSection, ...] = ()

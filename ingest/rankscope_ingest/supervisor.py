@@ -32,6 +32,7 @@ from rankscope_ingest.history import History
 from rankscope_ingest.maintenance import keep_in_order
 from rankscope_ingest.notifiers import Notifier
 from rankscope_ingest.progress import Progress, RunProgress
+from rankscope_ingest.remote_read.answering import RemoteRead
 from rankscope_ingest.service_metrics import ServiceMetrics
 from rankscope_ingest.spool.spool_watch import SpoolWatch
 from rankscope_ingest.spool.spools import Spools
@@ -82,6 +83,7 @@ class Supervisor:
         self._metrics = ServiceMetrics()
         self._tls = tls
         self._batcher = make_batcher(config)
+        self._remote_read = RemoteRead(config.store.path, config.remote_read)
         self._exporters = Exporters(config, self._batcher, self._metrics)
         self._flusher = Flusher(writer, self._batcher, on_commit=self._on_commit, clock=time.monotonic)
         self._goodput = GoodputWatch(lambda: read_goodput(config.store.path), lambda: self._commits)
@@ -127,6 +129,7 @@ class Supervisor:
             finally:
                 await cancel([stopping, *others, *self._following.tasks, *self._background, flushing])
                 self._spools.close()
+                self._remote_read.close()
                 if on_progress is not None:
                     on_progress(self.progress())
 
@@ -154,6 +157,10 @@ class Supervisor:
     async def ask_stacks(self, run: str, attempt: int, ranks: Collection[int] | None) -> list[RankAnswer]:
         """Have the live ranks of an attempt, or those named, say where they stand."""
         return await self._stall_watch.ask(run, attempt, ranks)
+
+    async def remote_read(self, body: bytes) -> bytes:
+        """Answer Prometheus' remote read."""
+        return await self._remote_read.answer(body)
 
     def targets(self) -> Iterable[Target]:
         """Return all targets."""

@@ -9,6 +9,7 @@ belongs to one thread.
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -102,14 +103,21 @@ class Connection:
         self._refresh()
         return self._snapshot.of(dataset, run=run, steps=steps)
 
-    def relation(self, dataset: str, *, run: str | None = None, steps: tuple[int, int] | None = None) -> str:
-        """Return an SQL expression for FROM: `dataset` read from only those files that `run` and `steps` can be in.
+    def relation(
+        self,
+        dataset: str,
+        *,
+        run: str | None = None,
+        steps: tuple[int, int] | None = None,
+        times: tuple[dt.datetime, dt.datetime] | None = None,
+    ) -> str:
+        """Return an SQL expression for FROM: `dataset` from only those files that `run`, `steps` and `times` can be in.
 
         Worth it where there are many files: unlike the view, DuckDB then does not open the footer of each of them.
         The rows still need their WHERE.
         """
         self._refresh()
-        return f"({files_select(dataset, self._snapshot.paths(dataset, run=run, steps=steps))})"
+        return f"({files_select(dataset, self._snapshot.paths(dataset, run=run, steps=steps, times=times))})"
 
     def snapshot(self) -> Connection:
         """Return another connection, pinned to the newest version: all its questions see the same rows.

@@ -47,5 +47,9 @@ class QueryError(StoreError):
     """A statement is not allowed on a locked connection, or DuckDB refused it."""
 
 
+class LimitError(StoreError):
+    """The answer would be larger than allowed; the text says what to narrow."""
+
+
 class ExportError(StoreError):
     """A run cannot be written in the format, or to the place, that was asked for."""

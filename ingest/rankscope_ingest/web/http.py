@@ -16,6 +16,7 @@ from rankscope_contract.channel import (
     METRICS_PATH,
     POKE_PATH,
     REGISTER_PATH,
+    REMOTE_READ_PATH,
     RUN_STACKS_PATH,
     RUNS_PATH,
     SERVICE_DISCOVERY_PATH,
@@ -40,6 +41,7 @@ _PATHS: Final = (
     TARGETS_PATH,
     RUNS_PATH,
     EXPORTERS_PATH,
+    REMOTE_READ_PATH,
     HEALTH_PATH,
     METRICS_PATH,
 )
@@ -64,6 +66,10 @@ class Backend(Protocol):
 
     async def ask_stacks(self, run: str, attempt: int, ranks: Collection[int] | None) -> list[RankAnswer]:
         """Have the live ranks of an attempt, or those named, say where they stand."""
+        ...
+
+    async def remote_read(self, body: bytes) -> bytes:
+        """Return the answer to Prometheus' remote read. Raises RegistrationError."""
         ...
 
     def targets(self) -> Iterable[Target]:
@@ -100,6 +106,7 @@ def make_application(backend: Backend, token: str | None, is_own_name: OwnName |
             web.post(REGISTER_PATH, routes.register),
             web.post(POKE_PATH, routes.poke),
             web.post(RUN_STACKS_PATH, routes.stacks),
+            web.post(REMOTE_READ_PATH, routes.remote_read),
             web.get(SERVICE_DISCOVERY_PATH, routes.discovery),
             web.get(TARGETS_PATH, routes.targets),
             web.get(RUNS_PATH, routes.runs),
@@ -140,6 +147,11 @@ class _Routes:
         known = progress[run]
         answers = await self._backend.ask_stacks(run, known.attempt, ranks)
         return _json(asdict(known) | {"ranks": [answer.to_document() for answer in answers]})
+
+    async def remote_read(self, request: web.Request) -> web.Response:
+        answer = await self._backend.remote_read(await request.read())
+        headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": "snappy"}
+        return web.Response(body=answer, headers=headers)
 
     async def discovery(self, request: web.Request) -> web.Response:
         found = {"rank": per_rank, "node": per_node}.get(request.query.get("per", "rank"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -17,6 +17,8 @@ from aiohttp import web
 from rankscope_contract.channel import HEALTH_PATH
 from rankscope_ingest.config import ServiceSection, split_address
 from rankscope_ingest.errors import RegistrationError
+
+_NOT_SENT_BY_PAGES: Final = frozenset({"application/json", "application/x-protobuf"})
 
 OwnName = Callable[[str], bool]
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -44,7 +46,7 @@ def refuse_web_pages(is_own_name: OwnName | None) -> Any:
     async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
         if is_own_name is not None and request.path != HEALTH_PATH:
             _check_host(request.headers.get("Host", ""), is_own_name)
-        if request.method == "POST" and request.content_type != "application/json":
+        if request.method == "POST" and request.content_type not in _NOT_SENT_BY_PAGES:
             raise RegistrationError(415, "send the body as JSON, with Content-Type: application/json")
         return await handler(request)
 

@@ -1,0 +1,1 @@
+"""Prometheus' remote read over the store: its messages, and what answers them."""
