@@ -89,7 +89,8 @@ class LiveState:
             self._replica_hashes.update((item.replicas, item) for item in hashes)
             if record.step is not None:
                 self._step = record.step
-            judged = {NO_KIND} if record.scalars else set()
+            # A look at the hardware, between steps, has nothing that was logged.
+            judged = {NO_KIND} if record.scalars and record.step is not None else set()
             if record.statistics is not None:
                 kinds = self._kinds(record.statistics.plan)
                 judged.update(kinds)

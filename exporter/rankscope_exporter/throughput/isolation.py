@@ -23,6 +23,9 @@ from torch import nn
 MOST_SECONDS: Final = 20.0
 """CPU time after which a computation is given up."""
 
+_MOST_BYTES: Final = 1 << 26
+"""Of an array that a copy of the model may have; tensors are copied without their numbers."""
+
 _READS: Final = frozenset({"get_state", "getstate", "initial_seed", "clone_state"})
 _META: Final = torch.device("meta")
 _RANDOM: Final = "its forward uses the random numbers of the process"
@@ -81,7 +84,7 @@ def _devices(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[torch.devi
 def _watch(live: set[int], deadline: float) -> Callable[[FrameType, str, Any], None]:
     """Return a profile function: what it raises keeps the call from being made.
 
-    It is called for whatever Python does on the thread, mostly torch's own code for meta tensors: that is let pass fast.
+    It is called for all that Python does on the thread, mostly torch's own code for meta tensors: that passes fast.
     """
     calls = {nn.Module.__call__.__code__, nn.Module._call_impl.__code__}  # noqa: SLF001 - where every call of a module begins
     of_user: dict[CodeType, bool] = {}
@@ -99,6 +102,8 @@ def _watch(live: set[int], deadline: float) -> Callable[[FrameType, str, Any], N
             is_of_user = of_user.get(frame.f_code, False)
             if _changes_generator(argument):
                 raise RefusedError(_RANDOM)
+            if argument.__name__ == "__deepcopy__" and getattr(argument.__self__, "nbytes", 0) > _MOST_BYTES:
+                raise RefusedError("it holds a large array that is no tensor")
         else:
             return
         if is_of_user and time.thread_time() > deadline:

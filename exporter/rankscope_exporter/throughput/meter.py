@@ -7,6 +7,7 @@ count: this is MFU, not the use of the hardware. Nothing is published where an a
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -57,13 +58,12 @@ class Throughput(Follower):
         self._config = config
         self._parallel = replace(parallel, ranks=config.model_parallel or parallel.ranks)
         self._device = device
-        self._device_name = device_name(device)
-        self._tf32 = multiplies_in_tf32()
         self._tell = tell
         self._inputs: Inputs | None = None
         self._unseen = "no training forward of the whole model was seen"
         self._costs: Costs | None = None
         self._peak: float | None = config.peak_tflops
+        self._peak_is_known = self._peak is not None
         self.cpu_seconds = 0.0
         """CPU time of counting, which has a thread of its own."""
         self._forwards = 0
@@ -113,6 +113,8 @@ class Throughput(Follower):
         if found is None:
             return []
         flops, method = found
+        if not 0 < flops < math.inf:  # as when no token or NaN was logged
+            return []
         tflops, peak = flops / seconds / 1e12, self._known_peak()
         scalars = [Scalar("tflops_per_gpu", tflops, "TFLOP/s", {"method": method})]
         if peak is not None:
@@ -131,9 +133,14 @@ class Throughput(Follower):
             return config.flops_per_sample * samples / ranks, GIVEN
         if config.method == GIVEN or (tokens is None and samples is None and not work.forwards):
             return None
-        cost = self._known_costs().cost
-        flops = None if cost is None else _flops_of(cost, work.forwards, tokens, samples)
-        return None if cost is None or flops is None else (flops, cost.method)
+        costs = self._known_costs()
+        flops = None if costs.cost is None else _flops_of(costs.cost, work.forwards, tokens, samples)
+        if costs.cost is None or flops is None:
+            return None
+        if costs.remark:  # of numbers that somebody gets: before there are any it would only puzzle
+            self._costs = replace(costs, remark=None)
+            self._tell(costs.remark)
+        return flops, costs.cost.method
 
     def _known_costs(self) -> Costs:
         if self._costs is None:
@@ -144,20 +151,20 @@ class Throughput(Follower):
                 method=self._config.method,
                 spent=self._count_took,
             )
-            if self._costs.remark:
-                self._tell(self._costs.remark)
         return self._costs
 
     def _count_took(self, cpu_seconds: float) -> None:
         self.cpu_seconds += cpu_seconds
 
     def _known_peak(self) -> float | None:
-        if self._peak is None and self._device_name is not None:
-            name, self._device_name = self._device_name, None
-            dtype = compute_dtype(self._framework, None if self._inputs is None else self._inputs.dtype)
-            self._peak = peak_tflops(name, dtype, tf32=self._tf32)
-            if self._peak is None:
-                self._tell(f"no peak FLOP/s of {name!r} in {dtype} is known, so no MFU: set throughput.peak_tflops")
+        if not self._peak_is_known:
+            self._peak_is_known = True
+            name = device_name(self._device)
+            if name is not None:
+                dtype = compute_dtype(self._framework, None if self._inputs is None else self._inputs.dtype)
+                self._peak = peak_tflops(name, dtype, tf32=multiplies_in_tf32())
+                if self._peak is None:
+                    self._tell(f"no peak FLOP/s of {name!r} in {dtype} is known, so no MFU: set throughput.peak_tflops")
         return self._peak
 
 

@@ -127,4 +127,5 @@ def _policy(module: nn.Module) -> Any:
 
 def multiplies_in_tf32() -> bool:
     """Return whether float32 matrices may be multiplied in TF32."""
-    return torch.get_float32_matmul_precision() != "highest"
+    # The older torch.get_float32_matmul_precision() raises where a script has used this newer name.
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")

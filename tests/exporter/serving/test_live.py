@@ -10,7 +10,7 @@ from rankscope_contract.events import Event, EventType
 from rankscope_contract.records import PlanEntry
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
-from rankscope_exporter.record import Scalar
+from rankscope_exporter.record import Scalar, StepRecord
 from rankscope_exporter.serving.live import MAX_ANOMALY_SERIES, MAX_SCALAR_SERIES, LiveState
 
 NAN = AnomalyNan()
@@ -85,6 +85,16 @@ def test_a_rule_fires_until_its_kind_is_judged_again(live, record):
 
     assert still
     assert not live.snapshot().firing["AnomalyNan", "grad_reduced"]
+
+
+def test_a_look_at_the_hardware_between_steps_judges_nothing_that_was_logged(live, record):
+    live.update(record(0, firing=frozenset({("AnomalyNan", "")}), scalars=(Scalar("loss", math.nan),)))
+    live.update(StepRecord(ts=0, scalars=(Scalar("gpu_power_watts", 1.0),)))
+    still = live.snapshot().firing["AnomalyNan", ""]
+    live.update(record(1, scalars=(Scalar("loss", 1.0),)))
+
+    assert still
+    assert not live.snapshot().firing["AnomalyNan", ""]
 
 
 def test_each_kind_comes_from_its_latest_record(live, record):

@@ -312,6 +312,14 @@ def test_a_model_that_would_leave_a_trace_or_cannot_be_known_is_not_counted(cls,
             dist.destroy_process_group()
 
 
+def test_a_model_that_holds_its_data_is_not_copied_with_it():
+    model = Mlp()
+    model.data = np.zeros((1 << 26) + 1, dtype=np.uint8)
+
+    with pytest.raises(NotCountedError, match="large array"):
+        counted(model)
+
+
 def test_what_takes_too_long_is_given_up():
     with pytest.raises(NotCountedError, match="takes too long"):
         count(Endless(), Inputs.of((torch.zeros(BATCH, 8),), {}), most_seconds=0.05)

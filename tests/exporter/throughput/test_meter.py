@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig
-from rankscope_exporter.throughput import ThroughputConfig
+from rankscope_exporter.frameworks import framework_of
+from rankscope_exporter.throughput import ThroughputConfig, meter
+from rankscope_exporter.throughput.parameters import compute_dtype, multiplies_in_tf32
 
 BATCH = 32
 LAYERS = 64 * 128, 128 * 8
@@ -232,6 +234,50 @@ def test_on_a_cpu_there_is_no_mfu_without_a_peak(run):
     assert all(math.isfinite(value) and value > 0 for value in made.values("tflops_per_gpu"))
 
 
+@pytest.mark.parametrize("tokens", [0, math.nan])
+def test_a_step_without_tokens_says_nothing(run, tokens):
+    assert [] == run(Tokens(), torch.zeros(2, 10, dtype=torch.long), logged={"tokens": tokens}).of("tflops_per_gpu")
+
+
+def test_float32_counts_as_tf32_where_training_lets_it():
+    before, found = torch.backends.cuda.matmul.fp32_precision, []
+    try:
+        for precision in ("tf32", "ieee"):
+            torch.backends.cuda.matmul.fp32_precision = precision
+            found.append(multiplies_in_tf32())
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+    assert [True, False] == found
+
+
+def test_products_are_of_the_type_that_autocast_says_else_of_most_parameters():
+    model = mlp().to(torch.bfloat16)
+    model.register_parameter("scale", nn.Parameter(torch.ones(3)))
+    framework = framework_of(model)
+
+    assert torch.float16 is compute_dtype(framework, torch.float16)
+    assert torch.bfloat16 is compute_dtype(framework, None)
+
+
+def test_mfu_is_of_the_peak_of_the_device_by_its_name(monkeypatch, run):
+    """No accelerator is here: the name is that of a double."""
+    monkeypatch.setattr(meter, "device_name", lambda _device: "NVIDIA H100 80GB HBM3")
+
+    made = run(mlp(), torch.zeros(BATCH, 64))
+
+    assert [rate / 66.9 for rate in made.values("tflops_per_gpu")] == pytest.approx(made.values("mfu"))
+
+
+def test_a_device_that_is_not_in_the_table_is_named_once_and_has_no_mfu(monkeypatch, run):
+    monkeypatch.setattr(meter, "device_name", lambda _device: "Abacus 3000")
+
+    made = run(mlp(), torch.zeros(BATCH, 64))
+
+    assert [] == made.of("mfu")
+    assert 1 == len([note for note in made.notes() if "Abacus 3000" in note and "peak_tflops" in note])
+
+
 def test_off_publishes_nothing(run):
     made = run(mlp(), torch.zeros(BATCH, 64), method="off", peak_tflops=1)
 
@@ -250,7 +296,9 @@ def test_where_no_amount_is_known_nothing_is_claimed(run):
             y = self.layer(x)
             return y if y.sum().item() > 0 else -y
 
-    assert [] == run(Images(), torch.zeros(2, 3, 8, 8)).of("tflops_per_gpu")
+    made = run(Images(), torch.zeros(2, 3, 8, 8))
+
+    assert [] == made.of("tflops_per_gpu") == made.notes()
 
 
 def test_training_is_bit_for_bit_the_same_with_and_without():
