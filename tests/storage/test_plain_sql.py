@@ -50,6 +50,15 @@ def test_files_are_found_whatever_the_run_is_called(store, writer, batch, run, m
     assert [(run, 3)] == plain(emit_views(store.root)).sql("SELECT run, count(*) FROM scalars GROUP BY run").fetchall()
 
 
+def test_the_plain_program_has_the_curves_and_macros_too(store, writer, batch):
+    writer.append(batch(range(10)))
+    database = plain((store.root / FILE_NAME).read_text())
+    question = "WITH c AS (SELECT step, loss FROM loss_curve WHERE run = 'r') SELECT count(*) FROM {}"
+
+    assert [(2,)] == database.sql(question.format("downsample(c, step, loss, 5)")).fetchall()  # all alike: both ends
+    assert [(10,)] == database.sql(question.format("ema(c, step, loss, 0.1)")).fetchall()
+
+
 @pytest.mark.parametrize("clean", [False, True])
 @pytest.mark.parametrize("appends", [1, 19, 20, 45])
 def test_checkpoint_and_entries_give_the_same_list_as_delta_rs(

@@ -19,7 +19,7 @@ WITH said AS (
   GROUP BY run, name, labels, coalesce(attempt, 0), step, rank, micro_step
 ),
 per_step AS (
-  SELECT run, name, labels, attempt, step, min(ts) AS ts, count(DISTINCT rank) AS ranks,
+  SELECT run, name, labels, attempt, step, min(ts) AS ts, count(*) AS parts,
     avg(value) AS value, min(value) AS lowest, max(value) AS highest
   FROM said GROUP BY run, name, labels, attempt, step
 ),
@@ -39,17 +39,17 @@ counted AS (
       ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING), 0)::BIGINT AS steps_before
   FROM repeated
 )
-SELECT run, name, labels, attempt, step, step + steps_before AS cumulative_step, ts, ranks, value, lowest, highest,
+SELECT run, name, labels, attempt, step, step + steps_before AS cumulative_step, ts, parts, value, lowest, highest,
   coalesce(step < overwritten_from, true) AS stands
 FROM per_step JOIN counted
   ON run = of_run AND name = of_name AND labels IS NOT DISTINCT FROM of_labels AND attempt = of_attempt
 """
-"""A row per attempt and step, the ranks' mean; `cumulative_step` counts steps that were trained twice twice; `stands`
-is false for what a later attempt trained anew."""
+"""A row per attempt and step, the mean of `parts` numbers, one of each rank and micro-batch; `cumulative_step` counts
+steps that were trained twice twice; `stands` is false for what a later attempt trained anew."""
 
 _LOSS_CURVE: Final = """\
 CREATE OR REPLACE VIEW loss_curve AS
-SELECT run, labels, attempt, step, cumulative_step, ts, ranks, value AS loss, lowest, highest,
+SELECT run, labels, attempt, step, cumulative_step, ts, parts, value AS loss, lowest, highest,
   exp(value) AS perplexity
 FROM scalar_history WHERE name = 'loss' AND stands
 """

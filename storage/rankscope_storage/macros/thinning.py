@@ -9,7 +9,10 @@ from typing import Final
 DOWNSAMPLE: Final = """\
 CREATE OR REPLACE MACRO downsample(source, x, y, points, series := NULL) AS TABLE
 WITH point AS (
-  SELECT series AS line, x AS place, y::DOUBLE AS number FROM query_table(source) WHERE x IS NOT NULL AND y IS NOT NULL
+  SELECT line, place, CASE WHEN NOT isnan(told) THEN told END AS number,
+    CASE WHEN isnan(told) THEN place END AS nan_place
+  FROM (SELECT series AS line, x AS place, y::DOUBLE AS told FROM query_table(source))
+  WHERE place IS NOT NULL AND told IS NOT NULL
 ),
 extent AS (
   SELECT line AS of_line, count(*) AS total, min(place) AS first_place, max(place) AS last_place,
@@ -17,10 +20,8 @@ extent AS (
   FROM point GROUP BY line
 ),
 bucket AS (
-  SELECT line,
-    arg_min(place, number) FILTER (NOT isnan(number)) AS low_place, min(number) FILTER (NOT isnan(number)) AS low,
-    arg_max(place, number) FILTER (NOT isnan(number)) AS high_place, max(number) FILTER (NOT isnan(number)) AS high,
-    min(place) FILTER (isnan(number)) AS nan_place
+  SELECT line, arg_min(place, number) AS low_place, min(number) AS low,
+    arg_max(place, number) AS high_place, max(number) AS high, min(nan_place) AS nan_place
   FROM point JOIN extent ON line IS NOT DISTINCT FROM of_line
   WHERE total > points
   GROUP BY line, CASE WHEN last_place > first_place
@@ -32,14 +33,14 @@ kept AS (
   UNION
   SELECT line, high_place, high FROM bucket WHERE high_place IS NOT NULL
   UNION
-  SELECT line, nan_place, 'nan'::DOUBLE FROM bucket WHERE nan_place IS NOT NULL
+  SELECT line, nan_place, NULL FROM bucket WHERE nan_place IS NOT NULL
   UNION
   SELECT line, place, any_value(number) FROM point JOIN extent ON line IS NOT DISTINCT FROM of_line
   WHERE total > points AND (place = first_place OR place = last_place) GROUP BY line, place
+  UNION
+  SELECT line, place, number FROM point JOIN extent ON line IS NOT DISTINCT FROM of_line WHERE total <= points
 )
-SELECT line AS series, place AS x, number AS y FROM kept
-UNION ALL
-SELECT line, place, number FROM point JOIN extent ON line IS NOT DISTINCT FROM of_line WHERE total <= points
+SELECT line AS series, place AS x, coalesce(number, 'nan'::DOUBLE) AS y FROM kept
 ORDER BY 1, 2
 """
 """At most `points` points of each series, all of them stored ones: x is a number, times go by `epoch(ts)`."""

@@ -68,9 +68,9 @@ def test_ranks_and_micro_steps_are_averaged_and_their_spread_is_shown(writer, co
     append(
         writer, "scalars", [loss(0, 1, value, rank=rank, micro_step=micro) for (rank, micro), value in values.items()]
     )
-    expected = (3, statistics.fmean(values.values()), min(values.values()), max(values.values()))
+    expected = (6, statistics.fmean(values.values()), min(values.values()), max(values.values()))
 
-    assert [expected] == curve(connection, "ranks, loss, lowest, highest")
+    assert [expected] == curve(connection, "parts, loss, lowest, highest")
 
 
 def test_runs_names_and_labels_each_have_their_own_history(writer, connection):
