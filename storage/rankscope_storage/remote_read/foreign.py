@@ -29,9 +29,9 @@ class ForeignSeries:
             if matcher.name == NAME:
                 predicates.append(matcher.on_text("metric"))
             elif matcher.name == "instance":
-                predicates.append(matcher.on_text("target"))
+                predicates.append(f"(target = '' OR {matcher.on_text('target')})")  # brought in: a label of its own
         where = " AND ".join(predicates)
-        source = self.question.source(self.connection, "samples")
+        source = self.question.source(self.connection, "samples", of_ranks=False)
         found = self.connection.query(f"SELECT DISTINCT metric, target, labels FROM {source} WHERE {where}").to_pylist()
         chosen = [(row, labels) for row in found if (labels := _labels(row)) and self.question.fits_all(labels)]
         if not chosen:

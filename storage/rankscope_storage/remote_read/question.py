@@ -49,9 +49,12 @@ class Question:
         start, end = (min(max(ms, 0), _LATEST_MS) for ms in (self.start_ms, self.end_ms + 1))
         return _EPOCH + dt.timedelta(milliseconds=start), _EPOCH + dt.timedelta(milliseconds=max(start, end))
 
-    def source(self, connection: Connection, dataset: str) -> str:
-        """Return what stands behind FROM: `dataset` from only those files that can hold an answer."""
-        runs = self._runs()
+    def source(self, connection: Connection, dataset: str, *, of_ranks: bool = True) -> str:
+        """Return what stands behind FROM: `dataset` from only those files that can hold an answer.
+
+        The column `run` is the label only where rows are of ranks.
+        """
+        runs = self._runs() if of_ranks else None
         run = runs[0] if runs is not None and len(runs) == 1 else None
         return connection.relation(dataset, run=run, times=self.span())
 

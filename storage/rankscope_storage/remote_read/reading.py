@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import duckdb
@@ -11,7 +12,7 @@ from rankscope_storage.errors import FilesGoneError, StoreError
 from rankscope_storage.remote_read.foreign import ForeignSeries
 from rankscope_storage.remote_read.question import Question
 from rankscope_storage.remote_read.ranks import RankSeries
-from rankscope_storage.remote_read.series import Allowance, Series
+from rankscope_storage.remote_read.series import Allowance, Series, joined
 
 
 def read(
@@ -38,4 +39,8 @@ def read(
 
 def _answer(connection: Connection, question: Question, allowance: Allowance) -> list[Series]:
     parts = (RankSeries(connection, question, allowance), ForeignSeries(connection, question, allowance))
-    return sorted((series for part in parts for series in part.read()), key=lambda series: series.labels)
+    found: dict[tuple[tuple[str, str], ...], list[Series]] = defaultdict(list)
+    for part in parts:
+        for series in part.read():
+            found[series.labels].append(series)
+    return [joined(found[labels]) for labels in sorted(found)]

@@ -89,3 +89,15 @@ def cut(
 def labelled(labels: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """Return labels as they go out."""
     return tuple(sorted((name, text) for name, text in labels.items() if text))
+
+
+def joined(same: Sequence[Series]) -> Series:
+    """Return series of the same labels as one, as when a dump of live data was brought in beside the run itself."""
+    if len(same) == 1:
+        return same[0]
+    times = np.concatenate([series.times_ms for series in same])
+    values = np.concatenate([series.values for series in same])
+    order = np.argsort(times, kind="stable")
+    times, values = times[order], values[order]
+    last_of_moment = np.append(times[1:] != times[:-1], True)
+    return Series(same[0].labels, times[last_of_moment], values[last_of_moment])

@@ -57,6 +57,13 @@ def machine() -> list[dict[str, Any]]:
     ] + [{**common, "metric": "up", "ts": MARCH * 1000, "labels": None, "value": 1.0}]
 
 
+def brought_in() -> list[dict[str, Any]]:
+    """Return what an importer makes of a dump of several runs: labels that live data have, under a run of its own."""
+    common = {"run": "dump", "target": "", "metric": "rankscope_loss", "ts_origin": "file"}
+    labels = '{"instance":"spring/0","job":"rankscope","rank":"0","run":"spring"}'
+    return [{**common, "ts": (MARCH + ms) * 1000, "labels": labels, "value": 9.0} for ms in (1_000, 60_000)]
+
+
 class History:
     """Asks a store as Prometheus does."""
 
@@ -79,7 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for run, start in (("spring", MARCH), ("summer/1", JULY)):
             made = {name: table(name, rows) for name, rows in datasets(run, start).items()}
             writer.append(Batch(tables=made, watermarks={}))
-        writer.append(Batch(tables={"samples": table("samples", machine())}, watermarks={}))
+        writer.append(Batch(tables={"samples": table("samples", machine() + brought_in())}, watermarks={}))
     return folder
 
 
