@@ -13,15 +13,27 @@ from rankscope_contract import __version__
 if TYPE_CHECKING:
     from rankscope_contract.rules.nan import AnomalyNan
     from rankscope_contract.rules.turbulence import AnomalyTurbulence
-    from rankscope_exporter import Monitor, MonitorConfig
+    from rankscope_exporter import Anomaly, CaptureConfig, Monitor, MonitorConfig
     from rankscope_exporter.msprobe import TrainerMon
     from rankscope_storage.connection import connect
 
-__all__ = ["AnomalyNan", "AnomalyTurbulence", "Monitor", "MonitorConfig", "TrainerMon", "__version__", "connect"]
+__all__ = [
+    "Anomaly",
+    "AnomalyNan",
+    "AnomalyTurbulence",
+    "CaptureConfig",
+    "Monitor",
+    "MonitorConfig",
+    "TrainerMon",
+    "__version__",
+    "connect",
+]
 
 _HOMES: Final = {
+    "Anomaly": "rankscope_exporter",
     "AnomalyNan": "rankscope_contract.rules.nan",
     "AnomalyTurbulence": "rankscope_contract.rules.turbulence",
+    "CaptureConfig": "rankscope_exporter",
     "Monitor": "rankscope_exporter",
     "MonitorConfig": "rankscope_exporter",
     "TrainerMon": "rankscope_exporter.msprobe",

@@ -239,3 +239,40 @@ def test_ranks_change_at_one_step_however_late_they_look_and_however_fast_they_t
 
     assert all(rank.taken == all_ranks[0].taken for rank in all_ranks)
     assert all_ranks[0].taken
+
+
+def test_a_change_beside_others_replaces_none_and_is_replaced_by_none():
+    """What a budget or a capture asks for must not cost a switch that is under way, nor the other way round."""
+    one, other = ranks(2)
+
+    assert one.agreement.propose("switch", "file", 1)
+    assert not other.agreement.propose("stretch", "budget", stands=True)
+    for _ in range(3):
+        one.look()
+        other.look()
+    assert other.agreement.propose("stretch", "budget", stands=True)
+    assert not one.agreement.propose("switch again", "file", 2)
+    for _ in range(3):
+        one.look()
+        other.look()
+
+    assert [["switch", "stretch"]] * 2 == [[change.document for change in rank.waiting] for rank in (one, other)]
+
+
+def test_what_a_source_asks_for_up_to_a_stamp_is_heard_once_of_all_ranks():
+    """A NaN that all ranks see at the same step, or soon after, is captured once."""
+    one, other = ranks(2)
+
+    assert one.agreement.propose("of one", "capture", 7, until=20, stands=True)
+    assert all(
+        other.agreement.propose("of the other", "capture", step, until=step + 13, stands=True) for step in (7, 20)
+    )
+    for _ in range(3):
+        one.look()
+        other.look()
+    assert other.agreement.propose("later", "capture", 21, until=34, stands=True)
+    for _ in range(3):
+        one.look()
+        other.look()
+
+    assert [["of one", "later"]] * 2 == [[change.document for change in rank.waiting] for rank in (one, other)]
