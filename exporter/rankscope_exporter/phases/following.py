@@ -73,8 +73,7 @@ class Phases(Follower):
     # What happens in a step.
 
     def step_begins(self, step: int) -> None:  # noqa: ARG002 - it is known in the end
-        """Note whose thread is that of the training: a checkpoint may be written on another one."""
-        self._thread = threading.get_ident()
+        """Note it."""
         self._has_step = True
         self._note(("step_begins", self._now(), ""))
 
@@ -85,6 +84,7 @@ class Phases(Follower):
     def forward_ended(self) -> None:
         """Note it."""
         self._note(("forward_ended", self._now(), ""))
+        self._keep_short()
 
     def evaluation_begins(self) -> None:
         """Note it; of many forwards in a row the first begins the evaluation and the last ends it."""
@@ -109,11 +109,11 @@ class Phases(Follower):
     def backward_ended(self) -> None:
         """Note it."""
         self._note(("backward_ended", self._now(), ""))
-        if len(self._marks) > MOST_MARKS:
-            self._give_up()
+        self._keep_short()
 
     def update_begins(self) -> None:
-        """Note it."""
+        """Note it, and whose thread is that of the training: a checkpoint may be written on another one."""
+        self._thread = threading.get_ident()  # not of a forward or backward pass, which torch may run on its own
         self._note(("update_begins", self._now(), ""))
 
     def updated(self) -> None:
@@ -146,6 +146,7 @@ class Phases(Follower):
             self._announced[-1].within += took
         self._totals.add({name: took - ended.within})
         self._note(("phase_ended", self._now(), name))
+        self._keep_short()
 
     def total(self, name: str) -> list[Scalar]:
         """Return how long the phase `name` has lasted in all; on the publisher's thread."""
@@ -206,10 +207,11 @@ class Phases(Follower):
             steps.append(Scalar(PRE_COLLECTIVE_SECONDS, made.pre_collective, UNIT))
         return [*steps, *told]
 
-    def _give_up(self) -> None:
-        """Tell nothing apart any more until the step has ended."""
-        self._note(("gives_up", self._now(), ""))
-        self._note = lambda mark: self._marks.append(mark) if mark[0] == "closes" else None
+    def _keep_short(self) -> None:
+        """Beyond so many marks tell nothing apart any more until the step has ended."""
+        if len(self._marks) > MOST_MARKS:
+            self._note(("gives_up", self._now(), ""))
+            self._note = lambda mark: self._marks.append(mark) if mark[0] == "closes" else None
 
     def _it_was_training(self) -> None:
         """A backward pass follows: what looked like an evaluation was a training forward in evaluation mode."""

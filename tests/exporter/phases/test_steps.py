@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -15,6 +16,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_exporter.drafts import Draft
+from rankscope_exporter.phases.clock import HostClock
+from rankscope_exporter.phases.following import MOST_MARKS, Phases
+from rankscope_exporter.phases.timeline import Traits
 
 EXACT = 1e-6
 
@@ -271,6 +276,49 @@ def test_a_step_whose_end_is_known_late_is_timed_all_the_same(quiet, watch, read
         records = eventually(lambda: (found := read.records()) and 2 in phase_rows(found) and found)
 
     assert watch.slept["evaluation"] <= phase_rows(records)[2]["evaluation"]
+
+
+def test_a_step_of_endless_passes_keeps_its_memory_and_all_of_its_time():
+    handed: list[Draft] = []
+    phases = Phases(HostClock(), Traits(), handed.append)
+    for step in (1, 2):
+        phases.step_begins(step)
+        began = time.monotonic()
+        for _ in range(30_000 if step == 2 else 1):
+            phases.forward_begins()
+            phases.forward_ended()
+        kept = len(phases._marks)
+        draft = Draft(step, 0, ended_at=time.monotonic())
+        phases.step_timed(draft, "forward")
+    ((read,),) = (draft.later,)
+    told = {scalar.labels["phase"]: scalar.value for scalar in read() if scalar.name == "step_phase_seconds"}
+
+    assert kept <= MOST_MARKS + 3
+    assert told["other"] > told["forward"] > 0
+    assert sum(told.values()) >= draft.ended_at - began
+
+
+def test_a_checkpoint_written_on_another_thread_is_no_time_of_the_step(quiet, watch, reader, eventually):
+    net, optimizer = slow_training(watch)
+    with Monitor(quiet).attach(net, optimizer) as monitor:
+        read = reader(monitor)
+        writer = threading.Event()
+        for step in train(net, optimizer, monitor, 3):
+            if step == 1:
+
+                def write() -> None:
+                    with monitor.phase("checkpoint"):
+                        writer.wait(60)
+
+                thread = threading.Thread(target=write)
+                thread.start()
+        writer.set()
+        thread.join()
+        monitor.end_step()
+        records = eventually(lambda: (found := read.records()) and 3 in phase_rows(found) and found)
+        assert 0 == monitor.faults
+
+    assert not any("checkpoint" in phases for phases in phase_rows(records).values())
 
 
 def test_a_model_trained_in_evaluation_mode_is_not_taken_for_evaluated(quiet, watch, reader, eventually):
