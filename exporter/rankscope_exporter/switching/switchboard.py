@@ -104,7 +104,7 @@ class Switchboard:
                 change.ready(self._collection)
 
     def opens(self, step: int) -> list[Event]:
-        """Note that step number `step` is about to begin, and do what is due. Three comparisons when nothing is."""
+        """Note that step number `step` is about to begin, and do what is due. A few comparisons when nothing is."""
         self._note_pace(step)  # first: the thread that promises something looks at the pace behind its promise
         self.arrives(step)
         events: list[Event] = []
@@ -120,7 +120,7 @@ class Switchboard:
             else:
                 events += self._guard.call("switching", change.take, self._collection, step) or ()
         if not events and self._since is not None and self.measuring.on and self._collection.is_over:
-            events.append(self._end(step))
+            events += [self._end(step), *self._tell_companions(step)]
         return events
 
     def _take(self, change: Change, step: int, *, is_replaced: bool) -> list[Event]:
@@ -134,10 +134,12 @@ class Switchboard:
         self.ended.clear()
         self._since, self._by = step, change.source
         self.taken()
-        events = [_event(before, change, step)]
-        for companion in self.companions:
-            events += self._guard.call("switching", companion.switched, step) or ()
-        return events
+        return [_event(before, change, step), *self._tell_companions(step)]
+
+    def _tell_companions(self, step: int) -> list[Event]:
+        """Tell those that go along that something else is measured."""
+        told = (self._guard.call("switching", companion.switched, step) for companion in self.companions)
+        return [event for events in told for event in events or ()]
 
     def _end(self, step: int) -> Event:
         self._collection.take([])
