@@ -1,13 +1,18 @@
 """A copy of a model on the meta device: its modules and shapes, whole and unwrapped, none of its numbers and hooks.
 
 The model itself is only read. Where it is sharded the copy has the parameters whole, as DTensor or DeepSpeed know them;
-what FSDP, `torch.compile` and activation checkpointing put around its modules is left out.
+what FSDP, `torch.compile` and activation checkpointing put around its modules is left out. So are attributes that lead
+elsewhere: a trainer, and through it to what wraps the model and to the data, another model, a group of processes.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final
 
 import torch
@@ -19,6 +24,15 @@ from rankscope_exporter.naming import WRAPPER_LEVELS, entry
 
 # Bound to the live model: `forward` as accelerate replaces it, and what `module.compile()` has made.
 _LEFT_OUT: Final = frozenset({"forward", "_original_forward", "_old_forward", "_compiled_call_impl"})
+
+_VALUES: Final = (
+    *(type(None), bool, int, float, complex, str, bytes, type, Enum),
+    *(torch.Tensor, torch.dtype, torch.device, FunctionType, BuiltinFunctionType),
+)
+_OTHERS: Final = (nn.Module, *filter(None, [getattr(torch.distributed, "ProcessGroup", None)]))
+
+_MOST_PARTS: Final = 10_000
+"""Of one attribute: a trainer leads to a data set, which may be a long list."""
 
 
 class NotCopiedError(ValueError):
@@ -80,8 +94,30 @@ def _fill(shell: nn.Module, module: nn.Module, memo: dict[int, Any]) -> None:
     }
     known = {*nn.Module().__dict__, *_LEFT_OUT}
     for name, value in list(own.items()):
-        if name not in known and not name.startswith("__composable_api"):
+        if name not in known and not name.startswith("__composable_api") and _is_of_the_model(value, memo, set()):
             shell.__dict__[name] = copy.deepcopy(value, memo)
+
+
+def _is_of_the_model(value: Any, memo: Mapping[int, Any], seen: set[int]) -> bool:
+    """Return whether nothing that `value` leads to is another module, a group of processes, or of many parts."""
+    if isinstance(value, _VALUES) or id(value) in memo or id(value) in seen:
+        return True
+    seen.add(id(value))
+    if len(seen) > _MOST_PARTS or isinstance(value, _OTHERS):
+        return False
+    return all(_is_of_the_model(part, memo, seen) for part in _parts(value))
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return list(value)
+    if isinstance(value, dict):
+        return [item for pair in list(value.items()) for item in pair]
+    if isinstance(value, MethodType):
+        return [value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    return list(getattr(value, "__dict__", {}).values())
 
 
 def _without_numbers(tensor: torch.Tensor | None, memo: dict[int, Any]) -> torch.Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -318,6 +319,31 @@ def test_a_model_that_holds_its_data_is_not_copied_with_it():
 
     with pytest.raises(NotCountedError, match="large array"):
         counted(model)
+
+
+class Trained(Mlp):
+    """Knows who trains it, as Lightning's modules do: somebody who holds the model in a wrapper."""
+
+    def __init__(self):
+        super().__init__()
+        self.trainer = SimpleNamespace(strategy=SimpleNamespace(model=Wrapper(self)), data=range(10), names=["a"])
+        self.scale = SimpleNamespace(value=1.0, layers=[self.first])
+
+    def forward(self, x):
+        return super().forward(x) * self.scale.value
+
+
+class Wrapper(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def __setstate__(self, state):
+        pytest.fail("the wrapper was copied")
+
+
+def test_who_trains_the_model_is_not_copied_with_it():
+    assert MLP == counted(Trained())
 
 
 def test_what_takes_too_long_is_given_up():
