@@ -14,7 +14,7 @@ EVERY_SECONDS: Final = 10.0
 
 
 class Accounts(Follower):
-    """Adds a number for each thread, and how far sampling is stretched, to the first step and the last, and every so often."""
+    """Adds what each thread has cost, and the stretch, to the first step and the last, and every so often."""
 
     def __init__(
         self,
