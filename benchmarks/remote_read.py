@@ -1,0 +1,79 @@
+"""Prometheus' remote read over a store: from the body of a question to the body of its answer, snappy included."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from _rows import Row
+
+from rankscope_ingest.remote_read.messages import packed, read_response
+from rankscope_storage.connection import Connection, connect
+from rankscope_storage.remote_read.matchers import Matcher, MatchType
+from rankscope_storage.remote_read.question import Question
+from rankscope_storage.remote_read.reading import read
+from rankscope_storage.store import Batch, Store
+
+RUNS, RANKS, TENSORS, STEPS, FLUSH_STEPS, ROUNDS = 4, 4, 50, 2_000, 250, 7
+START = 1_770_000_000_000_000
+
+
+def run() -> list[Row]:
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "store"
+        _fill(store)
+        with connect(store) as connection:
+            one = {"run": "run-1", "tensor": "layers.7.weight", "op": "norm", "rank": "2"}
+            return [
+                _row(connection, "one series", one),
+                _row(connection, "a tensor, all ranks and statistics", {"run": "run-1", "tensor": "layers.7.weight"}),
+                _row(connection, "one statistic of a run", {"run": "run-1", "op": "norm"}),
+            ]
+
+
+def _row(connection: Connection, name: str, labels: dict[str, str]) -> Row:
+    asked = {"__name__": "rankscope_tensor_value", **labels}
+    matchers = tuple(Matcher(MatchType.EQUAL, label, value) for label, value in asked.items())
+    question = Question(matchers, 0, 1 << 42)
+    times = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        answers = read(connection, [question], max_series=100_000, max_samples=10_000_000)
+        body = packed(read_response(answers))
+        times.append(time.perf_counter() - began)
+    samples = sum(len(series.values) for series in answers[0])
+    note = f"{len(answers[0]):,} series, {samples:,} samples, {len(body) / samples:.1f} bytes each; warm"
+    return Row(name, statistics.median(times) * 1e3, "ms", note)
+
+
+def _fill(store: Path) -> None:
+    random = np.random.default_rng(0)
+    with Store.open(store, create=True).claim(owner="benchmark") as writer:
+        for number in range(RUNS):
+            for first in range(0, STEPS, FLUSH_STEPS):
+                writer.append(Batch(tables={"tensor_stats": _rows(f"run-{number}", first, random)}, watermarks={}))
+
+
+def _rows(run: str, first: int, random: np.random.Generator) -> pa.Table:
+    step, rank, tensor = (
+        grid.ravel()
+        for grid in np.meshgrid(np.arange(first, first + FLUSH_STEPS), np.arange(RANKS), np.arange(TENSORS))
+    )
+    count = len(step)
+    names = pa.array([f"layers.{place}.weight" for place in range(TENSORS)])
+    columns = {
+        "run": pa.array([run] * count),
+        "attempt": pa.array(np.zeros(count, np.int32)),
+        "rank": pa.array(rank.astype(np.int32)),
+        "step": pa.array(step),
+        "ts": pa.array(START + step * 1_000_000).cast(pa.timestamp("us", "UTC")),
+        "kind": pa.array(["grad_reduced"] * count),
+        "tensor": pa.DictionaryArray.from_arrays(pa.array(tensor.astype(np.int32)), names),
+    }
+    for op in ("norm", "min", "max", "mean"):
+        columns[op] = pa.array(random.normal(size=count).astype(np.float32))
+    return pa.table(columns)
