@@ -1,7 +1,8 @@
 """What keeps web pages out of a service without a token: a browser on this machine reaches loopback for any page.
 
-A page may send a form or plain text anywhere, but JSON only where it is let, so a POST must be JSON. A page whose name
-was made to resolve to this machine (DNS rebinding) comes with that name in its Host header, so names must be ours.
+A page may send a form or plain text anywhere, but JSON or protobuf only where it is let, so a POST must be one of them.
+A page whose name was made to resolve to this machine (DNS rebinding) comes with that name in its Host header, so names
+must be ours.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def own_names(section: ServiceSection, host_name: Callable[[], str] = socket.get
 
 
 def refuse_web_pages(is_own_name: OwnName | None) -> Any:
-    """Return the middleware that demands JSON of every POST and, where `is_own_name` is given, a Host of ours."""
+    """Return the middleware that demands of every POST what no page sends and, where `is_own_name` is given, a Host of ours."""
 
     @web.middleware
     async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
