@@ -40,6 +40,7 @@ from rankscope_exporter.quantities.structure import Structure
 from rankscope_exporter.record import StepRecord
 from rankscope_exporter.recorder import Recorder
 from rankscope_exporter.redaction import redacted_arguments
+from rankscope_exporter.revision import script_commit
 from rankscope_exporter.sampling.collection import Collection
 from rankscope_exporter.sampling.measuring import Measuring, chosen
 from rankscope_exporter.sampling.ops import remarks, unjudged
@@ -368,4 +369,4 @@ def public_settings(config: MonitorConfig) -> dict[str, Any]:
     settings = asdict(config)
     settings["serve"]["token"] = "***" if config.serve.token else None
     settings["rules"] = [{"rule_name": type(rule).__name__, "args": asdict(rule)} for rule in config.rules]
-    return {**settings, "argv": redacted_arguments(sys.argv)}
+    return {**settings, "argv": redacted_arguments(sys.argv), "git_commit": script_commit(sys.argv[0])}

@@ -73,6 +73,15 @@ SELECT coalesce(
 
 _GOODPUT: Final = "SELECT goodput, wall_seconds FROM goodput WHERE run = $run"
 
+_CODE: Final = """\
+SELECT max_by(git_commit, ordinal) AS git_commit, max_by(command, ordinal) AS command
+FROM (
+  SELECT coalesce(ordinal, 0) AS ordinal, config->>'$.git_commit' AS git_commit,
+    array_to_string(CAST(config->'$.argv' AS VARCHAR[]), ' ') AS command
+  FROM (SELECT ordinal, CASE WHEN json_valid(config) THEN config::JSON END AS config FROM {runs} WHERE run = $run)
+)
+"""
+
 _EVENTS: Final = """\
 SELECT count(*) FILTER (begins) AS incidents,
   coalesce(sum(coalesce(TRY_CAST(details->>'$.records' AS BIGINT),  -- negative where lost ones were found again
@@ -112,6 +121,8 @@ class RunSummary:
     tokens_per_second: float | None
     goodput: float | None  # time in steps that count over all time since the run first began
     wall_seconds: float | None
+    git_commit: str | None  # of the newest launch that knew one
+    command: str | None  # how it was started, secrets masked
     incidents: int
     lost_records: int
     bytes_on_disk: int  # with its share of files that hold several runs
@@ -186,6 +197,7 @@ def _summary(connection: Connection, run: str) -> RunSummary:
         wall_seconds=spent.get("wall_seconds"),
         **_first_row(connection, _LOSS.format_map(sources), run=run),
         **_first_row(connection, _TOKENS.format_map(sources), run=run),
+        **_first_row(connection, _CODE.format_map(sources), run=run),
         **_first_row(connection, _EVENTS.format_map(sources), run=run, gap=INCIDENT_GAP_STEPS),
     )
 

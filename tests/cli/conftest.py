@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import math
 import os
 import subprocess
@@ -101,10 +102,13 @@ def event_rows() -> list[dict[str, Any]]:
 
 def run_rows() -> list[dict[str, Any]]:
     whole = {"started_at": START, "planned_steps": STEPS, "world_size": 2, "source_kind": "live", "ts_origin": "ingest"}
+    code = {
+        "config": json.dumps({"git_commit": "0123456789abcdef" * 2 + "01234567", "argv": ["train.py", "--lr", "3"]})
+    }
     end = {"ended_at": START + dt.timedelta(seconds=STEPS), "last_step": STEPS}
     other = {"state": "failed", "reason": "rank 0 vanished", "started_at": START - dt.timedelta(days=1)}
     return [
-        common(None, 0, 0) | whole | {"state": "running"},
+        common(None, 0, 0) | whole | code | {"state": "running"},
         common(None, STEPS, 0) | whole | end | {"state": "completed"},
         common(None, 7, 0, run="../other run") | whole | other | {"last_step": 7},
     ]

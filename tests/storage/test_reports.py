@@ -247,3 +247,16 @@ def test_a_run_name_with_a_quote_is_just_a_name(asking, put):
 
     assert 1 == len(reports.anomalies(asking, "x'; DROP VIEW events; --", top=8))
     assert 1 == reports.summary(asking, "x'; DROP VIEW events; --").rows["events"]
+
+
+def test_a_run_tells_the_commit_and_the_command_of_its_newest_launch_that_knew_them(asking, put):
+    def config(commit: str | None, *argv: str) -> str:
+        return json.dumps({"git_commit": commit, "argv": argv})
+
+    put("runs", {"state": "failed", "ordinal": 1, "config": config("a" * 40, "train.py", "--lr", "3")})
+    put("runs", {"state": "running", "ordinal": 2, "config": config("b" * 40, "train.py", "--key", "***")})
+    put("runs", {"state": "running", "ordinal": 3}, {"state": "completed", "ordinal": 4, "config": "no JSON"})
+    found = reports.summary(asking, "r")
+
+    assert ("b" * 40, "train.py --key ***") == (found.git_commit, found.command)
+    assert (None, None) == (reports.summary(asking, "s").git_commit, reports.summary(asking, "s").command)

@@ -39,10 +39,17 @@ def summary_lines(found: RunSummary) -> Iterator[str]:
         yield f"speed      {found.tokens_per_second:,.0f} tokens/s"
     if found.goodput is not None and found.wall_seconds is not None:
         yield f"goodput    {found.goodput:.1%} of {_duration(found.wall_seconds)} in steps that count"
+    if code := _code(found):
+        yield f"code       {code}"
     yield f"incidents  {found.incidents}{', see rankscope anomalies' if found.incidents else ''}"
     yield f"lost       {found.lost_records} records"
     rows = ", ".join(f"{count:,} {dataset}" for dataset, count in found.rows.items())
     yield f"stored     {rows or 'nothing'}; {_size(found.bytes_on_disk)}"
+
+
+def _code(found: RunSummary) -> str:
+    commit = found.git_commit and f"commit {cell(found.git_commit[:12])}"
+    return ", ".join(filter(None, (commit, found.command and cell(found.command))))
 
 
 def _steps(found: RunSummary) -> str:
