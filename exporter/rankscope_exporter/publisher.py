@@ -116,8 +116,6 @@ class Publisher:
         statistics, judgement = self._statistics(draft)
         read = (self._guard.call("a logged number", pending.scalar) for pending in draft.pending)
         scalars = [scalar for scalar in read if scalar is not None]
-        for later in draft.later:
-            scalars += self._guard.call("a number that comes later", later) or ()
         events = list(draft.events)
         if any(pending.scalar().value for pending in draft.found_inf):
             events.append(skipped_event())
@@ -129,6 +127,8 @@ class Publisher:
             events.append(event)
             firing.add((str(event.rule), NO_KIND))
         scalars += self._running_totals(scalars)
+        for later in draft.later:  # not judged: bytes and seconds of ours are no numbers of the training
+            scalars += self._guard.call("a number that comes later", later) or ()
         record = StepRecord(
             ts=draft.ts,
             step=draft.step,

@@ -17,6 +17,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from torch import nn
 
+from rankscope_contract.rules import AnomalyNan
 from rankscope_exporter import Monitor, MonitorConfig, ServeConfig
 from rankscope_exporter.sampling import collection
 
@@ -176,6 +177,24 @@ def test_rates_and_totals_follow_from_amounts(quiet: MonitorConfig, reader: Make
         assert [(1, 10.0), (3, 40.0)] == read.scalars("tokens_total")
         assert rates[3] == pytest.approx(30 / seconds[3])
         assert ("seconds", "tokens/s") == (units["step_seconds"], units["tokens_per_second"])
+
+
+def test_rules_judge_what_training_logs_and_not_what_we_add(reader: MakeReader, eventually: Eventually) -> None:
+    net, optimizer = make()
+    rules = (AnomalyNan(threshold=1_000.0),)
+    config = MonitorConfig(quantities=("parameters",), rules=rules, console=False, exit_wait_seconds=0)
+    with Monitor(config).attach(net, optimizer) as monitor:
+        read = reader(monitor)
+        for loss in (1.0, 2_000.0):
+            step(net, optimizer)
+            monitor.log(loss=loss)
+        monitor.end_step()
+        eventually(lambda: len(read.scalars("loss")) == 2)
+        memory = read.scalars("resident_memory_bytes")
+        fired = [(event["step"], event["op"]) for event in read.events() if event["type"] == "anomaly"]
+
+    assert min(value for _, value in memory) > 1_000
+    assert [(2, "loss")] == fired
 
 
 def test_a_learning_rate_is_logged_once_by_us_or_by_the_script(
