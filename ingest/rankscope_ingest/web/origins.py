@@ -41,7 +41,7 @@ def own_names(section: ServiceSection, host_name: Callable[[], str] = socket.get
 
 
 def refuse_web_pages(is_own_name: OwnName | None) -> Any:
-    """Return the middleware that demands of every POST what no page sends and, where `is_own_name` is given, a Host of ours."""
+    """Return the middleware that demands of a POST what no page sends and, with `is_own_name`, a Host of ours."""
 
     @web.middleware
     async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:

@@ -28,7 +28,7 @@ def _row(sample):
     try:
         value = float(sample.value)
     except OverflowError:
-        value = math.copysign(math.inf, sample.value)
+        value = math.inf if sample.value > 0 else -math.inf
     ts = None if sample.timestamp is None else round(sample.timestamp * 1e6)
     if ts is not None and not 0 <= ts <= 253_402_300_799_000_000:
         raise ValueError("a time that no table holds")

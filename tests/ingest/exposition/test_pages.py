@@ -65,6 +65,18 @@ def test_surprise_is_read_by_the_rules(name):
     assert reference(body) == rows_of(rows)
 
 
+NUMBER_TEXTS = ["+1", ".5", "5.", "-0", "1e400", "1e-400", "NaN", "-nan", "+Inf", "INFINITY", "1_0", "nan(7)", "0x1"]
+NUMBER_TEXTS += ["1e", "1 ", " 1", "1\t", "", "-", "١", "9" * 400, "1 5000", "1 # {} 2", "9007199254740993"]
+
+
+@pytest.mark.parametrize("text", NUMBER_TEXTS)
+def test_number_in_whatever_spelling_is_what_the_library_takes_it_for(text):
+    body = f"a {text}\n".encode()
+    expected = [("a", None, 1.0, None)] if "#" in text else reference(body)  # an exemplar, which is no time
+
+    assert expected == rows_of(read_one(warmed(b"a 1\n"), body))
+
+
 def test_number_in_place_of_a_blank_line_is_not_overlooked():
     rows = read_one(warmed(b"a 1\n\nb 2\n"), b"a 1\nc 3\nb 2\n")
 
