@@ -1,4 +1,4 @@
-"""What a step costs on which nothing is measured: switched off, and attached but not due, of models of 6 and 144 tensors.
+"""What a step costs on which nothing is measured: switched off, and attached but not due, of two models.
 
 Small tensors, so that our calls are all there is to see; their number is the same for both models, which a test holds.
 CPU time of the training thread, blocks of steps beside each other, the order changing from pair to pair. And what it

@@ -73,7 +73,7 @@ class Recorder:
         self.moments = Moments(guard)
         """Tells parts beside this one what comes by."""
         self.micro_step = -1
-        """Which training forward of the step under way was the last to begin, from 0 on; of its chunk, if it is of one."""
+        """Which training forward of the step, or of its chunk, was the last to begin, from 0 on."""
         self._forwards: dict[int, int] = {}  # the same, for each chunk
         self.on_open: Callable[[int], None] = lambda _attempt: None
         """Called with the number of steps begun so far whenever a sampled one begins."""

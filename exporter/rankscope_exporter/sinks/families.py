@@ -174,7 +174,4 @@ def feature_rows(features: Iterable[Mapping[str, Any]], shown: Shown) -> dict[st
         numbers = found.setdefault(family, {}).setdefault(key, {})
         if row["value"] is not None:
             numbers[column] = row["value"]
-    return {
-        family: [FeatureRow(*key, numbers) for key, numbers in rows.items()]
-        for family, rows in found.items()
-    }
+    return {family: [FeatureRow(*key, numbers) for key, numbers in rows.items()] for family, rows in found.items()}
