@@ -202,7 +202,7 @@ LINES = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data(), LINES)
 def test_first_and_later_pages_are_read_as_the_library_reads_them(data, lines):
     reader = PageReader()

@@ -57,7 +57,7 @@ POOL = _pool()
 TIMES = st.one_of(st.integers(-(1 << 62), 1 << 62), st.integers(1_500_000_000_000, 1_900_000_000_000))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.tuples(TIMES, TIMES, st.lists(st.tuples(st.integers(0, 3), st.text(), st.just("a|b"))))))
 def test_request_is_read_as_prometheus_means_it(queries):
     request = made("ReadRequest")(accepted_response_types=[1, 0])
@@ -79,7 +79,7 @@ def test_request_is_read_as_prometheus_means_it(queries):
 SERIES = st.tuples(st.dictionaries(st.text(), st.text()), st.lists(st.tuples(TIMES, st.floats(allow_nan=False))))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.lists(SERIES, max_size=3), max_size=3))
 def test_answer_is_read_by_others_as_it_was_meant(answers):
     given_series = [

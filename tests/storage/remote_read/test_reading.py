@@ -117,7 +117,7 @@ def fits(labels, matcher):
     return found is (operator in {"=", "=~"})
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(MATCHERS, min_size=1, max_size=3))
 def test_matchers_pushed_down_give_what_they_would_give_of_everything(history, matchers):
     """Files, columns and SQL may only save work: the answer is that of Python's own `re` over all series."""
