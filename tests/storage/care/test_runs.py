@@ -37,7 +37,7 @@ def expected(attempt: int, incarnation: str, count: int) -> list[tuple]:
     return [(attempt, incarnation, seq) for seq in range(count)]
 
 
-@pytest.fixture(params=["own parts", "shared parts", "one shared file"])
+@pytest.fixture(params=["own parts", "one shared file"])
 def root(request, store, writer, batch: Callable, monkeypatch):
     """Runs a, b and c have ended; nobody serves the store."""
     if request.param == "own parts":
