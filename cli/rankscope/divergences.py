@@ -31,6 +31,8 @@ def lines(found: Divergence) -> Iterator[str]:
         yield from _points(found.points)
         if (left := found.points_at_first - len(found.points)) > 0:
             yield f"({left} more at step {first.step})"
+        if found.looks_rounded:
+            yield "sums in another order of addition differ so: --tolerance 1e-5 passes over it"
         yield ""
         yield from _growth(found.steps)
     for side, other in _missing(found):

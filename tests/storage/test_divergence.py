@@ -79,6 +79,28 @@ def test_the_last_attempt_of_a_step_counts_unless_one_is_chosen(put):
     assert (2, (0, 1, 2)) == (retried.steps_compared, retried.steps_only_in_a)
 
 
+def test_a_mean_is_held_against_what_it_is_a_mean_of(put):
+    """Of four elements with norm 2 the root mean square is 1: a mean near zero may differ by more than itself."""
+    for run, mean in (("a", 1e-9), ("b", -2e-9)):
+        put(run, "tensor_stats", stats(1, norm=2.0, mean=mean))
+    (point,) = divergence(put, A, B).points
+
+    assert ("mean", pytest.approx(3e-9)) == (point.op, point.relative)
+    assert divergence(put, A, B, Tolerance(relative=1e-8)).first is None
+    assert divergence(put, A, B, Tolerance(relative=1e-9)).first is not None
+    assert pytest.approx(3e-9) == divergence(put, A, B).steps[0].worst
+
+
+@pytest.mark.parametrize(
+    ("norm", "minimum", "looks"), [(1.0 + 1e-6, 0.5, True), (1.0 + 1e-4, 0.5, False), (1.0 + 1e-6, 0.6, False)]
+)
+def test_what_differs_in_sums_alone_and_by_little_looks_like_another_order_of_addition(put, norm, minimum, looks):
+    put("a", "tensor_stats", stats(1, min=0.5))
+    put("b", "tensor_stats", stats(1, norm=norm, min=minimum))
+
+    assert looks == divergence(put, A, B).looks_rounded
+
+
 def test_hashes_and_zeros_count_only_where_nothing_may_differ(put):
     for run, hash_, zeros in (("a", 5, 0), ("b", 6, 1)):
         put(run, "tensor_stats", stats(1, zeros=zeros))

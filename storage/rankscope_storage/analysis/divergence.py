@@ -18,6 +18,9 @@ from rankscope_storage.analysis.sides import EXACT, KEYS, NUMBERS, SCALAR, Selec
 from rankscope_storage.connection import Connection
 
 WINDOW_ROWS: Final = 500_000
+ROUNDING: Final = 1e-5
+"""Of a norm or mean in float32: kernels, and GPUs from run to run, add in different orders."""
+
 _MOST_POINTS: Final = 200_000
 _OPS: Final = (*NUMBERS, *EXACT)
 
@@ -25,6 +28,9 @@ _OPS: Final = (*NUMBERS, *EXACT)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
     """How far two numbers may lie from each other: `absolute` + `relative` times the larger magnitude.
+
+    A mean is compared on the scale of what it is a mean of, the root mean square where that is known: what sums of the
+    same elements in another order differ by goes with that, and may be as large as a mean near zero.
 
     Counts of NaN, Inf and elements are exact. Counts of zeros and hashes are compared where both are 0 alone: they
     tell apart what any tolerance would let pass.
@@ -54,11 +60,13 @@ class Point:
     op: str
     a: float | int | None
     b: float | int | None
+    scale: float | None = None
+    """What the difference of two means is a share of, where that is known; of other numbers it is the larger one."""
 
     @property
     def relative(self) -> float | None:
-        """Return their difference as a share of the larger one; None where that says nothing."""
-        return relative_difference(self.a, self.b) if self.op in NUMBERS else None
+        """Return their difference as a share of their scale; None where that says nothing."""
+        return relative_difference(self.a, self.b, self.scale) if self.op in NUMBERS else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +102,13 @@ class Divergence:
     def first(self) -> Point | None:
         """Return where they part; None where they do not."""
         return self.points[0] if self.points else None
+
+    @property
+    def looks_rounded(self) -> bool:
+        """Return whether the first points differ as sums do whose terms were added in another order."""
+        shares = [point.relative for point in self.points if point.op in ("norm", "mean")]
+        small = all(share is not None and share <= ROUNDING for share in shares)
+        return bool(shares) and small and len(shares) == len(self.points)
 
 
 def divergence(
@@ -143,11 +158,11 @@ def divergence(
     )
 
 
-def relative_difference(a: float | None, b: float | None) -> float | None:
-    """Return |a - b| over the larger magnitude; None where one is missing or not finite."""
+def relative_difference(a: float | None, b: float | None, scale: float | None = None) -> float | None:
+    """Return |a - b| over the largest of both magnitudes and `scale`; None where one is missing or not finite."""
     if a is None or b is None or not (math.isfinite(a) and math.isfinite(b)):
         return None
-    largest = max(abs(a), abs(b))
+    largest = max(abs(a), abs(b), scale or 0.0)
     return abs(a - b) / largest if largest else 0.0
 
 
@@ -186,7 +201,8 @@ class _Comparison:
         shared["rank"] = row["rank"] if self._by_rank else None
         for op in _OPS:
             if row[f"{op}_apart"]:
-                yield Point(op=op, a=row[f"{op}_a"], b=row[f"{op}_b"], **shared)
+                scale = row["mean_scale"] if op == "mean" else None
+                yield Point(op=op, a=row[f"{op}_a"], b=row[f"{op}_b"], scale=scale, **shared)
 
     def _joined(self, first: int, last: int) -> str:
         keys = ("step", *(("rank",) if self._by_rank else ()), *KEYS)
@@ -197,7 +213,7 @@ class _Comparison:
         told = ", ".join(f'coalesce({flag}, false) AS "{op}_apart"' for op, flag in flags.items())
         any_ = " OR ".join(f'"{op}_apart"' for op in _OPS)
         return (
-            f"SELECT *, {any_} AS apart FROM (SELECT *, {told} FROM ("
+            f"SELECT *, {any_} AS apart, {_largest('mean')} AS mean_scale FROM (SELECT *, {told} FROM ("
             f"SELECT {', '.join(f'a.{key}' for key in keys)}, {both} FROM ({a}) a JOIN ({b}) b ON {on}))"
         )
 
@@ -216,7 +232,14 @@ def _finite(op: str) -> str:
 
 
 def _largest(op: str) -> str:
-    return f'greatest(abs("{op}_a"::DOUBLE), abs("{op}_b"::DOUBLE))'
+    own = ", ".join(f'abs("{op}_{side}"::DOUBLE)' for side in "ab")
+    if op != "mean":
+        return f"greatest({own})"
+    squares = ", ".join(
+        f'CASE WHEN isfinite("norm_{side}") THEN "norm_{side}"::DOUBLE / sqrt(greatest("numel_{side}", 1)) END'
+        for side in "ab"
+    )
+    return f"greatest({own}, {squares})"  # which passes over null
 
 
 def _relative(op: str) -> str:
