@@ -163,7 +163,7 @@ class Monitor:
         deadline = time.monotonic() + wait_seconds
         self._guard.call("detach()", session.hooks.remove)
         self._guard.call("detach()", session.watchdog.stop)
-        self._guard.call("detach()", session.hardware.stop)
+        self._guard.call("detach()", session.followers.hardware.stop)
         self._guard.call("end of training", self._record_end, session, reason, error)
         return lambda: self._see_off(session, deadline, wait_seconds)
 
@@ -184,7 +184,8 @@ class Monitor:
         self._guard.on_first = None
 
     def _drain(self, session: Session, deadline: float, wait_seconds: float) -> None:
-        self._guard.call("detach()", session.collectives.stop, max(PUBLISH_SECONDS, deadline - time.monotonic()))
+        left_seconds = max(PUBLISH_SECONDS, deadline - time.monotonic())
+        self._guard.call("detach()", session.followers.collectives.stop, left_seconds)
         session.publisher.stop(max(PUBLISH_SECONDS, deadline - time.monotonic()))
         session.alongside.stop(max(PUBLISH_SECONDS, deadline - time.monotonic()))
         left = session.channel.drain(max(0.0, deadline - time.monotonic()))
@@ -266,7 +267,7 @@ class Monitor:
         session.recorder.moments.tell("phase_ended", name)
         self._show_phase(session)
         if name not in WITHIN_A_STEP:
-            session.recorder.add(functools.partial(session.phases.total, name))
+            session.recorder.add(functools.partial(session.followers.phases.total, name))
             self._event(session, EventType.PHASE, name, {"phase": name, "seconds": seconds})
 
     def _show_phase(self, session: Session) -> None:

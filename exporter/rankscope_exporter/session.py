@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,43 +15,38 @@ from rankscope_contract.records import WIRE_VALUE_OPS
 from rankscope_exporter.alongside import Alongside, Parts
 from rankscope_exporter.budget.accounts import Accounts
 from rankscope_exporter.capture.callbacks import OnAnomaly
-from rankscope_exporter.collectives.reader import CollectiveReader
 from rankscope_exporter.config import MonitorConfig
 from rankscope_exporter.console import Console, banner
 from rankscope_exporter.current import current_rows
 from rankscope_exporter.drafts import Draft
+from rankscope_exporter.followers import Followers
 from rankscope_exporter.guard import Guard, fault_text
 from rankscope_exporter.hangs.diagnosis import Diagnosis
 from rankscope_exporter.hangs.hang import HangLimits
 from rankscope_exporter.hangs.watchdog import Watchdog
-from rankscope_exporter.hardware.memory import Memory
-from rankscope_exporter.hardware.watch import HardwareWatch
 from rankscope_exporter.hooks import Hooks
-from rankscope_exporter.identity import group_store, resolve_identity
+from rankscope_exporter.identity import resolve_identity
 from rankscope_exporter.judge import Judge
 from rankscope_exporter.naming import element_count, encodable
-from rankscope_exporter.phases.following import Phases
 from rankscope_exporter.publisher import Publisher
 from rankscope_exporter.quantities.base import Subject
 from rankscope_exporter.quantities.structure import Structure
 from rankscope_exporter.record import StepRecord
 from rankscope_exporter.recorder import Recorder
-from rankscope_exporter.redaction import redacted_arguments
-from rankscope_exporter.revision import script_commit
 from rankscope_exporter.sampling.collection import Collection
 from rankscope_exporter.sampling.measuring import Measuring, chosen
 from rankscope_exporter.sampling.ops import remarks, unjudged
 from rankscope_exporter.sampling.windows import Measurement
 from rankscope_exporter.serving.channel import Channel
+from rankscope_exporter.settings_shown import public_settings
 from rankscope_exporter.sinks import sink_class
 from rankscope_exporter.sinks.api import Row
 from rankscope_exporter.sinks.feeding import Sinks
 from rankscope_exporter.statistics import backend_name, warm_up, warm_up_seconds
 from rankscope_exporter.steps import StepTracker
-from rankscope_exporter.switching.agreement import Agreement
+from rankscope_exporter.switching.joining import agreement_of
 from rankscope_exporter.switching.sources import Switching
 from rankscope_exporter.switching.switchboard import Switchboard
-from rankscope_exporter.throughput import Throughput
 from rankscope_exporter.throughput.parameters import ALONE, Parallel
 
 log = logging.getLogger("rankscope")
@@ -67,12 +59,6 @@ WARM_UP_AT_STEP = 3
 
 ONCE = ("attach", "warm_up", "throughput")
 """What costs CPU time at the beginning alone: no fewer samples would make it less."""
-
-_POLLS_PER_MARGIN = 6
-"""How many looks fit between a change being asked for and its step: a rank may be late by half of them."""
-
-_sessions = itertools.count(1)
-"""Tells monitors of one process apart that are attached one after the other, on all ranks alike."""
 
 
 class Session:
@@ -109,12 +95,17 @@ class Session:
             guard=guard,
             tracker=StepTracker(first_step, has_optimizer=bool(subject.optimizers), explicit=explicit),
         )
-        self.recorder.moments.follow(Memory(device))
-        self.throughput = Throughput(subject.framework, config.throughput, parallel, device=device, tell=self._tell)
-        self.recorder.moments.follow(self.throughput)
-        self.hardware = HardwareWatch(device, config.hardware.every_seconds, self._hand_over, guard)
-        self.phases = Phases.of(subject, device, self._hand_over, times_steps=config.phases)
-        self.recorder.moments.follow(self.phases)
+        self.followers = Followers(
+            subject,
+            config,
+            guard,
+            device=device,
+            parallel=parallel,
+            hand_over=self._hand_over,
+            publish=self._send,
+            tell=self._tell,
+        )
+        self.followers.follow(self.recorder.moments)
         self.attach_seconds = 0.0
         """CPU time of what attach() did on the thread that called it."""
         self._is_warm = False
@@ -131,8 +122,6 @@ class Session:
             dropped=self._dropped,
             faults=lambda: guard.count,
         )
-        self.collectives = CollectiveReader(config.collectives_share, self.channel.publish, guard)
-        self.recorder.moments.follow(self.collectives)
         classes = [sink_class(name) for name in config.sinks]
         self.sinks = Sinks([cls(config.options_of_sink(cls), self.identity) for cls in classes], guard)
         self.publisher = Publisher(
@@ -165,7 +154,7 @@ class Session:
             lambda changed: chosen(subject, changed, self.identity.rank, switched=True),
             guard=guard,
             tell=self._tell,
-            agreement=self._agreement(),
+            agreement=agreement_of(self.identity, self.board.pace, config.switch_poll_seconds),
             first_step=first_step,
         )
         wired = Parts(
@@ -193,7 +182,7 @@ class Session:
         self.channel.stretch = lambda: self.alongside.governor.stretch
         self.hooks.beat = self.watchdog.beat
         self.hooks.tell = self._tell
-        self.channel.collectives = self.collectives.counts
+        self.channel.collectives = self.followers.collectives.counts
         self.channel.take_stacks = lambda: self.diagnosis.take("request").document(self.identity.rank)
         self.publisher.published = self.recorder.published
         self.publisher.flush_idle = self.recorder.flush_idle
@@ -213,9 +202,8 @@ class Session:
             self.watchdog.start()
             undo.append(self.hooks.remove)
             self.hooks.install()
-            self.throughput.install(self.hooks)
-            undo.append(self.hardware.stop)
-            self.hardware.start()
+            undo.append(self.followers.hardware.stop)
+            self.followers.start(self.hooks)
             self._remark(self.config)
             undo.append(self.switching.stop)
             self.switching.start()
@@ -229,24 +217,6 @@ class Session:
         """Change what is measured because the script says so. Raises ConfigError."""
         self.switching.call(document)
         self.recorder.between(self.board.ready)
-
-    def _agreement(self) -> Agreement | None:
-        store = group_store() if self.identity.world_size > 1 else None
-        if store is None:
-            return None
-        name = f"rankscope/switch/{self.identity.launch_id}/{next(_sessions)}"
-        try:
-            store = store.clone()  # a connection of its own: whoever waits on the other one does not hold us up
-        except (AttributeError, NotImplementedError, RuntimeError):  # not every store can
-            log.debug("the store of the process group has no second connection")
-        return Agreement(
-            store,
-            name,
-            self.identity.rank,
-            self.identity.world_size,
-            self.board.pace,
-            margin_seconds=_POLLS_PER_MARGIN * self.config.switch_poll_seconds,
-        )
 
     def print_banner(self, address: str) -> None:
         """Tell on rank 0 what is monitored, what it costs, and who reads it."""
@@ -280,9 +250,7 @@ class Session:
             "publisher": self.publisher.cpu_seconds,
             "watchdog": self.watchdog.cpu_seconds,
             "switch": self.switching.cpu_seconds,
-            "hardware": self.hardware.cpu_seconds,
-            "throughput": self.throughput.cpu_seconds,
-            "collectives": self.collectives.cpu_seconds,
+            **self.followers.overhead_seconds(),
         }
 
     def _what(self) -> str:
@@ -295,8 +263,7 @@ class Session:
             "publisher_behind": self._collection.unsampled + self.publisher.dropped,
             "events_per_step": self.publisher.events_left_out,
             "plan_full": self._book.left_out,
-            "collectives_overrun": self.collectives.overwritten,
-            "phases_late": self.phases.left_out,
+            **self.followers.left_out(),
             **self.alongside.dropped(),
             **self.sinks.missed,
         }
@@ -316,8 +283,11 @@ class Session:
     def _hand_over(self, draft: Draft) -> None:
         self.publisher.put(draft)
 
-    def _publish(self, record: StepRecord) -> None:
+    def _send(self, record: StepRecord) -> None:
         self.channel.publish(record)
+
+    def _publish(self, record: StepRecord) -> None:
+        self._send(record)
         self.sinks.put(record)
 
     def _step_opens(self, attempt: int) -> None:
@@ -362,11 +332,3 @@ class Session:
     def _tell_fault(self, where: str, error: BaseException) -> None:
         text = encodable(fault_text(where, error))
         self.recorder.event(Event(type=EventType.FAULT, severity=Severity.WARNING, message=text))
-
-
-def public_settings(config: MonitorConfig) -> dict[str, Any]:
-    """Return the configuration as /config and the store show it: without secrets."""
-    settings = asdict(config)
-    settings["serve"]["token"] = "***" if config.serve.token else None
-    settings["rules"] = [{"rule_name": type(rule).__name__, "args": asdict(rule)} for rule in config.rules]
-    return {**settings, "argv": redacted_arguments(sys.argv), "git_commit": script_commit(sys.argv[0])}

@@ -9,7 +9,7 @@ import pytest
 
 from rankscope_exporter.config import MonitorConfig
 from rankscope_exporter.revision import git_commit
-from rankscope_exporter.session import public_settings
+from rankscope_exporter.settings_shown import public_settings
 
 
 def git(folder: Path, *arguments: str) -> str:

@@ -1,0 +1,65 @@
+"""What goes along with every step of a session, measured or not: memory, throughput, phases, collectives, hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from rankscope_exporter.collectives.reader import CollectiveReader
+from rankscope_exporter.config import MonitorConfig
+from rankscope_exporter.drafts import Draft
+from rankscope_exporter.frameworks.base import Hooking
+from rankscope_exporter.guard import Guard
+from rankscope_exporter.hardware.memory import Memory
+from rankscope_exporter.hardware.watch import HardwareWatch
+from rankscope_exporter.moments import Moments
+from rankscope_exporter.phases.following import Phases
+from rankscope_exporter.quantities.base import Subject
+from rankscope_exporter.record import StepRecord
+from rankscope_exporter.throughput.meter import Throughput
+from rankscope_exporter.throughput.parameters import Parallel
+
+
+class Followers:
+    """Built with the session; each notes little on the training thread, and does the rest on others."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        config: MonitorConfig,
+        guard: Guard,
+        *,
+        device: torch.device,
+        parallel: Parallel,
+        hand_over: Callable[[Draft], None],
+        publish: Callable[[StepRecord], object],
+        tell: Callable[[str], None],
+    ) -> None:
+        self.memory = Memory(device)
+        self.throughput = Throughput(subject.framework, config.throughput, parallel, device=device, tell=tell)
+        self.phases = Phases.of(subject, device, hand_over, times_steps=config.phases)
+        self.collectives = CollectiveReader(config.collectives_share, publish, guard)
+        self.hardware = HardwareWatch(device, config.hardware.every_seconds, hand_over, guard)
+
+    def follow(self, moments: Moments) -> None:
+        """Hear of every step from now on."""
+        for follower in (self.memory, self.throughput, self.phases, self.collectives):
+            moments.follow(follower)
+
+    def start(self, hooking: Hooking) -> None:
+        """Hook what is looked at once, and begin to look at the hardware."""
+        self.throughput.install(hooking)
+        self.hardware.start()
+
+    def overhead_seconds(self) -> dict[str, float]:
+        """Return CPU seconds by who spent them off the training thread."""
+        return {
+            "hardware": self.hardware.cpu_seconds,
+            "throughput": self.throughput.cpu_seconds,
+            "collectives": self.collectives.cpu_seconds,
+        }
+
+    def left_out(self) -> dict[str, int]:
+        """Return what could not be told, by reason."""
+        return {"collectives_overrun": self.collectives.overwritten, "phases_late": self.phases.left_out}
