@@ -5,10 +5,11 @@ Said before the forward pass of a batch, on the training thread; asked for on ot
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -41,15 +42,17 @@ class Batch:
             return cls(Transfer.of(flat[:MOST_IDS]), max(0, flat.numel() - MOST_IDS))
         if isinstance(ids, Mapping):
             return cls(dict(ids))
-        if isinstance(ids, Iterable) and not isinstance(ids, str | bytes):
-            listed = list(ids)
-            return cls(listed[:MOST_IDS], max(0, len(listed) - MOST_IDS))
+        if isinstance(ids, Collection) and not isinstance(ids, str | bytes):  # an iterator is the script's to consume
+            return cls(list(itertools.islice(ids, MOST_IDS)), max(0, len(ids) - MOST_IDS))
         return cls(ids)
 
     def read(self) -> Any:
         """Return the ids as JSON has them; waits for a copy, so it is called off the training thread."""
         ids = self.ids.wait().tolist() if isinstance(self.ids, Transfer) else self.ids
-        return json.loads(json.dumps(ids, default=_plain))
+        try:
+            return json.loads(json.dumps(ids, default=_plain, allow_nan=False))
+        except Exception as error:  # noqa: BLE001 - the script's own objects; what fired must be told all the same
+            return f"a {type(ids).__name__} that JSON cannot hold: {type(error).__name__}"
 
 
 Named = Mapping[int | None, list[Batch]]
@@ -65,6 +68,8 @@ class Batches(Follower):
 
     def __init__(self) -> None:
         self._said: list[Batch] = []  # of forward passes to come
+        self._evaluated = 0  # how many of them an evaluation has passed forward meanwhile
+        self._has_forward = False  # whether the step under way has one
         self._now: list[Batch] = []  # of the step under way
         self._ended: deque[tuple[int | None, list[Batch]]] = deque(maxlen=KEPT_STEPS)
         self._lock = threading.Lock()
@@ -73,21 +78,36 @@ class Batches(Follower):
         """Name the samples of the batch whose forward pass comes next."""
         batch = Batch.of(ids)
         with self._lock:
+            del self._said[: self._evaluated]
+            self._evaluated = 0
             self._said.append(batch)
             del self._said[:-KEPT_STEPS]  # where no forward pass is seen
 
     def forward_begins(self) -> None:
         """What was said is about this one."""
+        self._has_forward = True
         if self._said:
-            with self._lock:
-                self._now += self._said
-                self._said = []
+            self._take()
+
+    def evaluation_begins(self) -> None:
+        """What was said is about this one, and of no step; unless the same batch is trained on without a new word."""
+        self._evaluated = len(self._said)
+
+    def backward_begins(self) -> None:
+        """Without a training forward, what looked like an evaluation was one, in evaluation mode."""
+        if self._said and not self._has_forward:
+            self._take()
+
+    def _take(self) -> None:
+        with self._lock:
+            self._now += self._said
+            self._said, self._evaluated = [], 0
 
     def step_ends(self, draft: Draft) -> None:
         """Only now the number of the step is certain: the script may have given it late."""
         with self._lock:
             self._ended.append((draft.step, self._now))
-            self._now = []
+            self._now, self._has_forward = [], False
 
     def of(self, step: int | None) -> Named:
         """Return the batches of step number `step` under it; nothing where the script named none."""

@@ -56,6 +56,7 @@ class Captures:
         self._take_flight_record = take_flight_record
         self._quiet_until = -1  # no firing up to this step has anything captured
         self._count = 0
+        self._asked: list[Reason] = []  # by this rank, and not begun anywhere yet
         self._reason: Reason | None = None  # of the capture under way
         self._first = self._left = self._steps = 0
 
@@ -71,6 +72,7 @@ class Captures:
             return
         reason, until = Reason.of(chosen[0], step, self._rank), step + config.cooldown_steps
         self._quiet_until = until
+        self._asked.append(reason)
         self._asking.aside(reason.document(), CAPTURE, stamp=step, until=until)
         text = f"more was asked to be measured: {reason.message}"
         self._tell("asked", reason, text, self._batches.of(step))
@@ -90,9 +92,13 @@ class Captures:
 
     def _begins(self, reason: Reason, step: int, agreed: int | None) -> list[Event]:
         config = self._config
-        if config is None or self._count >= config.max_captures:
+        if config is None:
+            return []
+        if self._count >= config.max_captures:
+            self._miss(reason.step, "there were max_captures of them already")
             return []
         self._count += 1
+        self._answered(reason.step + config.cooldown_steps)  # one capture is for all
         late = 0 if agreed is None else step - agreed  # who heard too late ends with the others all the same
         self._steps = self._left = max(1, config.steps - late)
         self._reason, self._first = reason, step
@@ -123,10 +129,11 @@ class Captures:
         return []
 
     def finish(self) -> None:
-        """Note that training has ended."""
+        """Note that training has ended, maybe before the step at which a capture was to begin."""
         if self._reason is not None:
             self._left -= 1  # the last step has ended as well
             self._end("captured up to the end of training", cut_short=self._left > 0)
+        self._miss(None, "training has ended before")
 
     def shown(self) -> dict[str, Any]:
         """Return where it stands."""
@@ -140,6 +147,17 @@ class Captures:
             done = self._steps - max(0, self._left)
             batches = self._batches.of_last(done)
             self._tell("ended", reason, text, batches, first_step=self._first, steps=done, cut_short=cut_short)
+
+    def _answered(self, up_to_step: int | None) -> list[Reason]:
+        """Forget what this rank asked for up to a step, if one is given, and return it."""
+        answered = [reason for reason in tuple(self._asked) if up_to_step is None or reason.step <= up_to_step]
+        for reason in answered:
+            self._asked.remove(reason)  # one by one: the publisher's thread may add some meanwhile
+        return answered
+
+    def _miss(self, up_to_step: int | None, why: str) -> None:
+        for reason in self._answered(up_to_step):
+            self._tell("missed", reason, f"nothing was captured, {why}: {reason.message}", {})
 
     def _tell(self, state: str, reason: Reason, text: str, batches: Named, **more: Any) -> None:
         """Record an event with the samples of `batches`, which may have to be waited for."""

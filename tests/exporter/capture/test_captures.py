@@ -159,6 +159,28 @@ def test_the_end_of_training_ends_a_capture():
     assert [{"2": [[2]], "3": [[3]]}] == [told["samples"] for told in training.told("ended")]
 
 
+def test_a_capture_that_training_does_not_live_to_see_is_said():
+    """The rule fires at the last step, and its capture would begin with the next one."""
+    training = Training()
+    training.train(2)
+    training.train(1, loss=float("nan"))
+    training.finish()
+
+    assert [3] == [told["fired_step"] for told in training.told("asked")]
+    assert [] == training.told("began")
+    assert [3] == [told["fired_step"] for told in training.told("missed")]
+
+
+def test_a_capture_that_came_is_none_that_was_missed():
+    training = Training()
+    training.fire()
+    training.train(9)
+    training.finish()
+
+    assert [2] == [told["first_step"] for told in training.told("began")]
+    assert [] == training.told("missed")
+
+
 def test_only_the_rules_that_were_chosen_are_captured():
     rules = [AnomalyNan(), AnomalyNan(name="large", threshold=1e15)]
     training = Training(rules=rules, capture={**CAPTURE, "rules": ["large"]})
@@ -194,6 +216,8 @@ def test_training_is_the_same_to_the_bit():
         ({"shard": 3, "rows": [1, 2]}, {"shard": 3, "rows": [1, 2]}),
         ("epoch 1, batch 3", "epoch 1, batch 3"),
         (range(3), [0, 1, 2]),
+        ({(1, 2): "a"}, "a dict that JSON cannot hold: TypeError"),
+        ([float("nan")], "a list that JSON cannot hold: ValueError"),
     ],
 )
 def test_ids_may_be_what_json_can_hold_or_a_tensor(said, expected):
@@ -218,6 +242,60 @@ def test_ids_belong_to_the_step_of_the_forward_pass_that_follows():
     training.finish()
 
     assert [{"1": [[1, 2], [3, 4]]}] == [told["samples"] for told in training.told("asked")]
+
+
+def test_ids_of_an_evaluation_are_of_no_step():
+    training = Training()
+    for ids in (["seen", 1], ["seen", 2]):
+        training.monitor.batch(ids)
+        with torch.no_grad():
+            training.net(torch.ones(2, 3))
+    training.fire()
+    training.finish()
+
+    assert [{"1": [[1]]}] == [told["samples"] for told in training.told("asked")]
+
+
+def test_ids_of_a_batch_that_is_evaluated_before_it_is_trained_on_are_of_the_step():
+    """As with a reference that is the same model without its adapters."""
+    training = Training()
+    training.monitor.batch([7])
+    with torch.no_grad():
+        training.net(torch.ones(2, 3))
+    training.net(torch.ones(2, 3)).sum().backward()
+    training.optimizer.step()
+    training.monitor.log(loss=float("nan"))
+    training.finish()
+
+    assert [{"1": [[7]]}] == [told["samples"] for told in training.told("asked")]
+
+
+def test_ids_of_a_model_that_is_trained_in_evaluation_mode_are_of_the_step():
+    training = Training()
+    training.net.eval()
+    training.train(2)
+    training.fire()
+    training.finish()
+
+    assert [{"3": [[3]]}] == [told["samples"] for told in training.told("asked")]
+
+
+def test_ids_that_are_said_in_an_iterator_are_left_to_the_script():
+    training = Training()
+    ids = iter([1, 2])
+    training.monitor.batch(ids)
+
+    assert [1, 2] == list(ids)
+    training.finish()
+
+
+def test_of_ids_without_end_only_the_first_are_looked_at():
+    training = Training()
+    training.fire(ids=lambda _: range(10**12))
+    training.finish()
+    (told,) = training.told("asked")
+
+    assert 10**12 == len(told["samples"]["1"][0]) + told["samples_left_out"]
 
 
 def test_what_ids_do_not_fit_an_event_are_counted():
