@@ -137,6 +137,10 @@ class Flusher:
         except StoreError as error:
             self._retry_later(flight.pending, str(error))
             return
+        except Exception as error:  # a fault of ours or of a library must end neither the service nor other runs' rows
+            log.exception("the store failed in a way nobody thought of")
+            self._retry_later(flight.pending, f"{type(error).__name__}: {error}")
+            return
         self._batcher.settled(flight.pending)
         self._flight, self._failures, self.trouble = None, 0, None
         self._on_commit(flight.pending, commit)

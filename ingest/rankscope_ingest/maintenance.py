@@ -43,3 +43,5 @@ async def keep_in_order(store: Upkeep, commits: Callable[[], int]) -> None:
                 await asyncio.to_thread(store.maintain)
         except StoreError as error:
             log.warning("upkeep of the store failed, the next one tries again: %s", error)
+        except Exception:  # of a library: rows are stored all the same
+            log.exception("upkeep of the store failed in a way nobody thought of, the next one tries again")

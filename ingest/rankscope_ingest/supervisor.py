@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from rankscope_ingest.batch import PendingBatch
 from rankscope_ingest.channel.fetch import Fetcher
 from rankscope_ingest.channel.loop import Pace, TargetLoop
 from rankscope_ingest.channel.plans import PlanCache
-from rankscope_ingest.config import ServiceConfig
+from rankscope_ingest.config import ServiceConfig, StaticTarget
 from rankscope_ingest.errors import RegistrationError, ServiceError
 from rankscope_ingest.exposition.beside_ranks import Exporters
 from rankscope_ingest.flusher import Committed, Flusher
@@ -38,6 +39,7 @@ from rankscope_ingest.spool.spool_watch import SpoolWatch
 from rankscope_ingest.spool.spools import Spools
 from rankscope_ingest.statics import watch
 from rankscope_ingest.target import Health, Target
+from rankscope_ingest.unending import unending
 from rankscope_ingest.web.http import make_application
 from rankscope_ingest.web.listening import bind
 from rankscope_ingest.web.networks import parse_target_url
@@ -203,14 +205,25 @@ class Supervisor:
     # Works that go on side by side.
 
     def _works(self, on_progress: Callable[[Progress], None] | None) -> list[Coroutine[Any, Any, None]]:
-        works = [self._tick(), keep_in_order(self._writer, lambda: self._commits), self._goodput.run()]
-        works += [keep_fresh(self._tls)] if self._tls is not None else []
-        works += [
-            watch(static, self._fetcher, self._accept_static, poll_seconds=self._config.ingest.poll_seconds)
-            for static in self._config.targets
+        works: list[tuple[str, Callable[[], Coroutine[Any, Any, None]]]] = [
+            ("judging runs", self._tick),
+            ("upkeep of the store", lambda: keep_in_order(self._writer, lambda: self._commits)),
+            ("reading goodput", self._goodput.run),
         ]
-        works += [self._spool_watch.run(self._config.spool.scan_seconds)] if self._config.spool.folders else []
-        return [*works, self._report(on_progress)] if on_progress is not None else works
+        if (tls := self._tls) is not None:
+            works.append(("reading certificates", lambda: keep_fresh(tls)))
+        works += [
+            (f"watching {static.url}", functools.partial(self._watch_static, static)) for static in self._config.targets
+        ]
+        if self._config.spool.folders:
+            works.append(("reading spools", lambda: self._spool_watch.run(self._config.spool.scan_seconds)))
+        if on_progress is not None:
+            works.append(("telling progress", lambda: self._report(on_progress)))
+        return [unending(what, work) for what, work in works]
+
+    def _watch_static(self, static: StaticTarget) -> Coroutine[Any, Any, None]:
+        poll_seconds = self._config.ingest.poll_seconds
+        return watch(static, self._fetcher, self._accept_static, poll_seconds=poll_seconds)
 
     async def _tick(self) -> None:
         judged_at = 0.0

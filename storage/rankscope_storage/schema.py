@@ -74,7 +74,10 @@ def conform(table: pa.Table, name: str) -> pa.Table:
     unknown = sorted(set(table.column_names) - set(schema.names))
     if unknown:
         raise BatchError(f"{name} has no column {', '.join(unknown)}: its columns are {', '.join(schema.names)}")
-    columns = {field.name: _conform_column(table, field, name) for field in schema}
+    try:
+        columns = {field.name: _conform_column(table, field, name) for field in schema}
+    except pa.ArrowException as error:
+        raise BatchError(f"rows of {name} cannot be brought into the form of the store: {error}") from error
     return pa.table(columns)
 
 
@@ -90,7 +93,10 @@ def _conform_column(table: pa.Table, field: pa.Field, dataset: str) -> pa.Array:
 
 def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
     if pa.types.is_dictionary(column.type):
-        column = column.unify_dictionaries()
+        try:
+            column = column.unify_dictionaries()
+        except pa.ArrowException:  # a null in a dictionary itself and not in the codes: Arrow joins no such two
+            column = column.cast(column.type.value_type)
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 

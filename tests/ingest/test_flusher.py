@@ -224,3 +224,21 @@ async def test_taken_port_is_told_with_the_setting(start_service):
             with pytest.raises(ServiceError, match=rf"cannot listen at {address}.*\[service\] listen"):
                 async with start_service(**{"service.listen": address}):
                     pass
+
+
+@pytest.mark.parametrize("fault", [pa.ArrowInvalid("offset overflow"), KeyError("run"), MemoryError()])
+async def test_fault_that_nobody_thought_of_ends_nothing_and_neither_loses_nor_doubles_rows(fault, eventually):
+    appender = ListAppender(refuse=[fault])
+    async with flushing(appender) as (batcher, flusher, commits, task):
+        add(batcher, 1, 2)
+        waiting = asyncio.create_task(flusher.commit_now())
+        await eventually(lambda: flusher.trouble)
+        trouble = flusher.trouble
+        await waiting
+        add(batcher, 3)
+        await flusher.commit_now()
+        is_over = task.done()
+
+    assert type(fault).__name__ in trouble
+    assert ([1, 2, 3], None, False) == (appender.values, flusher.trouble, is_over)
+    assert ([{"a": 2}, {"a": 3}], 0) == (commits, batcher.pending_rows)

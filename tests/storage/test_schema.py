@@ -112,3 +112,25 @@ def test_integers_are_widened_but_never_cut():
     assert (pa.int32(), [3]) == (wide.schema.field("rank").type, wide["rank"].to_pylist())
     with pytest.raises(BatchError, match=r"scalars\.rank must be int32"):
         conform(pa.table({"run": ["r"], "name": ["n"], "rank": pa.array([1 << 40], pa.int64())}), "scalars")
+
+
+def test_pieces_whose_dictionaries_arrow_cannot_join_are_stored_as_plain_text():
+    """A null in the dictionary itself instead of in the codes: no two such dictionaries are joined by Arrow."""
+    with_null = pa.DictionaryArray.from_arrays(pa.array([0, 1], pa.int32()), pa.array(["a", None], pa.string()))
+    without = pa.array(["b"], pa.string()).dictionary_encode()
+    pieces = pa.chunked_array([with_null, without])
+    with pytest.raises(pa.ArrowInvalid, match="unify"):
+        pieces.unify_dictionaries()
+    rows = pa.concat_tables([one_row("events")] * 3).drop_columns("message").append_column("message", pieces)
+
+    assert ["a", None, "b"] == conform(rows, "events")["message"].to_pylist()
+
+
+def test_rows_that_arrow_cannot_bring_into_form_are_refused_in_words(monkeypatch):
+    def cannot(*_):
+        raise pa.ArrowCapacityError("array cannot contain more than 2147483646 bytes")
+
+    monkeypatch.setattr("rankscope_storage.schema._cast", cannot)
+
+    with pytest.raises(BatchError, match="rows of events cannot be brought into the form of the store: array cannot"):
+        conform(one_row("events"), "events")

@@ -31,6 +31,8 @@ def remove(root: Path, run: str, sync: Sync) -> RewriteReport:
 
 def rename(root: Path, run: str, name: str, sync: Sync) -> RewriteReport:
     """Give `run` the name `name`, which no other run has."""
+    if not name.strip():
+        raise StoreError("a run needs a name: rows without one are those of exporters beside the ranks")
     with connect(root) as connection:
         _check_quiet(connection, run)
         if _last(connection, name) is not None:

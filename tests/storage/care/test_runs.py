@@ -135,3 +135,14 @@ def test_a_removal_killed_before_its_commit_has_changed_nothing(root):
     assert before == told(root)
     runs.rename(root, "b", "z", sync_to_disk)
     assert before["b"] == told(root)["z"]
+
+
+@pytest.mark.parametrize("name", ["", "  "])
+def test_a_run_is_not_renamed_to_nothing(root, name):
+    """Rows without a run are those of exporters: the run could never be named again."""
+    before = told(root)
+
+    with pytest.raises(StoreError, match="a run needs a name"):
+        runs.rename(root, "a", name, sync_to_disk)
+
+    assert before == told(root)

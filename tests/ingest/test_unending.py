@@ -1,0 +1,33 @@
+"""A work of the service that fails begins anew, and says why once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rankscope_ingest.unending import unending
+
+
+async def test_work_that_fails_begins_anew_and_each_fault_is_told_once(caplog):
+    faults = [ValueError("a"), ValueError("a"), KeyError("b"), ValueError("a")]
+
+    async def work():
+        if faults:
+            raise faults.pop(0)
+
+    async with asyncio.timeout(10):
+        await unending("the work", work, again_seconds=0)
+
+    assert [] == faults
+    assert ["ValueError", "KeyError"] == [record.exc_info[0].__name__ for record in caplog.records]
+    assert all("the work failed" in record.getMessage() for record in caplog.records)
+
+
+async def test_work_ends_when_it_is_cancelled():
+    task = asyncio.create_task(unending("the work", asyncio.Event().wait))
+    await asyncio.sleep(0)
+    task.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await task
