@@ -17,7 +17,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from torch import nn
 
-from rankscope_contract.rules import AnomalyNan
+from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_exporter import Monitor, MonitorConfig, ServeConfig
 from rankscope_exporter.sampling import collection
 

@@ -150,9 +150,7 @@ def test_training_is_bit_identical_and_without_a_fault(name, count, everything):
         assert [] == told.unequal
         assert 0 == told.faults
         skipped = [(SKIPPED, "step_skipped")] if OWED[name].scaled else []
-        noted = [event for event in told.events if event[1] in ("fault", "note", "step_skipped")]
-        # Lightning's modules have no forward of their own that could be counted.
-        assert skipped == [event[:2] for event in noted if not event[2].startswith("TFLOP/s and MFU are by 6 FLOPs")]
+        assert skipped == [event[:2] for event in told.events if event[1] in ("fault", "note", "step_skipped")]
 
 
 @pytest.mark.parametrize(("name", "count"), EACH)

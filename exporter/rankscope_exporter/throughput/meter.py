@@ -137,7 +137,7 @@ class Throughput(Follower):
         flops = None if costs.cost is None else _flops_of(costs.cost, work.forwards, tokens, samples)
         if costs.cost is None or flops is None:
             return None
-        if costs.remark:  # of numbers that somebody gets: before there are any it would only puzzle
+        if costs.remark and (tokens is not None or samples is not None):  # to whoever has asked by logging an amount
             self._costs = replace(costs, remark=None)
             self._tell(costs.remark)
         return flops, costs.cost.method

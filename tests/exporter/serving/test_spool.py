@@ -292,7 +292,7 @@ class Story:
     """A life with everything in it: two plans, several files, commits, an orderly end."""
 
     def __init__(self, root: Path) -> None:
-        self.spool = Spool(str(root), "i0", max_bytes=8 * 12_000)
+        self.spool = Spool(str(root), "i0", max_bytes=8 * 20_000)
         self.kept = self.committed = -1
 
     def live(self, record: Callable[..., StepRecord]) -> None:
@@ -346,7 +346,7 @@ def test_whatever_moment_a_reader_is_killed_at_each_record_is_stored_once_and_th
     """The store is a model: it takes a stretch and its watermark together, as the real one does."""
     for calls in range(1000):
         root = tmp_path / str(calls)
-        spool = made(root, max_bytes=8 * 12_000)
+        spool = made(root, max_bytes=8 * 20_000)
         for seq in range(9):
             spool.append(seq, plain(seq))
         die(spool)
