@@ -247,7 +247,8 @@ class Monitor:
         try:
             yield
         finally:
-            self._phases.pop()
+            # The last one of this name: a checkpoint on another thread may have begun since, and goes on.
+            del self._phases[len(self._phases) - 1 - self._phases[::-1].index(name)]
             self._timed("phase()", self._phase_ended, name, time.monotonic() - began)
 
     def _timed(self, where: str, function: Callable[..., None], *args: Any) -> None:

@@ -385,6 +385,24 @@ def test_a_disabled_monitor_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     assert 0 == count_hooks(net, optimizer)
 
 
+def test_a_phase_on_another_thread_goes_on_when_one_of_training_ends(quiet: MonitorConfig) -> None:
+    """An evaluation during which a checkpoint begins to be written, which takes longer."""
+    shown: list[str | None] = []
+    net, optimizer = make()
+    monitor = Monitor(quiet)
+    with monitor.attach(net, optimizer):
+        session = monitor._session
+        assert session is not None
+        session.channel.set_phase = shown.append  # type: ignore[method-assign]
+        evaluation, checkpoint = monitor.phase("evaluation"), monitor.phase("checkpoint")
+        evaluation.__enter__()
+        checkpoint.__enter__()
+        evaluation.__exit__(None, None, None)
+        checkpoint.__exit__(None, None, None)
+
+    assert ["evaluation", "checkpoint", "checkpoint", None] == shown
+
+
 def test_a_rule_fires_on_a_gradient_far_above_its_average(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:

@@ -69,7 +69,8 @@ class Governor:
         """Look whether a window ends here; next to nothing at all other steps."""
         watch = self._watch
         if watch is not None and watch.may_end(self._period()):
-            judged = watch.look(self._clock(), self._cost())
+            now = self._clock()
+            judged = watch.look(now, self._cost()) if watch.may_judge(now) else None
             if judged is not None:
                 self._act(judged)
         return []

@@ -70,6 +70,10 @@ class OverheadWatch:
         self._steps += 1
         return self._steps == 0 or (self._steps >= self._least_steps and self._steps % max(1, period) == 0)
 
+    def may_judge(self, now: float) -> bool:
+        """Return whether the window is long enough, or is to begin: only then it is worth to ask for the cost."""
+        return self._began is None or now - self._began[0] >= self._least_seconds
+
     def look(self, now: float, cost: float) -> Judged | None:
         """Judge the window that ends now, in seconds, `cost` being CPU seconds so far; None while it is too short."""
         if self._began is None:

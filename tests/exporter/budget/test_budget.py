@@ -196,3 +196,22 @@ def test_without_a_budget_nothing_is_stretched_whatever_it_costs(monkeypatch):
     training.monitor.detach()
 
     assert (list(range(1, 41)), []) == (training.measured(), training.events())
+
+
+def test_what_was_spent_is_asked_for_only_where_a_window_may_end():
+    """Adding up all threads costs microseconds. Here steps are of 10 ms and windows of 10 s."""
+    training = Training(max_overhead="1 %")
+    asked: list[float] = []
+
+    def cost() -> float:
+        asked.append(Costly.times.clock)
+        return 0.0
+
+    training.governor._cost = cost
+    for step in training.steps():
+        Costly.times.clock -= 0.99 * STEP_SECONDS
+        if step == 1500:
+            break
+    training.monitor.detach()
+
+    assert 2 == len(asked), asked
