@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from rankscope.errors import USAGE, CommandError
+
+_LARGEST: Final = (1 << 63) - 1
+"""What a step can be in the store."""
 
 
 def step_range(steps: str | None) -> tuple[int, int] | None:
@@ -14,6 +19,6 @@ def step_range(steps: str | None) -> tuple[int, int] | None:
         bounds = int(first), int(last if colon else first)
     except ValueError:
         bounds = 1, 0
-    if bounds[0] > bounds[1]:
+    if bounds[0] > bounds[1] or max(map(abs, bounds)) > _LARGEST:
         raise CommandError(f"--steps {steps!r}: write first:last, such as 100:200, or one step", code=USAGE)
     return bounds

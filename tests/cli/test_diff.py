@@ -114,7 +114,10 @@ def test_json_has_all_of_it(diff):
         (["good-run", "good-run"], "good-run is the same on both sides"),
         ([*RUNS, "--steps", "5-9"], "--steps '5-9': write first:last"),
         ([*RUNS, "--kind", "act_ouT"], "no step in common of what is compared"),
-        (["good-run", "--attempts", "0", "1"], "no step in common of what is compared"),
+        ([*RUNS, "--steps", "99999999999999999999"], "--steps '99999999999999999999': write first:last"),
+        ([*RUNS, "--tolerance", "inf"], "--tolerance inf would take everything for equal"),
+        (["good-run", "--attempts", "0", "1"], "good-run has no attempt 1, only 0"),
+        (["bad-run", "--ranks", "0", "7"], "bad-run has no rank 7, only 0-1"),
     ],
 )
 def test_trouble_is_one_line_and_code_2(diff, arguments, complaint):

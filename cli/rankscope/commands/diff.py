@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -12,6 +13,7 @@ from rankscope.errors import USAGE, CommandError
 from rankscope.opening import chosen_run, opened
 from rankscope.options import Store
 from rankscope.ranges import step_range
+from rankscope_contract.collectives import spans
 
 if TYPE_CHECKING:
     from rankscope_storage.analysis.divergence import Divergence
@@ -63,6 +65,7 @@ def diff(
 
     try:
         bounds = step_range(steps)
+        _check_finite(tolerance=tolerance, absolute=absolute)
         with opened(store) as connection:
             a, b = _sides(connection, runs, ranks, attempts)
             found = divergence(
@@ -73,7 +76,7 @@ def diff(
                 Selected(kinds=tuple(kind or ()), ranks=tuple(rank or ()), steps=bounds),
                 top=top,
             )
-        _check_compared(found)
+            _check_compared(found, connection)
     except CommandError as error:
         raise CommandError(str(error), code=TROUBLE) from error
     print(json.dumps(document(found), ensure_ascii=False, indent=1) if as_json else "\n".join(lines(found)))
@@ -101,10 +104,29 @@ def _sides(
     return first, second
 
 
-def _check_compared(found: Divergence) -> None:
+def _check_finite(**bounds: float) -> None:
+    for name, value in bounds.items():
+        if not math.isfinite(value):
+            raise CommandError(f"--{name} {value} would take everything for equal: write a number", code=USAGE)
+
+
+def _check_compared(found: Divergence, connection: Connection) -> None:
     """End the command where nothing was compared: no difference would be a false comfort."""
     if found.rows_compared:
         return
+    for side in (found.a, found.b):
+        _check_there(side, connection)
     if found.steps_compared:
         raise CommandError(f"{found.a} and {found.b} have nothing in common at the steps that both have")
     raise CommandError(f"{found.a} and {found.b} have no step in common of what is compared")
+
+
+def _check_there(side: Side, connection: Connection) -> None:
+    """End the command with the ranks or attempts that a run has, where what was asked for is not among them."""
+    tables = ("scalars", "tensor_stats", "hashes")
+    for column, wanted in {"attempt": side.attempt, "rank": side.rank}.items():
+        queries = [f"SELECT DISTINCT {column} FROM {name} WHERE run = $run" for name in tables]  # noqa: S608 - our own
+        has = [connection.query(query, {"run": side.run}) for query in queries]
+        there = {value for rows in has for value in rows[column].to_pylist() if value is not None}
+        if wanted is not None and there and wanted not in there:
+            raise CommandError(f"{side.run} has no {column} {wanted}, only {spans(there)}", code=USAGE)
