@@ -37,8 +37,8 @@ from rankscope_exporter.sampling.targets import sentences
 from rankscope_exporter.statistics.tensors import why_not_measurable
 
 _NOT_SEEN: Final = (
-    "no call of the script was seen in a measured step; what compiled code, DDP, FSDP and other parts of torch send "
-    "is not seen here"
+    "no call of the script was seen in a measured step, so no tensor of one is measured; what compiled code, DDP, FSDP "
+    "and other parts of torch send has rows in collectives where torch records it, and no statistics"
 )
 
 
