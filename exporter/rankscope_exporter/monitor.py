@@ -6,7 +6,6 @@ Whatever goes wrong after construction is caught here, counted and named once: t
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import time
@@ -268,7 +267,7 @@ class Monitor:
         session.recorder.moments.tell("phase_ended", name)
         self._show_phase(session)
         if name not in WITHIN_A_STEP:
-            session.recorder.add(functools.partial(session.followers.phases.total, name))
+            session.recorder.add(session.followers.phases.total(name))
             self._event(session, EventType.PHASE, name, {"phase": name, "seconds": seconds})
 
     def _show_phase(self, session: Session) -> None:

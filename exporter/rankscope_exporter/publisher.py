@@ -97,11 +97,15 @@ class Publisher:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        looked_at = time.monotonic()
         while True:
+            # Also where much else is published: an evaluation that announces phases must not hold up the step before.
+            if time.monotonic() - looked_at >= IDLE_FLUSH_SECONDS / 2:
+                self._guard.call("flush of an idle step", self.flush_idle, IDLE_FLUSH_SECONDS)
+                looked_at = time.monotonic()
             try:
                 draft = self._queue.get(timeout=IDLE_FLUSH_SECONDS / 2)
             except queue.Empty:
-                self._guard.call("flush of an idle step", self.flush_idle, IDLE_FLUSH_SECONDS)
                 continue
             if draft is None:
                 self.finished()

@@ -191,13 +191,12 @@ class Recorder:
                 self._early += pending
 
     def add(self, later: Callable[[], Iterable[Scalar]]) -> None:
-        """Attach what is read on the publisher's thread to the step under way; without one hand it over at once."""
+        """Attach what is read on the publisher's thread to the step under way, once; without one hand it over now."""
         with self._lock:
-            self._last_seen = time.monotonic()
-            if self._draft is not None:
-                self._draft.later.append(later)
-            else:
+            if self._draft is None:
                 self._hand_over(Draft(self._last_step, now_microseconds(), later=[later]))
+            elif later not in self._draft.later:
+                self._draft.later.append(later)
 
     def event(self, event: Event) -> None:
         """Hand over an event of the step under way at once: people may be waiting for it."""

@@ -48,6 +48,7 @@ class Phases(Follower):
         self._hand_over = hand_over
         self._times_steps = times_steps
         self._totals = Totals()
+        self._of_phase: dict[str, Callable[[], list[Scalar]]] = {}
         self._announced: list[_Announced] = []
         self._thread: int | None = None
         self._is_first = True
@@ -148,9 +149,9 @@ class Phases(Follower):
         self._note(("phase_ended", self._now(), name))
         self._keep_short()
 
-    def total(self, name: str) -> list[Scalar]:
-        """Return how long the phase `name` has lasted in all; on the publisher's thread."""
-        return self._totals.of(name)
+    def total(self, name: str) -> Callable[[], list[Scalar]]:
+        """Return what tells, on another thread, how long the phase `name` has lasted in all; each time the same."""
+        return self._of_phase.setdefault(name, partial(self._totals.of, name))
 
     # What becomes of it.
 

@@ -142,7 +142,7 @@ def test_each_phase_has_at_least_what_was_slept_in_it_and_together_they_are_the_
     found, phases = told(records), phase_rows(records)
 
     # The last step ends by the script's word: nobody waits for data behind it.
-    assert all(found[phase] >= watch.slept[phase] - (0.05 if phase == "data_wait" else 0) for phase in watch.slept)
+    assert all(found[phase] >= watch.slept[phase] - (0.1 if phase == "data_wait" else 0) for phase in watch.slept)
     assert {"data_wait", "forward", "backward", "optimizer"} == set(watch.slept)
     assert all(abs(seconds[step] - sum(phases[step].values())) < EXACT for step in (2, 3, 4))
     assert {"first_step", "monitor"} == set(phases[1])
@@ -333,3 +333,33 @@ def test_a_model_trained_in_evaluation_mode_is_not_taken_for_evaluated(quiet, wa
 
     assert "evaluation" not in told(records)
     assert told(records)["forward"] >= 0.06
+
+
+def test_a_step_is_published_while_an_evaluation_behind_it_announces_its_batches(monkeypatch, quiet, eventually):
+    """Each batch is a phase of milliseconds; the step must not wait for the last of them, nor have a row for each."""
+    monkeypatch.setattr("rankscope_exporter.publisher.IDLE_FLUSH_SECONDS", 0.2)
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    monitor = Monitor(quiet).attach(net, optimizer)
+    ring = monitor._session.channel.ring
+    net(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+
+    def rows_of_the_step() -> list[str]:
+        for _ in range(5):
+            with monitor.phase("evaluation"):
+                time.sleep(0.001)
+        records = ring.after(-1, 1 << 30).records
+        return next(
+            (
+                [s.labels["phase"] for s in r.scalars if s.name == "phase_seconds"]
+                for r in records
+                if r.step == 1 and r.statistics is not None
+            ),
+            [],
+        )
+
+    found = eventually(rows_of_the_step)
+    monitor.detach()
+
+    assert ["evaluation"] == found
