@@ -205,6 +205,12 @@ def test_runs_says_what_an_action_wants(rankscope):
     assert (2, "rankscope: write: rankscope runs rename RUN NAME\n") == (done.returncode, done.stderr)
 
 
+def test_store_retain_takes_no_time_before_all_time(rankscope):
+    done = rankscope("store", "retain", "--days", "inf", "--dry-run")
+
+    assert (2, "rankscope: --days inf is before all time: nothing is that old\n") == (done.returncode, done.stderr)
+
+
 def test_store_retain_says_what_would_go_and_asks_for_days(rankscope):
     done, unsaid = rankscope("store", "retain", "--days", "36500", "--dry-run"), rankscope("store", "retain")
 

@@ -143,7 +143,10 @@ def _retain(root: Path, days: float | None, form: Format, output: Path | None, *
 
     if days is None:
         raise CommandError("how many days of raw rows are to be kept? Give --days", code=USAGE)
-    before = dt.datetime.now(dt.UTC) - dt.timedelta(days=days)
+    try:
+        before = dt.datetime.now(dt.UTC) - dt.timedelta(days=days)
+    except OverflowError as error:
+        raise CommandError(f"--days {days:g} is before all time: nothing is that old", code=USAGE) from error
     report = retain(root, before, sync_to_disk, dry_run=dry_run)
     write_rows(report.groups, form, output)
     if form is Format.TABLE and output is None:

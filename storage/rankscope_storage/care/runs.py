@@ -17,6 +17,9 @@ from rankscope_storage.durable import Sync
 from rankscope_storage.errors import ClaimError, StoreError
 from rankscope_storage.layout import own_part
 
+LONGEST_NAME: Final = 1000
+"""As the service takes it of a rank."""
+
 _LIVE: Final = (RunState.PENDING, RunState.RUNNING, RunState.STALLED)
 _IMPORTED: Final = "SELECT source_kind FROM runs WHERE run = $run AND source_kind <> 'live'"
 
@@ -33,6 +36,8 @@ def rename(root: Path, run: str, name: str, sync: Sync) -> RewriteReport:
     """Give `run` the name `name`, which no other run has."""
     if not name.strip():
         raise StoreError("a run needs a name: rows without one are those of exporters beside the ranks")
+    if len(name) > LONGEST_NAME or not name.isprintable():
+        raise StoreError(f"a name of a run has at most {LONGEST_NAME} characters, all of them printable")
     with connect(root) as connection:
         _check_quiet(connection, run)
         if _last(connection, name) is not None:

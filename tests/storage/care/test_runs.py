@@ -137,12 +137,12 @@ def test_a_removal_killed_before_its_commit_has_changed_nothing(root):
     assert before["b"] == told(root)["z"]
 
 
-@pytest.mark.parametrize("name", ["", "  "])
-def test_a_run_is_not_renamed_to_nothing(root, name):
-    """Rows without a run are those of exporters: the run could never be named again."""
+@pytest.mark.parametrize("name", ["", "  ", "x" * 1001, "a\nb", "\udcff"])
+def test_a_run_is_not_renamed_to_what_nobody_could_name_again(root, name):
+    """Rows without a run are those of exporters; a lone surrogate is what a shell makes of a byte that is no UTF-8."""
     before = told(root)
 
-    with pytest.raises(StoreError, match="a run needs a name"):
+    with pytest.raises(StoreError, match=r"a run needs a name|a name of a run has at most 1000 characters"):
         runs.rename(root, "a", name, sync_to_disk)
 
     assert before == told(root)
