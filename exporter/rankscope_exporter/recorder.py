@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -25,6 +25,9 @@ from rankscope_exporter.record import Scalar
 from rankscope_exporter.sampling.collection import Collection
 from rankscope_exporter.statistics import Finished
 from rankscope_exporter.steps import Ended, Stage, StepTracker
+
+LOGGING_SECONDS: Final = 10.0
+"""How long a step waits behind its update for what is still logged: an evaluation may go on logging for hours."""
 
 
 @dataclass(slots=True)
@@ -65,6 +68,7 @@ class Recorder:
         self._last_step: int | None = None
         self._began = 0.0
         self._last_seen = 0.0
+        self._updated_at = 0.0
         self._late: _Timing | None = None
         self._updated_by: set[int] = set()
         self._awaits_gradients = False
@@ -160,7 +164,7 @@ class Recorder:
             self._each("after_update")
             self._guard.call("switching", self.after_update)
             self._tracker.updated()
-            self._last_seen = time.monotonic()
+            self._last_seen = self._updated_at = time.monotonic()
             found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer skips by itself, on the device
             if self._draft is not None and isinstance(found_inf, torch.Tensor):
                 self._draft.found_inf += take("found_inf", found_inf)
@@ -175,7 +179,9 @@ class Recorder:
         """
         pending = [item for name, value in values.items() for item in take(name, value)]
         with self._lock:
-            self._last_seen = time.monotonic()
+            now = time.monotonic()
+            if now - self._updated_at < LOGGING_SECONDS:
+                self._last_seen = now
             if step is not None and self._numbered and self._draft is not None and step != self._draft.step:
                 self._after(self._tracker.end(), "script")
             if self._draft is not None:

@@ -338,6 +338,7 @@ def test_a_model_trained_in_evaluation_mode_is_not_taken_for_evaluated(quiet, wa
 def test_a_step_is_published_while_an_evaluation_behind_it_announces_its_batches(monkeypatch, quiet, eventually):
     """Each batch is a phase of milliseconds; the step must not wait for the last of them, nor have a row for each."""
     monkeypatch.setattr("rankscope_exporter.publisher.IDLE_FLUSH_SECONDS", 0.2)
+    monkeypatch.setattr("rankscope_exporter.recorder.LOGGING_SECONDS", 0.2)
     net = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     monitor = Monitor(quiet).attach(net, optimizer)
@@ -349,6 +350,7 @@ def test_a_step_is_published_while_an_evaluation_behind_it_announces_its_batches
         for _ in range(5):
             with monitor.phase("evaluation"):
                 time.sleep(0.001)
+            monitor.log(accuracy=0.5)
         records = ring.after(-1, 1 << 30).records
         return next(
             (
