@@ -98,7 +98,8 @@ def test_a_rank_killed_is_a_failed_run_with_its_losses_counted(
             connection.sql("select rank, count(distinct seq) from scalars where name = 'loss' group by rank").fetchall()
         )
         whole = connection.sql(
-            "select rank, count(distinct seq) = max(seq) - min(seq) + 1, min(seq) from tensor_stats group by rank"
+            "select rank, count(distinct seq) = max(seq) - min(seq) + 1, min(seq) from "
+            "(select rank, seq from scalars union select rank, seq from events where seq is not null) group by rank"
         ).fetchall()
         gaps = connection.sql("select rank, details from events where type = 'gap'").fetchall()
         states = connection.sql("select state, reason from runs").fetchall()

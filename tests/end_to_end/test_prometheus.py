@@ -125,10 +125,16 @@ def panel_targets():
                 yield f"{panel['title']} {target['refId']}", target
 
 
+OF_ACCELERATORS = ("rankscope_gpu_", "rankscope_device_memory_")
+"""Metrics that a rank on a CPU has none of; their panels are held to a recorded double in tests/dashboards."""
+
+
 def unanswered_panels(prometheus):
     """Return the panels without data, asked as Grafana would: at one moment, or over a stretch of time."""
     missing = []
     for name, target in panel_targets():
+        if any(prefix in target["expr"] for prefix in OF_ACCELERATORS):
+            continue
         ask = prometheus.now if target["instant"] else prometheus.since_start
         if not ask(substituted(target["expr"])):
             missing.append(name)
@@ -205,7 +211,7 @@ def test_every_panel_variable_and_alert_has_an_answer(service, ranks, prometheus
     service.wait_for(lambda: (step_of(service, processes) or 0) >= AFTER_ALL_TROUBLE)
 
     assert {f"{RUN}/0", f"{RUN}/1"} == instances
-    service.wait_for(lambda: not unanswered_panels(prometheus), 30)
+    service.wait_for(lambda: not unanswered_panels(prometheus), 60)
     assert {"run": [RUN], "rank": ["0", "1"]} == values_of_variables(prometheus)
 
     promtool = require_server("promtool", "prometheus")
@@ -229,7 +235,8 @@ def test_every_panel_variable_and_alert_has_an_answer(service, ranks, prometheus
         time.sleep(0.1)
 
     told = fired(prometheus)
-    of_runs = {name for name, alert in ALERTS.items() if alert.name not in {"RuleDisagreement", "ServiceDown"}}
+    elsewhere = {"RuleDisagreement", "ServiceDown", "GpuXid", "GpuEccUncorrected", "GpuThrottled"}
+    of_runs = {name for name, alert in ALERTS.items() if alert.name not in elsewhere}
     assert set().union(death, *WHAT_A_STEP_WAITS_FOR.values()) <= told
     assert "RuleDisagreement" not in {name for name, _ in told}, "ranks and Prometheus judge alike"
     assert set() == of_the_run(prometheus, *of_runs)
