@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 TORCH  := torch==2.13.0
-WORKERS ?= 2# test processes; most tests wait for servers, not for the processor
+WORKERS ?= 3# test processes; most tests wait for servers, not for the processor
 
 # Modules are compiled where they are imported first, and kept, whatever the environment says of that: to compile all of
 # torch at once takes longer than to install it, to compile it anew in each process of a test takes longer still.
