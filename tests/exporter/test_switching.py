@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from tests.exporter.conftest import wait_until
 from torch import nn
 
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig
+from rankscope_exporter.guard import Guard
 from rankscope_exporter.switching.file import SwitchFile
+from rankscope_exporter.switching.sources import Switching
 
 SETTINGS: dict[str, Any] = {
     "quantities": ["parameters"],
@@ -378,3 +381,37 @@ def test_training_is_the_same_bit_for_bit_while_measuring_is_switched(path):
 
 def test_a_monitor_that_is_not_attached_can_be_switched():
     Monitor(MonitorConfig(console=False)).switch(on=False)
+
+
+class Held:
+    """A lock that somebody else holds until it is `free`; it notes how long it would have been waited for."""
+
+    def __init__(self) -> None:
+        self.free = False
+        self.waits: list[float] = []
+
+    def acquire(self, timeout: float) -> bool:
+        self.waits.append(timeout)
+        return self.free
+
+    def release(self) -> None:
+        pass
+
+
+def test_training_waits_once_for_a_store_that_gives_no_answer_and_not_at_every_step():
+    lock, arrived = Held(), []
+    agreement: Any = SimpleNamespace(must_arrive=lambda _step: True, arrive=lambda step: arrived.append(step) or [])
+    board: Any = None  # of which nothing is asked while nothing is agreed
+    switching = Switching(
+        MonitorConfig(), board, lambda _: [], guard=Guard(), tell=print, agreement=agreement, first_step=1
+    )
+    switching._agreeing = lock
+    for step in (1, 2, 3):
+        switching.arrive(step)
+    lock.free = True
+    switching.arrive(4)
+    lock.free = False
+    switching.arrive(5)
+
+    assert [4] == arrived
+    assert [2.0, 0.0, 0.0, 0.0, 2.0] == lock.waits

@@ -85,6 +85,7 @@ class Switching:
         self._stopped = threading.Event()
         self._woken = threading.Event()
         self._agreeing = threading.Lock()  # held from what the store says until the board has it
+        self._is_held_up = False  # training has waited for that lock in vain
         self._thread = threading.Thread(target=self._run, name="rankscope-switch", daemon=True)
         self._complaint: str | None = None
         self._written_off = False
@@ -198,9 +199,13 @@ class Switching:
         agreement = self._agreement
         if agreement is None or not agreement.must_arrive(step):
             return
-        if not self._agreeing.acquire(timeout=_ARRIVAL_SECONDS):
-            log.warning("step %d begins without the word of the other ranks on a change of what is measured", step)
+        # Whoever holds it waits for a store that gives no answer: training waits for that once, and not at every step.
+        if not self._agreeing.acquire(timeout=0.0 if self._is_held_up else _ARRIVAL_SECONDS):
+            if not self._is_held_up:
+                self._is_held_up = True
+                log.warning("step %d begins without the word of the other ranks on a change of what is measured", step)
             return
+        self._is_held_up = False
         try:
             self._take_over(lambda: agreement.arrive(step))
         finally:
