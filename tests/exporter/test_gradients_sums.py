@@ -127,6 +127,17 @@ def test_asked_for_it_is_there_from_the_first_step():
     assert float(run.owned[0].norm()) == pytest.approx(run.ends()[1])
 
 
+def test_a_parameter_may_be_frozen_and_thawed_between_measured_steps():
+    run = Run(sum_micro_batches=True, every=2)
+    for step in range(1, 6):
+        run.model.bias.requires_grad_(step not in (3, 4))
+        run.step(micros=2)
+    norms = run.ends()
+
+    assert {1, 3, 5} == norms.keys()
+    assert [float(run.owned[step - 1].norm()) for step in norms] == [pytest.approx(norm) for norm in norms.values()]
+
+
 def test_without_accumulation_nothing_is_kept_and_nothing_hooked():
     run = Run()
     for _ in range(2):

@@ -17,6 +17,7 @@ import torch
 from rankscope_exporter.free_memory import free_bytes
 from rankscope_exporter.naming import local_tensor
 from rankscope_exporter.quantities.base import Gate, Hooking, QuantityOptions, Subject
+from rankscope_exporter.quantities.handles import hook_gradient
 
 _SHARE: Final = 4
 """Unasked, no more is kept than this part of the memory that is free when a step begins."""
@@ -117,7 +118,7 @@ class LocalSums:
                 self._hooked.add(index)
                 add = functools.partial(self._add, index, self._dtype_of(parameter))
                 hook = self._hooking.guarded("a gradient to be summed up", add, self._gate)
-                self._hooking.hook(hook, functools.partial(self._subject.framework.on_gradient, parameter, hook))
+                hook_gradient(self._hooking, self._subject.framework, parameter, hook)
 
     def _add(self, index: int, dtype: torch.dtype, gradient: torch.Tensor) -> None:
         if not self.are_kept:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from rankscope_exporter.frameworks.base import Removable
+from rankscope_exporter.frameworks.base import Framework, Removable
 from rankscope_exporter.quantities.base import Hook, Hooking
 
 
@@ -37,6 +37,11 @@ def hook_before(hooking: Hooking, module: nn.Module, hook: Hook) -> None:
 def hook_after(hooking: Hooking, module: nn.Module, hook: Hook) -> None:
     """Have `hook` called with arguments and output of `module`. Raises what torch raises."""
     _hook(hooking, module, hook, lambda: module.register_forward_hook(hook, with_kwargs=True))
+
+
+def hook_gradient(hooking: Hooking, framework: Framework, parameter: nn.Parameter, hook: Hook) -> None:
+    """Have `hook` called with what a backward pass adds to a gradient, at steps at which `parameter` is not frozen."""
+    hooking.hook(hook, lambda: framework.on_gradient(parameter, hook) if parameter.requires_grad else None)
 
 
 def _hook(hooking: Hooking, module: nn.Module, hook: Hook, register: Callable[[], Removable]) -> None:

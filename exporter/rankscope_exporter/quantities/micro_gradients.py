@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 
 from rankscope_contract.kinds import Kind
-from rankscope_exporter.frameworks.base import Removable
-from rankscope_exporter.quantities.base import Gate, Hook, Hooking, Quantity, QuantityOptions, Subject, Table
+from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Subject, Table
+from rankscope_exporter.quantities.handles import hook_gradient
 
 
 class MicroGradients(Quantity):
@@ -47,11 +47,7 @@ class MicroGradients(Quantity):
                 self._hooked.add(index)
                 read = functools.partial(self._read, index)
                 hook = hooking.guarded("a micro-batch's gradient", read, gate)
-                hooking.hook(hook, functools.partial(self._register, parameter, hook))
-
-    def _register(self, parameter: torch.nn.Parameter, hook: Hook) -> Removable | None:
-        frozen = not parameter.requires_grad  # since it was hooked first
-        return None if frozen else self.subject.framework.on_gradient(parameter, hook)
+                hook_gradient(hooking, self.subject.framework, parameter, hook)
 
     def _read(self, index: int, gradient: torch.Tensor) -> None:
         assert self._hooking is not None
