@@ -17,6 +17,7 @@ import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 SERVER = """
 import json, os, sys, types
@@ -42,6 +43,36 @@ sys.argv[:] = ["-c"]
 sys.modules["__main__"] = main = types.ModuleType("__main__")
 exec(compile(job["code"], "<string>", "exec"), main.__dict__)
 """
+
+BEFORE_TWO_RANKS = """
+import json, os, tempfile
+import torch.distributed as dist
+folder = tempfile.mkdtemp()
+rank = 1 if os.fork() == 0 else 0  # before any thread is started
+"""
+
+BEHIND_TWO_RANKS = """
+def run_rank():
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    result = main()
+    with open(f"{folder}/{rank}.json", "w") as file:
+        json.dump(result, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+if rank == 1:
+    try:
+        run_rank()
+        os._exit(0)
+    finally:
+        os._exit(1)
+run_rank()
+_, status = os.wait()
+assert 0 == status
+for one in range(2):
+    print(open(f"{folder}/{one}.json").read())
+"""
+"""The first rank prints what both have found. A rank that fails ends the program with a status of its own."""
 
 
 class Server:
@@ -101,3 +132,13 @@ def run_program(code: str, *, seconds: float = 90.0, **environment: str) -> subp
     if not _servers:
         _servers.append(Server())
     return _servers[0].run(code, {**os.environ, "OMP_NUM_THREADS": "1", **environment}, seconds)
+
+
+def run_two_ranks(code: str, *, seconds: float = 300.0) -> list[dict[str, Any]]:
+    """Return what `main()`, as `code` defines it, returns on each of two ranks that are joined by gloo.
+
+    `code` knows its `rank`, `dist`, `json` and a `folder` that both share.
+    """
+    done = run_program(f"{BEFORE_TWO_RANKS}{code}{BEHIND_TWO_RANKS}", seconds=seconds)
+    assert 0 == done.returncode, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]

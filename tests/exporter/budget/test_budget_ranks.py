@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
-from tests.programs import run_program
+from tests.programs import run_two_ranks
 
 PROGRAM = """
-import json, os, tempfile, time
-import torch, torch.distributed as dist
+import time
+import torch
 from torch import nn
 from rankscope_exporter import Monitor
 
 LIMIT, STEP = 4000, 1.0
-folder = tempfile.mkdtemp()
-rank = 1 if os.fork() == 0 else 0  # before any thread is started
 now = cost = 0.0  # of this rank: a clock and a cost that the program moves
 
 def main():
     global now, cost
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.manual_seed(0)
     net = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -51,38 +47,19 @@ def main():
                 break
     monitor.detach()
     records = ring.after(-1, 1 << 30).records
-    result = {
+    return {
         "measured": [r.step for r in records if r.statistics is not None],
         "events": [json.loads(e.details) for r in records for e in r.events if e.type == "budget"],
         "late": [e.message for r in records for e in r.events if e.type in ("fault", "note")],
         "faults": monitor.faults, "steps": step,
     }
-    with open(f"{folder}/{rank}.json", "w") as file:
-        json.dump(result, file)
-    dist.barrier()
-    dist.destroy_process_group()
-
-if rank == 1:
-    try:
-        main()
-        os._exit(0)
-    finally:
-        os._exit(1)
-main()
-_, status = os.wait()
-assert 0 == status
-for one in range(2):
-    print(open(f"{folder}/{one}.json").read())
 """
 
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
     """Run both ranks once."""
-    done = run_program(PROGRAM, seconds=300)
-
-    assert 0 == done.returncode, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return run_two_ranks(PROGRAM)
 
 
 def test_all_ranks_measure_the_very_same_steps_throughout(ranks):

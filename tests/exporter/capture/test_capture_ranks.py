@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
-from tests.programs import run_program
+from tests.programs import run_two_ranks
 
 PROGRAM = """
-import json, os, sys, tempfile, time
-import torch, torch.distributed as dist
+import time
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from rankscope_exporter import Monitor
 
 STEPS, BAD, LIMIT = 3, 12, 3000
-folder = tempfile.mkdtemp()
-rank = 1 if os.fork() == 0 else 0  # before any thread is started
 
 def make():
     torch.manual_seed(7)
@@ -38,7 +35,6 @@ def agreed(flag):
     return bool(told == dist.get_world_size())
 
 def main():
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     net, optimizer = make()
     anomalies = []
     config = {
@@ -77,38 +73,18 @@ def main():
     for number in range(1, step + 1):
         train(bare, bare_optimizer, number)
     same = all(torch.equal(a, b) for a, b in zip(net.parameters(), bare.parameters()))
-    result = {
+    return {
         "rank": rank, "captured": captured, "anomalies": anomalies, "same": same, "faults": monitor.faults,
         "told": [json.loads(e.details) for e in events if e.type == "capture"],
         "flight": [json.loads(e.details)["reason"] for e in events if e.type == "flight_record"],
     }
-    with open(f"{folder}/{rank}.json.part", "w") as file:
-        json.dump(result, file)
-    os.rename(f"{folder}/{rank}.json.part", f"{folder}/{rank}.json")
-    dist.barrier()
-    dist.destroy_process_group()
-
-if rank == 1:
-    try:
-        main()
-        os._exit(0)
-    finally:
-        os._exit(1)
-main()
-_, status = os.wait()
-assert 0 == status
-for one in range(2):
-    print(open(f"{folder}/{one}.json").read())
 """
 
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
     """Run both ranks once."""
-    done = run_program(PROGRAM, seconds=300)
-
-    assert 0 == done.returncode, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return run_two_ranks(PROGRAM)
 
 
 def told(rank: dict[str, Any], state: str) -> list[dict[str, Any]]:
