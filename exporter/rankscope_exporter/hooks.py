@@ -41,7 +41,6 @@ class Hooks:
         self._moments = recorder.moments
         self._guard = guard
         self._handles: list[Removable] = []
-        self._forward_end: Removable | None = None
         self._gradients = GradientHooks(subject, self._gradient_hook)
         self._changed = ChangedModel(subject)
         self._replacing = ReplacedOptimizers(subject.optimizers, self._replaced)
@@ -61,7 +60,7 @@ class Hooks:
         """Register on the forward of the whole model, every parameter that takes gradients, and every optimizer."""
         self.clock.start()
         self._handles.append(self._subject.framework.on_forward(_Uncopied(self._forward_begins)))
-        self.follow_forward()
+        self._handles.append(self._subject.framework.on_forward_end(_Uncopied(self._forward_ended)))
         self._guard.call("hooks of the framework", self._subject.framework.install, self)
         self._recorder.install(self)
         self._handles.append(self._gradients)
@@ -88,22 +87,9 @@ class Hooks:
         """Remove `handle` with the others."""
         self._handles.append(handle)
 
-    def hook(self, _hook: Hook, register: Callable[[], Removable | None]) -> None:
-        """Put a hook in its place at all times; a quantity's own hooking has it come and go."""
-        handle = register()
-        if handle is not None:
-            self.keep(handle)
-
     def begins_steps(self, module: torch.nn.Module) -> bool:
         """Return whether a step begins with the forward of `module`."""
         return any(module is chunk for chunk in self._subject.framework.chunks)
-
-    def follow_forward(self) -> None:
-        """Keep `in_forward` up to date: one more hook on the outermost module."""
-        if self._forward_end is None:
-            hook = _Uncopied(self._forward_ended)
-            self._forward_end = self._subject.framework.on_forward_end(hook)
-            self.keep(self._forward_end)
 
     def guarded(self, where: str, function: Callable[..., None], gate: Gate) -> Hook:
         """Return `function` as a hook that is called while `gate` is open."""

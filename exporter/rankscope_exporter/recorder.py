@@ -20,7 +20,7 @@ from rankscope_exporter.frameworks.base import Holder
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.logged import Pending, take
 from rankscope_exporter.moments import Cause, Moments
-from rankscope_exporter.quantities.base import Hooking, Subject
+from rankscope_exporter.quantities.base import ModelHooking, Subject
 from rankscope_exporter.record import Scalar
 from rankscope_exporter.sampling.collection import Collection
 from rankscope_exporter.statistics import Finished
@@ -88,7 +88,7 @@ class Recorder:
         self.after_update: Callable[[], None] = lambda: None
         """Called when an optimizer has stepped."""
 
-    def install(self, hooking: Hooking) -> None:
+    def install(self, hooking: ModelHooking) -> None:
         """Let the quantities register hooks of their own."""
         self._collection.install(hooking)
 

@@ -27,7 +27,6 @@ class Outputs(Parameters):
         return []
 
     def install(self, hooking: Hooking, gate: Gate) -> None:
-        hooking.follow_forward()
         self._rows: dict[tuple[str, int], range | None] = {}
         for name, module in self.subject.framework.module.named_modules():
             if name and self.targets.selects(name):

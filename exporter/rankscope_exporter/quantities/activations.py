@@ -83,7 +83,6 @@ class Activations(Quantity):
         if not objects:
             hooking.tell("activations: forward_only and backward_only exclude each other; nothing is measured")
             return
-        hooking.follow_forward()
         hooking.keep(_AtDetach(self._release))
         modules = named_modules(self.subject.framework.module)
         for sentence in unmatched(modules, self.targets):

@@ -143,8 +143,8 @@ class Hook(Protocol):
         ...
 
 
-class Hooking(Protocol):
-    """What a quantity needs to hook a model: everything registered goes through the guard and away at detach."""
+class ModelHooking(Protocol):
+    """What it takes to hook a model: everything registered goes through the guard and away at detach."""
 
     @property
     def micro_step(self) -> int:
@@ -165,13 +165,6 @@ class Hooking(Protocol):
         """Remove `handle` at detach()."""
         ...
 
-    def hook(self, hook: Hook, register: Callable[[], Removable | None]) -> None:
-        """Have `register` put `hook` in its place, now and for every step that is measured; raises what it raises.
-
-        It returns None where that cannot be done this time, and is asked again for the next such step.
-        """
-        ...
-
     def begins_steps(self, module: nn.Module) -> bool:
         """Return whether steps begin with the forward of `module`: a hook that comes with the step would miss it."""
         ...
@@ -188,12 +181,19 @@ class Hooking(Protocol):
         """
         ...
 
-    def follow_forward(self) -> None:
-        """Have `in_forward` kept up to date."""
-        ...
-
     def between(self, function: Callable[[], None]) -> None:
         """Call `function` while no step begins or ends: what comes long after an update may meet its end."""
+        ...
+
+
+class Hooking(ModelHooking, Protocol):
+    """What a quantity is given: the hooking of the model, with hooks that come and go with the quantity's own steps."""
+
+    def hook(self, hook: Hook, register: Callable[[], Removable | None]) -> None:
+        """Have `register` put `hook` in its place, now and for every step that is measured; raises what it raises.
+
+        It returns None where that cannot be done this time, and is asked again for the next such step.
+        """
         ...
 
 

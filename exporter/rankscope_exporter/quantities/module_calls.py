@@ -36,7 +36,6 @@ class ModuleCalls:
         self._called: set[str] = set()
         self._seen: set[tuple[str, int]] = set()
         self._looked_for_silence = False
-        hooking.follow_forward()
         hooking.keep(self)
 
     def remove(self) -> None:

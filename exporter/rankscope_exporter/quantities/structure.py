@@ -85,7 +85,6 @@ class Structure(Quantity):
     def install(self, hooking: Hooking, gate: Gate) -> None:
         """Register on every module of the targets."""
         self._tell = lambda message: hooking.tell(f"structure: {message}")
-        hooking.follow_forward()
         hooking.keep(self._handles)
         modules = named_modules(self.subject.framework.module)
         for sentence in unmatched(modules, self.targets):

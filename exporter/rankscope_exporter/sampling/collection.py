@@ -11,7 +11,7 @@ from rankscope_contract.records import PlanEntry
 from rankscope_exporter.drafts import Draft
 from rankscope_exporter.frameworks.base import Holder
 from rankscope_exporter.guard import Guard
-from rankscope_exporter.quantities.base import Hooking, Quantity
+from rankscope_exporter.quantities.base import ModelHooking, Quantity
 from rankscope_exporter.sampling.members import Member
 from rankscope_exporter.sampling.ops import NO_OP, Ops
 from rankscope_exporter.sampling.plan_book import PlanBook
@@ -42,14 +42,14 @@ class Collection:
         self.book = PlanBook()
         self._members: list[Member] = []
         self._per_gradient: list[Member] = []
-        self._hooking: Hooking | None = None
+        self._hooking: ModelHooking | None = None
         first = sum(len(quantity.entries()) for quantity, _ in quantities)
         self._sheet = Sheet(self.book, StatisticsTable(first, device), measurement or Measurement())
         self.backlog = 0
         self.unsampled = 0  # steps not measured because the publisher was behind
         self.take(self.lineup(quantities))
 
-    def install(self, hooking: Hooking) -> None:
+    def install(self, hooking: ModelHooking) -> None:
         """Let the quantities register hooks of their own."""
         self._hooking = hooking
         hooking.keep(self)

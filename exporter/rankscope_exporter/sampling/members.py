@@ -10,7 +10,7 @@ from torch import nn
 
 from rankscope_exporter.frameworks.base import Removable
 from rankscope_exporter.guard import Guard
-from rankscope_exporter.quantities.base import Gate, Hook, Hooking, Quantity, QuantityOptions
+from rankscope_exporter.quantities.base import Gate, Hook, ModelHooking, Quantity, QuantityOptions
 from rankscope_exporter.sampling.coming_hooks import ComingHooks
 from rankscope_exporter.sampling.ops import EVERY_OP, Ops
 from rankscope_exporter.sampling.schedule import Schedule, Timing
@@ -61,7 +61,7 @@ class Member:
         place = bisect.bisect_left(positions, index)
         return place if place < len(positions) and positions[place] == index else None
 
-    def install(self, hooking: Hooking, guard: Guard) -> None:
+    def install(self, hooking: ModelHooking, guard: Guard) -> None:
         """Let the quantity register hooks, which are this member's to remove."""
         for sentence in self.quantity.complaints():
             hooking.tell(f"{self.quantity.name}: {sentence}")
@@ -146,7 +146,7 @@ def _bare(options: QuantityOptions) -> QuantityOptions:
 class OwnHooking:
     """The hooking of a model, with the handles kept apart."""
 
-    def __init__(self, hooking: Hooking, handles: list[Removable], coming: ComingHooks) -> None:
+    def __init__(self, hooking: ModelHooking, handles: list[Removable], coming: ComingHooks) -> None:
         self._hooking = hooking
         self._handles = handles
         self._coming = coming
@@ -185,10 +185,6 @@ class OwnHooking:
     def guarded(self, where: str, function: Callable[..., None], gate: Gate) -> Hook:
         """Return `function` as a hook."""
         return self._hooking.guarded(where, function, gate)
-
-    def follow_forward(self) -> None:
-        """Have `in_forward` kept up to date."""
-        self._hooking.follow_forward()
 
     def between(self, function: Callable[[], None]) -> None:
         """Call `function` while no step begins or ends."""
