@@ -21,6 +21,7 @@ class PendingBatch:
     pieces: Mapping[str, tuple[pa.Table, ...]]
     watermarks: Mapping[str, int]
     rows: int
+    info: Mapping[str, str] = field(default_factory=dict)  # for the log, beside the commit
 
     def tables(self) -> dict[str, pa.Table]:
         """Return one table per dataset."""

@@ -149,7 +149,8 @@ class Flusher:
 
     def _append(self, flight: _Flight) -> Committed:
         if flight.batch is None:
-            flight.batch = Batch(tables=flight.pending.tables(), watermarks=flight.pending.watermarks)
+            pending = flight.pending
+            flight.batch = Batch(tables=pending.tables(), watermarks=pending.watermarks, info=pending.info)
         return self._appender.append(flight.batch)
 
     def _retry_later(self, batch: PendingBatch, why: str) -> None:

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -47,6 +47,7 @@ class Batch:
 
     tables: Mapping[str, pa.Table]
     watermarks: Mapping[str, int]
+    info: Mapping[str, str] = field(default_factory=dict)  # stands beside its commit in the log: see `Writer.told`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class Writer:
         self._watermarks: dict[str, int] = {}
         self._seen_version = log.version
         self._unsettled: _Attempt | None = None  # commit without an answer
-        self._landed: _Attempt | None = None  # such a commit, found in the log afterwards
+        self._landed: dict[int, _Attempt] = {}  # such commits, found in the log afterwards, by the id of their batch
 
     @property
     def shard(self) -> str:
@@ -94,8 +95,8 @@ class Writer:
             pause = _FIRST_PAUSE_SECONDS
             for _ in range(_ATTEMPTS):
                 self._advance()
-                if self._landed is not None and self._landed.batch is batch:
-                    return self._stored(self._landed, self._log.version, started)
+                if (landed := self._landed.pop(id(batch), None)) is not None:
+                    return _stored(landed, self._log.version, started)
                 try:
                     return self._append(batch, tables, started)
                 except ConflictError as error:
@@ -109,6 +110,12 @@ class Writer:
         with self._turn:
             self._advance()
             return self._known_watermark(incarnation)
+
+    def told(self, key: str, commits: int) -> list[str]:
+        """Return what batches said under `key` of their `info`, in the newest `commits` entries that the log has."""
+        with self._turn:
+            self._advance()
+            return [str(entry[key]) for entry in self._log.history(commits) if key in entry]
 
     def compact(self) -> CompactionReport:
         """Merge small files where there are many; appends go on meanwhile, rows stay the same."""
@@ -158,7 +165,7 @@ class Writer:
         if self._log.snapshot().contains([file.path for file in attempt.files]) and self._moved_once():
             self._log.sync_entries(self._seen_version + 1)
             self._adopt(attempt)
-            self._landed = attempt
+            self._landed[id(attempt.batch)] = attempt  # kept until it comes again: others may append meanwhile
         self._unsettled = None
 
     def _moved_once(self) -> bool:
@@ -171,12 +178,7 @@ class Writer:
         rows = {name: table.num_rows for name, table in fresh.items() if table.num_rows}
         attempt = _Attempt(batch=batch, files=self._write(fresh), watermarks=forward, rows=rows)
         version = self._commit(attempt) if rows or forward else self._log.version
-        return self._stored(attempt, version, started)
-
-    def _stored(self, attempt: _Attempt, version: int, started: float) -> Commit:
-        self._landed = None
-        seconds = time.monotonic() - started
-        return Commit(version=version, rows=attempt.rows, files=len(attempt.files), seconds=seconds)
+        return _stored(attempt, version, started)
 
     def _write(self, tables: Mapping[str, pa.Table]) -> list[DataFile]:
         today = dt.datetime.now(dt.UTC).date()
@@ -197,7 +199,8 @@ class Writer:
     def _commit(self, attempt: _Attempt) -> int:
         transactions = {shard_transaction(self._shard): self._number + 1}
         transactions |= {watermark_transaction(incarnation): seq for incarnation, seq in attempt.watermarks.items()}
-        change = Change(added=attempt.files, transactions=transactions, info=owner_info(self._shard, self._owner))
+        info = {**attempt.batch.info, **owner_info(self._shard, self._owner)}
+        change = Change(added=attempt.files, transactions=transactions, info=info)
         self._unsettled = attempt
         try:
             version = self._log.commit(change)
@@ -228,6 +231,11 @@ class _Attempt:
     files: Sequence[DataFile]
     watermarks: Mapping[str, int]
     rows: Mapping[str, int]
+
+
+def _stored(attempt: _Attempt, version: int, started: float) -> Commit:
+    seconds = time.monotonic() - started
+    return Commit(version=version, rows=attempt.rows, files=len(attempt.files), seconds=seconds)
 
 
 def _incarnations(tables: Mapping[str, pa.Table], batch: Batch) -> set[str]:

@@ -211,6 +211,36 @@ def test_refusals_without_end_become_an_error(writer, batch, monkeypatch, store)
     assert [] == list(store.root.rglob("dataset=*/part=*/*.parquet"))
 
 
+def test_a_commit_without_an_answer_is_known_again_though_another_batch_came_first(
+    writer, scalars, monkeypatch, connection
+):
+    """The service appends what is pushed to it beside what it pulls."""
+    genuine = Log.commit
+
+    def fail(log: Log, change: Change) -> int:
+        genuine(log, change)
+        raise StoreError("the disk hiccuped")
+
+    pushed = Batch(tables={"scalars": scalars(range(2), incarnation=None)}, watermarks={})
+    monkeypatch.setattr(Log, "commit", fail)
+    with pytest.raises(StoreError, match="hiccuped"):
+        writer.append(pushed)
+    monkeypatch.undo()
+    writer.append(Batch(tables={"scalars": scalars(range(5))}, watermarks={"i0": 4}))
+    writer.append(pushed)
+
+    assert [(7,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
+
+
+def test_what_a_batch_says_stands_in_the_log_for_the_next_owner(store, writer, scalars):
+    writer.append(Batch(tables={"scalars": scalars(range(2))}, watermarks={"i0": 1}, info={"receipts": "a b"}))
+    writer.append(Batch(tables={"scalars": scalars(range(4))}, watermarks={"i0": 3}))
+    writer.close()
+
+    with store.claim(owner="next") as successor:
+        assert ["a b"] == successor.told("receipts", 10)
+
+
 @pytest.mark.parametrize("landed", [True, False])
 def test_a_commit_without_an_answer_is_looked_up_when_the_batch_comes_again(
     writer, scalars, monkeypatch, connection, landed
