@@ -14,6 +14,7 @@ from typing import Any, Final
 from rankscope_contract import SCHEMA_VERSION
 from rankscope_contract.fields import Field, ListOf, StructOf, required
 from rankscope_contract.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS
+from rankscope_contract.rollups import SCALAR_ROLLUP_FIELDS, TENSOR_ROLLUP_FIELDS
 
 _STEP: Final = Field("step", "int64", "The training's own number; may rewind in a new attempt.")
 _MICRO_STEP: Final = Field("micro_step", "int32", "Micro-batch within the step; null for what covers the whole step.")
@@ -146,6 +147,11 @@ RUN_FIELDS: Final = (
     Field("reason", "string", "Why it ended, in words."),
 )
 
+LABEL_FIELDS: Final = (
+    Field("tags", "string", "JSON object of text, as people gave them; null in versions that say nothing of them."),
+    Field("note", "string", "What people wrote about the run; null in versions that say nothing of it."),
+)
+
 ATTEMPT_FIELDS: Final = (*RUN_FIELDS, Field("launch_id", "string", "Equal on all ranks of one launch."))
 
 TENSOR_DIMENSION_FIELDS: Final = (
@@ -176,9 +182,11 @@ DATASETS: Final[dict[str, tuple[Field, ...]]] = {
     "scalars": _dataset(*SCALAR_FIELDS),
     "events": _dataset(*EVENT_FIELDS),
     "samples": _dataset(*SAMPLE_FIELDS),
-    "runs": _dataset(*RUN_FIELDS),
+    "runs": _dataset(*RUN_FIELDS, *LABEL_FIELDS),
     "attempts": _dataset(*ATTEMPT_FIELDS),
     "tensors": _dataset(*TENSOR_DIMENSION_FIELDS),
+    "tensor_rollups": _dataset(*TENSOR_FIELDS, *TENSOR_ROLLUP_FIELDS),
+    "scalar_rollups": _dataset(*(field for field in SCALAR_FIELDS if field.name != "value"), *SCALAR_ROLLUP_FIELDS),
 }
 """Columns of each dataset of the store, in the order of the table."""
 

@@ -26,6 +26,13 @@ VERSION_KEYS: Final = {
 
 HISTORY_SUFFIX: Final = "_history"
 
+# The service's versions say nothing of labels, and versions with labels have no ordinal: neither takes away the
+# other's, whichever is written last. What was taken away by people is empty, not null.
+_LABELS: Final = ", ".join(
+    f"nullif(max_by({name}, ts) FILTER ({name} IS NOT NULL) OVER (PARTITION BY run), '{nothing}') AS {name}"
+    for name, nothing in (("tags", "{}"), ("note", ""))
+)
+
 _TYPES: Final = {
     pa.string(): "VARCHAR",
     pa.int32(): "INTEGER",
@@ -91,8 +98,9 @@ def view_statements(*, prefix: str = "") -> Iterator[str]:
 
 def _latest(dataset: str, raw: str) -> str:
     keys = ", ".join(VERSION_KEYS[dataset])
+    columns = f"* REPLACE ({_LABELS})" if dataset == "runs" else "*"
     return (
-        f"CREATE OR REPLACE VIEW {dataset} AS SELECT * FROM {raw}\n"
+        f"CREATE OR REPLACE VIEW {dataset} AS SELECT {columns} FROM {raw}\n"
         f"QUALIFY row_number() OVER (PARTITION BY {keys} ORDER BY ordinal DESC NULLS LAST, ts DESC NULLS LAST) = 1"
     )
 
