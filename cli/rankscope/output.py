@@ -88,6 +88,11 @@ def as_text(rows: pa.Table, form: Format, *, limit: int = TABLE_ROWS) -> str:
     return text.getvalue()
 
 
+def as_json(document: object) -> str:
+    """Return one JSON document, with what JSON cannot say as text."""
+    return json.dumps(_plain(document), ensure_ascii=False, indent=2) + "\n"
+
+
 def print_table(rows: pa.Table, *, limit: int = TABLE_ROWS, file: io.StringIO | None = None) -> None:
     """Print `rows` in columns; numbers to the right, and the count of what was left out."""
     console = _console(file)

@@ -1,19 +1,23 @@
-"""`rankscope runs`: what the store holds, and what becomes of a run."""
+"""`rankscope runs`: what the store holds, what is known of a run, and what becomes of it."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from rankscope.errors import USAGE, CommandError
 from rankscope.opening import chosen_run, opened
 from rankscope.options import Output, OutputFormat, Store
-from rankscope.output import Format, write_rows
+from rankscope.output import Format, as_json, write_rows, write_text
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from rankscope_storage.care.labels import Labels, Relabel
     from rankscope_storage.care.rewriting import RewriteReport
 
 
@@ -21,30 +25,62 @@ class Action(enum.StrEnum):
     """What to do with runs."""
 
     LIST = "list"
+    SHOW = "show"
+    TAG = "tag"
+    UNTAG = "untag"
+    NOTE = "note"
     RM = "rm"
     RENAME = "rename"
     MERGE = "merge"
 
 
-_NAMES = {Action.LIST: "", Action.RM: "RUN", Action.RENAME: "RUN NAME", Action.MERGE: "RUN INTO"}
+_NAMES: Final = {
+    Action.LIST: "",
+    Action.SHOW: "RUN",
+    Action.TAG: "RUN KEY=VALUE…",
+    Action.UNTAG: "RUN KEY…",
+    Action.NOTE: "RUN TEXT",
+    Action.RM: "RUN",
+    Action.RENAME: "RUN NAME",
+    Action.MERGE: "RUN INTO",
+}
+_LABELS: Final = (Action.TAG, Action.UNTAG, Action.NOTE)
 
 
 def runs(
-    action: Annotated[Action, typer.Argument(help="list, rm, rename or merge.")] = Action.LIST,
-    names: Annotated[list[str] | None, typer.Argument(help="rm: RUN; rename: RUN NAME; merge: RUN INTO.")] = None,
+    action: Annotated[Action, typer.Argument(help="list, show, tag, untag, note, rm, rename or merge.")] = Action.LIST,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="show, rm: RUN; tag: RUN KEY=VALUE…; untag: RUN KEY…; note: RUN TEXT; rename: RUN NAME; "
+            "merge: RUN INTO."
+        ),
+    ] = None,
     store: Store = Path("history"),
+    tag: Annotated[
+        list[str] | None, typer.Option("--tag", "-t", help="list: only runs with KEY=VALUE, or with KEY; may repeat.")
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="rm: do not ask.")] = False,
     form: OutputFormat = Format.TABLE,
     output: Output = None,
 ) -> None:
-    """List the runs of a store, the latest first; remove one, rename one, or join one to another.
+    """List the runs of a store, the latest first; show, label, remove, rename or join them.
+
+    show prints what is known of a run: state, tags, note, commit, command, and its configuration, secrets masked. Tags
+    and notes may be given while a service writes the run; an empty note takes it away.
 
     merge puts the attempts of RUN behind those of INTO. What rm has removed is gone; a log may be imported again.
-    All three refuse while a service writes the run.
+    rm, rename and merge refuse while a service writes the run.
 
     [bold]Examples[/bold]
 
-    rankscope runs --store history --format json
+    rankscope runs --store history --tag team=ours --format json
+
+    rankscope runs show 48151623
+
+    rankscope runs tag 48151623 team=ours size=7b
+
+    rankscope runs note 48151623 "warm-up too short"
 
     rankscope runs rm trial-3 --yes
 
@@ -52,27 +88,95 @@ def runs(
 
     rankscope runs merge 48151624 pretraining
     """
-    if action is Action.LIST and not names:
-        _list(store, form, output)
-        return
     given = names or []
-    if len(given) != len(_NAMES[action].split()):
+    if tag and action is not Action.LIST:
+        raise CommandError(
+            f"--tag chooses runs of the list: write rankscope runs {action} {_NAMES[action]}", code=USAGE
+        )
+    if action is Action.LIST and not given:
+        _list(store, tag or [], form, output)
+        return
+    if not _fits(action, len(given)):
         raise CommandError(f"write: rankscope runs {action} {_NAMES[action]}".rstrip(), code=USAGE)
     with opened(store) as connection:
         run = chosen_run(connection, given[0])
-    if action is Action.RM and not yes and not typer.confirm(f"Remove all rows of {run!r} from {store}?"):
+    if action is Action.SHOW:
+        _show(store, run, form, output)
+    elif action in _LABELS:
+        _say(_relabelled(store.absolute(), run, _wanted(action, given[1:])))
+    elif action is not Action.RM or yes or typer.confirm(f"Remove all rows of {run!r} from {store}?"):
+        report = _change(action, store.absolute(), run, given[-1])
+        freed = f"; {report.bytes_freed:,} bytes will be free after maintenance" if action is Action.RM else ""
+        print(f"{report.rows:,} rows in {report.files_removed} files{freed}")
+    else:
         raise typer.Exit(1)
-    report = _change(action, store.absolute(), run, given[-1])
-    freed = f"; {report.bytes_freed:,} bytes will be free after maintenance" if action is Action.RM else ""
-    print(f"{report.rows:,} rows in {report.files_removed} files{freed}")
 
 
-def _list(store: Path, form: Format, output: Path | None) -> None:
+def _fits(action: Action, count: int) -> bool:
+    wanted = len(_NAMES[action].split())
+    return count >= wanted if _NAMES[action].endswith("…") else count == wanted
+
+
+def _list(store: Path, tags: Sequence[str], form: Format, output: Path | None) -> None:
     from rankscope_storage import reports
 
     with opened(store) as connection:
         rows = reports.runs(connection)
+    if tags:
+        rows = _having(rows, tags)
     write_rows(rows, form, output, limit=rows.num_rows)
+
+
+def _having(rows: pa.Table, wanted: Sequence[str]) -> pa.Table:
+    """Return the rows with all tags `wanted`, each as KEY=VALUE or, with any value, KEY."""
+    from rankscope_storage.care.labels import parse_tags
+
+    pairs = [text.partition("=") for text in wanted]
+
+    def fits(tags: dict[str, str]) -> bool:
+        return all(key in tags and (not equals or tags[key] == value) for key, equals, value in pairs)
+
+    return rows.filter([fits(parse_tags(text)) for text in rows["tags"].to_pylist()])
+
+
+def _show(store: Path, run: str, form: Format, output: Path | None) -> None:
+    from rankscope.run_facts import fact_lines, run_facts
+
+    if form not in (Format.TABLE, Format.JSON):
+        raise CommandError("runs show prints lines, or --format json", code=USAGE)
+    with opened(store) as connection:
+        facts = run_facts(connection, run)
+    write_text(as_json(facts) if form is Format.JSON else "".join(f"{line}\n" for line in fact_lines(facts)), output)
+
+
+def _wanted(action: Action, given: Sequence[str]) -> Relabel:
+    from rankscope_storage.care import labels
+
+    if action is Action.NOTE:
+        return labels.noted(given[0])
+    if action is Action.UNTAG:
+        return labels.untagged(given)
+    pairs = [text.partition("=") for text in given]
+    for text, (_, equals, _) in zip(given, pairs, strict=True):
+        if not equals:
+            raise CommandError(f"{text!r} is no tag: write KEY=VALUE", code=USAGE)
+    return labels.tagged({key: value for key, _, value in pairs})
+
+
+def _relabelled(root: Path, run: str, change: Relabel) -> Labels:
+    from rankscope_storage.care.labels import relabel
+    from rankscope_storage.durable import sync_to_disk
+    from rankscope_storage.errors import StoreError
+
+    try:
+        return relabel(root, run, change, sync_to_disk)
+    except StoreError as error:
+        raise CommandError(str(error)) from error
+
+
+def _say(labels: Labels) -> None:
+    print(f"tags  {'  '.join(f'{key}={value}' for key, value in labels.tags.items()) or 'none'}")
+    print(f"note  {labels.note or 'none'}")
 
 
 def _change(action: Action, root: Path, run: str, other: str) -> RewriteReport:
