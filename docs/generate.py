@@ -67,10 +67,9 @@ def metric_table(page: str) -> str:
 
 def dataset_tables() -> str:
     """Return one table of columns per dataset, without the columns that all share."""
-    common = {field.name for field in records.COMMON_FIELDS}
     parts = [f"### Columns of every dataset\n\n{_field_table(records.COMMON_FIELDS)}"]
     for name, columns in records.DATASETS.items():
-        own = [column for column in columns if column.name not in common]
+        own = [column for column in columns if column not in records.COMMON_FIELDS]
         parts.append(f"### `{name}`\n\n{_field_table(own)}")
     return "\n\n".join(parts)
 

@@ -39,8 +39,10 @@ SORT_KEYS: Final[dict[str, tuple[str, ...]]] = {
     "hashes": ("run", "tensor", "kind", "rank", "step"),
     "collectives": ("run", "op", "rank", "step"),
     "modules": ("run", "module", "rank", "step"),
+    "tensor_rollups": ("run", "tensor", "kind", "rank", "step"),
     # Labels tell two series of one name apart.
     "scalars": ("run", "name", "labels", "rank", "step"),
+    "scalar_rollups": ("run", "name", "labels", "rank", "step"),
     "samples": ("run", "target", "metric", "labels", "ts"),
     # Read as a story, not as series.
     "events": ("run", "step", "rank"),

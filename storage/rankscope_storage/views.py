@@ -10,11 +10,13 @@ import pyarrow as pa
 
 from rankscope_contract.escaping import sql_identifier, sql_string
 from rankscope_contract.records import DATASETS, DIMENSIONS
+from rankscope_contract.rollups import ROLLUPS
 from rankscope_storage.analysis import goodput
 from rankscope_storage.analysis.collective_calls import COLLECTIVE_CALLS
 from rankscope_storage.analysis.desync import DESYNC
 from rankscope_storage.layout import file_fingerprint
 from rankscope_storage.macros import MACROS
+from rankscope_storage.rollups.timelines import TIMELINES, rollup_view
 from rankscope_storage.schema import dataset_schema, fingerprint
 
 VERSION_KEYS: Final = {
@@ -32,6 +34,8 @@ _LABELS: Final = ", ".join(
     f"nullif(max_by({name}, ts) FILTER ({name} IS NOT NULL) OVER (PARTITION BY run), '{nothing}') AS {name}"
     for name, nothing in (("tags", "{}"), ("note", ""))
 )
+
+_ROLLED_UP: Final = {rollups: dataset for dataset, rollups in ROLLUPS.items()}
 
 _TYPES: Final = {
     pa.string(): "VARCHAR",
@@ -87,9 +91,12 @@ def view_statements(*, prefix: str = "") -> Iterator[str]:
         if dataset in DIMENSIONS:
             yield f"CREATE OR REPLACE VIEW {dataset}{HISTORY_SUFFIX} AS SELECT * FROM {raw}"
             yield _latest(dataset, raw)
+        elif dataset in _ROLLED_UP:
+            yield rollup_view(_ROLLED_UP[dataset], raw)
         else:
             yield f"CREATE OR REPLACE VIEW {dataset} AS SELECT * FROM {raw}"
     yield _TENSOR_GLOBAL
+    yield from TIMELINES
     yield DESYNC
     yield COLLECTIVE_CALLS
     yield from goodput.STATEMENTS
