@@ -119,35 +119,51 @@ def sort_order(table: pa.Table, keys: Sequence[str]) -> Indices:
     Keys are packed into one integer with the row number in its low bits, so that one plain integer sort does it all;
     only when they do not fit into 63 bits the slower general sort is used.
     """
-    if table.num_rows == 0:
-        return np.empty(0, np.int64)
-    columns = [_ordinals(table.column(key)) for key in keys]
+    columns = [
+        _ordinals(column) for column in (one_chunk(table.column(key)) for key in keys) if not is_constant(column)
+    ]
+    if not columns:
+        return np.arange(table.num_rows)
     row_bits = (table.num_rows - 1).bit_length()
     widths = [int(column.max()).bit_length() for column in columns]
     if sum(widths) + row_bits > 63:
         general: Indices = np.lexsort(columns[::-1])
         return general
-    packed: Indices = np.zeros(table.num_rows, np.int64)
-    for column, width in zip(columns, widths, strict=True):
-        packed = (packed << width) | column
-    packed = (packed << row_bits) | np.arange(table.num_rows)
+    packed = columns[0]
+    for column, width in zip(columns[1:], widths[1:], strict=True):
+        packed <<= width
+        packed |= column
+    packed <<= row_bits
+    packed |= np.arange(table.num_rows)
     packed.sort()
-    rows: Indices = packed & ((1 << row_bits) - 1)
-    return rows
+    packed &= (1 << row_bits) - 1
+    return packed
 
 
-def _ordinals(column: pa.ChunkedArray) -> Indices:
-    """Return small non-negative integers that order like `column`, nulls last."""
+def is_constant(column: pa.Array) -> bool:
+    """Return whether all values are known to be equal, or all null, after no more than a glance: False may be wrong."""
+    if column.null_count or not len(column):
+        return bool(column.null_count == len(column))
+    if pa.types.is_dictionary(column.type):
+        return len(column.dictionary) == 1 or is_constant(column.indices)
+    if pa.types.is_integer(column.type) or pa.types.is_timestamp(column.type):
+        low, high = pc.min_max(column).values()
+        return bool(low == high)
+    return False
+
+
+def _ordinals(column: pa.Array) -> Indices:
+    """Return small non-negative integers that order like `column`, nulls last; the caller may change them."""
     if pa.types.is_dictionary(column.type) or pa.types.is_string(column.type):
         encoded = _encoded(column)
         # Ranks, not codes: a dictionary stands in order of first sight, and may name one text twice.
         ranks = pc.rank(encoded.dictionary, tiebreaker="dense").to_numpy(zero_copy_only=False).astype(np.int64)
         return _nulls_last(encoded.indices, lambda codes: ranks[codes])
-    integers = _one(column).cast(pa.int64())
+    integers = column.view(pa.int64()) if pa.types.is_timestamp(column.type) else column
     low, high = (value.as_py() for value in pc.min_max(integers).values())
     if low is not None and high - low >= 1 << 62:  # a difference would overflow
         return _nulls_last(integers, lambda values: np.unique(values, return_inverse=True)[1])
-    return _nulls_last(integers, lambda values: values - low)
+    return _nulls_last(integers, lambda values: np.subtract(values, low, dtype=np.int64))
 
 
 def _nulls_last(column: pa.Array, ordinals: Callable[[Indices], Indices]) -> Indices:
@@ -161,12 +177,13 @@ def _nulls_last(column: pa.Array, ordinals: Callable[[Indices], Indices]) -> Ind
     return result
 
 
-def _encoded(column: pa.ChunkedArray) -> pa.DictionaryArray:
-    one = _one(column)
+def _encoded(column: pa.ChunkedArray | pa.Array) -> pa.DictionaryArray:
+    one = one_chunk(column)
     return one if pa.types.is_dictionary(one.type) else one.dictionary_encode()
 
 
-def _one(column: pa.ChunkedArray | pa.Array) -> pa.Array:
+def one_chunk(column: pa.ChunkedArray | pa.Array) -> pa.Array:
+    """Return the values of `column` in one piece; nothing is copied where they are already."""
     if isinstance(column, pa.Array):
         return column
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rankscope_storage.durable import sync_to_disk
-from rankscope_storage.parquet import ROW_GROUP_ROWS, STAGING, discard, statistics, write_file
+from rankscope_storage.encoding import ROW_GROUP_ROWS
+from rankscope_storage.parquet import STAGING, discard, statistics, write_file
 from rankscope_storage.schema import conform
 
 

@@ -288,7 +288,7 @@ def test_a_full_disk_is_said_and_the_batch_can_come_again(writer, batch, monkeyp
     def full(*arguments, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rankscope_storage.parquet.pq.ParquetWriter.write_table", full)
+    monkeypatch.setattr("rankscope_storage.encoding.pq.ParquetWriter.write_table", full)
     with pytest.raises(StoreError, match="No space left on device"):
         writer.append(batch(range(5)))
     monkeypatch.undo()
