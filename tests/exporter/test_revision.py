@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from rankscope_exporter.config import MonitorConfig
 from rankscope_exporter.revision import git_commit
+from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.settings_shown import public_settings
 
 
@@ -67,3 +69,14 @@ def test_what_a_rank_tells_of_itself_names_the_commit_of_its_script_or_of_where_
     monkeypatch.setattr("sys.argv", [script, "--lr", "3"])
 
     assert told(repository) == public_settings(MonitorConfig())["git_commit"]
+
+
+def test_what_a_rank_tells_of_itself_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "sys.argv", ["train.py", "--hf-token", "correct-horse", "--data", "s3://me:correct-horse@host/x"]
+    )
+    shown = public_settings(MonitorConfig(serve=ServeConfig(token="correct-horse")))
+
+    assert ["train.py", "--hf-token", "***", "--data", "s3://***@host/x"] == shown["argv"]
+    assert "***" == shown["serve"]["token"]
+    assert "correct-horse" not in json.dumps(shown)

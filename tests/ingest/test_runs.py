@@ -26,7 +26,7 @@ class World:
         for rank in self.vitals:
             self.register(rank, world_size=world_size)
 
-    def register(self, rank, *, world_size=2, phase=None, incarnation=None):
+    def register(self, rank, *, world_size=2, phase=None, incarnation=None, config=None):
         registration = Registration(
             run="r",
             rank=rank,
@@ -38,6 +38,7 @@ class World:
             launch_id="l",
             url="http://127.0.0.1:1",
             phase=phase,
+            config=config or {},
         )
         self.vitals[rank].heard(self.now)
         return self.book.registered(registration, 0, self.vitals[rank], 5)
@@ -227,3 +228,13 @@ def test_latest_attempt_speaks_for_the_run():
     world.book.registered(registration, 1, Vitals(last_sign=0.0), 5)
 
     assert 1 == world.book.latest()["r"].number
+
+
+def test_the_configuration_of_a_rank_is_kept_without_secrets():
+    """The rank masks what it sends; one of another release, or not of ours at all, may not."""
+    config = {"argv": ["train.py", "--hf-token", "correct-horse"], "serve": {"password": "correct-horse"}, "every": 3}
+    world = World(ranks=0)
+    world.vitals[0] = Vitals(last_sign=0.0)
+    world.register(0, config=config)
+
+    assert {"argv": ["train.py", "--hf-token", "***"], "serve": {"password": "***"}, "every": 3} == world.attempt.config

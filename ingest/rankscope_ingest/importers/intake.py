@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.events import EventType, RunState, Severity
+from rankscope_contract.redaction import redacted_json
 from rankscope_contract.rules import AnomalyRule
 from rankscope_ingest.errors import IngestError
 from rankscope_ingest.importers.base import (
@@ -288,6 +289,7 @@ def _grouped(imported: Iterator[Imported]) -> Iterator[list[ImportedRecord] | Im
 
 def _facts(run: ImportedRun) -> dict[str, Any]:
     named = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
+    named["config"] = redacted_json(run.config)  # logs repeat command lines and settings as they were given
     return {name: value for name, value in named.items() if value is not None}
 
 

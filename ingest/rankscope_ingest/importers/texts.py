@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+from rankscope_contract.redaction import redacted
+
 MAX_JSON: Final = 65_536
 
 _MAX_DEPTH: Final = 16
@@ -18,8 +20,11 @@ def clean_text(text: str, limit: int = 1000) -> str:
 
 
 def json_text(value: Any, limit: int = MAX_JSON) -> str:
-    """Return `value` as JSON that any reader takes: NaN and Inf as text; too long a text is told, not stored."""
-    text = json.dumps(_plain_json(value, 0), ensure_ascii=False, separators=(",", ":"), default=str)
+    """Return `value` as JSON that any reader takes: NaN and Inf as text; too long a text is told, not stored.
+
+    Secrets are masked: a log repeats the settings that training was started with.
+    """
+    text = json.dumps(redacted(_plain_json(value, 0)), ensure_ascii=False, separators=(",", ":"), default=str)
     if len(text) > limit:
         return json.dumps({"left_out": f"{len(text):,} characters"})
     return text.encode("utf-8", "replace").decode()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from rankscope_contract.channel import Registration
 from rankscope_contract.events import RunState
+from rankscope_contract.redaction import redacted
 from rankscope_ingest.lifecycle.lives import ARRIVAL_SECONDS, ENDED, Attempt, AttemptKey, Rank
 from rankscope_ingest.lifecycle.rulings import Ruling, Timing, judge
 from rankscope_ingest.lifecycle.vitals import Patience, Vitals
@@ -105,7 +106,7 @@ class RunBook:
                 self._note_number(attempt)
         attempt.world_size = max(attempt.world_size, registration.world_size)
         attempt.planned_steps = registration.planned_steps or attempt.planned_steps
-        attempt.config = attempt.config or registration.config
+        attempt.config = attempt.config or redacted(registration.config)  # a rank of another release may mask less
         rank = attempt.ranks.get(registration.rank)
         if rank is None or rank.incarnation != registration.incarnation:
             # An attempt put back without its ranks had counted this one before it ended.

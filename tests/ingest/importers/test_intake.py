@@ -420,3 +420,21 @@ def test_log_without_records_makes_no_run(tmp_path, shop):
 
     assert (0, 0, 3) == (report.records, report.rows_stored, report.malformed)
     assert [] == ask("SELECT * FROM runs")
+
+
+def test_no_secret_of_a_log_reaches_the_store(shop, tmp_path):
+    """A log repeats the settings that training was started with, as they were."""
+    bring, ask = shop
+    secret = "correct-horse"
+    settings = {"config": {"lr": 3, "wandb": {"api_key": secret}, "command": f"train.py --x token={secret}"}}
+    lines = [settings, *({"step": step, "loss": 1.0} for step in range(3))]
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    bring(path)
+
+    (config,) = ask("SELECT config FROM runs")[0].values()
+    assert secret not in config
+    assert '"lr": 3' in json.dumps(json.loads(config))
+    stored = [file.read_bytes() for file in (tmp_path / "store").rglob("*.parquet")]
+    assert stored
+    assert not any(secret.encode() in content for content in stored)

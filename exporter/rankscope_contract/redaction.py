@@ -1,0 +1,155 @@
+"""Secrets are left out of what is shown and stored of a training: its command line, its configuration. Pure.
+
+A rank masks before it sends, the service and the importers before they store: a rank may be of another release, and a
+log is written by anybody. What is known by its name (`--hf-token`, `password`), by its place (`https://user:pw@host`)
+or by its looks (`ghp_…`, a JWT, a private key) is masked; a password that is a plain argument alone nobody can tell.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+MASK: Final = "***"
+
+_DEEPEST: Final = 100
+_WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_SECRET_WORDS: Final = frozenset(
+    [
+        "secret",
+        "secrets",
+        "password",
+        "passwords",
+        "passwd",
+        "passphrase",
+        "passwort",
+        "pwd",
+        "credential",
+        "credentials",
+        "auth",
+        "authorization",
+        "bearer",
+        "cookie",
+        "apikey",
+        "apitoken",
+        "accesskey",
+        "secretkey",
+        "privatekey",
+        "authtoken",
+    ]
+)
+_SECRET_BEFORE_KEY: Final = frozenset(
+    [
+        "access",
+        "account",
+        "api",
+        "auth",
+        "client",
+        "deploy",
+        "encryption",
+        "license",
+        "master",
+        "private",
+        "secret",
+        "service",
+        "session",
+        "shared",
+        "signing",
+        "ssh",
+        "storage",
+        "subscription",
+        "wandb",
+        "write",
+    ]
+)
+_SECRET_BEFORE_TOKENS: Final = frozenset(["access", "api", "auth", "bearer", "refresh", "secret"])
+_VOCABULARY: Final = frozenset(
+    ["bos", "cls", "end", "eos", "image", "mask", "max", "next", "pad", "per", "sep", "special", "start", "unk"]
+)
+_SHOWN_LAST_WORDS: Final = frozenset(["dir", "file", "folder", "mode", "name", "path", "type"])
+"""What stands behind such a word says where a secret is, not what it is."""
+
+_LOOKS: Final = re.compile(
+    r"(?<=://)[^/?#\s]+(?=@)"  # a login in an address
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+    r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"
+    r"|\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|npg_|nvapi-|pypi-|xox[abeoprs]-|AIza)[\w-]{16,}"
+    r"|\beyJ[\w-]{6,2000}\.[\w-]{6,2000}\.[\w-]*"  # a JSON web token
+    r"|(?<=hooks\.slack\.com/)\S+"
+)
+_SCHEME: Final = re.compile(r"\b(bearer|basic)(\s++)[\w.~+/=:-]{6,}", re.IGNORECASE)
+# Nothing is looked at twice: a text of a megabyte from a rank must not hold up the service.
+_PAIR: Final = re.compile(r"""(?<![\w.-])([\w.-]++)(["']?+\s*+[=:]\s*+)("[^"]*"|'[^']*'|[^\s,;&"'{}\[\]]+)""")
+_OPTION: Final = re.compile(r"-{1,2}([A-Za-z][\w.-]*)$")
+
+
+def is_secret_name(name: str) -> bool:
+    """Return whether what has this name is a secret, as far as names tell: `hf_token` is, `pad_token` is not."""
+    words = [word.lower() for word in _WORD.findall(name)]
+    if not words or words[-1] in _SHOWN_LAST_WORDS:
+        return False
+    before = set(words[:-1])
+    if words[-1] == "token":
+        return not before & _VOCABULARY
+    if words[-1] in ("key", "keys"):
+        return words == ["key"] or bool(before & _SECRET_BEFORE_KEY)
+    if words[-1] == "tokens":
+        return bool(before & _SECRET_BEFORE_TOKENS)
+    return not _SECRET_WORDS.isdisjoint(words)
+
+
+def redacted_text(text: str) -> str:
+    """Return `text` without logins in addresses, `name=value` of secrets, and what looks like one."""
+    text = _SCHEME.sub(rf"\1\2{MASK}", _LOOKS.sub(MASK, text))
+    return _PAIR.sub(lambda found: f"{found[1]}{found[2]}{MASK}" if is_secret_name(found[1]) else found[0], text)
+
+
+def redacted_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return a command line without secrets: `--token x`, `--token=x`, `api.key=x`, and what looks like one."""
+    shown: list[str] = []
+    masks_next = False
+    for argument in arguments:
+        option = _OPTION.match(argument)
+        is_value = masks_next and not argument.startswith("--")
+        masks_next = option is not None and is_secret_name(option[1])
+        name, equals, _ = argument.partition("=")
+        if is_value and not masks_next:
+            shown.append(MASK)
+        elif equals and is_secret_name(name):
+            shown.append(f"{name}={MASK}")
+        else:
+            shown.append(redacted_text(argument))
+    return shown
+
+
+def redacted(value: Any, *, depth: int = 0) -> Any:
+    """Return a JSON value without secrets: by the names of its keys, and by the looks of its texts."""
+    if depth > _DEEPEST:
+        return MASK  # nobody reads so deep, and the interpreter does not either
+    if isinstance(value, str):
+        return redacted_text(value)
+    if isinstance(value, Mapping):
+        return {str(key): _named(str(key), item, depth) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redacted(item, depth=depth + 1) for item in value]
+    return value
+
+
+def redacted_json(text: str | None) -> str | None:
+    """Return a JSON text without secrets, as it is where it holds none; other text by its looks."""
+    try:
+        document = json.loads(text or "null")
+        shown = redacted(document)
+    except (ValueError, RecursionError):
+        return redacted_text(text or "")
+    return text if shown == document else json.dumps(shown, ensure_ascii=False)
+
+
+def _named(name: str, value: Any, depth: int) -> Any:
+    if name == "argv" and isinstance(value, list | tuple):
+        return redacted_arguments([str(item) for item in value])
+    if value is None or isinstance(value, bool) or not is_secret_name(name):
+        return redacted(value, depth=depth + 1)
+    return MASK
