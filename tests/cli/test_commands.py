@@ -208,7 +208,8 @@ def test_runs_says_what_an_action_wants(rankscope):
 def test_store_retain_takes_no_time_before_all_time(rankscope):
     done = rankscope("store", "retain", "--days", "inf", "--dry-run")
 
-    assert (2, "rankscope: --days inf is before all time: nothing is that old\n") == (done.returncode, done.stderr)
+    text = "rankscope: one of the days is before all time: nothing is that old\n"
+    assert (2, text) == (done.returncode, done.stderr)
 
 
 def test_store_retain_says_what_would_go_and_asks_for_days(rankscope):
@@ -216,7 +217,5 @@ def test_store_retain_says_what_would_go_and_asks_for_days(rankscope):
 
     assert (0, "") == (done.returncode, done.stderr)
     assert done.stdout.endswith("would go: 0 files, 0 rows, 0 bytes\n")
-    assert (2, "rankscope: how many days of raw rows are to be kept? Give --days\n") == (
-        unsaid.returncode,
-        unsaid.stderr,
-    )
+    assert 2 == unsaid.returncode
+    assert "Give --days, --scalars-days, --samples-days or --rollup-days" in unsaid.stderr

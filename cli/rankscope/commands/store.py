@@ -19,6 +19,7 @@ from rankscope.output import Format, write_rows
 if TYPE_CHECKING:
     from rankscope_storage.care.findings import CheckReport
     from rankscope_storage.care.repairing import RepairReport
+    from rankscope_storage.care.retention import Retention, RetentionReport
 
 
 class Action(enum.StrEnum):
@@ -37,6 +38,7 @@ class By(enum.StrEnum):
     DATASET = "dataset"
     PART = "part"
     RUN = "run"
+    TIER = "tier"
 
 
 def store(
@@ -47,7 +49,16 @@ def store(
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="retain, repair: only say what would be done.")] = False,
     days: Annotated[
-        float | None, typer.Option(min=0, help="retain: days that raw rows are kept.", show_default=False)
+        float | None, typer.Option(min=0, help="retain: days that raw statistics are kept.", show_default=False)
+    ] = None,
+    scalars_days: Annotated[
+        float | None, typer.Option(min=0, help="retain: days that raw scalars are kept.", show_default=False)
+    ] = None,
+    samples_days: Annotated[
+        float | None, typer.Option(min=0, help="retain: days that samples are kept.", show_default=False)
+    ] = None,
+    rollup_days: Annotated[
+        float | None, typer.Option(min=0, help="retain: days that rollups are kept.", show_default=False)
     ] = None,
     by: Annotated[By, typer.Option(help="stats: a row for each of these.")] = By.DATASET,
     form: OutputFormat = Format.TABLE,
@@ -56,10 +67,11 @@ def store(
     """Look after a store: is it whole, what does it hold, merge small files, let old rows go, repair a damaged one.
 
     check compares the log with every file and ends with 1 where something is lost, doubled or cannot be found. It
-    reads only, as stats does. compact merges small files beside a running service. retain lets files go whose
-    statistics of tensors, features, histograms, hashes, collectives or samples are all older than --days; scalars,
-    events and runs stay. repair moves a torn log entry and files that cannot be read to _damaged/ and says which rows
-    are lost; it refuses while a service writes.
+    reads only, as stats does. compact merges small files beside a running service. retain replaces statistics of
+    tensors older than --days, and scalars older than --scalars-days, by one row per hundred steps; features,
+    histograms, hashes and collectives older than --days go, as samples and rollups do after days of their own. What
+    has no days given stays, events and runs always. repair moves a torn log entry and files that cannot be read to
+    _damaged/, says which rows are lost, and removes what dead processes left; it refuses while a service writes.
 
     [bold]Examples[/bold]
 
@@ -67,7 +79,7 @@ def store(
 
     rankscope store stats --by run --format csv
 
-    rankscope store retain --days 30 --dry-run
+    rankscope store retain --days 30 --rollup-days 730 --dry-run
 
     rankscope store repair --dry-run
     """
@@ -82,7 +94,7 @@ def store(
         elif action is Action.COMPACT:
             _compact(root)
         elif action is Action.RETAIN:
-            _retain(root, days, form, output, dry_run=dry_run)
+            _retain(root, _policy(days, scalars_days, samples_days, rollup_days), form, output, dry_run=dry_run)
         else:
             _repair(root, deep=deep, dry_run=dry_run)
     except StoreError as error:
@@ -137,21 +149,46 @@ def _compact(root: Path) -> None:
         raise CommandError("another compaction is at work: the rest is left to it")
 
 
-def _retain(root: Path, days: float | None, form: Format, output: Path | None, *, dry_run: bool) -> None:
+def _policy(days: float | None, scalars: float | None, samples: float | None, rollups: float | None) -> Retention:
+    from rankscope_storage.care.retention import Retention
+
+    if {days, scalars, samples, rollups} == {None}:
+        raise CommandError(
+            "how many days are to be kept of what? Give --days, --scalars-days, --samples-days or --rollup-days",
+            code=USAGE,
+        )
+    try:
+        return Retention(raw_days=days, scalars_days=scalars, samples_days=samples, rollup_days=rollups)
+    except ValueError as error:
+        raise CommandError(str(error), code=USAGE) from error
+
+
+def _retain(root: Path, policy: Retention, form: Format, output: Path | None, *, dry_run: bool) -> None:
     from rankscope_storage.care.retention import retain
     from rankscope_storage.durable import sync_to_disk
 
-    if days is None:
-        raise CommandError("how many days of raw rows are to be kept? Give --days", code=USAGE)
+    now = dt.datetime.now(dt.UTC)
     try:
-        before = dt.datetime.now(dt.UTC) - dt.timedelta(days=days)
+        policy.limits(now)
     except OverflowError as error:
-        raise CommandError(f"--days {days:g} is before all time: nothing is that old", code=USAGE) from error
-    report = retain(root, before, sync_to_disk, dry_run=dry_run)
+        raise CommandError("one of the days is before all time: nothing is that old", code=USAGE) from error
+    with _bar("commits") as progress:
+        report = retain(root, policy, sync_to_disk, now=now, dry_run=dry_run, progress=progress)
     write_rows(report.groups, form, output)
     if form is Format.TABLE and output is None:
-        freed = f"{report.files} files, {report.rows:,} rows, {report.size_bytes:,} bytes"
-        print(f"would go: {freed}" if dry_run else f"gone: {freed}; the disk is free after maintenance, in two hours")
+        _tell_retention(report, dry_run=dry_run)
+    if report.refused:
+        raise CommandError("another process replaced some of the files meanwhile: ask again for the rest")
+
+
+def _tell_retention(report: RetentionReport, *, dry_run: bool) -> None:
+    going = f"{report.files} files, {report.rows:,} rows, {report.size_bytes:,} bytes"
+    if dry_run:
+        print(f"would go: {going}")
+        return
+    print(f"gone: {going}; the disk is free after maintenance, in two hours")
+    if report.added_rows:
+        print(f"came for it: {report.added_rows:,} rows, {report.added_bytes:,} bytes")
 
 
 @contextlib.contextmanager

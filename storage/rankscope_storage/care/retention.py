@@ -1,89 +1,216 @@
-"""`retain`: let what is large and old go. Scalars, events and what describes runs, models and tensors stay for ever.
+"""`retain`: raw rows of so many days, rollups of so many more, then nothing. Events and what describes runs stay.
 
-Whole files go, once the youngest row in them is old enough: nothing is read or written anew, whatever their size.
+Each piece of work ends in one commit under the mutex of compaction: files of raw rows go and files of rollups come, or
+nothing happens. Who dies before it has changed nothing, and who is asked again goes on with what is left.
 """
 
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from rankscope_contract.rollups import ROLLUPS
+from rankscope_storage.care.ageing import Fate, File, Limit, Work, plan
+from rankscope_storage.care.rolling import cut, roll_up
 from rankscope_storage.compaction import MUTEX
 from rankscope_storage.durable import Sync
 from rankscope_storage.errors import ConflictError
 from rankscope_storage.log import Change, Log
-from rankscope_storage.parquet import DataFile
-from rankscope_storage.snapshot import Snapshot
+from rankscope_storage.parquet import DataFile, discard
 
-EXPIRING: Final = ("tensor_stats", "features", "histograms", "hashes", "collectives", "samples")
+RAW: Final = ("tensor_stats", "features", "histograms", "hashes", "collectives")
+"""Datasets that `raw_days` is about; scalars and samples have days of their own."""
 
-_LOG_CUTS: Final = dt.timedelta(milliseconds=1)  # times in the log are cut to the millisecond
 _ATTEMPTS: Final = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """Days that rows are kept, by the clock in `ts`; None is for ever."""
+
+    raw_days: float | None = None
+    scalars_days: float | None = None
+    samples_days: float | None = None
+    rollup_days: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what is no number of days, and rollups that would be too old when they are made."""
+        if any(math.isnan(days) or days < 0 for days in self._days().values()):
+            raise ValueError("days to keep rows for are 0 or more, or left out to keep them for ever")
+        raw = max((days for days in (self.raw_days, self.scalars_days) if days is not None), default=None)
+        if self.rollup_days is not None and raw is not None and self.rollup_days < raw:
+            raise ValueError(
+                f"rollup_days ({self.rollup_days:g}) counts from when a row was measured, and raw rows are kept "
+                f"{raw:g} days: make it at least that, or leave it out to keep rollups for ever"
+            )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything ever goes."""
+        return bool(self._days())
+
+    def limits(self, now: dt.datetime) -> dict[str, Limit]:
+        """Return what is too old at `now`, by dataset. Raises OverflowError before all time."""
+        return {dataset: Limit.of_age(now, days) for dataset, days in self._days().items()}
+
+    def _days(self) -> dict[str, float]:
+        days = {
+            **dict.fromkeys(RAW, self.raw_days),
+            "scalars": self.scalars_days,
+            "samples": self.samples_days,
+            **dict.fromkeys(ROLLUPS.values(), self.rollup_days),
+        }
+        return {dataset: number for dataset, number in days.items() if number is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionReport:
-    """What went, or with `dry_run` would go: `groups` has a row per dataset and part."""
+    """What went and what came for it, or with `dry_run` would go: `groups` has a row per dataset, part and fate.
 
-    files: int
-    rows: int
-    size_bytes: int
-    groups: pa.Table
+    `left` counts works that were not begun, `refused` those whose files somebody else replaced meanwhile.
+    """
+
+    files: int = 0
+    rows: int = 0
+    size_bytes: int = 0
+    added_rows: int = 0
+    added_bytes: int = 0
+    left: int = 0
+    refused: int = 0
+    groups: pa.Table = field(default_factory=lambda: _groups(()))
 
 
-def retain(root: Path, before: dt.datetime, sync: Sync, *, dry_run: bool = False) -> RetentionReport:
-    """Take files whose rows are all older than `before` out of the store at `root`; the disk is free after maintenance.
+def retain(
+    root: Path,
+    retention: Retention,
+    sync: Sync,
+    *,
+    now: dt.datetime,
+    dry_run: bool = False,
+    works: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> RetentionReport:
+    """Roll up and let go what is too old at `now` in the store at `root`; the disk is free after maintenance.
 
-    Raises ConflictError when compactions never let it through.
+    At most `works` commits are made, and `progress` is told how many of how many are. Raises ConflictError when
+    compactions never let it through.
     """
     log = Log.open(root, sync)
-    for _ in range(_ATTEMPTS - 1):
+    planned = plan(log.snapshot(), retention.limits(now))
+    if dry_run:
+        return _report(planned)
+    if any(work.fate is not Fate.GONE for work in planned):
+        _widen(log)
+    chosen = planned[:works]
+    done: list[Work] = []
+    added: list[DataFile] = []
+    refused = 0
+    for number, work in enumerate(chosen, 1):
         try:
-            return _attempt(log, before, dry_run=dry_run)
+            files = _carry_out(log, work, sync)
+        except _ReplacedError:
+            refused += 1
+            continue
+        if files is not None:
+            done.append(work)
+            added += files
+        if progress is not None:
+            progress(number, len(chosen))
+    return _report(done, added, left=len(planned) - len(chosen), refused=refused)
+
+
+class _ReplacedError(ConflictError):
+    """Files of a work are no longer in the store as they were: plan anew."""
+
+
+def _carry_out(log: Log, work: Work, sync: Sync) -> list[DataFile] | None:
+    """Replace the files of `work`, and return those that came; None when nothing in them is due after all."""
+    if not log.snapshot().contains(_paths(work.files)):
+        raise _ReplacedError("another process has replaced the files")
+    added: list[DataFile] = []
+    if work.fate is Fate.ROLLED:
+        added = roll_up(log.root, work.files, sync)
+    elif work.fate is Fate.CUT:
+        added = cut(log.root, work.files[0], work.before, sync)
+        if not added:
+            return None
+    try:
+        _replace(log, work, added)
+    except ConflictError:  # after any other error it may have been stored all the same
+        discard(log.root, added)
+        raise
+    return added
+
+
+def _replace(log: Log, work: Work, added: Sequence[DataFile]) -> None:
+    """Commit. However long reading took, it still holds where the files are still there: files never change."""
+    removed = [_data_file(file) for file in work.files]
+    info = {"rankscopeRetention": f"rows before {work.before.isoformat()} became {work.fate}"}
+    for attempt in range(_ATTEMPTS):
+        log.refresh()
+        if not log.snapshot().contains(_paths(work.files)):
+            raise _ReplacedError("another process has replaced the files")
+        # From here on the handle must not be refreshed: only so does the mutex cover what was just looked at.
+        mutex = (log.transaction(MUTEX) or 0) + 1
+        try:
+            # Told as a mere rewrite, though rows do change: delta-rs would refuse every append that is on its way.
+            log.commit(Change(added=added, removed=removed, transactions={MUTEX: mutex}, info=info, rewrites=True))
+        except ConflictError:
+            if attempt == _ATTEMPTS - 1:
+                raise
+        else:
+            return
+
+
+def _widen(log: Log) -> None:
+    """Give the table the columns of rollups, if it was made before there were any."""
+    for _ in range(_ATTEMPTS):
+        try:
+            log.add_missing_columns()
         except ConflictError:
             log.refresh()
-    return _attempt(log, before, dry_run=dry_run)
+        else:
+            return
 
 
-def expired(snapshot: Snapshot, before: dt.datetime) -> list[dict[str, Any]]:
-    """Return the files that can go; one whose times the log does not know stays."""
-    is_due = pc.field("dataset").isin(EXPIRING) & (pc.field("ts_max") < before - _LOG_CUTS)
-    due: list[dict[str, Any]] = snapshot.files.filter(is_due).to_pylist()
-    return due
-
-
-def _attempt(log: Log, before: dt.datetime, *, dry_run: bool) -> RetentionReport:
-    mutex = (log.transaction(MUTEX) or 0) + 1
-    due = expired(log.snapshot(), before)
-    if due and not dry_run:
-        info = {"rankscopeExpired": f"rows before {before.isoformat()}"}
-        log.commit(Change(removed=[_data_file(file) for file in due], transactions={MUTEX: mutex}, info=info))
+def _report(
+    works: Sequence[Work], added: Sequence[DataFile] = (), *, left: int = 0, refused: int = 0
+) -> RetentionReport:
+    files = [file for work in works for file in work.files]
     return RetentionReport(
-        files=len(due),
-        rows=sum(file["rows"] for file in due),
-        size_bytes=sum(file["size_bytes"] for file in due),
-        groups=_groups(due),
+        files=len(files),
+        rows=sum(file["rows"] for file in files),
+        size_bytes=sum(file["size_bytes"] for file in files),
+        added_rows=sum(file.rows for file in added),
+        added_bytes=sum(file.size_bytes for file in added),
+        left=left,
+        refused=refused,
+        groups=_groups(works),
     )
 
 
-def _groups(files: Sequence[dict[str, Any]]) -> pa.Table:
-    schema = pa.schema(
-        {"dataset": pa.string(), "part": pa.string(), "rows": pa.int64(), "size_bytes": pa.int64()}.items()
-    )
-    rows = pa.Table.from_pylist([{name: file[name] for name in schema.names} for file in files], schema=schema)
-    sums = [("rows", "sum"), ("size_bytes", "sum"), ("rows", "count")]
-    grouped = rows.group_by(["dataset", "part"]).aggregate(sums).sort_by("size_bytes_sum")
-    return grouped.select(["dataset", "part", "rows_count", "rows_sum", "size_bytes_sum"]).rename_columns(
-        ["dataset", "part", "files", "rows", "bytes"]
+def _groups(works: Sequence[Work]) -> pa.Table:
+    keys = {"dataset": pa.string(), "part": pa.string(), "becomes": pa.string()}
+    schema = pa.schema({**keys, "rows": pa.int64(), "size_bytes": pa.int64()}.items())
+    told = [{**file, "becomes": work.fate} for work in works for file in work.files]
+    rows = pa.Table.from_pylist([{name: file[name] for name in schema.names} for file in told], schema=schema)
+    sums = [("rows", "count"), ("rows", "sum"), ("size_bytes", "sum")]
+    grouped = rows.group_by(list(keys)).aggregate(sums).sort_by("size_bytes_sum")
+    return grouped.select([*keys, "rows_count", "rows_sum", "size_bytes_sum"]).rename_columns(
+        [*keys, "files", "rows", "bytes"]
     )
 
 
-def _data_file(file: dict[str, Any]) -> DataFile:
+def _paths(files: Sequence[File]) -> list[str]:
+    return [file["path"] for file in files]
+
+
+def _data_file(file: Mapping[str, object]) -> DataFile:
     names = ("path", "dataset", "part", "rows", "size_bytes")
-    return DataFile(**{name: file[name] for name in names}, modified_at_ms=0, statistics="")
+    return DataFile(**{name: file[name] for name in names}, modified_at_ms=0, statistics="")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What is large and old goes, file by file; everything else stays."""
+"""Raw rows become rollups, rollups nothing, each once its days are over; everything else stays."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rankscope_contract.records import DATASETS, DIMENSIONS
-from rankscope_storage.care import retention
+from rankscope_contract.rollups import ROLLUPS
+from rankscope_storage.care import ageing, retention
 from rankscope_storage.care.checking import check
-from rankscope_storage.care.retention import EXPIRING, retain
+from rankscope_storage.care.retention import RAW, Retention, RetentionReport, retain
 from rankscope_storage.connection import connect
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.log import Change, Log
@@ -20,6 +21,8 @@ from rankscope_storage.schema import dataset_schema
 from rankscope_storage.store import Batch, Store
 
 START = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)
+KEPT_DAYS = 100
+"""So that the slack is one day."""
 
 
 def day(number: float) -> dt.datetime:
@@ -39,16 +42,35 @@ def count(root, dataset: str) -> int:
         return connection.sql(f"SELECT count(*) FROM {dataset}").fetchall()[0][0]
 
 
-def test_only_large_datasets_expire(store, writer):
+def raw_before(root, number: float, **options) -> RetentionReport:
+    """Let raw rows go that are older than day `number`."""
+    return retain(root, Retention(raw_days=KEPT_DAYS), sync_to_disk, now=day(number + KEPT_DAYS), **options)
+
+
+def stored(root) -> list[str]:
+    return sorted(Log.open(root, sync_to_disk).snapshot().files["dataset"].to_pylist())
+
+
+@pytest.mark.parametrize(
+    ("policy", "going"),
+    [
+        (Retention(raw_days=1), {*RAW}),
+        (Retention(samples_days=1), {"samples"}),
+        (Retention(scalars_days=1), {"scalars"}),
+        (Retention(rollup_days=1), {*ROLLUPS.values()}),
+        (Retention(), set()),
+    ],
+    ids=["raw", "samples", "scalars", "rollups", "off"],
+)
+def test_each_number_of_days_is_about_its_datasets_alone(store, writer, policy, going):
     for dataset in DATASETS:
         writer.append(rows(dataset, [0.0]))
-    report = retain(store.root, day(1), sync_to_disk)
+    report = retain(store.root, policy, sync_to_disk, now=day(3))
 
-    assert (len(EXPIRING), len(EXPIRING)) == (report.files, report.rows)
-    stay = {dataset for dataset in (*DATASETS,) if dataset not in EXPIRING}
-    assert {*DIMENSIONS, "scalars", "events"} <= stay
-    left = Log.open(store.root, sync_to_disk).snapshot().files
-    assert sorted(stay) == sorted(left["dataset"].to_pylist())
+    assert (len(going), bool(going)) == (report.files, policy.is_on)
+    kept = [dataset for dataset in DATASETS if dataset not in going]
+    assert {*DIMENSIONS, "events", "modules"} <= set(kept)
+    assert sorted([*kept, *(ROLLUPS[dataset] for dataset in going & ROLLUPS.keys())]) == stored(store.root)
     assert check(store.root).is_whole
 
 
@@ -62,7 +84,7 @@ def test_a_file_goes_when_its_youngest_row_is_too_old_and_no_younger_row_ever(tm
     with store.claim(owner="me") as writer:
         for days in files:
             writer.append(rows("features", days))
-        retain(store.root, day(limit), sync_to_disk)
+        raw_before(store.root, limit)
     slack = 1e-3 / 43_200  # two milliseconds: the log cuts times
     known = [[number for number in days if number is not None] for days in files]
     must = sum(len(days) for days, told in zip(files, known, strict=True) if told and max(told) < limit - slack)
@@ -73,46 +95,66 @@ def test_a_file_goes_when_its_youngest_row_is_too_old_and_no_younger_row_ever(tm
 
 def test_a_dry_run_says_what_would_go_and_changes_nothing(store, writer):
     writer.append(rows("features", [0.0, 0.5]))
+    writer.append(rows("tensor_stats", [0.0, 0.5]))
     version = Log.open(store.root, sync_to_disk).version
-    planned = retain(store.root, day(1), sync_to_disk, dry_run=True)
+    planned = raw_before(store.root, 1, dry_run=True)
 
     assert version == Log.open(store.root, sync_to_disk).version
-    (group,) = planned.groups.to_pylist()
-    assert ("features", "_shared", 1, 2, planned.size_bytes) == (
-        group["dataset"],
-        group["part"][:7],
-        group["files"],
-        group["rows"],
-        group["bytes"],
-    )
-    assert planned == retain(store.root, day(1), sync_to_disk)
-    assert 0 == retain(store.root, day(1), sync_to_disk).files
+    told = [(row["dataset"], row["becomes"], row["files"], row["rows"]) for row in planned.groups.to_pylist()]
+    assert [("features", "nothing", 1, 2), ("tensor_stats", "rollups", 1, 2)] == sorted(told)
+    done = raw_before(store.root, 1)
+    assert (planned.groups, planned.size_bytes) == (done.groups, done.size_bytes)
+    assert 0 == raw_before(store.root, 1).files
 
 
+@pytest.mark.parametrize("dataset", ["features", "tensor_stats"])
 @pytest.mark.parametrize("times", [1, 9])
-def test_a_compaction_that_comes_between_is_let_by(store, writer, monkeypatch, times):
+def test_a_compaction_that_comes_between_is_let_by(store, writer, monkeypatch, dataset, times):
     """Each attempt finds the mutex moved; after a few it gives up, and nothing has changed."""
-    writer.append(rows("features", [0.0]))
+    writer.append(rows(dataset, [0.0]))
     left = [times]
-    chosen = retention.expired
+    contains = retention.Log.transaction
 
-    def disturbed(snapshot, before):
-        if left[0]:
+    def disturbed(log, name):
+        number = contains(log, name)
+        if left[0] and name == retention.MUTEX:
             left[0] -= 1
-            log = Log.open(store.root, sync_to_disk)
-            log.commit(
-                Change(transactions={retention.MUTEX: (log.transaction(retention.MUTEX) or 0) + 1}, rewrites=True)
-            )
-        return chosen(snapshot, before)
+            other = Log.open(store.root, sync_to_disk)
+            other.commit(Change(transactions={name: (contains(other, name) or 0) + 1}, rewrites=True))
+        return number
 
-    monkeypatch.setattr(retention, "expired", disturbed)
+    monkeypatch.setattr(retention.Log, "transaction", disturbed)
     if times == 1:
-        retain(store.root, day(1), sync_to_disk)
+        raw_before(store.root, 1)
     else:
         with pytest.raises(retention.ConflictError):
-            retain(store.root, day(1), sync_to_disk)
+            raw_before(store.root, 1)
 
-    assert (0 if times == 1 else 1) == count(store.root, "features")
+    assert (0 if times == 1 else 1) == count(store.root, dataset)
+    assert (1 if dataset == "tensor_stats" else 0) == count(store.root, "tensor_rollups") + (times == 9) * (
+        dataset == "tensor_stats"
+    )
+    assert not [path for path in store.root.glob("dataset=*_rollups/part=*/*.parquet") if times == 9]
+
+
+def test_files_that_were_merged_meanwhile_are_left_to_the_next_time(store, writer, monkeypatch):
+    for number in range(4):
+        writer.append(rows("tensor_stats", [number / 10]))
+    planned = retention.plan
+
+    def then_merged(*arguments):
+        works = planned(*arguments)
+        if left:
+            left.pop()
+            writer.compact()
+        return works
+
+    left = ["once"]
+    monkeypatch.setattr("rankscope_storage.compaction.SMALL_FILES", 1)
+    monkeypatch.setattr(retention, "plan", then_merged)
+
+    assert (0, 1) == (raw_before(store.root, 1).files, len(stored(store.root)))
+    assert (1, 4) == (raw_before(store.root, 1).files, count(store.root, "tensor_timeline") and 4)
 
 
 def test_a_service_goes_on_and_nothing_that_went_comes_back(store, writer, batch):
@@ -121,8 +163,27 @@ def test_a_service_goes_on_and_nothing_that_went_comes_back(store, writer, batch
     first = named.set_column(named.schema.get_field_index("seq"), "seq", pa.array([0], pa.int64()))
     again = Batch(tables={"features": first}, watermarks={"i0": 0})
     writer.append(again)
-    retain(store.root, day(1), sync_to_disk)
+    raw_before(store.root, 1)
     writer.append(again)
     writer.append(batch(range(1, 4)))
 
     assert (0, 3) == (count(store.root, "features"), count(store.root, "scalars"))
+
+
+def test_only_so_many_works_are_done_at_once_as_are_asked_for(store, writer, monkeypatch):
+    monkeypatch.setattr(ageing, "WORK_ROWS", 2)
+    for number in range(5):
+        writer.append(rows("tensor_stats", [number / 10]))
+
+    assert [2, 1, 0] == [raw_before(store.root, 1, works=1).left for _ in range(3)]
+    assert (0, 5) == (count(store.root, "tensor_stats"), _sum_of_rows(store.root))
+
+
+def _sum_of_rows(root) -> int:
+    with connect(root) as connection:
+        return connection.sql('SELECT sum("rows") FROM tensor_rollups').fetchall()[0][0]
+
+
+def test_rollups_that_would_be_too_old_when_they_are_made_are_refused():
+    with pytest.raises(ValueError, match=r"rollup_days \(10\) counts from when a row was measured.* 30 days"):
+        Retention(raw_days=30, rollup_days=10)

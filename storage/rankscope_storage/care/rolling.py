@@ -1,0 +1,138 @@
+"""Files of raw rows read, and what stays of them written: rollups, and the rows of a cut file that are young enough.
+
+DuckDB sums on one thread, outside the GIL and within MEMORY_LIMIT: appends go on on the others. Nothing is committed
+here, so what dies here leaves only files that no version names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rankscope_contract.escaping import sql_string
+from rankscope_contract.rollups import ROLLUPS
+from rankscope_storage.care.ageing import File
+from rankscope_storage.durable import Sync
+from rankscope_storage.errors import ConflictError, StoreError
+from rankscope_storage.layout import SHARED_PREFIX
+from rankscope_storage.parquet import STAGING, DataFile, discard, write_file
+from rankscope_storage.rollups.summing import BUCKET, MOMENT, rolled_up
+from rankscope_storage.schema import conform, dataset_schema
+from rankscope_storage.views import files_select
+
+MEMORY_LIMIT: Final = "1GiB"
+"""What the sums of one commit may take; beyond it they go by way of `_staging/`."""
+
+PIECE_ROWS: Final = 1_000_000
+"""Rollup rows of one file."""
+
+# A bucket goes when the youngest row that the file has of it, of whatever rank, is too old.
+_STAYING: Final = f"""\
+WITH row AS (
+  SELECT file_row_number AS place, run, attempt, ts, {BUCKET} AS bucket, {MOMENT} AS moment
+  FROM read_parquet($path, hive_partitioning = false, file_row_number = true)
+),
+staying AS (
+  SELECT run, attempt, bucket, moment FROM row GROUP BY ALL HAVING coalesce(max(ts) >= $before, true)
+)
+SELECT place FROM row SEMI JOIN staying ON row.run = staying.run AND row.attempt IS NOT DISTINCT FROM staying.attempt
+  AND row.bucket IS NOT DISTINCT FROM staying.bucket AND row.moment IS NOT DISTINCT FROM staying.moment
+ORDER BY place
+"""
+
+
+def roll_up(root: Path, files: Iterable[File], sync: Sync) -> list[DataFile]:
+    """Write the rollups of all rows of `files`, which are of one dataset and part, and return the new files."""
+    listed = list(files)
+    source = f"({files_select(listed[0]['dataset'], [str(root / file['path']) for file in listed])})"
+    with _written(root) as written, _engine(root) as engine:
+        written.extend(_rollups(engine, source, root, listed[0], sync))
+    return written
+
+
+def cut(root: Path, file: File, before: dt.datetime, sync: Sync) -> list[DataFile]:
+    """Write the rollups of the buckets of `file` that ended before `before`, and the rest of its rows as they are.
+
+    Returns the new files; none when no bucket has ended.
+    """
+    dataset, path = file["dataset"], root / file["path"]
+    with _written(root) as written, _engine(root) as engine:
+        stays = engine.sql(_STAYING, params={"path": str(path), "before": before}).to_arrow_table().column("place")
+        if len(stays) < file["rows"]:
+            rows = _read(path, dataset)
+            goes = np.ones(rows.num_rows, np.bool_)
+            goes[stays.to_numpy()] = False
+            engine.register("going", conform(rows.filter(pa.array(goes)), dataset))
+            written.extend(_rollups(engine, "going", root, file, sync))
+            if len(stays):
+                rest = conform(rows.take(stays), dataset)
+                written.append(write_file(root, dataset, file["part"], rest, sync))
+    return written
+
+
+def rollup_part(part: str) -> str:
+    """Return the part of the rollups of `part`: days that many runs share become months."""
+    return part[: len(SHARED_PREFIX) + len("2026-01")] if part.startswith(SHARED_PREFIX) else part
+
+
+def _rollups(engine: duckdb.DuckDBPyConnection, source: str, root: Path, like: File, sync: Sync) -> Iterator[DataFile]:
+    """Write the rollups of `source`, rows of the dataset and part of `like`."""
+    name, part = ROLLUPS[like["dataset"]], rollup_part(like["part"])
+    for rows in _pieces(engine.sql(rolled_up(like["dataset"], source)).to_arrow_reader(PIECE_ROWS // 10)):
+        yield write_file(root, name, part, conform(rows, name), sync)
+
+
+def _pieces(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+    kept: list[pa.RecordBatch] = []
+    for batch in batches:
+        kept.append(batch)
+        if sum(one.num_rows for one in kept) >= PIECE_ROWS:
+            yield pa.Table.from_batches(kept)
+            kept = []
+    if any(batch.num_rows for batch in kept):
+        yield pa.Table.from_batches(kept)
+
+
+def _read(path: Path, dataset: str) -> pa.Table:
+    texts = [field.name for field in dataset_schema(dataset) if field.type == pa.string()]
+    return pq.ParquetFile(path, read_dictionary=texts).read()
+
+
+@contextlib.contextmanager
+def _engine(root: Path) -> Iterator[duckdb.DuckDBPyConnection]:
+    """Yield a DuckDB of its own; it writes nothing beside the folder that is removed in the end."""
+    beside = root / STAGING / f"rolling-{uuid.uuid4().hex}"
+    engine = duckdb.connect(config={"threads": 1})
+    try:
+        engine.execute(
+            f"SET TimeZone = 'UTC'; SET memory_limit = '{MEMORY_LIMIT}'; SET preserve_insertion_order = false"
+        )
+        engine.execute(f"SET temp_directory = {sql_string(str(beside))}")
+        yield engine
+    finally:
+        engine.close()
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _written(root: Path) -> Iterator[list[DataFile]]:
+    """Yield a list for the files that are written; they are removed again when they do not all come to be."""
+    files: list[DataFile] = []
+    try:
+        yield files
+    except (FileNotFoundError, duckdb.IOException) as error:
+        discard(root, files)
+        raise ConflictError(f"a file to roll up has gone: {error}") from error
+    except (OSError, pa.ArrowException, duckdb.Error) as error:
+        discard(root, files)
+        raise StoreError(f"cannot roll up files of {root}: {error}") from error
