@@ -22,10 +22,13 @@ CONFIG_PATH: Final = "/config"
 STACKS_PATH: Final = "/stacks"  # POST, with a token
 
 # Paths on the service.
+PAGE_PATH: Final = "/"  # for people
+STATUS_PATH: Final = "/api/v1/status"
 REGISTER_PATH: Final = "/api/v1/register"
 POKE_PATH: Final = "/api/v1/poke"
 TARGETS_PATH: Final = "/api/v1/targets"
 RUNS_PATH: Final = "/api/v1/runs"
+REMOTE_WRITE_PATH: Final = "/api/v1/write"  # POST, as Prometheus' remote_write sends
 REMOTE_READ_PATH: Final = "/api/v1/read"  # POST, as Prometheus' remote_read asks
 EXPORTERS_PATH: Final = "/api/v1/exporters"  # exporters of others
 RUN_STACKS_PATH: Final = "/api/v1/stacks"  # POST, with a token: asks the ranks of a run
