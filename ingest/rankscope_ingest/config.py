@@ -12,8 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, m
 from rankscope_contract.channel import DEFAULT_MAX_BYTES
 from rankscope_contract.web_config import WebConfig, WebConfigError
 from rankscope_ingest.web.tls import read_service_web_config
+from rankscope_storage.care.retention import Retention
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Days = Annotated[float, Field(gt=0, le=36_500, allow_inf_nan=False)]
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
@@ -144,6 +146,32 @@ class StoreSection(_Section):
 
     path: str
     shard: Annotated[str, Field(pattern=r"^\d+/[1-9]\d*$")] = "0/1"
+    mantissa_bits: Annotated[int, Field(ge=4, le=22)] | None = None
+
+
+class RetentionSection(_Section):
+    """[retention]: days that rows are kept, by the clock in them; what has no days stays for ever."""
+
+    raw_days: Days | None = None
+    scalars_days: Days | None = None
+    samples_days: Days | None = None
+    rollup_days: Days | None = None
+    every_seconds: Seconds = 3600.0
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        _ = self.policy  # refuses rollups that would be too old when they are made
+        return self
+
+    @property
+    def policy(self) -> Retention:
+        """Return the same as the store takes it."""
+        return Retention(
+            raw_days=self.raw_days,
+            scalars_days=self.scalars_days,
+            samples_days=self.samples_days,
+            rollup_days=self.rollup_days,
+        )
 
 
 class IngestSection(_Section):
@@ -296,6 +324,7 @@ class ServiceConfig(_Section):
     targets: tuple[StaticTarget, ...] = ()
     exporters: tuple[ExporterSection, ...] = ()
     exporter_lists: tuple[ExporterListSection, ...] = ()
+    retention: RetentionSection = RetentionSection()
 
     @property
     def token(self) -> str | None:

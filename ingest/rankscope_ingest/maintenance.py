@@ -1,20 +1,33 @@
-"""The store's upkeep, now and then, beside the flushes: compaction by number of commits, clean-up by the clock."""
+"""The store's upkeep beside the flushes: compaction by number of commits, clean-up and retention by the clock.
+
+All of it runs in one other thread, one work after the other, and shares no lock with the appends.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Final, Protocol
 
+from rankscope_ingest.config import ServiceConfig
+from rankscope_storage.care.retention import RetentionReport, retain
+from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.errors import StoreError
 
 log = logging.getLogger(__name__)
 
 COMPACT_EVERY_COMMITS: Final = 50
 MAINTAIN_SECONDS: Final = 1800.0
+FIRST_RETENTION_SECONDS: Final = 60.0
+"""Between the start, when ranks are read that had nobody for a while, and the first time, whatever the interval."""
 _CHECK_SECONDS: Final = 1.0
+
+Retain = Callable[[], RetentionReport]
+"""Does one piece of what is due, and says how many are left."""
 
 
 class Upkeep(Protocol):
@@ -29,19 +42,62 @@ class Upkeep(Protocol):
         ...
 
 
-async def keep_in_order(store: Upkeep, commits: Callable[[], int]) -> None:
-    """Compact and maintain `store` whenever that is due, until cancelled; `commits` counts the commits so far."""
-    compacted_at, maintained_at = 0, time.monotonic()
+class Turns:
+    """What is due, in turn. The clock, in seconds, is an argument."""
+
+    def __init__(self, store: Upkeep, now: float, *, retain: Retain | None = None, retain_seconds: float = 0) -> None:
+        self._store = store
+        self._retain = retain
+        self._retain_seconds = retain_seconds
+        self._compacted_at = 0
+        self._maintained_at = now
+        self._retain_at = now + FIRST_RETENTION_SECONDS
+
+    def due(self, now: float, commits: int) -> Iterator[Callable[[], object]]:
+        """Yield the works that are due at `now` after `commits`; whatever becomes of one, it is not due again soon."""
+        if commits - self._compacted_at >= COMPACT_EVERY_COMMITS:
+            self._compacted_at = commits
+            yield self._store.compact
+        if now - self._maintained_at >= MAINTAIN_SECONDS:
+            self._maintained_at = now
+            yield self._store.maintain
+        if self._retain is not None and now >= self._retain_at:
+            self._retain_at = now + self._retain_seconds
+            yield self._retain_some
+
+    def _retain_some(self) -> None:
+        """Do one commit of retention; what is left of it comes after the others had their turn."""
+        assert self._retain is not None
+        report = self._retain()
+        if report.left:
+            self._retain_at = 0.0
+        if report.files:
+            log.info(
+                "%d rows in %d files were too old: %d rows of rollups stay of them",
+                *(report.rows, report.files, report.added_rows),
+            )
+
+
+def retaining(config: ServiceConfig) -> Retain | None:
+    """Return what carries out [retention], None when nothing ever goes."""
+    policy = config.retention.policy
+    if not policy.is_on:
+        return None
+    root = Path(config.store.path)
+    return lambda: retain(root, policy, sync_to_disk, now=dt.datetime.now(dt.UTC), works=1)
+
+
+async def keep_in_order(
+    store: Upkeep, commits: Callable[[], int], *, retain: Retain | None = None, retain_seconds: float = 0
+) -> None:
+    """Do whatever is due to `store` until cancelled; `commits` counts the commits so far."""
+    turns = Turns(store, time.monotonic(), retain=retain, retain_seconds=retain_seconds)
     while True:
         await asyncio.sleep(_CHECK_SECONDS)
-        try:
-            if commits() - compacted_at >= COMPACT_EVERY_COMMITS:
-                compacted_at = commits()
-                await asyncio.to_thread(store.compact)
-            if time.monotonic() - maintained_at >= MAINTAIN_SECONDS:
-                maintained_at = time.monotonic()
-                await asyncio.to_thread(store.maintain)
-        except StoreError as error:
-            log.warning("upkeep of the store failed, the next one tries again: %s", error)
-        except Exception:  # of a library: rows are stored all the same
-            log.exception("upkeep of the store failed in a way nobody thought of, the next one tries again")
+        for work in turns.due(time.monotonic(), commits()):
+            try:
+                await asyncio.to_thread(work)
+            except StoreError as error:
+                log.warning("upkeep of the store failed, the next one tries again: %s", error)
+            except Exception:  # of a library: rows are stored all the same
+                log.exception("upkeep of the store failed in a way nobody thought of, the next one tries again")

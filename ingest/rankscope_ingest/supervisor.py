@@ -30,7 +30,7 @@ from rankscope_ingest.goodput import GoodputWatch, read_goodput
 from rankscope_ingest.hangs.stack_requests import RankAnswer
 from rankscope_ingest.hangs.stall_watch import StallWatch
 from rankscope_ingest.history import History
-from rankscope_ingest.maintenance import keep_in_order
+from rankscope_ingest.maintenance import keep_in_order, retaining
 from rankscope_ingest.notifiers import Notifier
 from rankscope_ingest.progress import Progress, RunProgress
 from rankscope_ingest.remote_read.answering import RemoteRead
@@ -207,7 +207,7 @@ class Supervisor:
     def _works(self, on_progress: Callable[[Progress], None] | None) -> list[Coroutine[Any, Any, None]]:
         works: list[tuple[str, Callable[[], Coroutine[Any, Any, None]]]] = [
             ("judging runs", self._tick),
-            ("upkeep of the store", lambda: keep_in_order(self._writer, lambda: self._commits)),
+            ("upkeep of the store", self._keep_in_order),
             ("reading goodput", self._goodput.run),
         ]
         if (tls := self._tls) is not None:
@@ -232,6 +232,12 @@ class Supervisor:
             self._announce(self._collector.settle())
             if time.monotonic() - judged_at >= JUDGE_SECONDS:
                 judged_at = time.monotonic()
+    def _keep_in_order(self) -> Coroutine[Any, Any, None]:
+        every = self._config.retention.every_seconds
+        return keep_in_order(
+            self._writer, lambda: self._commits, retain=retaining(self._config), retain_seconds=every
+        )
+
                 self._announce(self._collector.judge())
                 for incident in self._collector.resolve():
                     self._collector.record_incident(incident, RESOLVED)

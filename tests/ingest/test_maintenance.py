@@ -1,0 +1,111 @@
+"""The store's upkeep: what is due when, and that none of it stands in the way of another."""
+
+from __future__ import annotations
+
+import pytest
+
+from rankscope_ingest.config_file import load_config
+from rankscope_ingest.errors import ConfigError
+from rankscope_ingest.maintenance import (
+    COMPACT_EVERY_COMMITS,
+    FIRST_RETENTION_SECONDS,
+    MAINTAIN_SECONDS,
+    Turns,
+    retaining,
+)
+from rankscope_storage.care.retention import Retention, RetentionReport
+
+EVERY = 600.0
+
+
+class Store:
+    """Says what was done to it."""
+
+    def __init__(self, left: list[int] | None = None) -> None:
+        self.done: list[str] = []
+        self.left = left or []
+
+    def compact(self) -> None:
+        self.done.append("compact")
+
+    def maintain(self) -> None:
+        self.done.append("maintain")
+
+    def retain(self) -> RetentionReport:
+        self.done.append("retain")
+        return RetentionReport(left=self.left.pop(0) if self.left else 0)
+
+
+def turns(store: Store) -> Turns:
+    return Turns(store, 0.0, retain=store.retain, retain_seconds=EVERY)
+
+
+def done(store: Store, due: Turns, now: float, commits: int = 0) -> list[str]:
+    store.done.clear()
+    for work in due.due(now, commits):
+        work()
+    return store.done.copy()
+
+
+def test_compaction_goes_by_commits_and_the_others_by_the_clock():
+    store = Store()
+    due = turns(store)
+
+    assert [] == done(store, due, 1.0, COMPACT_EVERY_COMMITS - 1)
+    assert ["compact"] == done(store, due, 2.0, COMPACT_EVERY_COMMITS)
+    assert [] == done(store, due, 3.0, 2 * COMPACT_EVERY_COMMITS - 1)
+    assert ["retain"] == done(store, due, FIRST_RETENTION_SECONDS)
+    assert [] == done(store, due, FIRST_RETENTION_SECONDS + EVERY - 1)
+    assert ["compact", "maintain", "retain"] == done(store, due, MAINTAIN_SECONDS, 2 * COMPACT_EVERY_COMMITS)
+
+
+def test_what_is_left_of_retention_goes_on_at_once_behind_what_else_is_due():
+    store = Store(left=[2, 1, 0])
+    due = turns(store)
+
+    assert ["retain"] == done(store, due, FIRST_RETENTION_SECONDS)
+    assert ["compact", "retain"] == done(store, due, FIRST_RETENTION_SECONDS + 1, COMPACT_EVERY_COMMITS)
+    assert ["retain"] == done(store, due, FIRST_RETENTION_SECONDS + 2, COMPACT_EVERY_COMMITS)
+    assert [] == done(store, due, FIRST_RETENTION_SECONDS + 3, COMPACT_EVERY_COMMITS)
+
+
+def test_what_fails_is_not_tried_again_every_second():
+    store = Store()
+    due = turns(store)
+    works = due.due(FIRST_RETENTION_SECONDS, 0)
+    assert store.retain.__name__ in next(works).__name__  # and fails: nothing more is heard of it
+
+    assert [] == done(store, due, FIRST_RETENTION_SECONDS + 1)
+    assert ["retain"] == done(store, due, FIRST_RETENTION_SECONDS + EVERY)
+
+
+def configured(tmp_path, text: str):
+    path = tmp_path / "service.toml"
+    path.write_text(f'[store]\npath = "history"\n{text}')
+    return load_config(path)
+
+
+def test_nothing_ever_goes_unless_days_are_given(tmp_path):
+    assert None is retaining(configured(tmp_path, ""))
+    assert None is not retaining(configured(tmp_path, "[retention]\nsamples_days = 30"))
+
+
+def test_days_reach_the_store(tmp_path):
+    config = configured(tmp_path, "[retention]\nraw_days = 30\nscalars_days = 365.5\nrollup_days = 730")
+
+    assert Retention(raw_days=30, scalars_days=365.5, rollup_days=730) == config.retention.policy
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("raw_days = 0", "retention.raw_days: Input should be greater than 0"),
+        ("raw_days = 30\nrollup_days = 7", "rollup_days (7) counts from when a row was measured"),
+        ("rollups_days = 7", "did you mean rollup_days?"),
+    ],
+)
+def test_days_that_make_no_sense_are_refused(tmp_path, text, said):
+    with pytest.raises(ConfigError) as error:
+        configured(tmp_path, f"[retention]\n{text}")
+
+    assert said in str(error.value)
