@@ -40,6 +40,7 @@ class RunProgress:
     ended_at: int | None = None  # UTC µs; of an attempt that ended
     failed_rank: int | None = None  # the one that failed first
     last_step_at: int | None = None  # UTC µs, by the rank's clock
+    steps_per_second: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +86,10 @@ class RunMeter:
         rates = [rate for series in self._tokens.values() if (rate := _rate(series)) is not None]
         return sum(rates) if rates else None
 
+    def steps_per_second(self) -> float | None:
+        """Return the speed over the last half minute, by the clock of the rank that is ahead."""
+        return _rate(self._steps)
+
     def eta_seconds(self, planned_steps: int | None, step: int | None) -> float | None:
         """Return how long the remaining steps take at the present speed."""
         rate = _rate(self._steps)
@@ -114,6 +119,7 @@ def run_progress(attempt: Attempt, meter: RunMeter, targets: Iterable[Target]) -
         ended_at=attempt.ended_at,
         failed_rank=attempt.culprit,
         last_step_at=meter.last_step_at,
+        steps_per_second=meter.steps_per_second(),
     )
 
 

@@ -1,0 +1,1 @@
+"""How the service, its runs and its targets stand: gathered, as JSON, and as the page for people."""

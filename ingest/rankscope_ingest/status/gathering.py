@@ -1,0 +1,146 @@
+"""How everything stands, gathered from the parts of the service when somebody asks; nothing is kept for nobody."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, Protocol
+
+from rankscope_contract import SCHEMA_VERSION, __version__
+from rankscope_contract.metrics import (
+    CATALOG,
+    COMMITS,
+    EXPORTER_SAMPLES_DROPPED,
+    LAST_COMMIT,
+    LOST_RECORDS,
+    ROWS_COMMITTED,
+    MetricSpec,
+)
+from rankscope_ingest.config import StoreSection
+from rankscope_ingest.progress import RunProgress
+from rankscope_ingest.status.labels_read import NONE, LabelReader, Labels
+from rankscope_ingest.status.lag import LagClock
+from rankscope_ingest.status.standing import RunStanding, ServiceStanding, Standing, TargetStanding, target_standing
+from rankscope_ingest.target import Health, Target
+
+_REMOTE: Final = tuple(
+    spec for spec in CATALOG.values() if spec.name.startswith("rankscope_ingest_remote_") and spec.type == "counter"
+)
+
+
+class Parts(Protocol):
+    """The service as its standing is gathered from it."""
+
+    def targets(self) -> Iterable[Target]:
+        """Return all targets."""
+        ...
+
+    def exporters(self) -> Iterable[Mapping[str, object]]:
+        """Return how each exporter of others stands."""
+        ...
+
+    def runs(self) -> Iterable[RunProgress]:
+        """Return where each run stands."""
+        ...
+
+    def degraded(self) -> str | None:
+        """Return why the service cannot do its work, or None."""
+        ...
+
+    def rows_pending(self) -> int:
+        """Return how many rows wait for a commit."""
+        ...
+
+    def goodput(self) -> Mapping[str, float]:
+        """Return the goodput of the runs that have one."""
+        ...
+
+    def total(self, spec: MetricSpec) -> float:
+        """Return the sum over all series of a family of the service's own page."""
+        ...
+
+
+class StatusBook:
+    """Knows since when the service works, and for how long what ranks published has waited for the store."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        store: StoreSection,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], int] = lambda: time.time_ns() // 1000,
+    ) -> None:
+        self._parts = parts
+        self._store = store
+        self._clock = clock
+        self._wall = wall
+        self._started, self._started_at = clock(), wall()
+        self._lag = LagClock()
+        self._labels = LabelReader(store.path, clock=clock)
+        self.url = ""
+
+    def look(self) -> None:
+        """Note how far ranks are; to be called about once a second."""
+        self._lag.look(self._parts.targets(), self._clock())
+
+    def close(self) -> None:
+        """Let go of the store."""
+        self._labels.close()
+
+    async def standing(self) -> Standing:
+        """Return how everything stands now."""
+        labels = await self._labels.fresh()
+        self.look()
+        targets = list(self._parts.targets())
+        now = self._clock()
+        seen: dict[str, float] = {}
+        for target in targets:
+            run = target.registration.run
+            seen[run] = max(seen.get(run, 0.0), target.vitals.last_sign)
+        return Standing(
+            service=self._service(targets, now),
+            runs=[self._run(progress, labels, seen, now) for progress in self._parts.runs()],
+            targets=[self._target(target, now) for target in targets],
+            exporters=list(self._parts.exporters()),
+        )
+
+    def _service(self, targets: Iterable[Target], now: float) -> ServiceStanding:
+        total, reason = self._parts.total, self._parts.degraded()
+        last_commit = total(LAST_COMMIT)
+        health = Counter(target.health for target in targets)
+        return ServiceStanding(
+            status="ok" if reason is None else "degraded",
+            reason=reason,
+            version=__version__,
+            schema_version=SCHEMA_VERSION,
+            store=self._store.path,
+            shard=self._store.shard,
+            url=self.url,
+            started_at=self._started_at,
+            uptime_seconds=round(now - self._started, 3),
+            targets={condition.value: health[condition] for condition in Health},
+            rows_pending=self._parts.rows_pending(),
+            rows_committed=int(total(ROWS_COMMITTED)),
+            commits=int(total(COMMITS)),
+            last_commit_ago_seconds=round(max(0.0, self._wall() / 1e6 - last_commit), 3) if last_commit else None,
+            records_lost=int(total(LOST_RECORDS)),
+            samples_dropped=int(total(EXPORTER_SAMPLES_DROPPED)),
+            remote={spec.name: total(spec) for spec in _REMOTE},
+        )
+
+    def _run(
+        self, progress: RunProgress, labels: Mapping[str, Labels], seen: Mapping[str, float], now: float
+    ) -> RunStanding:
+        said, at = labels.get(progress.run, NONE), seen.get(progress.run)
+        return RunStanding(
+            progress=progress,
+            goodput_ratio=self._parts.goodput().get(progress.run),
+            last_seen_ago_seconds=None if at is None else round(max(0.0, now - at), 3),
+            tags=said.tags,
+            note=said.note,
+        )
+
+    def _target(self, target: Target, now: float) -> TargetStanding:
+        return target_standing(target, now, self._lag.seconds(target, now))

@@ -1,0 +1,51 @@
+"""Numbers and names as people read them on the page, and every one of them safe to stand in HTML. Pure."""
+
+from __future__ import annotations
+
+import math
+
+from rankscope_contract.escaping import html_text
+
+
+def text(value: object) -> str:
+    """Return `value` for HTML; what moves a cursor, or turns the direction of reading, is shown and not obeyed."""
+    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(value))
+    return html_text(shown)
+
+
+def count(value: float) -> str:
+    """Return a count with separators."""
+    return f"{value:,.0f}"
+
+
+def number(value: float) -> str:
+    """Return a measured value; NaN and infinity are values too."""
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+
+
+def percent(ratio: float) -> str:
+    """Return a share; what is not all of it never reads as 100 %."""
+    return f"{math.floor(1000 * ratio) / 10:g} %"
+
+
+def duration(seconds: float) -> str:
+    """Return a time in its two largest units."""
+    if not math.isfinite(seconds):
+        return "∞"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for size, unit, smaller, small in ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            rest = whole % size // smaller
+            return f"{whole // size} {unit} {rest} {small}" if rest else f"{whole // size} {unit}"
+    return f"{whole} s"
+
+
+def ago(seconds: float | None) -> str:
+    """Return how long ago something was; never, where it was not."""
+    return "never" if seconds is None else f"{duration(seconds)} ago"
