@@ -64,7 +64,8 @@ async def run(
 
 def _claim(config: ServiceConfig) -> Writer:
     owner = f"process {os.getpid()} on {socket.gethostname()}"
-    return Store.open(config.store.path, create=True).claim(config.store.shard, owner=owner)
+    store = Store.open(config.store.path, create=True, mantissa_bits=config.store.mantissa_bits)
+    return store.claim(config.store.shard, owner=owner)
 
 
 def _history(path: str) -> History:

@@ -8,6 +8,7 @@ throws its work away. A compaction that dies leaves nothing but files that no ve
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from rankscope_storage.errors import ConflictError, StoreError
 from rankscope_storage.layout import Indices, sort_order
 from rankscope_storage.log import Change, Log
 from rankscope_storage.parquet import DataFile, discard, write_file
+from rankscope_storage.rounding import coarsest
 from rankscope_storage.schema import conform, dataset_schema
 from rankscope_storage.snapshot import Snapshot
 
@@ -158,7 +160,9 @@ def _rewrite(root: Path, merge: Merge, sync: Sync) -> list[DataFile]:
     files: list[DataFile] = []
     try:
         table = _read(root, merge)
-        files.extend(write_file(root, merge.dataset, merge.part, rows, sync) for rows in cut(table))
+        bits = coarsest(file.path for file in merge.files)
+        write = functools.partial(write_file, mantissa_bits=bits)
+        files.extend(write(root, merge.dataset, merge.part, rows, sync) for rows in cut(table))
     except FileNotFoundError as error:
         discard(root, files)
         raise ConflictError(f"a file to merge has gone: {error}") from error

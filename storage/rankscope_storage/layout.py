@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime as dt
 import hashlib
+import re
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ LONGEST_PART: Final = 200
 """Bytes; file systems take 255, with `part=` before it."""
 
 _DIGEST_LENGTH: Final = 16
+_ROUNDED_FILE: Final = re.compile(r"-m(\d+)\.parquet$")
 
 SORT_KEYS: Final[dict[str, tuple[str, ...]]] = {
     # One series lies together, in step order: neighbours share their high bytes (what BYTE_STREAM_SPLIT and
@@ -103,14 +105,24 @@ def shared_part(day: dt.date) -> str:
     return f"{SHARED_PREFIX}{day.isoformat()}"
 
 
-def data_file(dataset: str, part: str) -> str:
-    """Return the path of a new file, relative to the store; no two calls return the same."""
-    return f"dataset={dataset}/part={part}/{fingerprint(dataset)}-{uuid.uuid4().hex}.parquet"
+def data_file(dataset: str, part: str, mantissa_bits: int | None = None) -> str:
+    """Return the path of a new file, relative to the store; no two calls return the same.
+
+    Its name tells to how many bits of mantissa its statistics were rounded, so that the log alone shows it.
+    """
+    rounded = "" if mantissa_bits is None else f"-m{mantissa_bits}"
+    return f"dataset={dataset}/part={part}/{fingerprint(dataset)}-{uuid.uuid4().hex}{rounded}.parquet"
 
 
 def file_fingerprint(path: str) -> str:
     """Return the fingerprint of the shape of the file at `path`."""
     return path.rsplit("/", 1)[-1].split("-", 1)[0]
+
+
+def file_mantissa_bits(path: str) -> int | None:
+    """Return to how many bits of mantissa statistics in the file at `path` were rounded at most; None: not at all."""
+    match = _ROUNDED_FILE.search(path)
+    return int(match[1]) if match else None
 
 
 def sort_order(table: pa.Table, keys: Sequence[str]) -> Indices:

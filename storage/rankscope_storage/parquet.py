@@ -44,13 +44,18 @@ class DataFile:
     statistics: str  # JSON as the Delta log has it
 
 
-def write_file(root: Path, dataset: str, part: str, table: pa.Table, sync: Sync) -> DataFile:
-    """Sort `table`, which conforms to `dataset`, and write it as one file below `root`; durable on return."""
-    path = data_file(dataset, part)
+def write_file(
+    root: Path, dataset: str, part: str, table: pa.Table, sync: Sync, *, mantissa_bits: int | None = None
+) -> DataFile:
+    """Sort `table`, which conforms to `dataset`, and write it as one file below `root`; durable on return.
+
+    `mantissa_bits` is what the file says of itself: some of its statistics were rounded so far, and none further.
+    """
+    path = data_file(dataset, part, mantissa_bits)
     staged, final = root / STAGING / f"{uuid.uuid4().hex}.parquet", root / path
     try:
         make_folders(staged.parent, root, sync)  # somebody may have tidied up
-        write_sorted(table, dataset, staged)
+        write_sorted(table, dataset, staged, mantissa_bits)
         sync(staged)
         make_folders(final.parent, root, sync)
         staged.rename(final)

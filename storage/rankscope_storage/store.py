@@ -16,6 +16,7 @@ from rankscope_storage.log import Change, Log
 from rankscope_storage.parquet import STAGING
 from rankscope_storage.plain_sql import write_plain_sql
 from rankscope_storage.writer import Batch, Commit, Writer
+from rankscope_storage.rounding import check_bits
 
 __all__ = ["Batch", "Commit", "Store", "Writer"]
 
@@ -25,17 +26,23 @@ _SHARD: Final = re.compile(r"(\d+)/(\d+)")
 class Store:
     """A store that can be written. Reading needs none of this: see `connect`."""
 
-    def __init__(self, root: Path, sync: Sync) -> None:
+    def __init__(self, root: Path, sync: Sync, mantissa_bits: int | None = None) -> None:
         self.root = root
         self._sync = sync
 
+        self._mantissa_bits = mantissa_bits
     @classmethod
-    def open(cls, path: str | Path, *, create: bool = False, sync: Sync = sync_to_disk) -> Store:
+    def open(
+        cls, path: str | Path, *, create: bool = False, sync: Sync = sync_to_disk, mantissa_bits: int | None = None
+    ) -> Store:
         """Open the store in the folder `path`; with `create`, make folder and store where there is none.
 
         Raises StoreError saying what to change: not a store, not writable, no hard links, newer schema, torn log.
+        With `mantissa_bits`, what is appended from now on has its statistics rounded: see `rounding`.
         """
         root = Path(path).absolute()
+        if mantissa_bits is not None:
+            check_bits(mantissa_bits)
         if root.exists() and not root.is_dir():
             raise NotAStoreError(f"{root} is a file: a store is a folder")
         if not Log.has_entries(root):
@@ -48,7 +55,7 @@ class Store:
             Log.open(root, sync)
             _prepare_folder(root)
         make_folders(root / STAGING, root, sync)
-        return cls(root, sync)
+        return cls(root, sync, mantissa_bits)
 
     def claim(self, shard: str = "0/1", *, owner: str) -> Writer:
         """Take over `shard`, and return the one writer that may append to it from now on.
@@ -79,7 +86,15 @@ class Store:
                 "stop that service, or give this one another shard"
             ) from error
         write_plain_sql(self.root)
-        return Writer(log, shard=shard, owner=owner, number=number, lock=lock, sync=self._sync)
+        return Writer(
+            log,
+            shard=shard,
+            owner=owner,
+            number=number,
+            lock=lock,
+            sync=self._sync,
+            mantissa_bits=self._mantissa_bits,
+        )
 
 
 def _check_shard(shard: str) -> None:

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_storage.care.logs import entries
 from rankscope_storage.log import LOG_FOLDER, Log
+from rankscope_storage.rounding import coarsest
 
 SAMPLES_PER_ROW: Final = {"tensor_stats": len(VALUE_OPS) + len(COUNT_OPS) - 1}
 """Numbers that a row measures; the number of elements is none. Other datasets measure one."""
@@ -71,6 +72,7 @@ def _figures(files: list[dict[str, Any]]) -> dict[str, Any]:
         "bytes": size,
         "bytes_per_row": size / rows if rows else None,
         "bytes_per_sample": size / samples if samples else None,
+        "mantissa_bits": coarsest(file["path"] for file in files),
         "oldest": min((file["ts_min"] for file in files if file["ts_min"]), default=None),
         "newest": max((file["ts_max"] for file in files if file["ts_max"]), default=None),
     }
@@ -79,7 +81,7 @@ def _figures(files: list[dict[str, Any]]) -> dict[str, Any]:
 def _schema(by: str) -> pa.Schema:
     moment = pa.timestamp("us", tz="UTC")
     numbers = {"files": pa.int64(), "rows": pa.int64(), "bytes": pa.int64()}
-    ratios = {"bytes_per_row": pa.float64(), "bytes_per_sample": pa.float64()}
+    ratios = {"bytes_per_row": pa.float64(), "bytes_per_sample": pa.float64(), "mantissa_bits": pa.int64()}
     return pa.schema({by: pa.string(), **numbers, **ratios, "oldest": moment, "newest": moment}.items())
 
 

@@ -21,7 +21,7 @@ from rankscope_contract.records import DATASETS
 from rankscope_storage.compaction import MUTEX
 from rankscope_storage.durable import Sync
 from rankscope_storage.errors import ConflictError, StoreError
-from rankscope_storage.layout import SHARED_PREFIX
+from rankscope_storage.layout import SHARED_PREFIX, file_mantissa_bits
 from rankscope_storage.log import Change, Log
 from rankscope_storage.parquet import DataFile, discard, write_file
 from rankscope_storage.schema import conform, dataset_schema
@@ -111,7 +111,8 @@ class _Work:
             moves = not others.num_rows and not file["part"].startswith(SHARED_PREFIX) and file["dataset"] != "samples"
             part = self._rewrite.part if moves and self._rewrite.part else file["part"]
             rows = conform(pa.concat_tables(rest, promote_options="default"), file["dataset"])
-            self.added.append(write_file(self._root, file["dataset"], part, rows, self._sync))
+            bits = file_mantissa_bits(file["path"])
+            self.added.append(write_file(self._root, file["dataset"], part, rows, self._sync, mantissa_bits=bits))
 
     def report(self) -> RewriteReport:
         """Return what was done."""

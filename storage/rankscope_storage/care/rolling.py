@@ -24,7 +24,7 @@ from rankscope_contract.rollups import ROLLUPS
 from rankscope_storage.care.ageing import File
 from rankscope_storage.durable import Sync
 from rankscope_storage.errors import ConflictError, StoreError
-from rankscope_storage.layout import SHARED_PREFIX
+from rankscope_storage.layout import SHARED_PREFIX, file_mantissa_bits
 from rankscope_storage.parquet import STAGING, DataFile, discard, write_file
 from rankscope_storage.rollups.summing import BUCKET, MOMENT, rolled_up
 from rankscope_storage.schema import conform, dataset_schema
@@ -76,7 +76,8 @@ def cut(root: Path, file: File, before: dt.datetime, sync: Sync) -> list[DataFil
             written.extend(_rollups(engine, "going", root, file, sync))
             if len(stays):
                 rest = conform(rows.take(stays), dataset)
-                written.append(write_file(root, dataset, file["part"], rest, sync))
+                bits = file_mantissa_bits(file["path"])
+                written.append(write_file(root, dataset, file["part"], rest, sync, mantissa_bits=bits))
     return written
 
 
@@ -89,7 +90,7 @@ def _rollups(engine: duckdb.DuckDBPyConnection, source: str, root: Path, like: F
     """Write the rollups of `source`, rows of the dataset and part of `like`."""
     name, part = ROLLUPS[like["dataset"]], rollup_part(like["part"])
     for rows in _pieces(engine.sql(rolled_up(like["dataset"], source)).to_arrow_reader(PIECE_ROWS // 10)):
-        yield write_file(root, name, part, conform(rows, name), sync)
+        yield write_file(root, name, part, conform(rows, name), sync, mantissa_bits=file_mantissa_bits(like["path"]))
 
 
 def _pieces(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
