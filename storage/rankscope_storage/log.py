@@ -2,16 +2,15 @@
 
 A `Log` is one handle on the table. delta-rs checks a commit against what changed *since the handle was refreshed*, and
 accepts nearly anything else; so the sequence is always refresh, check, commit, on one handle. Its commits are not
-durable by themselves: `commit` returns only after the new entries were synced.
+durable by themselves: `commit` returns only after the new entries were synced. Neither checkpoints nor clean-up happen
+in a commit: see `checkpoint`, which whoever commits often calls from another thread.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -23,15 +22,17 @@ from deltalake.transaction import AddAction, CommitProperties, PostCommitHookPro
 
 from rankscope_contract import SCHEMA_VERSION
 from rankscope_storage.durable import Sync
-from rankscope_storage.errors import ConflictError, NotAStoreError, SchemaVersionError, StoreError, TornLogError
+from rankscope_storage.errors import ConflictError, NotAStoreError, SchemaVersionError, StoreError
+from rankscope_storage.log_errors import check_path, first_line, translated
+from rankscope_storage.log_files import LOG_FOLDER, Entry, checkpoint_files, entry, newest_checkpoint, read_entry
 from rankscope_storage.parquet import DataFile
 from rankscope_storage.schema import PARTITION_COLUMNS, table_schema
 from rankscope_storage.snapshot import Snapshot, snapshot_files
 
 _log = logging.getLogger(__name__)
 
-LOG_FOLDER: Final = "_delta_log"
-CHECKPOINT_COMMITS: Final = 20
+CHECKPOINT_COMMITS: Final = 10
+"""So many commits after the newest checkpoint the next one is due."""
 LOG_RETENTION: Final = "interval 4 hours"
 REMOVED_FILES_HOURS: Final = 2
 """How long a file that compaction replaced stays readable: longer than any query may take."""
@@ -43,10 +44,9 @@ _CONFIGURATION: Final = {
     "delta.deletedFileRetentionDuration": f"interval {REMOVED_FILES_HOURS} hours",
     _VERSION_PROPERTY: str(SCHEMA_VERSION),
 }
-_MISREAD: Final = re.compile(r"[*?\[\\\x00-\x1f\x7f]|%[0-9A-Fa-f]{2}")
-_COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
-# Cleaning up lists the whole log folder at every commit: 94 instead of 30 ms at 6,000 entries. maintain() does it.
-_HOOKS: Final = PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=False)
+# Cleaning up lists the whole log folder at every commit: 94 instead of 30 ms at 6,000 entries. A checkpoint takes 20 ms
+# and more, of every 20th commit.
+_HOOKS: Final = PostCommitHookProperties(create_checkpoint=False, cleanup_expired_logs=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,15 +65,16 @@ class Change:
 class Log:
     """One handle on the Delta log of the store at `root`. One thread at a time."""
 
-    def __init__(self, root: Path, table: DeltaTable, sync: Sync) -> None:
+    def __init__(self, root: Path, table: DeltaTable, sync: Sync, base: int) -> None:
         self.root = root
         self._table = table
         self._sync = sync
+        self._base = base  # checkpoint that the handle was opened with, or an older one
 
     @classmethod
     def create(cls, root: Path, sync: Sync) -> Log:
         """Make an empty table at `root`; one that another process made at the same moment is opened."""
-        _check_path(root)
+        check_path(root)
         try:
             DeltaTable.create(
                 str(root),
@@ -85,7 +86,7 @@ class Log:
                 raise_if_key_not_exists=False,  # our own property is not one of Delta's
             )
         except (DeltaError, OSError) as error:
-            raise StoreError(f"cannot create a store in {root}: {_first_line(error)}") from error
+            raise StoreError(f"cannot create a store in {root}: {first_line(error)}") from error
         log = cls.open(root, sync)
         log.sync_entries(0)
         sync(root)
@@ -94,7 +95,8 @@ class Log:
     @classmethod
     def open(cls, root: Path, sync: Sync, version: int | None = None) -> Log:
         """Open the store at `root`, at its newest version or at `version`."""
-        _check_path(root)
+        check_path(root)
+        base = newest_checkpoint(root)
         try:
             table = DeltaTable(str(root), version=version)
         except TableNotFoundError as error:
@@ -102,15 +104,10 @@ class Log:
                 f"{root} is not a Rankscope store: it has no log in {LOG_FOLDER}. `rankscope serve` creates one"
             ) from error
         except (DeltaError, OSError) as error:
-            raise _translated(error, root) from error
-        log = cls(root, table, sync)
+            raise translated(error, root) from error
+        log = cls(root, table, sync, base)
         log._check_schema_version()
         return log
-
-    @staticmethod
-    def has_entries(root: Path) -> bool:
-        """Return whether a table was ever completed at `root`; a full disk may have stopped its creation half way."""
-        return any((root / LOG_FOLDER).glob("*.json")) or any((root / LOG_FOLDER).glob("*.parquet"))
 
     @property
     def version(self) -> int:
@@ -120,9 +117,17 @@ class Log:
     def refresh(self) -> None:
         """Advance the handle to the newest version."""
         try:
-            self._table.update_incremental()
+            if not self._reopen():
+                self._table.update_incremental()
         except (DeltaError, OSError) as error:
-            raise _translated(error, self.root) from error
+            raise translated(error, self.root) from error
+
+    def _reopen(self) -> bool:
+        """Begin anew at a newer checkpoint, if there is one and it pays: a handle keeps every entry since its own."""
+        if self.version - self._base < CHECKPOINT_COMMITS or (newest := newest_checkpoint(self.root)) <= self._base:
+            return False
+        self._table, self._base = DeltaTable(str(self.root)), newest
+        return True
 
     def snapshot(self) -> Snapshot:
         """Return the files of the version the handle stands at."""
@@ -131,7 +136,7 @@ class Log:
                 self.root, self.version, snapshot_files(pa.table(self._table.get_add_actions(flatten=True)))
             )
         except (DeltaError, OSError) as error:
-            raise _translated(error, self.root) from error
+            raise translated(error, self.root) from error
 
     def transaction(self, name: str) -> int | None:
         """Return the number that `name` stands at, None when it was never committed. About 1 ms: cache it."""
@@ -158,31 +163,38 @@ class Log:
                 post_commithook_properties=_HOOKS,
             )
         except CommitFailedError as error:
-            raise ConflictError(f"commit to {self.root} refused: {_first_line(error)}") from error
+            raise ConflictError(f"commit to {self.root} refused: {first_line(error)}") from error
         except (DeltaError, OSError) as error:
-            raise _translated(error, self.root) from error
+            raise translated(error, self.root) from error
         return self.sync_entries(before + 1)
 
     def changed_transactions(self, since: int) -> dict[str, int] | None:
         """Return the transactions committed after version `since`; None when an entry cannot be read any more."""
         moved: dict[str, int] = {}
-        for version in range(since + 1, self.version + 1):
-            try:
-                lines = self._entry(version).read_bytes().splitlines()
-            except FileNotFoundError:
+        for found in self._since(since):
+            if found is None:
                 return None
-            for line in lines:
-                if line.startswith(b'{"txn"'):
-                    transaction = json.loads(line)["txn"]
-                    moved[transaction["appId"]] = transaction["version"]
+            moved |= found.transactions
         return moved
+
+    def landed(self, since: int, change: Change) -> bool | None:
+        """Whether one entry after version `since` holds all of `change`; None when one cannot be read any more."""
+        for found in self._since(since):
+            if found is None:
+                return None
+            if found.holds(change.transactions, [file.path for file in change.added]):
+                return True
+        return False
+
+    def _since(self, version: int) -> Iterator[Entry | None]:
+        return (read_entry(entry(self.root, later)) for later in range(version + 1, self.version + 1))
 
     def history(self, limit: int) -> list[dict[str, Any]]:
         """Return the commit information of the newest `limit` commits that are still in the log, newest first."""
         try:
             return self._table.history(limit)
         except (DeltaError, OSError) as error:
-            raise _translated(error, self.root) from error
+            raise translated(error, self.root) from error
 
     def add_missing_columns(self) -> list[str]:
         """Give the table the columns that this version of the schema has more; return their names."""
@@ -196,9 +208,9 @@ class Log:
                     {_VERSION_PROPERTY: str(SCHEMA_VERSION)}, raise_if_not_exists=False
                 )
             except CommitFailedError as error:
-                raise ConflictError(f"adding columns to {self.root} refused: {_first_line(error)}") from error
+                raise ConflictError(f"adding columns to {self.root} refused: {first_line(error)}") from error
             except (DeltaError, OSError) as error:
-                raise _translated(error, self.root) from error
+                raise translated(error, self.root) from error
             self.refresh()
             self.sync_entries(before + 1)
         return [column.name for column in missing]
@@ -208,8 +220,8 @@ class Log:
         version = first
         try:
             # Asking the disk is 5 ms cheaper than refreshing the handle, and also finds what others have just added.
-            while self._entry(version).exists():
-                self._sync(self._entry(version))
+            while entry(self.root, version).exists():
+                self._sync(entry(self.root, version))
                 version += 1
             self._sync(self.root / LOG_FOLDER)
         except OSError as error:
@@ -217,13 +229,24 @@ class Log:
         return version - 1
 
     def checkpoint(self) -> None:
-        """Write a checkpoint, then drop log entries older than the retention: what opening need not read."""
+        """Write a checkpoint of the newest version: what opening need not read. Durable on return."""
         self.refresh()
         try:
             self._table.create_checkpoint()
+            for path in (*checkpoint_files(self.root, self.version), self.root / LOG_FOLDER):
+                self._sync(path)
+        except (DeltaError, OSError) as error:
+            raise translated(error, self.root) from error
+
+    def clean_up(self) -> None:
+        """Drop log entries and checkpoints that are older than the retention and that a newer checkpoint covers.
+
+        Only behind `checkpoint`: what is dropped here must not be needed again after a loss of power.
+        """
+        try:
             self._table.cleanup_metadata()
         except (DeltaError, OSError) as error:
-            raise _translated(error, self.root) from error
+            raise translated(error, self.root) from error
         self.sync_entries(self.version + 1)
 
     def unused_files(self, older_than_hours: int) -> list[Path]:
@@ -235,7 +258,7 @@ class Log:
                 retention_hours=older_than_hours, dry_run=True, full=True, enforce_retention_duration=False
             )
         except (DeltaError, OSError) as error:
-            raise _translated(error, self.root) from error
+            raise translated(error, self.root) from error
         return [self.root / name for name in names if name.startswith("dataset=") and name.endswith(".parquet")]
 
     def _check_schema_version(self) -> None:
@@ -247,18 +270,6 @@ class Log:
             raise SchemaVersionError(
                 f"{self.root} has schema version {found}, and this Rankscope knows up to {SCHEMA_VERSION}: upgrade it"
             )
-
-    def _entry(self, version: int) -> Path:
-        return self.root / LOG_FOLDER / f"{version:020d}.json"
-
-
-def _check_path(root: Path) -> None:
-    """Raise StoreError for a path that delta-rs or DuckDB would take for another one, or for a pattern."""
-    if found := _MISREAD.search(str(root)):
-        raise StoreError(
-            f"{str(root)!r} holds {found[0]!r}, which the libraries under the store take for something else: "
-            "choose a folder without * ? [ \\ %41 and control characters in its path"
-        )
 
 
 def _additions(change: Change) -> list[AddAction]:
@@ -287,22 +298,3 @@ def _removals(change: Change) -> list[RemoveAction]:
         )
         for file in change.removed
     ]
-
-
-def _translated(error: Exception, root: Path) -> StoreError:
-    """Return our error for one of delta-rs, which tells kinds apart by their text only."""
-    text = _first_line(error)
-    if "Json error" in str(error) or "Invalid JSON in log record" in str(error):
-        return TornLogError(
-            f"the log of {root} has an incomplete entry ({text}), as after a loss of power. If it is the newest file "
-            f"in {root / LOG_FOLDER}, move that file away, as `rankscope store repair` does: nothing in it was "
-            "acknowledged, the service fetches it again"
-        )
-    return StoreError(f"the log of {root} cannot be read or written: {text}")
-
-
-def _first_line(error: Exception) -> str:
-    """Return what delta-rs says in one line: its first, and the innermost cause, which it draws as a coloured tree."""
-    lines = [_COLOUR.sub("", line).strip() for line in str(error).splitlines() if line.strip()]
-    causes = [line.removeprefix("↳").strip() for line in lines if line.startswith("↳")]
-    return ": ".join([*lines[:1], *causes[-1:]])

@@ -11,13 +11,14 @@ from typing import Final
 from rankscope_storage.durable import Sync
 from rankscope_storage.errors import StoreError
 from rankscope_storage.log import REMOVED_FILES_HOURS, Log
+from rankscope_storage.log_files import staged_entries
 from rankscope_storage.parquet import STAGING
 from rankscope_storage.plain_sql import write_plain_sql
 
 _log = logging.getLogger(__name__)
 
 STAGED_SECONDS: Final = 3600.0
-"""A file that stays longer under `_staging/` was left by a process that died."""
+"""A file that stays longer under `_staging/`, or unnamed beside the log, was left by a process that died."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +41,13 @@ def maintain(root: Path, sync: Sync) -> MaintenanceReport:
     try:
         # First, because a full disk has no room for a checkpoint.
         unused = log.unused_files(REMOVED_FILES_HOURS)
-        staged = [path for path in (root / STAGING).iterdir() if _age_seconds(path) > STAGED_SECONDS]
+        left = (*(root / STAGING).iterdir(), *staged_entries(root))
+        staged = [path for path in left if _age_seconds(path) > STAGED_SECONDS]
         for path in (*unused, *staged):
             path.unlink(missing_ok=True)
             _log.info("removed unused file", extra={"path": str(path)})
         log.checkpoint()
+        log.clean_up()
         write_plain_sql(root)
     except OSError as error:
         raise StoreError(f"cannot tidy up {root}: {error.strerror or error}") from error

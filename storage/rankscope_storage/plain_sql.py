@@ -15,7 +15,7 @@ from typing import Final
 from rankscope_contract.escaping import sql_string
 from rankscope_contract.records import DATASETS
 from rankscope_storage.errors import UnwritableError
-from rankscope_storage.log import LOG_FOLDER
+from rankscope_storage.log_files import LOG_FOLDER
 from rankscope_storage.parquet import STAGING
 from rankscope_storage.views import empty_select, raw_select, view_statements
 

@@ -13,6 +13,7 @@ from rankscope_storage.claim import ShardLock, current_owner, owner_info, shard_
 from rankscope_storage.durable import Sync, make_folders, sync_to_disk
 from rankscope_storage.errors import ClaimError, ConflictError, NotAStoreError, StoreError, UnwritableError
 from rankscope_storage.log import Change, Log
+from rankscope_storage.log_files import has_entries
 from rankscope_storage.parquet import STAGING
 from rankscope_storage.plain_sql import write_plain_sql
 from rankscope_storage.writer import Batch, Commit, Writer
@@ -45,7 +46,7 @@ class Store:
             check_bits(mantissa_bits)
         if root.exists() and not root.is_dir():
             raise NotAStoreError(f"{root} is a file: a store is a folder")
-        if not Log.has_entries(root):
+        if not has_entries(root):
             if not create:
                 raise NotAStoreError(f"{root} is not a Rankscope store: `rankscope serve` creates one")
             _prepare_folder(root)

@@ -11,16 +11,15 @@ import datetime as dt
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from rankscope_contract.channel import NOTHING
+from rankscope_storage.checkpoints import Checkpoints
 from rankscope_storage.claim import ShardLock, current_owner, owner_info, shard_transaction
 from rankscope_storage.compaction import CompactionReport, compact
 from rankscope_storage.durable import Sync
@@ -28,13 +27,12 @@ from rankscope_storage.errors import BatchError, ConflictError, ShardLostError, 
 from rankscope_storage.layout import parts
 from rankscope_storage.log import Change, Log
 from rankscope_storage.maintenance import MaintenanceReport, maintain
-from rankscope_storage.rounding import rounded
 from rankscope_storage.parquet import DataFile, discard, write_file
 from rankscope_storage.schema import conform
+from rankscope_storage.watermarks import check_covered, incarnations, newer, watermark_transaction, watermarks_of
 
 _logger = logging.getLogger(__name__)
 
-_WATERMARK: Final = "w:"
 _ATTEMPTS: Final = 6
 _FIRST_PAUSE_SECONDS: Final = 0.05
 
@@ -64,24 +62,14 @@ class Commit:
 class Writer:
     """The owner of one shard, until it closes or a newer claim takes over. Calls from several threads take turns."""
 
-    def __init__(
-        self,
-        log: Log,
-        *,
-        shard: str,
-        owner: str,
-        number: int,
-        lock: ShardLock,
-        sync: Sync,
-        mantissa_bits: int | None = None,
-    ) -> None:
-        self._mantissa_bits = mantissa_bits
+    def __init__(self, log: Log, *, shard: str, owner: str, number: int, lock: ShardLock, sync: Sync) -> None:
         self._log = log
         self._shard = shard
         self._owner = owner
         self._number = number
         self._lock = lock
         self._sync = sync
+        self._checkpoints = Checkpoints(log.root, sync)
         self._turn = threading.Lock()
         self._watermarks: dict[str, int] = {}
         self._seen_version = log.version
@@ -102,7 +90,7 @@ class Writer:
         started = time.monotonic()
         tables = {name: conform(table, name) for name, table in batch.tables.items()}
         for name, table in tables.items():
-            _check_covered(table, name, batch.watermarks)
+            check_covered(table, name, batch.watermarks)
         with self._turn:
             pause = _FIRST_PAUSE_SECONDS
             for _ in range(_ATTEMPTS):
@@ -139,6 +127,7 @@ class Writer:
 
     def close(self) -> None:
         """Give the shard up, so that another process on this machine can claim it; idempotent."""
+        self._checkpoints.close()
         self._lock.release()
 
     def __enter__(self) -> Self:
@@ -155,26 +144,32 @@ class Writer:
         self._settle()
         if self._log.version == self._seen_version:
             return
-        if self._log.transaction(shard_transaction(self._shard)) != self._number:
+        moved = self._log.changed_transactions(self._seen_version)
+        if self._shard_number(moved) != self._number:
             raise ShardLostError(
                 f"shard {self._shard} of {self._log.root} was taken over by {current_owner(self._log, self._shard)}: "
                 "this service must stop"
             )
-        moved = self._log.changed_transactions(self._seen_version)
         if moved is None:
             self._watermarks.clear()
         else:
-            self._watermarks.update(
-                {_incarnation(name): number for name, number in moved.items() if _is_watermark(name)}
-            )
+            self._watermarks.update(watermarks_of(moved))
         self._seen_version = self._log.version
+
+    def _shard_number(self, moved: Mapping[str, int] | None) -> int | None:
+        """Return where the shard stands: what just moved says it for less than the whole log, as far as it is known."""
+        name = shard_transaction(self._shard)
+        return self._log.transaction(name) if moved is None else moved.get(name, self._number)
 
     def _settle(self) -> None:
         """Find out what became of a commit that failed without an answer: it may have been stored all the same."""
         attempt = self._unsettled
         if attempt is None:
             return
-        if self._log.snapshot().contains([file.path for file in attempt.files]) and self._moved_once():
+        landed = self._log.landed(self._seen_version, attempt.change)
+        if landed is None:  # hours went by, and the entry with them
+            landed = self._log.snapshot().contains([file.path for file in attempt.change.added]) and self._moved_once()
+        if landed:
             self._log.sync_entries(self._seen_version + 1)
             self._adopt(attempt)
             self._landed[id(attempt.batch)] = attempt  # kept until it comes again: others may append meanwhile
@@ -184,11 +179,13 @@ class Writer:
         return self._log.transaction(shard_transaction(self._shard)) == self._number + 1
 
     def _append(self, batch: Batch, tables: Mapping[str, pa.Table], started: float) -> Commit:
-        known = {incarnation: self._known_watermark(incarnation) for incarnation in _incarnations(tables, batch)}
-        fresh = {name: _newer(table, known) for name, table in tables.items()}
+        concerned = {*batch.watermarks, *incarnations(tables)}
+        known = {incarnation: self._known_watermark(incarnation) for incarnation in concerned}
+        fresh = {name: newer(table, known) for name, table in tables.items()}
         forward = {incarnation: seq for incarnation, seq in batch.watermarks.items() if seq > known[incarnation]}
         rows = {name: table.num_rows for name, table in fresh.items() if table.num_rows}
-        attempt = _Attempt(batch=batch, files=self._write(fresh), watermarks=forward, rows=rows)
+        change = self._change(batch, self._write(fresh), forward)
+        attempt = _Attempt(batch=batch, change=change, watermarks=forward, rows=rows)
         version = self._commit(attempt) if rows or forward else self._log.version
         return _stored(attempt, version, started)
 
@@ -198,9 +195,8 @@ class Writer:
         try:
             for dataset, table in tables.items():
                 if table.num_rows:
-                    kept, bits = rounded(table, dataset, self._mantissa_bits)
-                    for part, rows in parts(kept, dataset, today):
-                        files.append(write_file(self._log.root, dataset, part, rows, self._sync, mantissa_bits=bits))
+                    for part, rows in parts(table, dataset, today):
+                        files.append(write_file(self._log.root, dataset, part, rows, self._sync))
         except OSError as error:
             discard(self._log.root, files)
             raise StoreError(f"cannot write to {self._log.root}: {error.strerror or error}") from error
@@ -209,20 +205,24 @@ class Writer:
             raise BatchError(f"rows cannot be written as Parquet: {error}") from error
         return files
 
-    def _commit(self, attempt: _Attempt) -> int:
+    def _change(self, batch: Batch, files: Sequence[DataFile], forward: Mapping[str, int]) -> Change:
         transactions = {shard_transaction(self._shard): self._number + 1}
-        transactions |= {watermark_transaction(incarnation): seq for incarnation, seq in attempt.watermarks.items()}
-        info = {**attempt.batch.info, **owner_info(self._shard, self._owner)}
-        change = Change(added=attempt.files, transactions=transactions, info=info)
+        transactions |= {watermark_transaction(incarnation): seq for incarnation, seq in forward.items()}
+        return Change(
+            added=files, transactions=transactions, info={**batch.info, **owner_info(self._shard, self._owner)}
+        )
+
+    def _commit(self, attempt: _Attempt) -> int:
         self._unsettled = attempt
         try:
-            version = self._log.commit(change)
+            version = self._log.commit(attempt.change)
         except ConflictError:
             self._unsettled = None
-            discard(self._log.root, attempt.files)
+            discard(self._log.root, attempt.change.added)
             raise
         self._unsettled = None
         self._adopt(attempt)
+        self._checkpoints.after_commit(version)
         return version
 
     def _adopt(self, attempt: _Attempt) -> None:
@@ -241,66 +241,11 @@ class _Attempt:
     """One commit on its way."""
 
     batch: Batch
-    files: Sequence[DataFile]
+    change: Change
     watermarks: Mapping[str, int]
     rows: Mapping[str, int]
 
 
 def _stored(attempt: _Attempt, version: int, started: float) -> Commit:
     seconds = time.monotonic() - started
-    return Commit(version=version, rows=attempt.rows, files=len(attempt.files), seconds=seconds)
-
-
-def _incarnations(tables: Mapping[str, pa.Table], batch: Batch) -> set[str]:
-    found = set(batch.watermarks)
-    for table in tables.values():
-        found.update(_distinct(table.column("incarnation")))
-    return found
-
-
-def _distinct(column: pa.ChunkedArray) -> list[str]:
-    values = column.unique()
-    if pa.types.is_dictionary(values.type):
-        values = values.dictionary_decode()
-    return [value for value in values.to_pylist() if value is not None]
-
-
-def _newer(table: pa.Table, stored: Mapping[str, int]) -> pa.Table:
-    """Return the rows above the watermark of their incarnation; rows without incarnation or seq always pass."""
-    if not table.num_rows or all(seq == NOTHING for seq in stored.values()):
-        return table
-    old = _numbered(table, stored, pc.less_equal)
-    return table.filter(pc.invert(old)) if pc.any(old).as_py() else table
-
-
-def _check_covered(table: pa.Table, dataset: str, watermarks: Mapping[str, int]) -> None:
-    """Raise BatchError for rows above the batch's own watermark: sent again, they would be stored twice."""
-    beyond = pc.sum(_numbered(table, watermarks, pc.greater)).as_py()
-    if beyond:
-        raise BatchError(
-            f"{dataset} has {beyond} rows with a seq above the batch's watermark of their incarnation "
-            f"({dict(watermarks)}): the watermark is the last seq that the batch contains"
-        )
-
-
-def _numbered(table: pa.Table, limits: Mapping[str, int], compare: Callable[[Any, Any], Any]) -> pa.BooleanArray:
-    """Return where `compare(seq, limit of its incarnation)` holds; False where one of the two is null."""
-    encoded = table.column("incarnation").combine_chunks()
-    encoded = encoded if pa.types.is_dictionary(encoded.type) else encoded.dictionary_encode()
-    by_code = np.array([limits.get(text, NOTHING) for text in encoded.dictionary.to_pylist()] or [NOTHING], np.int64)
-    codes = pc.fill_null(encoded.indices, 0).to_numpy(zero_copy_only=False)
-    holds = pc.and_kleene(compare(table.column("seq"), pa.array(by_code[codes])), encoded.is_valid())
-    return pc.fill_null(holds, fill_value=False)
-
-
-def watermark_transaction(incarnation: str) -> str:
-    """Return the name of the transaction that says up to which seq `incarnation` is stored."""
-    return f"{_WATERMARK}{incarnation}"
-
-
-def _is_watermark(transaction: str) -> bool:
-    return transaction.startswith(_WATERMARK)
-
-
-def _incarnation(transaction: str) -> str:
-    return transaction.removeprefix(_WATERMARK)
+    return Commit(version=version, rows=attempt.rows, files=len(attempt.change.added), seconds=seconds)

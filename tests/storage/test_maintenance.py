@@ -12,7 +12,8 @@ from rankscope_storage import compaction
 from rankscope_storage.connection import connect
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.errors import StoreError
-from rankscope_storage.log import CHECKPOINT_COMMITS, LOG_FOLDER, REMOVED_FILES_HOURS, Log
+from rankscope_storage.log import CHECKPOINT_COMMITS, REMOVED_FILES_HOURS, Log
+from rankscope_storage.log_files import LOG_FOLDER
 from rankscope_storage.maintenance import STAGED_SECONDS
 
 

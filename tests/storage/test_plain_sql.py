@@ -13,7 +13,8 @@ from rankscope_contract.records import DATASETS
 from rankscope_storage import compaction
 from rankscope_storage.connection import connect
 from rankscope_storage.durable import sync_to_disk
-from rankscope_storage.log import LOG_FOLDER, Log
+from rankscope_storage.log import Log
+from rankscope_storage.log_files import LOG_FOLDER
 from rankscope_storage.plain_sql import FILE_NAME, emit_views
 from rankscope_storage.store import Store
 

@@ -13,7 +13,8 @@ from rankscope_storage.care.logs import entries, torn_entries
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.errors import TornLogError
-from rankscope_storage.log import LOG_FOLDER, REMOVED_FILES_HOURS, Log
+from rankscope_storage.log import REMOVED_FILES_HOURS, Log
+from rankscope_storage.log_files import LOG_FOLDER
 from rankscope_storage.parquet import STAGING
 from rankscope_storage.snapshot import Snapshot
 

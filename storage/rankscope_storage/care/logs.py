@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rankscope_storage.log import LOG_FOLDER
+from rankscope_storage.log_files import LOG_FOLDER
 
 
 def entries(root: Path) -> list[Path]:

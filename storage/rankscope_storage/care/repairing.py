@@ -18,7 +18,8 @@ from rankscope_storage.claim import all_shards
 from rankscope_storage.compaction import MUTEX
 from rankscope_storage.durable import Sync, make_folders
 from rankscope_storage.errors import StoreError
-from rankscope_storage.log import LOG_FOLDER, Change, Log
+from rankscope_storage.log import Change, Log
+from rankscope_storage.log_files import LOG_FOLDER
 from rankscope_storage.parquet import DataFile
 
 DAMAGED: Final = "_damaged"

@@ -25,7 +25,7 @@ from rankscope_storage.layout import SHARED_PREFIX, file_mantissa_bits
 from rankscope_storage.log import Change, Log
 from rankscope_storage.parquet import DataFile, discard, write_file
 from rankscope_storage.schema import conform, dataset_schema
-from rankscope_storage.writer import watermark_transaction
+from rankscope_storage.watermarks import watermark_transaction
 
 _ATTEMPTS: Final = 5
 

@@ -20,7 +20,8 @@ from rankscope_storage.compaction import compact
 from rankscope_storage.connection import connect
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.errors import ClaimError, StoreError
-from rankscope_storage.log import LOG_FOLDER, Change, Log
+from rankscope_storage.log import Change, Log
+from rankscope_storage.log_files import LOG_FOLDER
 from rankscope_storage.parquet import DataFile
 from rankscope_storage.store import Batch, Store
 

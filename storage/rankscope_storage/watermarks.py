@@ -1,0 +1,65 @@
+"""Which rows of a batch are new, by the watermarks of their incarnations. Pure: tables in, tables out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rankscope_contract.channel import NOTHING
+from rankscope_storage.errors import BatchError
+
+_WATERMARK: Final = "w:"
+
+
+def incarnations(tables: Mapping[str, pa.Table]) -> set[str]:
+    """Return the incarnations that the rows of `tables` belong to."""
+    return {name for table in tables.values() for name in _distinct(table.column("incarnation"))}
+
+
+def _distinct(column: pa.ChunkedArray) -> list[str]:
+    values = column.unique()
+    if pa.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    return [value for value in values.to_pylist() if value is not None]
+
+
+def newer(table: pa.Table, stored: Mapping[str, int]) -> pa.Table:
+    """Return the rows above the watermark of their incarnation; rows without incarnation or seq always pass."""
+    if not table.num_rows or all(seq == NOTHING for seq in stored.values()):
+        return table
+    old = _numbered(table, stored, pc.less_equal)
+    return table.filter(pc.invert(old)) if pc.any(old).as_py() else table
+
+
+def check_covered(table: pa.Table, dataset: str, watermarks: Mapping[str, int]) -> None:
+    """Raise BatchError for rows above the batch's own watermark: sent again, they would be stored twice."""
+    beyond = pc.sum(_numbered(table, watermarks, pc.greater)).as_py()
+    if beyond:
+        raise BatchError(
+            f"{dataset} has {beyond} rows with a seq above the batch's watermark of their incarnation "
+            f"({dict(watermarks)}): the watermark is the last seq that the batch contains"
+        )
+
+
+def _numbered(table: pa.Table, limits: Mapping[str, int], compare: Callable[[Any, Any], Any]) -> pa.BooleanArray:
+    """Return where `compare(seq, limit of its incarnation)` holds; False where one of the two is null."""
+    encoded = table.column("incarnation").combine_chunks()
+    encoded = encoded if pa.types.is_dictionary(encoded.type) else encoded.dictionary_encode()
+    by_code = np.array([limits.get(text, NOTHING) for text in encoded.dictionary.to_pylist()] or [NOTHING], np.int64)
+    codes = pc.fill_null(encoded.indices, 0).to_numpy(zero_copy_only=False)
+    holds = pc.and_kleene(compare(table.column("seq"), pa.array(by_code[codes])), encoded.is_valid())
+    return pc.fill_null(holds, fill_value=False)
+
+
+def watermark_transaction(incarnation: str) -> str:
+    """Return the name of the transaction that says up to which seq `incarnation` is stored."""
+    return f"{_WATERMARK}{incarnation}"
+
+
+def watermarks_of(transactions: Mapping[str, int]) -> dict[str, int]:
+    """Return the watermarks among `transactions`, by incarnation."""
+    return {name.removeprefix(_WATERMARK): seq for name, seq in transactions.items() if name.startswith(_WATERMARK)}
