@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 from _rows import Row
 
-from rankscope_ingest.remote_read.messages import packed, read_response
+from rankscope_ingest.protobuf import packed
+from rankscope_ingest.remote_read.messages import read_response
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.remote_read.matchers import Matcher, MatchType
 from rankscope_storage.remote_read.question import Question

@@ -268,6 +268,26 @@ EXPORTER_SAMPLES_DROPPED = MetricSpec(
     labels=("reason",),
     page="service",
 )
+REMOTE_WRITE_REQUESTS = MetricSpec(
+    name="rankscope_ingest_remote_write_requests_total",
+    type="counter",
+    help="Requests of Prometheus' remote write; busy ones come again, repeated ones were stored already.",
+    labels=("outcome",),
+    page="service",
+)
+REMOTE_WRITE_SAMPLES = MetricSpec(
+    name="rankscope_ingest_remote_write_samples_total",
+    type="counter",
+    help="Samples taken from them.",
+    page="service",
+)
+REMOTE_WRITE_DROPPED = MetricSpec(
+    name="rankscope_ingest_remote_write_dropped_total",
+    type="counter",
+    help="What came with them and is not stored: exemplars, histograms, metadata, oversized series, repeated samples.",
+    labels=("reason",),
+    page="service",
+)
 
 CATALOG: Final[dict[str, MetricSpec]] = {
     spec.name: spec

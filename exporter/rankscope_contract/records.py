@@ -31,7 +31,7 @@ COMMON_FIELDS: Final = (
     _MICRO_STEP,
     _VPP_STAGE,
     Field("ts", "timestamp", "When it was measured, UTC, microseconds."),
-    Field("ts_origin", "string", "Whose clock `ts` is: rank, log, file, ingest or exporter."),
+    Field("ts_origin", "string", "Whose clock `ts` is: rank, log, file, ingest, exporter or prometheus."),
 )
 
 TENSOR_FIELDS: Final = (
@@ -132,7 +132,7 @@ SAMPLE_FIELDS: Final = (
     required("target", "string"),
     required("metric", "string"),
     Field("labels", "string", "Canonical JSON object."),
-    Field("value", "float64"),
+    Field("value", "float64", "Null where Prometheus said that the series had ended."),
 )
 
 RUN_FIELDS: Final = (

@@ -257,6 +257,14 @@ class RemoteReadSection(_Section):
     max_samples: Annotated[int, Field(gt=0)] = 5_000_000
 
 
+class RemoteWriteSection(_Section):
+    """[remote_write]: samples that Prometheus pushes."""
+
+    hold_seconds: Annotated[float, Field(ge=0, le=15, allow_inf_nan=False)] = 2.0
+    max_pending_samples: Annotated[int, Field(gt=0)] = 1_000_000
+    max_bytes: Annotated[int, Field(ge=65_536, le=1 << 28)] = 1 << 25
+
+
 LabelName = Annotated[str, Field(pattern="^[a-zA-Z_][a-zA-Z0-9_]*$")]
 
 
@@ -316,15 +324,16 @@ class ServiceConfig(_Section):
 
     service: ServiceSection = ServiceSection()
     store: StoreSection
+    retention: RetentionSection = RetentionSection()
     ingest: IngestSection = IngestSection()
     runs: RunsSection = RunsSection()
     spool: SpoolSection = SpoolSection()
     notify: NotifySection = NotifySection()
     remote_read: RemoteReadSection = RemoteReadSection()
+    remote_write: RemoteWriteSection = RemoteWriteSection()
     targets: tuple[StaticTarget, ...] = ()
     exporters: tuple[ExporterSection, ...] = ()
     exporter_lists: tuple[ExporterListSection, ...] = ()
-    retention: RetentionSection = RetentionSection()
 
     @property
     def token(self) -> str | None:

@@ -32,5 +32,9 @@ class RegistrationError(IngestError):
         self.status = status
 
 
+class BusyError(IngestError):
+    """There is no room just now: the same request may come again later."""
+
+
 class ServiceError(IngestError):
     """The service cannot start or go on."""

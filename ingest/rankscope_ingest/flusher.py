@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from rankscope_ingest.batch import Batcher, PendingBatch
+from rankscope_ingest.batch import PendingBatch
 from rankscope_storage.errors import ShardLostError, StoreError
 from rankscope_storage.store import Batch
 
@@ -49,6 +49,31 @@ class Appender(Protocol):
         ...
 
 
+class Gathered(Protocol):
+    """What is gathered for the next commit, as `Batcher` does it."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is gathered."""
+        ...
+
+    def want_flush(self) -> None:
+        """Make the batch due at once."""
+        ...
+
+    def due(self, now: float) -> str | None:
+        """Return why the batch should be flushed now, or None."""
+        ...
+
+    def take(self) -> PendingBatch:
+        """Return everything gathered; it stays counted until `settled`."""
+        ...
+
+    def settled(self, batch: PendingBatch) -> None:
+        """Forget `batch`: it is committed."""
+        ...
+
+
 @dataclass(slots=True, kw_only=True)
 class _Flight:
     """A batch on its way, with those who wait for it. `batch` is made once: the store knows it again by identity."""
@@ -64,7 +89,7 @@ class Flusher:
     def __init__(
         self,
         appender: Appender,
-        batcher: Batcher,
+        batcher: Gathered,
         *,
         on_commit: Callable[[PendingBatch, Committed], None],
         clock: Callable[[], float],

@@ -29,6 +29,9 @@ from rankscope_contract.metrics import (
     RANKS_MISSING,
     RANKS_UP,
     RECORDS_INGESTED,
+    REMOTE_WRITE_DROPPED,
+    REMOTE_WRITE_REQUESTS,
+    REMOTE_WRITE_SAMPLES,
     ROWS_COMMITTED,
     ROWS_PENDING,
     RUN_ATTEMPT,
@@ -73,6 +76,8 @@ _FROM_THE_START: Final = {
     EXPORTER_SCRAPES: ("ok", "failed", "skipped"),
     EXPORTER_SAMPLES: ("layout", "exact"),
     EXPORTER_SAMPLES_DROPPED: ("doubled", "repeated"),
+    REMOTE_WRITE_REQUESTS: ("ok", "repeated", "busy", "malformed", "too_large", "unsupported"),
+    REMOTE_WRITE_DROPPED: ("exemplar", "histogram", "metadata", "oversized", "repeated"),
 }
 
 MICROSECONDS: Final = 1e6
@@ -140,6 +145,18 @@ class ServiceMetrics:
     def dropped(self, reason: str, samples: int) -> None:
         """Count samples of its page that are not stored."""
         self._counter(EXPORTER_SAMPLES_DROPPED, reason).inc(samples)
+
+    def write_answered(self, outcome: str) -> None:
+        """Count a request of remote write."""
+        self._counter(REMOTE_WRITE_REQUESTS, outcome).inc()
+
+    def written(self, samples: int) -> None:
+        """Count samples that it brought."""
+        self._counter(REMOTE_WRITE_SAMPLES).inc(samples)
+
+    def write_dropped(self, reason: str, count: int) -> None:
+        """Count what it brought and is not stored."""
+        self._counter(REMOTE_WRITE_DROPPED, reason).inc(count)
 
     def show_exporters(self, up: Iterable[bool | None]) -> None:
         """Set how many exporters are up, down, or not scraped yet."""

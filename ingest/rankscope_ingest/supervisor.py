@@ -34,6 +34,8 @@ from rankscope_ingest.maintenance import keep_in_order, retaining
 from rankscope_ingest.notifiers import Notifier
 from rankscope_ingest.progress import Progress, RunProgress
 from rankscope_ingest.remote_read.answering import RemoteRead
+from rankscope_ingest.remote_write.receiving import RemoteWrite
+from rankscope_ingest.remote_write.requests import answer
 from rankscope_ingest.service_metrics import ServiceMetrics
 from rankscope_ingest.spool.spool_watch import SpoolWatch
 from rankscope_ingest.spool.spools import Spools
@@ -87,6 +89,9 @@ class Supervisor:
         self._batcher = make_batcher(config)
         self._remote_read = RemoteRead(config.store.path, config.remote_read)
         self._exporters = Exporters(config, self._batcher, self._metrics)
+        self._remote_write = RemoteWrite(
+            config.remote_write, writer, self._metrics, on_commit=self._on_pushed, clock=time.monotonic
+        )
         self._flusher = Flusher(writer, self._batcher, on_commit=self._on_commit, clock=time.monotonic)
         self._goodput = GoodputWatch(lambda: read_goodput(config.store.path), lambda: self._commits)
         self._collector = make_collector(config, history, self._batcher, self._metrics, self._urge)
@@ -112,24 +117,26 @@ class Supervisor:
     ) -> None:
         """Do everything until `stop`, then drain."""
         await self._spool_watch.begin()  # before anybody can register: older launches are older attempts
+        await self._remote_write.begin()
         async with self._listening():
             if on_ready is not None:
                 on_ready(self._url)
             flushing = asyncio.create_task(self._flusher.run())
+            pushing = asyncio.create_task(self._remote_write.run())
             others = [asyncio.create_task(work) for work in self._works(on_progress)]
             stopping = asyncio.create_task(stop.wait())
             for incident in self._history.unsent:
                 self._spawn(self._announcer.announce(incident, again=True))
             try:
-                # Only the flusher ends by itself, and only with an error that says why nothing more can be stored.
+                # Only flushing ends by itself, and only with an error that says why nothing more can be stored.
                 async with self._exporters.scraping():
-                    await asyncio.wait([flushing, stopping, *others], return_when=asyncio.FIRST_COMPLETED)
-                for task in (flushing, *others):
+                    await asyncio.wait([flushing, pushing, stopping, *others], return_when=asyncio.FIRST_COMPLETED)
+                for task in (flushing, pushing, *others):
                     if task.done():
                         task.result()
                 await self._drain(flushing)
             finally:
-                await cancel([stopping, *others, *self._following.tasks, *self._background, flushing])
+                await cancel([stopping, *others, *self._following.tasks, *self._background, flushing, pushing])
                 self._spools.close()
                 self._remote_read.close()
                 if on_progress is not None:
@@ -160,9 +167,13 @@ class Supervisor:
         """Have the live ranks of an attempt, or those named, say where they stand."""
         return await self._stall_watch.ask(run, attempt, ranks)
 
-    async def remote_read(self, body: bytes) -> bytes:
+    async def remote_read(self, request: web.Request) -> web.StreamResponse:
         """Answer Prometheus' remote read."""
-        return await self._remote_read.answer(body)
+        return await self._remote_read.answer(request)
+
+    async def remote_write(self, request: web.Request) -> web.Response:
+        """Take what Prometheus' remote write pushes."""
+        return await answer(self._remote_write, self._metrics, request)
 
     def targets(self) -> Iterable[Target]:
         """Return all targets."""
@@ -180,14 +191,14 @@ class Supervisor:
         """Return the page for Prometheus."""
         latest = self._collector.runs.latest().values()
         self._exporters.show()
-        self._metrics.show(self.targets(), latest, self._collector.progress(), self._batcher.pending_rows)
+        self._metrics.show(self.targets(), latest, self._collector.progress(), self._rows_pending())
         self._metrics.show_goodput(self._goodput.ratios, {attempt.run for attempt in latest})
         return self._metrics.page()
 
     def degraded(self) -> str | None:
         """Return why the service cannot do its work, or None."""
-        if self._flusher.trouble is not None:
-            return self._flusher.trouble
+        if (trouble := self._flusher.trouble or self._remote_write.trouble) is not None:
+            return trouble
         full = self._batcher.is_full
         return "rows come faster than the store takes them: pulling waits for commits" if full else None
 
@@ -197,7 +208,7 @@ class Supervisor:
             url=self._url,
             runs=self._collector.progress(),
             targets=sum(target.health is not Health.GONE for target in self.targets()),
-            rows_pending=self._batcher.pending_rows,
+            rows_pending=self._rows_pending(),
             rows_stored=self._rows_stored,
             degraded=self.degraded(),
         )
@@ -291,6 +302,15 @@ class Supervisor:
         for target in self._collector.committed(batch, commit.rows, commit.seconds):
             self.poke(target.incarnation)
 
+    def _rows_pending(self) -> int:
+        return self._batcher.pending_rows + self._remote_write.pending_rows
+
+    def _on_pushed(self, _: PendingBatch, commit: Committed) -> None:
+        self._commits += 1
+        self._rows_stored += sum(commit.rows.values())
+        if commit.rows:
+            self._metrics.committed(commit.rows, commit.seconds, time.time_ns() // 1000)
+
     # The end.
 
     async def _drain(self, flushing: asyncio.Task[None]) -> None:
@@ -322,6 +342,7 @@ class Supervisor:
         if self._collector.incidents.unsettled():
             await asyncio.sleep(self._config.notify.group_wait_seconds + 2 * TICK_SECONDS)  # the tick announces them
         self._announce(self._collector.judge())
+        await self._remote_write.finish()
         await self._flusher.commit_now()
         # Once more, so that the ranks hear what is committed and need not keep it for the next service.
         await asyncio.gather(*(loop.poll_once() for loop in live if loop.target.failures_in_row == 0))

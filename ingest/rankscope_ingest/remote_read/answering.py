@@ -1,19 +1,44 @@
-"""Answer remote read from the store, one request at a time, in a thread of its own with a connection of its own.
+"""Answer remote read from the store, one question at a time, in a thread of its own with a connection of its own.
 
-One at a time bounds the memory: an answer may be as large as `max_samples` allows.
+One at a time bounds the memory: an answer may be as large as `max_samples` allows. A few that were read may be on their
+way out beside it; who takes none of it for a minute loses the rest.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final
+
+from aiohttp import web
 
 from rankscope_ingest.config import RemoteReadSection
 from rankscope_ingest.errors import DecodeError, RegistrationError
-from rankscope_ingest.remote_read.messages import SAMPLES, packed, read_request, read_response, unpacked
+from rankscope_ingest.protobuf import packed, unpacked
+from rankscope_ingest.remote_read import streaming
+from rankscope_ingest.remote_read.messages import (
+    MAX_REQUEST_BYTES,
+    SAMPLES,
+    STREAMED_XOR_CHUNKS,
+    read_request,
+    read_response,
+)
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.errors import LimitError, QueryError, StoreError
 from rankscope_storage.remote_read.reading import read
+
+SEND_SECONDS: Final = 60.0
+_ON_THEIR_WAY: Final = 3
+_PLAIN: Final = {"Content-Type": "application/x-protobuf", "Content-Encoding": "snappy"}
+_STREAMED: Final = {"Content-Type": streaming.CONTENT_TYPE}
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    headers: dict[str, str]
+    pieces: Iterator[bytes]
 
 
 class RemoteRead:
@@ -23,30 +48,48 @@ class RemoteRead:
         self._path = path
         self._section = section
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rankscope-remote-read")
+        self._slots = asyncio.Semaphore(_ON_THEIR_WAY)
         self._connection: Connection | None = None
 
-    async def answer(self, body: bytes) -> bytes:
-        """Return the body of the answer. Raises RegistrationError with the status that Prometheus shows."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._answer, body)
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        """Answer a request. Raises RegistrationError with the status that Prometheus shows."""
+        body = await request.read()
+        loop = asyncio.get_running_loop()
+        async with self._slots:
+            found = await loop.run_in_executor(self._thread, self._answer, body)
+            response = web.StreamResponse(headers=found.headers)
+            while (piece := await loop.run_in_executor(self._thread, next, found.pieces, None)) is not None:
+                if not response.prepared:
+                    await response.prepare(request)
+                async with asyncio.timeout(SEND_SECONDS):
+                    await response.write(piece)
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write_eof()
+            return response
 
     def close(self) -> None:
         """Close the connection behind what is under way."""
         self._thread.submit(self._close)
         self._thread.shutdown(wait=False)
 
-    def _answer(self, body: bytes) -> bytes:
+    def _answer(self, body: bytes) -> _Answer:
         try:
-            request = read_request(unpacked(body))
-            if request.accepted and SAMPLES not in request.accepted:
-                raise RegistrationError(400, "only answers of samples are given: accept SAMPLES too")
+            request = read_request(unpacked(body, MAX_REQUEST_BYTES))
+            form = next((one for one in request.accepted or (SAMPLES,) if one in {SAMPLES, STREAMED_XOR_CHUNKS}), None)
+            if form is None:
+                raise RegistrationError(400, "answers are of samples or of streamed XOR chunks: accept one of them")
             if self._connection is None:
                 self._connection = connect(self._path)
             limits = {"max_series": self._section.max_series, "max_samples": self._section.max_samples}
-            return packed(read_response(read(self._connection, request.questions, **limits)))
+            series = read(self._connection, request.questions, **limits)
         except (DecodeError, LimitError, QueryError) as error:
             raise RegistrationError(400, str(error)) from error
         except StoreError as error:
             raise RegistrationError(500, str(error)) from error
+        if form == STREAMED_XOR_CHUNKS:
+            return _Answer(_STREAMED, streaming.frames(series))
+        return _Answer(_PLAIN, iter([packed(read_response(series))]))
 
     def _close(self) -> None:
         if self._connection is not None:

@@ -17,6 +17,7 @@ from rankscope_contract.channel import (
     POKE_PATH,
     REGISTER_PATH,
     REMOTE_READ_PATH,
+    REMOTE_WRITE_PATH,
     RUN_STACKS_PATH,
     RUNS_PATH,
     SERVICE_DISCOVERY_PATH,
@@ -42,6 +43,7 @@ _PATHS: Final = (
     RUNS_PATH,
     EXPORTERS_PATH,
     REMOTE_READ_PATH,
+    REMOTE_WRITE_PATH,
     HEALTH_PATH,
     METRICS_PATH,
 )
@@ -68,8 +70,12 @@ class Backend(Protocol):
         """Have the live ranks of an attempt, or those named, say where they stand."""
         ...
 
-    async def remote_read(self, body: bytes) -> bytes:
-        """Return the answer to Prometheus' remote read. Raises RegistrationError."""
+    async def remote_read(self, request: web.Request) -> web.StreamResponse:
+        """Answer Prometheus' remote read. Raises RegistrationError."""
+        ...
+
+    async def remote_write(self, request: web.Request) -> web.Response:
+        """Take what Prometheus' remote write pushes. Raises RegistrationError."""
         ...
 
     def targets(self) -> Iterable[Target]:
@@ -106,7 +112,8 @@ def make_application(backend: Backend, token: str | None, is_own_name: OwnName |
             web.post(REGISTER_PATH, routes.register),
             web.post(POKE_PATH, routes.poke),
             web.post(RUN_STACKS_PATH, routes.stacks),
-            web.post(REMOTE_READ_PATH, routes.remote_read),
+            web.post(REMOTE_READ_PATH, backend.remote_read),
+            web.post(REMOTE_WRITE_PATH, backend.remote_write),
             web.get(SERVICE_DISCOVERY_PATH, routes.discovery),
             web.get(TARGETS_PATH, routes.targets),
             web.get(RUNS_PATH, routes.runs),
@@ -147,11 +154,6 @@ class _Routes:
         known = progress[run]
         answers = await self._backend.ask_stacks(run, known.attempt, ranks)
         return _json(asdict(known) | {"ranks": [answer.to_document() for answer in answers]})
-
-    async def remote_read(self, request: web.Request) -> web.Response:
-        answer = await self._backend.remote_read(await request.read())
-        headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": "snappy"}
-        return web.Response(body=answer, headers=headers)
 
     async def discovery(self, request: web.Request) -> web.Response:
         found = {"rank": per_rank, "node": per_node}.get(request.query.get("per", "rank"))

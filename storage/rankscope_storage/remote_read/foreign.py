@@ -1,4 +1,7 @@
-"""Series of exporters that are not ours: dataset `samples`, under their own names and labels and `instance`."""
+"""Series of exporters that are not ours: dataset `samples`, under their own names and labels and `instance`.
+
+A row without a value is where Prometheus said that the series had ended, and is given back as its mark of staleness.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ class ForeignSeries:
             f"SELECT place::BIGINT AS place, epoch_ms(ts) AS ms, value FROM (SELECT * FROM {source} WHERE {where}) "
             f"JOIN (VALUES {listed}) AS chosen(place, c_metric, c_target, c_labels) ON metric = c_metric "
             "AND target = c_target AND labels IS NOT DISTINCT FROM c_labels "
-            "WHERE value IS NOT NULL ORDER BY place, ts"
+            "ORDER BY place, ts"
         )
         rows = gathered(self.connection.stream(query), self.allowance)
         if rows is None:

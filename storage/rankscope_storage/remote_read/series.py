@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from rankscope_storage.errors import LimitError
+
+STALE_BITS: Final = 0x7FF0_0000_0000_0002
+"""The NaN by which Prometheus knows that a series has ended; in `samples` it is a row without a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,7 @@ def cut(
     `rows` are sorted by `keys` and `ms`.
     """
     times = rows["ms"].to_numpy().astype(np.int64, copy=False)
-    values = rows["value"].to_numpy()
+    values = _values(rows["value"].combine_chunks())
     begins = np.zeros(len(times), np.bool_)
     begins[:1] = True
     for key in keys:
@@ -84,6 +88,15 @@ def cut(
     for own, first, end in zip(labels, starts, [*starts[1:], len(times)], strict=True):
         kept = last_of_moment[first:end]
         yield own, times[first:end][kept], values[first:end][kept]
+
+
+def _values(column: pa.Array) -> npt.NDArray[np.float64]:
+    """Return values bit for bit, and Prometheus' mark of staleness where there is none."""
+    if not column.null_count:
+        values: npt.NDArray[np.float64] = column.to_numpy()
+        return values
+    bits = column.view(pa.int64()).fill_null(STALE_BITS).to_numpy()
+    return np.ascontiguousarray(bits).view(np.float64)
 
 
 def labelled(labels: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

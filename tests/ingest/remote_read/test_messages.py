@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankscope_ingest.errors import DecodeError
-from rankscope_ingest.remote_read.messages import packed, read_request, read_response, unpacked
+from rankscope_ingest.protobuf import packed, unpacked
+from rankscope_ingest.remote_read.messages import MAX_REQUEST_BYTES, read_request, read_response
 from rankscope_storage.errors import QueryError
 from rankscope_storage.remote_read.matchers import Matcher, MatchType
 from rankscope_storage.remote_read.question import Question
@@ -67,7 +68,7 @@ def test_request_is_read_as_prometheus_means_it(queries):
         for kind, name, value in matchers:
             query.matchers.add(type=kind, name=name, value=value)
 
-    found = read_request(unpacked(packed(request.SerializeToString())))
+    found = read_request(unpacked(packed(request.SerializeToString()), MAX_REQUEST_BYTES))
 
     assert (1, 0) == found.accepted
     assert [
@@ -108,7 +109,7 @@ def test_answer_is_read_by_others_as_it_was_meant(answers):
 @given(st.binary(max_size=40))
 def test_garbage_is_refused(body):
     """Or taken for what it happens to be; nothing else is raised."""
-    for read in (read_request, unpacked):
+    for read in (read_request, lambda data: unpacked(data, MAX_REQUEST_BYTES)):
         with contextlib.suppress(DecodeError, QueryError):
             read(body)
 
@@ -118,10 +119,10 @@ def test_garbage_is_refused(body):
 )
 def test_what_is_no_snappy_block_or_too_large_is_refused(body):
     with pytest.raises(DecodeError):
-        unpacked(body)
+        unpacked(body, MAX_REQUEST_BYTES)
 
 
 def test_block_is_snappy_as_others_write_it():
     """The length as a varint, then literals and copies: here one literal of 4 bytes, by the format's description."""
-    assert b"abcd" == unpacked(b"\x04\x0cabcd")
+    assert b"abcd" == unpacked(b"\x04\x0cabcd", 4)
     assert b"abcd" == pa.Codec("snappy").decompress(packed(b"abcd"), decompressed_size=4, asbytes=True)

@@ -1,0 +1,1 @@
+"""Prometheus' remote write: samples that others push, into `samples`, answered when they are stored."""

@@ -1,0 +1,138 @@
+"""Samples of several requests on their way to the store: when to flush, and the table that one flush brings. Pure.
+
+A request is answered when its samples are stored, so a batch waits for others only for a moment; it knows the requests
+in it by their receipts, which stand beside its commit in the log.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from rankscope_ingest.batch import PendingBatch
+from rankscope_ingest.remote_write.reading import Written
+from rankscope_ingest.tables import coded_schema
+from rankscope_storage.remote_read.series import STALE_BITS
+
+RECEIPTS: Final = "rankscopeWritten"
+"""Under which word of a commit's information the requests stand that it stored."""
+
+FROM_PROMETHEUS: Final = "prometheus"
+_COLUMNS: Final = ("run", "ts", "ts_origin", "target", "metric", "labels", "value")
+_NO_RUN: Final = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingSamples(PendingBatch):
+    """What one commit will hold; the table is made by the flush thread."""
+
+    requests: tuple[Written, ...]
+
+    def tables(self) -> dict[str, pa.Table]:
+        """Return the rows of all requests."""
+        return {"samples": pa.concat_tables([samples_table(some) for some in _by_book(self.requests)])}
+
+
+@dataclass(slots=True, kw_only=True)
+class SampleBatcher:
+    """Requests that wait for a commit. The clock is an argument."""
+
+    flush_rows: int
+    hold_seconds: float
+    max_pending_rows: int
+    _requests: list[Written] = field(default_factory=list)
+    _receipts: list[str] = field(default_factory=list)
+    _rows: int = 0
+    _rows_in_flight: int = 0
+    _opened_at: float | None = None
+    _wanted: bool = False
+
+    @property
+    def pending_rows(self) -> int:
+        """Return samples that came and are not yet committed."""
+        return self._rows + self._rows_in_flight
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether senders have to wait for a commit."""
+        return self.pending_rows >= self.max_pending_rows
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether nothing is gathered; a batch may be in flight all the same."""
+        return self._opened_at is None
+
+    def add(self, written: Written, receipt: str, now: float) -> None:
+        """Take a request, also one without a sample: its sender waits for what came before it."""
+        self._requests.append(written)
+        self._receipts.append(receipt)
+        self._rows += len(written.numbers)
+        if self._opened_at is None:
+            self._opened_at = now
+
+    def want_flush(self) -> None:
+        """Make the batch due at once."""
+        self._wanted = True
+
+    def due(self, now: float) -> str | None:
+        """Return why the batch should be flushed now ("rows", "age", "wanted"), or None."""
+        if self._opened_at is None:
+            self._wanted = False
+            return None
+        if self._wanted:
+            return "wanted"
+        if self._rows >= self.flush_rows:
+            return "rows"
+        return "age" if now - self._opened_at >= self.hold_seconds else None
+
+    def take(self) -> PendingSamples:
+        """Return everything gathered; it stays counted until `settled`."""
+        batch = PendingSamples(
+            pieces={},
+            watermarks={},
+            rows=self._rows,
+            info={RECEIPTS: " ".join(self._receipts)},
+            requests=tuple(self._requests),
+        )
+        self._rows_in_flight += self._rows
+        self._requests, self._receipts, self._rows = [], [], 0
+        self._opened_at, self._wanted = None, False
+        return batch
+
+    def settled(self, batch: PendingBatch) -> None:
+        """Forget `batch`: it is committed."""
+        self._rows_in_flight -= batch.rows
+
+
+def samples_table(requests: list[Written]) -> pa.Table:
+    """Return the rows of requests that have one book; a mark of staleness has no value: nothing was measured."""
+    book = requests[0].book
+    numbers = np.concatenate([one.numbers for one in requests])
+    times = np.concatenate([one.times_ms for one in requests]) * 1000
+    values = np.concatenate([one.values for one in requests])
+    is_stale = values.view(np.int64) == STALE_BITS
+    schema = pa.schema([coded_schema("samples").field(name) for name in _COLUMNS])
+    columns = (
+        _constant(_NO_RUN, len(numbers)),
+        pa.array(times).cast(pa.timestamp("us", "UTC")),
+        _constant(FROM_PROMETHEUS, len(numbers)),
+        *(column.of(numbers) for column in (book.targets, book.metrics, book.labels)),
+        pa.array(values, mask=is_stale if is_stale.any() else None),
+    )
+    return pa.Table.from_arrays(list(columns), schema=schema)
+
+
+def _by_book(requests: tuple[Written, ...]) -> list[list[Written]]:
+    groups: dict[int, list[Written]] = {}
+    for one in requests:
+        groups.setdefault(id(one.book), []).append(one)
+    return list(groups.values())
+
+
+def _constant(text: str, count: int) -> pa.DictionaryArray:
+    codes: npt.NDArray[np.int32] = np.zeros(count, np.int32)
+    return pa.DictionaryArray.from_arrays(codes, pa.array([text], pa.string()))

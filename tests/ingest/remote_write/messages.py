@@ -1,0 +1,58 @@
+"""Requests of remote write as Google's own protobuf writes them, by Prometheus' definitions (prompb/remote.proto)."""
+
+from __future__ import annotations
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+INT64, DOUBLE, STRING = 3, 1, 9
+MESSAGES = {
+    "WriteRequest": [("timeseries", 1, "TimeSeries", True), ("metadata", 3, "MetricMetadata", True)],
+    "MetricMetadata": [("type", 1, INT64, False), ("metric_family_name", 2, STRING, False)],
+    "TimeSeries": [
+        ("labels", 1, "Label", True),
+        ("samples", 2, "Sample", True),
+        ("exemplars", 3, "Exemplar", True),
+        ("histograms", 4, "Histogram", True),
+    ],
+    "Label": [("name", 1, STRING, False), ("value", 2, STRING, False)],
+    "Sample": [("value", 1, DOUBLE, False), ("timestamp", 2, INT64, False)],
+    "Exemplar": [("labels", 1, "Label", True), ("value", 2, DOUBLE, False), ("timestamp", 3, INT64, False)],
+    "Histogram": [("sum", 3, DOUBLE, False), ("timestamp", 15, INT64, False)],
+}
+
+
+def message_classes(messages):
+    """Return a class for each message of `messages`."""
+    file = descriptor_pb2.FileDescriptorProto(name=f"{id(messages)}.proto", package="p", syntax="proto3")
+    for name, fields in messages.items():
+        message = file.message_type.add(name=name)
+        for field, number, kind, repeated in fields:
+            one = message.field.add(name=field, number=number, label=3 if repeated else 1)
+            one.type = 11 if isinstance(kind, str) else kind
+            if isinstance(kind, str):
+                one.type_name = f".p.{kind}"
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"p.{name}")) for name in messages}
+
+
+CLASSES = message_classes(MESSAGES)
+
+
+def write_request(*series, metadata=()):
+    """Return the bytes of a request of (labels, [(ms, value)]) or (labels, samples, exemplars, histograms)."""
+    request = CLASSES["WriteRequest"]()
+    for labels, samples, *more in series:
+        one = request.timeseries.add()
+        for name, value in labels.items():
+            one.labels.add(name=name, value=value)
+        for ms, value in samples:
+            one.samples.add(timestamp=ms, value=value)
+        exemplars, histograms = more or (0, 0)
+        for _ in range(exemplars):
+            one.exemplars.add(value=1.0, timestamp=5).labels.add(name="trace", value="x")
+        for _ in range(histograms):
+            one.histograms.add(sum=1.0, timestamp=5)
+    for name in metadata:
+        request.metadata.add(type=1, metric_family_name=name)
+    return request.SerializeToString()

@@ -1,0 +1,189 @@
+"""Requests of remote write, read as Google's own protobuf would, whatever their form; garbage is refused as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import struct
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.ingest.remote_write.messages import CLASSES, write_request
+
+from rankscope_contract.records import canonical_labels
+from rankscope_ingest.errors import DecodeError
+from rankscope_ingest.protobuf import packed, unpacked
+from rankscope_ingest.remote_write.gathering import samples_table
+from rankscope_ingest.remote_write.reading import WriteReader
+
+NOW = 1_770_000_000_000
+STALE = struct.unpack("<d", struct.pack("<Q", 0x7FF0_0000_0000_0002))[0]
+UP = {"__name__": "up", "instance": "a:9100", "job": "node"}
+
+
+def bits(value):
+    return None if value is None else struct.pack("<d", value)
+
+
+def rows(*written):
+    """Return (target, metric, labels, ms, bits of the value) of each row, sorted; a value that is null is None."""
+    found = samples_table(list(written)).to_pylist()
+    return sorted(
+        (row["target"], row["metric"], row["labels"] or "", round(row["ts"].timestamp() * 1000), bits(row["value"]))
+        for row in found
+    )
+
+
+def meant(data):
+    """Return the same of what the reference understands; a sample that repeats the one before it counts once."""
+    found = []
+    for series in CLASSES["WriteRequest"].FromString(data).timeseries:
+        labels = {label.name: label.value for label in series.labels if label.value}
+        key = (labels.pop("instance", ""), labels.pop("__name__"), canonical_labels(labels) or "")
+        found += [
+            (*key, one.timestamp, None if bits(one.value) == bits(STALE) else bits(one.value)) for one in series.samples
+        ]
+    return sorted(found)
+
+
+NAMES = st.sampled_from(["__name__", "instance", "job", "mode", "ä", "a\x12\x10\t"])
+TEXTS = st.one_of(st.sampled_from(["", "x", "\x12\x07\x10", "\x12\x10\t12345678\x10123456\n"]), st.text(max_size=8))
+VALUES = st.one_of(st.sampled_from([0.0, -0.0, math.nan, math.inf, STALE]), st.floats())
+TIMES = st.one_of(st.integers(0, 1 << 47), st.integers(NOW, NOW + 100_000))
+LABELS = st.dictionaries(NAMES, TEXTS, max_size=5).map(
+    lambda labels: {**labels, "__name__": "m" + labels.get("job", "")}
+)
+SERIES = st.tuples(
+    LABELS,
+    st.lists(st.tuples(TIMES, VALUES), max_size=3, unique_by=lambda sample: sample[0]),
+    st.sampled_from([0, 0, 0, 1]),
+    st.sampled_from([0, 0, 0, 1]),
+)
+REQUESTS = st.lists(SERIES, max_size=6, unique_by=lambda one: canonical_labels({k: v for k, v in one[0].items() if v}))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(REQUESTS, st.sampled_from([(), ("up",)])), min_size=1, max_size=3))
+def test_any_request_is_read_as_the_reference_reads_it(requests):
+    """The first and the later ones, known labels and new ones, in any mixture of forms."""
+    for series, metadata in requests:
+        data = write_request(*series, metadata=metadata)
+        reader = WriteReader()
+        first, second = reader.read(data), reader.read(data)
+
+        assert meant(data) == rows(first)
+        assert len(second.numbers) + second.repeated == len(first.numbers)
+        assert (sum(one[2] for one in series), sum(one[3] for one in series)) == (first.exemplars, first.histograms)
+        assert len(metadata) == first.metadata
+
+
+def test_usual_requests_are_read_by_known_labels_whatever_their_values(monkeypatch):
+    """Every label set costs a reading by the rules once, also where a value is 0, and left out of the message."""
+    reader = WriteReader()
+    series = [{**UP, "cpu": str(number), "mode": "x" * number} for number in range(300)]
+    reader.read(write_request(*((labels, [(NOW, 1.0)]) for labels in series)))
+    monkeypatch.setattr("rankscope_ingest.remote_write.reading.read_series", None)
+    monkeypatch.setattr("rankscope_ingest.remote_write.reading.frames", None)
+
+    data = write_request(*((labels, [(NOW + 15_000, number % 3)]) for number, labels in enumerate(series)))
+
+    assert meant(data) == rows(reader.read(data))
+
+
+def test_labels_in_another_order_are_the_same_series_and_a_repeated_sample_is_left_out():
+    """As when a sender gathers what it sends again into other requests."""
+    reader = WriteReader()
+    reader.read(write_request((UP, [(NOW, 1.0)])))
+    backwards = dict(reversed(UP.items()))
+
+    again = reader.read(write_request((backwards, [(NOW, 1.0)]), (UP, [(NOW + 1, 1.0)])))
+    other = reader.read(write_request((UP, [(NOW + 1, 2.0)]), (UP, [(NOW - 5, 1.0)])))
+
+    assert (1, 0) == (again.repeated, other.repeated)
+    assert [("a:9100", "up", '{"job":"node"}', NOW + 1, bits(1.0))] == rows(again)
+    assert [NOW + 1, NOW - 5] == other.times_ms.tolist()
+
+
+def test_books_change_when_one_is_full_and_rows_of_both_are_right():
+    reader = WriteReader(most_known=2)
+    data = [write_request(({**UP, "cpu": str(number)}, [(NOW, number)])) for number in range(5)]
+
+    written = [reader.read(one) for one in data]
+
+    assert 3 == len({id(one.book) for one in written})
+    assert [meant(one) for one in data] == [rows(one) for one in written]
+
+
+def test_a_series_with_too_many_or_too_long_labels_is_left_out_alone():
+    reader = WriteReader()
+    many = {**UP, **{f"l{number}": "x" for number in range(200)}}
+    long = {**UP, "x": "y" * 70_000}
+    data = write_request((many, [(NOW, 1.0)]), (UP, [(NOW, 1.0)]), (long, [(NOW, 1.0)]))
+
+    first, second = reader.read(data), WriteReader().read(data)
+
+    assert (2, 2) == (first.oversized, second.oversized)
+    assert 3 == reader.read(write_request((many, [(NOW, 1.0)]), (long, [(NOW, 1.0), (NOW + 1, 2.0)]))).oversized
+    assert meant(write_request((UP, [(NOW, 1.0)]))) == rows(first)
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (write_request(({"instance": "a"}, [(NOW, 1.0)])), "no __name__"),
+        (write_request(({**UP, "": "x"}, [(NOW, 1.0)])), "no name"),
+        (write_request((UP, [(-1, 1.0)])), "before 1970"),
+        (write_request((UP, [(1 << 50, 1.0)])), "after 9999"),
+        (write_request((UP, [(NOW, 1.0)])) + b"\x0a\x7f", "middle of a field"),
+        (write_request((UP, [(NOW, 1.0)])) + b"\x22\x01x", "field 4 is none of remote write 1.0"),
+        (write_request((UP, [(NOW, 1.0)])).replace(b"node", b"\xff\xfe\xfd\xfc"), "not UTF-8"),
+        (b"\x0a\x06" + b"\x0a\x04\x0a\x02up"[:6], "middle|wire type|no __name__"),
+        (b"\x0a\x02\x10\x01", "wire type"),
+        (b"\x0b", "wire type"),
+        (write_request((UP, [(NOW, 1.0)]))[:-1], "middle"),
+    ],
+)
+def test_what_is_malformed_is_refused_with_a_reason_and_as_a_whole(data, why):
+    with pytest.raises(DecodeError, match=why):
+        WriteReader().read(write_request((UP, [(NOW, 2.0)])) + data)
+
+
+def test_a_label_twice_is_refused():
+    request = CLASSES["WriteRequest"].FromString(write_request((UP, [(NOW, 1.0)])))
+    request.timeseries[0].labels.add(name="job", value="again")
+
+    with pytest.raises(DecodeError, match="twice"):
+        WriteReader().read(request.SerializeToString())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.one_of(
+        st.binary(max_size=60),
+        st.tuples(st.integers(0, 200), st.binary(min_size=1, max_size=3)),
+    )
+)
+def test_bytes_are_read_or_refused_and_never_anything_else(change):
+    """Random ones, and a good request with some of its bytes changed."""
+    data = write_request((UP, [(NOW, 1.0)]), ({**UP, "cpu": "1"}, [(NOW, 0.0)]), ({**UP, "cpu": "2"}, [(NOW, 2.5)]))
+    if isinstance(change, tuple):
+        place = change[0] % len(data)
+        data = data[:place] + change[1] + data[place + len(change[1]) :]
+    else:
+        data = change
+    reader = WriteReader()
+    reader.read(write_request((UP, [(NOW - 1, 1.0)])))
+    with contextlib.suppress(DecodeError):
+        written = reader.read(data)
+        with contextlib.suppress(Exception):
+            expected = meant(data)
+            assert expected == rows(written)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"\xff", packed(b"x" * 10)[:-2], packed(b"x" * 2_000), b"\xff\xff\xff\xff\x7f", b"\xe8\x07\x00x"]
+)
+def test_what_is_no_snappy_block_or_larger_than_allowed_is_refused(body):
+    with pytest.raises(DecodeError):
+        unpacked(body, 1_000)
