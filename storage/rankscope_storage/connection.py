@@ -1,17 +1,19 @@
 """Asking a store in SQL: a DuckDB connection whose views always show the newest version.
 
-Each question first refreshes the handle on the log (about 2 ms). Only when the version has moved the lists of files are
-set anew; the views follow them. A view or macro is made when a question first names it. A file that compaction replaced
-long ago may be gone when an old list is read: then the question is asked once more, with a new list. A `Connection`
-belongs to one thread.
+Each question first refreshes the handle on the log. Only when the version has moved the lists of files are set anew;
+the views follow them. What a question provably does not concern is left off its lists. A view or macro is made when a
+question first names it. A file that compaction replaced long ago may be gone when an old list is read: then the
+question is asked once more, with a new list. A `Connection` belongs to one thread.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import functools
+import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, TypeVar
@@ -19,18 +21,21 @@ from typing import Final, Self, TypeVar
 import duckdb
 import pyarrow as pa
 
-from rankscope_contract.escaping import sql_string
-from rankscope_storage.definitions import definitions, named
+from rankscope_storage.definitions import named
 from rankscope_storage.durable import sync_to_disk
+from rankscope_storage.engines import DEFINITIONS, RAW, Engine, log_of, put_back, start, trust
 from rankscope_storage.errors import FilesGoneError, QueryError
 from rankscope_storage.log import Log
+from rankscope_storage.questions import Bounds, Mention, bounds, mentions
+from rankscope_storage.snapshot import Snapshot
 from rankscope_storage.views import files_select, has_one_shape, raw_select
 
 T = TypeVar("T")
 
-_RAW: Final = "rankscope_raw."
-_DEFINITIONS: Final = definitions(prefix=_RAW)
 _EXPLAIN: Final = re.compile(r"\s*explain(\s+analyze)?\s", re.IGNORECASE)
+_TREE: Final = "SELECT json_serialize_sql(?, skip_null := true, skip_empty := true, skip_default := true)"
+_UNDERSTOOD: Final = 256
+"""Statements whose reading is remembered; then it is begun anew."""
 
 
 def connect(path: str | Path, *, locked: bool = False, version: int | None = None) -> Connection:
@@ -41,28 +46,44 @@ def connect(path: str | Path, *, locked: bool = False, version: int | None = Non
     Views: one per dataset (`tensor_stats`, `scalars`, `events`, …); `runs`, `attempts` and `tensors` show the latest
     version of each, `runs_history` and so on all versions; `tensor_global` combines shards.
     """
-    log = Log.open(Path(path).absolute(), sync_to_disk, version=version)
-    return Connection(log, locked=locked, pinned=version is not None)
+    root = Path(path).absolute()
+    engine = start(root, locked=locked)
+    try:
+        if version is not None:
+            return Connection(engine, Log.open(root, sync_to_disk, version=version).snapshot(), None)
+        log = log_of(engine)
+        if log is None:
+            log, engine.newest = Log.open(root, sync_to_disk), None
+        else:
+            log.refresh()
+        engine.log = log
+        if engine.newest is None or engine.newest.version != log.version:
+            engine.newest = log.snapshot()
+        return Connection(engine, engine.newest, log)
+    except BaseException:
+        put_back(engine)
+        raise
 
 
 class Connection:
     """A DuckDB connection with fresh views of a store. Use as a context manager, or `close()` it."""
 
-    def __init__(self, log: Log, *, locked: bool = False, pinned: bool = False) -> None:
+    def __init__(self, engine: Engine, snapshot: Snapshot, log: Log | None) -> None:
+        """Ask `snapshot`, or without being pinned to it whatever is the newest version of `log`."""
+        self._engine = engine
         self._log = log
-        self._locked = locked
-        self._pinned = pinned
-        self._duckdb = duckdb.connect()
-        self._files: dict[str, list[str]] = {}
-        self._shapes: dict[str, tuple[bool, bool]] = {}  # empty, and of one shape
-        self._defined: set[str] = set()
-        self._snapshot = log.snapshot()
-        self._prepare()
+        self._pinned = log is None
+        self._locked = engine.locked
+        self._duckdb = engine.database.cursor()
+        self._files: dict[str, Sequence[str]] = {}
+        self._snapshot = snapshot
+        self._reads_only = True
+        self._closed = False
 
     @property
     def path(self) -> Path:
         """Return the folder of the store."""
-        return self._log.root
+        return self._snapshot.root
 
     @property
     def version(self) -> int:
@@ -76,22 +97,24 @@ class Connection:
             relation = self._duckdb.sql(query, params=params)
             return relation if relation is None else relation.materialize()
 
-        return self._fresh(query, run)
+        return self._fresh(query, params, run)
 
     def execute(self, query: str, parameters: object = None) -> duckdb.DuckDBPyConnection:
         """Execute `query` as DuckDB's own `execute` does, and return DuckDB's connection to fetch from.
 
         What is not fetched before the next question is gone.
         """
-        return self._fresh(query, lambda: self._duckdb.execute(query, parameters))
+        return self._fresh(query, parameters, lambda: self._duckdb.execute(query, parameters))
 
     def query(self, query: str, parameters: object = None) -> pa.Table:
         """Return the rows of `query` as an Arrow table."""
-        return self._fresh(query, lambda: self._duckdb.sql(query, params=parameters).to_arrow_table())
+        return self._fresh(query, parameters, lambda: self._duckdb.sql(query, params=parameters).to_arrow_table())
 
     def stream(self, query: str, parameters: object = None, *, batch_rows: int = 100_000) -> Iterator[pa.RecordBatch]:
         """Yield the rows of `query` in batches, however many they are; no other question may be asked meanwhile."""
-        yield from self._fresh(query, lambda: self._duckdb.sql(query, params=parameters).to_arrow_reader(batch_rows))
+        yield from self._fresh(
+            query, parameters, lambda: self._duckdb.sql(query, params=parameters).to_arrow_reader(batch_rows)
+        )
 
     def files(self, dataset: str, *, run: str | None = None, steps: tuple[int, int] | None = None) -> list[str]:
         """Return the Parquet files that can hold rows of `dataset`, of `run`, of the closed range `steps`."""
@@ -125,8 +148,7 @@ class Connection:
         The files of a version stay for two hours after compaction replaced them.
         """
         self._refresh()
-        log = Log.open(self._log.root, sync_to_disk, version=self._snapshot.version)
-        return Connection(log, locked=self._locked, pinned=True)
+        return Connection(start(self._snapshot.root, locked=self._locked), self._snapshot, None)
 
     @contextlib.contextmanager
     def steady(self) -> Iterator[Self]:
@@ -139,8 +161,15 @@ class Connection:
             self._pinned = pinned
 
     def close(self) -> None:
-        """Release the files and the memory of DuckDB; idempotent."""
+        """Let go of the store; idempotent. A DuckDB that did nothing but read waits for the next connection."""
+        if self._closed:
+            return
+        self._closed = True
         self._duckdb.close()
+        if self._reads_only:
+            put_back(self._engine)
+        else:
+            self._engine.database.close()
 
     def __enter__(self) -> Self:
         return self
@@ -150,84 +179,117 @@ class Connection:
     ) -> None:
         self.close()
 
-    def _prepare(self) -> None:
-        self._duckdb.execute("SET TimeZone = 'UTC'; CREATE SCHEMA rankscope_raw")
-        if self._locked:
-            # The order matters: nothing can be changed after the last line. Writing into the store is still possible
-            # for DuckDB, so a locked connection also looks at the kind of every statement.
-            folder = str(self._log.root) + "/"
-            self._duckdb.execute("SET allowed_directories = [" + sql_string(folder) + "]")
-            self._duckdb.execute("SET enable_external_access = false; SET lock_configuration = true")
-
     def _refresh(self) -> None:
-        if self._pinned:
+        if self._pinned or self._log is None:
             return
         self._log.refresh()
         if self._log.version != self._snapshot.version:
-            self._snapshot = self._log.snapshot()
-            for dataset in self._files:
-                self._show(dataset)
+            self._snapshot = self._engine.newest = self._log.snapshot()
 
-    def _define(self, names: Iterable[str]) -> None:
-        """Make the views and macros called `names`, which come in order of need, where they are not made yet."""
+    def _define(self, names: Iterable[str], reading: Mapping[str, Sequence[Bounds]] | None) -> None:
+        """Let the views and macros called `names`, which come in order of need, show the files of `reading`."""
         for name in names:
-            if name in self._defined:
-                continue
-            definition = _DEFINITIONS[name]
+            definition = DEFINITIONS[name]
             for dataset in definition.datasets:
-                self._show(dataset)
-            self._duckdb.execute(definition.statement)
-            self._defined.add(name)
+                self._show(dataset, None if reading is None else reading.get(dataset))
+            if name not in self._engine.defined:
+                self._duckdb.execute(definition.statement)
+                self._engine.defined.add(name)
 
-    def _show(self, dataset: str) -> None:
-        """Let the view of raw rows read the files of the snapshot; what has not changed is left as it is."""
-        files = self._snapshot.paths(dataset)
+    def _show(self, dataset: str, wanted: Sequence[Bounds] | None) -> None:
+        """Let the view of raw rows read the files of the snapshot that hold what is `wanted`, or all."""
+        files = self._snapshot.within(dataset, wanted)
         if files == self._files.get(dataset):
             return
         self._duckdb.execute(f"SET VARIABLE {_variable(dataset)} = ?::VARCHAR[]", [files])
+        self._engine.footers.update(files)
         shape = (not files, has_one_shape(dataset, files))
-        if shape != self._shapes.get(dataset):
+        if shape != self._engine.shapes.get(dataset):
             select = raw_select(dataset, f"getvariable('{_variable(dataset)}')", empty=shape[0], one_shape=shape[1])
-            self._duckdb.execute(f"CREATE OR REPLACE VIEW {_RAW}{dataset} AS {select}")
-        self._files[dataset], self._shapes[dataset] = files, shape
+            self._duckdb.execute(f"CREATE OR REPLACE VIEW {RAW}{dataset} AS {select}")
+        self._files[dataset], self._engine.shapes[dataset] = files, shape
 
-    def _fresh(self, query: str, run: Callable[[], T]) -> T:
+    def _fresh(self, query: str, parameters: object, run: Callable[[], T]) -> T:
         if self._locked:
-            _check_selects(query)
+            self._check_selects(query)
+        elif self._reads_only:
+            self._reads_only = self._only_selects(query)
         self._duckdb.abort()  # an answer not fetched to its end would block every other statement
         self._refresh()
         try:
-            return self._complete(query, run)
+            return self._complete(query, parameters, run)
         except duckdb.IOException as error:
             if self._pinned:
                 raise FilesGoneError(
                     f"version {self.version} of {self.path} lost files to maintenance: ask again, of a newer version"
                 ) from error
             self._refresh()
-            return self._complete(query, run)
+            return self._complete(query, parameters, run)
 
-    def _complete(self, query: str, run: Callable[[], T]) -> T:
+    def _complete(self, query: str, parameters: object, run: Callable[[], T]) -> T:
         """Run `query` with what it names; once more with all there is when it misses a name, as one in a parameter."""
-        self._define(named(query, _DEFINITIONS))
+        read = self._mentioned(query) if self._reads_only else None
+        trust(self._engine, trusting=read is not None)
+        if read is None:
+            # It may come to what is defined without a word of it, so all of that has to show all files.
+            needed = self._engine.defined.union(named(query, DEFINITIONS))
+            self._define([name for name in DEFINITIONS if name in needed], None)
+        else:
+            self._define(named(query, DEFINITIONS), _wanted(read, parameters))
         try:
             return run()
         except duckdb.CatalogException:
-            if len(self._defined) == len(_DEFINITIONS):
+            if len(self._engine.defined) == len(DEFINITIONS):
                 raise
-            self._define(_DEFINITIONS)
+            self._define(DEFINITIONS, None)
             return run()
 
+    def _mentioned(self, query: str) -> tuple[Mention, ...] | None:
+        """Return what `query` reads of our views and macros, None when it may read anything."""
+        remembered = self._engine.understood
+        if query not in remembered:
+            if len(remembered) >= _UNDERSTOOD:
+                remembered.clear()
+            [(tree,)] = self._duckdb.execute(_TREE, [query]).fetchall()
+            remembered[query] = mentions(json.loads(tree).get("statements", ()), DEFINITIONS)
+        return remembered[query]
 
-def _check_selects(query: str) -> None:
-    """Raise QueryError unless `query` is one statement that only reads."""
-    try:
-        statements = duckdb.extract_statements(_EXPLAIN.sub("", query, count=1) if _EXPLAIN.match(query) else query)
-    except duckdb.Error as error:
-        raise QueryError(f"DuckDB does not understand the statement: {error}") from error
-    kinds = [statement.type for statement in statements]
-    if kinds != [duckdb.StatementType.SELECT]:
-        names = ", ".join(kind.name for kind in kinds) or "nothing"
-        raise QueryError(f"only one SELECT (or EXPLAIN of one) may be asked here, not {names}")
+    def _only_selects(self, query: str) -> bool:
+        """Whether `query` leaves DuckDB as it is; what is not understood does nothing."""
+        try:
+            return all(kind == duckdb.StatementType.SELECT for kind in self._kinds(query))
+        except duckdb.Error:
+            return True
+
+    def _kinds(self, query: str) -> list[duckdb.StatementType]:
+        return [statement.type for statement in self._duckdb.extract_statements(query)]
+
+    def _check_selects(self, query: str) -> None:
+        """Raise QueryError unless `query` is one statement that only reads."""
+        try:
+            kinds = self._kinds(_EXPLAIN.sub("", query, count=1) if _EXPLAIN.match(query) else query)
+        except duckdb.Error as error:
+            raise QueryError(f"DuckDB does not understand the statement: {error}") from error
+        if kinds != [duckdb.StatementType.SELECT]:
+            names = ", ".join(kind.name for kind in kinds) or "nothing"
+            raise QueryError(f"only one SELECT (or EXPLAIN of one) may be asked here, not {names}")
+
+
+def _wanted(read: Iterable[Mention], parameters: object) -> dict[str, list[Bounds]]:
+    """Return by dataset the rows that the mentions of views and macros need of it, one way or another."""
+    wanted: dict[str, list[Bounds]] = {}
+    for mention in read:
+        needed = bounds(mention, parameters)
+        for dataset in _datasets(mention.name):
+            wanted.setdefault(dataset, []).append(needed)
+    return wanted
+
+
+@functools.cache
+def _datasets(name: str) -> frozenset[str]:
+    """Return the datasets that the view or macro called `name` reads, also through others."""
+    definition = DEFINITIONS[name]
+    return frozenset(definition.datasets).union(*map(_datasets, definition.reads))
 
 
 def _variable(dataset: str) -> str:

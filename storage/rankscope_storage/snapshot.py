@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import datetime as dt
 import urllib.parse
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from rankscope_storage.questions import Bounds
 
 _COLUMNS: Final = {
     "path": ("path", pa.string()),
@@ -28,6 +30,8 @@ _COLUMNS: Final = {
     "ts_max": ("max.ts", pa.timestamp("us", tz="UTC")),
 }
 """Our name of a column: what delta-rs calls it, and its type."""
+
+_RANGES: Final = ["path", "run_min", "run_max", "attempt_min", "attempt_max", "step_min", "step_max"]
 
 _LOG_CUTS: Final = dt.timedelta(milliseconds=1)
 
@@ -50,6 +54,8 @@ class Snapshot:
     root: Path
     version: int
     files: pa.Table
+    _rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict, compare=False, repr=False)
+    _lists: dict[str, list[str]] = field(default_factory=dict, compare=False, repr=False)
 
     def of(
         self,
@@ -85,9 +91,35 @@ class Snapshot:
         files = self.of(dataset, run=run, steps=steps, times=times)
         return [f"{self.root}/{path}" for path in files.column("path").to_pylist()]
 
+    def within(self, dataset: str, wanted: Sequence[Bounds] | None) -> list[str]:
+        """Return the absolute paths of files that can hold rows of `dataset` in one of the bounds, or of all files.
+
+        Where there is none it is one file all the same, if the dataset has any: only no file at all has no columns.
+        """
+        if dataset not in self._rows:
+            self._rows[dataset] = self.of(dataset).select(_RANGES).to_pylist()
+            self._lists[dataset] = [f"{self.root}/{row['path']}" for row in self._rows[dataset]]
+        every = self._lists[dataset]
+        if wanted is None:
+            return every
+        pairs = zip(every, self._rows[dataset], strict=True)
+        return [path for path, row in pairs if any(_may_hold(row, bounds) for bounds in wanted)] or every[:1]
+
     def contains(self, paths: Sequence[str]) -> bool:
         """Whether all of `paths` are files of this version."""
         return set(paths) <= set(self.files.column("path").to_pylist())
+
+
+def _may_hold(row: Mapping[str, Any], bounds: Bounds) -> bool:
+    low, high = row["run_min"], row["run_max"]
+    if bounds.runs is not None and low is not None and not any(low <= run <= high for run in bounds.runs):
+        return False
+    return _overlaps(row, "attempt", bounds.attempts) and _overlaps(row, "step", bounds.steps)
+
+
+def _overlaps(row: Mapping[str, Any], column: str, range_: tuple[float, float]) -> bool:
+    low, high = row[f"{column}_min"], row[f"{column}_max"]
+    return low is None or (bool(low <= range_[1]) and bool(high >= range_[0]))
 
 
 def _may_overlap(column: str, low: str | int | dt.datetime, high: str | int | dt.datetime) -> pc.Expression:

@@ -1,0 +1,135 @@
+"""DuckDB instances that outlive a connection: the next question to the same store finds its views and footers there.
+
+An instance costs 25 ms CPU and a view up to 20, more than most questions. So when a connection that did nothing but
+read is closed, its instance waits for the next one to the same store. One connection has it at a time, through a cursor
+of its own; a locked one is never lent to a connection that is not, nor to another store.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import duckdb
+
+from rankscope_contract.escaping import sql_string
+from rankscope_storage.definitions import Definition, definitions
+from rankscope_storage.log import Log
+from rankscope_storage.log_files import LOG_FOLDER
+from rankscope_storage.questions import Mention
+from rankscope_storage.snapshot import Snapshot
+
+RAW: Final = "rankscope_raw."
+DEFINITIONS: Final[Mapping[str, Definition]] = definitions(prefix=RAW)
+
+IDLE: Final = 4
+"""Instances that wait at most, over all stores; the one that has waited longest is closed first."""
+FOOTERS: Final = 4_000
+"""Files whose footers an instance may remember, beyond twice those of its store; DuckDB itself forgets none."""
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """One instance of DuckDB, and what was made in it."""
+
+    root: Path
+    locked: bool
+    database: duckdb.DuckDBPyConnection
+    shapes: dict[str, tuple[bool, bool]] = field(default_factory=dict)
+    """By dataset: whether its raw view is empty, and of files of one shape."""
+    defined: set[str] = field(default_factory=set)
+    understood: dict[str, tuple[Mention, ...] | None] = field(default_factory=dict)
+    footers: set[str] = field(default_factory=set)
+    trusting: bool = False
+    """Whether files count as unchanged since they were first opened, as those of a store are."""
+    log: Log | None = None
+    newest: Snapshot | None = None
+    stamp: tuple[int, ...] | None = None
+
+
+def start(root: Path, *, locked: bool) -> Engine:
+    """Return an instance for the store at `root` that waited, or a new one."""
+    for engine in reversed(tuple(_idle)):
+        if (engine.root, engine.locked) == (root, locked):
+            with contextlib.suppress(ValueError):  # another thread was faster
+                _idle.remove(engine)
+                return engine
+    return Engine(root, locked, _database(root, locked=locked), trusting=locked)
+
+
+def put_back(engine: Engine) -> None:
+    """Let `engine`, in which nothing was changed but by us, wait for the next connection."""
+    if engine.log is not None:
+        engine.stamp = _stamp(engine.log)
+    files = 0 if engine.newest is None else engine.newest.files.num_rows
+    if len(engine.footers) > FOOTERS + 2 * files:
+        engine.database.close()
+        return
+    _idle.append(engine)
+    with contextlib.suppress(IndexError):
+        while len(_idle) > IDLE:
+            _idle.pop(0).database.close()
+
+
+def log_of(engine: Engine) -> Log | None:
+    """Return the handle on the log that `engine` kept, None when it has none, or of a table that is gone by now."""
+    log = engine.log
+    return log if log is not None and engine.stamp is not None and _stamp(log) == engine.stamp else None
+
+
+def trust(engine: Engine, *, trusting: bool) -> None:
+    """Let DuckDB look again at every file it knows, or not: those of a store never change, others may."""
+    if trusting != engine.trusting and not engine.locked:
+        engine.database.execute(f"SET GLOBAL validate_external_file_cache = '{_VALIDATION[trusting]}'")
+        engine.trusting = trusting
+
+
+_VALIDATION: Final = {True: "NO_VALIDATION", False: "VALIDATE_ALL"}
+
+
+def _database(root: Path, *, locked: bool) -> duckdb.DuckDBPyConnection:
+    database = duckdb.connect()
+    database.execute(
+        "SET GLOBAL TimeZone = 'UTC'; SET GLOBAL parquet_metadata_cache = true; CREATE SCHEMA rankscope_raw"
+    )
+    if locked:
+        # The order matters: nothing can be changed after the last line. Writing into the store is still possible
+        # for DuckDB, so a locked connection also looks at the kind of every statement.
+        database.execute(f"SET GLOBAL validate_external_file_cache = '{_VALIDATION[True]}'")
+        database.execute(f"SET allowed_directories = [{sql_string(f'{root}/')}]")
+        database.execute("SET enable_external_access = false; SET lock_configuration = true")
+    return database
+
+
+def _stamp(log: Log) -> tuple[int, ...] | None:
+    """Return what tells the table of `log` from another one at the same place: the entry its version stands in."""
+    try:
+        status = (log.root / LOG_FOLDER / f"{log.version:020d}.json").stat()
+    except OSError:
+        return None
+    return log.version, status.st_ino, status.st_mtime_ns, status.st_size
+
+
+_idle: list[Engine] = []  # no lock: a forked child would inherit it locked; what is done to it is atomic
+_inherited: list[Sequence[Engine]] = []
+
+
+def _forget() -> None:
+    """Start with none in a forked child: threads of DuckDB do not come along, and closing would wait for them."""
+    _inherited.append(tuple(_idle))
+    _idle.clear()
+
+
+def _close_all() -> None:
+    while _idle:
+        with contextlib.suppress(duckdb.Error):
+            _idle.pop().database.close()
+
+
+os.register_at_fork(after_in_child=_forget)
+atexit.register(_close_all)
