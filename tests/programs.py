@@ -1,14 +1,16 @@
 """Python programs for tests, each in a process of its own that ends as it likes, although torch is imported only once.
 
-A first process imports torch and what its optimizers need (seconds), and is forked for each program. The child has
-a `__main__`, an environment and standard streams of its own, and runs off its end as any interpreter does. What depends
-on how modules are imported, or on spawned children of its own, needs `subprocess` instead.
+A first process imports torch, what its optimizers need, and the exporter (seconds), and is forked for each program. The
+child has a `__main__`, an environment and standard streams of its own, and runs off its end as any interpreter does.
+What depends on how modules are imported, or on spawned children of its own, needs `subprocess` instead.
+`warm_processes()` does the same for functions, which end as `multiprocessing` has it.
 """
 
 from __future__ import annotations
 
 import atexit
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,12 +18,15 @@ import sys
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 SERVER = """
-import json, os, sys, types
-import torch, torch._dynamo, torch.distributed
+import gc, json, os, sys, types
+import torch, torch._dynamo, torch.distributed, rankscope_exporter
+gc.collect()
+gc.freeze()  # a program that ends looks for cycles in what is its own, and not three times in all of torch
 for line in sys.stdin:
     job = json.loads(line)
     pid = os.fork()
@@ -142,3 +147,20 @@ def run_two_ranks(code: str, *, seconds: float = 300.0) -> list[dict[str, Any]]:
     done = run_program(f"{BEFORE_TWO_RANKS}{code}{BEHIND_TWO_RANKS}", seconds=seconds)
     assert 0 == done.returncode, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def warm_processes() -> ForkServerContext:
+    """Return a multiprocessing context whose processes find torch imported; their environment is that of the first."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED))
+    return context
+
+
+IMPORTED = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "numba",
+    "rankscope_exporter",
+)

@@ -1,4 +1,4 @@
-"""Forks, exits and data loaders: the process ends exactly as it would without a monitor."""
+"""Forks and exits: the process ends exactly as it would without a monitor. Data loaders: `test_misfortunes`."""
 
 from __future__ import annotations
 
@@ -85,33 +85,6 @@ def test_a_child_that_is_forked_while_training_ends_holds_nothing_either(tmp_pat
     )
 
     assert "let go\n" == done.stdout, done.stderr
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_data_loader_workers_train_on(method: str, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        PREAMBLE
-        + textwrap.dedent(f"""
-        class Data(torch.utils.data.Dataset):
-            def __len__(self): return 8
-            def __getitem__(self, index): return torch.full((4,), float(index))
-        if __name__ == "__main__":
-            net, optimizer, monitor = setup()
-            loader = torch.utils.data.DataLoader(
-                Data(), batch_size=2, num_workers=2, multiprocessing_context="{method}"
-            )
-            with monitor:
-                for inputs in loader:
-                    net(inputs).sum().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                print(monitor.faults)
-        """)
-    )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=90, check=False)
-
-    assert (0, "0\n") == (done.returncode, done.stdout), done.stderr
 
 
 def test_an_uncaught_exception_ends_the_program_as_without_us() -> None:

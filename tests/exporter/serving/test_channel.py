@@ -23,15 +23,22 @@ def leased(new_rank, service, until):
     return rank
 
 
-def _own_threads():
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("rankscope")]
+@pytest.fixture
+def own_threads():
+    """Return what tells the threads of ours that were not there before the test."""
+    before = set(threading.enumerate())
+
+    def since() -> list[str]:
+        return [item.name for item in threading.enumerate() if item not in before and item.name.startswith("rankscope")]
+
+    return since
 
 
-def test_there_is_no_socket_and_no_thread_before_start(new_rank, record):
+def test_there_is_no_socket_and_no_thread_before_start(own_threads, new_rank, record):
     rank = new_rank(started=False)
     seq = rank.channel.publish(record(0))
 
-    assert (0, None, []) == (seq, rank.channel.url, _own_threads())
+    assert (0, None, []) == (seq, rank.channel.url, own_threads())
 
 
 def test_what_was_published_before_the_start_is_served(new_rank, record):
@@ -56,13 +63,13 @@ def test_a_second_start_is_refused(rank):
         rank.channel.start()
 
 
-def test_close_frees_the_port_and_ends_the_threads(leased):
+def test_close_frees_the_port_and_ends_the_threads(own_threads, leased):
     leased.channel.close()
     leased.channel.close()
     with socket.create_server(("127.0.0.1", leased.port)):
         pass
 
-    assert [] == _own_threads()
+    assert [] == own_threads()
 
 
 def test_close_does_not_sleep_out_a_poll_interval(new_rank, monkeypatch):

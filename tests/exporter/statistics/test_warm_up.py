@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.programs import run_program
 
 needs_numba = pytest.mark.skipif(
     importlib.util.find_spec("numba") is None, reason="numba is not installed: pip install 'rankscope[fast]'"
@@ -25,15 +26,8 @@ def measure():
 
 
 def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Return what a fresh process printed."""
-    return subprocess.run(
-        [sys.executable, "-c", MEASURE + script],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )
+    """Return what a process printed that has torch, and not numba."""
+    return run_program(MEASURE + script, seconds=120, **environment)
 
 
 @needs_numba
@@ -61,13 +55,11 @@ print(statistics.warm_up(), statistics.backend_name(), measure())
 def test_a_numba_that_does_not_load_is_reported_once_and_done_without(tmp_path: Path):
     (tmp_path / "numba").mkdir()
     (tmp_path / "numba" / "__init__.py").write_text("raise ImportError('Numba needs NumPy 2.1 or less')")
-    done = run(
-        """
+    done = run(f"""
+sys.path.insert(0, {str(tmp_path)!r})
 statistics.warm_up().join()
 print(statistics.backend_name(), measure())
-""",
-        PYTHONPATH=str(tmp_path),
-    )
+""")
 
     assert "torch [4.0]\n" == done.stdout
     assert 1 == done.stderr.count("Numba needs NumPy 2.1 or less")
@@ -89,7 +81,14 @@ print(statistics.backend_name(), measure())
 
 @needs_numba
 def test_a_process_may_end_in_the_middle_of_a_warm_up(tmp_path: Path):
-    done = run("statistics.warm_up(); print('bye')", NUMBA_CACHE_DIR=str(tmp_path))
+    done = subprocess.run(  # by itself: what a process does at its end is the question
+        [sys.executable, "-c", MEASURE + "statistics.warm_up(); print('bye')"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
+    )
 
     assert (0, "bye\n", "") == (done.returncode, done.stdout, done.stderr)
 
