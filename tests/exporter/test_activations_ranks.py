@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing as mp
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.programs import warm_processes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -183,7 +183,7 @@ def update(model: Blocks, gradients: list[list[Any]]) -> None:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], tuple[Any, ...]]:
     """Run all cases in one pair of processes: starting torch costs more than all of the training."""
-    context = mp.get_context("spawn")
+    context = warm_processes()
     results = context.Queue()
     store = str(tmp_path_factory.mktemp("ddp") / "store")
     workers = [context.Process(target=work, args=(rank, store, results), daemon=True) for rank in range(WORLD)]

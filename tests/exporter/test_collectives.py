@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import pickle
 import re
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 from tests.exporter.collective_cases import CASES, work
 from tests.exporter.collective_runs import WORLD, Run, given
+from tests.programs import warm_processes
 
 from rankscope_exporter import ConfigError, MonitorConfig
 from rankscope_exporter.quantities.collectives_calls import OPERATIONS
@@ -23,7 +23,7 @@ RANKS = range(WORLD)
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Any]:
     """Run all cases in one pair of processes."""
-    context = mp.get_context("spawn")
+    context = warm_processes()
     results = context.Queue()
     store = str(tmp_path_factory.mktemp("collectives") / "store")
     workers = [context.Process(target=work, args=(rank, store, results), daemon=True) for rank in RANKS]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing as mp
 import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.programs import warm_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -103,7 +103,7 @@ def measured(ring: Any) -> dict[tuple[int, str, str], float]:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], tuple[Any, ...]]:
     """Run all cases in one pair of processes: starting torch costs more than all of the training."""
-    context = mp.get_context("spawn")
+    context = warm_processes()
     results = context.Queue()
     store = str(tmp_path_factory.mktemp("ddp") / "store")
     workers = [context.Process(target=work, args=(rank, store, results)) for rank in range(WORLD)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.programs import warm_processes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -118,7 +118,7 @@ def references() -> list[dict[Feature, float]]:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], tuple[Any, ...]]:
     """Run all cases in one pair of processes: starting torch costs more than all of the training."""
-    context = mp.get_context("spawn")
+    context = warm_processes()
     results = context.Queue()
     store = str(tmp_path_factory.mktemp("fsdp") / "store")
     workers = [context.Process(target=work, args=(rank, store, results), daemon=True) for rank in range(WORLD)]

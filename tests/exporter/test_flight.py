@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.programs import warm_processes
 
 from rankscope_contract.stacks import MAX_DETAILS_BYTES, FlightRecord
 from rankscope_exporter.hangs.flight import KEPT, read_flight_record, take_flight_record
@@ -109,7 +109,7 @@ def work(rank: int, store: str, results: Any, is_waiting: Any) -> None:
 
 
 def test_two_gloo_ranks_tell_who_waits_and_who_does_not(tmp_path):
-    context = mp.get_context("spawn")
+    context = warm_processes()
     results, is_waiting = context.Queue(), context.Event()
     ranks = [
         context.Process(target=work, args=(rank, str(tmp_path / "store"), results, is_waiting)) for rank in range(2)

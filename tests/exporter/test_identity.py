@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from tests.programs import warm_processes
 
 from rankscope_exporter.identity import resolve_identity
 
@@ -53,7 +53,7 @@ def _in_group(rank: int, store: str, results: Any) -> None:
 
 
 def test_ranks_of_a_group_share_run_and_launch_but_not_incarnation(tmp_path: Path) -> None:
-    context = mp.get_context("spawn")
+    context = warm_processes()
     results = context.Queue()
     workers = [context.Process(target=_in_group, args=(rank, str(tmp_path / "store"), results)) for rank in range(2)]
     for worker in workers:
@@ -78,7 +78,7 @@ def _restarted(rank: int, store: str, results: Any) -> None:
 
 def test_a_restart_on_the_store_of_the_former_one_is_another_launch(tmp_path: Path) -> None:
     """The agent of torchrun keeps its store over restarts of its workers: what the first left there is not taken."""
-    context = mp.get_context("spawn")
+    context = warm_processes()
     results = context.Queue()
     workers = [context.Process(target=_restarted, args=(rank, str(tmp_path / "store"), results)) for rank in range(2)]
     for worker in workers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing as mp
 import os
 import time
 import urllib.request
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.programs import warm_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -142,7 +142,7 @@ def survive(rank: int, folder: Path, results: Any) -> None:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], tuple[Any, ...]]:
     """Run all cases in one pair of processes: starting torch costs more than all of the training."""
-    context = mp.get_context("spawn")
+    context = warm_processes()
     results = context.Queue()
     folder = str(tmp_path_factory.mktemp("ranks"))
     workers = [context.Process(target=work, args=(rank, folder, results)) for rank in range(WORLD)]

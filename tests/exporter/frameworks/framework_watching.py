@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import queue
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from framework_loops import ALONE, LOOPS, MISFORTUNES, WORLD, Loop
 from framework_training import OUTER, STEPS
+from tests.programs import warm_processes
 
 from rankscope_exporter import Monitor, MonitorConfig
 
@@ -80,7 +80,7 @@ def outcomes(
     folder: Path, work: Any, names: Sequence[str] = tuple(EVERY), *, wait_seconds: float = 200
 ) -> dict[tuple[str, int], Any]:
     """Return what `work(rank, store, names, results)` puts, by name and rank; torch is started once."""
-    context = mp.get_context("spawn")
+    context = warm_processes()
     results = context.Queue()
     arguments = (str(folder / "store"), list(names), results)
     workers = [context.Process(target=work, args=(rank, *arguments)) for rank in range(WORLD)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import multiprocessing as mp
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.exporter.msprobe.tool_runs import LONG_SECONDS, QUIET, adam, batch, left, model, train, write
+from tests.programs import warm_processes
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope_exporter.msprobe import TrainerMon
@@ -85,7 +85,7 @@ def work(rank: int, folder: str, results: Any) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: Any) -> tuple[Path, dict[int, tuple[Any, ...]]]:
     folder = tmp_path_factory.mktemp("ranks")
-    context = mp.get_context("spawn")
+    context = warm_processes()
     results = context.Queue()
     processes = [context.Process(target=work, args=(rank, str(folder), results), daemon=True) for rank in range(WORLD)]
     for process in processes:
