@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
@@ -23,6 +24,7 @@ TIMEOUT_SECONDS: Final = 2.0
 LINE_EVERY_SECONDS: Final = 5.0
 MOST_BARS: Final = 6
 
+_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(RunProgress))
 _NON_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -56,7 +58,12 @@ def fetch_runs(service_url: str, *, token: str | None = None, trust: Trust | Non
     document = answer.json() if answer.status == 200 else None
     if not isinstance(document, list):
         return None
-    return [RunProgress(**{key: _number(value, key) for key, value in run.items()}) for run in document]
+    return [_progress(run) for run in document]
+
+
+def _progress(run: Mapping[str, Any]) -> RunProgress:
+    """Return what is shown here of one run; the service tells more."""
+    return RunProgress(**{key: _number(value, key) for key, value in run.items() if key in _FIELDS})
 
 
 class PlainView:

@@ -105,6 +105,11 @@ class ServiceMetrics:
         """Return the page as Prometheus reads it."""
         return generate_latest(self._registry)
 
+    def total(self, spec: MetricSpec) -> float:
+        """Return the sum over all series of a family."""
+        samples = (sample for family in self._families[spec.name].collect() for sample in family.samples)
+        return sum(sample.value for sample in samples if sample.name == spec.name)
+
     def body_taken(self, records: int, size: int) -> None:
         """Count one body."""
         self._counter(RECORDS_INGESTED).inc(records)

@@ -40,8 +40,10 @@ from rankscope_ingest.service_metrics import ServiceMetrics
 from rankscope_ingest.spool.spool_watch import SpoolWatch
 from rankscope_ingest.spool.spools import Spools
 from rankscope_ingest.statics import watch
+from rankscope_ingest.status.gathering import StatusBook
+from rankscope_ingest.status.standing import Standing
 from rankscope_ingest.target import Health, Target
-from rankscope_ingest.unending import unending
+from rankscope_ingest.unending import Faults, unending
 from rankscope_ingest.web.http import make_application
 from rankscope_ingest.web.listening import bind
 from rankscope_ingest.web.networks import parse_target_url
@@ -94,6 +96,15 @@ class Supervisor:
         )
         self._flusher = Flusher(writer, self._batcher, on_commit=self._on_commit, clock=time.monotonic)
         self._goodput = GoodputWatch(lambda: read_goodput(config.store.path), lambda: self._commits)
+        self._faults = Faults()
+        self._status = StatusBook(
+            self,
+            config.store,
+            url=lambda: self._url,
+            rows_pending=self._rows_pending,
+            goodput=lambda: self._goodput.ratios,
+            total=self._metrics.total,
+        )
         self._collector = make_collector(config, history, self._batcher, self._metrics, self._urge)
         self._spool_watch = SpoolWatch(
             self._spools, self._collector, watermark=self._watermark, follow=self._follow_at_once
@@ -139,6 +150,7 @@ class Supervisor:
                 await cancel([stopping, *others, *self._following.tasks, *self._background, flushing, pushing])
                 self._spools.close()
                 self._remote_read.close()
+                self._status.close()
                 if on_progress is not None:
                     on_progress(self.progress())
 
@@ -187,6 +199,10 @@ class Supervisor:
         """Return where each run stands."""
         return self._collector.progress()
 
+    async def standing(self) -> Standing:
+        """Return how everything stands."""
+        return await self._status.standing()
+
     def metrics_page(self) -> bytes:
         """Return the page for Prometheus."""
         latest = self._collector.runs.latest().values()
@@ -199,8 +215,9 @@ class Supervisor:
         """Return why the service cannot do its work, or None."""
         if (trouble := self._flusher.trouble or self._remote_write.trouble) is not None:
             return trouble
-        full = self._batcher.is_full
-        return "rows come faster than the store takes them: pulling waits for commits" if full else None
+        if self._batcher.is_full:
+            return "rows come faster than the store takes them: pulling waits for commits"
+        return self._faults.told()
 
     def progress(self) -> Progress:
         """Return a snapshot."""
@@ -230,7 +247,11 @@ class Supervisor:
             works.append(("reading spools", lambda: self._spool_watch.run(self._config.spool.scan_seconds)))
         if on_progress is not None:
             works.append(("telling progress", lambda: self._report(on_progress)))
-        return [unending(what, work) for what, work in works]
+        return [unending(what, work, self._faults) for what, work in works]
+
+    def _keep_in_order(self) -> Coroutine[Any, Any, None]:
+        every = self._config.retention.every_seconds
+        return keep_in_order(self._writer, lambda: self._commits, retain=retaining(self._config), retain_seconds=every)
 
     def _watch_static(self, static: StaticTarget) -> Coroutine[Any, Any, None]:
         poll_seconds = self._config.ingest.poll_seconds
@@ -243,16 +264,11 @@ class Supervisor:
             self._announce(self._collector.settle())
             if time.monotonic() - judged_at >= JUDGE_SECONDS:
                 judged_at = time.monotonic()
-    def _keep_in_order(self) -> Coroutine[Any, Any, None]:
-        every = self._config.retention.every_seconds
-        return keep_in_order(
-            self._writer, lambda: self._commits, retain=retaining(self._config), retain_seconds=every
-        )
-
                 self._announce(self._collector.judge())
                 for incident in self._collector.resolve():
                     self._collector.record_incident(incident, RESOLVED)
                 self._stall_watch.look()
+                self._status.look()
 
     async def _report(self, on_progress: Callable[[Progress], None]) -> None:
         while True:

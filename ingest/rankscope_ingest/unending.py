@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Final
 
 AGAIN_SECONDS: Final = 1.0
+
+LATELY_SECONDS: Final = 30.0
+_LONGEST_TEXT: Final = 300
 
 _MOST_TOLD: Final = 100
 """Faults that are remembered: their text may hold numbers that change."""
@@ -15,7 +19,31 @@ _MOST_TOLD: Final = 100
 log = logging.getLogger(__name__)
 
 
-async def unending(what: str, work: Callable[[], Awaitable[None]], *, again_seconds: float = AGAIN_SECONDS) -> None:
+class Faults:
+    """Which works failed lately: what fails whenever it begins anew is not done at all, which people must know."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._latest: dict[str, tuple[float, str]] = {}
+
+    def note(self, what: str, text: str) -> None:
+        """Note that a work failed."""
+        self._latest[what] = (self._clock(), text)
+
+    def told(self) -> str | None:
+        """Return what failed within the last half minute, or None."""
+        now = self._clock()
+        lately = [f"{what}: {text}" for what, (at, text) in self._latest.items() if now - at < LATELY_SECONDS]
+        return f"works of the service fail, see its log: {'; '.join(lately)}" if lately else None
+
+
+async def unending(
+    what: str,
+    work: Callable[[], Awaitable[None]],
+    faults: Faults | None = None,
+    *,
+    again_seconds: float = AGAIN_SECONDS,
+) -> None:
     """Do `work` until it returns or is cancelled. When it raises, begin anew soon after; a fault is told once."""
     told: set[str] = set()
     while True:
@@ -23,6 +51,8 @@ async def unending(what: str, work: Callable[[], Awaitable[None]], *, again_seco
             await work()
         except Exception as error:  # whatever it is, rows must still be fetched and stored
             text = repr(error)
+            if faults is not None:
+                faults.note(what, text[:_LONGEST_TEXT])
             if text not in told:
                 log.exception("%s failed in a way nobody thought of; it begins anew", what)
             told = {*told, text} if len(told) < _MOST_TOLD else {text}

@@ -48,38 +48,33 @@ class Parts(Protocol):
         """Return why the service cannot do its work, or None."""
         ...
 
-    def rows_pending(self) -> int:
-        """Return how many rows wait for a commit."""
-        ...
-
-    def goodput(self) -> Mapping[str, float]:
-        """Return the goodput of the runs that have one."""
-        ...
-
-    def total(self, spec: MetricSpec) -> float:
-        """Return the sum over all series of a family of the service's own page."""
-        ...
-
 
 class StatusBook:
-    """Knows since when the service works, and for how long what ranks published has waited for the store."""
+    """Knows since when the service works, and for how long what ranks published has waited for the store.
+
+    `total` sums all series of a family of the service's own page.
+    """
 
     def __init__(
         self,
         parts: Parts,
         store: StoreSection,
         *,
+        url: Callable[[], str],
+        rows_pending: Callable[[], int],
+        goodput: Callable[[], Mapping[str, float]],
+        total: Callable[[MetricSpec], float],
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], int] = lambda: time.time_ns() // 1000,
     ) -> None:
         self._parts = parts
         self._store = store
+        self._url, self._rows_pending, self._goodput, self._total = url, rows_pending, goodput, total
         self._clock = clock
         self._wall = wall
         self._started, self._started_at = clock(), wall()
         self._lag = LagClock()
         self._labels = LabelReader(store.path, clock=clock)
-        self.url = ""
 
     def look(self) -> None:
         """Note how far ranks are; to be called about once a second."""
@@ -107,7 +102,7 @@ class StatusBook:
         )
 
     def _service(self, targets: Iterable[Target], now: float) -> ServiceStanding:
-        total, reason = self._parts.total, self._parts.degraded()
+        total, reason = self._total, self._parts.degraded()
         last_commit = total(LAST_COMMIT)
         health = Counter(target.health for target in targets)
         return ServiceStanding(
@@ -117,11 +112,11 @@ class StatusBook:
             schema_version=SCHEMA_VERSION,
             store=self._store.path,
             shard=self._store.shard,
-            url=self.url,
+            url=self._url(),
             started_at=self._started_at,
             uptime_seconds=round(now - self._started, 3),
             targets={condition.value: health[condition] for condition in Health},
-            rows_pending=self._parts.rows_pending(),
+            rows_pending=self._rows_pending(),
             rows_committed=int(total(ROWS_COMMITTED)),
             commits=int(total(COMMITS)),
             last_commit_ago_seconds=round(max(0.0, self._wall() / 1e6 - last_commit), 3) if last_commit else None,
@@ -136,7 +131,7 @@ class StatusBook:
         said, at = labels.get(progress.run, NONE), seen.get(progress.run)
         return RunStanding(
             progress=progress,
-            goodput_ratio=self._parts.goodput().get(progress.run),
+            goodput_ratio=self._goodput().get(progress.run),
             last_seen_ago_seconds=None if at is None else round(max(0.0, now - at), 3),
             tags=said.tags,
             note=said.note,

@@ -14,9 +14,9 @@ REFRESH_SECONDS: Final = 5
 
 STYLE: Final = """
 :root{color-scheme:light dark;--ground:#fff;--panel:#f6f7f9;--ink:#1b2027;--dim:#59636e;--line:#d8dde3;
---green:#1a7f37;--amber:#8a5700;--red:#c4271b;--blue:#0a62c4;--grey:#59636e;--bar:#0a62c4}
+--green:#1a7f37;--amber:#8a5700;--red:#c4271b;--blue:#0a62c4;--grey:#59636e}
 @media (prefers-color-scheme:dark){:root{--ground:#0f1419;--panel:#171d24;--ink:#e4e8ec;--dim:#9aa5b1;--line:#2c3540;
---green:#4ac26b;--amber:#dba13c;--red:#ff7b70;--blue:#6cb2ff;--grey:#9aa5b1;--bar:#4c97ea}}
+--green:#4ac26b;--amber:#dba13c;--red:#ff7b70;--blue:#6cb2ff;--grey:#9aa5b1}}
 *{box-sizing:border-box}
 body{margin:0 auto;padding:1rem 1.25rem 3rem;max-width:78rem;background:var(--ground);color:var(--ink);
 font:15px/1.45 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;overflow-wrap:anywhere}
@@ -35,24 +35,24 @@ article{border:1px solid var(--line);border-radius:.5rem;background:var(--panel)
 progress{appearance:none;display:block;width:100%;height:.55rem;margin:.65rem 0 .25rem;border:0;border-radius:.3rem;
 background:var(--line);overflow:hidden}
 progress::-webkit-progress-bar{background:var(--line)}
-progress::-webkit-progress-value{background:var(--bar)}
-progress::-moz-progress-bar{background:var(--bar)}
+progress::-webkit-progress-value{background:currentColor}
+progress::-moz-progress-bar{background:currentColor}
 .tag{border:1px solid var(--line);border-radius:.3rem;padding:0 .4rem;font-size:.82rem;background:var(--ground)}
 .note{margin:.5rem 0 0;white-space:pre-wrap}
 .why{margin:.45rem 0 0}
 .scroll{overflow-x:auto;margin-top:.7rem}
 table{border-collapse:collapse;width:100%;font-size:.88rem;font-variant-numeric:tabular-nums}
 th,td{text-align:left;padding:.22rem .7rem .22rem 0;border-bottom:1px solid var(--line);vertical-align:top}
+td{overflow-wrap:break-word}tr:has(+.error) td{border:0}.error td{padding-top:0;color:var(--red)}
 th{color:var(--dim);font-weight:500;white-space:nowrap}
 .n{text-align:right;white-space:nowrap}
-td.long{min-width:14rem;max-width:34rem}
 details{margin-top:.7rem}summary{cursor:pointer;color:var(--blue)}
 code{font:.85em ui-monospace,SFMono-Regular,Menlo,monospace}
 footer{margin-top:2rem;color:var(--dim);font-size:.85rem}
 a{color:var(--blue)}
 #stale{display:none}.lost #stale{display:inline-block}.lost main{opacity:.55}
 @media (max-width:40rem){body{padding:.8rem .8rem 2rem}dl{grid-template-columns:repeat(2,minmax(0,1fr))}
-dl.wide{grid-template-columns:1fr}.rare{display:none}td.long{min-width:10rem}}
+dl.wide{grid-template-columns:1fr}.rare{display:none}}
 """.strip()
 
 SCRIPT: Final = f"""

@@ -43,12 +43,16 @@ def article(run: RunStanding, targets: Sequence[TargetStanding], budget: Budget)
 def _head(run: RunStanding) -> Iterator[str]:
     progress = run.progress
     yield '<div class="head">'
-    yield f'<span class="badge {COLOURS.get(RunState(progress.state), "grey")}">{text(progress.state)}</span>'
+    yield f'<span class="badge {_colour(progress)}">{text(progress.state)}</span>'
     yield f"<h3><bdi>{text(progress.run)}</bdi></h3>"
     yield f'<span class="dim">attempt {progress.attempt}</span>'
     for key, value in sorted(run.tags.items()):
         yield f'<span class="tag"><bdi>{text(key)}={text(value)}</bdi></span>'
     yield "</div>"
+
+
+def _colour(progress: RunProgress) -> str:
+    return COLOURS[RunState(progress.state)]
 
 
 def _bar(progress: RunProgress) -> Iterator[str]:
@@ -57,7 +61,8 @@ def _bar(progress: RunProgress) -> Iterator[str]:
         done = min(progress.step, progress.planned_steps)
         share = percent(min(1.0, progress.step / progress.planned_steps))
         words = f"step {count(progress.step)} of {count(progress.planned_steps)}, {share}"
-        yield f'<progress max="{progress.planned_steps}" value="{done}" aria-label="{words}"></progress>'
+        attributes = f'class="{_colour(progress)}" max="{progress.planned_steps}" value="{done}" aria-label="{words}"'
+        yield f"<progress {attributes}></progress>"
         yield f"<div>{words}{_left(progress)}</div>"
     elif progress.step is not None:
         yield f'<div class="why">step {count(progress.step)}, no end planned</div>'
@@ -78,7 +83,8 @@ def _facts(run: RunStanding) -> Iterator[tuple[str, str]]:
     is_short = missing > 0 and progress.state not in ENDED
     ranks = f"{count(progress.ranks_alive)} of {count(progress.world_size)}"
     yield "ranks", f'<span class="amber">{ranks}</span>' if is_short else ranks
-    yield "last seen", ago(run.last_seen_ago_seconds)
+    if run.last_seen_ago_seconds is not None:
+        yield "last seen", ago(run.last_seen_ago_seconds)
     if progress.loss is not None:
         is_finite = abs(progress.loss) < float("inf")
         yield "loss", number(progress.loss) if is_finite else f'<span class="red">{number(progress.loss)}</span>'

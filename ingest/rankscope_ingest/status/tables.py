@@ -26,8 +26,8 @@ _HEALTH_COLOURS: Final = {
 }
 _WORST_FIRST: Final = {Health.FAILING: 0, Health.UP: 1, Health.DRAINING: 1, Health.PENDING: 2, Health.GONE: 3}
 _HEADS: Final = (
-    '<tr><th class="n">rank<th>health<th class="rare">host<th class="n">lag<th class="n">for<th class="n rare">ring'
-    '<th class="n">last scrape<th class="rare">address<th>error</tr>'
+    '<tr><th class="n">rank<th>health<th class="rare">host<th class="n">lag, records<th class="n">time'
+    '<th class="n rare">ring<th class="n">last scrape<th class="rare">address</tr>'
 )
 
 
@@ -62,7 +62,7 @@ def target_tables(run: str, targets: Sequence[TargetStanding], budget: Budget) -
     yield from _table(open_, budget)
     for name, group in groups.items():
         if group:
-            yield f'<details id="{name}-{_key(run)}"><summary>{_summary(name, group)}</summary>'
+            yield f'<details id="{name}-{_key(run)}"><summary>{_summary(group)}</summary>'
             yield from _table(sorted(group, key=_place), budget)
             yield "</details>"
 
@@ -96,12 +96,12 @@ def _row(target: TargetStanding) -> str:
     colour = _HEALTH_COLOURS.get(Health(target.health), "grey")
     lost = f", {count(target.records_lost)} lost" if target.records_lost else ""
     speaker = "" if target.served_by is None else "its spool is read out at "
+    error = f'<tr class="error"><td><td colspan="7">{text(target.last_error)}</tr>' if target.last_error else ""
     return (
         f'<tr><td class="n">{target.rank}<td><span class="badge {colour}">{text(target.health)}</span>'
         f'<td class="rare"><bdi>{text(target.host)}</bdi>, {target.pid}<td class="n">{count(target.lag_records)}{lost}'
         f'<td class="n">{duration(target.lag_seconds)}<td class="n rare">{percent(target.ring_fill_ratio)}'
-        f'<td class="n">{ago(target.last_scrape_ago_seconds)}<td class="rare">{speaker}{text(target.url)}'
-        f'<td class="long">{text(target.last_error or "")}</tr>'
+        f'<td class="n">{ago(target.last_scrape_ago_seconds)}<td class="rare">{speaker}{text(target.url)}</tr>{error}'
     )
 
 
@@ -110,10 +110,9 @@ def _more(left: int, path: str) -> Iterator[str]:
         yield f'<p class="dim">{count(left)} more are not shown: <a href="{path}">JSON</a>.</p>'
 
 
-def _summary(name: str, group: Iterable[TargetStanding]) -> str:
+def _summary(group: Iterable[TargetStanding]) -> str:
     tally = Counter(target.health for target in group)
-    told = ", ".join(f"{count(number)} {text(health)}" for health, number in tally.items())
-    return f"{told}: their figures" if name == "well" else told
+    return ", ".join(f"{count(number)} {text(health)}" for health, number in tally.items())
 
 
 def _badness(target: TargetStanding) -> tuple[float, ...]:
@@ -130,4 +129,4 @@ def _key(run: str) -> str:
 
 
 def _samples(value: object) -> str:
-    return count(value) if isinstance(value, int) else text(value)
+    return count(value) if isinstance(value, int) else ""

@@ -1,8 +1,7 @@
-"""The service's HTTP side: registration and pokes of ranks, discovery for Prometheus, and its own state as JSON."""
+"""The service's HTTP side: registration and pokes of ranks, discovery for Prometheus, its state as page and JSON."""
 
 from __future__ import annotations
 
-import hmac
 import json
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from rankscope_contract.channel import (
     EXPORTERS_PATH,
     HEALTH_PATH,
     METRICS_PATH,
+    PAGE_PATH,
     POKE_PATH,
     REGISTER_PATH,
     REMOTE_READ_PATH,
@@ -21,6 +21,7 @@ from rankscope_contract.channel import (
     RUN_STACKS_PATH,
     RUNS_PATH,
     SERVICE_DISCOVERY_PATH,
+    STATUS_PATH,
     TARGETS_PATH,
     Registration,
     RegistrationReply,
@@ -29,13 +30,19 @@ from rankscope_ingest.errors import RegistrationError
 from rankscope_ingest.hangs.stack_requests import RankAnswer, parse_stacks_request
 from rankscope_ingest.progress import RunProgress
 from rankscope_ingest.registry import parse_registration
+from rankscope_ingest.status.look import PAGE_HEADERS
+from rankscope_ingest.status.page import page
+from rankscope_ingest.status.standing import Standing
 from rankscope_ingest.target import Target
+from rankscope_ingest.web.access import challenge, token_guard
 from rankscope_ingest.web.discovery import per_node, per_rank
 from rankscope_ingest.web.origins import OwnName, refuse_web_pages
 
 MAX_REQUEST_BYTES: Final = 1 << 20
 _PAGE_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _PATHS: Final = (
+    PAGE_PATH,
+    STATUS_PATH,
     REGISTER_PATH,
     POKE_PATH,
     SERVICE_DISCOVERY_PATH,
@@ -86,6 +93,10 @@ class Backend(Protocol):
         """Return how each exporter of others stands."""
         ...
 
+    async def standing(self) -> Standing:
+        """Return how everything stands."""
+        ...
+
     def runs(self) -> Iterable[RunProgress]:
         """Return where each run stands."""
         ...
@@ -105,7 +116,7 @@ def make_application(backend: Backend, token: str | None, is_own_name: OwnName |
     Where `is_own_name` is given, it says which hosts in a request are this service.
     """
     routes = _Routes(backend, has_token=token is not None)
-    guards = [_plain_errors, _guard(token), refuse_web_pages(is_own_name)]
+    guards = [_plain_errors, token_guard(token), refuse_web_pages(is_own_name)]
     application = web.Application(middlewares=guards, client_max_size=MAX_REQUEST_BYTES)
     application.add_routes(
         [
@@ -115,6 +126,8 @@ def make_application(backend: Backend, token: str | None, is_own_name: OwnName |
             web.post(REMOTE_READ_PATH, backend.remote_read),
             web.post(REMOTE_WRITE_PATH, backend.remote_write),
             web.get(SERVICE_DISCOVERY_PATH, routes.discovery),
+            web.get(PAGE_PATH, routes.page),
+            web.get(STATUS_PATH, routes.status),
             web.get(TARGETS_PATH, routes.targets),
             web.get(RUNS_PATH, routes.runs),
             web.get(EXPORTERS_PATH, routes.exporters),
@@ -161,11 +174,18 @@ class _Routes:
             raise RegistrationError(400, "per is rank or node: /sd?per=node lists one page per host")
         return _json(found(self._backend.targets()))
 
+    async def page(self, _: web.Request) -> web.Response:
+        text = page(await self._backend.standing())
+        return web.Response(text=text, content_type="text/html", headers=PAGE_HEADERS)
+
+    async def status(self, _: web.Request) -> web.Response:
+        return _json(asdict((await self._backend.standing()).service))
+
     async def targets(self, _: web.Request) -> web.Response:
-        return _json([_described(target) for target in self._backend.targets()])
+        return _json([asdict(target) for target in (await self._backend.standing()).targets])
 
     async def runs(self, _: web.Request) -> web.Response:
-        return _json([asdict(run) for run in self._backend.runs()])
+        return _json([run.document() for run in (await self._backend.standing()).runs])
 
     async def exporters(self, _: web.Request) -> web.Response:
         return _json(list(self._backend.exporters()))
@@ -177,29 +197,6 @@ class _Routes:
 
     async def metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=self._backend.metrics_page(), headers={"Content-Type": _PAGE_TYPE})
-
-
-def _described(target: Target) -> dict[str, Any]:
-    who = target.registration
-    return {
-        "run": who.run,
-        "attempt": target.attempt,
-        "rank": who.rank,
-        "world_size": who.world_size,
-        "host": who.host,
-        "pid": who.pid,
-        "url": who.url,
-        "incarnation": who.incarnation,
-        "served_by": who.served_by,
-        "health": target.health,
-        "last_error": target.last_error,
-        "last_scrape_seconds": target.last_scrape_seconds,
-        "cursor": target.cursor,
-        "committed": target.committed,
-        "head": target.head,
-        "lag_records": target.lag_records,
-        "records_lost": target.records_lost,
-    }
 
 
 def _json(document: Any, *, status: int = 200) -> web.Response:
@@ -237,21 +234,7 @@ async def _plain_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 def _refusal(request: web.Request, status: int, text: str) -> web.Response:
-    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    headers = {"WWW-Authenticate": challenge(request)} if status == 401 else None
     if request.method == "POST":
         return web.Response(status=status, text=text, headers=headers)
     return web.json_response({"error": text}, status=status, headers=headers)
-
-
-def _guard(token: str | None) -> Any:
-    @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if token is not None and request.path != HEALTH_PATH:
-            scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(
-                given.strip().encode(errors="surrogateescape"), token.encode()
-            ):
-                raise RegistrationError(401, "send Authorization: Bearer <token> with the [service] token")
-        return await handler(request)
-
-    return guard
