@@ -51,7 +51,7 @@ def rolled_up(dataset: str, source: str) -> str:
         "ts": "max(ts)",
         "ordinal": "max(ordinal)",
         "rows": "count(*)",
-        "nonfinite_rows": "count_if(is_nonfinite)",
+        "nonfinite_rows": "count(CASE WHEN is_nonfinite THEN 1 END)",
         "first_nonfinite_step": "min(CASE WHEN is_nonfinite THEN step END)",
     }
     for number in NUMBERS[dataset]:
@@ -98,7 +98,7 @@ def _raw_columns(dataset: str) -> Iterator[str]:
 
 def _summary(number: str) -> dict[str, str]:
     column, finite = sql_identifier(number), f"{number}_finite"
-    nans = f"count_if(isnan({column}))"
+    nans = f"count(CASE WHEN isnan({column}) THEN 1 END)"
     return {
         f"{number}_min": f"min({finite})",
         f"{number}_max": f"max({finite})",
@@ -130,7 +130,8 @@ def _mean(plain: str, scaled: str) -> str:
 
 def _sum(column: str) -> str:
     """Return a sum of integers that stops at the largest there is: whatever a rank sent, its row can be rolled up."""
-    return f"least(greatest(sum({column}), {_LOWEST}), {_HIGHEST})::BIGINT"
+    bounded = f"least(greatest(sum({column}), {_LOWEST}), {_HIGHEST})::BIGINT"
+    return f"CASE WHEN count({column}) > 0 THEN {bounded} END"  # of null and a number, greatest() takes the number
 
 
 def _in_order(dataset: str, named: Mapping[str, str]) -> str:
