@@ -16,8 +16,8 @@ from rankscope_storage.log import Change, Log
 from rankscope_storage.log_files import has_entries
 from rankscope_storage.parquet import STAGING
 from rankscope_storage.plain_sql import write_plain_sql
-from rankscope_storage.writer import Batch, Commit, Writer
 from rankscope_storage.rounding import check_bits
+from rankscope_storage.writer import Batch, Commit, Writer
 
 __all__ = ["Batch", "Commit", "Store", "Writer"]
 
@@ -30,20 +30,20 @@ class Store:
     def __init__(self, root: Path, sync: Sync, mantissa_bits: int | None = None) -> None:
         self.root = root
         self._sync = sync
-
         self._mantissa_bits = mantissa_bits
+
     @classmethod
     def open(
         cls, path: str | Path, *, create: bool = False, sync: Sync = sync_to_disk, mantissa_bits: int | None = None
     ) -> Store:
         """Open the store in the folder `path`; with `create`, make folder and store where there is none.
 
-        Raises StoreError saying what to change: not a store, not writable, no hard links, newer schema, torn log.
         With `mantissa_bits`, what is appended from now on has its statistics rounded: see `rounding`.
+        Raises StoreError saying what to change: not a store, not writable, no hard links, newer schema, torn log.
         """
-        root = Path(path).absolute()
         if mantissa_bits is not None:
             check_bits(mantissa_bits)
+        root = Path(path).absolute()
         if root.exists() and not root.is_dir():
             raise NotAStoreError(f"{root} is a file: a store is a folder")
         if not has_entries(root):

@@ -28,6 +28,7 @@ from rankscope_storage.layout import parts
 from rankscope_storage.log import Change, Log
 from rankscope_storage.maintenance import MaintenanceReport, maintain
 from rankscope_storage.parquet import DataFile, discard, write_file
+from rankscope_storage.rounding import rounded
 from rankscope_storage.schema import conform
 from rankscope_storage.watermarks import check_covered, incarnations, newer, watermark_transaction, watermarks_of
 
@@ -62,8 +63,19 @@ class Commit:
 class Writer:
     """The owner of one shard, until it closes or a newer claim takes over. Calls from several threads take turns."""
 
-    def __init__(self, log: Log, *, shard: str, owner: str, number: int, lock: ShardLock, sync: Sync) -> None:
+    def __init__(
+        self,
+        log: Log,
+        *,
+        shard: str,
+        owner: str,
+        number: int,
+        lock: ShardLock,
+        sync: Sync,
+        mantissa_bits: int | None = None,
+    ) -> None:
         self._log = log
+        self._mantissa_bits = mantissa_bits
         self._shard = shard
         self._owner = owner
         self._number = number
@@ -195,8 +207,9 @@ class Writer:
         try:
             for dataset, table in tables.items():
                 if table.num_rows:
-                    for part, rows in parts(table, dataset, today):
-                        files.append(write_file(self._log.root, dataset, part, rows, self._sync))
+                    kept, bits = rounded(table, dataset, self._mantissa_bits)
+                    for part, rows in parts(kept, dataset, today):
+                        files.append(write_file(self._log.root, dataset, part, rows, self._sync, mantissa_bits=bits))
         except OSError as error:
             discard(self._log.root, files)
             raise StoreError(f"cannot write to {self._log.root}: {error.strerror or error}") from error
