@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rankscope_ingest.unending import unending
+from rankscope_ingest.unending import LATELY_SECONDS, Faults, unending
 
 
 async def test_work_that_fails_begins_anew_and_each_fault_is_told_once(caplog):
@@ -31,3 +31,20 @@ async def test_work_ends_when_it_is_cancelled():
 
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_a_work_that_fails_is_told_for_half_a_minute():
+    """So that one that fails whenever it begins anew shows in the service's health, and one bad moment passes."""
+    now = [0.0]
+    faults = Faults(clock=lambda: now[0])
+    tries = iter([ValueError("no luck")])
+
+    async def work():
+        for fault in tries:
+            raise fault
+
+    await unending("judging", work, faults, again_seconds=0.0)
+
+    assert "works of the service fail, see its log: judging: ValueError('no luck')" == faults.told()
+    now[0] = LATELY_SECONDS
+    assert faults.told() is None

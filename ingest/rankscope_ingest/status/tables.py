@@ -26,8 +26,8 @@ _HEALTH_COLOURS: Final = {
 }
 _WORST_FIRST: Final = {Health.FAILING: 0, Health.UP: 1, Health.DRAINING: 1, Health.PENDING: 2, Health.GONE: 3}
 _HEADS: Final = (
-    '<tr><th class="n">rank<th>health<th class="rare">host<th class="n">lag, records<th class="n">time'
-    '<th class="n rare">ring<th class="n">last scrape<th class="rare">address</tr>'
+    '<tr><th class="n">rank<th>health<th class="rare">host<th class="n">lag, records<th class="n">lag, time'
+    '<th class="n rare">ring<th class="n rare">last scrape<th class="rare">address</tr>'
 )
 
 
@@ -101,7 +101,8 @@ def _row(target: TargetStanding) -> str:
         f'<tr><td class="n">{target.rank}<td><span class="badge {colour}">{text(target.health)}</span>'
         f'<td class="rare"><bdi>{text(target.host)}</bdi>, {target.pid}<td class="n">{count(target.lag_records)}{lost}'
         f'<td class="n">{duration(target.lag_seconds)}<td class="n rare">{percent(target.ring_fill_ratio)}'
-        f'<td class="n">{ago(target.last_scrape_ago_seconds)}<td class="rare">{speaker}{text(target.url)}</tr>{error}'
+        f'<td class="n rare">{ago(target.last_scrape_ago_seconds)}'
+        f'<td class="rare">{speaker}{text(target.url)}</tr>{error}'
     )
 
 

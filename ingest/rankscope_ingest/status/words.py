@@ -48,4 +48,6 @@ def duration(seconds: float) -> str:
 
 def ago(seconds: float | None) -> str:
     """Return how long ago something was; never, where it was not."""
-    return "never" if seconds is None else f"{duration(seconds)} ago"
+    if seconds is None:
+        return "never"
+    return "just now" if seconds < 1 else f"{duration(seconds)} ago"
