@@ -38,8 +38,8 @@ def chunks(times: Integers, values: npt.NDArray[np.float64], starts: Integers) -
     parts = (*_times(times, within), *_values(np.ascontiguousarray(values).view(np.uint64), within, starts, lengths))
     counts = np.stack([part.counts for part in parts], axis=1)
     sizes = counts.sum(axis=1)
-    chunk_bits = _HEADER_BITS + np.add.reduceat(sizes, starts)
-    first_words = np.concatenate([[0], np.cumsum((chunk_bits + 63) >> 6)])
+    chunk_bytes = _byte_counts(_HEADER_BITS + np.add.reduceat(sizes, starts), counts[starts + lengths - 1, -1])
+    first_words = np.concatenate([[0], np.cumsum((chunk_bytes + 7) >> 3)])
     ends = np.cumsum(sizes)
     before = np.repeat(ends[starts] - sizes[starts], lengths)
     offsets = (np.repeat(first_words[:-1], lengths) << 6) + _HEADER_BITS + ends - sizes - before
@@ -48,8 +48,17 @@ def chunks(times: Integers, values: npt.NDArray[np.float64], starts: Integers) -
     data = written.astype(">u8").tobytes()
     return [
         data[first << 3 : (first << 3) + size]
-        for first, size in zip(first_words[:-1].tolist(), ((chunk_bits + 7) >> 3).tolist(), strict=True)
+        for first, size in zip(first_words[:-1].tolist(), chunk_bytes.tolist(), strict=True)
     ]
+
+
+def _byte_counts(bits: Integers, last: Integers) -> Integers:
+    """Return how many bytes Prometheus takes for so many bits, the `last` of them written at once.
+
+    Whole bytes are written as such, and the next one is opened with each, also where nothing follows.
+    """
+    is_open = (bits % 8 == 0) & (last > 0) & (last % 8 == 0)
+    return ((bits + 7) >> 3) + is_open
 
 
 def _times(times: Integers, within: Integers) -> tuple[_Bits, _Bits]:

@@ -5,9 +5,9 @@ import contextlib
 import numpy as np
 import pyarrow as pa
 import pytest
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.ingest.remote_read.streams import MESSAGES
 
 from rankscope_ingest.errors import DecodeError
 from rankscope_ingest.protobuf import packed, unpacked
@@ -17,51 +17,13 @@ from rankscope_storage.remote_read.matchers import Matcher, MatchType
 from rankscope_storage.remote_read.question import Question
 from rankscope_storage.remote_read.series import Series
 
-INT64, DOUBLE, STRING, MESSAGE, INT32 = 3, 1, 9, 11, 5
-MESSAGES = {
-    "ReadRequest": [("queries", 1, "Query", True), ("accepted_response_types", 2, INT32, True)],
-    "Query": [
-        ("start_timestamp_ms", 1, INT64, False),
-        ("end_timestamp_ms", 2, INT64, False),
-        ("matchers", 3, "LabelMatcher", True),
-        ("hints", 4, "ReadHints", False),
-    ],
-    "LabelMatcher": [("type", 1, INT32, False), ("name", 2, STRING, False), ("value", 3, STRING, False)],
-    "ReadHints": [("step_ms", 1, INT64, False), ("func", 2, STRING, False)],
-    "ReadResponse": [("results", 1, "QueryResult", True)],
-    "QueryResult": [("timeseries", 1, "TimeSeries", True)],
-    "TimeSeries": [("labels", 1, "Label", True), ("samples", 2, "Sample", True)],
-    "Label": [("name", 1, STRING, False), ("value", 2, STRING, False)],
-    "Sample": [("value", 1, DOUBLE, False), ("timestamp", 2, INT64, False)],
-}
-
-
-def made(name):
-    return message_factory.GetMessageClass(POOL.FindMessageTypeByName(f"p.{name}"))
-
-
-def _pool():
-    file = descriptor_pb2.FileDescriptorProto(name="p.proto", package="p", syntax="proto3")
-    for name, fields in MESSAGES.items():
-        message = file.message_type.add(name=name)
-        for field, number, kind, repeated in fields:
-            one = message.field.add(name=field, number=number, label=3 if repeated else 1)
-            one.type = MESSAGE if isinstance(kind, str) else kind
-            if isinstance(kind, str):
-                one.type_name = f".p.{kind}"
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return pool
-
-
-POOL = _pool()
 TIMES = st.one_of(st.integers(-(1 << 62), 1 << 62), st.integers(1_500_000_000_000, 1_900_000_000_000))
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.tuples(TIMES, TIMES, st.lists(st.tuples(st.integers(0, 3), st.text(), st.just("a|b"))))))
 def test_request_is_read_as_prometheus_means_it(queries):
-    request = made("ReadRequest")(accepted_response_types=[1, 0])
+    request = MESSAGES["ReadRequest"](accepted_response_types=[1, 0])
     for start, end, matchers in queries:
         query = request.queries.add(start_timestamp_ms=start, end_timestamp_ms=end)
         query.hints.step_ms, query.hints.func = 15_000, "rate"
@@ -95,7 +57,7 @@ def test_answer_is_read_by_others_as_it_was_meant(answers):
         for series in answers
     ]
 
-    response = made("ReadResponse").FromString(read_response(given_series))
+    response = MESSAGES["ReadResponse"].FromString(read_response(given_series))
 
     assert [[(list(labels.items()), samples) for labels, samples in series] for series in answers] == [
         [

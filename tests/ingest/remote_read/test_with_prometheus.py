@@ -7,21 +7,28 @@ import contextlib
 import json
 import math
 import signal
+import struct
 import time
 import urllib.parse
+from collections import defaultdict
 
 import aiohttp
+import numpy as np
 import pyarrow as pa
 import pytest
 import yaml
 from aiohttp import web
+from tests.ingest.remote_read.streams import MESSAGES, decoded, frames_of
 
+from rankscope_ingest.protobuf import packed, unpacked
+from rankscope_ingest.remote_read import xor
 from rankscope_storage.schema import dataset_schema
 from rankscope_storage.store import Batch, Store
 
 DAY_MS = 86_400_000
 OLD = (int(time.time()) // 60 * 60_000) - 60 * DAY_MS
 TOKEN = "for-ranks-and-readers"
+STALE = bytes.fromhex("7ff0000000000002")
 LIVE = (
     b'rankscope_loss{run="r",rank="0"} 0.25\nrankscope_tensor_value{run="r",rank="0",kind="k",tensor="w",op="norm"} 4\n'
 )
@@ -39,9 +46,9 @@ def history():
 
 
 @contextlib.asynccontextmanager
-async def live_page():
+async def live_page(text=lambda: LIVE):
     async def page(_):
-        return web.Response(body=LIVE, headers={"Content-Type": "text/plain; version=0.0.4"})
+        return web.Response(body=text(), headers={"Content-Type": "text/plain; version=0.0.4"})
 
     application = web.Application()
     application.router.add_get("/metrics", page)
@@ -54,11 +61,15 @@ async def live_page():
         await runner.cleanup()
 
 
+def remote(service, what, **more):
+    return {"url": f"{service.url}/api/v1/{what}", "authorization": {"credentials": TOKEN}, **more}
+
+
 @contextlib.asynccontextmanager
-async def prometheus(program, folder, service, page, port):
+async def prometheus(program, folder, service, page, port, **more):
     config = {
         "global": {"scrape_interval": "1s"},
-        "remote_read": [{"url": f"{service.url}/api/v1/read", "authorization": {"credentials": TOKEN}}],
+        **(more or {"remote_read": [remote(service, "read")]}),
         "scrape_configs": [
             {"job_name": "rankscope", "static_configs": [{"targets": [page], "labels": {"instance": "r/0"}}]}
         ],
@@ -134,3 +145,87 @@ async def test_months_old_history_and_live_data_are_one_series(
     assert [float(value) for _, value in range_[0]["values"]] == pytest.approx([5.0] * 5)
     assert ["prom"] == [found["metric"]["instance"] for found in itself_found]
     assert "more than 25 samples" in refused[0]
+
+
+def read_request(metric, start, end, accepted):
+    request = MESSAGES["ReadRequest"](accepted_response_types=accepted)
+    query = request.queries.add(start_timestamp_ms=start, end_timestamp_ms=end)
+    query.matchers.add(type=2, name="__name__", value=metric)
+    return packed(request.SerializeToString())
+
+
+async def series_of(url, metric, start, end):
+    """Return {labels: [(ms, bits)]} of plain samples, and {labels: [chunk]} of streamed ones."""
+    headers = {
+        "Content-Type": "application/x-protobuf",
+        "Content-Encoding": "snappy",
+        "Authorization": f"Bearer {TOKEN}",
+    }
+    plain, streamed = {}, defaultdict(list)
+    async with aiohttp.ClientSession() as session:
+        for accepted in ([0], [1, 0]):
+            body = read_request(metric, start, end, accepted)
+            async with session.post(f"{url}/api/v1/read", data=body, headers=headers) as response:
+                assert 200 == response.status, await response.text()
+                answer = await response.read()
+            if accepted == [0]:
+                for one in MESSAGES["ReadResponse"].FromString(unpacked(answer, 1 << 24)).results[0].timeseries:
+                    samples = [(sample.timestamp, struct.pack(">d", sample.value)) for sample in one.samples]
+                    plain[tuple((label.name, label.value) for label in one.labels)] = samples
+                continue
+            for frame in frames_of(answer):
+                (one,) = MESSAGES["ChunkedReadResponse"].FromString(frame).chunked_series
+                streamed[tuple((label.name, label.value) for label in one.labels)] += one.chunks
+    return plain, dict(streamed)
+
+
+@pytest.mark.timeout(180)
+async def test_what_prometheus_pushes_comes_back_bit_for_bit(
+    require_server, tmp_path, start_service, eventually, free_port
+):
+    """Values, zeros, NaN, times, marks of staleness, as samples and as chunks: the store answers as Prometheus does."""
+    program = require_server("prometheus")
+    told = {"count": 0}
+
+    def text():
+        told["count"] += 1
+        count = told["count"]
+        lines = [f'm_total{{cpu="{cpu}",mode="a b\\"c"}} {count * cpu / 3}\n' for cpu in range(3)]
+        lines += [f"m_nan {[math.nan, 0.0, 1e300, math.inf][count % 4]}\n"]
+        lines += ["m_goes 1\n"] if count < 4 else []
+        return "".join(lines).encode()
+
+    async with live_page(text) as page:
+        limits = {"remote_write.hold_seconds": 0.2, "service.token": TOKEN}
+        async with (
+            start_service(**limits) as service,
+            prometheus(
+                program, tmp_path / "p", service, page, free_port, remote_write=[remote(service, "write")]
+            ) as url,
+        ):
+            found = "SELECT count(*) AS n FROM samples WHERE metric = 'm_goes' AND value IS NULL"
+            await eventually(lambda: service.rows(found)[0]["n"])
+            end = int(time.time() * 1000) - 1_500
+            last = f"SELECT 1 FROM samples WHERE metric = 'm_nan' AND epoch_ms(ts) > {end}"
+            await eventually(lambda: service.rows(last))
+            asked_of = ["m_.*|up", end - 3_600_000, end]
+            theirs, their_chunks = await series_of(url, *asked_of)
+            ours, our_chunks = await series_of(service.url, *asked_of)
+
+    assert 6 == len(ours)
+    assert theirs == ours
+    by_name = {dict(labels)["__name__"]: samples for labels, samples in ours.items()}
+    assert STALE in [bits for _, bits in by_name["m_goes"]]
+    for labels, chunks in their_chunks.items():
+        for chunk in chunks:
+            times, bits = zip(*decoded(chunk.data), strict=True)
+            assert [chunk.data] == again(times, bits)
+        assert samples_in(chunks, end) == samples_in(our_chunks[labels], end)
+
+
+def again(times, bits):
+    return xor.chunks(np.array(times), np.array(bits, np.uint64).view(np.float64), np.array([0]))
+
+
+def samples_in(chunks, end):
+    return [(ts, struct.pack(">Q", bits)) for chunk in chunks for ts, bits in decoded(chunk.data) if ts <= end]
