@@ -1,0 +1,120 @@
+"""Streamed answers taken apart, from the description of their format alone: frames, check sums, chunks of bits."""
+
+from __future__ import annotations
+
+import functools
+
+from tests.ingest.remote_write.messages import message_classes
+
+INT64, DOUBLE, STRING, BYTES, INT32 = 3, 1, 9, 12, 5
+MESSAGES = message_classes(
+    {
+        "ReadRequest": [("queries", 1, "Query", True), ("accepted_response_types", 2, INT32, True)],
+        "Query": [
+            ("start_timestamp_ms", 1, INT64, False),
+            ("end_timestamp_ms", 2, INT64, False),
+            ("matchers", 3, "LabelMatcher", True),
+            ("hints", 4, "ReadHints", False),
+        ],
+        "LabelMatcher": [("type", 1, INT32, False), ("name", 2, STRING, False), ("value", 3, STRING, False)],
+        "ReadHints": [("step_ms", 1, INT64, False), ("func", 2, STRING, False)],
+        "ReadResponse": [("results", 1, "QueryResult", True)],
+        "QueryResult": [("timeseries", 1, "TimeSeries", True)],
+        "TimeSeries": [("labels", 1, "Label", True), ("samples", 2, "Sample", True)],
+        "Label": [("name", 1, STRING, False), ("value", 2, STRING, False)],
+        "Sample": [("value", 1, DOUBLE, False), ("timestamp", 2, INT64, False)],
+        "ChunkedReadResponse": [("chunked_series", 1, "ChunkedSeries", True), ("query_index", 2, INT64, False)],
+        "ChunkedSeries": [("labels", 1, "Label", True), ("chunks", 2, "Chunk", True)],
+        "Chunk": [
+            ("min_time_ms", 1, INT64, False),
+            ("max_time_ms", 2, INT64, False),
+            ("type", 3, INT32, False),
+            ("data", 4, BYTES, False),
+        ],
+    }
+)
+
+
+def frames_of(stream: bytes) -> list[bytes]:
+    """Return the messages of a stream; their check sums are right."""
+    place, found = 0, []
+    while place < len(stream):
+        size = shift = 0
+        while True:
+            octet = stream[place]
+            place += 1
+            size |= (octet & 0x7F) << shift
+            shift += 7
+            if octet < 0x80:
+                break
+        message = stream[place + 4 : place + 4 + size]
+        assert (size, int.from_bytes(stream[place : place + 4], "big")) == (len(message), crc32c(message))
+        found.append(message)
+        place += 4 + size
+    return found
+
+
+def crc32c(data: bytes) -> int:
+    crc = 0xFFFFFFFF
+    for octet in data:
+        crc = (crc >> 8) ^ _castagnoli()[(crc ^ octet) & 0xFF]
+    return crc ^ 0xFFFFFFFF
+
+
+@functools.cache
+def _castagnoli() -> list[int]:
+    table = []
+    for octet in range(256):
+        crc = octet
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+        table.append(crc)
+    return table
+
+
+class _Bits:
+    def __init__(self, data: bytes) -> None:
+        self._number = int.from_bytes(data, "big")
+        self._left = 8 * len(data)
+
+    def take(self, count: int) -> int:
+        self._left -= count
+        assert self._left >= 0, "the chunk ends in the middle of a sample"
+        return self._number >> self._left & ((1 << count) - 1)
+
+    def varint(self) -> int:
+        value = shift = 0
+        while (octet := self.take(8)) >= 0x80:
+            value |= (octet & 0x7F) << shift
+            shift += 7
+        return value | octet << shift
+
+    def change(self) -> int:
+        """Return by how much the distance of two times changes."""
+        ones = 0
+        while ones < 4 and self.take(1):
+            ones += 1
+        size = (0, 14, 17, 20, 64)[ones]
+        number = self.take(size)
+        highest = (1 << 63) - 1 if size == 64 else 1 << size >> 1
+        return number - (1 << size) if number > highest else number
+
+
+def decoded(chunk: bytes) -> list[tuple[int, int]]:
+    """Return (ms, bits of the value) of each sample of an XOR chunk."""
+    bits, found = _Bits(chunk), []
+    count = bits.take(16)
+    ts = value = distance = leading = significant = 0
+    for place in range(count):
+        if place == 0:
+            number = bits.varint()
+            ts, value = number >> 1 ^ -(number & 1), bits.take(64)
+        else:
+            distance = bits.varint() if place == 1 else distance + bits.change()
+            ts += distance
+            if bits.take(1):
+                if bits.take(1):
+                    leading, significant = bits.take(5), bits.take(6) or 64
+                value ^= bits.take(significant) << (64 - leading - significant)
+        found.append((ts, value))
+    return found
