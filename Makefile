@@ -15,7 +15,7 @@ INDEX = $(BIN)/python -m pip config list | sed -n "s/^[^=]*[.]index-url='\(.*\)'
 UV = UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$$($(INDEX))}" $(BIN)/python -m uv pip install --python $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-examples test-frameworks test-frameworks-heavy lint bench generate clean
+.PHONY: help env demo test test-thorough test-examples test-frameworks test-frameworks-heavy lint bench generate clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -27,6 +27,9 @@ demo: $(VENV)/.installed-all ## train on two ranks, break it twice, see every st
 
 test: $(VENV)/.installed-dev ## run the tests (PYTEST="-k name" for some of them)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST)
+
+test-thorough: $(VENV)/.installed-dev ## the same with four times the examples of each property, and cases that take long
+	RANKSCOPE_THOROUGH=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST)
 
 test-examples: $(VENV)/.installed-dev ## run every example for a few steps
 	RANKSCOPE_EXAMPLES=1 $(BIN)/python -m pytest tests/examples

@@ -13,9 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+from tests.properties import THOROUGH, USUAL, examples
+
+settings.register_profile("rankscope", max_examples=examples(USUAL))
+settings.load_profile("rankscope")
 
 # Two ranks' worth of threads on a two-core machine measure only each other; torch reads this when it is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave to `make test-thorough` what proves at length what another case shows already."""
+    if not THOROUGH:
+        left = [item for item in items if item.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in set(left)]
 
 
 def _require_server(program: str, package: str | None = None) -> str:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.properties import examples
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankscope_exporter.features.attention import Sizes, attention_sums, chunks, sampled_rows
@@ -159,7 +160,7 @@ def test_sampled_rows_are_spread_over_all_and_no_more_than_asked_for(queries, ro
         assert 1 >= len({after - before for before, after in itertools.pairwise(chosen)})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.tuples(*(st.integers(1, 6),) * 6), st.integers(1, 2000))
 def test_chunks_are_every_score_once_and_no_more_than_the_limit(numbers, limit):
     sizes = Sizes(*numbers)

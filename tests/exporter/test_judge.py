@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.properties import examples
 
 from rankscope_contract.evaluate import evaluate, next_baseline, to_float32
 from rankscope_contract.kinds import COUNT_OPS, JUDGED_OPS, VALUE_OPS
@@ -102,7 +103,7 @@ def expected_firings(rules, kinds, steps):
     return firings
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(stories())
 def test_firings_are_those_of_the_plain_evaluator(story):
     rules, kinds, steps = story
@@ -118,7 +119,7 @@ def test_firings_are_those_of_the_plain_evaluator(story):
         assert (rule, bits(value), bits(baseline)) == (found[place][0], bits(found[place][1]), bits(found[place][2]))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(stories())
 def test_shown_baselines_are_what_the_plain_evaluator_compares_with(story):
     rules, kinds, steps = story

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.properties import examples
 
 from rankscope_exporter.switching.agreement import Agreement, Proposal
 
@@ -204,7 +205,7 @@ def test_an_old_edit_that_a_rank_sees_late_is_no_change():
     assert ["second"] == [proposal.document for proposal in here.waiting]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_ranks_change_at_one_step_however_late_they_look_and_however_fast_they_train(data):
     """Training goes on between any two words with the store, also of the very rank that speaks."""

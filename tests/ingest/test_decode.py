@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.properties import examples
 
 from rankscope_contract.fields import arrow_schema
 from rankscope_contract.records import (
@@ -146,7 +147,7 @@ def decoded(body: bytes, known: list[Plan], *, after: int = -1, first_ordinal: i
     return decode(wire, named, RowContext(**CONTEXT), after=after, first_ordinal=first_ordinal)  # type: ignore[arg-type]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(bodies())
 def test_rows_equal_those_of_a_plain_decoder(encode_all, body):
     records, known = body
@@ -159,7 +160,7 @@ def test_rows_equal_those_of_a_plain_decoder(encode_all, body):
     assert sum(map(len, expected.values())) == result.rows
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(bodies())
 def test_every_seq_is_either_delivered_or_reported_missing(encode_all, body):
     records, known = body
@@ -257,7 +258,7 @@ def test_no_prefix_of_a_body_is_taken(encode):
     assert 3 == open_stream(body).num_rows
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(st.binary(max_size=300))
 def test_garbage_is_refused_and_never_escapes_as_another_error(noise):
     for body in (noise, noise + END_OF_STREAM):
@@ -265,7 +266,7 @@ def test_garbage_is_refused_and_never_escapes_as_another_error(noise):
             decoded(body, [])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data())
 def test_flipped_bytes_are_read_or_refused_but_never_escape_as_another_error(encode_all, data):
     body = bytearray(encode_all([{"seq": n, "ts": 0, "scalars": [{"name": "a", "value": 1.0}]} for n in range(4)]))

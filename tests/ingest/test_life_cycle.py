@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 from tests.ingest.life_steps import Life
+from tests.properties import examples
 
 from rankscope_contract.events import RunState
 
@@ -116,7 +117,7 @@ def endings(verbs: list[str]) -> list[str]:
     return [f"{verb} {rank}" for rank, verb in enumerate(verbs)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(deeds=st.lists(DEEDS, max_size=15), last=st.lists(WORDS, min_size=2, max_size=2))
 def test_last_words_of_all_ranks_end_an_attempt_and_each_change_is_told_once(deeds: list[str], last: list[str]) -> None:
     life = Life().do(*deeds, "back *", *endings(last))
@@ -130,7 +131,7 @@ def test_last_words_of_all_ranks_end_an_attempt_and_each_change_is_told_once(dee
     assert (life.state == "completed") == (last == ["done", "done"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(deeds=st.lists(DEEDS, max_size=8), last=st.lists(WORDS, min_size=2, max_size=2), data=st.data())
 def test_a_restart_of_the_service_anywhere_changes_no_ending(deeds: list[str], last: list[str], data) -> None:
     story = [*deeds, "back *", "wait 5", *endings(last), "wait 60"]
@@ -140,7 +141,7 @@ def test_a_restart_of_the_service_anywhere_changes_no_ending(deeds: list[str], l
     assert (plain.state, plain.attempt.reason) == (restarted.state, restarted.attempt.reason)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(deeds=st.lists(st.one_of(DEEDS, st.sampled_from(["done 0", "term 1", "raise 0", "mute 1"])), max_size=20))
 def test_what_raised_never_comes_back_and_a_living_run_never_counts_as_ended(deeds: list[str]) -> None:
     life = Life()

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.properties import examples
 
 from rankscope_storage.analysis.goodput import PARTS, STATEMENTS
 from rankscope_storage.schema import dataset_schema
@@ -169,7 +170,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), TIMES, st.float
 HANGS = st.lists(st.tuples(st.integers(0, 2), TIMES, st.floats(0, 60), st.sampled_from(["began", "ended"])), max_size=3)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.lists(st.tuples(TIMES, st.none() | TIMES), max_size=3), STEPS, HANGS)
 def test_parts_are_the_whole_whatever_the_rows_say(launches, steps, hangs):
     """Clocks are off, launches overlap, steps overlap or last longer than there was time, phases are too long."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.properties import examples
 
 from rankscope_exporter import ConfigError, MonitorConfig
 from rankscope_exporter.budget.share import share_of
@@ -91,7 +92,7 @@ def test_what_does_not_come_from_sampling_ends_at_the_most_stretch():
     assert MOST_STRETCH == training.changes[-1][2]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     allowed=st.sampled_from([0.001, 0.01, 0.1]),
     step=st.floats(0.005, 2.0),
@@ -113,7 +114,7 @@ def test_the_share_over_the_long_run_is_kept_and_sampling_settles(allowed, step,
     assert changes == len(training.changes)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(st.lists(st.tuples(st.floats(0.0001, 0.05), st.floats(30.0, 300.0)), min_size=1, max_size=6))
 def test_however_costs_change_sampling_is_tightened_no_faster_than_its_patience(costs):
     training = Training(0.01, step=0.05, sampled=0.0, idle=0.0)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
+from tests.properties import examples
 
 from rankscope_contract.evaluate import to_float32
 from rankscope_contract.events import Event, EventType
@@ -309,7 +310,7 @@ def test_a_page_never_mixes_two_steps_of_a_kind(rank, record):
     publisher = threading.Thread(target=publish)
     publisher.start()
     try:
-        pages = [rank.get("/metrics").text for _ in range(40)]
+        pages = [rank.get("/metrics").text for _ in range(examples(60))]
     finally:
         done.set()
         publisher.join()

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.exporter.sinks.reading import imported
 from tests.exporter.sinks.records import ABSENT, FINITE, entry, identity, record
+from tests.properties import examples
 
 from rankscope_contract.kinds import VALUE_OPS, Kind
 from rankscope_contract.msprobe.layout import parse_folder
@@ -328,7 +329,7 @@ def told(numbers):
     return numbers | ({"infs": None} if numbers["nans"] else {}) | ({} if numbers["numel"] else {"zeros": None})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     steps=st.lists(st.lists(tensors(), min_size=1, max_size=8).map(distinct), min_size=1, max_size=4),
     per_file=st.integers(1, 5),
@@ -354,7 +355,7 @@ def test_whatever_was_measured_comes_back_through_the_importer(tmp_path_factory,
     assert sorted(expected, key=repr) == sorted(found, key=repr)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(listed=st.lists(st.text(max_size=12), min_size=1, max_size=8, unique=True))
 def test_no_name_breaks_a_row(tmp_path_factory, listed):
     folder = tmp_path_factory.mktemp("names")

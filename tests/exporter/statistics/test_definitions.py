@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.properties import examples
 
 from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
 
@@ -139,7 +140,7 @@ def test_zeros_may_be_everything_closer_to_zero_than_a_bound(dtype, zero_below, 
     check(measured([tensor], zero_below=zero_below), 0, tensor, zero_below)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     values=st.lists(st.floats(width=32), max_size=60),
     repeats=st.sampled_from([1, 1, 80]),
@@ -152,7 +153,7 @@ def test_any_numbers(values, repeats, zero_below, measured, check):
     check(measured([tensor], zero_below=zero_below), 0, tensor, zero_below)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough)], ids=str)
 def test_fifty_million_elements(dtype, measured, check):
     """Beyond 2^24, where float32 counters stop."""
     tensor = torch.randn(50_000_000, generator=torch.Generator().manual_seed(1)).to(dtype)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.properties import examples
 
 from rankscope_exporter.statistics.hashes import Hasher, finished, hashable
 from rankscope_exporter.statistics.tensors import MEASURABLE
@@ -58,7 +59,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 
 @given(tensors())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 def test_hash_is_the_formula_over_the_bits_for_every_type_and_shape(tensor: torch.Tensor) -> None:
     """Also where it takes many rounds: 16 words at once."""
     expected = reference(bits(tensor))
@@ -68,7 +69,7 @@ def test_hash_is_the_formula_over_the_bits_for_every_type_and_shape(tensor: torc
 
 
 @given(st.lists(st.integers(0, 300), max_size=12))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_tensors_hashed_together_are_hashed_each_for_itself(sizes: list[int]) -> None:
     values = [torch.arange(size, dtype=torch.float32).sin() for size in sizes]
     found = [finished(n, 4 * size) for n, size in zip(SMALL.partials(values).tolist(), sizes, strict=True)]
@@ -86,7 +87,7 @@ def test_a_part_of_a_flat_tensor_may_begin_anywhere(offset: int) -> None:
 
 
 @given(st.integers(0, 32 * 37 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_one_flipped_bit_anywhere_changes_it(bit: int) -> None:
     before = torch.randn(37, generator=torch.Generator().manual_seed(1))
     after = before.clone()

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.ingest.exposition.reference import reference, rows_of
+from tests.properties import examples
 
 from rankscope_ingest.errors import DecodeError
 from rankscope_ingest.exposition.pages import Page, PageReader
@@ -202,7 +203,7 @@ LINES = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.data(), LINES)
 def test_first_and_later_pages_are_read_as_the_library_reads_them(data, lines):
     reader = PageReader()

@@ -9,6 +9,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.properties import examples
 
 from rankscope_ingest.errors import IngestError
 from rankscope_ingest.importers import Faults, ImportedBlock, find_importer
@@ -364,7 +365,7 @@ def test_every_printed_number_comes_back(tmp_path_factory, documents, spelled):
 
 
 @given(st.binary(max_size=120) | st.text(alphabet="{}[]()'\",:0123456789.eE-+naif \r\\sStep", max_size=120))
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 def test_fuzzed_lines_are_read_counted_or_refused(tmp_path_factory, text):
     body = text if isinstance(text, bytes) else text.encode()
     path = tmp_path_factory.getbasetemp() / "log.jsonl"

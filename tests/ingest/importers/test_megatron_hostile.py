@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.properties import examples
 
 from rankscope_ingest.errors import IngestError
 from rankscope_ingest.importers import find_importer, megatron
@@ -82,7 +83,7 @@ open_logs = st.lists(
     st.one_of(rows().map(lambda text: text.removesuffix(" |")), st.sampled_from(COMPANIONS), st.just("")), max_size=30
 ).map(lambda some: "\n".join(some).encode())
 any_logs = logs | open_logs
-slow = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+slow = settings(deadline=None, max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def said(path):

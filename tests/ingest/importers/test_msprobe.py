@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.properties import examples
 
 from rankscope_ingest.errors import IngestError
 from rankscope_ingest.importers import Faults, find_importer, importers
@@ -465,7 +466,7 @@ FUZZED = [
 
 
 @pytest.mark.parametrize("sample", FUZZED, ids=lambda path: path.name)
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damaged_files_never_raise_anything_but_an_import_error(tmp_path, sample, data):
     path = tmp_path / FOLDER / sample.name

@@ -8,6 +8,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.properties import examples
 
 from rankscope_ingest.errors import IngestError
 from rankscope_ingest.importers import Faults, find_importer
@@ -345,7 +346,7 @@ ALPHABET = "step iter:=/|,[]() loss0123456789.e+-nanmsGiB%\r\x1b\t"
 
 @pytest.mark.parametrize("importer", [TextLog(), Columns()], ids=lambda importer: importer.name)
 @given(text=st.binary(max_size=200) | st.text(alphabet=ALPHABET, max_size=200))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_fuzzed_lines_are_read_or_refused(tmp_path_factory, importer, text):
     body = text if isinstance(text, bytes) else text.encode()
     path = tmp_path_factory.getbasetemp() / f"{importer.name}.log"

@@ -10,6 +10,7 @@ import zipfile
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.properties import examples
 
 from rankscope_ingest.errors import IngestError
 from rankscope_ingest.importers import Faults, ImportedBlock, find_importer
@@ -193,7 +194,7 @@ def test_cut_file_gives_what_is_whole_and_says_so(desk):
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_every_cut_gives_a_beginning_of_the_history(tmp_path_factory, data):
     """At whatever byte the file was cut: a prefix, never a wrong value; and with it all, all."""
     entries = [{"step": n, "loss": n * 1.25, "é": "ü\n"} for n in range(5)]
@@ -266,7 +267,7 @@ def test_folder_without_states_is_not_ours(tmp_path):
 
 
 @given(st.binary(max_size=200) | st.text(alphabet='{}[]",:0123456789.eE-+NaIfinity \n\\u', max_size=200))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_fuzzed_state_is_read_or_refused(tmp_path_factory, text):
     """Whatever stands in the file: entries, faults or a clear refusal; no other error, no hang."""
     body = text if isinstance(text, bytes) else b'{"log_history": [{"step": 1, "loss": 1.5},' + text.encode()

@@ -7,6 +7,7 @@ import shutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.properties import examples
 from tests.storage.remote_read.conftest import JULY, MARCH, History
 
 from rankscope_storage.connection import connect
@@ -117,7 +118,7 @@ def fits(labels, matcher):
     return found is (operator in {"=", "=~"})
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.lists(MATCHERS, min_size=1, max_size=3))
 def test_matchers_pushed_down_give_what_they_would_give_of_everything(history, matchers):
     """Files, columns and SQL may only save work: the answer is that of Python's own `re` over all series."""
