@@ -14,7 +14,7 @@ KNOWN = definitions(prefix="rankscope_raw.")
 
 def test_what_is_named_comes_with_what_it_reads_and_before_it():
     assert ["scalars"] == named("SELECT * FROM Scalars", KNOWN)
-    assert ["scalars", "scalar_history", "loss_curve"] == named('FROM "loss_curve"', KNOWN)
+    assert ["scalars", "scalar_rollups", "scalar_history", "loss_curve"] == named('FROM "loss_curve"', KNOWN)
     assert [] == named("SELECT 1", KNOWN)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Final
 
 from rankscope_contract.events import RunState
+from rankscope_storage.rollups.curves import ROLLED_STEPS
 
 _ENDED: Final = ", ".join(f"'{state}'" for state in (RunState.COMPLETED, RunState.STOPPED, RunState.FAILED))
 
 # A rank that writes a step again within an attempt has gone back: its last word stands. An attempt that begins at or
 # before the last step of an earlier one has gone back too: what the earlier one has from there on was trained anew.
-_SCALAR_HISTORY: Final = """\
+_SCALAR_HISTORY: Final = f"""\
 CREATE OR REPLACE VIEW scalar_history AS
 WITH said AS (
   SELECT run, name, labels, coalesce(attempt, 0) AS attempt, step, rank, micro_step, max(ts) AS ts,
@@ -19,12 +20,14 @@ WITH said AS (
   GROUP BY run, name, labels, coalesce(attempt, 0), step, rank, micro_step
 ),
 per_step AS (
-  SELECT run, name, labels, attempt, step, min(ts) AS ts, count(*) AS parts,
+  SELECT run, name, labels, attempt, step, step AS first_step, min(ts) AS ts, count(*) AS parts,
     avg(value) AS value, min(value) AS lowest, max(value) AS highest
   FROM said GROUP BY run, name, labels, attempt, step
+  UNION ALL
+  {ROLLED_STEPS}
 ),
 extent AS (
-  SELECT run, name, labels, attempt, min(step) AS first_step, max(step) AS last_step
+  SELECT run, name, labels, attempt, min(first_step) AS first_step, max(step) AS last_step
   FROM per_step GROUP BY run, name, labels, attempt
 ),
 repeated AS (
@@ -40,17 +43,18 @@ counted AS (
   FROM repeated
 )
 SELECT run, name, labels, attempt, step, step + steps_before AS cumulative_step, ts, parts, value, lowest, highest,
-  coalesce(step < overwritten_from, true) AS stands
+  coalesce(step < overwritten_from, true) AS stands, first_step
 FROM per_step JOIN counted
   ON run = of_run AND name = of_name AND labels IS NOT DISTINCT FROM of_labels AND attempt = of_attempt
 """
 """A row per attempt and step, the mean of `parts` numbers, one of each rank and micro-batch; `cumulative_step` counts
-steps that were trained twice twice; `stands` is false for what a later attempt trained anew."""
+steps that were trained twice twice; `stands` is false for what a later attempt trained anew. Where steps are rolled up
+it is a row per hundred of them, `first_step` to `step`; elsewhere the two are equal."""
 
 _LOSS_CURVE: Final = """\
 CREATE OR REPLACE VIEW loss_curve AS
 SELECT run, labels, attempt, step, cumulative_step, ts, parts, value AS loss, lowest, highest,
-  exp(value) AS perplexity
+  exp(value) AS perplexity, first_step
 FROM scalar_history WHERE name = 'loss' AND stands
 """
 """The loss as it stands: one row per step, of the last attempt that trained it."""

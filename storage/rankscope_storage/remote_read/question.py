@@ -10,6 +10,7 @@ from typing import Final
 from rankscope_storage.connection import Connection
 from rankscope_storage.openmetrics import names
 from rankscope_storage.remote_read.matchers import NAME, Matcher, MatchType, fits
+from rankscope_storage.rollups.reading import both_tiers
 
 _LATEST_MS: Final = 253_402_300_799_000
 _EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
@@ -39,6 +40,13 @@ class Question:
         judged = [matcher for matcher in self.matchers if matcher.name not in known]
         return all(matcher.matches(labels.get(matcher.name, "")) for matcher in judged)
 
+    def of_whom(self, labels: Mapping[str, str]) -> Question | None:
+        """Return what is asked of series that all have `labels`; None where these do not fit."""
+        if not all(self.fits(name, text) for name, text in labels.items()):
+            return None
+        rest = tuple(matcher for matcher in self.matchers if matcher.name not in labels)
+        return Question(rest, self.start_ms, self.end_ms)
+
     def within(self) -> str:
         """Return the predicate of time."""
         start, end = self.span()
@@ -50,13 +58,13 @@ class Question:
         return _EPOCH + dt.timedelta(milliseconds=start), _EPOCH + dt.timedelta(milliseconds=max(start, end))
 
     def source(self, connection: Connection, dataset: str, *, of_ranks: bool = True) -> str:
-        """Return what stands behind FROM: `dataset` from only those files that can hold an answer.
+        """Return what stands behind FROM: `dataset` in both tiers, from only those files that can hold an answer.
 
         The column `run` is the label only where rows are of ranks.
         """
         runs = self._runs() if of_ranks else None
         run = runs[0] if runs is not None and len(runs) == 1 else None
-        return connection.relation(dataset, run=run, times=self.span())
+        return both_tiers(connection, dataset, run=run, times=self.span())
 
     def of_rank(self) -> str:
         """Return the predicate of run, rank, instance and time for rows of a rank."""
