@@ -9,7 +9,6 @@ import time
 import urllib.request
 from pathlib import Path
 
-import pyarrow as pa
 from _noise import STATISTICS, plan_of, records
 from _rows import Row, cpu_seconds, print_rows
 
@@ -18,12 +17,16 @@ from rankscope_contract.identity import Identity
 from rankscope_exporter.serving.channel import Channel
 from rankscope_exporter.serving.codec import encode
 from rankscope_exporter.serving.config import ServeConfig
-from rankscope_ingest.channel.decode import RowContext, decode
+from rankscope_ingest.channel.checked import Checked, RowContext, check
+from rankscope_ingest.channel.decode import decode
 from rankscope_ingest.channel.plans import PlanColumns
 from rankscope_ingest.channel.wire import open_stream
 from rankscope_storage.store import Batch, Store
 
 TENSORS, STEPS_A_POLL, RANKS, POLLS = 2_500, 10, 8, 10
+_UNIT = "CPU s per million samples"
+SINGLE_STEPS = 200
+"""Bodies of one step each, as many ranks send them whose steps are as long as the time between two polls."""
 
 
 def run() -> list[Row]:
@@ -33,15 +36,33 @@ def run() -> list[Row]:
     plans = {made[0].statistics.plan.hash: PlanColumns(plan_of(TENSORS).plan)}
     context = RowContext(run="bench", attempt=0, rank=0, incarnation="0" * 32)
 
-    def decode_body() -> None:
-        decode(open_stream(body), plans, context, after=-1, first_ordinal=1)
+    def check_body() -> Checked:
+        return check(open_stream(body), plans, context, after=-1, first_ordinal=1)
 
+    checked = [check_body()] * RANKS
     rows = [
-        Row("encode a body", cpu_seconds(lambda: encode(0, made)) / million, "CPU s per million samples", _size()),
-        Row("decode a body", cpu_seconds(decode_body) / million, "CPU s per million samples", "check, expand, name"),
+        Row("encode a body", cpu_seconds(lambda: encode(0, made)) / million, _UNIT, _size()),
+        Row("open and check a body", cpu_seconds(check_body) / million, _UNIT, "inflate, count, compare"),
+        Row("decode bodies", cpu_seconds(lambda: decode(checked)) / million / RANKS, _UNIT, f"{RANKS} at once"),
         Row("bytes on the wire", len(body) / (million * 1e6), "bytes per sample", "lz4"),
     ]
-    return rows + _whole()
+    return rows + _single_steps(plans, context) + _whole()
+
+
+def _single_steps(plans: dict[str, PlanColumns], context: RowContext) -> list[Row]:
+    """Measure what bodies of one step cost, of which much is the same for ten."""
+    million = TENSORS * STATISTICS * SINGLE_STEPS / 1e6
+    bodies = [encode(0, [record]).body.to_pybytes() for record in records(TENSORS, SINGLE_STEPS)]
+
+    def check_all() -> list[Checked]:
+        return [check(open_stream(body), plans, context, after=-1, first_ordinal=1) for body in bodies]
+
+    checked = check_all()
+    note = f"{SINGLE_STEPS} bodies of {TENSORS:,} tensors x 1 step"
+    return [
+        Row("open and check bodies of one step", cpu_seconds(check_all) / million, _UNIT, note),
+        Row("decode bodies of one step", cpu_seconds(lambda: decode(checked)) / million, _UNIT, "all at once"),
+    ]
 
 
 def _whole() -> list[Row]:
@@ -61,7 +82,7 @@ def _into(folder: Path) -> list[Row]:
     plans = {ranks[0][0].statistics.plan.hash: PlanColumns(plan_of(TENSORS).plan)}
     contexts = [RowContext(run="bench", attempt=0, rank=rank, incarnation=f"{rank:032x}") for rank in range(RANKS)]
     million = TENSORS * STEPS_A_POLL * STATISTICS * RANKS * POLLS / 1e6
-    seconds, append_seconds = [], []
+    seconds, fetch_seconds, append_seconds = [], [], []
     try:
         with Store.open(folder / "store", create=True).claim("0/1", owner="bench") as writer:
             for poll in range(POLLS):
@@ -69,11 +90,14 @@ def _into(folder: Path) -> list[Row]:
                     for record in ranks[rank][poll * STEPS_A_POLL : (poll + 1) * STEPS_A_POLL]:
                         channel.publish(record)
                 began = time.process_time()
-                tables = [_fetch(addresses[rank], contexts[rank], poll, plans) for rank in range(RANKS)]
+                bodies = [_fetch(addresses[rank], contexts[rank], poll, plans) for rank in range(RANKS)]
+                fetched = time.process_time()
+                tables = decode(bodies)
                 flushed = time.process_time()
                 last = (poll + 1) * STEPS_A_POLL - 1
-                writer.append(Batch(tables=_concat(tables), watermarks={f"{rank:032x}": last for rank in range(RANKS)}))
+                writer.append(Batch(tables=tables, watermarks={f"{rank:032x}": last for rank in range(RANKS)}))
                 seconds.append(time.process_time() - began)
+                fetch_seconds.append(fetched - began)
                 append_seconds.append(time.process_time() - flushed)
     finally:
         for channel in channels:
@@ -82,8 +106,10 @@ def _into(folder: Path) -> list[Row]:
     per_poll = million / POLLS
     note = f"{RANKS} ranks x {STEPS_A_POLL} steps x {TENSORS:,} tensors a flush"
     return [
-        Row("ring to committed Parquet", statistics.median(seconds) / per_poll, "CPU s per million samples", note),
-        Row("of which sort, encode, commit", statistics.median(append_seconds) / per_poll, "CPU s per million samples"),
+        Row("ring to committed Parquet", statistics.median(seconds) / per_poll, _UNIT, note),
+        Row("the least of it", min(seconds) / per_poll, _UNIT, "of 10 flushes: what other work on the machine leaves"),
+        Row("of which both sides of the fetch", statistics.median(fetch_seconds) / per_poll, _UNIT),
+        Row("of which sort, encode, commit", statistics.median(append_seconds) / per_poll, _UNIT),
         Row("bytes in the store", size / (million * 1e6), "bytes per sample", "before compaction"),
     ]
 
@@ -107,18 +133,14 @@ def _fail(where: str, error: BaseException) -> None:
     raise RuntimeError(where) from error
 
 
-def _fetch(address: str, context: RowContext, poll: int, plans: dict[str, PlanColumns]) -> dict[str, object]:
+def _fetch(address: str, context: RowContext, poll: int, plans: dict[str, PlanColumns]) -> Checked:
     after = poll * STEPS_A_POLL - 1
     request = urllib.request.Request(f"{address}/records?after={after}", headers={SCHEMA_HEADER: "1"})
     with urllib.request.urlopen(request) as answer:
         body = answer.read()
-    decoded = decode(open_stream(body), plans, context, after=after, first_ordinal=1 + context.rank + 1000 * poll)
-    assert decoded.last == after + STEPS_A_POLL, "one poll must bring one flush"
-    return dict(decoded.tables)
-
-
-def _concat(parts: list[dict[str, object]]) -> dict[str, object]:
-    return {name: pa.concat_tables([part[name] for part in parts]) for name in parts[0]}
+    checked = check(open_stream(body), plans, context, after=after, first_ordinal=1 + context.rank + 1000 * poll)
+    assert checked.last == after + STEPS_A_POLL, "one poll must bring one flush"
+    return checked
 
 
 def _size() -> str:

@@ -13,19 +13,27 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
+from rankscope_ingest.channel.checked import Checked
+from rankscope_ingest.channel.decode import decode, plain_text
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingBatch:
-    """What one commit will hold, still in pieces: concatenating them is work for the flush thread."""
+    """What one commit will hold, as it came: decoding bodies and joining tables is work for the flush thread."""
 
     pieces: Mapping[str, tuple[pa.Table, ...]]
+    bodies: tuple[Checked, ...] = ()
     watermarks: Mapping[str, int]
     rows: int
     info: Mapping[str, str] = field(default_factory=dict)  # for the log, beside the commit
 
     def tables(self) -> dict[str, pa.Table]:
         """Return one table per dataset."""
-        return {dataset: pa.concat_tables(pieces) for dataset, pieces in self.pieces.items()}
+        tables = decode(self.bodies) if self.bodies else {}
+        for dataset, pieces in self.pieces.items():
+            others = [plain_text(tables[dataset])] if dataset in tables else []
+            tables[dataset] = pa.concat_tables([*others, *pieces])
+        return tables
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,6 +44,7 @@ class Batcher:
     flush_after_seconds: float
     max_pending_rows: int
     _pieces: dict[str, list[pa.Table]] = field(default_factory=lambda: defaultdict(list))
+    _bodies: list[Checked] = field(default_factory=list)
     _watermarks: dict[str, int] = field(default_factory=dict)
     _rows: int = 0
     _rows_in_flight: int = 0
@@ -56,6 +65,12 @@ class Batcher:
     def is_full(self) -> bool:
         """Return whether pulling has to wait for a commit."""
         return self.pending_rows >= self.max_pending_rows
+
+    def add_body(self, body: Checked, now: float) -> None:
+        """Take a body, and the last seq it brings its incarnation to."""
+        self._bodies.append(body)
+        self._rows += body.rows
+        self.add({}, now, watermarks={body.context.incarnation: body.last})
 
     def add(self, tables: Mapping[str, pa.Table], now: float, *, watermarks: Mapping[str, int] | None = None) -> None:
         """Take `tables`, and the last seq they bring each incarnation to."""
@@ -87,11 +102,12 @@ class Batcher:
         """Return everything gathered; it stays counted until `settled`."""
         batch = PendingBatch(
             pieces={dataset: tuple(pieces) for dataset, pieces in self._pieces.items()},
+            bodies=tuple(self._bodies),
             watermarks=dict(self._watermarks),
             rows=self._rows,
         )
         self._rows_in_flight += self._rows
-        self._pieces, self._watermarks, self._rows = defaultdict(list), {}, 0
+        self._pieces, self._bodies, self._watermarks, self._rows = defaultdict(list), [], {}, 0
         self._opened_at, self._wanted = None, False
         return batch
 

@@ -11,14 +11,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-import pyarrow as pa
-
 from rankscope_contract.channel import Registration
 from rankscope_ingest.alerting.details import last_words
 from rankscope_ingest.alerting.incidents import Incident, IncidentBook
 from rankscope_ingest.alerting.symptoms import firings, symptoms
 from rankscope_ingest.batch import Batcher, PendingBatch
-from rankscope_ingest.channel.decode import Decoded
+from rankscope_ingest.channel.checked import Checked
+from rankscope_ingest.channel.decode import decode_one
 from rankscope_ingest.channel.plans import PlanColumns
 from rankscope_ingest.desync.book import DesyncBook
 from rankscope_ingest.desync.watch import ReplicaWatch
@@ -139,20 +138,21 @@ class Collector:
         target.vitals.refused(self._clock())
         log.info("another process answers", extra={"target": target.name, "incarnation": incarnation})
 
-    def took(self, target: Target, body: Decoded, plans: Mapping[str, PlanColumns], size: int) -> None:
+    def took(self, target: Target, body: Checked, plans: Mapping[str, PlanColumns], size: int) -> None:
         """Take the rows of one body into the batch, move the cursor, and note what the body says."""
         now = self._clock()
-        tables = dict(body.tables)
+        tables = {}
         if gaps := self.losses.of_body(target, body):
-            _append(tables, "events", rows_table("events", gaps))
+            tables["events"] = rows_table("events", gaps)
         if (tensors := self._versions.of_tensors(target, plans)) is not None:
             tables["tensors"] = tensors
-        events = body.tables.get("events")
+        events = decode_one(body, "events")
         first_causes, said = symptoms(events), last_words(events)
         self.stalls.heard(_key(target), target.registration.rank, events, now)
-        self._replicas.heard(body.tables.get("hashes"), now)
+        self._replicas.heard(decode_one(body, "hashes"), now)
         # From here on nothing may fail: rows that were taken must not be asked for again, nor the other way round.
-        self.batcher.add(tables, now, watermarks={target.incarnation: body.last})
+        self.batcher.add_body(body, now)
+        self.batcher.add(tables, now)
         target.cursor, target.last_ts = body.last, body.last_ts
         target.uncommitted.append((body.last, body.rows))
         self.metrics.body_taken(body.records, size)
@@ -284,10 +284,11 @@ class Collector:
             if target.health is not Health.GONE and not self.runs.is_live(_key(target), rank, target.incarnation):
                 yield target
 
-    def _follow_run(self, target: Target, body: Decoded, now: float) -> None:
+    def _follow_run(self, target: Target, body: Checked, now: float) -> None:
         key, rank = _key(target), target.registration.rank
         self.runs.stepped(key, rank, body.last_step, now, target.incarnation)
-        self._meter(key).observe(rank, body.tables.get("scalars"), body.last_ts, body.last_step)
+        scalars = body.nested.get("scalars")
+        self._meter(key).observe(rank, scalars and scalars.columns, body.last_ts, body.last_step)
 
     def _abandon(self, target: Target, now: float) -> None:
         """Stop following a rank that vanished; what it had published and nobody fetched is lost."""
@@ -331,7 +332,3 @@ def _key(target: Target) -> AttemptKey:
 
 def _registered(runs: RunBook, target: Target, _now: float, wall: int) -> Attempt:
     return runs.registered(target.registration, target.attempt, target.vitals, wall)
-
-
-def _append(tables: dict[str, pa.Table], dataset: str, rows: pa.Table) -> None:
-    tables[dataset] = pa.concat_tables([tables[dataset], rows]) if dataset in tables else rows

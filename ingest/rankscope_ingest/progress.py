@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from rankscope_ingest.lifecycle.runs import ENDED, Attempt
 from rankscope_ingest.target import Health, Target
@@ -66,7 +65,7 @@ class RunMeter:
     _tokens: dict[int, deque[tuple[float, float]]] = field(default_factory=dict)
     _steps: deque[tuple[float, float]] = field(default_factory=deque)
 
-    def observe(self, rank: int, scalars: pa.Table | None, ts: int, step: int | None) -> None:
+    def observe(self, rank: int, scalars: Mapping[str, pa.Array] | pa.Table | None, ts: int, step: int | None) -> None:
         """Take what one body says; `ts` is the rank's own clock in µs, so that a backlog does not look like speed."""
         seconds = ts / 1e6
         if step is not None and not (self._steps and step == self._steps[-1][1]):  # as what a rank says of a hang
@@ -123,12 +122,16 @@ def run_progress(attempt: Attempt, meter: RunMeter, targets: Iterable[Target]) -
     )
 
 
-def last_value(scalars: pa.Table, name: str) -> float | None:
+def last_value(scalars: Mapping[str, pa.Array] | pa.Table, name: str) -> float | None:
     """Return the newest value of the scalar `name` that has a value; labelled ones only where none is without."""
-    chosen = scalars.filter(pc.equal(scalars["name"], name))
-    plain = chosen.filter(pc.is_null(chosen["labels"]))
-    values = (plain if plain.num_rows else chosen)["value"]
-    return values[-1].as_py() if len(values) else None
+    # A body has a few dozen scalars: going through them costs less than a kernel of Arrow that is called once.
+    found = [position for position, known in enumerate(scalars["name"].to_pylist()) if known == name]
+    if not found:
+        return None
+    labels = scalars["labels"]
+    plain = [position for position in found if not labels[position].is_valid]
+    value: float | None = scalars["value"][(plain or found)[-1]].as_py()
+    return value
 
 
 def _remember(series: deque[tuple[float, float]], at: float, value: float) -> None:

@@ -8,7 +8,8 @@ import pyarrow as pa
 from tests.exporter.conftest import Reader
 
 from rankscope_contract.channel import PLAN_PATH, RECORDS_PATH, SCHEMA_HEADER
-from rankscope_ingest.channel.decode import RowContext, decode, plan_ids
+from rankscope_ingest.channel.checked import RowContext, check, plan_ids
+from rankscope_ingest.channel.decode import decode, plain_text
 from rankscope_ingest.channel.plans import PlanCache
 from rankscope_ingest.channel.wire import open_stream
 
@@ -25,5 +26,6 @@ def tables_of(read: Reader, run: str = "r", incarnation: str = "i") -> dict[str,
     named = [
         plan.dimension_rows(lambda: {"run": run, "attempt": 0, "ordinal": next(places)}) for plan in plans.values()
     ]
-    tables = decode(wire, plans, context, after=-1, first_ordinal=0).tables
+    decoded = decode([check(wire, plans, context, after=-1, first_ordinal=0)])
+    tables = {dataset: plain_text(table) for dataset, table in decoded.items()}
     return {**tables, **({"tensors": pa.concat_tables(named)} if named else {})}

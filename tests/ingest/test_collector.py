@@ -6,10 +6,12 @@ import json
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
+
 from rankscope_contract.channel import Registration
 from rankscope_ingest.alerting.incidents import IncidentBook
 from rankscope_ingest.assembly import make_batcher
-from rankscope_ingest.channel.decode import Decoded
+from rankscope_ingest.channel.checked import Checked, RowContext
 from rankscope_ingest.collector import Collector
 from rankscope_ingest.config import ServiceConfig
 from rankscope_ingest.errors import FetchError
@@ -19,7 +21,16 @@ from rankscope_ingest.lifecycle.vitals import Patience
 from rankscope_ingest.registry import Registry
 from rankscope_ingest.service_metrics import ServiceMetrics
 
-BODY_UP_TO_9 = Decoded(tables={}, records=6, rows=6, first=4, last=9, missing=(), last_step=9, last_ts=1, plan_ids=())
+BODY_UP_TO_9 = Checked(
+    context=RowContext(run="r", attempt=0, rank=0, incarnation="first"),
+    first_ordinal=1,
+    seqs=np.arange(4, 10),
+    columns={},
+    statistics=(),
+    nested={},
+    rows=6,
+    missing=(),
+)
 
 
 def collector(wall, last_ordinal=0, clock=lambda: 0.0):

@@ -25,7 +25,8 @@ from rankscope_contract.records import (
     Plan,
     PlanEntry,
 )
-from rankscope_ingest.channel.decode import RowContext, decode, plan_ids
+from rankscope_ingest.channel.checked import RowContext, check, plan_ids
+from rankscope_ingest.channel.decode import decode
 from rankscope_ingest.channel.plans import PlanCache
 from rankscope_ingest.channel.wire import END_OF_STREAM, inflated_bytes, open_stream
 from rankscope_ingest.errors import DecodeError
@@ -140,23 +141,25 @@ def cache_of(known: list[Plan]) -> PlanCache:
     return cache
 
 
-def decoded(body: bytes, known: list[Plan], *, after: int = -1, first_ordinal: int = 100) -> Any:
+def checked(body: bytes, known: list[Plan], *, after: int = -1, first_ordinal: int = 100) -> Any:
     wire = open_stream(body)
     cache = cache_of(known)
     named = {plan_id: cache.get(plan_id) for plan_id in plan_ids(wire)}
-    return decode(wire, named, RowContext(**CONTEXT), after=after, first_ordinal=first_ordinal)  # type: ignore[arg-type]
+    return check(wire, named, RowContext(**CONTEXT), after=after, first_ordinal=first_ordinal)  # type: ignore[arg-type]
 
 
 @settings(max_examples=examples(60), deadline=None)
 @given(bodies())
 def test_rows_equal_those_of_a_plain_decoder(encode_all, body):
     records, known = body
-    result = decoded(encode_all(records), known)
+    result = checked(encode_all(records), known)
     expected = slow_rows(records, known, 100)
 
-    assert expected.keys() == result.tables.keys()
+    tables = decode([result])
+
+    assert expected.keys() == tables.keys()
     for dataset, rows in expected.items():
-        assert comparable(rows) == comparable(result.tables[dataset].to_pylist())
+        assert comparable(rows) == comparable(tables[dataset].to_pylist())
     assert sum(map(len, expected.values())) == result.rows
 
 
@@ -164,7 +167,7 @@ def test_rows_equal_those_of_a_plain_decoder(encode_all, body):
 @given(bodies())
 def test_every_seq_is_either_delivered_or_reported_missing(encode_all, body):
     records, known = body
-    result = decoded(encode_all(records), known)
+    result = checked(encode_all(records), known)
     missing = {seq for first, last in result.missing for seq in range(first, last + 1)}
     delivered = {record["seq"] for record in records}
 
@@ -197,7 +200,7 @@ def test_nan_infinity_null_and_zero_stay_four_things(encode):
         "counts": [0, 0, 1, 1],
         "scalars": [{"name": str(n), "value": value} for n, value in enumerate(scalar_values)],
     }
-    tables = decoded(encode([record]), [plan]).tables
+    tables = decode([checked(encode([record]), [plan])])
     row = tables["tensor_stats"].to_pylist()[0]
 
     assert values == [row[op] for op in WIRE_VALUE_OPS]
@@ -206,15 +209,15 @@ def test_nan_infinity_null_and_zero_stay_four_things(encode):
 
 def test_older_sender_without_a_nullable_column_is_read(encode):
     schema = arrow_schema(pa, tuple(field for field in WIRE_FIELDS if field.name not in {"micro_step", "features"}))
-    result = decoded(encode([{"seq": 0, "ts": 0, "scalars": [{"name": "loss", "value": 1.0}]}], schema=schema), [])
+    result = checked(encode([{"seq": 0, "ts": 0, "scalars": [{"name": "loss", "value": 1.0}]}], schema=schema), [])
 
-    assert [None] == result.tables["scalars"]["micro_step"].to_pylist()
+    assert [None] == decode([result])["scalars"]["micro_step"].to_pylist()
 
 
 def test_newer_sender_with_more_columns_is_read(encode):
     schema = arrow_schema(pa, WIRE_FIELDS).append(pa.field("colour", pa.string()))
 
-    assert 1 == decoded(encode([{"seq": 0, "ts": 0, "colour": "red"}], schema=schema), []).records
+    assert 1 == checked(encode([{"seq": 0, "ts": 0, "colour": "red"}], schema=schema), []).records
 
 
 @pytest.mark.parametrize(
@@ -231,21 +234,21 @@ def test_record_that_breaks_its_promise_is_refused(encode, record, complaint):
         record = record | {"plan": plan.hash}
 
     with pytest.raises(DecodeError, match=complaint):
-        decoded(encode([record]), [plan])
+        checked(encode([record]), [plan])
 
 
 def test_repeated_or_old_records_are_refused(encode):
     body = encode([{"seq": 4, "ts": 0}, {"seq": 5, "ts": 0}])
 
     with pytest.raises(DecodeError, match="seq does not rise from 4"):
-        decoded(body, [], after=4)
+        checked(body, [], after=4)
 
 
 def test_wrong_type_is_named(encode):
     schema = pa.schema([pa.field("seq", pa.int32()), pa.field("ts", pa.timestamp("us", tz="UTC"))])
 
     with pytest.raises(DecodeError, match="column seq has type int32"):
-        decoded(encode([{"seq": 0, "ts": 0}], schema=schema), [])
+        checked(encode([{"seq": 0, "ts": 0}], schema=schema), [])
 
 
 def test_no_prefix_of_a_body_is_taken(encode):
@@ -263,7 +266,7 @@ def test_no_prefix_of_a_body_is_taken(encode):
 def test_garbage_is_refused_and_never_escapes_as_another_error(noise):
     for body in (noise, noise + END_OF_STREAM):
         with pytest.raises(DecodeError):
-            decoded(body, [])
+            checked(body, [])
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -273,7 +276,7 @@ def test_flipped_bytes_are_read_or_refused_but_never_escape_as_another_error(enc
     for _ in range(data.draw(st.integers(1, 8))):
         body[data.draw(st.integers(0, len(body) - 9))] = data.draw(st.integers(0, 255))
     try:
-        decoded(bytes(body), [])
+        checked(bytes(body), [])
     except DecodeError:
         return
 

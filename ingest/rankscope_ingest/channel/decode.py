@@ -1,257 +1,216 @@
-"""One body of the record channel -> one table per dataset. Pure: the caller fetched the bytes and the plans.
+"""Bodies of the record channel -> one table per dataset. Pure: they were fetched and checked, and cannot fail any more.
 
-Names come from cached plan columns, numbers go through numpy once, nothing is done per tensor in Python. Null, NaN,
-Inf and 0 stay four things: in the statistics a NaN is never a value, so there it stands for null on the way through
-numpy; scalars and events never leave Arrow.
+Hundreds of bodies are decoded at once, so that nothing is done per body that can be done per batch, and nothing per
+tensor at all. The statistics of ranks that share a plan become one grid, turned over while it is filled: the rows of a
+tensor lie together, rank by rank, in the order of the store. Null, NaN, Inf and 0 stay four things: in the statistics
+a NaN is never a value, so there it stands for null on the way through numpy; scalars and events never leave Arrow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.fields import Field, arrow_field
-from rankscope_contract.records import NESTED, WIRE_COUNT_OPS, WIRE_FIELDS, WIRE_VALUE_OPS
+from rankscope_contract.records import NESTED, WIRE_COUNT_OPS, WIRE_VALUE_OPS
+from rankscope_ingest.channel.checked import Checked, Measured, Positions, absent_counts
 from rankscope_ingest.channel.plans import PlanColumns
-from rankscope_ingest.errors import DecodeError
-from rankscope_ingest.tables import FROM_RANK, GrowingColumn, coded_schema, constant_column, table_schema
+from rankscope_ingest.tables import FROM_RANK, coded_schema
 
-_PER_RECORD: Final = ("seq", "ordinal", "step", "micro_step", "ts")
-_CONSTANT: Final = ("run", "attempt", "rank", "incarnation", "ts_origin")
+Number = TypeVar("Number", bound=np.generic)
 
 
-class RowContext:
-    """What is the same in every row of one incarnation, as columns that are built once."""
-
-    def __init__(self, *, run: str, attempt: int, rank: int, incarnation: str) -> None:
-        schema = table_schema("tensor_stats")
-        values = (run, attempt, rank, incarnation, FROM_RANK)
-        self.run = run
-        self.attempt = attempt
-        self.rank = rank
-        self.incarnation = incarnation
-        self._columns: dict[str, GrowingColumn] = {
-            name: constant_column(value, schema.field(name).type) for name, value in zip(_CONSTANT, values, strict=True)
-        }
-
-    def columns(self, rows: int) -> dict[str, pa.Array]:
-        """Return the constant columns at a length of `rows`."""
-        return {name: column.head(rows) for name, column in self._columns.items()}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decoded:
-    """What one body held. `missing` are the ranges of seq that the rank no longer had, each with both ends."""
-
-    tables: Mapping[str, pa.Table]
-    records: int
-    rows: int
-    first: int
-    last: int
-    missing: tuple[tuple[int, int], ...]
-    last_step: int | None
-    last_ts: int
-    plan_ids: tuple[str, ...]
-
-
-def plan_ids(wire: pa.Table) -> tuple[str, ...]:
-    """Return the hashes of the plans that `wire` needs, each once."""
-    if "plan" not in wire.column_names:
-        return ()
-    return tuple(name for name in pc.unique(_column(wire, "plan")).to_pylist() if name is not None)
-
-
-def decode(
-    wire: pa.Table, plans: Mapping[str, PlanColumns], context: RowContext, *, after: int, first_ordinal: int
-) -> Decoded:
-    """Return the rows in `wire`, whose records must all be newer than `after` and in order.
-
-    Record i gets `first_ordinal + i`. Raises DecodeError when the stream breaks its own promises.
-    """
-    wire = _conform(wire)
-    if wire.num_rows == 0:
-        raise DecodeError("the stream holds no record; nothing new is said with status 204")
-    seqs = _column(wire, "seq").to_numpy()
-    missing = _missing_ranges(seqs, after)
-    ordinals = pa.array(np.arange(first_ordinal, first_ordinal + wire.num_rows, dtype=np.int64))
-    records = {name: _column(wire, name) for name in _PER_RECORD if name != "ordinal"} | {"ordinal": ordinals}
-
-    tables: dict[str, pa.Table] = {}
-    needed = plan_ids(wire)
-    statistics = [_statistics(wire, plan_id, plans, records, context) for plan_id in needed]
-    if statistics := [table for table in statistics if table.num_rows]:
-        tables["tensor_stats"] = pa.concat_tables(statistics)
+def decode(bodies: Sequence[Checked]) -> dict[str, pa.Table]:
+    """Return the rows in `bodies` by dataset; text that repeats is coded."""
+    records = _Records.of(bodies)
+    tables = {}
+    grids = [_grid(cells, records) for cells in _by_plan(bodies, records)]
+    if grids := [table for table in grids if table.num_rows]:
+        tables["tensor_stats"] = pa.concat_tables(grids)
     for dataset in NESTED:
-        table = _nested(wire, dataset, records, context)
-        if table is not None:
+        if (table := _nested(bodies, dataset, records)) is not None:
             tables[dataset] = table
-    steps = records["step"]
-    return Decoded(
-        tables=tables,
-        records=wire.num_rows,
-        rows=sum(table.num_rows for table in tables.values()),
-        first=int(seqs[0]),
-        last=int(seqs[-1]),
-        missing=missing,
-        last_step=pc.max(steps).as_py(),
-        last_ts=pc.max(records["ts"]).cast(pa.int64()).as_py(),
-        plan_ids=needed,
-    )
+    return tables
 
 
-def _conform(wire: pa.Table) -> pa.Table:
-    """Return the columns we know. A newer sender may have more, an older one may lack what is nullable."""
-    schema = pa.schema([arrow_field(pa, field) for field in WIRE_FIELDS if field.name not in NESTED])
-    columns = [_known(wire.num_rows, wire, field) for field in schema]
-    known = pa.Table.from_arrays(columns, schema=schema)
-    for dataset in NESTED:
-        if dataset in wire.column_names:
-            known = known.append_column(dataset, wire.column(dataset))
-    return known
+def decode_one(body: Checked, dataset: str) -> pa.Table | None:
+    """Return the rows of one dataset that travel inside the records of one body, with text as text; None without."""
+    if dataset not in body.nested:
+        return None
+    table = _nested([body], dataset, _Records.of([body]))
+    return None if table is None else plain_text(table)
 
 
-def _known(rows: int, wire: pa.Table, field: pa.Field) -> pa.ChunkedArray:
-    if field.name not in wire.column_names:
-        if not field.nullable:
-            raise DecodeError(f"the stream lacks the column {field.name}")
-        return pa.chunked_array([pa.nulls(rows, field.type)])
-    column = wire.column(field.name)
-    if column.type != field.type:
-        raise DecodeError(f"column {field.name} has type {column.type}, this service reads {field.type}")
-    if not field.nullable and column.null_count:
-        raise DecodeError(f"column {field.name} holds a null")
-    return column
+def plain_text(table: pa.Table) -> pa.Table:
+    """Return `table` with no text coded, as the tables are that the service makes itself."""
+    for number, field in enumerate(table.schema):
+        if pa.types.is_dictionary(field.type):
+            plain = field.with_type(field.type.value_type)
+            table = table.set_column(number, plain, table.column(number).cast(plain.type))
+    return table
 
 
-def _column(wire: pa.Table, name: str) -> pa.Array:
-    column = wire.column(name)
-    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+@dataclass(frozen=True, slots=True)
+class _Records:
+    """All records of a batch, one after another: what each says of all rows in it. `starts` is where a body begins."""
+
+    columns: Mapping[str, pa.Array]
+    starts: Positions
+
+    @classmethod
+    def of(cls, bodies: Sequence[Checked]) -> _Records:
+        sizes = np.array([body.records for body in bodies], np.int64)
+        starts = np.concatenate(([0], np.cumsum(sizes)))
+        within = np.arange(starts[-1]) - np.repeat(starts[:-1], sizes)
+        contexts = [body.context for body in bodies]
+        columns = {
+            "run": _coded([context.run for context in contexts], sizes),
+            "attempt": pa.array(np.repeat(np.array([context.attempt for context in contexts], np.int32), sizes)),
+            "rank": pa.array(np.repeat(np.array([context.rank for context in contexts], np.int32), sizes)),
+            "incarnation": _coded([context.incarnation for context in contexts], sizes),
+            "ts_origin": _coded([FROM_RANK] * len(bodies), sizes),
+            "seq": pa.array(np.concatenate([body.seqs for body in bodies])),
+            "ordinal": pa.array(np.repeat([body.first_ordinal for body in bodies], sizes) + within),
+        }
+        for name in ("step", "micro_step", "ts"):
+            columns[name] = pa.concat_arrays([body.columns[name] for body in bodies])
+        return cls(columns, starts)
 
 
-def _missing_ranges(seqs: npt.NDArray[np.int64], after: int) -> tuple[tuple[int, int], ...]:
-    before = np.concatenate(([after], seqs[:-1]))
-    steps = seqs - before
-    if (steps <= 0).any():
-        raise DecodeError(f"seq does not rise from {after} on: the body repeats records or is out of order")
-    holes = np.flatnonzero(steps > 1)
-    return tuple((int(before[hole]) + 1, int(seqs[hole]) - 1) for hole in holes)
+def _coded(texts: Sequence[str], repeats: Positions) -> pa.DictionaryArray:
+    encoded = pa.array(texts, pa.string()).dictionary_encode()
+    codes = np.repeat(encoded.indices.to_numpy(), repeats)
+    return pa.DictionaryArray.from_arrays(pa.array(codes), encoded.dictionary)
 
 
-def _statistics(
-    wire: pa.Table,
-    plan_id: str,
-    plans: Mapping[str, PlanColumns],
-    records: Mapping[str, pa.Array],
-    context: RowContext,
-) -> pa.Table:
+@dataclass(frozen=True, slots=True)
+class _Cells:
+    """What a run has of one plan: statistics by body, and where each record of them stands among all records."""
+
+    plan: PlanColumns
+    parts: Sequence[Measured]
+    records: Positions
+
+
+def _by_plan(bodies: Sequence[Checked], records: _Records) -> Iterator[_Cells]:
+    """Yield the statistics by run and plan, rank by rank: a series lies together, in the order it came."""
+    found: dict[tuple[str, str], list[tuple[int, int, Measured]]] = defaultdict(list)
+    for number, body in enumerate(bodies):
+        for part in body.statistics:
+            if len(part.plan):
+                found[body.context.run, part.plan_id].append((body.context.rank, number, part))
+    for key in sorted(found):
+        ordered = sorted(found[key], key=lambda cell: cell[:2])
+        places = np.concatenate([records.starts[number] + part.records for _, number, part in ordered])
+        parts = [part for _, _, part in ordered]
+        yield _Cells(parts[0].plan, parts, places)
+
+
+def _grid(cells: _Cells, records: _Records) -> pa.Table:
     """Return the rows of all records that use the plan; a tensor with null counts was absent and gets no row."""
-    plan = plans[plan_id]
-    users = pc.fill_null(pc.equal(_column(wire, "plan"), plan_id), pa.scalar(value=False))
-    chosen = np.flatnonzero(users.to_numpy(zero_copy_only=False))
-    values = _matrix(wire, "values", chosen, len(WIRE_VALUE_OPS), len(plan))
-    counts = _matrix(wire, "counts", chosen, len(WIRE_COUNT_OPS), len(plan))
-    rows = len(chosen) * len(plan)
-    parents = np.repeat(chosen, len(plan))
-
-    columns = plan.repeated(len(chosen)) | context.columns(rows)
-    for name, array in records.items():
-        columns[name] = _over(columns.get(name), _spread(array, parents))
-    floats = values.to_numpy(zero_copy_only=False).reshape(len(chosen), len(WIRE_VALUE_OPS), len(plan))
-    for position, op in enumerate(WIRE_VALUE_OPS):
-        columns[op] = pa.array(np.ascontiguousarray(floats[:, position]).ravel(), from_pandas=True)
-    present = _count_columns(counts, len(chosen), len(plan), columns)
-
+    plan, height = cells.plan, len(cells.records)
+    chosen = pa.array(cells.records)
+    columns = {name: _of_record(column.take(chosen), len(plan)) for name, column in records.columns.items()}
+    for name, names in plan.sorted_columns.items():
+        columns[name] = _over(_of_tensor(names, height), columns.get(name))
+    columns |= dict(zip(WIRE_VALUE_OPS, _values(cells), strict=True))
+    present = _counts(cells, columns)
     schema = coded_schema("tensor_stats")
     table = pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
     return table if present is None else table.filter(present)
 
 
-def _matrix(wire: pa.Table, name: str, chosen: npt.NDArray[np.intp], ops: int, tensors: int) -> pa.Array:
-    """Return the flat numbers of the chosen records, after checking that each has `ops` for every tensor."""
-    lists = _column(wire, name)
-    if len(chosen) != len(lists):
-        lists = lists.take(pa.array(chosen))
-    lengths = pc.list_value_length(lists)
-    if lists.null_count or not pc.all(pc.equal(lengths, ops * tensors), min_count=0).as_py():
-        raise DecodeError(f"{name} does not hold {ops} numbers for each of the {tensors} tensors of its plan")
-    return lists.flatten()
+def _values(cells: _Cells) -> Iterator[pa.Array]:
+    """Yield the columns of floats, tensor by tensor, in each of them record by record."""
+    shape = (len(WIRE_VALUE_OPS), len(cells.plan))
+    parts = [part.values.to_numpy(zero_copy_only=False).reshape(-1, *shape) for part in cells.parts]
+    for column in _turned(parts, cells.plan):
+        absent = np.isnan(column)
+        yield pa.nulls(len(column), pa.float32()) if absent.all() else pa.array(column, mask=absent)
 
 
-def _count_columns(counts: pa.Array, records: int, tensors: int, columns: dict[str, pa.Array]) -> pa.Array | None:
+def _counts(cells: _Cells, columns: dict[str, pa.Array]) -> pa.Array | None:
     """Put the count columns into `columns`; return which rows exist, or None when all do."""
-    shape = (records, len(WIRE_COUNT_OPS), tensors)
-    absent = None
-    if counts.null_count:
-        absent = counts.is_null().to_numpy(zero_copy_only=False).reshape(shape)
-        counts = counts.fill_null(0)
-    integers = counts.to_numpy().reshape(shape)
-    for position, op in enumerate(WIRE_COUNT_OPS):
-        mask = None if absent is None else np.ascontiguousarray(absent[:, position]).ravel()
-        columns[op] = pa.array(np.ascontiguousarray(integers[:, position]).ravel(), mask=mask)
-    return None if absent is None else pa.array(~absent.all(axis=1).ravel())
+    shape = (len(WIRE_COUNT_OPS), len(cells.plan))
+    counts = [part.counts.fill_null(0) if part.counts.null_count else part.counts for part in cells.parts]
+    parts = [numbers.to_numpy().reshape(-1, *shape) for numbers in counts]
+    absent: list[npt.NDArray[np.bool_] | None] = [None] * len(WIRE_COUNT_OPS)
+    if any(part.counts.null_count for part in cells.parts):
+        absent = list(_turned([absent_counts(part) for part in cells.parts], cells.plan))
+    for op, column, mask in zip(WIRE_COUNT_OPS, _turned(parts, cells.plan), absent, strict=True):
+        columns[op] = pa.array(column, mask=mask)
+    masks = [mask for mask in absent if mask is not None]
+    return pa.array(~np.logical_and.reduce(masks)) if masks else None
 
 
-def _spread(array: pa.Array, parents: npt.NDArray[np.intp]) -> pa.Array:
-    """Return the value of each row's record."""
-    if array.null_count == len(array):
-        return pa.nulls(len(parents), array.type)
-    if array.null_count:
-        return array.take(pa.array(parents))
-    plain = array.view(pa.int64()) if pa.types.is_timestamp(array.type) else array
-    return pa.array(plain.to_numpy()[parents]).view(array.type)
+def _turned(parts: Sequence[npt.NDArray[Number]], plan: PlanColumns) -> Iterator[npt.NDArray[Number]]:
+    """Yield for each statistic what stood record by record as it stands tensor by tensor, in the order of the store."""
+    for number in range(parts[0].shape[1]):
+        by_record = np.concatenate([part[:, number] for part in parts])
+        yield by_record.T.take(plan.order, axis=0).reshape(-1)
 
 
-def _over(own: pa.Array | None, of_record: pa.Array | None) -> pa.Array:
+def _of_record(column: pa.Array, tensors: int) -> pa.Array:
+    """Return a value per record for all tensors: the whole column again and again."""
+    if pa.types.is_dictionary(column.type):
+        return pa.DictionaryArray.from_arrays(_of_record(column.indices, tensors), column.dictionary)
+    if column.null_count == len(column):
+        return pa.nulls(len(column) * tensors, column.type)
+    if column.null_count:
+        return column.take(pa.array(np.tile(np.arange(len(column)), tensors)))
+    return pa.array(np.tile(_integers(column), tensors)).view(column.type)
+
+
+def _of_tensor(column: pa.Array, records: int) -> pa.Array:
+    """Return a value per tensor for all records: each value again and again."""
+    if pa.types.is_dictionary(column.type):
+        return pa.DictionaryArray.from_arrays(_of_tensor(column.indices, records), column.dictionary)
+    if column.null_count == len(column):
+        return pa.nulls(len(column) * records, column.type)
+    if column.null_count:
+        return column.take(pa.array(np.repeat(np.arange(len(column)), records)))
+    return pa.array(np.repeat(_integers(column), records)).view(column.type)
+
+
+def _integers(column: pa.Array) -> npt.NDArray[np.integer]:
+    plain = column.view(pa.int64()) if pa.types.is_timestamp(column.type) else column
+    integers: npt.NDArray[np.integer] = plain.to_numpy()
+    return integers
+
+
+def _over(own: pa.Array, of_record: pa.Array | None) -> pa.Array:
     """Return what a row says itself, and where it says nothing what its record does."""
-    if own is None or of_record is None:
-        return of_record if own is None else own
-    if own.null_count == len(own):
-        return of_record
-    return own if own.null_count == 0 else pc.coalesce(own, of_record)
+    if of_record is None or own.null_count == 0:
+        return own
+    return of_record if own.null_count == len(own) else pc.coalesce(own, of_record)
 
 
-def _nested(wire: pa.Table, dataset: str, records: Mapping[str, pa.Array], context: RowContext) -> pa.Table | None:
-    """Return the rows that travel inside the records as a list of structs, or None when there are none."""
-    if dataset not in wire.column_names:
+def _nested(bodies: Sequence[Checked], dataset: str, records: _Records) -> pa.Table | None:
+    """Return the rows of a dataset that travels inside the records, or None when there are none."""
+    placed = zip(records.starts, bodies, strict=False)  # where the last one ends is no body's start
+    found = [(start, body.nested[dataset]) for start, body in placed if dataset in body.nested]
+    if not found:
         return None
-    lists = _column(wire, dataset)
-    if not pa.types.is_list(lists.type) or not pa.types.is_struct(lists.type.value_type):
-        raise DecodeError(f"column {dataset} has type {lists.type}, this service reads a list of structs")
-    structs = lists.flatten()
-    if len(structs) == 0:
-        return None
-    parents = pc.list_parent_indices(lists).to_numpy()
-    columns = {name: _plain(column) for name, column in context.columns(len(structs)).items()}
-    for name, array in records.items():
-        columns[name] = _spread(array, parents)
+    parents = pa.array(np.concatenate([start + nested.records for start, nested in found]))
+    columns = {name: column.take(parents) for name, column in records.columns.items()}
     for field in NESTED[dataset]:
-        columns[field.name] = _over(_member(structs, dataset, field), columns.get(field.name))
-    schema = table_schema(dataset)
-    arrays = [columns[field.name] if field.name in columns else pa.nulls(len(structs), field.type) for field in schema]
+        own = _joined(nested.columns[field.name] for _, nested in found)
+        columns[field.name] = _over(own, columns.get(field.name))
+    schema = pa.schema([_as_held(field, columns) for field in coded_schema(dataset)])
+    arrays = [columns[field.name] if field.name in columns else pa.nulls(len(parents), field.type) for field in schema]
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
-def _plain(column: pa.Array) -> pa.Array:
-    """Return text as text: rows that the service adds itself stand in the same table."""
-    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+def _as_held(field: pa.Field, columns: Mapping[str, pa.Array]) -> pa.Field:
+    """Return `field` with the type of its column: text of the rows themselves is not coded."""
+    return field.with_type(columns[field.name].type) if field.name in columns else field
 
 
-def _member(structs: pa.StructArray, dataset: str, field: Field) -> pa.Array:
-    wanted: Any = arrow_field(pa, field)
-    position = structs.type.get_field_index(field.name)
-    if position < 0 and field.nullable:
-        return pa.nulls(len(structs), wanted.type)
-    if position < 0:
-        raise DecodeError(f"{dataset} lacks the field {field.name}")
-    member = structs.flatten()[position]
-    if member.type != wanted.type:
-        raise DecodeError(f"{dataset}.{field.name} has type {member.type}, this service reads {wanted.type}")
-    if not field.nullable and member.null_count:
-        raise DecodeError(f"{dataset}.{field.name} holds a null")
-    return member
+def _joined(arrays: Iterable[pa.Array]) -> pa.Array:
+    return pa.concat_arrays(list(arrays))

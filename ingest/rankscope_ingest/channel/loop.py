@@ -1,4 +1,4 @@
-"""Read one rank: poll, check, decode, hand over. One asyncio task per target, so a slow rank delays no other.
+"""Read one rank: poll, check, hand over. One asyncio task per target, so a slow rank delays no other.
 
 The cursor moves together with the rows into the batch, and `committed` is passed back only after the store has them.
 """
@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 import pyarrow as pa
 
-from rankscope_ingest.channel.decode import Decoded, RowContext, decode, plan_ids
+from rankscope_ingest.channel.checked import Checked, RowContext, check, plan_ids
 from rankscope_ingest.channel.fetch import Answer, Body, Drained, NothingNew, OtherProcess, Standing
 from rankscope_ingest.channel.plans import PlanCache, PlanColumns
 from rankscope_ingest.channel.wire import open_stream
@@ -25,7 +25,7 @@ from rankscope_ingest.target import Health, Target
 DRAINING_POLL_SECONDS: Final = 0.2
 POKE_SECONDS: Final = 0.25  # between two polls out of turn: whoever pokes without end does not get polls without end
 _FAST_SHARE: Final = 0.25  # of the interval, while the ring is more than half full
-_INLINE_BYTES: Final = 65_536  # a small body is decoded faster than a thread is woken
+_INLINE_BYTES: Final = 262_144  # a small body is inflated faster than a thread is woken
 
 
 class Source(Protocol):
@@ -52,7 +52,7 @@ class Sink(Protocol):
         """Return the first of `count` new arrival numbers."""
         ...
 
-    def took(self, target: Target, body: Decoded, plans: dict[str, PlanColumns], size: int) -> None:
+    def took(self, target: Target, body: Checked, plans: dict[str, PlanColumns], size: int) -> None:
         """Take the rows of one body and move the cursor behind it, both or neither."""
         ...
 
@@ -209,25 +209,24 @@ class TargetLoop:
             raise FetchError("cut", f"{body.rows} records were promised, {wire.num_rows} arrived")
         ordinal = self._sink.ordinals(wire.num_rows)
         plans = {plan_id: await self._plan(plan_id) for plan_id in plan_ids(wire)}
-        if len(body.data) <= _INLINE_BYTES:
-            decoded = decode(wire, plans, self._context, after=target.cursor, first_ordinal=ordinal)
-        else:
-            decoded = await asyncio.to_thread(
-                decode, wire, plans, self._context, after=target.cursor, first_ordinal=ordinal
-            )
-        if (decoded.first, decoded.last) != (body.first, body.last):
+        checked = check(wire, plans, self._context, after=target.cursor, first_ordinal=ordinal)
+        if (checked.first, checked.last) != (body.first, body.last):
             raise FetchError(
-                "cut", f"seq {body.first} to {body.last} was promised, {decoded.first} to {decoded.last} came"
+                "cut", f"seq {body.first} to {body.last} was promised, {checked.first} to {checked.last} came"
             )
-        self._sink.took(target, decoded, plans, len(body.data))
+        self._sink.took(target, checked, plans, len(body.data))
         self._note(body.standing)
 
     async def _plan(self, plan_id: str) -> PlanColumns:
         known = self._plans.get(plan_id)
         if known is not None:
             return known
-        text = await self._source.plan(self.target.registration.url, plan_id)
-        return self._plans.add(plan_id, text)
+        async with self._plans.asking:
+            known = self._plans.get(plan_id)  # another rank may have given it meanwhile
+            if known is not None:
+                return known
+            text = await self._source.plan(self.target.registration.url, plan_id)
+            return self._plans.add(plan_id, text)
 
     def _note(self, standing: Standing) -> None:
         target = self.target

@@ -2,44 +2,57 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from rankscope_contract.records import Plan, PlanEntry, plan_hash
 from rankscope_ingest.errors import DecodeError
-from rankscope_ingest.tables import GrowingColumn, rows_table, table_schema, tiled_column
+from rankscope_ingest.tables import coded_schema, rows_table
 
 NAME_COLUMNS: Final = ("kind", "tensor", "index", "placement", "shard_group", "call_seq", "vpp_stage", "micro_step")
 """Columns of `tensor_stats` that a plan supplies."""
 
 KEPT_PLANS: Final = 256
 
+ASKED_AT_ONCE: Final = 4
+"""Ranks that are asked for a plan at the same time: a thousand that begin together mostly share theirs."""
+
 
 class PlanColumns:
-    """One plan as columns: `repeated(n)` gives the names of n records in a row, without copying them again."""
+    """One plan as columns. `order` sorts its entries as the store does; `sorted_columns` are their names so sorted."""
 
     def __init__(self, plan: Plan) -> None:
         self.entries: tuple[PlanEntry, ...] = plan.entries
-        schema = table_schema("tensor_stats")
-        self._columns: dict[str, GrowingColumn] = {
-            name: tiled_column(pa.array([getattr(entry, name) for entry in plan.entries], schema.field(name).type))
+        ordered = sorted(range(len(plan.entries)), key=lambda number: _sort_key(plan.entries[number]))
+        self.order: npt.NDArray[np.intp] = np.array(ordered, np.intp)
+        schema = coded_schema("tensor_stats")
+        self.sorted_columns: dict[str, pa.Array] = {
+            name: _column([getattr(plan.entries[number], name) for number in ordered], schema.field(name).type)
             for name in NAME_COLUMNS
         }
 
     def __len__(self) -> int:
         return len(self.entries)
 
-    def repeated(self, records: int) -> dict[str, pa.Array]:
-        """Return the name columns of `records` records, one after another."""
-        rows = records * len(self.entries)
-        return {name: column.head(rows) for name, column in self._columns.items()}
-
     def dimension_rows(self, common: Callable[[], dict[str, Any]]) -> pa.Table:
         """Return the plan as rows of `tensors`; `common` gives run, attempt, rank and the like of the next row."""
         return rows_table("tensors", (common() | _dimension(entry) for entry in self.entries))
+
+
+def _sort_key(entry: PlanEntry) -> tuple[str, str]:
+    return entry.tensor, entry.kind
+
+
+def _column(values: list[Any], arrow_type: pa.DataType) -> pa.Array:
+    if pa.types.is_dictionary(arrow_type):
+        return pa.array(values, arrow_type.value_type).dictionary_encode()
+    return pa.array(values, arrow_type)
 
 
 def _dimension(entry: PlanEntry) -> dict[str, Any]:
@@ -65,6 +78,7 @@ class PlanCache:
     def __init__(self, size: int = KEPT_PLANS) -> None:
         self._size = size
         self._plans: OrderedDict[str, PlanColumns] = OrderedDict()
+        self.asking = asyncio.Semaphore(ASKED_AT_ONCE)
 
     def get(self, plan_id: str) -> PlanColumns | None:
         """Return the plan, or None when it has to be fetched."""

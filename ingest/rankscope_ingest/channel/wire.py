@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from typing import Final
 
+import numpy as np
 import pyarrow as pa
 
 from rankscope_ingest.errors import DecodeError
@@ -24,7 +25,7 @@ _OPTIONS: Final = pa.ipc.IpcReadOptions(use_threads=False)
 _MESSAGE_HEADER: Final = 2
 _BATCH_BUFFERS: Final = 2
 _BATCH_COMPRESSION: Final = 3
-_BUFFER_SIZE: Final = 16  # struct Buffer { offset: long; length: long }
+_BUFFER: Final = np.dtype([("offset", "<i8"), ("length", "<i8")])
 
 
 def open_stream(body: bytes, *, max_inflated_bytes: int = MAX_INFLATED_BYTES) -> pa.Table:
@@ -66,17 +67,16 @@ def _batch_bytes(metadata: bytes, body: pa.Buffer) -> int:
         return 0
     compressed = _field(metadata, header, _BATCH_COMPRESSION) is not None
     vector = position + _uint32(metadata, position)
-    data = memoryview(body)
-    total = 0
-    for number in range(_uint32(metadata, vector)):
-        offset, length = struct.unpack_from("<qq", metadata, vector + 4 + number * _BUFFER_SIZE)
-        if compressed and length >= 8:
-            # Each compressed buffer begins with its inflated size; -1 says that it was left as it is.
-            claimed = struct.unpack_from("<q", data, offset)[0]
-            total += length if claimed < 0 else claimed
-        else:
-            total += length
-    return total
+    count = _uint32(metadata, vector)
+    buffers = np.frombuffer(metadata, _BUFFER, count, vector + 4)
+    if not compressed:
+        return int(buffers["length"].sum())
+    if buffers["offset"].min(initial=0) < 0 or (buffers["offset"] & 7).any():
+        raise DecodeError("not an Arrow record stream: a buffer that does not begin at a multiple of 8 bytes")
+    # Each compressed buffer begins with its inflated size; -1 says that it was left as it is.
+    packed = buffers[buffers["length"] >= 8]
+    claims = np.frombuffer(body, "<i8", len(body) // 8)[packed["offset"] // 8]
+    return sum(np.where(claims < 0, packed["length"], claims).tolist())  # Python's integers do not wrap
 
 
 def _uint32(metadata: bytes, position: int) -> int:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rankscope_ingest.channel.decode import Decoded
+from rankscope_ingest.channel.checked import Checked
 from rankscope_ingest.progress import RunMeter
 from rankscope_ingest.rows import Row, Stamp, found_row, gap_row
 from rankscope_ingest.service_metrics import ServiceMetrics
@@ -60,7 +60,7 @@ class Losses:
         else:
             self._given_up.pop(target.incarnation, None)
 
-    def of_body(self, target: Target, body: Decoded) -> list[Row]:
+    def of_body(self, target: Target, body: Checked) -> list[Row]:
         """Return what a body says of records that are missing before or in it, and of such that are found."""
         why = "neither the spool nor a store has them" if target.is_dead else "the ring had overwritten them"
         rows = [self._gap(target, first, last, why) for first, last in body.missing]

@@ -19,7 +19,7 @@ import pyarrow as pa
 from rankscope_contract.channel import STATE_DRAINING, Registration
 from rankscope_contract.spool import Orphan, SpoolError
 from rankscope_contract.spool.layout import folders
-from rankscope_ingest.channel.decode import plan_ids
+from rankscope_ingest.channel.checked import plan_ids
 from rankscope_ingest.channel.fetch import Answer, Body, Drained, NothingNew, Standing
 from rankscope_ingest.channel.loop import Source
 from rankscope_ingest.channel.wire import open_stream

@@ -17,7 +17,8 @@ from rankscope_contract.collectives import CallState
 from rankscope_contract.stacks import FlightRecord
 from rankscope_exporter.record import StepRecord
 from rankscope_exporter.serving.codec import encode
-from rankscope_ingest.channel.decode import RowContext, decode
+from rankscope_ingest.channel.checked import RowContext, check
+from rankscope_ingest.channel.decode import decode
 from rankscope_storage.connection import connect
 from rankscope_storage.store import Batch, Store
 
@@ -140,8 +141,9 @@ def test_in_the_store_the_rank_that_came_late_is_the_last_and_the_others_waited_
         for rank, outcome in enumerate(outcomes):
             body = encode(0, [StepRecord(ts=outcome["told_at"], collectives=tuple(outcome["script"]["rows"]))]).body
             context = RowContext(run="r", attempt=0, rank=rank, incarnation=f"i{rank}")
-            decoded = decode(pa.ipc.open_stream(body).read_all(), {}, context, after=-1, first_ordinal=0)
-            writer.append(Batch(tables=decoded.tables, watermarks={f"i{rank}": 0}))
+            wire = pa.ipc.open_stream(body).read_all()
+            checked = check(wire, {}, context, after=-1, first_ordinal=0)
+            writer.append(Batch(tables=decode([checked]), watermarks={f"i{rank}": 0}))
     with connect(store.root) as connection:
         calls = connection.query("FROM collective_calls ORDER BY collective_seq").to_pylist()
 
