@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -23,8 +23,18 @@ from deltalake.transaction import AddAction, CommitProperties, PostCommitHookPro
 from rankscope_contract import SCHEMA_VERSION
 from rankscope_storage.durable import Sync
 from rankscope_storage.errors import ConflictError, NotAStoreError, SchemaVersionError, StoreError
-from rankscope_storage.log_errors import check_path, first_line, translated
-from rankscope_storage.log_files import LOG_FOLDER, Entry, checkpoint_files, entry, newest_checkpoint, read_entry
+from rankscope_storage.log_errors import check_path, first_line, torn, translated
+from rankscope_storage.log_files import (
+    ACTIONS,
+    LOG_FOLDER,
+    checkpoint_files,
+    entry,
+    is_between,
+    is_cut,
+    newest_checkpoint,
+    read_entry,
+    transactions_between,
+)
 from rankscope_storage.parquet import DataFile
 from rankscope_storage.schema import PARTITION_COLUMNS, table_schema
 from rankscope_storage.snapshot import Snapshot, snapshot_files
@@ -107,6 +117,8 @@ class Log:
             raise translated(error, root) from error
         log = cls(root, table, sync, base)
         log._check_schema_version()
+        if version is None:
+            log._check_newest_entry()
         return log
 
     @property
@@ -150,14 +162,15 @@ class Log:
         After any other StoreError the commit may or may not have been stored.
         """
         before = self.version
+        actions: list[AddAction | RemoveAction] = [*_removals(change), *_additions(change)]
         try:
             self._table.create_write_transaction(
-                [*_removals(change), *_additions(change)],
+                actions,
                 mode="append",
                 schema=self._table.schema(),
                 partition_by=list(PARTITION_COLUMNS),
                 commit_properties=CommitProperties(
-                    custom_metadata=dict(change.info),
+                    custom_metadata={**change.info, ACTIONS: len(actions) + len(change.transactions)},
                     app_transactions=[Transaction(name, number) for name, number in change.transactions.items()],
                 ),
                 post_commithook_properties=_HOOKS,
@@ -170,24 +183,12 @@ class Log:
 
     def changed_transactions(self, since: int) -> dict[str, int] | None:
         """Return the transactions committed after version `since`; None when an entry cannot be read any more."""
-        moved: dict[str, int] = {}
-        for found in self._since(since):
-            if found is None:
-                return None
-            moved |= found.transactions
-        return moved
+        return transactions_between(self.root, since, self.version)
 
     def landed(self, since: int, change: Change) -> bool | None:
         """Whether one entry after version `since` holds all of `change`; None when one cannot be read any more."""
-        for found in self._since(since):
-            if found is None:
-                return None
-            if found.holds(change.transactions, [file.path for file in change.added]):
-                return True
-        return False
-
-    def _since(self, version: int) -> Iterator[Entry | None]:
-        return (read_entry(entry(self.root, later)) for later in range(version + 1, self.version + 1))
+        paths = [file.path for file in change.added]
+        return is_between(self.root, since, self.version, change.transactions, paths)
 
     def history(self, limit: int) -> list[dict[str, Any]]:
         """Return the commit information of the newest `limit` commits that are still in the log, newest first."""
@@ -260,6 +261,12 @@ class Log:
         except (DeltaError, OSError) as error:
             raise translated(error, self.root) from error
         return [self.root / name for name in names if name.startswith("dataset=") and name.endswith(".parquet")]
+
+    def _check_newest_entry(self) -> None:
+        """Raise TornLogError when a loss of power cut the newest entry where a line ends, which delta-rs cannot see."""
+        newest = read_entry(entry(self.root, self.version))
+        if newest is not None and is_cut(newest.text):
+            raise torn(self.root, "it has fewer lines than it says")
 
     def _check_schema_version(self) -> None:
         configuration = self._table.metadata().configuration

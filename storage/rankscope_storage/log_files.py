@@ -1,4 +1,4 @@
-"""The files of a Delta log, read without delta-rs, which reads all of them or none. Paths and bytes only."""
+"""The files of a Delta log, read without delta-rs, which reads all of them or none."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 LOG_FOLDER: Final = "_delta_log"
 NO_CHECKPOINT: Final = -1
+ACTIONS: Final = "rankscopeActions"
+"""In what a commit says of itself: how many lines follow it. An entry that was cut between two lines looks valid."""
 
 _HINT: Final = "_last_checkpoint"
 _STAGED: Final = re.compile(r".+#\d+")
@@ -44,6 +49,35 @@ def read_entry(path: Path) -> Entry | None:
     return Entry({transaction["appId"]: transaction["version"] for transaction in moved}, text)
 
 
+def transactions_between(root: Path, since: int, upto: int) -> dict[str, int] | None:
+    """Return the transactions that versions after `since` up to `upto` moved; None when one was cleaned up."""
+    moved: dict[str, int] = {}
+    for version in range(since + 1, upto + 1):
+        found = read_entry(entry(root, version))
+        if found is None:
+            return None
+        moved |= found.transactions
+    return moved
+
+
+def is_between(root: Path, since: int, upto: int, transactions: Mapping[str, int], paths: Sequence[str]) -> bool | None:
+    """Whether one version after `since` up to `upto` holds all of this; None when one was cleaned up."""
+    entries = [read_entry(entry(root, version)) for version in range(since + 1, upto + 1)]
+    if any(found is not None and found.holds(transactions, paths) for found in entries):
+        return True
+    return None if None in entries else False
+
+
+def is_cut(text: bytes) -> bool:
+    """Whether an entry has fewer lines than it says, as after a loss of power; one that does not say is taken as it is.
+
+    Raises ValueError for a line that is not whole.
+    """
+    first, *others = text.splitlines() or [b"{}"]
+    said = json.loads(first).get("commitInfo", {}).get(ACTIONS)
+    return said is not None and len(others) < int(said)
+
+
 def has_entries(root: Path) -> bool:
     """Return whether a table was ever completed at `root`; a full disk may have stopped its creation half way."""
     return any((root / LOG_FOLDER).glob("*.json")) or any((root / LOG_FOLDER).glob("*.parquet"))
@@ -63,6 +97,20 @@ def newest_checkpoint(root: Path) -> int:
         return int(json.loads((root / LOG_FOLDER / _HINT).read_bytes())["version"])
     except (OSError, ValueError, KeyError, TypeError):  # never written, or torn by a loss of power
         return NO_CHECKPOINT
+
+
+def torn_checkpoint(root: Path) -> Path | None:
+    """Return the newest checkpoint when it is not whole, or the name that stands for one which is not there."""
+    found = max((root / LOG_FOLDER).glob("*.checkpoint.parquet"), default=None)
+    named, hint = checkpoint_files(root, newest_checkpoint(root))
+    if hint.exists() and newest_checkpoint(root) != NO_CHECKPOINT and not named.exists():
+        return hint
+    try:
+        if found is not None:
+            pq.ParquetFile(found).read()
+    except (OSError, pa.ArrowException):
+        return found
+    return None
 
 
 def staged_entries(root: Path) -> list[Path]:

@@ -215,9 +215,11 @@ def _tell_repair(report: RepairReport, *, dry_run: bool) -> None:
     would = "would be " if dry_run else ""
     if report.torn_entry:
         print(f"{would}moved to _damaged/: log entry {report.torn_entry}, of which nothing was acknowledged")
+    if report.torn_checkpoint:
+        print(f"{would}moved to _damaged/: {report.torn_checkpoint}, a checkpoint; the entries it stood for are there")
     for lost in report.lost:
         print(f"{would}taken out of the log, lost: {lost}")
-    if report.torn_entry and dry_run:
+    if (report.torn_entry or report.torn_checkpoint) and dry_run:
         print("files are looked at once the log can be read")
     elif not report.changed:
         print("nothing to repair")

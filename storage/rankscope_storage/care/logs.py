@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rankscope_storage.log_files import LOG_FOLDER
+from rankscope_storage.log_files import LOG_FOLDER, is_cut
 
 
 def entries(root: Path) -> list[Path]:
@@ -16,8 +16,9 @@ def entries(root: Path) -> list[Path]:
 def is_torn(entry: Path) -> bool:
     """Whether `entry` is not a line of JSON per action, as after a loss of power."""
     try:
-        lines = entry.read_bytes().splitlines()
-        return not lines or not all(isinstance(json.loads(line), dict) for line in lines)
+        text = entry.read_bytes()
+        lines = text.splitlines()
+        return not lines or not all(isinstance(json.loads(line), dict) for line in lines) or is_cut(text)
     except ValueError:
         return True
 

@@ -19,7 +19,7 @@ from rankscope_storage.compaction import MUTEX
 from rankscope_storage.durable import Sync, make_folders
 from rankscope_storage.errors import StoreError
 from rankscope_storage.log import Change, Log
-from rankscope_storage.log_files import LOG_FOLDER
+from rankscope_storage.log_files import LOG_FOLDER, checkpoint_files, newest_checkpoint, torn_checkpoint
 from rankscope_storage.parquet import DataFile
 
 DAMAGED: Final = "_damaged"
@@ -34,25 +34,44 @@ class RepairReport:
 
     torn_entry: str | None
     lost: tuple[str, ...]
+    torn_checkpoint: str | None = None
 
     @property
     def changed(self) -> bool:
         """Whether there was anything to do."""
-        return bool(self.torn_entry or self.lost)
+        return bool(self.torn_entry or self.torn_checkpoint or self.lost)
 
 
 def repair(root: Path, sync: Sync, *, dry_run: bool = False, deep: bool = False) -> RepairReport:
-    """Move a torn newest log entry away, and take files that cannot be read out of the log.
+    """Move a torn newest log entry or checkpoint away, and take files that cannot be read out of the log.
 
     Raises ClaimError while a service of this machine writes, and StoreError for what no program should decide.
     """
     with all_shards(root, "rankscope store repair"):
+        checkpoint = _shorten(root, sync, dry_run=dry_run)
         torn = _torn_entry(root)
-        if torn is not None and dry_run:
-            return RepairReport(torn_entry=torn.name, lost=())
+        if (torn or checkpoint) and dry_run:
+            return RepairReport(torn_entry=torn.name if torn else None, torn_checkpoint=checkpoint, lost=())
         if torn is not None:
             _set_aside(root, torn, sync)
-        return RepairReport(torn_entry=torn.name if torn else None, lost=_drop(root, sync, dry_run=dry_run, deep=deep))
+        return RepairReport(
+            torn_entry=torn.name if torn else None,
+            torn_checkpoint=checkpoint,
+            lost=_drop(root, sync, dry_run=dry_run, deep=deep),
+        )
+
+
+def _shorten(root: Path, sync: Sync, *, dry_run: bool) -> str | None:
+    """Move a torn newest checkpoint away: the entries that it stood for go only when it has reached the disk."""
+    torn = torn_checkpoint(root)
+    if torn is None:
+        return None
+    if not dry_run:
+        _, hint = checkpoint_files(root, newest_checkpoint(root))
+        for path in {hint, torn}:
+            with contextlib.suppress(FileNotFoundError):
+                _set_aside(root, path, sync)
+    return torn.name
 
 
 def _torn_entry(root: Path) -> Path | None:
