@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rankscope_contract.channel import SERVICE_DISCOVERY_PATH
+from rankscope_contract.channel import REMOTE_READ_PATH, SERVICE_DISCOVERY_PATH
 
 DEFAULT_SERVICE: Final = "127.0.0.1:9470"
 DEFAULT_ALERTMANAGER: Final = "127.0.0.1:9093"
@@ -53,6 +53,7 @@ class PrometheusSettings:
     scrape_seconds: float = 5.0
     evaluation_seconds: float = 5.0
     discovery_seconds: float = 5.0
+    with_history: bool = True  # what the service has stored is asked for as well
 
     def __post_init__(self) -> None:
         for name in ("scrape_seconds", "evaluation_seconds", "discovery_seconds"):
@@ -74,7 +75,8 @@ def prometheus_config(settings: PrometheusSettings | None = None) -> dict[str, A
     }
     if chosen.alertmanager is not None:
         document["alerting"] = {"alertmanagers": [{"static_configs": [{"targets": [chosen.alertmanager]}]}]}
-    return {**document, "scrape_configs": [_ranks(chosen), _service(chosen)]}
+    document["scrape_configs"] = [_ranks(chosen), _service(chosen)]
+    return document | ({"remote_read": [_history(chosen)]} if chosen.with_history else {})
 
 
 def duration(seconds: float) -> str:
@@ -94,6 +96,21 @@ def _ranks(settings: PrometheusSettings) -> dict[str, Any]:
         **_access(settings, settings.tls),
     }
     return {"job_name": RANKS_JOB, "http_sd_configs": [discovery], **_access(settings, settings.ranks_tls)}
+
+
+def _history(settings: PrometheusSettings) -> dict[str, Any]:
+    """Return how the store is asked for what Prometheus has not, or no longer, itself.
+
+    Only by who names the job: for its first hours a Prometheus asks for everything it looks at, and the rules look at
+    every tensor at each evaluation. So alerts never wait for history, and history raises none.
+    """
+    scheme = "http" if settings.tls is None else "https"
+    return {
+        "url": f"{scheme}://{settings.service}{REMOTE_READ_PATH}",
+        "name": SERVICE_JOB,
+        "required_matchers": {"job": RANKS_JOB},
+        **_access(settings, settings.tls),
+    }
 
 
 def _service(settings: PrometheusSettings) -> dict[str, Any]:

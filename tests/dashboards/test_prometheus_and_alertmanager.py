@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 
 import pytest
@@ -21,6 +22,7 @@ from rankscope_dashboards.alertmanager_config import (
 )
 from rankscope_dashboards.generate import PROVISIONING
 from rankscope_dashboards.prometheus_config import PrometheusSettings, Tls, duration, prometheus_config
+from rankscope_dashboards.rules import rule_file
 from rankscope_dashboards.yaml_text import as_yaml
 
 HOOK = Webhook(url="https://alerts.example/hook?key=1")
@@ -150,6 +152,14 @@ def test_prometheus_without_secrets_finds_ranks_through_the_service(by_promtool)
     assert ["127.0.0.1:1"] == service["static_configs"][0]["targets"]
     assert "authorization" not in ranks
     assert "alerting" not in document
+    assert [
+        {
+            "url": "http://127.0.0.1:1/api/v1/read",
+            "name": "rankscope-service",
+            "required_matchers": {"job": "rankscope"},
+        }
+    ] == document["remote_read"]
+    assert "remote_read" not in prometheus_config(PrometheusSettings(with_history=False))
 
 
 def test_token_and_certificates_go_with_discovery_and_with_every_scrape(by_promtool):
@@ -160,13 +170,16 @@ def test_token_and_certificates_go_with_discovery_and_with_every_scrape(by_promt
     document = prometheus_config(settings)
     by_promtool(document)
     ranks, service = document["scrape_configs"]
-    discovery = ranks["http_sd_configs"][0]
+    discovery, (history,) = ranks["http_sd_configs"][0], document["remote_read"]
 
     assert "https://[::1]:9470/sd" == discovery["url"]
+    assert "https://[::1]:9470/api/v1/read" == history["url"]
     assert "https" == service["scheme"]
-    assert ["secret"] * 3 == [part["authorization"]["credentials_file"] for part in (ranks, service, discovery)]
-    assert [{"ca_file": "secret", "server_name": "service"}] * 2 == [
-        part["tls_config"] for part in (service, discovery)
+    assert ["secret"] * 4 == [
+        part["authorization"]["credentials_file"] for part in (ranks, service, discovery, history)
+    ]
+    assert [{"ca_file": "secret", "server_name": "service"}] * 3 == [
+        part["tls_config"] for part in (service, discovery, history)
     ]
     assert {"insecure_skip_verify": True} == ranks["tls_config"]
     assert "token" not in as_yaml(document)
@@ -178,3 +191,11 @@ def test_token_and_certificates_go_with_discovery_and_with_every_scrape(by_promt
 )
 def test_durations_are_written_as_prometheus_reads_them(seconds, text):
     assert text == duration(seconds)
+
+
+def test_no_rule_asks_the_store():
+    """Only who names the job of the ranks is answered from history, and rules are evaluated every few seconds."""
+    expressions = [rule["expr"] for group in rule_file()["groups"] for rule in group["rules"]]
+
+    assert expressions
+    assert not [one for one in expressions if re.search(r"""job\s*=\s*['"]rankscope['"]""", one)]

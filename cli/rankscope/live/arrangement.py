@@ -20,7 +20,7 @@ from rankscope.live.programs import ALERTMANAGER, PROMETHEUS, required
 from rankscope.live.stack import LOOPBACK, SERVICE, TOKEN_FILE, Piece, ServiceWish, Wish, files, pace, pieces
 from rankscope.live.trust import service_trust
 from rankscope_dashboards.alertmanager_config import Mail, Webhook
-from rankscope_dashboards.prometheus_config import Tls, duration
+from rankscope_dashboards.prometheus_config import RANKS_JOB, Tls, duration
 
 if TYPE_CHECKING:
     from rankscope_ingest.config import ServiceConfig
@@ -231,6 +231,10 @@ def _facts(wish: Wish, settings: ServiceConfig) -> list[str]:
     if wish.alertmanager is not None:
         ways = ", ".join(_words(receiver.ways[0]) for receiver in wish.receivers)
         lines.append(f"Alertmanager tells   {ways or 'nobody: name somebody with --notify'} ({pace(wish)})")
+    if wish.prometheus is not None:
+        lines.append(
+            f'Prometheus shows     the whole store too, where the job is named: rankscope_loss{{job="{RANKS_JOB}"}}'
+        )
     return lines
 
 
