@@ -23,9 +23,10 @@ import pyarrow as pa
 
 from rankscope_storage.definitions import named
 from rankscope_storage.durable import sync_to_disk
-from rankscope_storage.engines import DEFINITIONS, RAW, Engine, log_of, put_back, start, trust
+from rankscope_storage.engines import DEFINITIONS, LATEST, RAW, Engine, log_of, put_back, start, trust
 from rankscope_storage.errors import FilesGoneError, QueryError
 from rankscope_storage.log import Log
+from rankscope_storage.newest import TABLE, newest_steps, rows_of
 from rankscope_storage.questions import Bounds, Mention, bounds, mentions
 from rankscope_storage.snapshot import Snapshot
 from rankscope_storage.views import files_select, has_one_shape, raw_select
@@ -53,13 +54,13 @@ def connect(path: str | Path, *, locked: bool = False, version: int | None = Non
             return Connection(engine, Log.open(root, sync_to_disk, version=version).snapshot(), None)
         log = log_of(engine)
         if log is None:
-            log, engine.newest = Log.open(root, sync_to_disk), None
+            log, engine.snapshot = Log.open(root, sync_to_disk), None
         else:
             log.refresh()
         engine.log = log
-        if engine.newest is None or engine.newest.version != log.version:
-            engine.newest = log.snapshot()
-        return Connection(engine, engine.newest, log)
+        if engine.snapshot is None or engine.snapshot.version != log.version:
+            engine.snapshot = log.snapshot()
+        return Connection(engine, engine.snapshot, log)
     except BaseException:
         put_back(engine)
         raise
@@ -184,7 +185,7 @@ class Connection:
             return
         self._log.refresh()
         if self._log.version != self._snapshot.version:
-            self._snapshot = self._engine.newest = self._log.snapshot()
+            self._snapshot = self._engine.snapshot = self._log.snapshot()
 
     def _define(self, names: Iterable[str], reading: Mapping[str, Sequence[Bounds]] | None) -> None:
         """Let the views and macros called `names`, which come in order of need, show the files of `reading`."""
@@ -234,15 +235,49 @@ class Connection:
             # It may come to what is defined without a word of it, so all of that has to show all files.
             needed = self._engine.defined.union(named(query, DEFINITIONS))
             self._define([name for name in DEFINITIONS if name in needed], None)
+            if LATEST in needed:
+                self._find_newest(None)
         else:
-            self._define(named(query, DEFINITIONS), _wanted(read, parameters))
+            self._define(named(query, DEFINITIONS), self._wanted(read, parameters))
         try:
             return run()
         except duckdb.CatalogException:
             if len(self._engine.defined) == len(DEFINITIONS):
                 raise
             self._define(DEFINITIONS, None)
+            self._find_newest(None)
             return run()
+
+    def _wanted(self, read: Iterable[Mention], parameters: object) -> dict[str, list[Bounds]]:
+        """Return by dataset the rows that the mentions of views and macros need of it, one way or another."""
+        wanted: dict[str, list[Bounds]] = {}
+        latest: list[Bounds] = []
+        for mention in read:
+            needed = bounds(mention, parameters)
+            if mention.name == LATEST:
+                latest.append(needed)
+            else:
+                for dataset in _datasets(mention.name):
+                    wanted.setdefault(dataset, []).append(needed)
+        if latest:
+            wanted.setdefault("tensor_stats", []).extend(rows_of(self._find_newest(latest)))
+        return wanted
+
+    def _find_newest(self, wanted: Sequence[Bounds] | None) -> pa.Table:
+        """Tell `tensor_latest` the newest steps in the files of `wanted`, and return them."""
+        files = self._snapshot.within("tensor_stats", wanted)
+        found = newest_steps(files, lambda question: self._duckdb.sql(question).to_arrow_table())
+        if files != self._engine.newest_of:
+            self._engine.newest_of = None
+            self._duckdb.execute(f"TRUNCATE {TABLE}")
+            columns = [column.to_pylist() for column in found.columns]
+            self._duckdb.execute(
+                f"INSERT INTO {TABLE} SELECT unnest(?::VARCHAR[]), unnest(?::INT[]), unnest(?::INT[]), "
+                "unnest(?::VARCHAR[]), unnest(?::BIGINT[])",
+                columns,
+            )
+            self._engine.newest_of = files
+        return found
 
     def _mentioned(self, query: str) -> tuple[Mention, ...] | None:
         """Return what `query` reads of our views and macros, None when it may read anything."""
@@ -273,16 +308,6 @@ class Connection:
         if kinds != [duckdb.StatementType.SELECT]:
             names = ", ".join(kind.name for kind in kinds) or "nothing"
             raise QueryError(f"only one SELECT (or EXPLAIN of one) may be asked here, not {names}")
-
-
-def _wanted(read: Iterable[Mention], parameters: object) -> dict[str, list[Bounds]]:
-    """Return by dataset the rows that the mentions of views and macros need of it, one way or another."""
-    wanted: dict[str, list[Bounds]] = {}
-    for mention in read:
-        needed = bounds(mention, parameters)
-        for dataset in _datasets(mention.name):
-            wanted.setdefault(dataset, []).append(needed)
-    return wanted
 
 
 @functools.cache

@@ -18,14 +18,20 @@ from typing import Final
 import duckdb
 
 from rankscope_contract.escaping import sql_string
+from rankscope_storage import newest
 from rankscope_storage.definitions import Definition, definitions
 from rankscope_storage.log import Log
 from rankscope_storage.log_files import LOG_FOLDER
+from rankscope_storage.macros.latest import tensor_latest
 from rankscope_storage.questions import Mention
 from rankscope_storage.snapshot import Snapshot
 
 RAW: Final = "rankscope_raw."
-DEFINITIONS: Final[Mapping[str, Definition]] = definitions(prefix=RAW)
+LATEST: Final = "tensor_latest"
+DEFINITIONS: Final[Mapping[str, Definition]] = {
+    **definitions(prefix=RAW),
+    LATEST: Definition(tensor_latest(f"  FROM {newest.TABLE}\n"), (), ("tensor_stats",)),
+}
 
 IDLE: Final = 4
 """Instances that wait at most, over all stores; the one that has waited longest is closed first."""
@@ -45,10 +51,12 @@ class Engine:
     defined: set[str] = field(default_factory=set)
     understood: dict[str, tuple[Mention, ...] | None] = field(default_factory=dict)
     footers: set[str] = field(default_factory=set)
+    newest_of: Sequence[str] | None = None
+    """The files that the table of newest steps was made of."""
     trusting: bool = False
     """Whether files count as unchanged since they were first opened, as those of a store are."""
     log: Log | None = None
-    newest: Snapshot | None = None
+    snapshot: Snapshot | None = None
     stamp: tuple[int, ...] | None = None
 
 
@@ -66,7 +74,7 @@ def put_back(engine: Engine) -> None:
     """Let `engine`, in which nothing was changed but by us, wait for the next connection."""
     if engine.log is not None:
         engine.stamp = _stamp(engine.log)
-    files = 0 if engine.newest is None else engine.newest.files.num_rows
+    files = 0 if engine.snapshot is None else engine.snapshot.files.num_rows
     if len(engine.footers) > FOOTERS + 2 * files:
         engine.database.close()
         return
@@ -95,7 +103,8 @@ _VALIDATION: Final = {True: "NO_VALIDATION", False: "VALIDATE_ALL"}
 def _database(root: Path, *, locked: bool) -> duckdb.DuckDBPyConnection:
     database = duckdb.connect()
     database.execute(
-        "SET GLOBAL TimeZone = 'UTC'; SET GLOBAL parquet_metadata_cache = true; CREATE SCHEMA rankscope_raw"
+        "SET GLOBAL TimeZone = 'UTC'; SET GLOBAL parquet_metadata_cache = true; CREATE SCHEMA rankscope_raw; "
+        f"CREATE TABLE {newest.TABLE} (of_run VARCHAR, of_attempt INT, of_rank INT, of_kind VARCHAR, of_step BIGINT)"
     )
     if locked:
         # The order matters: nothing can be changed after the last line. Writing into the store is still possible

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from typing import Final
 
-# The step is found first and joined: DuckDB then reads only the row groups that can hold it.
-TENSOR_LATEST: Final = """\
-CREATE OR REPLACE VIEW tensor_latest AS
-WITH newest AS (
+_NEWEST: Final = """\
   SELECT run AS of_run, attempt AS of_attempt, rank AS of_rank, kind AS of_kind, max(step) AS of_step
   FROM tensor_stats WHERE step IS NOT NULL
   GROUP BY run, attempt, rank, kind
   QUALIFY attempt IS NOT DISTINCT FROM max(attempt) OVER (PARTITION BY run)
-)
+"""
+
+
+def tensor_latest(newest: str = _NEWEST) -> str:
+    """Return the view's statement; `newest` tells the newest step of each rank and kind."""
+    # The step is found first and joined: DuckDB then reads only the row groups that can hold it.
+    return f"""\
+CREATE OR REPLACE VIEW tensor_latest AS
+WITH newest AS (
+{newest})
 SELECT tensor_stats.* FROM tensor_stats JOIN newest
   ON run = of_run AND step = of_step AND kind = of_kind
   AND attempt IS NOT DISTINCT FROM of_attempt AND rank IS NOT DISTINCT FROM of_rank
@@ -20,4 +26,7 @@ QUALIFY row_number() OVER (
   PARTITION BY run, rank, micro_step, vpp_stage, kind, tensor, "index", call_seq
   ORDER BY ordinal DESC NULLS LAST, seq DESC NULLS LAST) = 1
 """
+
+
+TENSOR_LATEST: Final = tensor_latest()
 """Of the newest attempt of each run: every rank's last step of each kind. What was absent at that step has no row."""

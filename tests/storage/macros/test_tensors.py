@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from collections import defaultdict
 
 import pyarrow as pa
 import pytest
 
+from rankscope_storage.connection import connect
+from rankscope_storage.macros.latest import TENSOR_LATEST
 from rankscope_storage.schema import dataset_schema
 from rankscope_storage.store import Batch
 
@@ -105,3 +108,39 @@ def test_bucket_deviations_compare_the_peak_of_a_bucket_with_the_mean_of_the_one
     assert len(expected) == len(found)
     assert sorted(expected, key=lambda row: (*row[:2], row[2].expected)) == sorted(found)
     assert [ratio for *_, ratio in found] == sorted((ratio for *_, ratio in found), reverse=True)
+
+
+def test_newest_rows_that_lie_in_many_files_are_those_of_one_scan_over_all(writer, connection):
+    """What is remembered of each file, and the files it leaves, against the view that looks at every row."""
+    draw = random.Random(5)
+    plain = TENSOR_LATEST.replace("tensor_latest", "by_scan")
+    with connect(connection.path) as scanning:
+        scanning.execute("SELECT count(*) FROM tensor_stats")
+        scanning.execute(plain)
+        for file in range(8):
+            rows = [
+                {
+                    "run": draw.choice("rst"),
+                    "attempt": draw.choice([None, 0, 0, 1]),
+                    "rank": draw.choice([None, 0, 1, 2]),
+                    "kind": draw.choice(["grad_reduced", "exp_avg"]),
+                    "tensor": draw.choice("wx"),
+                    "step": draw.choice([None, file, file + 1, 3]),
+                    "ordinal": 100 * file + number,
+                    "norm": float(number),
+                }
+                for number in range(6)
+            ]
+            append(writer, rows)
+            for where in ("true", "run = 'r'", "run IN ('s', 't') AND rank = 1"):
+                expected = scanning.sql(f"SELECT * FROM by_scan WHERE {where} ORDER BY ALL").fetchall()
+
+                assert expected == connection.sql(f"FROM tensor_latest WHERE {where} ORDER BY ALL").fetchall()
+
+
+def test_latest_rows_open_only_files_that_hold_them(writer, connection):
+    for step in range(5):
+        append(writer, [{"step": step}, {"step": step, "run": "other"}])
+    connection.query("FROM tensor_latest WHERE run = 'r'")
+
+    assert 1 == len(connection._files["tensor_stats"])
