@@ -250,11 +250,22 @@ class StaticTarget(_Section):
         return url.rstrip("/")
 
 
+LabelName = Annotated[str, Field(pattern="^[a-zA-Z_][a-zA-Z0-9_]*$")]
+
+
 class RemoteReadSection(_Section):
     """[remote_read]: how much of its history the store shows Prometheus at once."""
 
     max_series: Annotated[int, Field(gt=0)] = 20_000
     max_samples: Annotated[int, Field(gt=0)] = 5_000_000
+    external_labels: dict[LabelName, str] = {}
+
+    @field_validator("external_labels")
+    @classmethod
+    def _check_labels(cls, labels: dict[str, str]) -> dict[str, str]:
+        if taken := sorted({"run", "rank", "job", "instance"} & labels.keys()):
+            raise ValueError(f"{', '.join(taken)} is a label of series themselves, and cannot be one outside of them")
+        return labels
 
 
 class RemoteWriteSection(_Section):
@@ -263,9 +274,6 @@ class RemoteWriteSection(_Section):
     hold_seconds: Annotated[float, Field(ge=0, le=15, allow_inf_nan=False)] = 2.0
     max_pending_samples: Annotated[int, Field(gt=0)] = 1_000_000
     max_bytes: Annotated[int, Field(ge=65_536, le=1 << 28)] = 1 << 25
-
-
-LabelName = Annotated[str, Field(pattern="^[a-zA-Z_][a-zA-Z0-9_]*$")]
 
 
 class _Scraping(_Section):

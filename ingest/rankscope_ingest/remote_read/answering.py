@@ -82,7 +82,8 @@ class RemoteRead:
             if self._connection is None:
                 self._connection = connect(self._path)
             limits = {"max_series": self._section.max_series, "max_samples": self._section.max_samples}
-            series = read(self._connection, request.questions, **limits)
+            outside = self._section.external_labels
+            series = read(self._connection, request.questions, **limits, external_labels=outside)
         except (DecodeError, LimitError, QueryError) as error:
             raise RegistrationError(400, str(error)) from error
         except StoreError as error:

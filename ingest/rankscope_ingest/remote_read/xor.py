@@ -58,7 +58,8 @@ def _byte_counts(bits: Integers, last: Integers) -> Integers:
     Whole bytes are written as such, and the next one is opened with each, also where nothing follows.
     """
     is_open = (bits % 8 == 0) & (last > 0) & (last % 8 == 0)
-    return ((bits + 7) >> 3) + is_open
+    counts: Integers = ((bits + 7) >> 3) + is_open
+    return counts
 
 
 def _times(times: Integers, within: Integers) -> tuple[_Bits, _Bits]:

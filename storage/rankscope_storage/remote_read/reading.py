@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import duckdb
 
@@ -12,13 +13,21 @@ from rankscope_storage.errors import FilesGoneError, StoreError
 from rankscope_storage.remote_read.foreign import ForeignSeries
 from rankscope_storage.remote_read.question import Question
 from rankscope_storage.remote_read.ranks import RankSeries
-from rankscope_storage.remote_read.series import Allowance, Series, joined
+from rankscope_storage.remote_read.series import Allowance, Series, joined, labelled
 
 
 def read(
-    connection: Connection, questions: Sequence[Question], *, max_series: int, max_samples: int
+    connection: Connection,
+    questions: Sequence[Question],
+    *,
+    max_series: int,
+    max_samples: int,
+    external_labels: Mapping[str, str] = MappingProxyType({}),
 ) -> list[list[Series]]:
     """Return the series that answer each question, sorted by labels; the limits are for all of them together.
+
+    `external_labels` are those of the Prometheus that asks, which it demands of all that is remote: every series has
+    them, unless it has a label of that name itself.
 
     Raises LimitError beyond a limit, QueryError for an expression that is none, StoreError when the store fails.
     """
@@ -26,7 +35,7 @@ def read(
     def answers() -> list[list[Series]]:
         allowance = Allowance(max_series, max_samples)
         with connection.steady():
-            return [_answer(connection, question, allowance) for question in questions]
+            return [_answer(connection, question, allowance, external_labels) for question in questions]
 
     try:
         try:
@@ -37,10 +46,22 @@ def read(
         raise StoreError(f"the store cannot be read: {error}") from error
 
 
-def _answer(connection: Connection, question: Question, allowance: Allowance) -> list[Series]:
-    parts = (RankSeries(connection, question, allowance), ForeignSeries(connection, question, allowance))
+def _answer(
+    connection: Connection, question: Question, allowance: Allowance, external_labels: Mapping[str, str]
+) -> list[Series]:
     found: dict[tuple[tuple[str, str], ...], list[Series]] = defaultdict(list)
-    for part in parts:
-        for series in part.read():
-            found[series.labels].append(series)
+    for series in _of_ranks(connection, question, allowance, external_labels):
+        found[series.labels].append(series)
+    for series in ForeignSeries(connection, question, allowance, external_labels).read():
+        found[series.labels].append(series)
     return [joined(found[labels]) for labels in sorted(found)]
+
+
+def _of_ranks(
+    connection: Connection, question: Question, allowance: Allowance, external_labels: Mapping[str, str]
+) -> Iterator[Series]:
+    of_ranks = question.of_whom(external_labels)
+    if of_ranks is None:
+        return
+    for series in RankSeries(connection, of_ranks, allowance).read():
+        yield Series(labelled({**external_labels, **dict(series.labels)}), series.times_ms, series.values)

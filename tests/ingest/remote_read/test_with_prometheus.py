@@ -28,6 +28,7 @@ from rankscope_storage.store import Batch, Store
 DAY_MS = 86_400_000
 OLD = (int(time.time()) // 60 * 60_000) - 60 * DAY_MS
 TOKEN = "for-ranks-and-readers"
+OUTSIDE = {"cluster": "a"}
 STALE = bytes.fromhex("7ff0000000000002")
 LIVE = (
     b'rankscope_loss{run="r",rank="0"} 0.25\nrankscope_tensor_value{run="r",rank="0",kind="k",tensor="w",op="norm"} 4\n'
@@ -68,7 +69,7 @@ def remote(service, what, **more):
 @contextlib.asynccontextmanager
 async def prometheus(program, folder, service, page, port, **more):
     config = {
-        "global": {"scrape_interval": "1s"},
+        "global": {"scrape_interval": "1s", "external_labels": OUTSIDE if "remote_write" not in more else {}},
         **(more or {"remote_read": [remote(service, "read")]}),
         "scrape_configs": [
             {"job_name": "rankscope", "static_configs": [{"targets": [page], "labels": {"instance": "r/0"}}]}
@@ -104,13 +105,16 @@ async def asked(url, expression, **when):
 async def test_months_old_history_and_live_data_are_one_series(
     require_server, tmp_path, start_service, eventually, free_port
 ):
-    """Under the token that all readers show; and what the service scraped of Prometheus itself comes back as well."""
+    """Under the token that all readers show, beside labels that Prometheus demands of all that is remote.
+
+    What the service scraped of Prometheus itself comes back as well.
+    """
     program = require_server("prometheus")
     with Store.open(tmp_path / "store", create=True).claim(owner="test") as writer:
         writer.append(Batch(tables=history(), watermarks={}))
     itself = {"url": f"http://127.0.0.1:{free_port}/metrics", "name": "prom", "every_seconds": 2.0}
     async with live_page() as page:
-        limits = {"remote_read.max_samples": 25, "exporters": [itself]}
+        limits = {"remote_read.max_samples": 25, "remote_read.external_labels": OUTSIDE, "exporters": [itself]}
         async with (
             start_service(**{"service.token": TOKEN, **limits}) as service,
             prometheus(program, tmp_path / "p", service, page, free_port) as url,

@@ -21,6 +21,7 @@ OPERATORS = {"=": MatchType.EQUAL, "!=": MatchType.NOT_EQUAL, "=~": MatchType.RE
 MARCH = int(dt.datetime(2026, 3, 1, 12, tzinfo=dt.UTC).timestamp() * 1000)
 JULY = int(dt.datetime(2026, 7, 1, 12, tzinfo=dt.UTC).timestamp() * 1000)
 ALWAYS = (0, 1 << 42)
+LABELS = '{"cluster":"b","job":"j\\"ä"}'
 
 
 def row(run: str, rank: int | None, step: int, ms: int, **more: Any) -> dict[str, Any]:
@@ -64,17 +65,23 @@ def brought_in() -> list[dict[str, Any]]:
     return [{**common, "ts": (MARCH + ms) * 1000, "labels": labels, "value": 9.0} for ms in (1_000, 60_000)]
 
 
+def pushed() -> list[dict[str, Any]]:
+    """Return what a Prometheus of another cluster pushed; its series ended."""
+    common = {"run": "", "target": "", "metric": "pushed", "ts_origin": "prometheus", "labels": LABELS}
+    return [{**common, "ts": (MARCH + ms) * 1000, "value": value} for ms, value in ((0, 7.0), (15_000, None))]
+
+
 class History:
     """Asks a store as Prometheus does."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
 
-    def ask(self, *matchers: tuple[str, str, str], start=ALWAYS[0], end=ALWAYS[1], series=1000, samples=10_000):
+    def ask(self, *matchers: tuple[str, str, str], start=ALWAYS[0], end=ALWAYS[1], series=1000, samples=10_000, **more):
         """Return {labels: [(ms, value)]}."""
         given = tuple(Matcher(OPERATORS[operator], name, value) for name, operator, value in matchers)
         question = Question(given, start, end)
-        (answer,) = read(self.connection, [question], max_series=series, max_samples=samples)
+        (answer,) = read(self.connection, [question], max_series=series, max_samples=samples, **more)
         assert [one.labels for one in answer] == sorted({one.labels for one in answer})
         return {one.labels: list(zip(one.times_ms.tolist(), one.values.tolist(), strict=True)) for one in answer}
 
@@ -86,7 +93,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for run, start in (("spring", MARCH), ("summer/1", JULY)):
             made = {name: table(name, rows) for name, rows in datasets(run, start).items()}
             writer.append(Batch(tables=made, watermarks={}))
-        writer.append(Batch(tables={"samples": table("samples", machine() + brought_in())}, watermarks={}))
+        writer.append(Batch(tables={"samples": table("samples", machine() + brought_in() + pushed())}, watermarks={}))
     return folder
 
 

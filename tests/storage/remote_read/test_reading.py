@@ -3,6 +3,7 @@
 import math
 import re
 import shutil
+import struct
 
 import pytest
 from hypothesis import given, settings
@@ -71,6 +72,33 @@ def test_exporters_of_others_are_found_under_their_own_names(history):
         ],
         (("__name__", "up"), ("instance", "node-1")): [(MARCH, 1.0)],
     } == found
+
+
+def test_series_have_the_external_labels_of_the_prometheus_that_asks(history):
+    """It demands them of all that is remote, and takes them off again; what was pushed has its own."""
+    asked = (("__name__", "=~", "rankscope_loss|DCGM_TEMP|pushed"), ("run", "!=", "summer/1"), ("rank", "!=", "1"))
+    outside = {"external_labels": {"cluster": "a", "zone": "east"}}
+
+    plain = history.ask(*asked)
+    same = history.ask(*asked, ("cluster", "=", "a"), ("zone", "=~", "e.*"), **outside)
+    other = history.ask(*asked, ("cluster", "=", "b"), **outside)
+
+    def inside(labels):
+        return tuple((name, text) for name, text in labels if name not in {"cluster", "zone"})
+
+    assert {labels: samples for labels, samples in plain.items() if ("cluster", "b") not in labels} == {
+        inside(labels): samples for labels, samples in same.items()
+    }
+    assert all({("cluster", "a"), ("zone", "east")} <= set(labels) for labels in same)
+    assert {"rankscope_loss", "DCGM_TEMP"} == {dict(labels)["__name__"] for labels in same}
+    assert [(("__name__", "pushed"), ("cluster", "b"), ("job", 'j"ä'), ("zone", "east"))] == [*other]
+
+
+def test_where_prometheus_said_that_a_series_had_ended_it_is_told_again(history):
+    ((labels, samples),) = history.ask(("job", "=", 'j"ä')).items()
+
+    assert ("__name__", "pushed") in labels
+    assert [7.0, 0x7FF0_0000_0000_0002] == [samples[0][1], struct.unpack("<Q", struct.pack("<d", samples[1][1]))[0]]
 
 
 def test_span_is_closed_to_the_millisecond(history):
