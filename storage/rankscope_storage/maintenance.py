@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
+from rankscope_storage.care.sweeping import find_leavings, sweep
 from rankscope_storage.durable import Sync
 from rankscope_storage.errors import StoreError
-from rankscope_storage.log import REMOVED_FILES_HOURS, Log
-from rankscope_storage.log_files import staged_entries
-from rankscope_storage.parquet import STAGING
+from rankscope_storage.log import Log
 from rankscope_storage.plain_sql import write_plain_sql
-
-_log = logging.getLogger(__name__)
-
-STAGED_SECONDS: Final = 3600.0
-"""A file that stays longer under `_staging/`, or unnamed beside the log, was left by a process that died."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +32,8 @@ def maintain(root: Path, sync: Sync) -> MaintenanceReport:
     log = Log.open(root, sync)
     try:
         # First, because a full disk has no room for a checkpoint.
-        unused = log.unused_files(REMOVED_FILES_HOURS)
-        left = (*(root / STAGING).iterdir(), *staged_entries(root))
-        staged = [path for path in left if _age_seconds(path) > STAGED_SECONDS]
-        for path in (*unused, *staged):
-            path.unlink(missing_ok=True)
-            _log.info("removed unused file", extra={"path": str(path)})
+        leavings = find_leavings(log)
+        sweep(leavings)
         log.checkpoint()
         log.clean_up()
         write_plain_sql(root)
@@ -53,14 +41,7 @@ def maintain(root: Path, sync: Sync) -> MaintenanceReport:
         raise StoreError(f"cannot tidy up {root}: {error.strerror or error}") from error
     return MaintenanceReport(
         version=log.version,
-        data_files=len(unused),
-        staged_files=len(staged),
+        data_files=len(leavings.data_files),
+        staged_files=len(leavings.staged_files),
         seconds=time.monotonic() - started,
     )
-
-
-def _age_seconds(path: Path) -> float:
-    try:
-        return time.time() - path.stat().st_mtime
-    except FileNotFoundError:  # another process has just renamed it into place
-        return 0.0

@@ -9,12 +9,12 @@ import time
 import pytest
 
 from rankscope_storage import compaction
+from rankscope_storage.care.sweeping import STAGED_SECONDS
 from rankscope_storage.connection import connect
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.errors import StoreError
 from rankscope_storage.log import CHECKPOINT_COMMITS, REMOVED_FILES_HOURS, Log
 from rankscope_storage.log_files import LOG_FOLDER
-from rankscope_storage.maintenance import STAGED_SECONDS
 
 
 def age(path, hours: float) -> None:

@@ -221,5 +221,7 @@ def _tell_repair(report: RepairReport, *, dry_run: bool) -> None:
         print(f"{would}taken out of the log, lost: {lost}")
     if (report.torn_entry or report.torn_checkpoint) and dry_run:
         print("files are looked at once the log can be read")
+    elif report.swept:
+        print(f"{would}removed: {report.swept} files that dead processes left, {report.swept_bytes:,} bytes")
     elif not report.changed:
         print("nothing to repair")

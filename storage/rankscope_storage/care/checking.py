@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from rankscope_contract.records import DATASETS, DIMENSIONS, TENSOR_ROW_KEY
+from rankscope_contract.rollups import BUCKET_STEPS, ROLLUPS
 from rankscope_storage.care.files import examine
 from rankscope_storage.care.findings import CheckReport, Fault, Finding
 from rankscope_storage.care.logs import entries, torn_entries
@@ -16,6 +17,7 @@ from rankscope_storage.errors import TornLogError
 from rankscope_storage.log import REMOVED_FILES_HOURS, Log
 from rankscope_storage.log_files import LOG_FOLDER
 from rankscope_storage.parquet import STAGING
+from rankscope_storage.rollups.summing import NUMBERS
 from rankscope_storage.snapshot import Snapshot
 
 Progress = Callable[[int, int], None]
@@ -27,6 +29,11 @@ _SHOWN: Final = 20
 _DUPLICATES: Final = """\
 SELECT count(*) AS keys, coalesce(sum(copies - 1), 0)::BIGINT AS rows FROM (
   SELECT count(*) AS copies FROM tensor_stats WHERE incarnation IS NOT NULL GROUP BY {key} HAVING count(*) > 1)
+"""
+_IMPOSSIBLE: Final = f"""\
+SELECT count(*) AS rows FROM {{rollups}}
+WHERE rows < 1 OR first_ts > ts OR first_step < step OR last_step < first_step OR last_step - step >= {BUCKET_STEPS}
+  OR {{wrong}}
 """
 _GAPS: Final = """\
 SELECT run, incarnation, min(seq) AS first, max(seq) AS last, max(seq) - min(seq) + 1 - count(DISTINCT seq) AS missing
@@ -45,7 +52,7 @@ def check(root: Path, *, deep: bool = False, progress: Progress | None = None) -
     findings = [*torn, *_files(snapshot, deep=deep, progress=progress), *_leavings(log, snapshot)]
     if deep and not any(finding.fault.is_damage for finding in findings):
         with connect(root, locked=True, version=snapshot.version) as connection:
-            findings += [*_duplicates(connection), *_gaps(connection)]
+            findings += [*_duplicates(connection), *_contradictions(connection), *_gaps(connection)]
     files = snapshot.files
     return CheckReport(
         version=snapshot.version,
@@ -100,11 +107,26 @@ def _duplicates(connection: Connection) -> Iterator[Finding]:
         yield Finding(fault=Fault.DUPLICATES, path="tensor_stats", text=text)
 
 
+def _contradictions(connection: Connection) -> Iterator[Finding]:
+    """Yield rollups that cannot be the sum of any rows."""
+    for dataset, rollups in ROLLUPS.items():
+        wrong = " OR ".join(
+            f"coalesce({name}_count, 0) + coalesce({name}_nans, 0) + coalesce({name}_infs, 0) > rows "
+            f"OR {name}_min > {name}_max"
+            for name in NUMBERS[dataset]
+        )
+        (found,) = connection.query(_IMPOSSIBLE.format(rollups=rollups, wrong=wrong)).to_pylist()
+        if found["rows"]:
+            text = f"{found['rows']} rollups say what no rows can have said"
+            yield Finding(fault=Fault.OTHER_CONTENT, path=rollups, text=text)
+
+
 def _gaps(connection: Connection) -> Iterator[Finding]:
     measured = (dataset for dataset in DATASETS if dataset not in DIMENSIONS)
     select = "SELECT run, incarnation, seq FROM {} WHERE incarnation IS NOT NULL AND seq IS NOT NULL"
     records = " UNION ".join(select.format(dataset) for dataset in measured)
     rows = connection.query(_GAPS.format(records=records)).to_pylist()
     for row in rows[:_SHOWN]:
-        text = f"{row['missing']} of seq {row['first']} to {row['last']} have no row: lost, or nothing was measured"
+        missing = f"{row['missing']} of seq {row['first']} to {row['last']}"
+        text = f"{missing} have no row: lost, rolled up, or nothing was measured"
         yield Finding(fault=Fault.GAP, path=f"run {row['run']}, incarnation {row['incarnation']}", text=text)

@@ -11,17 +11,31 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_contract.rollups import ROLLUPS
 from rankscope_storage.care.logs import entries
-from rankscope_storage.log import LOG_FOLDER, Log
+from rankscope_storage.care.retention import RAW
+from rankscope_storage.log import Log
+from rankscope_storage.log_files import LOG_FOLDER
 from rankscope_storage.rounding import coarsest
 
-SAMPLES_PER_ROW: Final = {"tensor_stats": len(VALUE_OPS) + len(COUNT_OPS) - 1}
+_COUNTS: Final = len(COUNT_OPS) - 1
+SAMPLES_PER_ROW: Final = {
+    "tensor_stats": len(VALUE_OPS) + _COUNTS,
+    "tensor_rollups": 3 * len(VALUE_OPS) + _COUNTS,
+    "scalar_rollups": 3,
+}
 """Numbers that a row measures; the number of elements is none. Other datasets measure one."""
+
+TIERS: Final = {
+    **dict.fromkeys((*RAW, "scalars", "samples"), "raw"),
+    **dict.fromkeys(ROLLUPS.values(), "rollups"),
+}
+"""Tier of a dataset as retention sees it; what never goes is of none of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStats:
-    """The whole store, and `groups`: a row per dataset, part or run."""
+    """The whole store, and `groups`: a row per dataset, part, run or tier."""
 
     version: int
     files: int
@@ -36,7 +50,7 @@ class StoreStats:
 
 
 def count(log: Log, *, by: str) -> StoreStats:
-    """Return the figures of the newest version, grouped by `by`: dataset, part or run."""
+    """Return the figures of the newest version, grouped by `by`: dataset, part, run or tier."""
     snapshot = log.snapshot()
     files = snapshot.files.to_pylist()
     on_disk = sum(path.stat().st_size for path in log.root.glob("dataset=*/part=*/*.parquet"))
@@ -58,7 +72,7 @@ def count(log: Log, *, by: str) -> StoreStats:
 def _grouped(files: list[dict[str, Any]], by: str) -> pa.Table:
     groups: dict[str, list[dict[str, Any]]] = {}
     for file in files:
-        groups.setdefault(_run(file) if by == "run" else file[by], []).append(file)
+        groups.setdefault(_group(file, by), []).append(file)
     rows = [{by: name, **_figures(members)} for name, members in groups.items()]
     return pa.Table.from_pylist(sorted(rows, key=lambda row: -row["bytes"]), schema=_schema(by))
 
@@ -83,6 +97,12 @@ def _schema(by: str) -> pa.Schema:
     numbers = {"files": pa.int64(), "rows": pa.int64(), "bytes": pa.int64()}
     ratios = {"bytes_per_row": pa.float64(), "bytes_per_sample": pa.float64(), "mantissa_bits": pa.int64()}
     return pa.schema({by: pa.string(), **numbers, **ratios, "oldest": moment, "newest": moment}.items())
+
+
+def _group(file: Mapping[str, Any], by: str) -> str:
+    if by == "tier":
+        return TIERS.get(file["dataset"], "kept for ever")
+    return _run(file) if by == "run" else str(file[by])
 
 
 def _run(file: Mapping[str, Any]) -> str:

@@ -1,4 +1,6 @@
-"""`repair`: make a damaged store readable again, saying what is lost. Nothing is deleted: it moves to `_damaged/`.
+"""`repair`: make a damaged store readable again, saying what is lost. What is damaged moves to `_damaged/`.
+
+What dead processes left, and no version names, is removed once it is old enough to be nobody's.
 
 Only a store that no service of this machine writes to is touched; the shard locks are held meanwhile.
 """
@@ -14,6 +16,7 @@ from typing import Any, Final
 from rankscope_storage.care.files import examine, extent
 from rankscope_storage.care.findings import Fault
 from rankscope_storage.care.logs import entries, torn_entries
+from rankscope_storage.care.sweeping import find_leavings, sweep
 from rankscope_storage.claim import all_shards
 from rankscope_storage.compaction import MUTEX
 from rankscope_storage.durable import Sync, make_folders
@@ -30,16 +33,21 @@ _GONE: Final = (Fault.MISSING, Fault.UNREADABLE, Fault.OTHER_SIZE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairReport:
-    """What was done, or with `dry_run` would be; `lost` says in words which rows no longer exist."""
+    """What was done, or with `dry_run` would be; `lost` says in words which rows no longer exist.
+
+    `swept` counts files that no version names, and `swept_bytes` what they took.
+    """
 
     torn_entry: str | None
     lost: tuple[str, ...]
     torn_checkpoint: str | None = None
+    swept: int = 0
+    swept_bytes: int = 0
 
     @property
     def changed(self) -> bool:
         """Whether there was anything to do."""
-        return bool(self.torn_entry or self.torn_checkpoint or self.lost)
+        return bool(self.torn_entry or self.torn_checkpoint or self.lost or self.swept)
 
 
 def repair(root: Path, sync: Sync, *, dry_run: bool = False, deep: bool = False) -> RepairReport:
@@ -54,11 +62,22 @@ def repair(root: Path, sync: Sync, *, dry_run: bool = False, deep: bool = False)
             return RepairReport(torn_entry=torn.name if torn else None, torn_checkpoint=checkpoint, lost=())
         if torn is not None:
             _set_aside(root, torn, sync)
-        return RepairReport(
-            torn_entry=torn.name if torn else None,
-            torn_checkpoint=checkpoint,
-            lost=_drop(root, sync, dry_run=dry_run, deep=deep),
-        )
+        lost = _drop(root, sync, dry_run=dry_run, deep=deep)
+        if torn or checkpoint or lost:
+            # Not in the same breath: a person may want to look at what just fell out of the log.
+            return RepairReport(torn_entry=torn.name if torn else None, torn_checkpoint=checkpoint, lost=lost)
+        return _sweep(root, sync, dry_run=dry_run)
+
+
+def _sweep(root: Path, sync: Sync, *, dry_run: bool) -> RepairReport:
+    leavings = find_leavings(Log.open(root, sync))
+    if not dry_run:
+        try:
+            sweep(leavings)
+        except OSError as error:
+            raise StoreError(f"cannot tidy up {root}: {error.strerror or error}") from error
+    count = len(leavings.data_files) + len(leavings.staged_files)
+    return RepairReport(torn_entry=None, lost=(), swept=count, swept_bytes=leavings.size_bytes)
 
 
 def _shorten(root: Path, sync: Sync, *, dry_run: bool) -> str | None:

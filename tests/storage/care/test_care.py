@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pyarrow as pa
@@ -151,6 +152,41 @@ def test_leavings_are_told_and_are_no_damage(left):
     assert not repair(left, sync_to_disk).changed
 
 
+def test_old_leavings_are_removed_by_a_repair_and_files_in_use_are_not(left):
+    orphan, staged = data_files(left)[0].parent / "orphan.parquet", left / "_staging" / "rolling-1"
+    orphan.write_bytes(b"x" * 7)
+    staged.mkdir()
+    (staged / "spilled.tmp").write_bytes(b"x" * 5)
+    for path in (*left.rglob("*"), left / "_staging"):
+        os.utime(path, (0, 0))
+    planned = repair(left, sync_to_disk, dry_run=True)
+
+    assert (2, 12, True) == (planned.swept, planned.swept_bytes, orphan.exists())
+    assert planned == repair(left, sync_to_disk)
+    assert [False, False] == [orphan.exists(), staged.exists()]
+    assert 15 == rows(left)
+    assert not repair(left, sync_to_disk).changed
+
+
+def test_what_just_fell_out_of_the_log_is_not_swept_in_the_same_breath(left):
+    orphan = data_files(left)[0].parent / "orphan.parquet"
+    orphan.write_bytes(b"x")
+    os.utime(orphan, (0, 0))
+    next(path for path in data_files(left) if path != orphan).unlink()
+
+    assert (1, 0) == (len(repair(left, sync_to_disk).lost), repair(left, sync_to_disk, dry_run=True).swept - 1)
+    assert orphan.exists()
+
+
+def test_rollups_that_no_rows_can_have_said_are_damage(store, writer):
+    row = {"run": ["r"], "name": ["loss"], "step": [100], "first_step": [100], "last_step": [199], "rows": [3]}
+    writer.append(Batch(tables={"scalar_rollups": pa.table({**row, "value_count": [3]})}, watermarks={}))
+    assert check(store.root, deep=True).is_whole
+    writer.append(Batch(tables={"scalar_rollups": pa.table({**row, "value_count": [9]})}, watermarks={}))
+
+    assert [Fault.OTHER_CONTENT] == faults(store.root, deep=True)
+
+
 def test_rows_stored_twice_and_records_that_are_missing_are_found(store, writer):
     row = {"run": ["r"], "incarnation": ["i"], "kind": ["k"], "tensor": ["t"]}
     for seq in (0, 1, 5):
@@ -253,6 +289,16 @@ def test_figures_are_those_of_the_files(left):
     assert {"r": (2, 10), "first": (1, 5)} == {
         row["run"]: (row["files"], row["rows"]) for row in found.groups.to_pylist()
     }
+
+
+def test_figures_are_grouped_by_tier(store, writer, batch):
+    writer.append(batch(range(3)))
+    table = pa.table({"run": ["r"], "name": ["loss"], "rows": [100]})
+    writer.append(Batch(tables={"scalar_rollups": table}, watermarks={}))
+    writer.append(Batch(tables={"runs": pa.table({"run": ["r"], "state": ["running"]})}, watermarks={}))
+    groups = count(Log.open(store.root, sync_to_disk), by="tier").groups.to_pylist()
+
+    assert {"raw": 3, "rollups": 1, "kept for ever": 1} == {row["tier"]: row["rows"] for row in groups}
 
 
 def test_bytes_per_sample_count_the_seven_statistics_of_a_row(store, writer):
