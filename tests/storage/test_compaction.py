@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import threading
 from collections import Counter
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -11,11 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope_storage import compaction
-from rankscope_storage.compaction import MUTEX, compact, cut, plan
+from rankscope_storage.compaction import MUTEX, Merge, apart, compact, cut, open_and_closed, plan
 from rankscope_storage.connection import connect
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.errors import ShardLostError
+from rankscope_storage.layout import shared_part
 from rankscope_storage.log import Change, Log
+from rankscope_storage.snapshot import Snapshot
 from rankscope_storage.store import Batch
 
 
@@ -150,13 +154,14 @@ STEPS = st.lists(
 def test_pieces_of_a_merge_share_no_step_and_lose_no_row(steps, target):
     table = pa.table(
         {
+            "run": pa.array(["r"] * len(steps), pa.string()),
             "attempt": pa.array([attempt for attempt, _ in steps], pa.int32()),
             "step": pa.array([step for _, step in steps], pa.int64()),
         }
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compaction, "TARGET_ROWS", target)
-        pieces = [[tuple(row.values()) for row in piece.to_pylist()] for piece in cut(table)]
+        pieces = [[(row["attempt"], row["step"]) for row in piece.to_pylist()] for piece in cut(table)]
     largest_step = max(Counter(steps).values())
 
     assert Counter(steps) == Counter(row for piece in pieces for row in piece)
@@ -285,3 +290,101 @@ def test_a_zombie_may_still_compact_but_not_append(store, writer, batch, eager):
         assert 1 == writer.compact().files_added
         with pytest.raises(ShardLostError):
             writer.append(batch([9]))
+
+
+# --- planning
+
+
+NOW = dt.datetime(2026, 11, 20, 12, tzinfo=dt.UTC)
+
+
+def listed(*described: dict) -> Snapshot:
+    """A version with these files, each of 1,000 rows of the dataset scalars unless it says otherwise."""
+    usual = {
+        "dataset": "scalars", "rows": 1000, "size_bytes": 1, "attempt_min": 0, "attempt_max": 0, "step_min": 0,
+        "step_max": 9, "ts_max": NOW, "part": "r",
+    }  # fmt: skip
+    rows = [{**usual, "path": f"{number:02d}", **row} for number, row in enumerate(described)]
+    return Snapshot(Path("/store"), 1, pa.Table.from_pylist(rows))
+
+
+def planned(*described: dict) -> list[list[str]]:
+    return [[file.path for file in merge.files] for merge in plan(listed(*described), NOW)]
+
+
+AGO = {"ts_max": NOW - compaction.SILENCE - dt.timedelta(seconds=1)}
+
+
+def test_what_is_still_written_waits_for_company_and_what_is_silent_is_merged_to_its_end():
+    assert [] == planned({}, {})
+    assert [] == planned(AGO, {})
+    assert [["00", "01"]] == planned(AGO, AGO)
+    assert [] == planned(AGO)
+    assert [] == planned(AGO, {**AGO, "rows": compaction.SMALL_ROWS})
+
+
+def test_small_files_that_make_two_full_ones_are_merged_though_they_are_few():
+    half = {"rows": compaction.SMALL_ROWS - 1}
+
+    assert [] == planned(half, half, half)
+    assert [["00", "01", "02", "03"]] == planned(half, half, half, half, {"rows": 5})
+
+
+def test_shared_parts_of_past_days_become_one_and_that_of_today_waits():
+    days = [{"part": f"_shared-2026-11-{day}", **AGO} for day in (20, 18, 17, 19, 16, 20)]
+
+    assert [["04", "02", "01", "03"]] == planned(*days)
+    assert ["_shared-2026-11-16"] == [merge.part for merge in plan(listed(*days), NOW)]
+    assert [] == planned(*days[1:4])
+
+
+def test_thirty_days_of_flushes_leave_few_files():
+    """Every day 25 flushes of small runs and a compaction: nothing is lost, and what is left is large."""
+    sizes: list[dict] = []
+    for day in range(60):
+        now = NOW + dt.timedelta(days=day)
+        part = f"_shared-{now.date()}"
+        sizes += [{"part": part, "rows": 3000, "ts_max": now, "path": f"{day}-{flush}"} for flush in range(25)]
+        for merge in plan(listed(*sizes), now):
+            gone = {file.path for file in merge.files}
+            rows = sum(file.rows for file in merge.files)
+            sizes = [file for file in sizes if file["path"] not in gone]
+            sizes.append({"part": merge.part, "rows": rows, "ts_max": now, "path": f"{day}-m{len(sizes)}"})
+
+    assert 60 * 25 * 3000 == sum(file["rows"] for file in sizes)
+    assert len(sizes) <= 1 + compaction.PAST_FILES + 60 * 25 * 3000 // compaction.SMALL_ROWS
+
+
+def test_a_run_that_has_grown_leaves_the_shared_part(store, writer, batch, connection, eager, monkeypatch):
+    monkeypatch.setattr(compaction, "OWN_PART_ROWS", 15)
+    for flush in range(4):
+        writer.append(batch(range(flush * 5, flush * 5 + 5), run="grown", incarnation="g"))
+        writer.append(batch([flush], run="small", incarnation="s"))
+    before = connection.query("FROM scalars ORDER BY run, seq")
+    writer.compact()
+
+    assert {"grown": 20, shared_part(dt.datetime.now(dt.UTC).date()): 4} == dict(
+        zip(files(store.root)["part"].to_pylist(), files(store.root)["rows"].to_pylist(), strict=True)
+    )
+    assert before.equals(connection.query("FROM scalars ORDER BY run, seq"))
+
+
+def test_a_run_with_a_part_of_its_own_takes_along_what_is_worth_a_file(batch):
+    merge = Merge(dataset="scalars", part="_shared-x", files=(), own_parts=frozenset({"a", "b"}))
+    table = pa.table({"run": ["a"] * 3 + ["b"] * 2 + ["c"] * 3})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compaction, "MOVED_ROWS", 3)
+        found = [(part, rows.column("run").to_pylist()) for part, rows in apart(table, merge)]
+
+    assert [("a", ["a"] * 3), ("_shared-x", ["b"] * 2 + ["c"] * 3)] == found
+
+
+def test_steps_that_the_slowest_live_rank_has_not_reached_stay_apart():
+    """Rank 1 is at step 3; rank 2 has been silent since step 1, and holds up nobody."""
+    rows = [(0, step, NOW) for step in (None, 1, 2, 3, 4, 5)] + [(1, step, NOW) for step in (1, 3)]
+    rows += [(2, 1, AGO["ts_max"])]
+    table = pa.Table.from_pylist([dict(zip(("rank", "step", "ts"), row, strict=True)) for row in rows])
+    steps = [piece.column("step").to_pylist() for piece in open_and_closed(table, NOW)]
+
+    assert [[None, 1, 2, 3, 1, 3, 1], [4, 5]] == steps
+    assert [table] == list(open_and_closed(table, NOW + dt.timedelta(days=1)))
