@@ -50,12 +50,22 @@ def require_server() -> Callable[..., str]:
     return _require_server
 
 
-@pytest.fixture
-def free_port() -> int:
-    """Return a loopback port that was free a moment ago."""
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def free_port() -> int:
+    """Return a loopback port that was free a moment ago."""
+    return _free_port()
+
+
+@pytest.fixture
+def another_port() -> int:
+    """Return one more."""
+    return _free_port()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -27,26 +29,36 @@ import gc, json, os, sys, types
 import torch, torch._dynamo, torch.distributed, rankscope_exporter
 gc.collect()
 gc.freeze()  # a program that ends looks for cycles in what is its own, and not three times in all of torch
+def exit_code(pid, options=0):
+    pid, status = os.waitpid(pid, options)
+    return os.waitstatus_to_exitcode(status) if pid else ""
 for line in sys.stdin:
     job = json.loads(line)
+    if "poll" in job:
+        print(exit_code(job["poll"], os.WNOHANG), flush=True)
+        continue
     pid = os.fork()
     if pid == 0:
         break
     print(pid, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    if job["waits"]:
+        print(exit_code(pid), flush=True)
 else:
     sys.exit()
 os.setsid()
-for number, (path, flags) in enumerate([(os.devnull, os.O_RDONLY), *((path, os.O_WRONLY) for path in job["streams"])]):
-    stream = os.open(path, flags)
+for number, path in enumerate([os.devnull, *job["streams"]]):
+    stream = os.open(path, os.O_WRONLY | os.O_APPEND if number else os.O_RDONLY)
     os.dup2(stream, number)
     os.close(stream)
 os.environ.clear()
 os.environ.update(job["environment"])
 os.chdir(job["folder"])
-sys.argv[:] = ["-c"]
+sys.argv[:] = job["arguments"]
 sys.modules["__main__"] = main = types.ModuleType("__main__")
-exec(compile(job["code"], "<string>", "exec"), main.__dict__)
+if "script" in job:
+    main.__file__ = job["script"]
+    sys.path[0] = os.path.dirname(job["script"])
+exec(compile(job["code"], job.get("script", "<string>"), "exec"), main.__dict__)
 """
 
 BEFORE_TWO_RANKS = """
@@ -80,8 +92,38 @@ for one in range(2):
 """The first rank prints what both have found. A rank that fails ends the program with a status of its own."""
 
 
+class Started:
+    """A program that runs beside the test, in a session of its own; it is asked as a `Popen` is."""
+
+    def __init__(self, server: Server, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._server = server
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._server.exit_code(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """Return its exit code; a program that does not end in time is the caller's to kill."""
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"program {self.pid}", timeout)
+            time.sleep(0.02)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
 class Server:
-    """The process that has imported torch. One program at a time."""
+    """The process that has imported torch."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -100,13 +142,7 @@ class Server:
             for stream in streams:
                 os.mkfifo(stream)
             texts = [readers.submit(stream.read_text, errors="replace") for stream in streams]
-            job = {
-                "code": code,
-                "environment": environment,
-                "folder": str(Path.cwd()),
-                "streams": [str(stream) for stream in streams],
-            }
-            pid = int(self._ask(json.dumps(job)))
+            pid = self._fork(code, ["-c"], streams, environment, waits=True)
             watchdog = threading.Timer(seconds, os.killpg, (pid, signal.SIGKILL))
             watchdog.start()
             try:
@@ -115,6 +151,37 @@ class Server:
             finally:
                 watchdog.cancel()
         return subprocess.CompletedProcess(["python", "-c", code], status, out, err)
+
+    def start(self, script: Path, arguments: Sequence[str], log: Path, environment: dict[str, str]) -> Started:
+        """Begin a script and return at once; what it says is appended to `log`."""
+        log.touch()
+        argv = [str(script), *arguments]
+        return Started(self, self._fork(script.read_text(), argv, [log, log], environment, script=str(script)))
+
+    def exit_code(self, pid: int) -> int | None:
+        """Return how a program has ended that was started, None while it runs; it is asked once after the end."""
+        answer = self._ask(json.dumps({"poll": pid})).strip()
+        return int(answer) if answer else None
+
+    def _fork(
+        self,
+        code: str,
+        arguments: Sequence[str],
+        streams: Sequence[Path],
+        environment: dict[str, str],
+        *,
+        waits: bool = False,
+        **more: str,
+    ) -> int:
+        job = {
+            "code": code,
+            "arguments": list(arguments),
+            "environment": environment,
+            "folder": str(Path.cwd()),
+            "streams": [str(stream) for stream in streams],
+            "waits": waits,
+        }
+        return int(self._ask(json.dumps(job | more)))
 
     def _ask(self, line: str) -> str:
         assert self._process.stdin is not None
@@ -132,11 +199,21 @@ class Server:
 _servers: list[Server] = []
 
 
-def run_program(code: str, *, seconds: float = 90.0, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `code` as `python -c` would, in this environment with `environment` over it."""
+def _server() -> Server:
     if not _servers:
         _servers.append(Server())
-    return _servers[0].run(code, {**os.environ, "OMP_NUM_THREADS": "1", **environment}, seconds)
+    return _servers[0]
+
+
+def run_program(code: str, *, seconds: float = 90.0, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` as `python -c` would, in this environment with `environment` over it."""
+    return _server().run(code, {**os.environ, "OMP_NUM_THREADS": "1", **environment}, seconds)
+
+
+def start_script(script: Path, *arguments: object, log: Path, **environment: str) -> Started:
+    """Begin a script as `python script` would, beside the test, which has to end it."""
+    told = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return _server().start(script, [str(argument) for argument in arguments], log, told)
 
 
 def run_two_ranks(code: str, *, seconds: float = 300.0) -> list[dict[str, Any]]:

@@ -9,16 +9,17 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.programs import Started, start_script
 
 TRAINING = Path(__file__).with_name("tiny_training.py")
 
-StartJob = Callable[..., subprocess.Popen[bytes]]
+StartJob = Callable[..., Any]
 
 CONFIG = """
 [service]
@@ -142,22 +143,22 @@ def service(tmp_path: Path, free_port: int) -> Iterator[Service]:
 
 @pytest.fixture
 def start_job(service: Service, tmp_path: Path) -> Iterator[StartJob]:
-    """Return what starts Python as a job of its own, told of the service and writing to training.log.
+    """Return what starts a script as a job of its own, told of the service and writing to training.log.
 
-    With `ranks`, the script runs under torchrun, so many times.
+    With `torchrun`, its options, the script runs under it.
     """
-    started: list[subprocess.Popen[bytes]] = []
+    started: list[subprocess.Popen[bytes] | Started] = []
+    path = tmp_path / "training.log"
 
-    def start(*arguments: object, ranks: int = 0, **environment: str) -> subprocess.Popen[bytes]:
-        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)) if ranks else ()
-        own = {"RANKSCOPE_INGEST_URL": service.url, "OMP_NUM_THREADS": "1"}
-        with (tmp_path / "training.log").open("ab") as log:
+    def start(script: Path, *arguments: object, torchrun: Sequence[str] = (), **environment: str) -> Any:
+        told = {"RANKSCOPE_INGEST_URL": service.url, "OMP_NUM_THREADS": "1"} | environment
+        if not torchrun:
+            started.append(start_script(script, *arguments, log=path, **told))
+            return started[-1]
+        command = [sys.executable, "-m", "torch.distributed.run", *torchrun, str(script), *map(str, arguments)]
+        with path.open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, *torchrun, *map(str, arguments)],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **own, **environment},
-                start_new_session=True,
+                command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **told}, start_new_session=True
             )
         started.append(process)
         return process
@@ -169,13 +170,16 @@ def start_job(service: Service, tmp_path: Path) -> Iterator[StartJob]:
             process.wait(10)
 
 
+TWO_RANKS = ("--standalone", "--nproc-per-node", "2")
+
+
 @pytest.fixture
-def train(start_job: StartJob, tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
+def train(start_job: StartJob, tmp_path: Path) -> StartJob:
     """Return what starts the training under torchrun."""
 
-    def start(service: Service, run: str, *, steps: int, pause: float = 0.0) -> subprocess.Popen[bytes]:
+    def start(service: Service, run: str, *, steps: int, pause: float = 0.0) -> Any:
         told = {"RANKSCOPE_INGEST_URL": service.url, "RANKSCOPE_RUN": run}
-        return start_job(TRAINING, tmp_path, steps, pause, ranks=2, **told)
+        return start_job(TRAINING, tmp_path, steps, pause, torchrun=TWO_RANKS, **told)
 
     return start
 

@@ -1,6 +1,6 @@
 """Two ranks on gloo; rank 1 stands still before a collective that rank 0 waits in, until a file appears.
 
-torchrun --nproc-per-node 2 hanging_training.py FOLDER
+hanging_training.py FOLDER, for each rank with its environment
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.programs import Started
 
 from rankscope.demonstration.receiver import Receiver
 from rankscope_storage.connection import connect
@@ -19,7 +20,7 @@ from rankscope_storage.connection import connect
 SCRIPT = Path(__file__).with_name("hanging_training.py")
 TOKEN = "a-token-of-both"
 
-Start = Callable[..., subprocess.Popen[bytes]]
+Start = Callable[..., Any]
 
 
 def line_of(comment: str) -> int:
@@ -27,12 +28,13 @@ def line_of(comment: str) -> int:
 
 
 @pytest.fixture
-def hanging(start_job: Start, tmp_path: Path) -> Start:
-    """Return what starts the training under torchrun; `environment` is added to both ranks'."""
+def hanging(start_job: Start, tmp_path: Path, another_port: int) -> Start:
+    """Return what starts both ranks of the training; `environment` is added to that of each."""
 
-    def start(service: Any, **environment: str) -> subprocess.Popen[bytes]:
-        told = {"RANKSCOPE_INGEST_URL": service.url, "RANKSCOPE_RUN": "hangs"}
-        return start_job(SCRIPT, tmp_path, ranks=2, **told, **environment)
+    def start(service: Any, **environment: str) -> list[Started]:
+        group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(another_port)}
+        told = {"RANKSCOPE_INGEST_URL": service.url, "RANKSCOPE_RUN": "hangs"} | group | environment
+        return [start_job(SCRIPT, tmp_path, RANK=rank, LOCAL_RANK=rank, **told) for rank in "01"]
 
     return start
 
@@ -73,7 +75,7 @@ def assert_message_names_both_places(text: str) -> None:
 
 
 def test_a_hang_is_told_with_the_place_of_each_rank_and_so_is_its_end(
-    service: Any, hanging: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+    service: Any, hanging: Start, tmp_path: Path
 ) -> None:
     """The ranks' own watchdogs are off: the service judges, and asks them with its token."""
     service.token, service.stalled_after_seconds = TOKEN, 2.0
@@ -88,7 +90,7 @@ def test_a_hang_is_told_with_the_place_of_each_rank_and_so_is_its_end(
         refused = [ask(service, "hangs", token=token) for token in (None, "wrong")]
         (tmp_path / "go-on").touch()
 
-        assert 0 == training.wait(60), (tmp_path / "training.log").read_text()
+        assert [0, 0] == [rank.wait(60) for rank in training], (tmp_path / "training.log").read_text()
         service.wait_for(lambda: len(receiver.alerts) > 1)
         titles = [alert.title for alert in receiver.alerts]
     assert 0 == service.stop(), service.log()
@@ -129,7 +131,7 @@ def assert_printed_groups(text: str) -> None:
 
 
 def test_without_any_token_the_ranks_tell_by_themselves_and_nobody_may_ask(
-    service: Any, hanging: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+    service: Any, hanging: Start, tmp_path: Path
 ) -> None:
     """Here the service would wait for minutes; the watchdogs of the ranks speak up."""
     with Receiver() as receiver:
@@ -141,7 +143,7 @@ def test_without_any_token_the_ranks_tell_by_themselves_and_nobody_may_ask(
         refused = ask(service, "hangs", token=None)
         (tmp_path / "go-on").touch()
 
-        assert 0 == training.wait(60), (tmp_path / "training.log").read_text()
+        assert [0, 0] == [rank.wait(60) for rank in training], (tmp_path / "training.log").read_text()
         service.wait_for(lambda: len(receiver.alerts) > 1)
     assert 0 == service.stop(), service.log()
 

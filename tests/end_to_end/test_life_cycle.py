@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,20 +13,19 @@ import pytest
 from rankscope_storage.connection import connect
 
 TRAINING = Path(__file__).with_name("restarting_training.py")
-TORCHRUN = ("-m", "torch.distributed.run")
 
 # torch 2.13 keeps one store over restarts of the workers, in which gloo then finds the addresses of dead peers.
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
-Launch = Callable[..., subprocess.Popen[bytes]]
+Launch = Callable[..., Any]
 
 
 @pytest.fixture
 def launch(start_job: Launch) -> Launch:
     """Return what starts the training as a job."""
 
-    def start(*arguments: object, launcher: tuple[str, ...] = (), **environment: str) -> subprocess.Popen[bytes]:
-        return start_job(*launcher, TRAINING, *arguments, **environment)
+    def start(*arguments: object, **more: Any) -> Any:
+        return start_job(TRAINING, *arguments, **more)
 
     return start
 
@@ -90,7 +88,7 @@ def test_torchrun_restarts_failed_ranks_and_the_run_goes_on_from_its_checkpoint(
     service.start()
     agent = launch(
         *(tmp_path, 40, 0.02, "exception:8", "kill:17", "--hold"),
-        launcher=(*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"),
+        torchrun=("--standalone", "--nproc-per-node", "2", "--max-restarts", "2"),
         RANKSCOPE_RUN="elastic",
         **FRESH_STORE,
     )

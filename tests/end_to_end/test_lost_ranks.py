@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.programs import Started, start_script
 
 from rankscope_storage.connection import connect
 
@@ -35,7 +33,7 @@ with rankscope.Monitor(config).attach(net, optimizer) as monitor:
         time.sleep(pause)
 """
 
-StartRank = Callable[..., subprocess.Popen[bytes]]
+StartRank = Callable[..., Started]
 
 
 @pytest.fixture
@@ -43,9 +41,9 @@ def start_rank(tmp_path: Path) -> Iterator[StartRank]:
     """Return what starts one rank of a world of two: it prints its steps to rank-<n>.log until it is told to stop."""
     script = tmp_path / "rank.py"
     script.write_text(textwrap.dedent(RANK))
-    started: list[subprocess.Popen[bytes]] = []
+    started: list[Started] = []
 
-    def start(service: Any, rank: int, *, pause: float, stop: str = "stop") -> subprocess.Popen[bytes]:
+    def start(service: Any, rank: int, *, pause: float, stop: str = "stop") -> Started:
         environment = {
             "RANKSCOPE_INGEST_URL": service.url,
             "RANKSCOPE_RUN": "lost",
@@ -55,13 +53,8 @@ def start_rank(tmp_path: Path) -> Iterator[StartRank]:
             "MASTER_PORT": str(service.port),
             "OMP_NUM_THREADS": "1",
         }
-        with (tmp_path / f"rank-{rank}.log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, str(script), str(pause), str(tmp_path / stop)],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
-            )
+        log = tmp_path / f"rank-{rank}.log"
+        process = start_script(script, pause, tmp_path / stop, log=log, **environment)
         started.append(process)
         return process
 

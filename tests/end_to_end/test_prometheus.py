@@ -7,12 +7,10 @@ not here, and nothing of this shows what it makes of the answers.
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.parse
 import urllib.request
@@ -20,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.programs import start_script
 
 from rankscope_dashboards.generate import files
 from rankscope_dashboards.prometheus_config import DEFAULT_SERVICE
@@ -95,9 +94,7 @@ def ranks(tmp_path, service):
         for rank in ("0", "1"):
             told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "RANKSCOPE_RUN": RUN}
             told |= {"RANKSCOPE_INGEST_URL": service.url}
-            with (tmp_path / f"rank{rank}.log").open("wb") as log:
-                command = [sys.executable, str(TRAINING), str(tmp_path)]
-                started.append(subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **told}))
+            started.append(start_script(TRAINING, tmp_path, log=tmp_path / f"rank{rank}.log", **told))
         return started
 
     yield start
