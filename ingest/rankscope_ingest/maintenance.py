@@ -55,10 +55,12 @@ class Turns:
 
     def due(self, now: float, commits: int) -> Iterator[Callable[[], object]]:
         """Yield the works that are due at `now` after `commits`; whatever becomes of one, it is not due again soon."""
-        if commits - self._compacted_at >= COMPACT_EVERY_COMMITS:
+        maintained = now - self._maintained_at >= MAINTAIN_SECONDS
+        # Also by the clock: a run that is through and a day that is past make no more commits, but have files to merge.
+        if maintained or commits - self._compacted_at >= COMPACT_EVERY_COMMITS:
             self._compacted_at = commits
             yield self._store.compact
-        if now - self._maintained_at >= MAINTAIN_SECONDS:
+        if maintained:
             self._maintained_at = now
             yield self._store.maintain
         if self._retain is not None and now >= self._retain_at:

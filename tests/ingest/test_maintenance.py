@@ -59,6 +59,12 @@ def test_compaction_goes_by_commits_and_the_others_by_the_clock():
     assert ["compact", "maintain", "retain"] == done(store, due, MAINTAIN_SECONDS, 2 * COMPACT_EVERY_COMMITS)
 
 
+def test_what_makes_no_more_commits_is_merged_by_the_clock():
+    store = Store()
+
+    assert ["compact", "maintain"] == done(store, turns(store), MAINTAIN_SECONDS)[:2]
+
+
 def test_what_is_left_of_retention_goes_on_at_once_behind_what_else_is_due():
     store = Store(left=[2, 1, 0])
     due = turns(store)
