@@ -10,7 +10,7 @@ import contextlib
 import datetime as dt
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +27,7 @@ from rankscope_storage.errors import ConflictError, StoreError
 from rankscope_storage.layout import SHARED_PREFIX, file_mantissa_bits
 from rankscope_storage.parquet import STAGING, DataFile, discard, write_file
 from rankscope_storage.rollups.summing import BUCKET, MOMENT, rolled_up
+from rankscope_storage.rounding import coarsest
 from rankscope_storage.schema import conform, dataset_schema
 from rankscope_storage.views import files_select
 
@@ -51,12 +52,11 @@ ORDER BY place
 """
 
 
-def roll_up(root: Path, files: Iterable[File], sync: Sync) -> list[DataFile]:
+def roll_up(root: Path, files: Sequence[File], sync: Sync) -> list[DataFile]:
     """Write the rollups of all rows of `files`, which are of one dataset and part, and return the new files."""
-    listed = list(files)
-    source = f"({files_select(listed[0]['dataset'], [str(root / file['path']) for file in listed])})"
+    source = f"({files_select(files[0]['dataset'], [str(root / file['path']) for file in files])})"
     with _written(root) as written, _engine(root) as engine:
-        written.extend(_rollups(engine, source, root, listed[0], sync))
+        written.extend(_rollups(engine, source, root, files, sync))
     return written
 
 
@@ -73,7 +73,7 @@ def cut(root: Path, file: File, before: dt.datetime, sync: Sync) -> list[DataFil
             goes = np.ones(rows.num_rows, np.bool_)
             goes[stays.to_numpy()] = False
             engine.register("going", conform(rows.filter(pa.array(goes)), dataset))
-            written.extend(_rollups(engine, "going", root, file, sync))
+            written.extend(_rollups(engine, "going", root, [file], sync))
             if len(stays):
                 rest = conform(rows.take(stays), dataset)
                 bits = file_mantissa_bits(file["path"])
@@ -86,11 +86,14 @@ def rollup_part(part: str) -> str:
     return part[: len(SHARED_PREFIX) + len("2026-01")] if part.startswith(SHARED_PREFIX) else part
 
 
-def _rollups(engine: duckdb.DuckDBPyConnection, source: str, root: Path, like: File, sync: Sync) -> Iterator[DataFile]:
-    """Write the rollups of `source`, rows of the dataset and part of `like`."""
-    name, part = ROLLUPS[like["dataset"]], rollup_part(like["part"])
-    for rows in _pieces(engine.sql(rolled_up(like["dataset"], source)).to_arrow_reader(PIECE_ROWS // 10)):
-        yield write_file(root, name, part, conform(rows, name), sync, mantissa_bits=file_mantissa_bits(like["path"]))
+def _rollups(
+    engine: duckdb.DuckDBPyConnection, source: str, root: Path, files: Sequence[File], sync: Sync
+) -> Iterator[DataFile]:
+    """Write the rollups of `source`, rows of `files`."""
+    name, part = ROLLUPS[files[0]["dataset"]], rollup_part(files[0]["part"])
+    bits = coarsest(file["path"] for file in files)
+    for rows in _pieces(engine.sql(rolled_up(files[0]["dataset"], source)).to_arrow_reader(PIECE_ROWS // 10)):
+        yield write_file(root, name, part, conform(rows, name), sync, mantissa_bits=bits)
 
 
 def _pieces(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:

@@ -1,0 +1,95 @@
+"""Upkeep stands in nobody's way: whatever it is held at, rows are appended and read meanwhile."""
+
+from __future__ import annotations
+
+import datetime as dt
+import threading
+
+import pyarrow as pa
+import pytest
+
+from rankscope_storage import compaction
+from rankscope_storage.care.checking import check
+from rankscope_storage.care.retention import Retention, retain
+from rankscope_storage.compaction import compact
+from rankscope_storage.connection import connect
+from rankscope_storage.durable import sync_to_disk
+from rankscope_storage.maintenance import maintain
+from rankscope_storage.store import Batch
+
+LONG_SECONDS = 60
+
+
+class Held:
+    """A sync that stops at its `moment`-th call until it is let go."""
+
+    def __init__(self, moment: int) -> None:
+        self._left = moment
+        self.stopped = threading.Event()
+        self.go_on = threading.Event()
+
+    def __call__(self, path) -> None:
+        self._left -= 1
+        if not self._left:
+            self.stopped.set()
+            assert self.go_on.wait(LONG_SECONDS)
+        sync_to_disk(path)
+
+
+def age(root, sync) -> None:
+    """Everything that was appended here is of 1970."""
+    retain(root, Retention(raw_days=1, scalars_days=1, samples_days=1), sync, now=dt.datetime.now(dt.UTC))
+
+
+def statistics(seqs) -> Batch:
+    listed = list(seqs)
+    table = pa.table(
+        {
+            "run": ["r"] * len(listed),
+            "incarnation": ["i-statistics"] * len(listed),
+            "seq": listed,
+            "step": listed,
+            "ts": pa.array([seq * 1_000_000 for seq in listed], pa.timestamp("us", tz="UTC")),
+            "kind": ["k"] * len(listed),
+            "tensor": ["t"] * len(listed),
+        }
+    )
+    return Batch(tables={"tensor_stats": table}, watermarks={"i-statistics": max(listed)})
+
+
+def stored(root) -> tuple[int, int]:
+    """Rows of both tiers."""
+    with connect(root) as connection:
+        return tuple(
+            connection.sql(f'SELECT sum("rows")::BIGINT FROM {view}').fetchall()[0][0]
+            for view in ("tensor_timeline", "scalar_timeline")
+        )
+
+
+@pytest.mark.parametrize("work", [age, compact, maintain])
+def test_rows_are_appended_and_read_at_whatever_moment_upkeep_is_held(store, writer, batch, monkeypatch, work):
+    monkeypatch.setattr(compaction, "SMALL_FILES", 1)
+    rows = 0
+    for moment in range(1, 40, 3):
+        for _ in range(2):
+            writer.append(batch([rows]))
+            writer.append(statistics([rows]))
+            rows += 1
+        held = Held(moment)
+        upkeep = threading.Thread(target=work, args=(store.root, held))
+        upkeep.start()
+        while upkeep.is_alive() and not held.stopped.wait(0.01):
+            pass
+        writer.append(batch([rows]))
+        writer.append(statistics([rows]))
+        rows += 1
+
+        assert (rows, rows) == stored(store.root)
+        held.go_on.set()
+        upkeep.join(LONG_SECONDS)
+        assert not upkeep.is_alive()
+        assert (rows, rows) == stored(store.root)
+        if not held.stopped.is_set():
+            break
+    assert moment > 3
+    assert check(store.root, deep=True).is_whole
