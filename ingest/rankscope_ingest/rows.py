@@ -113,7 +113,7 @@ def headline(first: Symptom) -> str:
     """Return one line that names what happened and where: rule, kind, tensor, rank, step."""
     what = first.rule or "anomaly"
     where = " of ".join(part for part in (first.kind, first.tensor) if part)
-    parts = [what, f"in {where}" if where else None, f"rank {first.rank}"]
+    parts = [what, f"in {where}" if where else None, first.who]
     parts.append(None if first.step is None else f"step {first.step}")
     return ", ".join(part for part in parts if part).replace(", in ", " in ", 1)
 

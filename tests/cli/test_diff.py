@@ -113,7 +113,7 @@ def test_json_has_all_of_it(diff):
         (["good-run"], "name two runs, or one run with --ranks A B or --attempts A B"),
         (["good-run", "good-run"], "good-run is the same on both sides"),
         ([*RUNS, "--steps", "5-9"], "--steps '5-9': write first:last"),
-        ([*RUNS, "--kind", "act_ouT"], "no step in common of what is compared"),
+        ([*RUNS, "--kind", "act_ouT"], "good-run has no kind act_ouT; it has "),
         ([*RUNS, "--steps", "99999999999999999999"], "--steps '99999999999999999999': write first:last"),
         ([*RUNS, "--tolerance", "inf"], "--tolerance inf would take everything for equal"),
         (["good-run", "--attempts", "0", "1"], "good-run has no attempt 1, only 0"),

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from rankscope_contract.events import REPLICA_DESYNC
 from rankscope_ingest.desync.book import WAIT_SECONDS, DesyncBook
 from rankscope_ingest.desync.history import read_apart
+from rankscope_ingest.desync.watch import _symptom
+from rankscope_ingest.rows import headline
 from rankscope_storage.schema import dataset_schema
 
 RUN = ("r", 0)
@@ -60,7 +62,9 @@ def test_two_ranks_have_no_majority_and_are_both_named():
     for rank in range(2):
         book.heard(rows(rank, 5, "0,1", a=rank), 0.0)
 
-    assert [(5, "a", (0, 1))] == found(look(book))
+    news = look(book)
+    assert [(5, "a", (0, 1))] == found(news)
+    assert "ReplicaDesync in param_after of a, ranks 0-1, step 5" == headline(_symptom(news.apart))
 
 
 def test_a_rank_that_is_late_is_waited_for_some_seconds_and_judged_when_it_comes():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rankscope_storage.analysis.sides import Side
     from rankscope_storage.connection import Connection
 
+_OF_KINDS: Final = ("tensor_stats", "features", "hashes")
 DIFFERENT: Final = 1
 TROUBLE: Final = 2
 
@@ -76,7 +78,7 @@ def diff(
                 Selected(kinds=tuple(kind or ()), ranks=tuple(rank or ()), steps=bounds),
                 top=top,
             )
-            _check_compared(found, connection)
+            _check_compared(found, connection, kind or ())
     except CommandError as error:
         raise CommandError(str(error), code=TROUBLE) from error
     print(json.dumps(document(found), ensure_ascii=False, indent=1) if as_json else "\n".join(lines(found)))
@@ -110,15 +112,28 @@ def _check_finite(**bounds: float) -> None:
             raise CommandError(f"--{name} {value} would take everything for equal: write a number", code=USAGE)
 
 
-def _check_compared(found: Divergence, connection: Connection) -> None:
+def _check_compared(found: Divergence, connection: Connection, kinds: Sequence[str]) -> None:
     """End the command where nothing was compared: no difference would be a false comfort."""
     if found.rows_compared:
         return
     for side in (found.a, found.b):
         _check_there(side, connection)
+    _check_kinds(kinds, (found.a, found.b), connection)
     if found.steps_compared:
         raise CommandError(f"{found.a} and {found.b} have nothing in common at the steps that both have")
     raise CommandError(f"{found.a} and {found.b} have no step in common of what is compared")
+
+
+def _check_kinds(kinds: Sequence[str], sides: Sequence[Side], connection: Connection) -> None:
+    """End the command with the kinds that a run has, where it has none of those that were asked for."""
+    from rankscope_storage.analysis.sides import SCALAR
+
+    for side in sides:
+        queries = [f"SELECT DISTINCT kind FROM {name} WHERE run = $run" for name in _OF_KINDS]  # noqa: S608 - our own
+        has = {kind for query in queries for kind in connection.query(query, {"run": side.run})["kind"].to_pylist()}
+        if kinds and not {*has, SCALAR} & set(kinds):
+            listed = ", ".join(sorted({*has, SCALAR}))
+            raise CommandError(f"{side.run} has no kind {', '.join(kinds)}; it has {listed}", code=USAGE)
 
 
 def _check_there(side: Side, connection: Connection) -> None:

@@ -26,7 +26,7 @@ def message(incident: Incident, *, again: bool = False) -> Message:
     first = incident.first
     lines = [
         f"run: {first.run} (attempt {first.attempt})",
-        f"rank: {first.rank}",
+        f"rank: {first.who.removeprefix('rank ')}",
         *_line("step", first.step),
         *_line("tensor", first.tensor),
         *_line("kind", first.kind),

@@ -38,6 +38,12 @@ class Symptom:
     baseline: float | None = None
     threshold: float | None = None
     message: str | None = None
+    ranks: str | None = None  # in words, where it is not a matter of `rank` alone
+
+    @property
+    def who(self) -> str:
+        """Return the ranks to name."""
+        return self.ranks or f"rank {self.rank}"
 
     @property
     def urgency(self) -> int:

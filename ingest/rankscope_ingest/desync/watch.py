@@ -122,6 +122,7 @@ def _symptom(found: Sequence[Apart]) -> Symptom:
         tensor=first.tensor,
         op="hash",
         message=_sentence(first) + more,
+        ranks=None if len(first.ranks) == 1 else ranks_text(first.ranks),
     )
 
 
