@@ -34,6 +34,7 @@ from rankscope_contract.metrics import (
     REMOTE_WRITE_SAMPLES,
     ROWS_COMMITTED,
     ROWS_PENDING,
+    ROWS_SET_ASIDE,
     RUN_ATTEMPT,
     RUN_ETA,
     RUN_LAST_STEP,
@@ -91,6 +92,7 @@ class ServiceMetrics:
         self._families: dict[str, Gauge | Counter] = {
             spec.name: self._family(spec) for spec in CATALOG.values() if spec.page == "service"
         }
+        self._children: defaultdict[str, dict[tuple[str, str], Gauge]] = defaultdict(dict)
         self._lost_runs: set[str] = set()
         self._fired: defaultdict[str, set[tuple[str, ...]]] = defaultdict(set)  # label values by run
         for reason in FAILURE_REASONS:
@@ -122,6 +124,10 @@ class ServiceMetrics:
         self._gauge(COMMIT_SECONDS).set(seconds)
         for dataset, count in rows.items():
             self._counter(ROWS_COMMITTED, dataset).inc(count)
+
+    def set_aside(self, rows: int) -> None:
+        """Count rows that no store takes."""
+        self._counter(ROWS_SET_ASIDE).inc(rows)
 
     def poll_failed(self, reason: str) -> None:
         """Count a poll that brought nothing."""
@@ -185,10 +191,9 @@ class ServiceMetrics:
         for condition in Health:
             self._gauge(TARGETS, condition).set(health[condition])
         self._gauge(ROWS_PENDING).set(rows_pending)
-        lag = self._clear(LAG_RECORDS)
-        for target in known:
-            if target.health is not Health.GONE:
-                lag.labels(target.registration.run, str(target.registration.rank)).set(target.lag_records)
+        followed = [target for target in known if target.health is not Health.GONE]
+        lag = {(who.registration.run, str(who.registration.rank)): who.lag_records for who in followed}
+        self._show_series(LAG_RECORDS, lag)
         self._show_states(list(attempts))
         self._show_progress(progress)
 
@@ -199,13 +204,13 @@ class ServiceMetrics:
             family.labels(run).set(ratios[run])
 
     def _show_states(self, attempts: Sequence[Attempt]) -> None:
-        states, missing, vanished = self._clear(RUN_STATE), self._clear(RANKS_MISSING), self._clear(RANK_VANISHED)
+        states, missing = self._clear(RUN_STATE), self._clear(RANKS_MISSING)
         for attempt in attempts:
             missing.labels(attempt.run).set(attempt.ranks_missing)
             for state in RunState:
                 states.labels(attempt.run, state).set(state is attempt.state)
-            for rank in attempt.ranks.values():
-                vanished.labels(attempt.run, str(rank.number)).set(rank.is_vanished)
+        ranks = ((attempt.run, rank) for attempt in attempts for rank in attempt.ranks.values())
+        self._show_series(RANK_VANISHED, {(run, str(rank.number)): rank.is_vanished for run, rank in ranks})
         self._keep_counters_of({attempt.run for attempt in attempts})
 
     def _keep_counters_of(self, runs: set[str]) -> None:
@@ -240,6 +245,18 @@ class ServiceMetrics:
         child = family.labels(*labels) if labels else family
         assert isinstance(child, Counter)
         return child
+
+    def _show_series(self, spec: MetricSpec, values: Mapping[tuple[str, str], float]) -> None:
+        """Set a gauge of many ranks. Their series are kept: making one costs twenty times what setting it does."""
+        children = self._children[spec.name]
+        for labels in children.keys() - values.keys():
+            self._families[spec.name].remove(*labels)
+            del children[labels]
+        for labels, value in values.items():
+            child = children.get(labels)
+            if child is None:
+                child = children[labels] = self._gauge(spec, *labels)
+            child.set(value)
 
     def _clear(self, spec: MetricSpec) -> Gauge:
         """Return the family without its former series: what is gone must not stay on the page."""

@@ -50,6 +50,13 @@ def test_filling_ring_and_draining_rank_are_polled_sooner():
     assert 0.2 == PACE.after_answer(target(health=Health.DRAINING), 0.0)
 
 
+def test_rank_that_drains_and_waits_for_a_commit_is_not_polled_sooner():
+    """The commit itself has it polled: a thousand that end together would ask five thousand times a second."""
+    waiting = target(health=Health.DRAINING, cursor=7, committed=6)
+
+    assert 0.2 < PACE.after_answer(waiting, 0.0) <= 2.0
+
+
 def test_failures_back_off_with_jitter_up_to_the_cap():
     assert [1, 2, 4, 8, 15, 15] == [PACE.after_failure(n, 0.0, None) for n in range(1, 7)]
     assert [2, 4, 8, 16, 30, 30] == [PACE.after_failure(n, 1.0, None) for n in range(1, 7)]

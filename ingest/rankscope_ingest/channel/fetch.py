@@ -7,6 +7,7 @@ one record. What the status means is in DESIGN section 5.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import ssl
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,7 @@ from rankscope_contract.channel import (
 from rankscope_contract.tls import HUNG_UP, MakeContext
 from rankscope_ingest.config import Network
 from rankscope_ingest.errors import FetchError
-from rankscope_ingest.web.networks import AllowedResolver, address_of, is_allowed
+from rankscope_ingest.web.networks import Address, AllowedResolver, address_of, is_allowed
 from rankscope_ingest.web.tls import tls_trouble
 
 MAX_BODY_BYTES: Final = 1 << 28  # a single record may be larger than what was asked for, but not without end
@@ -182,8 +183,7 @@ class Fetcher:
         self, method: str, url: str, headers: Mapping[str, str], query: Mapping[str, str]
     ) -> aiohttp.ClientResponse:
         assert self._session is not None, "use `async with`"
-        target = URL(url)
-        address = address_of(target.host or "")
+        target, address = _place(url)
         if address is not None and not is_allowed(address, self._networks):
             raise FetchError("forbidden", f"{target.host} is outside [service] allowed_networks")
         if self._token is not None:
@@ -254,6 +254,13 @@ class Reading:
             raise FetchError("tls", f"{self._url}: {HUNG_UP}") from error
         if isinstance(error, aiohttp.ClientError | OSError | ValueError):
             raise FetchError("connection", f"{self._url}: {error or type(error).__name__}") from error
+
+
+@functools.lru_cache(maxsize=4096)
+def _place(url: str) -> tuple[URL, Address | None]:
+    """Return `url` taken apart, and the address it spells out; a rank is asked at the same ones every two seconds."""
+    target = URL(url)
+    return target, address_of(target.host or "")
 
 
 async def _whole_body(response: aiohttp.ClientResponse, limit: int) -> bytes:

@@ -87,8 +87,8 @@ class Pace:
 
     def after_answer(self, target: Target, now: float) -> float:
         """Return how long to wait after an answer without more to come: to the target's own tick, or less."""
-        if target.health is Health.DRAINING:
-            return min(DRAINING_POLL_SECONDS, self.poll_seconds)
+        if target.health is Health.DRAINING and target.committed >= target.cursor:
+            return min(DRAINING_POLL_SECONDS, self.poll_seconds)  # until then it waits for a commit, which pokes
         if target.ring_fill > 0.5:
             return self.poll_seconds * _FAST_SHARE
         behind = (now - self.offset(target.incarnation)) % self.poll_seconds
