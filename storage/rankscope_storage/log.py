@@ -161,6 +161,8 @@ class Log:
         Raises ConflictError when a transaction of `change` moved since the handle was refreshed: nothing was stored.
         After any other StoreError the commit may or may not have been stored.
         """
+        if gone := [file.path for file in change.added if not (self.root / file.path).exists()]:
+            raise ConflictError(f"{gone[0]} has gone: it lay there for hours without a commit")
         before = self.version
         actions: list[AddAction | RemoveAction] = [*_removals(change), *_additions(change)]
         try:
@@ -234,7 +236,9 @@ class Log:
         self.refresh()
         try:
             self._table.create_checkpoint()
-            for path in (*checkpoint_files(self.root, self.version), self.root / LOG_FOLDER):
+            made, hint = checkpoint_files(self.root, self.version)
+            # Who was killed between the two files leaves a checkpoint that nothing names, and delta-rs leaves it so.
+            for path in (made, *([hint] if hint.exists() else []), self.root / LOG_FOLDER):
                 self._sync(path)
         except (DeltaError, OSError) as error:
             raise translated(error, self.root) from error

@@ -100,6 +100,18 @@ def test_a_checkpoint_is_on_the_disk_before_an_entry_goes(store, writer, batch, 
     assert [f"{log.version:020d}.checkpoint.parquet", "_last_checkpoint", LOG_FOLDER, "clean up"] == order[:4]
 
 
+def test_a_checkpoint_that_nothing_names_stops_no_maintenance(store, writer, batch):
+    """As when its writer was killed between the checkpoint and the file that names it."""
+    writer.append(batch([0]))
+    write_checkpoint(store.root, sync_to_disk)
+    (store.root / LOG_FOLDER / "_last_checkpoint").unlink()
+    writer.maintain()
+    writer.append(batch([1]))
+    writer.maintain()
+
+    assert 3 == newest_checkpoint(store.root)
+
+
 def test_a_handle_begins_anew_at_a_checkpoint_that_it_has_passed(store, writer, batch, monkeypatch):
     """Else it reads all entries since the one that it was opened with, at every refresh: delta-rs looks only ahead."""
     monkeypatch.setattr(writer._checkpoints, "after_commit", lambda version: None)

@@ -199,6 +199,22 @@ def test_a_refused_append_is_tried_again_and_leaves_no_file_behind(writer, batch
     assert 1 == len(list(store.root.rglob("dataset=*/part=*/*.parquet")))
 
 
+def test_files_that_a_clean_up_took_before_their_commit_are_written_anew(writer, batch, monkeypatch, connection, store):
+    """A service that was stopped for hours between the two, and whose files looked like leavings."""
+    genuine, taken = Log.commit, []
+
+    def wake(log: Log, change: Change) -> int:
+        if not taken:
+            taken.append((store.root / change.added[0].path).unlink())
+        return genuine(log, change)
+
+    monkeypatch.setattr(Log, "commit", wake)
+    monkeypatch.setattr("rankscope_storage.writer._FIRST_PAUSE_SECONDS", 0.0)
+    writer.append(batch(range(5)))
+
+    assert list(range(5)) == stored_seqs(connection)
+
+
 def test_refusals_without_end_become_an_error(writer, batch, monkeypatch, store):
     def refuse(log: Log, change: Change) -> int:
         raise ConflictError("metadata changed")

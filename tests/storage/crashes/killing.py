@@ -1,0 +1,143 @@
+"""Processes that are killed at the n-th moment at which they change a folder, thousands of them, cheaply.
+
+A first process imports the store under a preloaded library (`kill_at.c`, compiled here) and is forked for each life.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+MODULE = "tests.storage.crashes.killing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """What one process did: the calls that changed the folder, what it acknowledged, and whether it was killed."""
+
+    calls: list[str]
+    said: list[int]
+    killed: bool
+
+
+class Killer:
+    """The process that is forked. One life at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._notes = folder / "notes"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", MODULE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "LD_PRELOAD": str(compiled(folder)), "OMP_NUM_THREADS": "1"},
+        )
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+
+    def live(self, operation: str, root: Path, at: int) -> Life:
+        """Do `operation` and be killed before the `at`-th call that changes `root`; 0 lets it live."""
+        status = self._ask("live", operation, root, at)
+        lines = self._notes.read_text().splitlines()
+        return Life(
+            calls=[line for line in lines if not line.startswith("said ")],
+            said=[int(line.removeprefix("said ")) for line in lines if line.startswith("said ")],
+            killed=status == -signal.SIGKILL,
+        )
+
+    def prepare(self, operation: str, root: Path) -> None:
+        """Make the store that `operation` begins with, in a process that ends well."""
+        self._ask("prepare", operation, root, 0)
+
+    def content(self, root: Path) -> dict[str, Any]:
+        """Return all rows of the store at `root`, by dataset."""
+        self._ask("content", "", root, 0)
+        found: dict[str, Any] = json.loads(self._notes.read_text())
+        return found
+
+    def after(self, operation: str, root: Path) -> dict[str, Any]:
+        """Return what `operations.after` finds, in a process of its own."""
+        self._ask("after", operation, root, 0)
+        found: dict[str, Any] = json.loads(self._notes.read_text())
+        return found
+
+    def _ask(self, what: str, operation: str, root: Path, at: int) -> int:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        job = {"what": what, "operation": operation, "root": str(root), "at": at, "notes": str(self._notes)}
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, "the process that is forked has ended"
+        status = int(line)
+        wanted = (0, -signal.SIGKILL) if at else (0,)
+        assert status in wanted, f"{what} {operation} at {at} ended with {status}: {self._notes.read_text()}"
+        return status
+
+
+def compiled(folder: Path) -> Path:
+    """Return the library to preload, made in `folder`."""
+    library = folder / "kill_at.so"
+    command = [
+        "gcc",
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-Wall",
+        "-Werror",
+        "-o",
+        str(library),
+        str(HERE / "kill_at.c"),
+        "-ldl",
+    ]
+    subprocess.run(command, check=True)
+    return library
+
+
+def main() -> None:
+    """Fork for each line that comes, and answer how the child ended."""
+    from tests.storage.crashes import operations  # noqa: F401 - imported once, for all children
+
+    for line in sys.stdin:
+        job = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            _live(job)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+def _live(job: dict[str, Any]) -> None:
+    from tests.storage.crashes import operations
+
+    root, operation = Path(job["root"]), job["operation"]
+    notes = os.open(job["notes"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+    try:
+        if job["what"] == "prepare":
+            operations.prepare(operation, root)
+        elif job["what"] == "content":
+            os.write(notes, json.dumps(operations.content(root), default=str).encode())
+        elif job["what"] == "after":
+            os.write(notes, json.dumps(operations.after(operation, root), default=str).encode())
+        else:
+            ctypes.CDLL(None).rankscope_arm(os.fsencode(root), job["at"], notes)
+            operations.OPERATIONS[operation](root, lambda seq: os.write(notes, b"said %d\n" % seq) and None)
+    except BaseException:
+        os.write(notes, traceback.format_exc().encode())
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

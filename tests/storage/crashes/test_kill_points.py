@@ -1,0 +1,101 @@
+"""kill -9 at every call that changes the store, of every operation: nothing acknowledged is lost, nothing is doubled.
+
+`make test-crashes` goes through all of them; a few are in every run. Whoever comes next needs no remedy.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+
+import pytest
+from tests.storage.crashes.operations import OPERATIONS, RANKS, RECORDS
+
+ROWS = {"scalars": 1, "tensor_stats": 2}
+"""Rows that a record has in each dataset."""
+
+TIERS = (("scalars", "scalar_rollups"), ("tensor_stats", "tensor_rollups"))
+"""Datasets that change together, in one commit."""
+
+A_FEW = [("append", 21), ("append", 24), ("compact", 10), ("maintain", 5)]
+
+
+@pytest.fixture(scope="module")
+def before(killer, tmp_path_factory):
+    """Return the store that an operation begins with, its rows, and its rows when the operation is done."""
+    made = {}
+
+    def prepared(operation):
+        if operation not in made:
+            root = tmp_path_factory.mktemp("before") / "store"
+            killer.prepare(operation, root)
+            done = root.with_name("done")
+            copy(root, done)
+            killer.live(operation, done, 0)
+            readable = operation not in ("create", "repair")
+            made[operation] = root, killer.content(root) if readable else {}, killer.content(done)
+        return made[operation]
+
+    return prepared
+
+
+def copy(source, target):
+    if source.exists():
+        shutil.copytree(source, target)
+
+
+def die(killer, before, operation, at, root):
+    """Kill `operation` at one call and look at what is left; whether there was such a call."""
+    begun, old, new = before(operation)
+    copy(begun, root)
+    life = killer.live(operation, root, at)
+    after = killer.after(operation, root)
+    where = f"{operation}, call {at}: {life.calls[-1] if life.calls else ''}"
+
+    assert after["whole"], where
+    if operation in ("create", "append"):
+        check_records(after["found"], max([0, *life.said]), where)
+    else:
+        check_tiers(after["found"], old, new, where)
+    assert new == after["redone"], where
+    assert RECORDS == after["watermark"], where
+    assert after["whole in the end"], where
+    assert [] == after["left"], where
+    assert {name: len(new.get(name, [])) + RANKS * count for name, count in ROWS.items()}.items() <= after[
+        "rows"
+    ].items()
+    shutil.rmtree(root)
+    return life.killed
+
+
+def check_records(found, acknowledged, where):
+    """All records up to some place are there, each once and in all datasets, and no acknowledged one is missing."""
+    stored = 1 + max((row["seq"] for row in found.get("scalars", [])), default=-1)
+    assert acknowledged <= stored, where
+    for name, count in ROWS.items():
+        keys = sorted((row["rank"], row["seq"]) for row in found.get(name, []))
+        records = itertools.product(range(RANKS), range(stored))
+        assert sorted(key for key in records for _ in range(count)) == keys, where
+
+
+def check_tiers(found, old, new, where):
+    """Each commit of the operation is there as a whole or not at all."""
+    for tier in TIERS:
+        states = [[content.get(name, []) for name in tier] for content in (old, new, found)]
+        assert states[2] in states[:2], where
+
+
+@pytest.mark.parametrize(("operation", "at"), A_FEW)
+def test_a_kill_at_a_few_moments_loses_and_doubles_nothing(killer, before, tmp_path, operation, at):
+    assert die(killer, before, operation, at, tmp_path / "store")
+
+
+@pytest.mark.skipif(not os.environ.get("RANKSCOPE_CRASHES"), reason="make test-crashes")
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_kill_at_any_moment_loses_and_doubles_nothing(killer, before, tmp_path, operation):
+    moments = itertools.takewhile(lambda at: die(killer, before, operation, at, tmp_path / f"{at}"), itertools.count(1))
+
+    points = len(list(moments))
+    print(f"{operation}: killed at {points} points")
+    assert points > 4
