@@ -18,7 +18,7 @@ from tests.storage.rollups.reference import Row, rollups
 from rankscope_contract.rollups import ROLLUPS
 from rankscope_storage.care import ageing
 from rankscope_storage.care.checking import check
-from rankscope_storage.care.retention import Retention, retain
+from rankscope_storage.care.retention import Retention, RetentionReport, retain
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.log import Log
@@ -39,9 +39,9 @@ def append(writer: Writer, dataset: str, rows: Sequence[Row]) -> None:
     writer.append(Batch(tables={dataset: table}, watermarks={}))
 
 
-def let_age(root, until: float, *, sync=sync_to_disk, works: int | None = None) -> None:
+def let_age(root, until: float, *, sync=sync_to_disk, works: int | None = None) -> RetentionReport:
     """Apply POLICY at such a time that what is older than day `until` is too old."""
-    retain(root, POLICY, sync, now=day(until + 10), works=works)
+    return retain(root, POLICY, sync, now=day(until + 10), works=works)
 
 
 def found(connection: Connection, dataset: str) -> list[dict[str, Any]]:
@@ -161,8 +161,9 @@ def steps(first: int, end: int, *, per_day: int = 100, **columns) -> list[Row]:
 
 def test_a_file_that_reaches_over_the_limit_is_cut_between_two_buckets(store, writer, connection):
     append(writer, "tensor_stats", steps(0, 1000, per_day=250))  # four days
-    let_age(store.root, 2.9)  # in the middle of steps 700 to 799
+    report = let_age(store.root, 2.9)  # in the middle of steps 700 to 799
 
+    assert (1, 700, 7) == (report.files, report.rows, report.added_rows)
     assert [(700, 999, 300)] == connection.sql("SELECT min(step), max(step), count(*) FROM tensor_stats").fetchall()
     assert [(step, 100) for step in range(0, 700, 100)] == connection.sql(
         'SELECT step, "rows" FROM tensor_rollups ORDER BY step'
