@@ -18,7 +18,7 @@ from rankscope_contract.records import DATASETS, DIMENSIONS
 Node = Mapping[str, Any]
 Term = str | int | None
 
-RUN_MACROS: Final = frozenset({"top_deviations", "bucket_deviations"})
+RUN_MACROS: Final = frozenset({"scalar_curve", "top_deviations", "bucket_deviations"})
 """Table macros that read only the run in their first parameter, `of_run`."""
 
 RELATION_MACROS: Final = frozenset({"downsample", "ema", "moving_average", "p10"})

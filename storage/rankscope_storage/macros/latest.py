@@ -1,4 +1,4 @@
-"""`tensor_latest`: the newest statistics of every tensor, as the pages of the ranks show them. SQL text."""
+"""`tensor_latest`: the newest statistics of every tensor, and those that are not finite. SQL text."""
 
 from __future__ import annotations
 
@@ -30,3 +30,11 @@ QUALIFY row_number() OVER (
 
 TENSOR_LATEST: Final = tensor_latest()
 """Of the newest attempt of each run: every rank's last step of each kind. What was absent at that step has no row."""
+
+NONFINITE: Final = """\
+CREATE OR REPLACE VIEW nonfinite AS
+SELECT * FROM tensor_stats WHERE nans > 0
+UNION ALL
+SELECT * FROM tensor_stats WHERE infs > 0 AND (nans IS NULL OR nans <= 0)
+"""
+"""Rows of tensors with a NaN or an infinity. DuckDB skips row groups by each condition alone."""

@@ -144,3 +144,12 @@ def test_latest_rows_open_only_files_that_hold_them(writer, connection):
     connection.query("FROM tensor_latest WHERE run = 'r'")
 
     assert 1 == len(connection._files["tensor_stats"])
+
+
+def test_nonfinite_rows_are_those_with_a_nan_or_an_infinity_each_once(writer, connection):
+    counts = [(nans, infs) for nans in (None, 0, 2) for infs in (None, 0, 3)]
+    append(writer, [{"step": step, "nans": nans, "infs": infs} for step, (nans, infs) in enumerate(counts)])
+
+    assert sorted(
+        (step, *pair) for step, pair in enumerate(counts) if (pair[0] or 0) > 0 or (pair[1] or 0) > 0
+    ) == sorted(connection.sql("SELECT step, nans, infs FROM nonfinite").fetchall(), key=lambda row: row[0])

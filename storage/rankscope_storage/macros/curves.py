@@ -1,0 +1,57 @@
+"""`scalar_curve`: one scalar of one run over its steps, in as many points as a screen has. SQL text."""
+
+from __future__ import annotations
+
+from typing import Final
+
+_CHOSEN: Final = """run = of_run AND name = of_name AND labels IS NOT DISTINCT FROM of_labels AND step IS NOT NULL"""
+
+# Extents first, then buckets: both are sums over groups of integers, which DuckDB does while it reads. The join that
+# leaves out what a later attempt trained anew is taken only by runs that have one; its other side is empty otherwise,
+# and nothing is read for it.
+SCALAR_CURVE: Final = f"""\
+CREATE OR REPLACE MACRO scalar_curve(of_run, of_name := 'loss', of_labels := NULL, points := 4000) AS TABLE
+WITH attempt_extent AS MATERIALIZED (
+  SELECT of_attempt, min(lowest_step) AS first_step, max(highest_step) AS last_step
+  FROM (
+    SELECT coalesce(attempt, 0) AS of_attempt, min(step) AS lowest_step, max(step) AS highest_step
+    FROM scalars WHERE {_CHOSEN} AND value IS NOT NULL GROUP BY of_attempt
+    UNION ALL
+    SELECT coalesce(attempt, 0), min(first_step), max(last_step)
+    FROM scalar_rollups WHERE {_CHOSEN} GROUP BY coalesce(attempt, 0)
+  )
+  GROUP BY of_attempt
+),
+standing AS (
+  SELECT of_attempt, coalesce(min(first_step) OVER (ORDER BY of_attempt
+    ROWS BETWEEN 1 FOLLOWING AND UNBOUNDED FOLLOWING) - 1, last_step) AS until
+  FROM attempt_extent
+),
+span AS (
+  SELECT min(first_step) AS origin, (max(last_step) - min(first_step)) // points + 1 AS width, count(*) AS attempts
+  FROM attempt_extent
+),
+bucket AS (
+  SELECT (step - origin) // width AS number, avg(value) AS average, min(value) AS least, max(value) AS most,
+    count(*) AS weight
+  FROM scalars, span WHERE {_CHOSEN} AND value IS NOT NULL AND attempts = 1
+  GROUP BY number
+  UNION ALL
+  SELECT (step - origin) // width AS number, avg(value), min(value), max(value), count(*)
+  FROM scalars JOIN (FROM standing, span WHERE attempts > 1) ON coalesce(attempt, 0) = of_attempt AND step <= until
+  WHERE {_CHOSEN} AND value IS NOT NULL
+  GROUP BY number
+  UNION ALL
+  SELECT (first_step - origin) // width, CASE WHEN value_count > 0 THEN value_avg
+      WHEN value_nans > 0 THEN 'nan'::DOUBLE WHEN value_infs > 0 THEN 'inf'::DOUBLE END AS average,
+    value_min, coalesce(value_max, average), greatest(value_count, 1)
+  FROM scalar_rollups JOIN (FROM standing, span) ON coalesce(attempt, 0) = of_attempt AND first_step <= until
+  WHERE {_CHOSEN}
+)
+SELECT origin + number * width AS step, sum(average * weight) / sum(weight) AS mean, min(least) AS lowest,
+  max(most) AS highest, sum(weight)::BIGINT AS parts
+FROM bucket, span WHERE average IS NOT NULL
+GROUP BY ALL ORDER BY step
+"""
+"""Buckets of equal length from the first step on: mean and range over all steps, ranks and micro-batches in each, of
+what stands. NaN in a bucket shows in `mean` and `highest`; what is rolled up lies where its first step was."""

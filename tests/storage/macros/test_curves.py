@@ -1,0 +1,80 @@
+"""`scalar_curve`: buckets of one scalar against sums in plain Python."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections import defaultdict
+
+import pyarrow as pa
+import pytest
+
+from rankscope_storage.schema import dataset_schema
+from rankscope_storage.store import Batch
+
+
+def append(writer, rows: list[dict]) -> None:
+    usual = {"run": "r", "attempt": 0, "rank": 0, "name": "loss", "value": 1.0}
+    table = pa.Table.from_pylist([usual | row for row in rows], schema=dataset_schema("scalars"))
+    writer.append(Batch(tables={"scalars": table}, watermarks={}))
+
+
+def reference(rows: list[dict], points: int) -> list[tuple]:
+    """What stands, in buckets of equal length from the first step on."""
+    told = [row for row in rows if row["step"] is not None and row["value"] is not None]
+    first = {row["attempt"] or 0: 1 << 60 for row in told}
+    for row in told:
+        first[row["attempt"] or 0] = min(first[row["attempt"] or 0], row["step"])
+    later = {attempt: min((first[other] for other in first if other > attempt), default=1 << 60) for attempt in first}
+    origin, end = min(row["step"] for row in told), max(row["step"] for row in told)
+    width = (end - origin) // points + 1
+    buckets: dict[int, list[float]] = defaultdict(list)
+    for row in told:
+        if row["step"] < later[row["attempt"] or 0]:
+            buckets[(row["step"] - origin) // width].append(row["value"])
+    return [
+        (origin + number * width, pytest.approx(statistics.fmean(values)), min(values), max(values), len(values))
+        for number, values in sorted(buckets.items())
+    ]
+
+
+@pytest.mark.parametrize("attempts", [[0], [None], [0, 1, 2], [2, None]])
+@pytest.mark.parametrize("points", [1, 7, 4000])
+def test_a_curve_is_the_mean_and_range_of_buckets_of_what_stands(writer, connection, attempts, points):
+    draw = random.Random(len(attempts) + points)
+    rows = [
+        {"attempt": attempt, "rank": rank, "step": draw.choice([None, *range(10, 200)]), "value": draw.gauss(2, 1)}
+        for attempt in attempts
+        for rank in range(3)
+        for _ in range(60)
+    ]
+    append(writer, rows)
+    append(writer, [{"step": 5, "value": None}, {"step": 1, "run": "s"}, {"step": 1, "name": "lr"}])
+    append(writer, [{"step": 1, "labels": '{"head":"a"}'}])
+
+    found = connection.sql(f"FROM scalar_curve('r', points := {points})").fetchall()
+
+    assert reference(rows, points) == found
+    assert len(found) <= points
+
+
+def test_other_scalars_and_labels_have_curves_of_their_own_and_nan_shows(writer, connection):
+    append(
+        writer, [{"step": step, "name": "lr", "labels": "{}", "value": math.nan if step else 1.0} for step in (0, 9)]
+    )
+    found = connection.sql("FROM scalar_curve('r', of_name := 'lr', of_labels := '{}', points := 2)").fetchall()
+
+    assert [0, 5] == [row[0] for row in found]
+    assert math.isnan(found[1][1])
+    assert [] == connection.sql("FROM scalar_curve('nobody')").fetchall()
+
+
+def test_what_is_rolled_up_counts_with_as_many_as_it_stands_for(writer, connection):
+    append(writer, [{"step": 100 + step, "value": 4.0} for step in range(100)])
+    rolled = {"run": "r", "attempt": 0, "name": "loss", "step": 0, "first_step": 1, "last_step": 99, "rows": 300}
+    rolled |= {"value_min": 1.0, "value_max": 3.0, "value_avg": 2.0, "value_count": 300, "value_nans": 0}
+    table = pa.Table.from_pylist([rolled], schema=dataset_schema("scalar_rollups"))
+    writer.append(Batch(tables={"scalar_rollups": table}, watermarks={}))
+
+    assert [(1, 2.5, 1.0, 4.0, 400)] == connection.sql("FROM scalar_curve('r', points := 1)").fetchall()
