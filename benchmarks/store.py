@@ -1,4 +1,4 @@
-"""The store: small commits as the log grows, a query among 1,000 small runs, connecting, 4,000 points of a curve."""
+"""The store: a query among 1,000 small runs, connecting, 4,000 points of a curve."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ from rankscope_storage.connection import connect
 from rankscope_storage.schema import dataset_schema
 from rankscope_storage.store import Batch, Store
 
-COMMITS = 5_000
-WINDOW = 100  # commits that a latency is taken over
 SMALL_RUNS = 1_000
-MAINTAIN_EVERY = 500
 
 _CURVES = {
     "each rank's curve, downsample to 4,000": """
@@ -44,7 +41,6 @@ def run() -> list[Row]:
         return [
             *_connecting(folder / "small"),
             *_curve(folder / "curve"),
-            *_commits(folder / "commits"),
             *_small_runs(folder / "runs"),
         ]
     finally:
@@ -75,27 +71,6 @@ def _curve(folder: Path) -> Iterable[Row]:
         for name, question in _CURVES.items():
             ask = functools.partial(connection.query, question)
             yield Row(name, _milliseconds(ask), "ms", f"8 ranks x 200,000 steps; {_cpu_milliseconds(ask):.0f} ms CPU")
-
-
-def _commits(folder: Path) -> Iterable[Row]:
-    """Commit loss rows of one run, merging and cleaning up as the service does between flushes."""
-    seconds = []
-    with Store.open(folder, create=True).claim("0/1", owner="bench") as writer:
-        for number in range(COMMITS):
-            batch = _loss("run", number, number)
-            began = time.perf_counter()
-            writer.append(batch)
-            seconds.append(time.perf_counter() - began)
-            if number % MAINTAIN_EVERY == MAINTAIN_EVERY - 1:
-                writer.compact()
-                writer.maintain()
-    for upto in (100, 1_000, COMMITS):
-        window = sorted(seconds[max(0, upto - WINDOW) : upto])
-        note = f"the {len(window)} commits before, one row each, fsync included"
-        yield Row(f"commit at {upto:,}, median", 1000 * statistics.median(window), "ms", note)
-        yield Row(f"commit at {upto:,}, 95th percentile", 1000 * window[int(0.95 * len(window)) - 1], "ms")
-    opened = _milliseconds(lambda: Store.open(folder))
-    yield Row(f"open at {COMMITS:,} commits", opened, "ms", "median of 5")
 
 
 def _small_runs(folder: Path) -> Iterable[Row]:
