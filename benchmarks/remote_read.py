@@ -9,14 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from _rows import Row
+from _rows import Row, cpu_seconds
 
 from rankscope_ingest.protobuf import packed
 from rankscope_ingest.remote_read.messages import read_response
+from rankscope_ingest.remote_read.streaming import frames
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.remote_read.matchers import Matcher, MatchType
 from rankscope_storage.remote_read.question import Question
 from rankscope_storage.remote_read.reading import read
+from rankscope_storage.remote_read.series import Series
 from rankscope_storage.store import Batch, Store
 
 RUNS, RANKS, TENSORS, STEPS, FLUSH_STEPS, ROUNDS = 4, 4, 50, 2_000, 250, 7
@@ -30,13 +32,13 @@ def run() -> list[Row]:
         with connect(store) as connection:
             one = {"run": "run-1", "tensor": "layers.7.weight", "op": "norm", "rank": "2"}
             return [
-                _row(connection, "one series", one),
-                _row(connection, "a tensor, all ranks and statistics", {"run": "run-1", "tensor": "layers.7.weight"}),
-                _row(connection, "one statistic of a run", {"run": "run-1", "op": "norm"}),
+                *_row(connection, "one series", one),
+                *_row(connection, "a tensor, all ranks and statistics", {"run": "run-1", "tensor": "layers.7.weight"}),
+                *_row(connection, "one statistic of a run", {"run": "run-1", "op": "norm"}),
             ]
 
 
-def _row(connection: Connection, name: str, labels: dict[str, str]) -> Row:
+def _row(connection: Connection, name: str, labels: dict[str, str]) -> list[Row]:
     asked = {"__name__": "rankscope_tensor_value", **labels}
     matchers = tuple(Matcher(MatchType.EQUAL, label, value) for label, value in asked.items())
     question = Question(matchers, 0, 1 << 42)
@@ -48,7 +50,20 @@ def _row(connection: Connection, name: str, labels: dict[str, str]) -> Row:
         times.append(time.perf_counter() - began)
     samples = sum(len(series.values) for series in answers[0])
     note = f"{len(answers[0]):,} series, {samples:,} samples, {len(body) / samples:.1f} bytes each; warm"
-    return Row(name, statistics.median(times) * 1e3, "ms", note)
+    return [Row(name, statistics.median(times) * 1e3, "ms", note), *_written(answers, body)]
+
+
+def _written(answers: list[list[Series]], plain: bytes) -> list[Row]:
+    """Return what writing the answer costs, as plain samples and as chunks."""
+    samples = sum(len(series.values) for series in answers[0])
+    streamed = b"".join(frames(answers))
+    as_samples = cpu_seconds(lambda: packed(read_response(answers))) / samples * 1e6
+    as_chunks = cpu_seconds(lambda: b"".join(frames(answers))) / samples * 1e6
+    unit = "CPU s/M samples"
+    return [
+        Row("… written as samples, packed", as_samples, unit, f"{len(plain) / samples:.1f} bytes each"),
+        Row("… written as XOR chunks", as_chunks, unit, f"{len(streamed) / samples:.1f} bytes each"),
+    ]
 
 
 def _fill(store: Path) -> None:

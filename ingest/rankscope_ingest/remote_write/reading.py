@@ -1,6 +1,6 @@
 """Requests in, numbers of series with times and values out: by what is known of the series, else by the rules.
 
-Nearly every message of a series ends in one sample of a fixed form, behind labels that are known. So where messages end
+Nearly every message of a series ends in samples of a fixed form, behind labels that are known. So where messages end
 is guessed from where such samples do, and the guess is proved: the lengths before the messages must lead from each to
 the next, to the end of the request. Then labels are one slice and one look-up each, and numbers are read as columns.
 A message of another form is read by the rules; a request that is not a chain of such messages is taken apart by them.
@@ -25,6 +25,9 @@ _LATEST_MS: Final = 253_402_300_799_000  # the end of year 9999, as far as times
 _SERIES, _SAMPLE, _NUMBER, _TIME = 0x0A, 0x12, 0x09, 0x10
 _WITH_VALUE, _WITHOUT_VALUE = 18, 9
 """Bytes of a sample: tag, length, value, and a time of six bytes (1971 to 2109); a value of 0 is left out."""
+
+_NOT_KNOWN: Final = UNTOLD - 1
+_MOST_ROUNDS: Final = 64  # as many samples of one series as are read as columns
 
 _PLACES: Final = np.arange(6)
 _MORE: Final = np.array([0x80] * 5 + [0], np.uint8)
@@ -102,41 +105,74 @@ def _guessed(octets: Octets) -> _Chain | None:
 
 
 def _samples(data: bytes, chain: _Chain, book: SeriesBook, metadata: int) -> Written:
-    octets = np.frombuffer(data, np.uint8)
-    sizes, times, values = _last_samples(octets, chain)
-    bounds = zip(chain.begins.tolist(), (chain.ends - sizes).tolist(), strict=True)
-    number_of = book.number_of
-    found = [number_of(data[begin:end]) for begin, end in bounds]
-    by_rules = sizes == 0
-    if None in found:
-        by_rules |= np.array([number is None for number in found])
-        found = [UNTOLD if number is None else number for number in found]
-    numbers = np.array(found, np.int64)
-    known = ~by_rules & (numbers != UNTOLD)
+    told, rounds = _by_known_labels(data, chain, book)
     rest = _Rest(book)
-    for place in np.flatnonzero(by_rules).tolist():
+    for place in np.flatnonzero(told == _NOT_KNOWN).tolist():
         rest.take(data[chain.begins[place] : chain.ends[place]])
+    of_rounds = [_Round(told[one.places], one.times_ms, one.values) for one in reversed(rounds)]  # the oldest first
+    kept = [one.places >= 0 for one in of_rounds]
+    oversized = sum(int(np.count_nonzero(one.places == UNTOLD)) for one in of_rounds)
     return Written(
         book=book,
-        numbers=np.concatenate([numbers[known], np.array(rest.numbers, np.int64)]),
-        times_ms=np.concatenate([times[known], np.array(rest.times_ms, np.int64)]),
-        values=np.concatenate([values[known], np.array(rest.values, np.float64)]),
+        numbers=_joined([one.places[those] for one, those in zip(of_rounds, kept, strict=True)], rest.numbers),
+        times_ms=_joined([one.times_ms[those] for one, those in zip(of_rounds, kept, strict=True)], rest.times_ms),
+        values=np.concatenate([*(one.values[those] for one, those in zip(of_rounds, kept, strict=True)), rest.values]),
         metadata=metadata,
         exemplars=rest.exemplars,
         histograms=rest.histograms,
-        oversized=rest.oversized + int(np.count_nonzero(~by_rules & (numbers == UNTOLD))),
+        oversized=rest.oversized + oversized,
     )
 
 
-def _last_samples(octets: Octets, chain: _Chain) -> tuple[Numbers, Numbers, Values]:
+def _joined(parts: list[Numbers], rest: list[int]) -> Numbers:
+    return np.concatenate([*parts, np.array(rest, np.int64)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """One sample each of some messages."""
+
+    places: Numbers
+    times_ms: Numbers
+    values: Values
+
+
+def _by_known_labels(data: bytes, chain: _Chain, book: SeriesBook) -> tuple[Numbers, list[_Round]]:
+    """Return the number of each message's series, and the samples behind its labels, the last of each first.
+
+    Samples are taken off the ends of messages until what is left are labels that are known. Only then they count.
+    """
+    octets = np.frombuffer(data, np.uint8)
+    numbers = np.full(len(chain.ends), _NOT_KNOWN, np.int64)
+    rounds: list[_Round] = []
+    places, ends = np.arange(len(chain.ends)), chain.ends
+    number_of = book.number_of
+    while len(places) and len(rounds) < _MOST_ROUNDS:
+        begins = chain.begins[places]
+        sizes, times, values = _last_samples(octets, begins, ends)
+        if not sizes.all():
+            usual = sizes > 0
+            places, begins, ends, sizes = places[usual], begins[usual], ends[usual], sizes[usual]
+            times, values = times[usual], values[usual]
+        rounds.append(_Round(places, times, values))
+        ends = ends - sizes
+        bounds = zip(begins.tolist(), ends.tolist(), strict=True)
+        found = [number_of(data[begin:end], _NOT_KNOWN) for begin, end in bounds]
+        numbers[places] = found
+        left = numbers[places] == _NOT_KNOWN
+        places, ends = places[left], ends[left]
+    return numbers, rounds
+
+
+def _last_samples(octets: Octets, begins: Numbers, ends: Numbers) -> tuple[Numbers, Numbers, Values]:
     """Return the bytes of the sample in which each message ends, 0 where that is of no usual form; and what it says."""
-    ends, room = chain.ends, chain.ends - chain.begins
+    if len(octets) < _WITHOUT_VALUE:
+        return np.zeros_like(ends), np.zeros_like(ends), np.zeros(len(ends), np.float64)
+    room = ends - begins
 
     def back(count: int) -> Octets:
         return octets[np.maximum(ends - count, 0)]
 
-    if len(octets) < _WITHOUT_VALUE:
-        return np.zeros_like(ends), np.zeros_like(ends), np.zeros(len(ends), np.float64)
     times = octets[np.maximum(ends[:, None] - 6, 0) + _PLACES]
     ends_in_time = (back(7) == _TIME) & ((times & 0x80) == _MORE).all(axis=1)
     with_value = ends_in_time & (room >= _WITH_VALUE) & (back(16) == _NUMBER)

@@ -79,16 +79,20 @@ def test_any_request_is_read_as_the_reference_reads_it(requests):
 
 
 def test_usual_requests_are_read_by_known_labels_whatever_their_values(monkeypatch):
-    """Every label set costs a reading by the rules once, also where a value is 0, and left out of the message."""
+    """Every label set costs a reading by the rules once; a value of 0 is left out of a message; some have several."""
     reader = WriteReader()
     series = [{**UP, "cpu": str(number), "mode": "x" * number} for number in range(300)]
     reader.read(write_request(*((labels, [(NOW, 1.0)]) for labels in series)))
     monkeypatch.setattr("rankscope_ingest.remote_write.reading.read_series", None)
     monkeypatch.setattr("rankscope_ingest.remote_write.reading.frames", None)
 
-    data = write_request(*((labels, [(NOW + 15_000, number % 3)]) for number, labels in enumerate(series)))
+    data = [
+        write_request(*((labels, [(NOW + at * count, count % 3)]) for count, labels in enumerate(series, 1)))
+        for at in (15_000, 30_000)
+    ]
+    data.append(write_request(*((labels, [(NOW + 1000 * n, n % 2) for n in range(9)]) for labels in series)))
 
-    assert meant(data) == rows(reader.read(data))
+    assert list(map(meant, data)) == [rows(reader.read(one)) for one in data]
 
 
 def test_labels_in_another_order_are_the_same_series_and_a_repeated_sample_is_left_out():
@@ -96,11 +100,15 @@ def test_labels_in_another_order_are_the_same_series_and_a_repeated_sample_is_le
     reader = WriteReader()
     reader.read(write_request((UP, [(NOW, 1.0)])))
     backwards = dict(reversed(UP.items()))
+    several = [(NOW + 100, 1.0), (NOW + 200, 2.0)]
 
     again = reader.read(write_request((backwards, [(NOW, 1.0)]), (UP, [(NOW + 1, 1.0)])))
     other = reader.read(write_request((UP, [(NOW + 1, 2.0)]), (UP, [(NOW - 5, 1.0)])))
 
-    assert (1, 0) == (again.repeated, other.repeated)
+    reader.read(write_request((UP, several)))
+    last = reader.read(write_request((UP, several[1:])))
+
+    assert (1, 0, 1) == (again.repeated, other.repeated, last.repeated)
     assert [("a:9100", "up", '{"job":"node"}', NOW + 1, bits(1.0))] == rows(again)
     assert [NOW + 1, NOW - 5] == other.times_ms.tolist()
 
