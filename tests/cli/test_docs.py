@@ -86,6 +86,7 @@ def test_every_statement_runs_and_mostly_answers(sample_store, question):
             "from desync",
             "step_phases",
             "'pre_coll",
+            "tensor_rollups",
         )
     )
     assert rows > 0 or nothing_is_the_good_answer
