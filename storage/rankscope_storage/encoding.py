@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rankscope_storage.layout import SORT_KEYS, is_constant, one_chunk, sort_order
+from rankscope_storage.layout import LAID_TOGETHER, SORT_KEYS, is_constant, one_chunk, sort_order
 from rankscope_storage.schema import dataset_schema
 
 ROW_GROUP_ROWS: Final = 131_072
@@ -27,13 +27,16 @@ kind get a code of their own, and the file is 3 % smaller than with pages of 20,
 MANTISSA_BITS_KEY: Final = "rankscope_mantissa_bits"
 """In the metadata of a file whose statistics were rounded: to how many bits of mantissa, to nearest, ties to even."""
 
-_PAGE_BYTES: Final = 1 << 24
-"""More than a row group ever has, so that its rows alone end a page."""
+_PAGE_BYTES: Final = 1 << 26
+"""More than a row group ever has, so that its rows alone end a page, and no dictionary is given up half way."""
+
+_SMALL_DICTIONARY: Final = 4096
+"""Texts that are written without a look at which of them a row group has."""
 
 _FREE_TEXT: Final = ("message", "details", "config", "reason", "stack")
 """Text that seldom repeats: a dictionary of it would only be in the way."""
 
-_UNSEARCHED: Final = ("incarnation", "ts_origin", "placement", "shard_group")
+_UNSEARCHED: Final = ("incarnation", "labels", "ts_origin", "placement", "shard_group")
 """Text of which a range per row group lets no query skip anything; finding it is dear."""
 
 
@@ -42,7 +45,8 @@ def write_sorted(table: pa.Table, dataset: str, path: Path | IO[bytes], mantissa
     columns = [_Column.of(table.column(name)) for name in table.column_names]
     fields = zip(table.column_names, columns, strict=True)
     schema = pa.schema([pa.field(name, column.values.type, nullable=column.has_nulls) for name, column in fields])
-    order = pa.array(_narrow(sort_order(table, SORT_KEYS[dataset])))
+    together = LAID_TOGETHER.get(dataset, ())
+    order = pa.array(_narrow(sort_order(table, SORT_KEYS[dataset], together=together)))
     with _writer(path, schema, dataset) as writer:
         # Sorted one row group at a time: a sorted copy of the whole would cost more than the sorting itself.
         for start in range(0, table.num_rows, ROW_GROUP_ROWS):
@@ -71,7 +75,20 @@ class _Column:
     def take(self, rows: pa.Array) -> pa.Array:
         if self.is_constant:
             return self.values.slice(0, len(rows))
-        return pc.take(self.values, rows, boundscheck=False)
+        taken = pc.take(self.values, rows, boundscheck=False)
+        return _without_unused(taken) if pa.types.is_dictionary(taken.type) else taken
+
+
+def _without_unused(column: pa.DictionaryArray) -> pa.DictionaryArray:
+    """Return `column` with a dictionary of what is in it: each row group has all of its dictionary written."""
+    if len(column.dictionary) <= _SMALL_DICTIONARY or column.indices.null_count:
+        return column
+    codes = column.indices.to_numpy()
+    is_used = np.zeros(len(column.dictionary), np.bool_)
+    is_used[codes] = True
+    new_codes = np.cumsum(is_used, dtype=np.int32) - 1
+    used = column.dictionary.take(pa.array(np.flatnonzero(is_used)))
+    return pa.DictionaryArray.from_arrays(pa.array(new_codes[codes]), used)
 
 
 def _narrow(order: np.ndarray[tuple[int], np.dtype[np.int64]]) -> np.ndarray[tuple[int], np.dtype[np.integer]]:
@@ -92,6 +109,7 @@ def _writer(path: Path | IO[bytes], schema: pa.Schema, dataset: str) -> pq.Parqu
         write_statistics=[name for name in counted_columns(dataset) if name not in _UNSEARCHED],
         data_page_size=_PAGE_BYTES,
         max_rows_per_page=ROW_GROUP_ROWS,
+        dictionary_pagesize_limit=_PAGE_BYTES,
     )
 
 

@@ -9,7 +9,7 @@ import datetime as dt
 import hashlib
 import re
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,6 +30,7 @@ LONGEST_PART: Final = 200
 """Bytes; file systems take 255, with `part=` before it."""
 
 _DIGEST_LENGTH: Final = 16
+_DAY_MICROSECONDS: Final = 86_400_000_000
 _ROUNDED_FILE: Final = re.compile(r"-m(\d+)\.parquet$")
 
 SORT_KEYS: Final[dict[str, tuple[str, ...]]] = {
@@ -54,6 +55,10 @@ SORT_KEYS: Final[dict[str, tuple[str, ...]]] = {
 }
 """Rows that agree on all keys stay in order of arrival."""
 
+LAID_TOGETHER: Final = {"samples": ("labels",)}
+"""Keys whose equal values lie together, in no order among themselves: texts by the hundred thousand, which no query
+compares by range, are dear to sort."""
+
 Indices = npt.NDArray[np.int64]
 
 
@@ -76,6 +81,8 @@ def parts(table: pa.Table, dataset: str, today: dt.date) -> Iterator[tuple[str, 
 
 def _run_parts(table: pa.Table, today: dt.date) -> _Parts:
     encoded = _encoded(table.column("run"))
+    if len(encoded.dictionary.unique()) < len(encoded.dictionary):
+        encoded = encoded.dictionary_decode().dictionary_encode()
     runs, codes = encoded.dictionary.to_pylist(), encoded.indices.to_numpy(zero_copy_only=False)
     own = np.bincount(codes, minlength=len(runs)) >= OWN_PART_ROWS
     shared = len(runs)
@@ -83,9 +90,16 @@ def _run_parts(table: pa.Table, today: dt.date) -> _Parts:
 
 
 def _day_parts(table: pa.Table, today: dt.date) -> _Parts:
-    days = pc.fill_null(pc.strftime(table.column("ts"), format="%Y-%m-%d"), today.isoformat())
-    encoded = _encoded(days)
-    return _Parts(encoded.dictionary.to_pylist(), encoded.indices.to_numpy(zero_copy_only=False))
+    times = one_chunk(table.column("ts")).view(pa.int64())
+    days, codes = np.unique(pc.fill_null(times, 0).to_numpy() // _DAY_MICROSECONDS, return_inverse=True)
+    if times.null_count:
+        codes = np.where(times.is_null().to_numpy(zero_copy_only=False), len(days), codes)
+    return _Parts([*map(_day, days.tolist()), today.isoformat()], codes)
+
+
+def _day(number: int) -> str:
+    """Return a day since 1970, also one that is outside Python's own calendar."""
+    return str(np.datetime64(number, "D"))
 
 
 def own_part(run: str) -> str:
@@ -125,15 +139,16 @@ def file_mantissa_bits(path: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def sort_order(table: pa.Table, keys: Sequence[str]) -> Indices:
+def sort_order(table: pa.Table, keys: Sequence[str], *, together: Collection[str] = ()) -> Indices:
     """Return the row order that sorts `table` by `keys`, ascending, nulls last, stable.
+
+    Keys that are in `together` may come in any order, as long as equal values lie together.
 
     Keys are packed into one integer with the row number in its low bits, so that one plain integer sort does it all;
     only when they do not fit into 63 bits the slower general sort is used.
     """
-    columns = [
-        _ordinals(column) for column in (one_chunk(table.column(key)) for key in keys) if not is_constant(column)
-    ]
+    keyed = ((one_chunk(table.column(key)), key in together) for key in keys)
+    columns = [_ordinals(column, by_code=by_code) for column, by_code in keyed if not is_constant(column)]
     if not columns:
         return np.arange(table.num_rows)
     row_bits = (table.num_rows - 1).bit_length()
@@ -164,10 +179,15 @@ def is_constant(column: pa.Array) -> bool:
     return False
 
 
-def _ordinals(column: pa.Array) -> Indices:
-    """Return small non-negative integers that order like `column`, nulls last; the caller may change them."""
+def _ordinals(column: pa.Array, *, by_code: bool = False) -> Indices:
+    """Return small non-negative integers that order like `column`, nulls last; the caller may change them.
+
+    With `by_code` text only has the order of its dictionary.
+    """
     if pa.types.is_dictionary(column.type) or pa.types.is_string(column.type):
         encoded = _encoded(column)
+        if by_code:
+            return _nulls_last(encoded.indices, lambda codes: codes.astype(np.int64))
         # Ranks, not codes: a dictionary stands in order of first sight, and may name one text twice.
         ranks = pc.rank(encoded.dictionary, tiebreaker="dense").to_numpy(zero_copy_only=False).astype(np.int64)
         return _nulls_last(encoded.indices, lambda codes: ranks[codes])

@@ -7,7 +7,9 @@ import zlib
 from collections.abc import Mapping
 from typing import Final
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rankscope_contract import SCHEMA_VERSION
 from rankscope_contract.fields import arrow_schema
@@ -16,6 +18,8 @@ from rankscope_storage.errors import BatchError
 
 VERSION_KEY: Final = "rankscope_schema"
 DATASET_KEY: Final = "rankscope_dataset"
+_LARGE_DICTIONARY: Final = 1000
+"""Texts from which on comparing them costs more than some that stand there twice."""
 PARTITION_COLUMNS: Final = ("dataset", "part")
 
 
@@ -94,10 +98,38 @@ def _conform_column(table: pa.Table, field: pa.Field, dataset: str) -> pa.Array:
 def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
     if pa.types.is_dictionary(column.type):
         try:
-            column = column.unify_dictionaries()
+            column = _unified(column)
         except pa.ArrowException:  # a null in a dictionary itself and not in the codes: Arrow joins no such two
             column = column.cast(column.type.value_type)
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
+def _unified(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return `column` with one dictionary for all chunks.
+
+    Each page of an exporter brings the dictionary of the one before it: the same memory, tens of thousands of labels.
+    What is known to be the same is not compared, and large dictionaries are put behind one another, so that a text may
+    stand in the result twice.
+    """
+    places: dict[tuple[int, ...], int] = {}
+    shared: list[pa.Array] = []
+    of_chunk = []
+    for chunk in column.chunks:
+        texts = chunk.dictionary
+        key = (*(0 if buffer is None else buffer.address for buffer in texts.buffers()), texts.offset, len(texts))
+        if key not in places:
+            places[key] = len(shared)
+            shared.append(texts)
+        of_chunk.append(places[key])
+    if len(shared) == len(column.chunks) or sum(map(len, shared)) < _LARGE_DICTIONARY * len(shared):
+        return column.unify_dictionaries()
+    starts = np.cumsum([0, *map(len, shared)])
+    joined = pa.concat_arrays(shared)
+    codes = (
+        pc.add(chunk.indices, pa.scalar(int(starts[place]), pa.int32()))
+        for place, chunk in zip(of_chunk, column.chunks, strict=True)
+    )
+    return pa.chunked_array([pa.DictionaryArray.from_arrays(code, joined) for code in codes])
 
 
 def _cast(column: pa.Array, field: pa.Field, dataset: str) -> pa.Array:

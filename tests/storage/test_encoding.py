@@ -114,3 +114,34 @@ def test_a_row_group_has_one_page_of_each_float_column(tmp_path):
 )
 def test_what_is_called_constant_is(values, same):
     assert same == is_constant(values)
+
+
+def test_a_row_group_holds_the_names_of_its_own_rows_and_no_others(tmp_path):
+    """Labels of exporters come by the hundred thousand: all of them in each row group would be most of the file."""
+    count = 2 * ROW_GROUP_ROWS
+    labels = pa.DictionaryArray.from_arrays(
+        pa.array(range(count), pa.int32()), pa.array([f"{number:032d}" for number in range(count)])
+    )
+    required = {"run": [""] * count, "target": ["t"] * count, "metric": ["m"] * count}
+    table = conform(pa.table({**required, "labels": labels}), "samples")
+    write_sorted(table, "samples", tmp_path / "f")
+    file = pq.ParquetFile(tmp_path / "f")
+    place = file.schema_arrow.get_field_index("labels")
+    sizes = [file.metadata.row_group(group).column(place).total_uncompressed_size for group in range(2)]
+
+    assert max(sizes) < ROW_GROUP_ROWS * (4 + 32 + 4)
+    assert labels.dictionary.to_pylist() == sorted(file.read()["labels"].to_pylist())
+
+
+def test_samples_of_one_series_lie_together_in_order_of_time_whatever_their_labels_are_called(tmp_path):
+    rows = [(label, time) for time in range(3) for label in ("b", "a", None, "c")]
+    times = pa.array([time for _, time in rows], pa.int64()).cast(pa.timestamp("us", tz="UTC"))
+    required = {name: ["x"] * len(rows) for name in ("run", "target", "metric")}
+    table = conform(pa.table({**required, "labels": [label for label, _ in rows], "ts": times}), "samples")
+    write_sorted(table, "samples", tmp_path / "f")
+    content = pq.ParquetFile(tmp_path / "f").read()
+    found = list(zip(content["labels"].to_pylist(), content["ts"].cast(pa.int64()).to_pylist(), strict=True))
+
+    assert sorted(map(repr, rows)) == sorted(map(repr, found))
+    assert [0, 1, 2] * 4 == [time for _, time in found]
+    assert 4 == len({label for label, _ in found[::3]})

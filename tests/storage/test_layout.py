@@ -40,6 +40,12 @@ def test_a_run_gets_its_own_part_from_a_hundred_thousand_rows_on():
     }
 
 
+def test_a_run_that_a_dictionary_names_twice_is_one_run():
+    twice = pa.DictionaryArray.from_arrays(pa.array([0, 1] * (OWN_PART_ROWS // 2)), pa.array(["r", "r"]))
+
+    assert ["r"] == [part for part, _ in parts(pa.table({"run": twice}), "scalars", TODAY)]
+
+
 @given(st.lists(st.sampled_from(["a", "b/c", "学", ""]), max_size=30), st.booleans())
 def test_parts_hold_every_row_exactly_once(names, encoded):
     run = pa.array(names, pa.string())

@@ -134,3 +134,19 @@ def test_rows_that_arrow_cannot_bring_into_form_are_refused_in_words(monkeypatch
 
     with pytest.raises(BatchError, match="rows of events cannot be brought into the form of the store: array cannot"):
         conform(one_row("events"), "events")
+
+
+@pytest.mark.parametrize("names", [3, 2000])
+def test_pages_that_share_their_names_become_one_column_of_the_same_texts(names):
+    """Two targets, whose pages bring the same memory each time; some names are those of both."""
+    shared = [
+        pa.array([f"{target}{number % 1000}" for number in range(names)]).dictionary_encode() for target in ("", "0")
+    ]
+    chunks = [shared[0], shared[1].slice(1), shared[0], shared[1]]
+    table = pa.table({"run": [""] * sum(map(len, chunks)), "labels": pa.chunked_array(chunks)})
+    required = {name: pa.array([""] * table.num_rows) for name in ("target", "metric")}
+    expected = table["labels"].to_pylist()
+    column = conform(pa.table({**dict(zip(table.column_names, table.columns, strict=True)), **required}), "samples")
+
+    assert expected == column["labels"].to_pylist()
+    assert 1 == column["labels"].num_chunks
