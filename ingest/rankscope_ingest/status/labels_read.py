@@ -18,7 +18,13 @@ LOOK_SECONDS: Final = 5.0
 PATIENCE_SECONDS: Final = 1.0
 """A store that does not answer for so long is not waited for: what was known before is shown."""
 
-_LABELS: Final = "SELECT run, tags, note FROM runs WHERE tags IS NOT NULL OR note IS NOT NULL"
+_SHARE: Final = 0.02
+"""Of the time of one core, at most this much goes into looking, however long the history is."""
+
+# As the view `runs` has them, without looking at the versions that say nothing of labels, which are nearly all.
+_LABELS: Final = """\
+SELECT run, max_by(tags, ts) FILTER (tags IS NOT NULL) AS tags, max_by(note, ts) FILTER (note IS NOT NULL) AS note
+FROM runs_history WHERE tags IS NOT NULL OR note IS NOT NULL GROUP BY run"""
 
 log = logging.getLogger(__name__)
 
@@ -42,15 +48,13 @@ class LabelReader:
         self._clock = clock
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rankscope-labels")
         self._connection: Connection | None = None
-        self._looked_at = float("-inf")
+        self._next_at = float("-inf")
         self._look: asyncio.Future[None] | None = None
         self.labels: Mapping[str, Labels] = {}
 
     async def fresh(self) -> Mapping[str, Labels]:
         """Return the labels as they are, or where the store is slow as they were a moment ago."""
-        now = self._clock()
-        if self._look is None and now - self._looked_at >= LOOK_SECONDS:
-            self._looked_at = now
+        if self._look is None and self._clock() >= self._next_at:
             self._look = asyncio.get_running_loop().run_in_executor(self._thread, self._read)
         if self._look is not None:
             await asyncio.wait([self._look], timeout=PATIENCE_SECONDS)
@@ -69,13 +73,16 @@ class LabelReader:
             log.warning("labels of runs cannot be read, it is tried again: %s", error)
 
     def _read(self) -> None:
+        began = self._clock()
         try:
             self._connection = self._connection or connect(self._path)
             rows = self._connection.query(_LABELS).to_pylist()
         except (StoreError, OSError):
             self._close()
             raise
-        self.labels = {row["run"]: Labels(parse_tags(row["tags"]), row["note"]) for row in rows}
+        finally:
+            self._next_at = began + max(LOOK_SECONDS, (self._clock() - began) / _SHARE)
+        self.labels = {row["run"]: Labels(parse_tags(row["tags"]), row["note"] or None) for row in rows}
 
     def _close(self) -> None:
         if self._connection is not None:
