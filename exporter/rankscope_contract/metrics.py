@@ -151,6 +151,12 @@ ROWS_COMMITTED = MetricSpec(
 ROWS_PENDING = MetricSpec(
     name="rankscope_ingest_rows_pending", type="gauge", help="Rows fetched but not yet committed.", page="service"
 )
+ROWS_SET_ASIDE = MetricSpec(
+    name="rankscope_ingest_rows_set_aside_total",
+    type="counter",
+    help="Rows that can never be stored, kept in _quarantine in the store.",
+    page="service",
+)
 COMMITS = MetricSpec(
     name="rankscope_ingest_commits_total", type="counter", help="Commits to the store.", page="service"
 )
