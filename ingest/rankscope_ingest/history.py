@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from rankscope_contract.events import EventType, RunState
 from rankscope_contract.records import DATASETS, DIMENSIONS
+from rankscope_contract.rollups import ROLLUPS
 from rankscope_ingest.alerting.announcer import OPENED, RESOLVED
 from rankscope_ingest.alerting.details import last_word, parse_details
 from rankscope_ingest.alerting.incidents import Incident, IncidentBook
@@ -139,8 +140,10 @@ def _given_up(reader: Reader) -> dict[str, GivenUp]:
 
 def _last_ordinal(reader: Reader) -> int:
     last = 0
-    # The small ones first: of the others only the parts that reach beyond are read, which their footers tell.
-    for dataset in (*DIMENSIONS, *(name for name in DATASETS if name not in DIMENSIONS)):
+    # The small ones first: of the others only the parts that reach beyond are read, which their footers tell. Rollups
+    # are of days ago: whatever was said of their attempts since came later.
+    rolled_up = set(ROLLUPS.values())
+    for dataset in (*DIMENSIONS, *(name for name in DATASETS if name not in rolled_up.union(DIMENSIONS))):
         view = f"{dataset}{HISTORY_SUFFIX}" if dataset in DIMENSIONS else dataset
         question = f"SELECT max(ordinal) AS last FROM {view} WHERE ordinal > {last}"  # noqa: S608 - our own names
         last = reader.query(question).to_pylist()[0]["last"] or last

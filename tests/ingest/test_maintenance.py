@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import datetime as dt
+
+import pyarrow as pa
 import pytest
 
+from rankscope_ingest import maintenance
 from rankscope_ingest.config_file import load_config
 from rankscope_ingest.errors import ConfigError
 from rankscope_ingest.maintenance import (
@@ -14,6 +19,10 @@ from rankscope_ingest.maintenance import (
     retaining,
 )
 from rankscope_storage.care.retention import Retention, RetentionReport
+from rankscope_storage.connection import connect
+from rankscope_storage.schema import dataset_schema
+from rankscope_storage.store import Batch
+from rankscope_storage.store import Store as StoreFolder
 
 EVERY = 600.0
 
@@ -115,3 +124,41 @@ def test_days_that_make_no_sense_are_refused(tmp_path, text, said):
         configured(tmp_path, f"[retention]\n{text}")
 
     assert said in str(error.value)
+
+
+async def test_what_is_too_old_is_rolled_up_beside_a_service_that_appends(tmp_path, monkeypatch):
+    monkeypatch.setattr(maintenance, "_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(maintenance, "FIRST_RETENTION_SECONDS", 0.0)
+    config = configured(tmp_path, "[retention]\nraw_days = 30\nscalars_days = 30")
+    now = dt.datetime.now(dt.UTC)
+    with StoreFolder.open(config.store.path, create=True).claim(owner="service") as writer:
+        for dataset, names in (("tensor_stats", {"kind": "k", "tensor": "t"}), ("scalars", {"name": "loss"})):
+            rows = [
+                {"run": "r", "step": step, "ts": now - dt.timedelta(days=90 - step / 10), **names}
+                for step in range(900)  # ten a day, until now
+            ]
+            table = pa.Table.from_pylist(rows, schema=dataset_schema(dataset))
+            writer.append(Batch(tables={dataset: table}, watermarks={}))
+        upkeep = asyncio.create_task(
+            maintenance.keep_in_order(writer, lambda: 0, retain=retaining(config), retain_seconds=3600)
+        )
+        try:
+            while (found := tiers(config.store.path)) != expected_tiers():
+                assert not upkeep.done(), found
+                await asyncio.sleep(0.05)
+        finally:
+            upkeep.cancel()
+
+
+def expected_tiers() -> dict[str, tuple[int, int]]:
+    """Sixty days of ten steps are over, and hundreds are not parted: rows by view and tier."""
+    return {"tensor_timeline": (300, 600), "scalar_timeline": (300, 600)}
+
+
+def tiers(root: str) -> dict[str, tuple[int, int]]:
+    question = "SELECT sum(rows) FILTER (tier = 'raw')::BIGINT, coalesce(sum(rows) FILTER (tier = 'rollup'), 0)::BIGINT"
+    with connect(root) as connection:
+        return {
+            view: connection.sql(f"{question} FROM {view}").fetchall()[0]
+            for view in ("tensor_timeline", "scalar_timeline")
+        }
