@@ -1,20 +1,26 @@
 """Batches to the store, one at a time, in a thread. What cannot be committed is kept and tried again.
 
 A commit that failed may have been stored all the same. The store finds that out when the very same batch comes again,
-so a batch that failed is never merged with what came since: rows without a seq would be stored twice.
+so a batch that failed is never merged with what came since: rows without a seq would be stored twice. Rows that the
+store refuses for what they are would be refused for ever: they are set aside, and all others go on (`quarantine`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, Protocol
 
+import pyarrow as pa
+
 from rankscope_ingest.batch import PendingBatch
-from rankscope_storage.errors import ShardLostError, StoreError
+from rankscope_ingest.quarantine import halves
+from rankscope_storage.errors import BatchError, ShardLostError, StoreError
 from rankscope_storage.store import Batch
 
 log = logging.getLogger(__name__)
@@ -74,13 +80,26 @@ class Gathered(Protocol):
         ...
 
 
+class Aside(Protocol):
+    """Where rows go that no store takes, as `Quarantine` does it."""
+
+    def keep(self, batch: PendingBatch, why: str) -> Path:
+        """Write the rows durably; return where they are. Blocks, and may raise OSError."""
+        ...
+
+    def told(self, batch: PendingBatch, why: str, folder: Path) -> Mapping[str, pa.Table]:
+        """Tell of it; return the rows that say so in the store."""
+        ...
+
+
 @dataclass(slots=True, kw_only=True)
 class _Flight:
     """A batch on its way, with those who wait for it. `batch` is made once: the store knows it again by identity."""
 
     pending: PendingBatch
-    waiters: list[asyncio.Future[None]]
+    waiters: list[asyncio.Future[None]] = field(default_factory=list)
     batch: Batch | None = None
+    is_aside: bool = False
 
 
 class Flusher:
@@ -94,7 +113,9 @@ class Flusher:
         on_commit: Callable[[PendingBatch, Committed], None],
         clock: Callable[[], float],
         retry_seconds: tuple[float, ...] = RETRY_SECONDS,
+        aside: Aside | None = None,
     ) -> None:
+        self._aside = aside
         self._appender = appender
         self._batcher = batcher
         self._on_commit = on_commit
@@ -103,7 +124,7 @@ class Flusher:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rankscope-flush")
         self._wake = asyncio.Event()
         self._waiters: list[asyncio.Future[None]] = []
-        self._flight: _Flight | None = None  # taken and not committed yet
+        self._flights: deque[_Flight] = deque()  # taken and not committed yet; several where one had to be divided
         self._failures = 0
         self._retry_at = 0.0
         self.trouble: str | None = None
@@ -118,7 +139,7 @@ class Flusher:
 
     async def commit_now(self) -> None:
         """Return when everything gathered so far is committed, however often that has to be tried."""
-        if self._batcher.is_empty and self._flight is None:
+        if self._batcher.is_empty and not self._flights:
             return
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
@@ -144,21 +165,24 @@ class Flusher:
     async def _look(self) -> None:
         """Do what is due now: what failed first, then what was gathered."""
         now = self._clock()
-        if self._flight is not None:
+        if self._flights:
             if now >= self._retry_at:
-                await self._flush(self._flight)
+                await self._flush(self._flights[0])
         elif self._batcher.is_empty:
             _release(self._waiters)  # what they waited for was in flight, and is committed by now
         elif self._batcher.due(now) is not None:
-            self._flight = _Flight(pending=self._batcher.take(), waiters=self._waiters)
+            self._flights.append(_Flight(pending=self._batcher.take(), waiters=self._waiters))
             self._waiters = []
-            await self._flush(self._flight)
+            await self._flush(self._flights[0])
 
     async def _flush(self, flight: _Flight) -> None:
         try:
             commit = await asyncio.get_running_loop().run_in_executor(self._thread, self._append, flight)
         except ShardLostError:
             raise
+        except BatchError as error:
+            await self._part_with(flight, str(error))
+            return
         except StoreError as error:
             self._retry_later(flight.pending, str(error))
             return
@@ -167,7 +191,8 @@ class Flusher:
             self._retry_later(flight.pending, f"{type(error).__name__}: {error}")
             return
         self._batcher.settled(flight.pending)
-        self._flight, self._failures, self.trouble = None, 0, None
+        self._flights.popleft()
+        self._failures, self.trouble = 0, None
         self._on_commit(flight.pending, commit)
         _release(flight.waiters)
         self.wake()  # more may have become due meanwhile
@@ -175,14 +200,48 @@ class Flusher:
     def _append(self, flight: _Flight) -> Committed:
         if flight.batch is None:
             pending = flight.pending
-            flight.batch = Batch(tables=pending.tables(), watermarks=pending.watermarks, info=pending.info)
+            flight.batch = Batch(tables=_tables(pending), watermarks=pending.watermarks, info=pending.info)
         return self._appender.append(flight.batch)
+
+    async def _part_with(self, flight: _Flight, why: str) -> None:
+        """Divide a batch that does not fit; set aside what does not fit alone, and store that this was done."""
+        if self._aside is None or flight.is_aside:
+            self._retry_later(flight.pending, why)
+            return
+        pair = halves(flight.pending)
+        if pair is not None:
+            first, second = pair
+            self._flights.popleft()
+            self._flights.extendleft([_Flight(pending=second, waiters=flight.waiters), _Flight(pending=first)])
+            self.wake()
+            return
+        try:
+            loop = asyncio.get_running_loop()
+            folder = await loop.run_in_executor(self._thread, self._aside.keep, flight.pending, why)
+        except OSError as error:  # no room there either: nothing is given up before it is kept
+            self._retry_later(flight.pending, f"{why}; and it cannot be set aside: {error}")
+            return
+        tables = self._aside.told(flight.pending, why, folder)
+        flight.batch = Batch(tables=tables, watermarks=flight.pending.watermarks, info=flight.pending.info)
+        flight.is_aside = True
+        self.wake()
 
     def _retry_later(self, batch: PendingBatch, why: str) -> None:
         self._retry_at = self._clock() + self._retry_seconds[min(self._failures, len(self._retry_seconds) - 1)]
         self._failures += 1
         self.trouble = f"the store takes nothing: {why}"
         log.error("flush failed, rows are kept and tried again: %s", why, extra={"rows": batch.rows})
+
+
+def _tables(pending: PendingBatch) -> dict[str, pa.Table]:
+    """Make the rows. That depends on nothing else, so what fails once fails always."""
+    try:
+        return pending.tables()
+    except MemoryError:
+        raise
+    except Exception as error:
+        log.exception("rows cannot be made of what came")
+        raise BatchError(f"rows cannot be made of what came: {type(error).__name__}: {error}") from error
 
 
 def _release(waiters: list[asyncio.Future[None]]) -> None:

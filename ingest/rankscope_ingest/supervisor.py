@@ -8,6 +8,7 @@ import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from aiohttp import web
@@ -33,9 +34,11 @@ from rankscope_ingest.history import History
 from rankscope_ingest.maintenance import keep_in_order, retaining
 from rankscope_ingest.notifiers import Notifier
 from rankscope_ingest.progress import Progress, RunProgress
+from rankscope_ingest.quarantine import Quarantine
 from rankscope_ingest.remote_read.answering import RemoteRead
 from rankscope_ingest.remote_write.receiving import RemoteWrite
 from rankscope_ingest.remote_write.requests import answer
+from rankscope_ingest.rows import Stamp
 from rankscope_ingest.service_metrics import ServiceMetrics
 from rankscope_ingest.spool.spool_watch import SpoolWatch
 from rankscope_ingest.spool.spools import Spools
@@ -94,7 +97,8 @@ class Supervisor:
         self._remote_write = RemoteWrite(
             config.remote_write, writer, self._metrics, on_commit=self._on_pushed, clock=time.monotonic
         )
-        self._flusher = Flusher(writer, self._batcher, on_commit=self._on_commit, clock=time.monotonic)
+        aside = Quarantine(Path(config.store.path), stamp=self._stamp, count=self._metrics.set_aside)
+        self._flusher = Flusher(writer, self._batcher, on_commit=self._on_commit, clock=time.monotonic, aside=aside)
         self._goodput = GoodputWatch(lambda: read_goodput(config.store.path), lambda: self._commits)
         self._faults = Faults()
         self._status = StatusBook(
@@ -317,6 +321,9 @@ class Supervisor:
         self._rows_stored += sum(commit.rows.values())
         for target in self._collector.committed(batch, commit.rows, commit.seconds):
             self.poke(target.incarnation)
+
+    def _stamp(self) -> Stamp:
+        return Stamp(time.time_ns() // 1000, self._collector.ordinals(1))
 
     def _rows_pending(self) -> int:
         return self._batcher.pending_rows + self._remote_write.pending_rows
