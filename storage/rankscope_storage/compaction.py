@@ -109,18 +109,21 @@ def _is_silent(files: Sequence[dict[str, Any]], now: dt.datetime) -> bool:
     return newest is not None and newest < now - SILENCE
 
 
-def compact(root: Path, sync: Sync, progress: Callable[[int, int], None] | None = None) -> CompactionReport:
+def compact(
+    root: Path, sync: Sync, progress: Callable[[int, int], None] | None = None, *, now: dt.datetime | None = None
+) -> CompactionReport:
     """Carry out the plan of the newest version of the store at `root`, one commit per merge.
 
-    `progress` is told how many merges of how many are done.
+    `progress` is told how many merges of how many are done; `now` is the time of day where it is not the clock's.
     """
     started = time.monotonic()
+    now = dt.datetime.now(dt.UTC) if now is None else now
     log = Log.open(root, sync)
     removed = added = rows = refused = 0
-    merges = plan(log.snapshot())
+    merges = plan(log.snapshot(), now)
     for done, merge in enumerate(merges, 1):
         try:
-            files = _carry_out(log, merge, sync)
+            files = _carry_out(log, merge, sync, now)
         except ConflictError:
             refused += 1
             break  # another compaction is at work: leave the rest to it
@@ -132,14 +135,14 @@ def compact(root: Path, sync: Sync, progress: Callable[[int, int], None] | None 
     return CompactionReport(files_removed=removed, files_added=added, rows=rows, refused=refused, seconds=seconds)
 
 
-def _carry_out(log: Log, merge: Merge, sync: Sync) -> list[DataFile]:
+def _carry_out(log: Log, merge: Merge, sync: Sync, now: dt.datetime) -> list[DataFile]:
     """Replace the files of `merge`, and return the new ones. Raises ConflictError when they are no longer there."""
     log.refresh()
     if not log.snapshot().contains([file.path for file in merge.files]):
         raise ConflictError("another compaction has replaced the files")
     # From here on the handle must not be refreshed: only so does the mutex cover what was just looked at.
     mutex = (log.transaction(MUTEX) or 0) + 1
-    files = _rewrite(log.root, merge, sync)
+    files = _rewrite(log.root, merge, sync, now)
     try:
         log.commit(Change(added=files, removed=merge.files, transactions={MUTEX: mutex}, rewrites=True))
     except ConflictError:
@@ -193,10 +196,9 @@ def _data_file(file: dict[str, Any]) -> DataFile:
     )
 
 
-def _rewrite(root: Path, merge: Merge, sync: Sync) -> list[DataFile]:
+def _rewrite(root: Path, merge: Merge, sync: Sync, now: dt.datetime) -> list[DataFile]:
     files: list[DataFile] = []
     write = functools.partial(write_file, mantissa_bits=coarsest(file.path for file in merge.files))
-    now = dt.datetime.now(dt.UTC)
     try:
         for part, table in apart(_read(root, merge), merge):
             ranges = [table] if merge.closed else open_and_closed(table, now)

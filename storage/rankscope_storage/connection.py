@@ -23,10 +23,20 @@ import pyarrow as pa
 
 from rankscope_storage.definitions import named
 from rankscope_storage.durable import sync_to_disk
-from rankscope_storage.engines import DEFINITIONS, LATEST, RAW, Engine, log_of, put_back, start, trust
+from rankscope_storage.engines import (
+    DEFINITIONS,
+    LATEST,
+    LATEST_MEASURED_ONCE,
+    RAW,
+    Engine,
+    log_of,
+    put_back,
+    start,
+    trust,
+)
 from rankscope_storage.errors import FilesGoneError, QueryError
 from rankscope_storage.log import Log
-from rankscope_storage.newest import TABLE, newest_steps, rows_of
+from rankscope_storage.newest import TABLE, measured_once, newest_steps, rows_of
 from rankscope_storage.questions import Bounds, Mention, bounds, mentions
 from rankscope_storage.snapshot import Snapshot
 from rankscope_storage.views import files_select, has_one_shape, raw_select
@@ -194,7 +204,8 @@ class Connection:
             for dataset in definition.datasets:
                 self._show(dataset, None if reading is None else reading.get(dataset))
             if name not in self._engine.defined:
-                self._duckdb.execute(definition.statement)
+                once = name == LATEST and self._engine.measured_once
+                self._duckdb.execute(LATEST_MEASURED_ONCE if once else definition.statement)
                 self._engine.defined.add(name)
 
     def _show(self, dataset: str, wanted: Sequence[Bounds] | None) -> None:
@@ -234,9 +245,9 @@ class Connection:
         if read is None:
             # It may come to what is defined without a word of it, so all of that has to show all files.
             needed = self._engine.defined.union(named(query, DEFINITIONS))
-            self._define([name for name in DEFINITIONS if name in needed], None)
             if LATEST in needed:
                 self._find_newest(None)
+            self._define([name for name in DEFINITIONS if name in needed], None)
         else:
             self._define(named(query, DEFINITIONS), self._wanted(read, parameters))
         try:
@@ -244,8 +255,8 @@ class Connection:
         except duckdb.CatalogException:
             if len(self._engine.defined) == len(DEFINITIONS):
                 raise
-            self._define(DEFINITIONS, None)
             self._find_newest(None)
+            self._define(DEFINITIONS, None)
             return run()
 
     def _wanted(self, read: Iterable[Mention], parameters: object) -> dict[str, list[Bounds]]:
@@ -260,24 +271,30 @@ class Connection:
                 for dataset in _datasets(mention.name):
                     wanted.setdefault(dataset, []).append(needed)
         if latest:
-            wanted.setdefault("tensor_stats", []).extend(rows_of(self._find_newest(latest)))
+            wanted.setdefault("tensor_stats", []).extend(self._find_newest(latest))
         return wanted
 
-    def _find_newest(self, wanted: Sequence[Bounds] | None) -> pa.Table:
-        """Tell `tensor_latest` the newest steps in the files of `wanted`, and return them."""
+    def _find_newest(self, wanted: Sequence[Bounds] | None) -> list[Bounds]:
+        """Tell `tensor_latest` the newest steps in the files of `wanted`, and return where their rows lie."""
         files = self._snapshot.within("tensor_stats", wanted)
-        found = newest_steps(files, lambda question: self._duckdb.sql(question).to_arrow_table())
+        found = newest_steps(files, self._table)
+        lie = rows_of(found)
         if files != self._engine.newest_of:
             self._engine.newest_of = None
             self._duckdb.execute(f"TRUNCATE {TABLE}")
-            columns = [column.to_pylist() for column in found.columns]
             self._duckdb.execute(
                 f"INSERT INTO {TABLE} SELECT unnest(?::VARCHAR[]), unnest(?::INT[]), unnest(?::INT[]), "
                 "unnest(?::VARCHAR[]), unnest(?::BIGINT[])",
-                columns,
+                [column.to_pylist() for column in found.columns],
             )
-            self._engine.newest_of = files
-        return found
+            once = bool(lie) and measured_once(found, self._snapshot.within("tensor_stats", lie), self._table)
+            if once != self._engine.measured_once:
+                self._engine.defined.discard(LATEST)
+            self._engine.newest_of, self._engine.measured_once = files, once
+        return lie
+
+    def _table(self, question: str) -> pa.Table:
+        return self._duckdb.sql(question).to_arrow_table()
 
     def _mentioned(self, query: str) -> tuple[Mention, ...] | None:
         """Return what `query` reads of our views and macros, None when it may read anything."""

@@ -28,10 +28,12 @@ from rankscope_storage.snapshot import Snapshot
 
 RAW: Final = "rankscope_raw."
 LATEST: Final = "tensor_latest"
+_FOUND: Final = f"  FROM {newest.TABLE}\n"
 DEFINITIONS: Final[Mapping[str, Definition]] = {
     **definitions(prefix=RAW),
-    LATEST: Definition(tensor_latest(f"  FROM {newest.TABLE}\n"), (), ("tensor_stats",)),
+    LATEST: Definition(tensor_latest(_FOUND), (), ("tensor_stats",)),
 }
+LATEST_MEASURED_ONCE: Final = tensor_latest(_FOUND, measured_once=True)
 
 IDLE: Final = 4
 """Instances that wait at most, over all stores; the one that has waited longest is closed first."""
@@ -53,6 +55,8 @@ class Engine:
     footers: set[str] = field(default_factory=set)
     newest_of: Sequence[str] | None = None
     """The files that the table of newest steps was made of."""
+    measured_once: bool = False
+    """Whether `tensor_latest`, as it is defined, relies on nothing being measured twice at these steps."""
     trusting: bool = False
     """Whether files count as unchanged since they were first opened, as those of a store are."""
     log: Log | None = None

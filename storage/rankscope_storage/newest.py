@@ -27,6 +27,7 @@ _KEYS: Final = ["run", "attempt", "rank", "kind"]
 _KEPT_FILES: Final = 10_000
 _BATCH_FILES: Final = 200
 _FEW_RUNS: Final = 16
+_FEW_STEPS: Final = 64
 
 Ask = Callable[[str], pa.Table]
 
@@ -46,6 +47,25 @@ def newest_steps(files: Sequence[str], ask: Ask) -> pa.Table:
             _seen.popitem(last=False)
     found = list(known.values())
     return _last_attempts(_highest(pa.concat_tables(found) if found else SCHEMA.empty_table(), _KEYS))
+
+
+def measured_once(newest: pa.Table, files: Sequence[str], ask: Ask) -> bool:
+    """Whether all rows of these steps, which lie in `files`, come from one record of their rank each.
+
+    A record has no row twice. Where nobody sent the rows nothing is known of that.
+    """
+    steps = pc.unique(newest.column("step")).to_pylist()
+    if len(steps) > _FEW_STEPS:
+        return False
+    listed = ", ".join(map(sql_string, files))
+    repeated = ask(
+        "SELECT 1 FROM ("
+        "SELECT min(seq) < max(seq) OR min(incarnation) < max(incarnation) OR count(*) > count(seq)"
+        " OR count(*) > count(incarnation) AS again "
+        f"FROM read_parquet([{listed}], hive_partitioning = false) WHERE step IN ({', '.join(map(str, steps))}) "
+        "GROUP BY run, attempt, rank, kind, step, micro_step, vpp_stage) WHERE again LIMIT 1"
+    )
+    return not repeated.num_rows
 
 
 def rows_of(newest: pa.Table) -> list[Bounds]:

@@ -195,7 +195,7 @@ def test_a_file_replaced_since_the_plan_was_made_is_not_merged_again(
         writer.append(batch([seq]))
     stale = plan(Log.open(store.root, sync_to_disk).snapshot())
     compact(store.root, sync_to_disk)
-    monkeypatch.setattr(compaction, "plan", lambda snapshot: stale)
+    monkeypatch.setattr(compaction, "plan", lambda snapshot, now: stale)
     report = writer.compact()
 
     assert (0, 1) == (report.files_added, report.refused)

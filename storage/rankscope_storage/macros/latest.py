@@ -12,8 +12,18 @@ _NEWEST: Final = """\
 """
 
 
-def tensor_latest(newest: str = _NEWEST) -> str:
-    """Return the view's statement; `newest` tells the newest step of each rank and kind."""
+_LAST_WORD: Final = """\
+QUALIFY row_number() OVER (
+  PARTITION BY run, rank, micro_step, vpp_stage, kind, tensor, "index", call_seq
+  ORDER BY ordinal DESC NULLS LAST, seq DESC NULLS LAST) = 1
+"""
+
+
+def tensor_latest(newest: str = _NEWEST, *, measured_once: bool = False) -> str:
+    """Return the view's statement; `newest` tells the newest step of each rank and kind.
+
+    With `measured_once`, no rank has measured anything of that step twice; to look for it takes most of the time.
+    """
     # The step is found first and joined: DuckDB then reads only the row groups that can hold it.
     return f"""\
 CREATE OR REPLACE VIEW tensor_latest AS
@@ -22,10 +32,7 @@ WITH newest AS (
 SELECT tensor_stats.* FROM tensor_stats JOIN newest
   ON run = of_run AND step = of_step AND kind = of_kind
   AND attempt IS NOT DISTINCT FROM of_attempt AND rank IS NOT DISTINCT FROM of_rank
-QUALIFY row_number() OVER (
-  PARTITION BY run, rank, micro_step, vpp_stage, kind, tensor, "index", call_seq
-  ORDER BY ordinal DESC NULLS LAST, seq DESC NULLS LAST) = 1
-"""
+{"" if measured_once else _LAST_WORD}"""
 
 
 TENSOR_LATEST: Final = tensor_latest()

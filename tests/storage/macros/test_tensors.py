@@ -153,3 +153,18 @@ def test_nonfinite_rows_are_those_with_a_nan_or_an_infinity_each_once(writer, co
     assert sorted(
         (step, *pair) for step, pair in enumerate(counts) if (pair[0] or 0) > 0 or (pair[1] or 0) > 0
     ) == sorted(connection.sql("SELECT step, nans, infs FROM nonfinite").fetchall(), key=lambda row: row[0])
+
+
+def test_who_measures_each_step_once_is_not_asked_for_a_last_word_until_somebody_does_not(writer, connection):
+    def row(seq: int, **changed: object) -> dict:
+        return {"incarnation": "i", "seq": seq, "ordinal": seq, "step": seq, "norm": float(seq), **changed}
+
+    seen = []
+    for rows in ([row(1), row(1, tensor="x")], [row(2, micro_step=0), row(3, step=2, micro_step=1)], [row(4, step=2)],
+                 [row(5, step=2)], [row(6, step=3, incarnation="j")]):  # fmt: skip
+        append(writer, rows)
+        norms = connection.sql("SELECT norm FROM tensor_latest ORDER BY ALL").fetchall()
+        seen.append((connection._engine.measured_once, [norm for (norm,) in norms]))
+
+    once, again = True, False
+    assert [(once, [1, 1]), (once, [2, 3]), (once, [2, 3, 4]), (again, [2, 3, 5]), (once, [6])] == seen
