@@ -16,10 +16,10 @@ from rankscope_storage.schema import dataset_schema
 from rankscope_storage.store import Batch
 
 
-def append(writer, rows: list[dict]) -> None:
+def append(writer, rows: list[dict], watermarks: dict[str, int] | None = None) -> None:
     identity = {"run": "r", "attempt": 0, "rank": 0, "step": 1, "kind": "grad_reduced", "tensor": "w"}
     table = pa.Table.from_pylist([identity | row for row in rows], schema=dataset_schema("tensor_stats"))
-    writer.append(Batch(tables={"tensor_stats": table}, watermarks={}))
+    writer.append(Batch(tables={"tensor_stats": table}, watermarks=watermarks or {}))
 
 
 def latest(connection) -> list[tuple]:
@@ -162,7 +162,7 @@ def test_who_measures_each_step_once_is_not_asked_for_a_last_word_until_somebody
     seen = []
     for rows in ([row(1), row(1, tensor="x")], [row(2, micro_step=0), row(3, step=2, micro_step=1)], [row(4, step=2)],
                  [row(5, step=2)], [row(6, step=3, incarnation="j")]):  # fmt: skip
-        append(writer, rows)
+        append(writer, rows, watermarks={row["incarnation"]: row["seq"] for row in rows})
         norms = connection.sql("SELECT norm FROM tensor_latest ORDER BY ALL").fetchall()
         seen.append((connection._engine.measured_once, [norm for (norm,) in norms]))
 
