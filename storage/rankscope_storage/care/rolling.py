@@ -16,6 +16,7 @@ from typing import Final
 
 import duckdb
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -26,7 +27,7 @@ from rankscope_storage.durable import Sync
 from rankscope_storage.errors import ConflictError, StoreError
 from rankscope_storage.layout import SHARED_PREFIX, file_mantissa_bits
 from rankscope_storage.parquet import STAGING, DataFile, discard, write_file
-from rankscope_storage.rollups.summing import BUCKET, MOMENT, rolled_up
+from rankscope_storage.rollups.summing import bucket, moment, rolled_up
 from rankscope_storage.rounding import coarsest
 from rankscope_storage.schema import conform, dataset_schema
 from rankscope_storage.views import files_select
@@ -39,17 +40,14 @@ PIECE_ROWS: Final = 1_000_000
 
 # A bucket goes when the youngest row that the file has of it, of whatever rank, is too old.
 _STAYING: Final = f"""\
-WITH row AS (
-  SELECT file_row_number AS place, run, attempt, ts, {BUCKET} AS bucket, {MOMENT} AS moment
-  FROM read_parquet($path, hive_partitioning = false, file_row_number = true)
-),
-staying AS (
-  SELECT run, attempt, bucket, moment FROM row GROUP BY ALL HAVING coalesce(max(ts) >= $before, true)
-)
-SELECT place FROM row SEMI JOIN staying ON row.run = staying.run AND row.attempt IS NOT DISTINCT FROM staying.attempt
-  AND row.bucket IS NOT DISTINCT FROM staying.bucket AND row.moment IS NOT DISTINCT FROM staying.moment
-ORDER BY place
+CREATE TEMP TABLE staying AS
+SELECT run, attempt, {bucket()} AS bucket, {moment()} AS moment FROM {{rows}}
+GROUP BY ALL HAVING coalesce(max(ts) >= TIMESTAMPTZ '{{before}}', true)
 """
+_OF_BUCKET: Final = f"""\
+JOIN staying ON row.run = staying.run AND row.attempt IS NOT DISTINCT FROM staying.attempt
+  AND {bucket("row.")} IS NOT DISTINCT FROM staying.bucket
+  AND {moment("row.")} IS NOT DISTINCT FROM staying.moment"""
 
 
 def roll_up(root: Path, files: Sequence[File], sync: Sync) -> list[DataFile]:
@@ -65,18 +63,17 @@ def cut(root: Path, file: File, before: dt.datetime, sync: Sync) -> list[DataFil
 
     Returns the new files; none when no bucket has ended.
     """
-    dataset, path = file["dataset"], root / file["path"]
+    dataset, path = file["dataset"], str(root / file["path"])
+    numbered = f"read_parquet({sql_string(path)}, hive_partitioning = false, file_row_number = true)"
     with _written(root) as written, _engine(root) as engine:
-        stays = engine.sql(_STAYING, params={"path": str(path), "before": before}).to_arrow_table().column("place")
-        if len(stays) < file["rows"]:
-            rows = _read(path, dataset)
-            goes = np.ones(rows.num_rows, np.bool_)
-            goes[stays.to_numpy()] = False
-            engine.register("going", conform(rows.filter(pa.array(goes)), dataset))
-            written.extend(_rollups(engine, "going", root, [file], sync))
-            if len(stays):
-                rest = conform(rows.take(stays), dataset)
-                bits = file_mantissa_bits(file["path"])
+        engine.execute(_STAYING.format(rows=numbered, before=before.isoformat()))
+        stays = engine.sql(f"SELECT file_row_number AS place FROM {numbered} AS row SEMI {_OF_BUCKET} ORDER BY place")
+        places = stays.to_arrow_table().column("place").to_numpy()
+        if len(places) < file["rows"]:
+            going = f"(SELECT row.* FROM ({files_select(dataset, [path])}) AS row ANTI {_OF_BUCKET})"
+            written.extend(_rollups(engine, going, root, [file], sync))
+            if len(places):
+                rest, bits = conform(_read(path, dataset, places), dataset), file_mantissa_bits(file["path"])
                 written.append(write_file(root, dataset, file["part"], rest, sync, mantissa_bits=bits))
     return written
 
@@ -107,9 +104,18 @@ def _pieces(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
         yield pa.Table.from_batches(kept)
 
 
-def _read(path: Path, dataset: str) -> pa.Table:
+def _read(path: str, dataset: str, places: npt.NDArray[np.int64]) -> pa.Table:
+    """Return the rows at `places`, which rise; the others of a row group are let go of before the next is read."""
     texts = [field.name for field in dataset_schema(dataset) if field.type == pa.string()]
-    return pq.ParquetFile(path, read_dictionary=texts).read()
+    content = pq.ParquetFile(path, read_dictionary=texts)
+    kept, first = [], 0
+    for number in range(content.metadata.num_row_groups):
+        end = first + content.metadata.row_group(number).num_rows
+        here = places[np.searchsorted(places, first) : np.searchsorted(places, end)] - first
+        if len(here):
+            kept.append(content.read_row_group(number).take(pa.array(here)))
+        first = end
+    return pa.concat_tables(kept)
 
 
 @contextlib.contextmanager

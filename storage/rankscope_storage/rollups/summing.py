@@ -29,14 +29,17 @@ TOTALS: Final[Mapping[str, tuple[str, ...]]] = {"tensor_stats": COUNT_OPS, "scal
 _NULLS: Final = {pa.string(): "NULL::VARCHAR", pa.int64(): "NULL::BIGINT"}
 _LOWEST, _HIGHEST = -(1 << 63), (1 << 63) - 1
 
-# The modulus is taken so that buckets of negative steps are as wide; the lowest number of all has no bucket below it.
-BUCKET: Final = (
-    f"(greatest(step, {_LOWEST + BUCKET_STEPS}) - (step % {BUCKET_STEPS} + {BUCKET_STEPS}) % {BUCKET_STEPS})"
-)
-"""First step of the bucket of `step`."""
 
-MOMENT: Final = f"(CASE WHEN step IS NULL THEN epoch_us(ts) // {BUCKET_SECONDS * 1_000_000} END)"
-"""The bucket of a row without a step, from a time within it."""
+def bucket(row: str = "") -> str:
+    """Return the first step of the bucket of a row; `row` is what stands before its columns."""
+    # The modulus is taken so that buckets of negative steps are as wide; the lowest number of all has no bucket below.
+    floor = f"greatest({row}step, {_LOWEST + BUCKET_STEPS})"
+    return f"({floor} - ({row}step % {BUCKET_STEPS} + {BUCKET_STEPS}) % {BUCKET_STEPS})"
+
+
+def moment(row: str = "") -> str:
+    """Return the bucket of a row without a step, from a time within it."""
+    return f"(CASE WHEN {row}step IS NULL THEN epoch_us({row}ts) // {BUCKET_SECONDS * 1_000_000} END)"
 
 
 def rolled_up(dataset: str, source: str) -> str:
@@ -81,11 +84,11 @@ def combined(dataset: str, source: str) -> str:
     for total in TOTALS[dataset]:
         named |= {total: _sum(total), f"{total}_rows": _sum(f"{total}_rows")}
     columns = _in_order(dataset, named)
-    return f"SELECT {columns} FROM {source} GROUP BY {series}, step, {MOMENT}"
+    return f"SELECT {columns} FROM {source} GROUP BY {series}, step, {moment()}"
 
 
 def _raw_columns(dataset: str) -> Iterator[str]:
-    yield from ("step", "ts", "ordinal", f"{BUCKET} AS bucket", f"{MOMENT} AS moment")
+    yield from ("step", "ts", "ordinal", f"{bucket()} AS bucket", f"{moment()} AS moment")
     odd = [f"NOT isfinite({sql_identifier(number)})" for number in NUMBERS[dataset]]
     odd += [f"{total} > 0" for total in TOTALS[dataset] if total in {"nans", "infs"}]
     yield f"coalesce({' OR '.join(odd)}, false) AS is_nonfinite"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.storage.rollups.reference import Row, rollups
 
 from rankscope_contract.rollups import ROLLUPS
-from rankscope_storage.care import ageing
+from rankscope_storage.care import ageing, runs
 from rankscope_storage.care.checking import check
 from rankscope_storage.care.retention import Retention, RetentionReport, retain
 from rankscope_storage.connection import Connection, connect
@@ -237,6 +237,19 @@ def test_a_table_of_before_there_were_rollups_gets_their_columns(folder, monkeyp
     assert [] == Log.open(folder, sync_to_disk).add_missing_columns()
     with connect(folder) as connection:
         assert 100 == found(connection, "tensor_stats")[0]["norm_count"]
+
+
+def test_rollups_go_with_their_run_when_it_is_removed_renamed_or_joined(store, writer, connection):
+    for run in ("a", "b", "c"):
+        append(writer, "tensor_stats", steps(0, 100, run=run))
+    let_age(store.root, 5)
+    runs.remove(store.root, "a", sync_to_disk)
+    runs.rename(store.root, "b", "d", sync_to_disk)
+    runs.merge(store.root, "d", "c", sync_to_disk)
+    told = connection.sql('SELECT run, attempt, "rows" FROM tensor_rollups ORDER BY attempt').fetchall()
+
+    assert [("c", 0, 100), ("c", 1, 100)] == told
+    assert check(store.root, deep=True).is_whole
 
 
 def test_days_that_many_runs_share_become_months(store, writer):
