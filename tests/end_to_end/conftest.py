@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.end_to_end.lives import RANKS, Host
 from tests.programs import Started, start_script
 
 TRAINING = Path(__file__).with_name("tiny_training.py")
@@ -30,6 +31,7 @@ path = "{store}"
 [ingest]
 poll_seconds = {poll}
 flush_after_seconds = {flush}
+{ingest}
 [runs]
 heartbeat_seconds = 1.0
 refused_after_seconds = 3.0
@@ -56,11 +58,16 @@ class Service:
     poll_seconds: float = 0.3
     token: str | None = None
     stalled_after_seconds: float = 300.0
+    ingest: str = ""
+    """More lines of its section."""
+    program: tuple[str, ...] = ("-m", "rankscope")
+    place: Path | None = None
+    """Where the store is, if not in `folder`."""
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     @property
     def store(self) -> Path:
-        return self.folder / "history"
+        return self.place or self.folder / "history"
 
     @property
     def url(self) -> str:
@@ -77,6 +84,7 @@ class Service:
             urls=urls,
             mode=mode,
             flush=self.flush_after_seconds,
+            ingest=self.ingest,
             spools=spools,
             poll=self.poll_seconds,
             token=f'token = "{self.token}"' if self.token else "",
@@ -85,7 +93,7 @@ class Service:
         config.write_text(text)
         with (self.folder / "service.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "rankscope", "serve", str(config), "--quiet"],
+                [sys.executable, *self.program, "serve", str(config), "--quiet"],
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
@@ -197,3 +205,19 @@ def reference(tmp_path: Path) -> Callable[[], dict[tuple[int, int, str, str], di
         return rows
 
     return read
+
+
+@pytest.fixture(scope="module")
+def parent() -> Iterator[subprocess.Popen[bytes]]:
+    """Return what forks ranks: torch is imported once for all of them."""
+    process = subprocess.Popen([sys.executable, str(RANKS)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.wait(10)
+
+
+@pytest.fixture
+def host(tmp_path: Path, parent: subprocess.Popen[bytes]) -> Iterator[Host]:
+    made = Host(tmp_path, parent)
+    yield made
+    made.end()

@@ -7,6 +7,7 @@ A rank writes each seq it has published to `out`, so that a test knows what it m
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -44,9 +45,10 @@ def live(order: dict[str, Any]) -> None:
     identity = Identity(
         run="r", launch_id=life, rank=rank, world_size=2, local_rank=rank, host="h", incarnation=f"{life}-{rank}"
     )
+    config = ServeConfig.from_environment({**os.environ, **order["environment"]})
     channel = Channel(
         identity,
-        ServeConfig.from_environment({**os.environ, **order["environment"]}),
+        dataclasses.replace(config, ring_records=order["ring"]),
         rules=(),
         settings={},
         planned_steps=None,

@@ -1,0 +1,116 @@
+"""Rank processes that publish records without a training, and what became of these in the store."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rankscope_storage.connection import connect
+
+RANKS = Path(__file__).with_name("spool_ranks.py")
+
+
+@dataclass
+class Life:
+    """One rank process: what it has published is what it wrote down."""
+
+    pid: int
+    out: Path
+
+    @property
+    def published(self) -> int:
+        return len(self.out.read_bytes().splitlines()) if self.out.exists() else 0
+
+    @property
+    def left(self) -> int:
+        """Return how many records the rank said at its end that no store had."""
+        return int(self.out.with_suffix(".left").read_bytes())
+
+    @property
+    def is_alive(self) -> bool:
+        return Path(f"/proc/{self.pid}").exists()
+
+    def kill(self) -> None:
+        if self.is_alive:
+            os.kill(self.pid, signal.SIGKILL)
+        until(lambda: not self.is_alive)
+
+
+class Host:
+    """A machine on which ranks live and die. `spool` is their common folder."""
+
+    def __init__(self, folder: Path, parent: subprocess.Popen[bytes]) -> None:
+        self.folder = folder
+        self.spool = folder / "spool"
+        self.lives: list[Life] = []
+        self.parent = parent
+
+    def start(
+        self,
+        service: Any,
+        rank: int,
+        life: str,
+        *,
+        steps: int,
+        pause: float = 0.0,
+        end: str,
+        spool: bool = True,
+        ring: int = 1024,
+    ) -> Life:
+        out = self.folder / f"{life}-{rank}.out"
+        environment = {"RANKSCOPE_INGEST_URL": service.url, "RANKSCOPE_SPOOL_DIR": str(self.spool) if spool else ""}
+        order = {"rank": rank, "life": life, "steps": steps, "pause": pause, "end": end, "out": str(out), "ring": ring}
+        assert self.parent.stdin is not None
+        assert self.parent.stdout is not None
+        self.parent.stdin.write(json.dumps(order | {"environment": environment}).encode() + b"\n")
+        self.parent.stdin.flush()
+        self.lives.append(Life(int(self.parent.stdout.readline()), out))
+        return self.lives[-1]
+
+    def left(self) -> list[str]:
+        return sorted(path.name for path in self.spool.iterdir()) if self.spool.exists() else []
+
+    def end(self) -> None:
+        for life in self.lives:
+            life.kill()
+
+
+def until(condition: Callable[[], Any], seconds: float = 90.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.02)
+
+
+def stored(store: Path) -> dict[str, list[int]]:
+    """Return the seqs of each process, as often as they are stored."""
+    with connect(store) as connection:
+        rows = connection.query("SELECT incarnation, seq FROM tensor_stats ORDER BY ALL").to_pylist()
+    found: dict[str, list[int]] = {}
+    for row in rows:
+        found.setdefault(row["incarnation"], []).append(row["seq"])
+    return found
+
+
+def gaps(store: Path) -> list[dict[str, Any]]:
+    with connect(store) as connection:
+        rows = connection.query("SELECT details FROM events WHERE type = 'gap' ORDER BY ordinal").to_pylist()
+    return [json.loads(row["details"]) for row in rows]
+
+
+def attempts(store: Path) -> dict[str, tuple[int, str]]:
+    """Return number and last state of each launch."""
+    with connect(store) as connection:
+        rows = connection.query("SELECT launch_id, attempt, state FROM attempts").to_pylist()
+    return {row["launch_id"]: (row["attempt"], row["state"]) for row in rows}
+
+
+def targets(service: Any) -> dict[str, dict[str, Any]]:
+    return {target["incarnation"]: target for target in json.loads(service.get("/api/v1/targets"))}
