@@ -1,0 +1,227 @@
+"""A fleet of simulated ranks against one service: lag, memory, CPU, and every step of every rank exactly once.
+
+    python benchmarks/run.py fleet
+    RANKSCOPE_FLEET="ranks=1000 tensors=2500 seconds=5 steps=720 flapping=0 keep=900" python benchmarks/run.py fleet
+    RANKSCOPE_FLEET="ranks=1000 tensors=2500 seconds=5 steps=720 flapping=100 keep=900" python benchmarks/run.py fleet
+
+Without RANKSCOPE_FLEET two short runs are made at full rate, one of them with a tenth of the ranks flapping: in turn
+they die and come back as another process, refuse connections for 20 s, and answer late or not in time. Retention is on:
+statistics become rollups after `keep` seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from _fleet_check import Account, check
+from _fleet_service import Sample, Service
+from _rows import Row, print_rows
+
+STATISTICS = 6
+FLUSH_SECONDS = 10.0
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How large a fleet, and for how long."""
+
+    ranks: int = 1000
+    tensors: int = 2500
+    seconds: float = 5.0
+    steps: int = 16
+    flapping: int = 0
+    keep: float = 60.0
+
+    @property
+    def name(self) -> str:
+        shaky = f", {self.flapping} flapping" if self.flapping else ""
+        return f"{self.ranks:,} ranks x {self.tensors:,} tensors, a step in {self.seconds:g} s{shaky}"
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.ranks * self.tensors * STATISTICS / self.seconds
+
+
+def sizes() -> list[Size]:
+    """Return the runs that are asked for."""
+    asked = os.environ.get("RANKSCOPE_FLEET")
+    if not asked:
+        return [Size(), Size(flapping=100)]
+    given = dict(item.split("=", 1) for item in asked.split())
+    kinds: dict[str, type] = {"ranks": int, "tensors": int, "seconds": float, "steps": int, "flapping": int}
+    kinds["keep"] = float
+    return [Size(**{name: kinds[name](value) for name, value in given.items()})]
+
+
+def run() -> list[Row]:
+    return [row for size in sizes() for row in _run(size)]
+
+
+def _run(size: Size) -> list[Row]:
+    folder = Path(tempfile.mkdtemp(prefix="rankscope-fleet-", dir=os.environ.get("RANKSCOPE_FLEET_FOLDER")))
+    try:
+        service = Service(folder, _settings(size))
+        try:
+            reports, samples = _watch(size, service)
+            files = service.files()
+        finally:
+            said = service.stop()
+        if os.environ.get("RANKSCOPE_FLEET_LOUD"):
+            print(said, file=sys.stderr)
+        account = check(service.store, reports[-1]["lives"], size.tensors)
+        return _rows(size, (reports, samples), account, files)
+    finally:
+        shutil.rmtree(folder)
+
+
+def _settings(size: Size) -> dict[str, dict[str, object]]:
+    return {
+        "ingest": {"flush_after_seconds": FLUSH_SECONDS},
+        "retention": {"raw_days": size.keep / 86_400, "every_seconds": min(60.0, size.keep / 2)},
+        "notify": {"mode": "off"},
+    }
+
+
+def _watch(size: Size, service: Service) -> tuple[list[dict[str, Any]], list[Sample]]:
+    """Let the fleet train; return what it said each flush interval, and the service at the same moments."""
+    plan = {
+        "service": service.url,
+        "ranks": size.ranks,
+        "tensors": size.tensors,
+        "step_seconds": size.seconds,
+        "steps": size.steps,
+        "flapping": size.flapping,
+        "report_seconds": FLUSH_SECONDS,
+    }
+    reports, samples = [], []
+    command = [sys.executable, str(HERE / "_fleet_ranks.py"), json.dumps(plan)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as ranks:
+        assert ranks.stdout is not None
+        try:
+            for line in ranks.stdout:
+                reports.append(json.loads(line))
+                samples.append(service.sample())
+                _say(reports[-1], samples)
+        finally:
+            ranks.kill()
+    if not reports or "lives" not in reports[-1]:
+        raise RuntimeError("the ranks ended before their time")
+    return reports, samples
+
+
+def _say(report: dict[str, Any], samples: list[Sample]) -> None:
+    if not os.environ.get("RANKSCOPE_FLEET_LOUD"):
+        return
+    now, before = samples[-1], samples[-2] if len(samples) > 1 else samples[-1]
+    seconds = max(now.at - before.at, 1e-9)
+    cores, loop = (now.cpu_seconds - before.cpu_seconds) / seconds, (now.loop_seconds - before.loop_seconds) / seconds
+    print(
+        f"step {report['step']}: lag {report['lag_steps']} steps, {report['lag_seconds']:.1f} s "
+        f"(flapping {report['lag_seconds_flapping']:.1f} s), {now.resident_mb:.0f} MB, {now.commits} commits, "
+        f"{now.rows_pending:,} rows pending, {cores:.2f} cores, loop {loop:.2f}, ranks {report['cpu_seconds']:.1f} s, "
+        f"load {os.getloadavg()[0]:.1f}, {report['counts']}",
+        file=sys.stderr,
+    )
+
+
+def _rows(
+    size: Size, watched: tuple[list[dict[str, Any]], list[Sample]], account: Account, files: tuple[int, int]
+) -> list[Row]:
+    reports, samples = watched
+    steady = [report for report in reports if not report["is_draining"]]
+    during = samples[: len(steady)]
+    seconds = during[-1].at - during[0].at
+    cores = (during[-1].cpu_seconds - during[0].cpu_seconds) / seconds
+    loop = (during[-1].loop_seconds - during[0].loop_seconds) / seconds
+    others = (steady[-1]["cpu_seconds"] - steady[0]["cpu_seconds"]) / seconds
+    # To the end of the drain: what was not done in time is paid for as well.
+    per_million = samples[-1].cpu_seconds / (account.stored * size.tensors * STATISTICS / 1e6)
+    needed = per_million * size.samples_per_second / 1e6
+    lag = max(report["lag_seconds"] for report in steady)
+    slope, interval = memory_slope(during[len(during) // 3 :])
+    counts = reports[-1]["counts"]
+    limit = 2 * FLUSH_SECONDS
+    return [
+        Row(
+            f"{size.name}: samples", size.samples_per_second / 1e6, "M/s", f"{size.steps} steps, {STATISTICS} a tensor"
+        ),
+        Row("lag, worst", lag, "s", _verdict(lag <= limit, f"at most {limit:g} s: 2 flush intervals")),
+        Row("lag, worst", max(report["lag_steps"] for report in steady), "steps", "published and not committed"),
+        Row("lag, worst of flapping ranks", max(r["lag_seconds_flapping"] for r in steady), "s", "absences included"),
+        Row("service", cores, "cores", f"of which the event loop {loop:.2f}"),
+        Row(
+            "service",
+            per_million,
+            "CPU s per M samples",
+            f"all it does, start and drain too; {needed:.2f} cores at this rate",
+        ),
+        Row("ranks", others, "cores", f"{counts['polls']:,} polls, {counts['bodies']:,} bodies"),
+        Row("memory", max(sample.resident_mb for sample in samples), "MB", "greatest, drain included"),
+        Row(
+            "memory slope",
+            slope,
+            "MB/hour",
+            _verdict(abs(slope) <= interval, f"± {interval:,.0f} (95 %), without the first third"),
+        ),
+        Row(
+            "commits",
+            max(sample.commits for sample in samples),
+            "",
+            f"{files[0]:,} files, {files[1] / 1e6:,.0f} MB on disk",
+        ),
+        Row("records stored", account.stored, "", f"of {account.published:,}, {account.rolled_up:,} as rollups by now"),
+        Row(
+            "records doubled or torn", account.wrong, "", _verdict(account.wrong == 0, "each has all its tensors, once")
+        ),
+        Row("records lost of steady ranks", account.lost, "", _verdict(account.lost == 0, "none may be")),
+        Row(
+            "records lost with processes that died",
+            account.died_with,
+            "",
+            f"{account.processes:,} processes; {account.told:,} told as gaps, of the others nobody had heard",
+        ),
+    ]
+
+
+def memory_slope(samples: list[Sample]) -> tuple[float, float]:
+    """Return MB per hour by least squares, and half of the width of its 95 % interval."""
+    count = len(samples)
+    if count < 3:
+        return math.nan, math.nan
+    hours = [sample.at / 3600 for sample in samples]
+    sizes_ = [sample.resident_mb for sample in samples]
+    mean_hour, mean_size = sum(hours) / count, sum(sizes_) / count
+    spread = sum((hour - mean_hour) ** 2 for hour in hours)
+    slope = sum((hour - mean_hour) * size for hour, size in zip(hours, sizes_, strict=True)) / spread
+    rest = [size - mean_size - slope * (hour - mean_hour) for hour, size in zip(hours, sizes_, strict=True)]
+    error = math.sqrt(sum(value**2 for value in rest) / (count - 2) / spread)
+    return slope, _student(count - 2) * error
+
+
+def _student(degrees: int) -> float:
+    """Return the 97.5 % quantile of Student's distribution, to 1 % from 2 degrees on (an expansion in 1/degrees)."""
+    if degrees < 3:
+        return (12.706, 4.303)[degrees - 1]
+    normal = 1.959964
+    first = (normal**3 + normal) / 4
+    second = (5 * normal**5 + 16 * normal**3 + 3 * normal) / 96
+    third = (3 * normal**7 + 19 * normal**5 + 17 * normal**3 - 15 * normal) / 384
+    return normal + first / degrees + second / degrees**2 + third / degrees**3
+
+
+def _verdict(holds: object, text: str) -> str:
+    return f"{'holds' if holds else 'MISSED'}: {text}"
+
+
+if __name__ == "__main__":
+    print_rows((__doc__ or "").splitlines()[0], run())
