@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import functools
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, TypeVar
@@ -21,32 +19,17 @@ from typing import Final, Self, TypeVar
 import duckdb
 import pyarrow as pa
 
-from rankscope_storage.definitions import named
 from rankscope_storage.durable import sync_to_disk
-from rankscope_storage.engines import (
-    DEFINITIONS,
-    LATEST,
-    LATEST_MEASURED_ONCE,
-    RAW,
-    Engine,
-    log_of,
-    put_back,
-    start,
-    trust,
-)
+from rankscope_storage.engines import Engine, is_full, log_of, put_back, renewed, start
 from rankscope_storage.errors import FilesGoneError, QueryError
 from rankscope_storage.log import Log
-from rankscope_storage.newest import TABLE, measured_once, newest_steps, rows_of
-from rankscope_storage.questions import Bounds, Mention, bounds, mentions
+from rankscope_storage.showing import Views
 from rankscope_storage.snapshot import Snapshot
-from rankscope_storage.views import files_select, has_one_shape, raw_select
+from rankscope_storage.views import files_select
 
 T = TypeVar("T")
 
 _EXPLAIN: Final = re.compile(r"\s*explain(\s+analyze)?\s", re.IGNORECASE)
-_TREE: Final = "SELECT json_serialize_sql(?, skip_null := true, skip_empty := true, skip_default := true)"
-_UNDERSTOOD: Final = 256
-"""Statements whose reading is remembered; then it is begun anew."""
 
 
 def connect(path: str | Path, *, locked: bool = False, version: int | None = None) -> Connection:
@@ -81,12 +64,10 @@ class Connection:
 
     def __init__(self, engine: Engine, snapshot: Snapshot, log: Log | None) -> None:
         """Ask `snapshot`, or without being pinned to it whatever is the newest version of `log`."""
-        self._engine = engine
+        self._views = Views(engine)
         self._log = log
         self._pinned = log is None
         self._locked = engine.locked
-        self._duckdb = engine.database.cursor()
-        self._files: dict[str, Sequence[str]] = {}
         self._snapshot = snapshot
         self._reads_only = True
         self._closed = False
@@ -178,9 +159,9 @@ class Connection:
         self._closed = True
         self._duckdb.close()
         if self._reads_only:
-            put_back(self._engine)
+            put_back(self._views.engine)
         else:
-            self._engine.database.close()
+            self._views.engine.database.close()
 
     def __enter__(self) -> Self:
         return self
@@ -190,36 +171,18 @@ class Connection:
     ) -> None:
         self.close()
 
+    @property
+    def _duckdb(self) -> duckdb.DuckDBPyConnection:
+        return self._views.cursor
+
     def _refresh(self) -> None:
         if self._pinned or self._log is None:
             return
         self._log.refresh()
         if self._log.version != self._snapshot.version:
-            self._snapshot = self._engine.snapshot = self._log.snapshot()
-
-    def _define(self, names: Iterable[str], reading: Mapping[str, Sequence[Bounds]] | None) -> None:
-        """Let the views and macros called `names`, which come in order of need, show the files of `reading`."""
-        for name in names:
-            definition = DEFINITIONS[name]
-            for dataset in definition.datasets:
-                self._show(dataset, None if reading is None else reading.get(dataset))
-            if name not in self._engine.defined:
-                once = name == LATEST and self._engine.measured_once
-                self._duckdb.execute(LATEST_MEASURED_ONCE if once else definition.statement)
-                self._engine.defined.add(name)
-
-    def _show(self, dataset: str, wanted: Sequence[Bounds] | None) -> None:
-        """Let the view of raw rows read the files of the snapshot that hold what is `wanted`, or all."""
-        files = self._snapshot.within(dataset, wanted)
-        if files == self._files.get(dataset):
-            return
-        self._duckdb.execute(f"SET VARIABLE {_variable(dataset)} = ?::VARCHAR[]", [files])
-        self._engine.footers.update(files)
-        shape = (not files, has_one_shape(dataset, files))
-        if shape != self._engine.shapes.get(dataset):
-            select = raw_select(dataset, f"getvariable('{_variable(dataset)}')", empty=shape[0], one_shape=shape[1])
-            self._duckdb.execute(f"CREATE OR REPLACE VIEW {RAW}{dataset} AS {select}")
-        self._files[dataset], self._engine.shapes[dataset] = files, shape
+            self._snapshot = self._views.engine.snapshot = self._log.snapshot()
+            if self._reads_only and is_full(self._views.engine):
+                self._views = Views(renewed(self._views.engine))
 
     def _fresh(self, query: str, parameters: object, run: Callable[[], T]) -> T:
         if self._locked:
@@ -240,71 +203,15 @@ class Connection:
 
     def _complete(self, query: str, parameters: object, run: Callable[[], T]) -> T:
         """Run `query` with what it names; once more with all there is when it misses a name, as one in a parameter."""
-        read = self._mentioned(query) if self._reads_only else None
-        trust(self._engine, trusting=read is not None)
-        if read is None:
-            # It may come to what is defined without a word of it, so all of that has to show all files.
-            needed = self._engine.defined.union(named(query, DEFINITIONS))
-            if LATEST in needed:
-                self._find_newest(None)
-            self._define([name for name in DEFINITIONS if name in needed], None)
-        else:
-            self._define(named(query, DEFINITIONS), self._wanted(read, parameters))
+        if not self._reads_only or not self._views.show(query, parameters, self._snapshot):
+            self._views.show_whole(query, self._snapshot)
         try:
             return run()
         except duckdb.CatalogException:
-            if len(self._engine.defined) == len(DEFINITIONS):
+            if self._views.are_complete:
                 raise
-            self._find_newest(None)
-            self._define(DEFINITIONS, None)
+            self._views.show_whole(None, self._snapshot)
             return run()
-
-    def _wanted(self, read: Iterable[Mention], parameters: object) -> dict[str, list[Bounds]]:
-        """Return by dataset the rows that the mentions of views and macros need of it, one way or another."""
-        wanted: dict[str, list[Bounds]] = {}
-        latest: list[Bounds] = []
-        for mention in read:
-            needed = bounds(mention, parameters)
-            if mention.name == LATEST:
-                latest.append(needed)
-            else:
-                for dataset in _datasets(mention.name):
-                    wanted.setdefault(dataset, []).append(needed)
-        if latest:
-            wanted.setdefault("tensor_stats", []).extend(self._find_newest(latest))
-        return wanted
-
-    def _find_newest(self, wanted: Sequence[Bounds] | None) -> list[Bounds]:
-        """Tell `tensor_latest` the newest steps in the files of `wanted`, and return where their rows lie."""
-        files = self._snapshot.within("tensor_stats", wanted)
-        found = newest_steps(files, self._table)
-        lie = rows_of(found)
-        if files != self._engine.newest_of:
-            self._engine.newest_of = None
-            self._duckdb.execute(f"TRUNCATE {TABLE}")
-            self._duckdb.execute(
-                f"INSERT INTO {TABLE} SELECT unnest(?::VARCHAR[]), unnest(?::INT[]), unnest(?::INT[]), "
-                "unnest(?::VARCHAR[]), unnest(?::BIGINT[])",
-                [column.to_pylist() for column in found.columns],
-            )
-            once = bool(lie) and measured_once(found, self._snapshot.within("tensor_stats", lie), self._table)
-            if once != self._engine.measured_once:
-                self._engine.defined.discard(LATEST)
-            self._engine.newest_of, self._engine.measured_once = files, once
-        return lie
-
-    def _table(self, question: str) -> pa.Table:
-        return self._duckdb.sql(question).to_arrow_table()
-
-    def _mentioned(self, query: str) -> tuple[Mention, ...] | None:
-        """Return what `query` reads of our views and macros, None when it may read anything."""
-        remembered = self._engine.understood
-        if query not in remembered:
-            if len(remembered) >= _UNDERSTOOD:
-                remembered.clear()
-            [(tree,)] = self._duckdb.execute(_TREE, [query]).fetchall()
-            remembered[query] = mentions(json.loads(tree).get("statements", ()), DEFINITIONS)
-        return remembered[query]
 
     def _only_selects(self, query: str) -> bool:
         """Whether `query` leaves DuckDB as it is; what is not understood does nothing."""
@@ -325,14 +232,3 @@ class Connection:
         if kinds != [duckdb.StatementType.SELECT]:
             names = ", ".join(kind.name for kind in kinds) or "nothing"
             raise QueryError(f"only one SELECT (or EXPLAIN of one) may be asked here, not {names}")
-
-
-@functools.cache
-def _datasets(name: str) -> frozenset[str]:
-    """Return the datasets that the view or macro called `name` reads, also through others."""
-    definition = DEFINITIONS[name]
-    return frozenset(definition.datasets).union(*map(_datasets, definition.reads))
-
-
-def _variable(dataset: str) -> str:
-    return f"rankscope_files_{dataset}"

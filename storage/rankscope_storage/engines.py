@@ -78,14 +78,26 @@ def put_back(engine: Engine) -> None:
     """Let `engine`, in which nothing was changed but by us, wait for the next connection."""
     if engine.log is not None:
         engine.stamp = _stamp(engine.log)
-    files = 0 if engine.snapshot is None else engine.snapshot.files.num_rows
-    if len(engine.footers) > FOOTERS + 2 * files:
+    if is_full(engine):
         engine.database.close()
         return
     _idle.append(engine)
     with contextlib.suppress(IndexError):
         while len(_idle) > IDLE:
             _idle.pop(0).database.close()
+
+
+def is_full(engine: Engine) -> bool:
+    """Whether `engine` remembers so many footers of files that are gone that it is better begun anew."""
+    files = 0 if engine.snapshot is None else engine.snapshot.files.num_rows
+    return len(engine.footers) > FOOTERS + 2 * files
+
+
+def renewed(engine: Engine) -> Engine:
+    """Return another instance in place of `engine`, which lives as long as its last answer."""
+    fresh = start(engine.root, locked=engine.locked)
+    fresh.log, fresh.snapshot = engine.log, engine.snapshot
+    return fresh
 
 
 def log_of(engine: Engine) -> Log | None:

@@ -32,7 +32,7 @@ def test_whatever_is_read_is_made_before(name):
 def test_a_view_can_be_made_first_and_alone(connection, name):
     connection.query(f"SELECT '{name}'")
 
-    assert name in connection._engine.defined
+    assert name in connection._views.engine.defined
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,11 @@ def nothing_waits(monkeypatch):
 def test_the_next_connection_finds_views_made_and_sees_the_newest_rows(store, writer, batch):
     with connect(store.root) as connection:
         connection.query("FROM loss_curve")
-        engine = connection._engine
+        engine = connection._views.engine
     writer.append(batch(range(3)))
     with connect(store.root) as connection:
-        assert engine is connection._engine
-        assert "loss_curve" in connection._engine.defined
+        assert engine is connection._views.engine
+        assert "loss_curve" in connection._views.engine.defined
         assert 3 == connection.query("FROM loss_curve").num_rows
 
 
@@ -51,7 +51,7 @@ def test_locked_and_open_connections_and_other_stores_share_nothing(store, write
     used = []
     for root, locked in ((store.root, False), (store.root, True), (other.root, False), (other.root, True)):
         with connect(root, locked=locked) as connection:
-            used.append(connection._engine)
+            used.append(connection._views.engine)
             assert [(0,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
 
     assert 4 == len({id(engine) for engine in used})
@@ -72,7 +72,7 @@ def test_a_connection_that_is_closed_answers_nothing_and_harms_nobody(store, wri
 
 def test_two_connections_at_once_have_a_database_each(store, writer, batch):
     with connect(store.root) as one, connect(store.root) as two, one.snapshot() as three:
-        assert 3 == len({id(connection._engine) for connection in (one, two, three)})
+        assert 3 == len({id(connection._views.engine) for connection in (one, two, three)})
 
 
 def test_no_more_wait_than_allowed(store, monkeypatch):
@@ -122,3 +122,15 @@ def test_a_forked_child_starts_with_none(store):
 
     assert 0 == os.waitpid(child, 0)[1]
     assert 1 == len(engines._idle)
+
+
+def test_a_connection_that_lives_long_begins_anew_before_it_remembers_too_much(store, writer, batch, monkeypatch):
+    monkeypatch.setattr(engines, "FOOTERS", -4)
+    writer.append(batch([0]))
+    with connect(store.root) as connection:
+        relation, first = connection.sql("SELECT count(*) FROM scalars"), connection._views.engine
+        writer.append(batch(range(2)))
+
+        assert [(1,)] == relation.fetchall()
+        assert [(2,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
+        assert first is not connection._views.engine

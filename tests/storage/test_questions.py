@@ -187,5 +187,5 @@ def test_no_view_tells_of_a_run_what_lies_in_files_of_others(scattered, name):
         query = f"SELECT * FROM {name} WHERE run = 'b' ORDER BY ALL"
 
         assert repr(every.sql(query).fetchall()) == repr(few.sql(query).fetchall())
-        assert few._files
-        assert all(len(files) < len(few.files(dataset)) for dataset, files in few._files.items())
+        assert few._views.files
+        assert all(len(files) < len(few.files(dataset)) for dataset, files in few._views.files.items())

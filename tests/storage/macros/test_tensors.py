@@ -143,7 +143,7 @@ def test_latest_rows_open_only_files_that_hold_them(writer, connection):
         append(writer, [{"step": step}, {"step": step, "run": "other"}])
     connection.query("FROM tensor_latest WHERE run = 'r'")
 
-    assert 1 == len(connection._files["tensor_stats"])
+    assert 1 == len(connection._views.files["tensor_stats"])
 
 
 def test_nonfinite_rows_are_those_with_a_nan_or_an_infinity_each_once(writer, connection):
@@ -164,7 +164,7 @@ def test_who_measures_each_step_once_is_not_asked_for_a_last_word_until_somebody
                  [row(5, step=2)], [row(6, step=3, incarnation="j")]):  # fmt: skip
         append(writer, rows, watermarks={row["incarnation"]: row["seq"] for row in rows})
         norms = connection.sql("SELECT norm FROM tensor_latest ORDER BY ALL").fetchall()
-        seen.append((connection._engine.measured_once, [norm for (norm,) in norms]))
+        seen.append((connection._views.engine.measured_once, [norm for (norm,) in norms]))
 
     once, again = True, False
     assert [(once, [1, 1]), (once, [2, 3]), (once, [2, 3, 4]), (again, [2, 3, 5]), (once, [6])] == seen
