@@ -64,6 +64,7 @@ def make_collector(
         given_up=history.given_up,
         stalls=StallBook(history.open_stalls),
         replicas=restored_replicas(history),
+        max_bytes=config.ingest.max_bytes,
     )
 
 

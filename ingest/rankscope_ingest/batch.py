@@ -66,6 +66,11 @@ class Batcher:
         """Return whether pulling has to wait for a commit."""
         return self.pending_rows >= self.max_pending_rows
 
+    @property
+    def free_rows(self) -> int:
+        """Return for how many rows there is room."""
+        return self.max_pending_rows - self.pending_rows
+
     def add_body(self, body: Checked, now: float) -> None:
         """Take a body, and the last seq it brings its incarnation to."""
         self._bodies.append(body)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-from rankscope_contract.channel import Registration
+from rankscope_contract.channel import DEFAULT_MAX_BYTES, Registration
 from rankscope_ingest.alerting.details import last_words
 from rankscope_ingest.alerting.incidents import Incident, IncidentBook
 from rankscope_ingest.alerting.symptoms import firings, symptoms
@@ -19,6 +19,7 @@ from rankscope_ingest.batch import Batcher, PendingBatch
 from rankscope_ingest.channel.checked import Checked
 from rankscope_ingest.channel.decode import decode_one
 from rankscope_ingest.channel.plans import PlanColumns
+from rankscope_ingest.channel.room import Room
 from rankscope_ingest.desync.book import DesyncBook
 from rankscope_ingest.desync.watch import ReplicaWatch
 from rankscope_ingest.errors import FetchError
@@ -68,12 +69,14 @@ class Collector:
         given_up: Mapping[str, GivenUp] | None = None,
         stalls: StallBook | None = None,
         replicas: DesyncBook | None = None,
+        max_bytes: int = DEFAULT_MAX_BYTES,
     ) -> None:
         """Take over what the parts of the service share."""
         self.registry = registry
         self.runs = runs
         self.incidents = incidents
         self.batcher = batcher
+        self.room = Room(lambda: batcher.free_rows, max_rows=batcher.max_pending_rows, max_bytes=max_bytes)
         self.metrics = metrics
         self._clock = clock
         self._wall = wall
@@ -155,6 +158,7 @@ class Collector:
         self.batcher.add(tables, now)
         target.cursor, target.last_ts = body.last, body.last_ts
         target.uncommitted.append((body.last, body.rows))
+        self.room.learn(records=body.records, rows=body.rows, size=size)
         self.metrics.body_taken(body.records, size)
         self.metrics.fired(target.registration.run, target.registration.rank, firings(events))
         self._follow_run(target, body, now)

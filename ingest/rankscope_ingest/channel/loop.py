@@ -18,6 +18,7 @@ import pyarrow as pa
 from rankscope_ingest.channel.checked import Checked, RowContext, check, plan_ids
 from rankscope_ingest.channel.fetch import Answer, Body, Drained, NothingNew, OtherProcess, Standing
 from rankscope_ingest.channel.plans import PlanCache, PlanColumns
+from rankscope_ingest.channel.room import Room
 from rankscope_ingest.channel.wire import open_stream
 from rankscope_ingest.errors import DecodeError, FetchError
 from rankscope_ingest.target import Health, Target
@@ -46,6 +47,11 @@ class Sink(Protocol):
     @property
     def is_full(self) -> bool:
         """Whether pulling has to wait for the store."""
+        ...
+
+    @property
+    def room(self) -> Room:
+        """What bodies that are asked for may fill."""
         ...
 
     def ordinals(self, count: int) -> int:
@@ -147,6 +153,11 @@ class TargetLoop:
         target = self.target
         if self._sink.is_full:
             return self._pace.poll_seconds
+        async with self._sink.room.taken(target.head - target.cursor) as there_is:
+            return await self._ask() if there_is else 0.0
+
+    async def _ask(self) -> float:
+        target = self.target
         started = self._clock()
         try:
             more = await self._exchange()
