@@ -12,6 +12,9 @@ FAILED: Final = 1
 USAGE: Final = 2
 """The command line or a configuration is wrong."""
 
+TAKEN_OVER: Final = 3
+"""Another service has what this one wrote to: started again, it would take that back, and so on for ever."""
+
 
 class CommandError(Exception):
     """Ends the command: the message goes to standard error without a traceback."""

@@ -10,7 +10,7 @@ import sys
 from rankscope_ingest.config_file import load_config
 from rankscope_ingest.errors import IngestError
 from rankscope_ingest.service import run
-from rankscope_storage.errors import StoreError
+from rankscope_storage.errors import ShardLostError, StoreError
 
 
 def _say(url: str) -> None:
@@ -19,7 +19,7 @@ def _say(url: str) -> None:
 
 
 def main() -> int:
-    """Serve as the file named by the only argument says; return the exit status."""
+    """Serve as the file named by the only argument says; return the exit status: 3 where another has taken over."""
     if len(sys.argv) != 2:
         sys.stderr.write("usage: python -m rankscope_ingest CONFIG.toml\n")
         return 2
@@ -28,7 +28,7 @@ def main() -> int:
         asyncio.run(run(load_config(sys.argv[1], environment=os.environ), on_ready=_say))
     except (IngestError, StoreError) as error:
         sys.stderr.write(f"{error}\n")
-        return 1
+        return 3 if isinstance(error, ShardLostError) else 1
     return 0
 
 

@@ -16,8 +16,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from rankscope.commands.serve import _Lines
+from rankscope.commands.serve import _Lines, _run, load_settings
+from rankscope.errors import TAKEN_OVER, USAGE, CommandError
 from rankscope.progress import fetch_runs
+from rankscope_storage.errors import ShardLostError
+
+UNITS = Path(__file__).parents[2] / "deploy" / "systemd"
 
 
 def command(*arguments: object) -> list[str]:
@@ -76,6 +80,22 @@ def test_second_service_on_one_store_is_told_who_holds_it(tmp_path):
     assert 1 == done.returncode
     assert f"process {process.pid}" in done.stderr
     assert 1 == done.stderr.count("\n")
+
+
+def test_a_service_whose_store_was_taken_over_ends_with_a_code_at_which_it_is_not_started_again(tmp_path, monkeypatch):
+    """Else two machines would take one store from each other without end."""
+
+    async def lost(*_, **__):
+        raise ShardLostError("shard 0/1 of history was taken over by process 7 on b: this service must stop")
+
+    monkeypatch.setattr("rankscope_ingest.service.run", lost)
+    settings = load_settings(None, tmp_path / "history", "127.0.0.1:0", None)
+    with pytest.raises(CommandError, match="taken over by process 7 on b") as raised:
+        _run(settings, SimpleNamespace(say=print), show=False)
+
+    assert TAKEN_OVER == raised.value.code
+    for unit in UNITS.glob("*.service"):
+        assert f"RestartPreventExitStatus={USAGE} {TAKEN_OVER}\n" in unit.read_text()
 
 
 def test_taken_port_is_named(tmp_path):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 from rich.console import Console
 
-from rankscope.errors import USAGE, CommandError
+from rankscope.errors import TAKEN_OVER, USAGE, CommandError
 from rankscope.output import printable
 from rankscope.systemd import ALIVE, READY, notify
 
@@ -78,7 +78,7 @@ def load_settings(
 def _run(settings: ServiceConfig, view: View, *, show: bool) -> None:
     from rankscope_ingest.errors import ConfigError, IngestError
     from rankscope_ingest.service import run
-    from rankscope_storage.errors import StoreError
+    from rankscope_storage.errors import ShardLostError, StoreError
 
     def ready(url: str) -> None:
         view.say(f"listening on {url}")
@@ -91,6 +91,8 @@ def _run(settings: ServiceConfig, view: View, *, show: bool) -> None:
         asyncio.run(run(settings, on_progress=teller.tell, on_ready=ready))
     except ConfigError as error:
         raise CommandError(str(error), code=USAGE) from error
+    except ShardLostError as error:
+        raise CommandError(str(error), code=TAKEN_OVER) from error
     except (IngestError, StoreError) as error:
         raise CommandError(str(error)) from error
     view.say(f"stopped; {teller.rows_stored:,} rows were stored, {teller.rows_pending:,} are left")

@@ -91,6 +91,7 @@ def test_a_kill_at_a_few_moments_loses_and_doubles_nothing(killer, before, tmp_p
     assert die(killer, before, operation, at, tmp_path / "store")
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not os.environ.get("RANKSCOPE_CRASHES"), reason="make test-crashes")
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_kill_at_any_moment_loses_and_doubles_nothing(killer, before, tmp_path, operation):

@@ -12,7 +12,10 @@ from tests.storage.appending import RANKS, TENSORS
 from rankscope_storage.care.checking import check
 from rankscope_storage.connection import connect
 
-pytestmark = pytest.mark.skipif(not os.environ.get("RANKSCOPE_CRASHES"), reason="make test-crashes")
+pytestmark = [
+    pytest.mark.skipif(not os.environ.get("RANKSCOPE_CRASHES"), reason="make test-crashes"),
+    pytest.mark.timeout(1800),
+]
 
 RECORDS = 400
 
