@@ -12,7 +12,6 @@ from rankscope_storage import compaction
 from rankscope_storage.care.checking import check
 from rankscope_storage.care.retention import Retention, retain
 from rankscope_storage.compaction import compact
-from rankscope_storage.connection import connect
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.maintenance import maintain
 from rankscope_storage.store import Batch
@@ -57,20 +56,19 @@ def statistics(seqs) -> Batch:
     return Batch(tables={"tensor_stats": table}, watermarks={"i-statistics": max(listed)})
 
 
-def stored(root) -> tuple[int, int]:
+def stored(connection) -> tuple[int, int]:
     """Rows of both tiers."""
-    with connect(root) as connection:
-        return tuple(
-            connection.sql(f'SELECT sum("rows")::BIGINT FROM {view}').fetchall()[0][0]
-            for view in ("tensor_timeline", "scalar_timeline")
-        )
+    counts = (f'(SELECT sum("rows")::BIGINT FROM {view})' for view in ("tensor_timeline", "scalar_timeline"))
+    return connection.sql(f"SELECT {', '.join(counts)}").fetchall()[0]
 
 
 @pytest.mark.parametrize("work", [age, compact, maintain])
-def test_rows_are_appended_and_read_at_whatever_moment_upkeep_is_held(store, writer, batch, monkeypatch, work):
+def test_rows_are_appended_and_read_at_whatever_moment_upkeep_is_held(
+    store, writer, connection, batch, monkeypatch, work
+):
     monkeypatch.setattr(compaction, "SMALL_FILES", 1)
     rows = 0
-    for moment in range(1, 40, 3):
+    for moment in range(1, 60, 5):
         for _ in range(2):
             writer.append(batch([rows]))
             writer.append(statistics([rows]))
@@ -84,11 +82,11 @@ def test_rows_are_appended_and_read_at_whatever_moment_upkeep_is_held(store, wri
         writer.append(statistics([rows]))
         rows += 1
 
-        assert (rows, rows) == stored(store.root)
+        assert (rows, rows) == stored(connection)
         held.go_on.set()
         upkeep.join(LONG_SECONDS)
         assert not upkeep.is_alive()
-        assert (rows, rows) == stored(store.root)
+        assert (rows, rows) == stored(connection)
         if not held.stopped.is_set():
             break
     assert moment > 3

@@ -120,7 +120,7 @@ def dying(after: int):
     return sync
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ROWS, st.data())
 def test_whatever_was_rolled_up_when_and_however_often_it_died_the_rollups_are_those_of_all_rows_at_once(
     tmp_path_factory, monkeypatch, given_rows, data
@@ -132,7 +132,7 @@ def test_whatever_was_rolled_up_when_and_however_often_it_died_the_rollups_are_t
     with store.claim(owner="me") as writer, connect(store.root) as connection:
         while_there = list(rows)
         while while_there:
-            size = data.draw(st.integers(5, 15))
+            size = data.draw(st.integers(6, 15))
             append(writer, dataset, while_there[:size])
             del while_there[:size]
             with contextlib.suppress(Killed):
