@@ -14,7 +14,7 @@ from rankscope_contract.channel import EXPORTERS_PATH, METRICS_PATH, RUNS_PATH, 
 from rankscope_contract.events import RunState
 from rankscope_ingest.lifecycle.runs import ENDED
 from rankscope_ingest.status.look import REFRESH_SECONDS, SCRIPT, STYLE
-from rankscope_ingest.status.runs_shown import article
+from rankscope_ingest.status.runs_shown import article, leavings
 from rankscope_ingest.status.standing import RunStanding, ServiceStanding, Standing, TargetStanding
 from rankscope_ingest.status.tables import Budget, exporter_table
 from rankscope_ingest.status.words import ago, count, duration, text
@@ -120,8 +120,12 @@ def _runs(standing: Standing) -> Iterator[str]:
         yield '<p class="dim">No rank has registered since the service started.'
         yield "<code>rankscope runs</code> lists what the store holds.</p>"
     budget = Budget(MOST_ROWS)
-    for run in runs[:MOST_RUNS]:
-        yield from article(run, by_run.pop(run.progress.run, ()), budget)
+    for shown in runs[:MOST_RUNS]:
+        yield from article(shown, by_run.pop(shown.progress.run, ()), budget)
+    for older in runs[MOST_RUNS:]:
+        by_run.pop(older.progress.run, None)
+    for run, targets in sorted(by_run.items())[:MOST_RUNS]:
+        yield from leavings(run, targets, budget)
     yield from _left_out(runs[MOST_RUNS:])
 
 

@@ -36,7 +36,14 @@ def article(run: RunStanding, targets: Sequence[TargetStanding], budget: Budget)
     for name, value in _facts(run):
         yield f"<div><dt>{name}</dt><dd>{value}</dd></div>"
     yield "</dl>"
-    yield from target_tables(progress.run, targets, budget)
+    yield from target_tables(progress.run, targets, budget, attempt=progress.attempt)
+    yield "</article>"
+
+
+def leavings(run: str, targets: Sequence[TargetStanding], budget: Budget) -> Iterator[str]:
+    """Yield the ranks of earlier launches of a run whose newest one ended long ago."""
+    yield f'<article><div class="head"><h3><bdi>{text(run)}</bdi></h3><span class="dim">earlier launches</span></div>'
+    yield from target_tables(run, targets, budget)
     yield "</article>"
 
 

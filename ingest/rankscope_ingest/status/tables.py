@@ -51,19 +51,24 @@ def is_well(target: TargetStanding) -> bool:
     return target.lag_seconds < LAGS_SECONDS and target.ring_fill_ratio < FULL_RING
 
 
-def target_tables(run: str, targets: Sequence[TargetStanding], budget: Budget) -> Iterator[str]:
-    """Yield the ranks of a run: who is not well, then the ended and the well, folded."""
+def target_tables(
+    run: str, targets: Sequence[TargetStanding], budget: Budget, *, attempt: int | None = None
+) -> Iterator[str]:
+    """Yield the ranks of a run: who is not well, then the ended and the well, folded.
+
+    Those of another launch than `attempt` say so.
+    """
     groups = {
         "well": [target for target in targets if is_well(target)],
         "gone": [target for target in targets if target.health == Health.GONE],
     }
     folded = {target.incarnation for group in groups.values() for target in group}
     open_ = sorted((target for target in targets if target.incarnation not in folded), key=_badness)
-    yield from _table(open_, budget)
+    yield from _table(open_, attempt, budget)
     for name, group in groups.items():
         if group:
             yield f'<details id="{name}-{_key(run)}"><summary>{_summary(group)}</summary>'
-            yield from _table(sorted(group, key=_place), budget)
+            yield from _table(sorted(group, key=_place), attempt, budget)
             yield "</details>"
 
 
@@ -83,22 +88,23 @@ def exporter_table(exporters: Sequence[Mapping[str, object]], budget: Budget) ->
     yield from _more(len(listed) - room, EXPORTERS_PATH)
 
 
-def _table(targets: Sequence[TargetStanding], budget: Budget) -> Iterator[str]:
+def _table(targets: Sequence[TargetStanding], attempt: int | None, budget: Budget) -> Iterator[str]:
     room = budget.take(len(targets))
     if room:
         yield f'<div class="scroll"><table>{_HEADS}'
-        yield from map(_row, targets[:room])
+        yield from (_row(target, attempt) for target in targets[:room])
         yield "</table></div>"
     yield from _more(len(targets) - room, TARGETS_PATH)
 
 
-def _row(target: TargetStanding) -> str:
+def _row(target: TargetStanding, attempt: int | None) -> str:
     colour = _HEALTH_COLOURS.get(Health(target.health), "grey")
     lost = f", {count(target.records_lost)} lost" if target.records_lost else ""
     speaker = "" if target.served_by is None else "its spool is read out at "
+    launch = "" if target.attempt == attempt else f'<span class="dim">attempt {target.attempt}</span> '
     error = f'<tr class="error"><td><td colspan="7">{text(target.last_error)}</tr>' if target.last_error else ""
     return (
-        f'<tr><td class="n">{target.rank}<td><span class="badge {colour}">{text(target.health)}</span>'
+        f'<tr><td class="n">{launch}{target.rank}<td><span class="badge {colour}">{text(target.health)}</span>'
         f'<td class="rare"><bdi>{text(target.host)}</bdi>, {target.pid}<td class="n">{count(target.lag_records)}{lost}'
         f'<td class="n">{duration(target.lag_seconds)}<td class="n rare">{percent(target.ring_fill_ratio)}'
         f'<td class="n rare">{ago(target.last_scrape_ago_seconds)}'

@@ -128,6 +128,15 @@ def test_of_a_thousand_ranks_who_is_not_well_stands_open_and_the_others_are_fold
     assert {"well", "gone"} == {attrs["id"].split("-")[0] for tag, attrs in found.elements if tag == "details"}
 
 
+def test_ranks_of_earlier_launches_stand_with_their_run_or_by_themselves():
+    """A rank may still hand over what it has when a later launch of its run is under way, or long over."""
+    late = target(0, attempt=1, health="failing", last_error="late")
+    found = Reader(page(standing_of(run(attempt=2), targets=[late, target(1, run="forgotten", health="failing")])))
+
+    assert "attempt 2" in found.text
+    assert re.search("attempt 1 0 failing .*late .*forgotten earlier launches .*attempt 0 1 failing", found.text)
+
+
 def test_whatever_there_is_the_page_stays_bounded_and_says_what_it_leaves_out():
     runs = [run("completed", run=f"r{number}", started_at=STARTED + number) for number in range(MOST_RUNS + 30)]
     targets = [target(rank, run=f"r{MOST_RUNS + 29}", health="failing", last_error="x" * 200) for rank in range(2100)]
