@@ -127,6 +127,7 @@ def compact(
         except ConflictError:
             refused += 1
             break  # another compaction is at work: leave the rest to it
+        log.keep_short()
         if progress is not None:
             progress(done, len(merges))
         removed, added = removed + len(merge.files), added + len(files)

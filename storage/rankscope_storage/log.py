@@ -245,6 +245,11 @@ class Log:
         except (DeltaError, OSError) as error:
             raise translated(error, self.root) from error
 
+    def keep_short(self) -> None:
+        """Write a checkpoint if one is due, between the commits of a work that makes many: nobody may append beside."""
+        if self.version - newest_checkpoint(self.root) >= CHECKPOINT_COMMITS:
+            self.checkpoint()
+
     def clean_up(self) -> None:
         """Drop log entries and checkpoints that are older than the retention and that a newer checkpoint covers.
 

@@ -9,10 +9,11 @@ import pytest
 from deltalake import DeltaTable
 
 from rankscope_storage.checkpoints import Checkpoints, write_checkpoint
+from rankscope_storage.compaction import compact
 from rankscope_storage.connection import connect
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.errors import StoreError
-from rankscope_storage.log import CHECKPOINT_COMMITS, Log
+from rankscope_storage.log import CHECKPOINT_COMMITS, Change, Log
 from rankscope_storage.log_files import LOG_FOLDER, NO_CHECKPOINT, newest_checkpoint
 
 
@@ -33,6 +34,21 @@ def test_a_commit_writes_no_checkpoint_itself(store, writer, batch, monkeypatch)
         writer.append(batch([seq]))
 
     assert NO_CHECKPOINT == newest_checkpoint(store.root)
+
+
+def test_a_work_of_many_commits_keeps_the_log_short_though_nobody_appends(store, writer, batch, monkeypatch):
+    monkeypatch.setattr(writer._checkpoints, "after_commit", lambda version: None)
+    monkeypatch.setattr("rankscope_storage.compaction.SMALL_FILES", 1)
+    for seq in range(3):
+        writer.append(batch([seq]))
+    for _ in range(2 * CHECKPOINT_COMMITS):
+        Log.open(store.root, sync_to_disk).commit(Change())
+
+    assert NO_CHECKPOINT == newest_checkpoint(store.root)
+
+    compact(store.root, sync_to_disk)
+
+    assert CHECKPOINT_COMMITS < newest_checkpoint(store.root)
 
 
 def test_nobody_waits_for_a_checkpoint_but_who_closes(store):

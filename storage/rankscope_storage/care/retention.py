@@ -20,7 +20,7 @@ from rankscope_storage.care.ageing import Fate, File, Limit, Work, plan
 from rankscope_storage.care.rolling import cut, roll_up
 from rankscope_storage.compaction import MUTEX
 from rankscope_storage.durable import Sync
-from rankscope_storage.errors import ConflictError
+from rankscope_storage.errors import ConflictError, StoreError
 from rankscope_storage.log import Change, Log
 from rankscope_storage.parquet import DataFile, discard
 
@@ -74,7 +74,8 @@ class RetentionReport:
     """What went and what came for it, or with `dry_run` would go: `groups` has a row per dataset, part and fate.
 
     What stays of files that were cut went in no sense; a dry run does not look into them, and counts them whole.
-    `left` counts works that were not begun, `refused` those whose files somebody else replaced meanwhile.
+    `left` counts works that were not begun, `refused` those whose files somebody else replaced meanwhile, and `failed` says
+    why others could not be done, such as a file that cannot be read.
     """
 
     files: int = 0
@@ -84,6 +85,7 @@ class RetentionReport:
     added_bytes: int = 0
     left: int = 0
     refused: int = 0
+    failed: tuple[str, ...] = ()
     groups: pa.Table = field(default_factory=lambda: _groups(()))
 
 
@@ -108,22 +110,27 @@ def retain(
         return _report(planned)
     if any(work.fate is not Fate.GONE for work in planned):
         _widen(log)
-    chosen = planned[:works]
     done: list[Work] = []
     added: list[DataFile] = []
-    refused = 0
-    for number, work in enumerate(chosen, 1):
+    refused, failed, begun = 0, [], 0
+    for begun, work in enumerate(planned, 1):
         try:
             files = _carry_out(log, work, sync)
         except _ReplacedError:
             refused += 1
-            continue
-        if files is not None:
-            done.append(work)
-            added += files
+        except ConflictError:
+            raise
+        except StoreError as error:  # a file that cannot be read must not keep all others for ever
+            failed.append(str(error))
+        else:
+            if files is not None:
+                done.append(work)
+                added += files
         if progress is not None:
-            progress(number, len(chosen))
-    return _report(done, added, left=len(planned) - len(chosen), refused=refused)
+            progress(begun, len(planned))
+        if len(done) == works:
+            break
+    return _report(done, added, left=len(planned) - begun, refused=refused, failed=tuple(failed))
 
 
 class _ReplacedError(ConflictError):
@@ -181,7 +188,12 @@ def _widen(log: Log) -> None:
 
 
 def _report(
-    works: Sequence[Work], added: Sequence[DataFile] = (), *, left: int = 0, refused: int = 0
+    works: Sequence[Work],
+    added: Sequence[DataFile] = (),
+    *,
+    left: int = 0,
+    refused: int = 0,
+    failed: tuple[str, ...] = (),
 ) -> RetentionReport:
     files = [file for work in works for file in work.files]
     rest = [file for file in added if file.dataset not in ROLLUPS.values()]
@@ -194,6 +206,7 @@ def _report(
         added_bytes=sum(file.size_bytes for file in rollups),
         left=left,
         refused=refused,
+        failed=failed,
         groups=_groups(works),
     )
 
