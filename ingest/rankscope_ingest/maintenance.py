@@ -71,6 +71,8 @@ class Turns:
         """Do one commit of retention; what is left of it comes after the others had their turn."""
         assert self._retain is not None
         report = self._retain()
+        for text in report.failed:
+            log.warning("something that is too old stays, the next one tries again: %s", text)
         if report.left:
             self._retain_at = 0.0
         if report.files:
@@ -81,9 +83,9 @@ class Turns:
 
 
 def retaining(config: ServiceConfig) -> Retain | None:
-    """Return what carries out [retention], None when nothing ever goes."""
+    """Return what carries out [retention]; None when nothing ever goes, or another service of the store does it."""
     policy = config.retention.policy
-    if not policy.is_on:
+    if not policy.is_on or not config.store.shard.startswith("0/"):
         return None
     root = Path(config.store.path)
     return lambda: retain(root, policy, sync_to_disk, now=dt.datetime.now(dt.UTC), works=1)

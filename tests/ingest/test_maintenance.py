@@ -105,6 +105,12 @@ def test_nothing_ever_goes_unless_days_are_given(tmp_path):
     assert None is not retaining(configured(tmp_path, "[retention]\nsamples_days = 30"))
 
 
+def test_of_services_that_share_a_store_the_first_lets_rows_go(tmp_path):
+    text = 'shard = "{}/2"\n[retention]\nraw_days = 30'
+
+    assert [False, True] == [retaining(configured(tmp_path, text.format(number))) is None for number in (0, 1)]
+
+
 def test_days_reach_the_store(tmp_path):
     config = configured(tmp_path, "[retention]\nraw_days = 30\nscalars_days = 365.5\nrollup_days = 730")
 

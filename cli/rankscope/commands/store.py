@@ -177,6 +177,8 @@ def _retain(root: Path, policy: Retention, form: Format, output: Path | None, *,
     write_rows(report.groups, form, output)
     if form is Format.TABLE and output is None:
         _tell_retention(report, dry_run=dry_run)
+    if report.failed:
+        raise CommandError("; ".join(report.failed))
     if report.refused:
         raise CommandError("another process replaced some of the files meanwhile: ask again for the rest")
 

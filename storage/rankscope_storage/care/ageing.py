@@ -15,8 +15,8 @@ from typing import Any, Final
 from rankscope_contract.rollups import BUCKET_STEPS, ROLLUPS
 from rankscope_storage.snapshot import Snapshot
 
-WORK_ROWS: Final = 100_000_000
-"""Rows that one commit rolls up at most."""
+WORK_ROWS: Final = 50_000_000
+"""Rows that one commit rolls up at most: half a minute, which a service that is stopped may have to wait."""
 
 _LOG_CUTS: Final = dt.timedelta(milliseconds=1)  # times in the log are cut to the millisecond
 _LONGEST_SLACK: Final = dt.timedelta(days=1)

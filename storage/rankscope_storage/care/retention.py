@@ -74,7 +74,7 @@ class RetentionReport:
     """What went and what came for it, or with `dry_run` would go: `groups` has a row per dataset, part and fate.
 
     What stays of files that were cut went in no sense; a dry run does not look into them, and counts them whole.
-    `left` counts works that were not begun, `refused` those whose files somebody else replaced meanwhile, and `failed` says
+    `left` counts works that were not begun, `refused` those whose files somebody else replaced meanwhile; `failed` says
     why others could not be done, such as a file that cannot be read.
     """
 

@@ -185,6 +185,23 @@ def test_a_file_is_not_cut_for_less_than_the_slack_nor_when_no_bucket_is_over(st
     assert [("slow", 90)] == connection.sql("SELECT tensor, count(*) FROM tensor_stats GROUP BY tensor").fetchall()
 
 
+def test_neither_a_file_that_cannot_be_read_nor_one_without_an_old_bucket_keeps_the_others(store, writer, connection):
+    append(writer, "tensor_stats", steps(0, 100, attempt=0))
+    append(writer, "tensor_stats", steps(0, 90, per_day=1, attempt=1))  # its one bucket is not over
+    append(writer, "tensor_stats", steps(0, 90, per_day=1, attempt=2))
+    append(writer, "tensor_stats", steps(0, 100, attempt=3))
+    append(writer, "scalars", [{"step": 1, "ts": day(0), "name": "loss", "value": 1.0}])
+    table = Log.open(store.root, sync_to_disk).snapshot().files.to_pylist()
+    [broken] = [file["path"] for file in table if file["attempt_max"] == 0]
+    (store.root / broken).write_bytes(b"no Parquet" * 99)
+    reports = []
+    while not reports or reports[-1].left:
+        reports.append(let_age(store.root, 50, works=1))
+
+    assert (2, 101) == (len(reports), sum(report.rows for report in reports))
+    assert ["cannot roll up files" in text for report in reports for text in report.failed] in ([True], [True, True])
+
+
 def test_a_bucket_that_goes_on_in_a_younger_file_waits_for_it_a_day_at_most(store, writer, connection):
     for first in range(0, 200, 20):
         append(writer, "tensor_stats", steps(first, first + 20))
