@@ -54,7 +54,7 @@ def _reading(size: int, of_each: int = 1) -> list[Row]:
     for body in next(rounds):
         reader.read(unpacked(body, MAX_BYTES))
     ours = cpu_seconds(lambda: [reader.read(unpacked(body, MAX_BYTES)) for body in next(rounds)]) / samples * 1e6
-    message = _message()
+    message = message_class("WriteRequest")
     walked = cpu_seconds(lambda: [_walk(message, body) for body in bodies[1]], rounds=3) / samples * 1e6
     name = f"{size:,} series of {of_each} in a request"
     return [
@@ -71,18 +71,20 @@ def _walk(message: Any, body: bytes) -> list[tuple[dict[str, str], int, float]]:
     return found
 
 
-def _message() -> Any:
-    """Return Prometheus' message as Google's own protobuf reads it."""
+def message_class(name: str) -> Any:
+    """Return one of Prometheus' messages as Google's own protobuf reads it."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     file = descriptor_pb2.FileDescriptorProto(name="w.proto", package="p", syntax="proto3")
-    for name, *fields in (
+    for title, *fields in (
+        ("ReadResponse", ("results", 1, ".p.QueryResult", 3)),
+        ("QueryResult", ("timeseries", 1, ".p.TimeSeries", 3)),
         ("WriteRequest", ("timeseries", 1, ".p.TimeSeries", 3)),
         ("TimeSeries", ("labels", 1, ".p.Label", 3), ("samples", 2, ".p.Sample", 3)),
         ("Label", ("name", 1, 9, 1), ("value", 2, 9, 1)),
         ("Sample", ("value", 1, 1, 1), ("timestamp", 2, 3, 1)),
     ):
-        message = file.message_type.add(name=name)
+        message = file.message_type.add(name=title)
         for field_name, number, kind, label in fields:
             one = message.field.add(name=field_name, number=number, label=label, type=11)
             if isinstance(kind, str):
@@ -91,7 +93,7 @@ def _message() -> Any:
                 one.type = kind
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName("p.WriteRequest"))
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"p.{name}"))
 
 
 def _storing() -> list[Row]:
@@ -114,17 +116,17 @@ def _storing() -> list[Row]:
 
 def _pushed() -> list[Row]:
     """Return what a Prometheus 2.42 that scrapes and pushes costs the service, and how long its requests wait."""
-    with tempfile.TemporaryDirectory() as name, _page() as page:
+    with tempfile.TemporaryDirectory() as name, page() as page_port:
         folder = Path(name)
-        port, own = _free_port(), _free_port()
+        port, own = free_port(), free_port()
         (folder / "service.toml").write_text(f'[service]\nlisten = "127.0.0.1:{port}"\n[store]\npath = "store"\n')
-        (folder / "p.yml").write_text(_configuration(port, page))
+        (folder / "p.yml").write_text(configuration(port, page_port))
         serve = [sys.executable, "-m", "rankscope", "serve", str(folder / "service.toml")]
         scrape = ["prometheus", f"--config.file={folder}/p.yml", f"--storage.tsdb.path={folder}/data"]
         with contextlib.ExitStack() as running:
-            service = running.enter_context(_process(serve))
+            service = running.enter_context(process(serve))
             _wait(lambda: bool(_metrics(port)))
-            running.enter_context(_process([*scrape, f"--web.listen-address=127.0.0.1:{own}"]))
+            running.enter_context(process([*scrape, f"--web.listen-address=127.0.0.1:{own}"]))
             _wait(lambda: _metrics(port).get("rankscope_ingest_remote_write_samples_total", 0) > 0)
             began, cpu, before = time.monotonic(), _cpu(service), _metrics(port)
             time.sleep(SECONDS)
@@ -183,7 +185,8 @@ def _labels(number: int) -> bytes:
     return b"".join(field(1, field(1, name.encode()) + field(2, text.encode())) for name, text in labels.items())
 
 
-def _configuration(port: int, page: int) -> str:
+def configuration(port: int, page: int) -> str:
+    """Return the file of a Prometheus that scrapes the page as several exporters, and pushes."""
     jobs = [
         f'- job_name: "node-{number}"\n  static_configs: [{{targets: ["127.0.0.1:{page}"]}}]\n'
         for number in range(PAGES)
@@ -196,7 +199,7 @@ def _configuration(port: int, page: int) -> str:
 
 
 @contextlib.contextmanager
-def _page() -> Iterator[int]:
+def page() -> Iterator[int]:
     """Serve a page whose numbers change; it is made once, so that it costs others little."""
     lines = [f'node_{number % 40}_total{{cpu="{number // 40}",mode="idle"}} 1' for number in range(SERIES_OF_A_PAGE)]
 
@@ -206,7 +209,8 @@ def _page() -> Iterator[int]:
             self.send_response(200)
             self.send_header("Content-Type", "text/plain; version=0.0.4")
             self.end_headers()
-            self.wfile.write(body)
+            with contextlib.suppress(ConnectionError):  # whoever asked has ended
+                self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
             pass
@@ -221,13 +225,14 @@ def _page() -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _process(arguments: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def process(arguments: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program while inside."""
+    running = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        yield process
+        yield running
     finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        running.send_signal(signal.SIGTERM)
+        running.wait(60)
 
 
 def _metrics(port: int) -> dict[str, float]:
@@ -255,7 +260,8 @@ def _wait(condition, seconds: float = 60.0) -> None:  # type: ignore[no-untyped-
         time.sleep(0.5)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nobody listens at just now."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
