@@ -20,7 +20,7 @@ import duckdb
 import pyarrow as pa
 
 from rankscope_storage.durable import sync_to_disk
-from rankscope_storage.engines import Engine, is_full, log_of, put_back, renewed, start
+from rankscope_storage.engines import Engine, is_full, keep, log_of, put_back, renewed, start
 from rankscope_storage.errors import FilesGoneError, QueryError
 from rankscope_storage.log import Log
 from rankscope_storage.showing import Views
@@ -47,13 +47,10 @@ def connect(path: str | Path, *, locked: bool = False, version: int | None = Non
             return Connection(engine, Log.open(root, sync_to_disk, version=version).snapshot(), None)
         log = log_of(engine)
         if log is None:
-            log, engine.snapshot = Log.open(root, sync_to_disk), None
+            log = Log.open(root, sync_to_disk)
         else:
             log.refresh()
-        engine.log = log
-        if engine.snapshot is None or engine.snapshot.version != log.version:
-            engine.snapshot = log.snapshot()
-        return Connection(engine, engine.snapshot, log)
+        return Connection(engine, keep(engine, log), log)
     except BaseException:
         put_back(engine)
         raise
@@ -180,7 +177,7 @@ class Connection:
             return
         self._log.refresh()
         if self._log.version != self._snapshot.version:
-            self._snapshot = self._views.engine.snapshot = self._log.snapshot()
+            self._snapshot = keep(self._views.engine, self._log)
             if self._reads_only and is_full(self._views.engine):
                 self._views = Views(renewed(self._views.engine))
 

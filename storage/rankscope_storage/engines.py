@@ -76,8 +76,6 @@ def start(root: Path, *, locked: bool) -> Engine:
 
 def put_back(engine: Engine) -> None:
     """Let `engine`, in which nothing was changed but by us, wait for the next connection."""
-    if engine.log is not None:
-        engine.stamp = _stamp(engine.log)
     if is_full(engine):
         engine.database.close()
         return
@@ -96,8 +94,15 @@ def is_full(engine: Engine) -> bool:
 def renewed(engine: Engine) -> Engine:
     """Return another instance in place of `engine`, which lives as long as its last answer."""
     fresh = start(engine.root, locked=engine.locked)
-    fresh.log, fresh.snapshot = engine.log, engine.snapshot
+    fresh.log, fresh.snapshot, fresh.stamp = engine.log, engine.snapshot, engine.stamp
     return fresh
+
+
+def keep(engine: Engine, log: Log) -> Snapshot:
+    """Let `engine` keep `log`, and return the version that it stands at now."""
+    if log is not engine.log or engine.snapshot is None or engine.snapshot.version != log.version:
+        engine.log, engine.snapshot, engine.stamp = log, log.snapshot(), _stamp(log)
+    return engine.snapshot
 
 
 def log_of(engine: Engine) -> Log | None:

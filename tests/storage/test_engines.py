@@ -134,3 +134,15 @@ def test_a_connection_that_lives_long_begins_anew_before_it_remembers_too_much(s
         assert [(1,)] == relation.fetchall()
         assert [(2,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
         assert first is not connection._views.engine
+
+
+def test_a_store_made_again_while_somebody_looked_at_the_old_one_is_another(store, writer, batch):
+    writer.append(batch(range(3)))
+    connect(store.root).close()
+    with connect(store.root, version=1):
+        writer.close()
+        shutil.rmtree(store.root)
+        with Store.open(store.root, create=True).claim(owner="next") as successor:
+            successor.append(batch(range(7)))
+    with connect(store.root) as connection:
+        assert 7 == connection.query("FROM scalars").num_rows
