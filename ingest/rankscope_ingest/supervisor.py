@@ -154,6 +154,7 @@ class Supervisor:
                 await cancel([stopping, *others, *self._following.tasks, *self._background, flushing, pushing])
                 self._spools.close()
                 self._remote_read.close()
+                self._remote_write.close()
                 self._status.close()
                 if on_progress is not None:
                     on_progress(self.progress())

@@ -21,6 +21,7 @@ from rankscope_ingest.remote_write.series import UNTOLD, Numbers, SeriesBook
 MOST_KNOWN: Final = 500_000
 """Series in a book: about half a kilobyte each."""
 
+_LONGEST_DAYS: Final = 62
 _LATEST_MS: Final = 253_402_300_799_000  # the end of year 9999, as far as times are understood everywhere
 _SERIES, _SAMPLE, _NUMBER, _TIME = 0x0A, 0x12, 0x09, 0x10
 _WITH_VALUE, _WITHOUT_VALUE = 18, 9
@@ -78,9 +79,17 @@ class WriteReader:
             data = b"".join(messages)
             chain = _Chain(np.concatenate([[0], ends[:-1]]).astype(np.int64)[: len(ends)], ends)
         written = _samples(data, chain, self._book, metadata)
-        if len(written.times_ms) and not 0 <= written.times_ms.min() <= written.times_ms.max() <= _LATEST_MS:
-            raise DecodeError("a sample has a time before 1970 or after 9999")
+        _check_times(written.times_ms)
         return _fresh(written)
+
+
+def _check_times(times: Numbers) -> None:
+    """Raise DecodeError for times that cannot be, or that would make a file a day for years."""
+    first, last = (int(times.min()), int(times.max())) if len(times) else (0, 0)
+    if first < 0 or last > _LATEST_MS:
+        raise DecodeError("a sample has a time before 1970 or after 9999")
+    if last - first > _LONGEST_DAYS * 86_400_000:
+        raise DecodeError(f"samples of more than {_LONGEST_DAYS} days are in one request: send each month by itself")
 
 
 def _guessed(octets: Octets) -> _Chain | None:

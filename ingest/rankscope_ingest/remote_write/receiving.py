@@ -123,6 +123,14 @@ class RemoteWrite:
         self._is_closed = True
         await self._flusher.commit_now()
 
+    def close(self) -> None:
+        """Have those who still wait come again later, so that nobody holds up the end."""
+        self._is_closed = True
+        for waiting in self._open.values():
+            if not waiting.done():
+                waiting.set_exception(BusyError("the service was stopped before it could store this"))
+                waiting.exception()
+
     def reserve(self, size: int | None) -> int:
         """Make room for a body of `size` bytes, or of any; return what to give back. Raises before it is read."""
         if size is not None and size > self.max_bytes:
@@ -159,6 +167,7 @@ class RemoteWrite:
         self._open[receipt] = waiting
         try:
             written = await self._read(body)
+            self._check_open()  # it may have been closed meanwhile
         except BaseException as error:
             del self._open[receipt]
             waiting.set_exception(error if isinstance(error, DecodeError) else BusyError("try again"))
@@ -181,9 +190,12 @@ class RemoteWrite:
     def _read_now(self, body: bytes) -> Written:
         return self._reader.read(unpacked(body, self.max_bytes))
 
-    def _check_room(self) -> None:
+    def _check_open(self) -> None:
         if self._is_closed:
             raise BusyError("the service is being stopped")
+
+    def _check_room(self) -> None:
+        self._check_open()
         if self._batcher.is_full or len(self._open) >= _MOST_WAITING:
             raise BusyError(f"samples come faster than they are stored: {self.trouble or 'the store is slow'}")
 

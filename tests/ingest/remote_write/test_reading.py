@@ -50,10 +50,11 @@ def meant(data):
 NAMES = st.sampled_from(["__name__", "instance", "job", "mode", "ä", "a\x12\x10\t"])
 TEXTS = st.one_of(st.sampled_from(["", "x", "\x12\x07\x10", "\x12\x10\t12345678\x10123456\n"]), st.text(max_size=8))
 VALUES = st.one_of(st.sampled_from([0.0, -0.0, math.nan, math.inf, STALE]), st.floats())
-TIMES = st.one_of(st.integers(0, 1 << 47), st.integers(NOW, NOW + 100_000))
+TIMES = st.one_of(st.integers(0, 1 << 32), st.integers(0, 100_000))
 LABELS = st.dictionaries(NAMES, TEXTS, max_size=5).map(
     lambda labels: {**labels, "__name__": "m" + labels.get("job", "")}
 )
+BEGINNINGS = st.sampled_from([0, 1 << 35, NOW, 1 << 42, 1 << 47])
 SERIES = st.tuples(
     LABELS,
     st.lists(st.tuples(TIMES, VALUES), max_size=3, unique_by=lambda sample: sample[0]),
@@ -64,10 +65,11 @@ REQUESTS = st.lists(SERIES, max_size=6, unique_by=lambda one: canonical_labels({
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.tuples(REQUESTS, st.sampled_from([(), ("up",)])), min_size=1, max_size=3))
+@given(st.lists(st.tuples(REQUESTS, st.sampled_from([(), ("up",)]), BEGINNINGS), min_size=1, max_size=3))
 def test_any_request_is_read_as_the_reference_reads_it(requests):
     """The first and the later ones, known labels and new ones, in any mixture of forms."""
-    for series, metadata in requests:
+    for offsets, metadata, begin in requests:
+        series = [(labels, [(begin + ms, value) for ms, value in some], *more) for labels, some, *more in offsets]
         data = write_request(*series, metadata=metadata)
         reader = WriteReader()
         first, second = reader.read(data), reader.read(data)
@@ -143,6 +145,7 @@ def test_a_series_with_too_many_or_too_long_labels_is_left_out_alone():
         (write_request(({**UP, "": "x"}, [(NOW, 1.0)])), "no name"),
         (write_request((UP, [(-1, 1.0)])), "before 1970"),
         (write_request((UP, [(1 << 50, 1.0)])), "after 9999"),
+        (write_request((UP, [(NOW - 86_400_000 * 70, 1.0)])), "more than 62 days"),
         (write_request((UP, [(NOW, 1.0)])) + b"\x0a\x7f", "middle of a field"),
         (write_request((UP, [(NOW, 1.0)])) + b"\x22\x01x", "field 4 is none of remote write 1.0"),
         (write_request((UP, [(NOW, 1.0)])).replace(b"node", b"\xff\xfe\xfd\xfc"), "not UTF-8"),

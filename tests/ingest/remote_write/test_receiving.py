@@ -149,6 +149,19 @@ async def test_while_there_is_no_room_nothing_more_is_taken(monkeypatch):
         assert 2 == one.pending_rows
 
 
+async def test_who_waits_for_a_store_that_takes_nothing_is_let_go_at_the_end():
+    store = Memory()
+    store.fails = True
+    async with receiver(store) as one:
+        waiting = asyncio.create_task(one.take(body(1.0)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        one.close()
+
+        with pytest.raises(BusyError, match="was stopped before"):
+            await waiting
+
+
 async def test_bodies_on_their_way_in_are_bounded_together():
     async with receiver(Memory(), max_bytes=65_536) as one:
         reserved = [one.reserve(size) for size in (65_536, None, None, 60_000)]
