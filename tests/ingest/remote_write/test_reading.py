@@ -64,7 +64,7 @@ SERIES = st.tuples(
 REQUESTS = st.lists(SERIES, max_size=6, unique_by=lambda one: canonical_labels({k: v for k, v in one[0].items() if v}))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(REQUESTS, st.sampled_from([(), ("up",)]), BEGINNINGS), min_size=1, max_size=3))
 def test_any_request_is_read_as_the_reference_reads_it(requests):
     """The first and the later ones, known labels and new ones, in any mixture of forms."""
