@@ -18,8 +18,9 @@ from rankscope.output import Format, write_rows
 
 if TYPE_CHECKING:
     from rankscope_storage.care.findings import CheckReport
+    from rankscope_storage.care.policy import Retention
     from rankscope_storage.care.repairing import RepairReport
-    from rankscope_storage.care.retention import Retention, RetentionReport
+    from rankscope_storage.care.retention import RetentionReport
 
 
 class Action(enum.StrEnum):
@@ -150,7 +151,7 @@ def _compact(root: Path) -> None:
 
 
 def _policy(days: float | None, scalars: float | None, samples: float | None, rollups: float | None) -> Retention:
-    from rankscope_storage.care.retention import Retention
+    from rankscope_storage.care.policy import Retention
 
     if {days, scalars, samples, rollups} == {None}:
         raise CommandError(

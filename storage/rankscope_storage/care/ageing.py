@@ -13,30 +13,16 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rankscope_contract.rollups import BUCKET_STEPS, ROLLUPS
+from rankscope_storage.care.policy import Limit
 from rankscope_storage.snapshot import Snapshot
 
 WORK_ROWS: Final = 50_000_000
 """Rows that one commit rolls up at most: half a minute, which a service that is stopped may have to wait."""
 
 _LOG_CUTS: Final = dt.timedelta(milliseconds=1)  # times in the log are cut to the millisecond
-_LONGEST_SLACK: Final = dt.timedelta(days=1)
 
 File = Mapping[str, Any]
 """A row of the files of a Snapshot."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limit:
-    """Rows measured before `before` are too old; some of them may stay for `slack` longer."""
-
-    before: dt.datetime
-    slack: dt.timedelta
-
-    @classmethod
-    def of_age(cls, now: dt.datetime, days: float) -> Limit:
-        """Return the limit for rows that are kept `days`: the slack is a tenth of that, a day at most."""
-        kept = dt.timedelta(days=days)
-        return cls(before=now - kept, slack=min(kept / 10, _LONGEST_SLACK))
 
 
 class Fate(enum.StrEnum):

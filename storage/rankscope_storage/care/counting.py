@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_contract.rollups import ROLLUPS
 from rankscope_storage.care.logs import entries
-from rankscope_storage.care.retention import RAW
+from rankscope_storage.care.policy import RAW
 from rankscope_storage.log import Log
 from rankscope_storage.log_files import LOG_FOLDER
 from rankscope_storage.rounding import coarsest

@@ -7,7 +7,6 @@ nothing happens. Who dies before it has changed nothing, and who is asked again 
 from __future__ import annotations
 
 import datetime as dt
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import Final
 import pyarrow as pa
 
 from rankscope_contract.rollups import ROLLUPS
-from rankscope_storage.care.ageing import Fate, File, Limit, Work, plan
+from rankscope_storage.care.ageing import Fate, File, Work, plan
+from rankscope_storage.care.policy import RAW, Retention
 from rankscope_storage.care.rolling import cut, roll_up
 from rankscope_storage.compaction import MUTEX
 from rankscope_storage.durable import Sync
@@ -24,49 +24,9 @@ from rankscope_storage.errors import ConflictError, StoreError
 from rankscope_storage.log import Change, Log
 from rankscope_storage.parquet import DataFile, discard
 
-RAW: Final = ("tensor_stats", "features", "histograms", "hashes", "collectives")
-"""Datasets that `raw_days` is about; scalars and samples have days of their own."""
+__all__ = ["RAW", "Retention", "RetentionReport", "retain"]
 
 _ATTEMPTS: Final = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retention:
-    """Days that rows are kept, by the clock in `ts`; None is for ever."""
-
-    raw_days: float | None = None
-    scalars_days: float | None = None
-    samples_days: float | None = None
-    rollup_days: float | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse what is no number of days, and rollups that would be too old when they are made."""
-        if any(math.isnan(days) or days < 0 for days in self._days().values()):
-            raise ValueError("days to keep rows for are 0 or more, or left out to keep them for ever")
-        raw = max((days for days in (self.raw_days, self.scalars_days) if days is not None), default=None)
-        if self.rollup_days is not None and raw is not None and self.rollup_days < raw:
-            raise ValueError(
-                f"rollup_days ({self.rollup_days:g}) counts from when a row was measured, and raw rows are kept "
-                f"{raw:g} days: make it at least that, or leave it out to keep rollups for ever"
-            )
-
-    @property
-    def is_on(self) -> bool:
-        """Whether anything ever goes."""
-        return bool(self._days())
-
-    def limits(self, now: dt.datetime) -> dict[str, Limit]:
-        """Return what is too old at `now`, by dataset. Raises OverflowError before all time."""
-        return {dataset: Limit.of_age(now, days) for dataset, days in self._days().items()}
-
-    def _days(self) -> dict[str, float]:
-        days = {
-            **dict.fromkeys(RAW, self.raw_days),
-            "scalars": self.scalars_days,
-            "samples": self.samples_days,
-            **dict.fromkeys(ROLLUPS.values(), self.rollup_days),
-        }
-        return {dataset: number for dataset, number in days.items() if number is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
