@@ -26,7 +26,7 @@ from typing import Any
 
 SERVER = """
 import gc, json, os, sys, types
-import torch, torch._dynamo, torch.distributed, rankscope_exporter
+import IMPORTED
 gc.collect()
 gc.freeze()  # a program that ends looks for cycles in what is its own, and not three times in all of torch
 def exit_code(pid, options=0):
@@ -123,11 +123,11 @@ class Started:
 
 
 class Server:
-    """The process that has imported torch."""
+    """The process that has imported what its programs need."""
 
-    def __init__(self) -> None:
+    def __init__(self, *imported: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", SERVER],
+            [sys.executable, "-c", SERVER.replace("IMPORTED", ", ".join(imported))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -135,14 +135,16 @@ class Server:
         )
         atexit.register(self._process.kill)
 
-    def run(self, code: str, environment: dict[str, str], seconds: float) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, code: str, environment: dict[str, str], seconds: float, folder: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """Run `code` and return its exit code and what it and its children wrote; kill all after so many seconds."""
-        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as readers:
-            streams = [Path(folder) / name for name in ("out", "err")]
+        with tempfile.TemporaryDirectory() as pipes, ThreadPoolExecutor(2) as readers:
+            streams = [Path(pipes) / name for name in ("out", "err")]
             for stream in streams:
                 os.mkfifo(stream)
             texts = [readers.submit(stream.read_text, errors="replace") for stream in streams]
-            pid = self._fork(code, ["-c"], streams, environment, waits=True)
+            pid = self._fork(code, ["-c"], streams, environment, folder, waits=True)
             watchdog = threading.Timer(seconds, os.killpg, (pid, signal.SIGKILL))
             watchdog.start()
             try:
@@ -156,7 +158,7 @@ class Server:
         """Begin a script and return at once; what it says is appended to `log`."""
         log.touch()
         argv = [str(script), *arguments]
-        return Started(self, self._fork(script.read_text(), argv, [log, log], environment, script=str(script)))
+        return Started(self, self._fork(script.read_text(), argv, [log, log], environment, None, script=str(script)))
 
     def exit_code(self, pid: int) -> int | None:
         """Return how a program has ended that was started, None while it runs; it is asked once after the end."""
@@ -169,6 +171,7 @@ class Server:
         arguments: Sequence[str],
         streams: Sequence[Path],
         environment: dict[str, str],
+        folder: Path | None,
         *,
         waits: bool = False,
         **more: str,
@@ -177,7 +180,7 @@ class Server:
             "code": code,
             "arguments": list(arguments),
             "environment": environment,
-            "folder": str(Path.cwd()),
+            "folder": str(folder or Path.cwd()),
             "streams": [str(stream) for stream in streams],
             "waits": waits,
         }
@@ -201,7 +204,7 @@ _servers: list[Server] = []
 
 def _server() -> Server:
     if not _servers:
-        _servers.append(Server())
+        _servers.append(Server("torch", "torch._dynamo", "torch.distributed", "rankscope_exporter"))
     return _servers[0]
 
 

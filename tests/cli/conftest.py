@@ -14,7 +14,9 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from tests.programs import Server
 
+from rankscope import __main__
 from rankscope_contract.records import DATASETS
 from rankscope_storage.schema import dataset_schema
 from rankscope_storage.store import Batch, Store
@@ -129,16 +131,32 @@ def sample_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+ROOMS = ("rankscope.command", "duckdb", "deltalake", "rankscope_storage.connection", "rankscope_storage.store")
+"""What most commands import; it costs more than what they do."""
+
+COMMAND = """
+import gc, sys
+gc.unfreeze()  # DuckDB complains of what of it is left at the end of a process
+sys.argv[:] = [{path!r}, *{arguments!r}]
+from rankscope.__main__ import main
+main()
+"""
+
+
 @pytest.fixture(scope="session")
 def rankscope(sample_store: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Return a function that runs `rankscope ARGUMENTS` over the sample store."""
+    server = Server(*ROOMS)
 
     def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
         environment = os.environ | {"RANKSCOPE_STORE": str(sample_store), "COLUMNS": "100", "TERM": "dumb"}
         environment |= options.pop("env", {})
-        command = [sys.executable, "-m", "rankscope", *arguments]
-        return subprocess.run(
-            command, env=environment, text=True, capture_output=True, check=False, timeout=60, **options
-        )
+        if "input" in options:  # which programs of the server do not have
+            command = [sys.executable, "-m", "rankscope", *arguments]
+            return subprocess.run(
+                command, env=environment, text=True, capture_output=True, check=False, timeout=60, **options
+            )
+        code = COMMAND.format(path=__main__.__file__, arguments=list(map(str, arguments)))
+        return server.run(code, environment, 60.0, options.pop("cwd", None))
 
     return run
