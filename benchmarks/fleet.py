@@ -40,7 +40,7 @@ class Size:
     seconds: float = 5.0
     steps: int = 16
     flapping: int = 0
-    keep: float = 60.0
+    keep: float = 900.0
 
     @property
     def name(self) -> str:
