@@ -51,7 +51,8 @@ class Asked:
         query = urllib.parse.urlencode(arguments, doseq=True)
         with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{query}", timeout=10) as answer:
             document = json.load(answer)
-        assert "warnings" not in document
+        # Prometheus asks the store for label values too, which the protocol of remote read has no question for.
+        assert set(document.get("warnings", ())) <= {"not implemented"}
         return document["data"]
 
     def now(self, expression):

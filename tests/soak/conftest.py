@@ -28,7 +28,7 @@ class Memory:
     def __init__(self, service: Any) -> None:  # noqa: F811
         self._service = service
         self._over = threading.Event()
-        self.seen: list[float] = []
+        self.seen: list[tuple[float, float]] = []
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
@@ -37,14 +37,18 @@ class Memory:
             process = self._service.process
             if process is not None and process.poll() is None:
                 try:
-                    self.seen.append(psutil.Process(process.pid).memory_info().rss / 2**20)
+                    rss = psutil.Process(process.pid).memory_info().rss / 2**20
+                    self.seen.append((time.monotonic(), rss))
                 except psutil.NoSuchProcess:
                     continue
 
-    def stop(self) -> list[float]:
+    def most(self, since: float, until: float) -> float:
+        """Return the most between two moments of the monotonic clock."""
+        return max((rss for at, rss in self.seen if since <= at <= until), default=0.0)
+
+    def stop(self) -> None:
         self._over.set()
         self._thread.join()
-        return self.seen
 
 
 @pytest.fixture
