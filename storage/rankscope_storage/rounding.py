@@ -1,4 +1,4 @@
-"""Statistics with fewer bits of mantissa: a store of half the size, for an error that is known and bounded.
+"""Statistics with fewer bits of mantissa: a store of six tenths the size, for an error known and bounded.
 
 Most of what a statistic takes on disk is the noise in its last bits, which no code makes shorter. Rounded to the
 nearest number with k bits of mantissa, a value differs from the one that the rank sent by at most 2^-(k+1) of itself.
