@@ -18,7 +18,7 @@ ROWS = {"scalars": 1, "tensor_stats": 2}
 TIERS = (("scalars", "scalar_rollups"), ("tensor_stats", "tensor_rollups"))
 """Datasets that change together, in one commit."""
 
-A_FEW = [("append", 21), ("append", 24), ("compact", 10), ("maintain", 5)]
+A_FEW = [("append", 24), ("compact", 10)]
 
 
 @pytest.fixture(scope="module")
