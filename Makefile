@@ -5,6 +5,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 TORCH  := torch==2.13.0
 WORKERS ?= 3# test processes; most tests wait for servers, not for the processor
+# By files, in the order of their names: xdist would begin with those of the most tests, and end with one of few that
+# take long, for which two processes wait.
+SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Modules are compiled where they are imported first, and kept, whatever the environment says of that: to compile all of
 # torch at once takes longer than to install it, to compile it anew in each process of a test takes longer still.
@@ -26,10 +29,10 @@ demo: $(VENV)/.installed-all ## train on two ranks, break it twice, see every st
 	$(BIN)/rankscope demo $(DEMO)
 
 test: $(VENV)/.installed-dev ## run the tests (PYTEST="-k name" for some of them)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST)
+	$(BIN)/python -m pytest $(SPREAD) $(PYTEST)
 
 test-thorough: $(VENV)/.installed-dev ## the same with four times the examples of each property, and cases that take long
-	RANKSCOPE_THOROUGH=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST)
+	RANKSCOPE_THOROUGH=1 $(BIN)/python -m pytest $(SPREAD) $(PYTEST)
 
 test-crashes: $(VENV)/.installed-dev ## kill store and service at every call that changes the disk, let rivals race; needs gcc
 	RANKSCOPE_CRASHES=1 RANKSCOPE_REQUIRE_SERVERS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/storage/crashes \
