@@ -1,0 +1,74 @@
+"""Ranks that train nothing: real exporters whose numbers are noise. Started by `peers`, in a process of their own.
+
+Each has its own port, page and record channel: what a Prometheus scrapes there and what the service fetches is made by
+the code that a training runs. Only the numbers are drawn: no rank and no step has those of another. Told what to be as
+JSON on the command line, it writes one line with its addresses, and steps until its standard input is closed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+
+from _noise import six_statistics
+
+from rankscope_contract.identity import Identity
+from rankscope_exporter.serving.channel import Channel
+from rankscope_exporter.serving.config import ServeConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """How many there are, how large, and whom they register with."""
+
+    targets: int
+    tensors: int
+    step_seconds: float
+    ingest_url: str | None = None
+
+
+def main(ranks: Ranks) -> None:
+    """Step all ranks together, at most as often as asked."""
+    channels = [_channel(rank, ranks) for rank in range(ranks.targets)]
+    walks = [six_statistics(ranks.tensors, rank, int(ranks.step_seconds * 1e6)) for rank in range(ranks.targets)]
+    told = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), told.set()), daemon=True).start()
+    for channel, walk in zip(channels, walks, strict=True):
+        channel.publish(next(walk))
+    print(json.dumps([channel.start().partition("://")[2] for channel in channels]), flush=True)
+    began, step = time.monotonic(), 1
+    while not told.wait(max(0.0, began + step * ranks.step_seconds - time.monotonic())):
+        for channel, walk in zip(channels, walks, strict=True):
+            channel.publish(next(walk))
+        step += 1
+    for channel in channels:
+        channel.close()
+
+
+def _channel(rank: int, ranks: Ranks) -> Channel:
+    identity = Identity(
+        run="peers", launch_id="peers", rank=rank, world_size=ranks.targets, incarnation=uuid.uuid4().hex
+    )
+    return Channel(
+        identity,
+        ServeConfig(ingest_url=ranks.ingest_url, page_ops="all", series_budget=1_000_000),
+        rules=(),
+        settings={},
+        planned_steps=None,
+        on_fault=_fail,
+        overhead=dict,
+        dropped=dict,
+        faults=lambda: 0,
+    )
+
+
+def _fail(where: str, error: BaseException) -> None:
+    print(f"{where}: {error!r}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main(Ranks(**json.loads(sys.argv[1])))

@@ -1,0 +1,132 @@
+"""Bytes and CPU of a stored sample: lossless and rounded, at the flush and after a merge, and by column.
+
+    python benchmarks/run.py stored_bytes
+
+Six samples a row are counted (norm, min, max, mean, nans, zeros); infs and numel, which never change here, are not, and
+names, step and time are in the bytes of the six. See `_noise.six_statistics` for what the noise is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from _noise import SIX, plan_of, six_statistics
+from _rows import Row, cpu_seconds, print_rows
+
+from rankscope_exporter.serving.codec import encode
+from rankscope_ingest.channel.checked import RowContext, check
+from rankscope_ingest.channel.decode import decode
+from rankscope_ingest.channel.plans import PlanColumns
+from rankscope_ingest.channel.wire import open_stream
+from rankscope_storage import compaction
+from rankscope_storage.durable import sync_to_disk
+from rankscope_storage.parquet import write_file
+from rankscope_storage.schema import conform
+from rankscope_storage.store import Batch, Store
+
+TENSORS, RANKS, STEPS_A_FLUSH, FLUSHES = 2_500, 8, 10, 8
+BITS = 12
+
+
+def run() -> list[Row]:
+    folder = Path(tempfile.mkdtemp(prefix="rankscope-bytes-"))
+    try:
+        batches = list(_batches())
+        return [
+            *_store(folder / "lossless", batches, None),
+            *_store(folder / "rounded", batches, BITS),
+            *_cpu(folder, batches[: 50 // STEPS_A_FLUSH]),
+        ]
+    finally:
+        shutil.rmtree(folder)
+
+
+def _batches() -> Iterable[pa.Table]:
+    """Return what the flushes hold, as it comes off the wire."""
+    walks = [six_statistics(TENSORS, rank) for rank in range(RANKS)]
+    contexts = [RowContext(run="bench", attempt=0, rank=rank, incarnation=f"{rank:032x}") for rank in range(RANKS)]
+    plans = {plan_of(TENSORS).hash: PlanColumns(plan_of(TENSORS).plan)}
+    for flush in range(FLUSHES):
+        first, bodies = flush * STEPS_A_FLUSH, []
+        for rank, walk in enumerate(walks):
+            body = encode(first, list(itertools.islice(walk, STEPS_A_FLUSH))).body.to_pybytes()
+            ordinal = 1_770_000_000_000_000 + first * 500_000 + rank * 1_000
+            stream = open_stream(body)
+            bodies.append(check(stream, plans, contexts[rank], after=first - 1, first_ordinal=ordinal))
+        yield decode(bodies)["tensor_stats"]
+
+
+def _store(root: Path, batches: Iterable[pa.Table], bits: int | None) -> Iterable[Row]:
+    name = "lossless" if bits is None else f"{bits} bits of mantissa"
+    last = STEPS_A_FLUSH - 1
+    with Store.open(root, create=True, mantissa_bits=bits).claim(owner="bench") as writer:
+        for number, table in enumerate(batches):
+            marks = {f"{rank:032x}": number * STEPS_A_FLUSH + last for rank in range(RANKS)}
+            writer.append(Batch(tables={"tensor_stats": table}, watermarks=marks))
+        note = f"{RANKS} ranks x {STEPS_A_FLUSH} steps x {TENSORS:,} tensors a file"
+        yield Row(f"{name}: at the flush", _bytes_per_sample(_files(root)), "bytes per sample", note)
+        old = set(_files(root))
+        report = _merged(writer)
+        merged = [path for path in _files(root) if path not in old]
+        assert merged, "nothing was merged"
+    note = f"{report.files_removed} files became {report.files_added}"
+    yield Row(f"{name}: after a merge", _bytes_per_sample(merged), "bytes per sample", note)
+    columns = ", ".join(f"{column} {size:.3f}" for column, size in _columns(merged))
+    yield Row(f"{name}: a row", len(SIX) * _bytes_per_sample(merged), "bytes", columns)
+
+
+def _merged(writer: object) -> compaction.CompactionReport:
+    """Merge though there are few files."""
+    few, compaction.SMALL_FILES = compaction.SMALL_FILES, 2
+    try:
+        report = writer.compact()  # type: ignore[attr-defined]
+        assert isinstance(report, compaction.CompactionReport)
+        return report
+    finally:
+        compaction.SMALL_FILES = few
+
+
+def _files(root: Path) -> list[Path]:
+    return list(root.glob("dataset=tensor_stats/*/*.parquet"))
+
+
+def _bytes_per_sample(paths: Iterable[Path]) -> float:
+    sizes = [(path.stat().st_size, pq.read_metadata(path).num_rows) for path in paths]
+    return sum(size for size, _ in sizes) / (len(SIX) * sum(rows for _, rows in sizes))
+
+
+def _columns(paths: Iterable[Path]) -> list[tuple[str, float]]:
+    """Return the dearest columns, in bytes a row."""
+    sizes: Counter[str] = Counter()
+    rows = 0
+    for path in paths:
+        metadata = pq.read_metadata(path)
+        rows += metadata.num_rows
+        for group in range(metadata.num_row_groups):
+            for place in range(metadata.num_columns):
+                chunk = metadata.row_group(group).column(place)
+                sizes[chunk.path_in_schema] += chunk.total_compressed_size
+    return [(name, size / rows) for name, size in sizes.most_common(8)]
+
+
+def _cpu(folder: Path, batches: Iterable[pa.Table]) -> Iterable[Row]:
+    table = pa.concat_tables(batches)
+    million = table.num_rows * len(SIX) / 1e6
+    seconds = cpu_seconds(
+        lambda: write_file(folder, "tensor_stats", "p", conform(table, "tensor_stats"), sync_to_disk), rounds=5
+    )
+    note = f"{table.num_rows:,} rows: into one piece, in order, as Parquet, on the disk"
+    yield Row("writing, six a row", seconds / million, "CPU s per million samples", note)
+    eight = seconds / million * len(SIX) / 8
+    yield Row("writing, eight a row", eight, "CPU s per million samples", "the same, infs and numel counted too")
+
+
+if __name__ == "__main__":
+    print_rows((__doc__ or "").splitlines()[0], run())
