@@ -19,6 +19,7 @@ from typing import Final, Self, TypeVar
 import duckdb
 import pyarrow as pa
 
+from rankscope_storage.changing import changes
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.engines import Engine, is_full, keep, log_of, put_back, renewed, start
 from rankscope_storage.errors import FilesGoneError, QueryError
@@ -213,7 +214,8 @@ class Connection:
     def _only_selects(self, query: str) -> bool:
         """Whether `query` leaves DuckDB as it is; what is not understood does nothing."""
         try:
-            return all(kind == duckdb.StatementType.SELECT for kind in self._kinds(query))
+            kinds = self._kinds(query)
+            return all(kind == duckdb.StatementType.SELECT for kind in kinds) and not changes(self._duckdb, query)
         except duckdb.Error:
             return True
 
@@ -222,10 +224,15 @@ class Connection:
 
     def _check_selects(self, query: str) -> None:
         """Raise QueryError unless `query` is one statement that only reads."""
+        explained = _EXPLAIN.sub("", query, count=1) if _EXPLAIN.match(query) else query
         try:
-            kinds = self._kinds(_EXPLAIN.sub("", query, count=1) if _EXPLAIN.match(query) else query)
+            kinds = self._kinds(explained)
         except duckdb.Error as error:
             raise QueryError(f"DuckDB does not understand the statement: {error}") from error
         if kinds != [duckdb.StatementType.SELECT]:
             names = ", ".join(kind.name for kind in kinds) or "nothing"
             raise QueryError(f"only one SELECT (or EXPLAIN of one) may be asked here, not {names}")
+        if changes(self._duckdb, explained):
+            raise QueryError(
+                "only a SELECT that changes nothing may be asked here: this one may write or set something"
+            )

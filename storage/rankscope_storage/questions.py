@@ -87,7 +87,7 @@ def mentions(statements: Sequence[Node], known: Iterable[str]) -> tuple[Mention,
     reader = _Reader(frozenset(known))
     try:
         reader.read(statements[0])
-    except (_NotUnderstoodError, KeyError, TypeError, AttributeError, IndexError):
+    except (_NotUnderstoodError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         return None
     return tuple(reader.found)
 
@@ -99,8 +99,8 @@ def bounds(mention: Mention, parameters: object) -> Bounds:
     for condition in mention.conditions:
         values = [_value(term, parameters) for term in condition.terms]
         if condition.column == _RUN and condition.comparison == "=":
-            if all(isinstance(value, str) for value in values):
-                named = frozenset(str(value) for value in values)
+            if all(type(value) is str for value in values):  # what is derived from str may say another text than it is
+                named = frozenset(map(str, values))
                 runs = named if runs is None else runs & named
         elif condition.column in ranges and all(_is_integer(value) for value in values):
             ranges[condition.column] = _narrowed(ranges[condition.column], condition.comparison, values)
@@ -119,7 +119,7 @@ def _narrowed(range_: tuple[float, float], comparison: str, values: Sequence[Any
 
 
 def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return type(value) is int
 
 
 def _value(term: Term | Parameter, parameters: object) -> object:
@@ -210,6 +210,8 @@ class _Reader:
             term = _term(arguments[0]["expression"]) if "name" not in arguments[0] else None
             self.found.append(Mention(name, () if term is None else (Condition(_RUN, "=", (term,)),)))
         elif name in RELATION_MACROS:
+            if "name" in arguments[0]:
+                raise _NotUnderstoodError  # the relation may be another one
             self.found.append(Mention(name))
             self._relation(arguments[0]["expression"])
         elif name not in _PURE_FUNCTIONS:

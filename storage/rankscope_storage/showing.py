@@ -124,8 +124,15 @@ class Views:
             if len(remembered) >= _UNDERSTOOD:
                 remembered.clear()
             [(tree,)] = self.cursor.execute(_TREE, [query]).fetchall()
-            remembered[query] = mentions(json.loads(tree).get("statements", ()), DEFINITIONS)
+            remembered[query] = _read(tree)
         return remembered[query]
+
+
+def _read(tree: str) -> tuple[Mention, ...] | None:
+    try:
+        return mentions(json.loads(tree).get("statements", ()), DEFINITIONS)
+    except RecursionError:  # deeper than Python reads, though not than DuckDB does
+        return None
 
 
 @functools.cache

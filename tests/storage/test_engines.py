@@ -36,6 +36,8 @@ def test_the_next_connection_finds_views_made_and_sees_the_newest_rows(store, wr
         "CREATE OR REPLACE VIEW scalars AS SELECT 1",
         "SET threads = 1",
         "PIVOT scalars ON name",
+        "WITH said AS (INSERT INTO rankscope_raw.tensor_newest VALUES ('a', 0, 0, 'grad', 7) RETURNING *) FROM said",
+        "FROM enable_logging('QueryLog')",
     ],
 )
 def test_who_changes_more_than_an_answer_leaves_nothing_behind(store, writer, batch, statement):

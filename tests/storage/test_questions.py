@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from collections.abc import Iterable
 
@@ -39,6 +40,12 @@ def read(parser, query: str, parameters: object = None) -> dict[str, list[Bounds
     return said
 
 
+class Named(str, enum.Enum):  # noqa: UP042 - not a StrEnum, of which str() is the text
+    """What many programs have in place of a text: `str()` of it is not what DuckDB compares with."""
+
+    RUN = "b"
+
+
 def of(*runs: str, steps: tuple[float, float] = ANY.steps, attempts: tuple[float, float] = ANY.attempts) -> Bounds:
     return Bounds(frozenset(runs), attempts, steps)
 
@@ -58,6 +65,7 @@ def of(*runs: str, steps: tuple[float, float] = ANY.steps, attempts: tuple[float
         ("FROM scalars WHERE run = 'a' OR step = 1", None, {"scalars": [ANY]}),
         ("FROM scalars WHERE NOT (run = 'a')", None, {"scalars": [ANY]}),
         ("FROM scalars WHERE run = ?", [None], {"scalars": [ANY]}),
+        ("FROM scalars WHERE run = ? AND attempt = ?", [Named.RUN, True], {"scalars": [ANY]}),
         ("FROM scalars WHERE step = 1.5 AND step < '7'", None, {"scalars": [ANY]}),
         ("FROM loss_curve WHERE run = 'a' AND step < 5", None, {"loss_curve": [of("a")]}),
         ("FROM runs WHERE run = 'a' AND attempt = 1", None, {"runs": [of("a")]}),
@@ -98,6 +106,7 @@ def test_what_a_statement_proves(parser, query, parameters, expected):
         "FROM read_parquet('x')",
         "WITH scalars AS (SELECT 1 AS run) FROM scalars WHERE run = 1",
         "FROM downsample('scal' || 'ars', step, value, 9)",
+        "WITH step AS (SELECT 1) FROM downsample(x := step, source := scalars, y := value, points := 9)",
         "FROM query_table('scalars')",
         "SHOW TABLES",
         "PIVOT scalars ON name",
@@ -178,6 +187,12 @@ def test_the_answer_from_few_files_is_the_answer_from_all(scattered, shape, firs
         every._reads_only = False  # as after a statement that might have made anything: nothing is left out
 
         assert every.sql(query).fetchall() == few.sql(query).fetchall()
+
+
+def test_a_statement_deeper_than_python_reads_is_answered_all_the_same(scattered):
+    with connect(scattered) as store:
+        for terms in (300, 900):
+            assert store.sql(f"SELECT max({'+'.join(['step'] * terms)}) FROM scalars").fetchall() == [(6 * terms,)]
 
 
 @pytest.mark.parametrize("name", [name for name in DEFINITIONS if "VIEW" in DEFINITIONS[name].statement[:30]])
