@@ -36,6 +36,8 @@ def data_sources(prometheus: PrometheusSettings) -> dict[str, Any]:
             # The pace of scrapes: a shorter one would leave rate() over `$__rate_interval` with a single sample.
             "timeInterval": duration(prometheus.scrape_seconds),
             "prometheusType": "Prometheus",
+            # Lists of runs and ranks come from series, which reach what the store has: values of labels do not.
+            "seriesEndpoint": True,
             "manageAlerts": False,
         },
     }

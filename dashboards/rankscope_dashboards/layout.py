@@ -11,13 +11,11 @@ from grafana_foundation_sdk.models import dashboard
 
 from rankscope_contract import __version__, metrics
 from rankscope_dashboards.panels import DATASOURCE, PanelBuilder
+from rankscope_dashboards.selectors import ALL_RANKS, ALL_RUNS
 
 TAG: Final = "rankscope"
 LIVE_SOURCE: Final = "rankscope-live"
 """uid and name of the data source that is provisioned; boards begin with it, alerts know no other."""
-
-RUN: Final = '{run=~"$run"}'
-RANKS: Final = '{run=~"$run", rank=~"$rank"}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +47,8 @@ def make_board(title: str, description: str, sections: Sequence[Section]) -> bui
         .tooltip(dashboard.DashboardCursorSync.CROSSHAIR)
         .link(_other_boards())
         .with_variable(_data_source())
-        .with_variable(_variable("run", "Run", f"label_values({metrics.RUN_STATE.name}, run)"))
-        .with_variable(_variable("rank", "Rank", f"label_values({metrics.RANK_VANISHED.name}{RUN}, rank)"))
+        .with_variable(_variable("run", "Run", f"label_values({metrics.STEP.name}{ALL_RUNS}, run)"))
+        .with_variable(_variable("rank", "Rank", f"label_values({metrics.STEP.name}{ALL_RANKS}, rank)"))
     )
     number = 0
     for section in sections:

@@ -19,6 +19,14 @@ BOARDS = {Path(name).stem: json.loads(text) for name, text in files().items() if
 PANELS = [(name, panel) for name, board in BOARDS.items() for panel in board["panels"] if panel["type"] != "row"]
 EXPRESSIONS = [(panel["title"], target["expr"]) for _, panel in PANELS for target in panel["targets"]]
 VARIABLES = {"$__rate_interval": "1m", "$__interval": "30s", "$run": "demo", "$rank": ".+"}
+JOB_OF = {"rank": {"job"}, "service": set()}
+SCRAPED_OR_STORED = re.compile(
+    r"""(?x) (?P<how>rate|increase) \( (?P<counter>\w+) \{ (?P<who>[^}]*) \} \[\$__rate_interval\] \)
+    \ or\ (?P=how) \( (?P=counter) \{ job="rankscope",\ (?P=who) \} \[\$__rate_interval\] \)
+    \ unless\ on\ \(run,\ rank\)\ present_over_time
+    \( rankscope_step \{ run=~"\$run",\ rank=~"\$rank" \} \[\$__rate_interval\] \)"""
+)
+"""The rise of a counter: of what was scraped, and where nothing was, of what is stored."""
 UNITS = set(json.loads(Path(__file__).with_name("data").joinpath("grafana_units.json").read_text())["units"])
 
 
@@ -63,7 +71,23 @@ def test_labels_of_a_panel_exist_on_its_metrics(title, expression):
     for metric, selector in re.findall(r"(rankscope_\w+)\{([^}]*)\}", expression):
         used = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selector))
 
-        assert used <= set(CATALOG[metric].all_labels), metric
+        assert used <= {*CATALOG[metric].all_labels, *JOB_OF[CATALOG[metric].page]}, metric
+
+
+@pytest.mark.parametrize(("title", "expression"), EXPRESSIONS)
+def test_what_ranks_tell_is_asked_of_the_store_too_and_what_the_service_tells_is_not(title, expression):
+    """The store is asked where the job is named. What was scraped alone is asked for without, beside the same with."""
+    without = re.sub(SCRAPED_OR_STORED, "", expression)
+    for metric, selector in re.findall(r"(rankscope_\w+)\{([^}]*)\}", without):
+        assert ('job="rankscope"' in selector) == (CATALOG[metric].page == "rank"), metric
+
+
+@pytest.mark.parametrize(("title", "expression"), EXPRESSIONS)
+def test_no_rate_is_of_scraped_and_stored_samples_together(title, expression):
+    """What is stored is some milliseconds older than a page shows it: a counter would seem to fall and begin anew."""
+    without = re.sub(SCRAPED_OR_STORED, "", expression)
+
+    assert not re.search(r"\b(rate|irate|increase)\(", without)
 
 
 @pytest.mark.parametrize(("title", "expression"), EXPRESSIONS)
@@ -113,15 +137,15 @@ def test_board_has_a_stable_uid_and_finds_its_like(name):
 
 
 @pytest.mark.parametrize("name", BOARDS)
-def test_run_and_rank_are_choices_of_several_that_include_what_has_died(name):
+def test_run_and_rank_are_choices_of_several_among_what_made_steps_then(name):
+    """Also before Prometheus began: series, other than values of labels, are asked of the store too."""
     run, rank = BOARDS[name]["templating"]["list"][1:]
 
-    assert ("run", "label_values(rankscope_run_state, run)") == (run["name"], run["query"])
-    assert ("rank", 'label_values(rankscope_rank_vanished{run=~"$run"}, rank)') == (rank["name"], rank["query"])
+    runs, ranks = 'rankscope_step{job="rankscope"}', 'rankscope_step{job="rankscope", run=~"$run"}'
+    assert ("run", f"label_values({runs}, run)") == (run["name"], run["query"])
+    assert ("rank", f"label_values({ranks}, rank)") == (rank["name"], rank["query"])
     for variable in (run, rank):
         assert (True, True, ".+") == (variable["multi"], variable["includeAll"], variable["allValue"])
-        (metric,) = re.findall(r"rankscope_\w+", variable["query"])
-        assert "service" == CATALOG[metric].page
 
 
 @pytest.mark.parametrize("name", BOARDS)

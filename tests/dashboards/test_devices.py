@@ -12,7 +12,7 @@ from rankscope_dashboards.generate import files
 FILES = files()
 BOARD = json.loads(FILES["dashboards/devices.json"])
 PANELS = {panel["title"]: panel for panel in BOARD["panels"]}
-GPU = 'run="r", gpu="GPU-{rank}", rank="{rank}"'
+GPU = 'job="rankscope", run="r", gpu="GPU-{rank}", rank="{rank}"'
 
 
 def asked(title, position=0):
@@ -26,7 +26,7 @@ def test_one_slow_rank_shows_beside_the_mean(judge):
     given = {}
     for rank, mfu, clock in ((0, "0.4", 1980), (1, "0.2", 990)):
         gpu = GPU.format(rank=rank)
-        given[f'rankscope_mfu_ratio{{run="r", rank="{rank}", method="counted"}}'] = f"{mfu}x30"
+        given[f'rankscope_mfu_ratio{{job="rankscope", run="r", rank="{rank}", method="counted"}}'] = f"{mfu}x30"
         given[f'rankscope_gpu_clock_hertz{{{gpu}, clock="sm"}}'] = f"{clock}000000x30"
         given[f'rankscope_gpu_clock_limit_hertz{{{gpu}, clock="sm"}}'] = "1980000000x30"
         given[f'rankscope_gpu_throttled{{{gpu}, reason="hw_thermal"}}'] = f"{rank}x30"

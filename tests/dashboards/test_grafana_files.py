@@ -52,7 +52,7 @@ RULE_KEYS = {
 MANDATORY_RULE_KEYS = {"uid", "title", "condition", "data"}
 QUERY_KEYS = {"refId", "queryType", "relativeTimeRange", "datasourceUid", "model"}
 SOURCE_KEYS = {"name", "uid", "type", "access", "orgId", "url", "isDefault", "editable", "jsonData"}
-SOURCE_OPTIONS = {"httpMethod", "timeInterval", "prometheusType", "manageAlerts"}
+SOURCE_OPTIONS = {"httpMethod", "timeInterval", "prometheusType", "seriesEndpoint", "manageAlerts"}
 PROVIDER_KEYS = {
     "name",
     "orgId",

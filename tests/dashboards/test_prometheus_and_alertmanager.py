@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
@@ -29,6 +30,7 @@ HOOK = Webhook(url="https://alerts.example/hook?key=1")
 MAIL = Mail(to="me@example", sender="rankscope@example", smarthost="mail.example:587", username="u", password="p")
 CHAT = Receiver(name="chat", ways=(HOOK,))
 ON_CALL = Receiver(name="on-call", ways=(MAIL, HOOK), severities=(Severity.CRITICAL,))
+HISTORY_PAGE = Path(__file__).parents[2].joinpath("docs/prometheus.md").read_text(encoding="utf-8")
 HOSTILE = 'a"b\\c\n{{ .Evil }}'
 
 
@@ -199,3 +201,14 @@ def test_no_rule_asks_the_store():
 
     assert expressions
     assert not [one for one in expressions if re.search(r"""job\s*=\s*['"]rankscope['"]""", one)]
+
+
+def test_what_is_written_for_a_prometheus_of_one_s_own_is_a_valid_configuration(by_promtool):
+    """For ranks under another job and of the rest; Debian's promtool knows no pods."""
+    (pods,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", HISTORY_PAGE, re.DOTALL)
+    (history,) = re.findall(r"```yaml\n(remote_read:.*?)```", HISTORY_PAGE, re.DOTALL)
+    found = yaml.safe_load(pods.replace("kubernetes_sd_configs: [{role: pod}]", "file_sd_configs: [{files: [a.json]}]"))
+    by_promtool(found | yaml.safe_load(history.replace("token}", "secret}")))
+
+    assert {"job": "rankscope"} == yaml.safe_load(history)["remote_read"][0]["required_matchers"]
+    assert ["rankscope"] == [one["replacement"] for one in found["scrape_configs"][0]["relabel_configs"]]

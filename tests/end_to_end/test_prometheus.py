@@ -20,9 +20,11 @@ import pytest
 import yaml
 from tests.programs import start_script
 
+from rankscope_contract.metrics import TOKENS
 from rankscope_dashboards.generate import files
 from rankscope_dashboards.prometheus_config import DEFAULT_SERVICE
 from rankscope_dashboards.rules import alert_groups
+from rankscope_dashboards.selectors import RANKS, RATE_WINDOW, SERVICE_RANKS, rate
 
 TRAINING = Path(__file__).with_name("troubled_training.py")
 RUN = "watched"
@@ -152,6 +154,13 @@ def values_of_variables(prometheus):
     return listed
 
 
+def rates_unlike_scraped(prometheus, rates):
+    """Return for which ranks speed was another than that of what was scraped, wherever enough was."""
+    scraped = f"rate({TOKENS.name}{SERVICE_RANKS}{RATE_WINDOW})"
+    found = prometheus.since_start(substituted(f"({rates} - on (run, rank) {scraped}) != 0"))
+    return {series["metric"]["rank"] for series in found}
+
+
 def unwell(promtool, page):
     checked = subprocess.run([promtool, "check", "metrics"], input=page, capture_output=True, check=False)
     return (checked.stdout + checked.stderr).decode()
@@ -211,6 +220,10 @@ def test_every_panel_variable_and_alert_has_an_answer(service, ranks, prometheus
     assert {f"{RUN}/0", f"{RUN}/1"} == instances
     service.wait_for(lambda: not unanswered_panels(prometheus), 60)
     assert {"run": [RUN], "rank": ["0", "1"]} == values_of_variables(prometheus)
+
+    assert set() == rates_unlike_scraped(prometheus, rate(TOKENS)), "as boards ask, though every step is stored as well"
+    merged = f"rate({TOKENS.name}{RANKS}{RATE_WINDOW})"
+    assert {"0", "1"} == rates_unlike_scraped(prometheus, merged), "as nobody should: the store was asked"
 
     promtool = require_server("promtool", "prometheus")
     addresses = [address for one in json.loads(service.get("/sd")) for address in one["targets"]]

@@ -9,18 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
-import pyarrow as pa
 import pytest
-
-from rankscope_storage.schema import dataset_schema
-from rankscope_storage.store import Batch, Store
+from tests.end_to_end import past
 
 
 class Up:
@@ -100,32 +96,14 @@ path = "history"
 """
 
 
-def put_history(folder: Path, then: int) -> None:
-    """Store ten steps of a run, one a minute from `then` on, in seconds."""
-    rows = [
-        {
-            "run": "before",
-            "attempt": 0,
-            "rank": 0,
-            "step": n,
-            "ts": (then + 60 * n) * 1_000_000,
-            "name": "loss",
-            "value": n,
-        }
-        for n in range(10)
-    ]
-    table = pa.Table.from_pylist(rows, schema=dataset_schema("scalars"))
-    with Store.open(folder, create=True).claim(owner="before") as writer:
-        writer.append(Batch(tables={"scalars": table}, watermarks={}))
-
-
 def test_behind_locks_all_find_each_other(start_up, tmp_path, certificates, free_port):
     """IPv6, certificates on both sides and a token: Prometheus sees the service, the doctor is let in.
 
-    And a question in PromQL reaches what the store has of two months ago, which this Prometheus never scraped.
+    And our boards show what the store has of two months ago, which this Prometheus never scraped: each query of theirs
+    on what ranks store, the lists of runs and ranks as well.
     """
     then = int(time.time()) // 60 * 60 - 60 * 86_400
-    put_history(tmp_path / "history", then)
+    past.put(tmp_path / "history", then)
     (tmp_path / "secret").write_text("open-sesame\n")
     certificates.web_config(
         tmp_path / "web.json",
@@ -138,12 +116,19 @@ def test_behind_locks_all_find_each_other(start_up, tmp_path, certificates, free
     urls = up.ready()
     line = "scrapes the service: 1 of 1 up"
     doctor = up.wait_for(lambda: seen if line in (seen := examined(tmp_path, "-c", "service.toml")).stdout else None)
-    query = urllib.parse.urlencode({"query": 'rankscope_loss{job="rankscope",run="before"}[90d]'})
-    (found,) = up.wait_for(lambda: asked(f"{urls['prometheus']}/api/v1/query?{query}")["data"]["result"])
+    panels = past.panels_of_the_past()
+    found = {title: past.shown(urls["prometheus"], query, then) for title, query in panels.items()}
 
     assert f"https://[::1]:{free_port}" == urls["service"]
-    assert [[then + 60 * n, str(n)] for n in range(10)] == found["values"]
-    assert {"run": "before", "rank": "0", "job": "rankscope", "instance": "before/0"}.items() <= found["metric"].items()
+    assert [] == [title for title, lines in found.items() if not lines]
+    assert 40 < len(found)
+    board = "Rankscope · Run overview: "
+    highest, lowest, rise = [[32, 40, 48]], [[16, 20, 24]], [3 / past.SECONDS_PER_STEP] * 3
+    assert [highest, lowest] == [found[f"{board}Loss {place}"] for place in "AB"]
+    assert [highest, [[14, 18, 22]]] == [found[f"{board}Gradient norm {place}"] for place in "AB"]
+    assert [highest, lowest] == [found[f"{board}Step time {place}"] for place in "AB"]
+    assert [pytest.approx(rise)] == found[f"{board}Tokens per second A"]
+    assert {"run": {past.RUN}, "rank": {"0", "1"}} == past.listed(urls["prometheus"], then)
     assert (
         'Prometheus shows     the whole store too, where the job is named: rankscope_loss{job="rankscope"}' in up.said()
     )

@@ -8,8 +8,9 @@ from grafana_foundation_sdk.builders import dashboard as builders
 
 from rankscope_contract import hardware_metrics, metrics
 from rankscope_contract.metric_spec import MetricSpec
-from rankscope_dashboards.layout import RANKS, Place, Section, make_board
+from rankscope_dashboards.layout import Place, Section, make_board
 from rankscope_dashboards.panels import PanelBuilder, Query, Words, lines, rows
+from rankscope_dashboards.selectors import RANKS, increase, ranks, rate
 
 MOST: Final = 20
 """The most lines of a panel that shows single ranks."""
@@ -69,9 +70,9 @@ def _tokens() -> PanelBuilder:
         unit="suffix: tok/s",
         minimum=0,
     )
-    speed = f"rate({metrics.TOKENS.name}{RANKS}[$__rate_interval])"
+    speed = rate(metrics.TOKENS)
     return lines(
-        words, Query(f"avg by (run) ({speed})", "{{run}} mean"), Query(f"min by (run) ({speed})", "{{run}} lowest")
+        words, Query(f"avg by (run) {speed}", "{{run}} mean"), Query(f"min by (run) {speed}", "{{run}} lowest")
     )
 
 
@@ -120,7 +121,7 @@ def _clock() -> PanelBuilder:
         maximum=1,
     )
     clock, limit = (
-        f'{metric.name}{{run=~"$run", rank=~"$rank", clock="sm"}}'
+        metric.name + ranks('clock="sm"')
         for metric in (hardware_metrics.GPU_CLOCK_HERTZ, hardware_metrics.GPU_CLOCK_LIMIT_HERTZ)
     )
     part = f"{clock} / {limit}"
@@ -138,7 +139,9 @@ def _throttled() -> PanelBuilder:
         minimum=0,
         decimals=0,
     )
-    query = f"sum by (run, reason) ({hardware_metrics.GPU_THROTTLED.name}{RANKS}) > 0"
+    # Of a host's common page, what is live and what is stored are series beside each other: each GPU counts once.
+    gpus = f"max by (run, rank, gpu, reason) ({hardware_metrics.GPU_THROTTLED.name}{RANKS})"
+    query = f"sum by (run, reason) ({gpus}) > 0"
     return lines(words, Query(query, "{{run}} {{reason}}"))
 
 
@@ -168,9 +171,9 @@ def _errors() -> PanelBuilder:
         minimum=0,
         decimals=0,
     )
-    xid = f"sum by (run, rank) (increase({hardware_metrics.GPU_XID_ERRORS.name}{RANKS}[$__rate_interval])) > 0"
-    errors = f'{hardware_metrics.GPU_ECC_ERRORS.name}{{run=~"$run", rank=~"$rank", type="uncorrected"}}'
-    ecc = f"sum by (run, rank) (increase({errors}[$__rate_interval])) > 0"
+    xid = f"sum by (run, rank) {increase(hardware_metrics.GPU_XID_ERRORS)} > 0"
+    errors = increase(hardware_metrics.GPU_ECC_ERRORS, 'type="uncorrected"')
+    ecc = f"sum by (run, rank) {errors} > 0"
     return lines(
         words,
         Query(f"topk by (run) ({MOST // 2}, {xid})", "{{run}} rank {{rank}} XID"),
@@ -187,7 +190,8 @@ def _error_counts() -> PanelBuilder:
         decimals=0,
     )
     columns = {"run": "Run", "rank": "Rank", "gpu": "GPU", "type": "Type"}
-    query = Query(f"topk(20, {hardware_metrics.GPU_ECC_ERRORS.name}{RANKS} > 0)")
+    counts = f"max by ({', '.join(columns)}) ({hardware_metrics.GPU_ECC_ERRORS.name}{RANKS})"
+    query = Query(f"topk(20, {counts} > 0)")
     return rows(words, query, {**columns, "Value": "Errors"})
 
 
@@ -215,7 +219,7 @@ def _retries() -> PanelBuilder:
         decimals=0,
     )
     retries, ooms = (
-        f"sum by (run) (increase({metric.name}{RANKS}[$__rate_interval]))"
+        f"sum by (run) {increase(metric)}"
         for metric in (hardware_metrics.DEVICE_ALLOC_RETRIES, hardware_metrics.DEVICE_OOMS)
     )
     return lines(words, Query(retries, "{{run}} retries"), Query(ooms, "{{run}} out of memory"))
@@ -255,13 +259,15 @@ def _switches() -> PanelBuilder:
         unit="none",
         minimum=0,
     )
-    switches = f"rate({hardware_metrics.PROCESS_INVOLUNTARY_SWITCHES.name}{RANKS}[$__rate_interval])"
-    faults = f"rate({hardware_metrics.PROCESS_MAJOR_FAULTS.name}{RANKS}[$__rate_interval])"
+    switches, faults = (
+        rate(metric)
+        for metric in (hardware_metrics.PROCESS_INVOLUNTARY_SWITCHES, hardware_metrics.PROCESS_MAJOR_FAULTS)
+    )
     return lines(
         words,
-        Query(f"avg by (run) ({switches})", "{{run}} switches, mean"),
-        Query(f"max by (run) ({switches})", "{{run}} switches, highest"),
-        Query(f"max by (run) ({faults})", "{{run}} faults, highest"),
+        Query(f"avg by (run) {switches}", "{{run}} switches, mean"),
+        Query(f"max by (run) {switches}", "{{run}} switches, highest"),
+        Query(f"max by (run) {faults}", "{{run}} faults, highest"),
     )
 
 

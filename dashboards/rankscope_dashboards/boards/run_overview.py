@@ -8,7 +8,7 @@ from grafana_foundation_sdk.builders import dashboard as builders
 
 from rankscope_contract import metrics
 from rankscope_contract.events import RunState
-from rankscope_dashboards.layout import RANKS, RUN, Place, Section, make_board
+from rankscope_dashboards.layout import Place, Section, make_board
 from rankscope_dashboards.panels import (
     NONE_IS_GOOD,
     PanelBuilder,
@@ -21,6 +21,7 @@ from rankscope_dashboards.panels import (
     share,
     value_texts,
 )
+from rankscope_dashboards.selectors import ALL_RANKS, RANKS, RUN, SERVICE_RANKS, rate
 
 UID: Final = "rankscope-run-overview"
 
@@ -244,7 +245,7 @@ def _replicas_apart() -> PanelBuilder:
         decimals=0,
     )
     value, step = (
-        f"by (run, replicas) ({metric.name}{RUN})" for metric in (metrics.REPLICA_HASH, metrics.REPLICA_HASH_STEP)
+        f"by (run, replicas) ({metric.name}{ALL_RANKS})" for metric in (metrics.REPLICA_HASH, metrics.REPLICA_HASH_STEP)
     )
     differs, comparable = f"max {value} != bool min {value}", f"max {step} == bool min {step}"
     return lines(words, Query(f"sum by (run) (({differs}) * ({comparable}))", "{{run}}"))
@@ -260,7 +261,7 @@ def _lag() -> PanelBuilder:
         minimum=0,
         decimals=0,
     )
-    return lines(words, Query(f"max by (run) ({metrics.LAG_RECORDS.name}{RANKS})", "{{run}} furthest behind"))
+    return lines(words, Query(f"max by (run) ({metrics.LAG_RECORDS.name}{SERVICE_RANKS})", "{{run}} furthest behind"))
 
 
 def _since_commit() -> PanelBuilder:
@@ -284,8 +285,8 @@ def _cost() -> PanelBuilder:
         unit="percentunit",
         minimum=0,
     )
-    own = f'rate({metrics.OVERHEAD_SECONDS.name}{{run=~"$run", rank=~"$rank", thread!~"{ONCE}"}}[$__rate_interval])'
-    share = Query(f"max by (run) (sum by (run, rank) ({own}))", "{{run}}")
+    own = rate(metrics.OVERHEAD_SECONDS, f'thread!~"{ONCE}"')
+    share = Query(f"max by (run) (sum by (run, rank) {own})", "{{run}}")
     return lines(words, share)
 
 
@@ -303,7 +304,7 @@ def _stretch() -> PanelBuilder:
 
 def _firings() -> str:
     """Return the firings of each rank: its own page is the newest while it lives, the service's count outlives it."""
-    both = f"{metrics.ANOMALY_EVENTS.name}{RANKS} or {metrics.ANOMALIES_INGESTED.name}{RANKS}"
+    both = f"{metrics.ANOMALY_EVENTS.name}{RANKS} or {metrics.ANOMALIES_INGESTED.name}{SERVICE_RANKS}"
     return f"max by (run, rank, rule, kind) ({both})"
 
 
@@ -314,4 +315,4 @@ def _extremes(metric: metrics.MetricSpec, by: str, legend: str) -> tuple[Query, 
 
 
 def _speed(by: str) -> str:
-    return f"sum by ({by}) (rate({metrics.TOKENS.name}{RANKS}[$__rate_interval]))"
+    return f"sum by ({by}) {rate(metrics.TOKENS)}"

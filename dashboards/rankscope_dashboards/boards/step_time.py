@@ -17,13 +17,12 @@ from rankscope_contract.phase_metrics import (
     STEP_PHASE_SECONDS,
 )
 from rankscope_contract.phases import LABEL, Phase
-from rankscope_dashboards.layout import RANKS, RUN, Place, Section, make_board
+from rankscope_dashboards.layout import Place, Section, make_board
 from rankscope_dashboards.panels import PanelBuilder, Query, Words, lines, share
+from rankscope_dashboards.selectors import RANKS, RUN, rate
 
 MOST: Final = 10
 """The most lines of a panel that shows single ranks."""
-
-_RATE: Final = "[$__rate_interval]"
 
 
 def board() -> builders.Dashboard:
@@ -57,7 +56,7 @@ def _phases() -> PanelBuilder:
         unit="percentunit",
         minimum=0,
     )
-    query = f"avg by (run, {LABEL}) (rate({PHASE_SECONDS.name}{RANKS}{_RATE}))"
+    query = f"avg by (run, {LABEL}) {rate(PHASE_SECONDS)}"
     return _stacked(lines(words, Query(query, f"{{{{run}}}} {{{{{LABEL}}}}}")))
 
 
@@ -82,8 +81,8 @@ def _data_wait() -> PanelBuilder:
         unit="percentunit",
         minimum=0,
     )
-    waits = PHASE_SECONDS.name + RANKS.replace("}", f', {LABEL}="{Phase.DATA_WAIT}"}}')
-    queries = [Query(f"{how} by (run) (rate({waits}{_RATE}))", f"{{{{run}}}} {how}") for how in ("max", "min")]
+    waits = rate(PHASE_SECONDS, f'{LABEL}="{Phase.DATA_WAIT}"')
+    queries = [Query(f"{how} by (run) {waits}", f"{{{{run}}}} {how}") for how in ("max", "min")]
     return lines(words, *queries)
 
 
@@ -107,10 +106,11 @@ def _slowest() -> PanelBuilder:
         unit="none",
         minimum=0,
     )
-    rate = f"rate({PRE_COLLECTIVE_TOTAL.name}{RANKS}{_RATE})"
-    middle = f"quantile by (run) (0.5, {rate})"
+    computing = rate(PRE_COLLECTIVE_TOTAL)
+    middle = f"quantile by (run) (0.5, {computing})"
     return lines(
-        words, Query(f"topk by (run) ({MOST}, {rate} / on (run) group_left () ({middle} > 0))", "{{run}} rank {{rank}}")
+        words,
+        Query(f"topk by (run) ({MOST}, {computing} / on (run) group_left () ({middle} > 0))", "{{run}} rank {{rank}}"),
     )
 
 

@@ -31,6 +31,8 @@ from rankscope_storage.remote_read.series import Series
 
 SAMPLES, STREAMED_XOR_CHUNKS = 0, 1
 MAX_REQUEST_BYTES: Final = 1 << 20
+SERIES_ALONE: Final = "series"
+"""What Prometheus names in place of a function when it looks for series, as lists of Grafana do, not for samples."""
 
 _SIX_BYTES_FROM, _SIX_BYTES_BELOW = 1 << 35, 1 << 42  # ms since 1970: from 1971 to 2109
 
@@ -62,6 +64,7 @@ def read_response(answers: Iterable[Sequence[Series]]) -> bytes:
 def _question(data: bytes) -> Question:
     start = end = 0
     matchers = []
+    function = ""
     for number, value in fields(data):
         if number == 1:
             start = signed(value)
@@ -69,7 +72,14 @@ def _question(data: bytes) -> Question:
             end = signed(value)
         elif number == 3:
             matchers.append(_matcher(octets(value)))
-    return Question(tuple(matchers), start, end)
+        elif number == 4:
+            function = _function(octets(value))
+    return Question(tuple(matchers), start, end, series_alone=function == SERIES_ALONE)
+
+
+def _function(hints: bytes) -> str:
+    """Return for which function of PromQL the answer is."""
+    return next((text(value) for number, value in fields(hints) if number == 2), "")
 
 
 def _matcher(data: bytes) -> Matcher:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from rankscope_storage.connection import Connection
@@ -25,11 +25,12 @@ IDENTITY: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One query of remote read. The span is closed, in ms."""
+    """One query of remote read. The span is closed, in ms. `series_alone`: of each series the last sample is enough."""
 
     matchers: tuple[Matcher, ...]
     start_ms: int
     end_ms: int
+    series_alone: bool = False
 
     def fits(self, label: str, text: str) -> bool:
         """Return whether `label` may be `text`."""
@@ -45,7 +46,7 @@ class Question:
         if not all(self.fits(name, text) for name, text in labels.items()):
             return None
         rest = tuple(matcher for matcher in self.matchers if matcher.name not in labels)
-        return Question(rest, self.start_ms, self.end_ms)
+        return replace(self, matchers=rest)
 
     def within(self) -> str:
         """Return the predicate of time."""

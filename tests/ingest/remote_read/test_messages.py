@@ -17,16 +17,17 @@ from rankscope_storage.remote_read.matchers import Matcher, MatchType
 from rankscope_storage.remote_read.question import Question
 from rankscope_storage.remote_read.series import Series
 
+HINTED = st.sampled_from(["", "rate", "series"])
 TIMES = st.one_of(st.integers(-(1 << 62), 1 << 62), st.integers(1_500_000_000_000, 1_900_000_000_000))
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.lists(st.tuples(TIMES, TIMES, st.lists(st.tuples(st.integers(0, 3), st.text(), st.just("a|b"))))))
+@given(st.lists(st.tuples(TIMES, TIMES, HINTED, st.lists(st.tuples(st.integers(0, 3), st.text(), st.just("a|b"))))))
 def test_request_is_read_as_prometheus_means_it(queries):
     request = MESSAGES["ReadRequest"](accepted_response_types=[1, 0])
-    for start, end, matchers in queries:
+    for start, end, function, matchers in queries:
         query = request.queries.add(start_timestamp_ms=start, end_timestamp_ms=end)
-        query.hints.step_ms, query.hints.func = 15_000, "rate"
+        query.hints.step_ms, query.hints.func = 15_000, function
         for kind, name, value in matchers:
             query.matchers.add(type=kind, name=name, value=value)
 
@@ -34,8 +35,13 @@ def test_request_is_read_as_prometheus_means_it(queries):
 
     assert (1, 0) == found.accepted
     assert [
-        Question(tuple(Matcher(MatchType(kind), name, value) for kind, name, value in matchers), start, end)
-        for start, end, matchers in queries
+        Question(
+            tuple(Matcher(MatchType(kind), name, value) for kind, name, value in matchers),
+            start,
+            end,
+            function == "series",
+        )
+        for start, end, function, matchers in queries
     ] == list(found.questions)
 
 

@@ -77,10 +77,19 @@ class History:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
 
-    def ask(self, *matchers: tuple[str, str, str], start=ALWAYS[0], end=ALWAYS[1], series=1000, samples=10_000, **more):
-        """Return {labels: [(ms, value)]}."""
+    def ask(
+        self,
+        *matchers: tuple[str, str, str],
+        start=ALWAYS[0],
+        end=ALWAYS[1],
+        series=1000,
+        samples=10_000,
+        alone=False,
+        **more,
+    ):
+        """Return {labels: [(ms, value)]}; `alone` is for labels and last samples."""
         given = tuple(Matcher(OPERATORS[operator], name, value) for name, operator, value in matchers)
-        question = Question(given, start, end)
+        question = Question(given, start, end, series_alone=alone)
         (answer,) = read(self.connection, [question], max_series=series, max_samples=samples, **more)
         assert [one.labels for one in answer] == sorted({one.labels for one in answer})
         return {one.labels: list(zip(one.times_ms.tolist(), one.values.tolist(), strict=True)) for one in answer}

@@ -63,6 +63,17 @@ def test_what_is_unusual_has_labels_of_its_own_and_nan_is_a_value(history):
     assert "placement" not in dict(labels)
 
 
+def test_who_looks_for_series_alone_is_given_the_last_sample_of_each(history):
+    """So lists of runs and ranks over months are no question that is too large."""
+    asked = (("job", "=", "rankscope"), ("run", "=", "summer/1"))
+    all_samples = history.ask(*asked)
+    steps = ("__name__", "=", "rankscope_step")
+
+    last = {labels: samples[-1:] for labels, samples in all_samples.items()}
+    assert str(last) == str(history.ask(*asked, alone=True))  # NaN is none of itself
+    assert 3 == len(history.ask(*asked, steps, alone=True, samples=3)), "two ranks, and what is of none"
+
+
 def test_exporters_of_others_are_found_under_their_own_names(history):
     found = history.ask(("__name__", "=~", "DCGM_.*|up"), ("gpu", "!=", "1"))
 

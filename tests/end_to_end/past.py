@@ -1,0 +1,96 @@
+"""Steps of months ago in a store, and what our boards show of them through a Prometheus that never scraped any.
+
+Every metric that a rank stores has a series here, also what no CPU has, so that all panels of ranks are asked.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from rankscope_contract.metric_spec import MetricSpec
+from rankscope_contract.metrics import CATALOG
+from rankscope_contract.records import canonical_labels
+from rankscope_dashboards.generate import files
+from rankscope_storage.schema import dataset_schema
+from rankscope_storage.store import Batch, Store
+
+RUN = "before"
+STEPS, SECONDS_PER_STEP = 40, 15
+CHOSEN = {"clock": "sm", "type": "uncorrected", "phase": "data_wait"}
+"""Values of labels that panels name."""
+
+SCALARS = [spec for spec in CATALOG.values() if (spec.stored_as or "").startswith("scalars:")]
+BOARDS = {
+    name: json.loads(text) for name, text in files().items() if name.startswith("dashboards/") and ".json" in name
+}
+VARIABLES = {"$__rate_interval": "1m", "$__interval": "30s", "$run": f"{RUN}|other", "$rank": ".+"}
+
+
+def put(folder: Path, then: int) -> None:
+    """Store steps of two ranks from `then` on, in seconds. All values are the step; of rank 1, twice that."""
+    rows = [
+        row for rank in (0, 1) for step in range(STEPS) for spec in SCALARS for row in _rows(spec, rank, step, then)
+    ]
+    table = pa.Table.from_pylist(rows, schema=dataset_schema("scalars"))
+    with Store.open(folder, create=True).claim(owner="before") as writer:
+        writer.append(Batch(tables={"scalars": table}, watermarks={}))
+
+
+def _rows(spec: MetricSpec, rank: int, step: int, then: int) -> list[dict[str, Any]]:
+    name = (spec.stored_as or "").removeprefix("scalars:")
+    labels = canonical_labels({label: CHOSEN.get(label, "x") for label in spec.labels})
+    when = {"run": RUN, "attempt": 0, "rank": rank, "step": step, "ts": (then + SECONDS_PER_STEP * step) * 1_000_000}
+    return [{**when, "name": name, "unit": spec.unit, "labels": labels, "value": float(step * (rank + 1))}]
+
+
+def panels_of_the_past() -> dict[str, str]:
+    """Return the queries whose metrics are all stored, by panel and place, as Grafana asks them."""
+    stored = {spec.name for spec in SCALARS} | {"rankscope_step"}
+    found = {}
+    for board in BOARDS.values():
+        for panel in board["panels"]:
+            for target in panel.get("targets", ()):
+                if set(re.findall(r"rankscope_\w+", target["expr"])) <= stored:
+                    found[f"{board['title']}: {panel['title']} {target['refId']}"] = substituted(target["expr"])
+    return found
+
+
+def substituted(text: str) -> str:
+    """Return a query with the variables of the boards filled in."""
+    for variable, value in VARIABLES.items():
+        text = text.replace(variable, value)
+    return text
+
+
+def shown(prometheus: str, expression: str, then: int) -> list[list[float]]:
+    """Return the lines of a panel at the steps 16, 20 and 24."""
+    start, end = (then + SECONDS_PER_STEP * step for step in (16, 24))
+    data = _asked(f"{prometheus}/api/v1/query_range", query=expression, start=start, end=end, step=4 * SECONDS_PER_STEP)
+    return [[float(value) for _, value in series["values"]] for series in data["result"]]
+
+
+def listed(prometheus: str, then: int) -> dict[str, set[str]]:
+    """Return what the lists at the top of a board offer over that time, as `seriesEndpoint` has Grafana ask."""
+    found = {}
+    for variable in next(iter(BOARDS.values()))["templating"]["list"]:
+        if variable["type"] == "query":
+            selector, label = re.fullmatch(r"label_values\((.+), (\w+)\)", substituted(variable["query"])).groups()
+            window = {"start": then, "end": then + STEPS * SECONDS_PER_STEP}
+            found[label] = {
+                one[label] for one in _asked(f"{prometheus}/api/v1/series", **{"match[]": selector}, **window)
+            }
+    return found
+
+
+def _asked(url: str, **arguments: Any) -> Any:
+    with urllib.request.urlopen(f"{url}?{urllib.parse.urlencode(arguments)}", timeout=20) as answer:
+        document = json.load(answer)
+    assert "warnings" not in document, document["warnings"]
+    return document["data"]
