@@ -11,6 +11,6 @@ THOROUGH = os.environ.get("RANKSCOPE_THOROUGH", "") not in ("", "0")
 USUAL = 100  # hypothesis' own default
 
 
-def examples(thorough: int) -> int:
+def examples(thorough: int, *, at_least: int = 5) -> int:
     """Return how many examples to try of a property that deserves so many of them."""
-    return thorough if THOROUGH else max(thorough // 4, 5)
+    return thorough if THOROUGH else max(thorough // 4, at_least)

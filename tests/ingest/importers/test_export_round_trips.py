@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.properties import examples
 
 from rankscope_contract.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS, Kind
 from rankscope_contract.records import DATASETS, canonical_labels
@@ -77,7 +78,9 @@ sample = st.fixed_dictionaries(
 )
 DATA = {"scalars": scalar, "tensor_stats": tensor, "features": feature}
 relaxed = settings(
-    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    max_examples=examples(6, at_least=3),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 numbers = itertools.count()
 

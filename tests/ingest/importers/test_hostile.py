@@ -8,10 +8,10 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import subprocess
-import sys
+import os
 
 import pytest
+from tests.programs import Server
 
 from rankscope_ingest.errors import IngestError
 from rankscope_ingest.importers import find_importer, importers
@@ -33,11 +33,11 @@ VALUE_OF = {
 }
 
 _MEASURED = """
-import resource, sys
+import resource
 from pathlib import Path
 from rankscope_ingest.importers import Faults, importers
-importer = importers()[sys.argv[1]]
-for path in sys.argv[2:]:
+importer = importers()[{kind!r}]
+for path in {paths}:
     faults = Faults()
     for _ in importer.read(Path(path), faults):
         pass
@@ -99,8 +99,14 @@ def test_nan_infinity_and_overflow_are_values(desk, kind, nan, infinity):
     assert 0 == report.malformed
 
 
+@pytest.fixture(scope="module")
+def readers():
+    """Return what forks a process of its own, whose memory is measured, for each importer."""
+    return Server("rankscope_ingest.importers")
+
+
 @pytest.mark.parametrize("kind", SAMPLES)
-def test_line_of_a_hundred_megabytes_is_counted_and_costs_no_memory(tmp_path, kind):
+def test_line_of_a_hundred_megabytes_is_counted_and_costs_no_memory(tmp_path, readers, kind):
     """Zeros, which take no disk; in the middle of a value, so that it is the parser's own matter."""
     _, _, row, end = SAMPLES[kind]
     paths = [tmp_path / name / "Dec03_21-34-40-rank0-0123abcd" / SAMPLES[kind][0] for name in ("short", "long")]
@@ -116,9 +122,7 @@ def test_line_of_a_hundred_megabytes_is_counted_and_costs_no_memory(tmp_path, ki
         file.truncate(file.tell() + (96 << 20))
         file.seek(0, 2)
         file.write(("\n" + row.format(step=802, value=2.0) + end).encode())
-    done = subprocess.run(
-        [sys.executable, "-c", _MEASURED, kind, *map(str, paths)], capture_output=True, text=True, check=True
-    )
+    done = readers.run(_MEASURED.format(kind=kind, paths=list(map(str, paths))), dict(os.environ), 120.0)
     (faults, peak), (more_faults, higher_peak) = (map(int, line.split()) for line in done.stdout.splitlines())
 
     assert 0 == faults < more_faults <= 2

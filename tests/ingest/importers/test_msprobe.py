@@ -480,7 +480,7 @@ def test_damaged_files_never_raise_anything_but_an_import_error(tmp_path, sample
 
 def test_batches_of_any_size_read_the_same(monkeypatch, desk):
     desk.bring(NAN, run="whole")
-    monkeypatch.setattr(cells, "BATCH_LINES", 3)
+    monkeypatch.setattr(cells, "BATCH_LINES", 17)
     desk.bring(NAN, run="small")
     query = "SELECT * EXCLUDE (run, incarnation, ordinal) FROM tensor_stats WHERE run = $run ORDER BY ALL"
 

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.properties import examples
 
 from rankscope_contract.kinds import VALUE_OPS, Kind
 from rankscope_ingest.importers import import_records, importers
@@ -94,7 +95,9 @@ def rows_of(store, columns=COLUMNS, dataset="tensor_stats"):
         return connection.query(f"SELECT {columns} FROM {dataset} ORDER BY ALL").to_pylist()
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(8, at_least=3), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     steps=st.lists(st.lists(tensors(), min_size=1, max_size=5).map(distinct), min_size=1, max_size=4),
     per_file=st.integers(1, 5),

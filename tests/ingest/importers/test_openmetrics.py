@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
+from tests.properties import examples
 
 from rankscope_ingest.errors import IngestError
 from rankscope_ingest.importers import Faults, ImportedBlock, find_importer
@@ -253,7 +254,7 @@ def test_no_mutation_breaks_the_importer(tmp_path):
     rng = random.Random(4)
     sound = scrapes((1700000000, 1, 2.5, 9.0), (1700000005, 2, 2.25, 8.0)).encode()
     path = tmp_path / "dump.txt"
-    for _ in range(60):
+    for _ in range(examples(60)):
         text = bytearray(sound)
         for _ in range(rng.randint(1, 12)):
             place = rng.randrange(len(text))
