@@ -97,12 +97,14 @@ def _guessed(octets: Octets) -> _Chain | None:
     tags = np.flatnonzero(octets[: max(0, len(octets) - _WITHOUT_VALUE + 1)] == _SAMPLE)
     lengths = octets[tags + 1].astype(np.int64)
     usual = (lengths == _WITH_VALUE - 2) | (lengths == _WITHOUT_VALUE - 2)
-    ends = (tags + 2 + lengths)[usual]
+    ends = np.unique((tags + 2 + lengths)[usual])  # what looks like a sample may lie within one, and end with it
     ends = ends[ends <= len(octets)]
     if not len(ends) or ends[-1] != len(octets):
         return None
     ends = ends[np.append(octets[ends[:-1]] == _SERIES, True)]
     ends = ends[octets[ends - 7] == _TIME]
+    if not len(ends) or ends[-1] != len(octets):
+        return None
     begins = np.concatenate([[0], ends[:-1]]).astype(np.int64)
     low = octets[begins + 1].astype(np.int64)
     high = octets[begins + 2].astype(np.int64)

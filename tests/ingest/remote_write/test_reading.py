@@ -80,6 +80,22 @@ def test_any_request_is_read_as_the_reference_reads_it(requests):
         assert len(metadata) == first.metadata
 
 
+def test_a_last_sample_whose_time_comes_first_is_no_end_that_is_proved():
+    """Protobuf allows any order; it has the length of a usual one."""
+    data = write_request((UP, [(NOW, 1.0)]), ({**UP, "cpu": "1"}, [(NOW, 2.5)]))
+    value, time = data[-16:-7], data[-7:]
+
+    assert meant(data) == rows(WriteReader().read(data[:-16] + time + value))
+
+
+def test_a_value_or_label_in_which_a_sample_seems_to_begin_ends_no_message_twice():
+    (within,) = struct.unpack("<d", b"123456\x12\x07")
+    for series in ((UP, [(NOW, within)]), ({**UP, "x": "\x12\x10", "zzz": ""}, [(NOW, 0.0)])):
+        data = write_request((UP, [(NOW - 1, 1.0)]), series)
+
+        assert meant(data) == rows(WriteReader().read(data))
+
+
 def test_usual_requests_are_read_by_known_labels_whatever_their_values(monkeypatch):
     """Every label set costs a reading by the rules once; a value of 0 is left out of a message; some have several."""
     reader = WriteReader()
