@@ -81,14 +81,15 @@ class _Column:
 
 def _without_unused(column: pa.DictionaryArray) -> pa.DictionaryArray:
     """Return `column` with a dictionary of what is in it: each row group has all of its dictionary written."""
-    if len(column.dictionary) <= _SMALL_DICTIONARY or column.indices.null_count:
+    if len(column.dictionary) <= _SMALL_DICTIONARY:
         return column
-    codes = column.indices.to_numpy()
+    nulls = column.indices.is_null().to_numpy(zero_copy_only=False) if column.indices.null_count else None
+    codes = pc.fill_null(column.indices, 0).to_numpy()
     is_used = np.zeros(len(column.dictionary), np.bool_)
-    is_used[codes] = True
+    is_used[codes if nulls is None else codes[~nulls]] = True
     new_codes = np.cumsum(is_used, dtype=np.int32) - 1
     used = column.dictionary.take(pa.array(np.flatnonzero(is_used)))
-    return pa.DictionaryArray.from_arrays(pa.array(new_codes[codes]), used)
+    return pa.DictionaryArray.from_arrays(pa.array(new_codes[codes], mask=nulls), used)
 
 
 def _narrow(order: np.ndarray[tuple[int], np.dtype[np.int64]]) -> np.ndarray[tuple[int], np.dtype[np.integer]]:
@@ -106,7 +107,7 @@ def _writer(path: Path | IO[bytes], schema: pa.Schema, dataset: str) -> pq.Parqu
         use_dictionary=list(encodings.dictionary),
         column_encoding=encodings.others,
         store_schema=False,  # else the footer would differ with how the text columns happened to be held in memory
-        write_statistics=[name for name in counted_columns(dataset) if name not in _UNSEARCHED],
+        write_statistics=_searched_columns(dataset),
         data_page_size=_PAGE_BYTES,
         max_rows_per_page=ROW_GROUP_ROWS,
         dictionary_pagesize_limit=_PAGE_BYTES,
@@ -120,6 +121,12 @@ def counted_columns(dataset: str) -> tuple[str, ...]:
     DuckDB takes such a range for the whole truth: `WHERE isnan(value)` would find nothing among finite numbers.
     """
     return tuple(name for name, type_ in _leaves(dataset) if not pa.types.is_floating(type_))
+
+
+def _searched_columns(dataset: str) -> list[str]:
+    # A scalar is asked for with its labels, mostly none: where a footer says that there are none nothing is read.
+    unsearched = set(_UNSEARCHED) - ({"labels"} if dataset == "scalars" else set())
+    return [name for name in counted_columns(dataset) if name not in unsearched]
 
 
 @dataclass(frozen=True, slots=True)

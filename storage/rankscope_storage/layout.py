@@ -67,13 +67,13 @@ class _Parts:
     """The part of each row, as a position in a list of names."""
 
     names: Sequence[str]
-    codes: Indices
+    codes: npt.NDArray[np.integer]
 
 
 def parts(table: pa.Table, dataset: str, today: dt.date) -> Iterator[tuple[str, pa.Table]]:
     """Yield (part name, its rows) of one flush; together exactly the rows of `table`."""
     names = _day_parts(table, today) if dataset == "samples" else _run_parts(table, today)
-    used = np.unique(names.codes)
+    used = np.flatnonzero(np.bincount(names.codes, minlength=len(names.names)))
     for code in used:
         rows = table if len(used) == 1 else table.take(pa.array(np.flatnonzero(names.codes == code)))
         yield names.names[code], rows
@@ -91,6 +91,10 @@ def _run_parts(table: pa.Table, today: dt.date) -> _Parts:
 
 def _day_parts(table: pa.Table, today: dt.date) -> _Parts:
     times = one_chunk(table.column("ts")).view(pa.int64())
+    if len(times) and not times.null_count:  # nearly always of one day, for which nothing need be sorted
+        low, high = (value.as_py() // _DAY_MICROSECONDS for value in pc.min_max(times).values())
+        if low == high:
+            return _Parts([_day(low)], np.zeros(len(times), np.int8))
     days, codes = np.unique(pc.fill_null(times, 0).to_numpy() // _DAY_MICROSECONDS, return_inverse=True)
     if times.null_count:
         codes = np.where(times.is_null().to_numpy(zero_copy_only=False), len(days), codes)

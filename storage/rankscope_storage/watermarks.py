@@ -47,7 +47,10 @@ def check_covered(table: pa.Table, dataset: str, watermarks: Mapping[str, int]) 
 
 def _numbered(table: pa.Table, limits: Mapping[str, int], compare: Callable[[Any, Any], Any]) -> pa.BooleanArray:
     """Return where `compare(seq, limit of its incarnation)` holds; False where one of the two is null."""
-    encoded = table.column("incarnation").combine_chunks()
+    column = table.column("incarnation")
+    if column.null_count == len(column):  # rows of exporters, by the hundred thousand
+        return pa.array(np.zeros(len(column), np.bool_))
+    encoded = column.combine_chunks()
     encoded = encoded if pa.types.is_dictionary(encoded.type) else encoded.dictionary_encode()
     by_code = np.array([limits.get(text, NOTHING) for text in encoded.dictionary.to_pylist()] or [NOTHING], np.int64)
     codes = pc.fill_null(encoded.indices, 0).to_numpy(zero_copy_only=False)
