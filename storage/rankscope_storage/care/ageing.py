@@ -19,6 +19,9 @@ from rankscope_storage.snapshot import Snapshot
 WORK_ROWS: Final = 50_000_000
 """Rows that one commit rolls up at most: half a minute, which a service that is stopped may have to wait."""
 
+_BY_DAY: Final = frozenset({"samples"})
+"""No file of these holds rows of two days."""
+
 _LOG_CUTS: Final = dt.timedelta(milliseconds=1)  # times in the log are cut to the millisecond
 
 File = Mapping[str, Any]
@@ -31,6 +34,7 @@ class Fate(enum.StrEnum):
     GONE = "nothing"
     ROLLED = "rollups"
     CUT = "rollups, in part"
+    TRIMMED = "nothing, in part"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +56,8 @@ def plan(snapshot: Snapshot, limits: Mapping[str, Limit]) -> list[Work]:
     works = (
         [Work(fate=Fate.GONE, files=tuple(going), before=max(one.before for one in limits.values()))] if going else []
     )
+    for name in sorted(by_dataset.keys() - ROLLUPS.keys() - _BY_DAY):
+        works += _in_part(Fate.TRIMMED, by_dataset[name], limits[name])
     for dataset in ROLLUPS:
         for group in _groups(by_dataset.get(dataset, ())):
             works += _rolling(group, limits[dataset])
@@ -73,9 +79,14 @@ def _rolling(group: Sequence[File], limit: Limit) -> Iterator[Work]:
         rows += file["rows"]
     if ready:
         yield Work(fate=Fate.ROLLED, files=tuple(ready), before=limit.before)
-    for file in young:
-        if file["ts_min"] is not None and file["ts_min"] < limit.before - limit.slack:
-            yield Work(fate=Fate.CUT, files=(file,), before=limit.before)
+    yield from _in_part(Fate.CUT, group, limit)
+
+
+def _in_part(fate: Fate, files: Sequence[File], limit: Limit) -> Iterator[Work]:
+    """Yield the works on files that reach over the limit; compaction makes one file of many days where rows are few."""
+    for file in files:
+        if not _is_old(file, limit) and file["ts_min"] is not None and file["ts_min"] < limit.before - limit.slack:
+            yield Work(fate=fate, files=(file,), before=limit.before)
 
 
 def _old(files: Sequence[File], limit: Limit) -> list[File]:

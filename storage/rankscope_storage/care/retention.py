@@ -14,7 +14,6 @@ from typing import Final
 
 import pyarrow as pa
 
-from rankscope_contract.rollups import ROLLUPS
 from rankscope_storage.care.ageing import Fate, File, Work, plan
 from rankscope_storage.care.policy import RAW, Retention
 from rankscope_storage.care.rolling import cut, roll_up
@@ -68,10 +67,11 @@ def retain(
     planned = plan(log.snapshot(), retention.limits(now))
     if dry_run:
         return _report(planned)
-    if any(work.fate is not Fate.GONE for work in planned):
+    if any(work.fate in {Fate.ROLLED, Fate.CUT} for work in planned):
         _widen(log)
     done: list[Work] = []
-    added: list[DataFile] = []
+    rollups: list[DataFile] = []
+    rest: list[DataFile] = []
     refused, failed, begun = 0, [], 0
     for begun, work in enumerate(planned, 1):
         try:
@@ -85,12 +85,13 @@ def retain(
         else:
             if files is not None:
                 done.append(work)
-                added += files
+                rest += [file for file in files if file.dataset == work.files[0]["dataset"]]
+                rollups += [file for file in files if file.dataset != work.files[0]["dataset"]]
         if progress is not None:
             progress(begun, len(planned))
         if len(done) == works:
             break
-    return _report(done, added, left=len(planned) - begun, refused=refused, failed=tuple(failed))
+    return _report(done, rollups, rest, left=len(planned) - begun, refused=refused, failed=tuple(failed))
 
 
 class _ReplacedError(ConflictError):
@@ -104,7 +105,7 @@ def _carry_out(log: Log, work: Work, sync: Sync) -> list[DataFile] | None:
     added: list[DataFile] = []
     if work.fate is Fate.ROLLED:
         added = roll_up(log.root, work.files, sync)
-    elif work.fate is Fate.CUT:
+    elif work.fate in {Fate.CUT, Fate.TRIMMED}:
         added = cut(log.root, work.files[0], work.before, sync)
         if not added:
             return None
@@ -149,15 +150,14 @@ def _widen(log: Log) -> None:
 
 def _report(
     works: Sequence[Work],
-    added: Sequence[DataFile] = (),
+    rollups: Sequence[DataFile] = (),
+    rest: Sequence[DataFile] = (),
     *,
     left: int = 0,
     refused: int = 0,
     failed: tuple[str, ...] = (),
 ) -> RetentionReport:
     files = [file for work in works for file in work.files]
-    rest = [file for file in added if file.dataset not in ROLLUPS.values()]
-    rollups = [file for file in added if file.dataset in ROLLUPS.values()]
     return RetentionReport(
         files=len(files),
         rows=sum(file["rows"] for file in files) - sum(file.rows for file in rest),

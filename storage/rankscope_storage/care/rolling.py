@@ -61,7 +61,7 @@ def roll_up(root: Path, files: Sequence[File], sync: Sync) -> list[DataFile]:
 def cut(root: Path, file: File, before: dt.datetime, sync: Sync) -> list[DataFile]:
     """Write the rollups of the buckets of `file` that ended before `before`, and the rest of its rows as they are.
 
-    Returns the new files; none when no bucket has ended.
+    Of a dataset without rollups it is just the rest. Returns the new files; none when no bucket has ended.
     """
     dataset, path = file["dataset"], str(root / file["path"])
     numbered = f"read_parquet({sql_string(path)}, hive_partitioning = false, file_row_number = true)"
@@ -70,8 +70,9 @@ def cut(root: Path, file: File, before: dt.datetime, sync: Sync) -> list[DataFil
         stays = engine.sql(f"SELECT file_row_number AS place FROM {numbered} AS row SEMI {_OF_BUCKET} ORDER BY place")
         places = stays.to_arrow_table().column("place").to_numpy()
         if len(places) < file["rows"]:
-            going = f"(SELECT row.* FROM ({files_select(dataset, [path])}) AS row ANTI {_OF_BUCKET})"
-            written.extend(_rollups(engine, going, root, [file], sync))
+            if dataset in ROLLUPS:
+                going = f"(SELECT row.* FROM ({files_select(dataset, [path])}) AS row ANTI {_OF_BUCKET})"
+                written.extend(_rollups(engine, going, root, [file], sync))
             if len(places):
                 rest, bits = conform(_read(path, dataset, places), dataset), file_mantissa_bits(file["path"])
                 written.append(write_file(root, dataset, file["part"], rest, sync, mantissa_bits=bits))

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rankscope_contract.records import DATASETS, DIMENSIONS
-from rankscope_contract.rollups import ROLLUPS
+from rankscope_contract.rollups import BUCKET_SECONDS, ROLLUPS
 from rankscope_storage.care import ageing, retention
 from rankscope_storage.care.checking import check
 from rankscope_storage.care.retention import RAW, Retention, RetentionReport, retain
@@ -23,6 +23,7 @@ from rankscope_storage.store import Batch, Store
 START = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)
 KEPT_DAYS = 100
 """So that the slack is one day."""
+HOUR = BUCKET_SECONDS / 86_400
 
 
 def day(number: float) -> dt.datetime:
@@ -79,18 +80,35 @@ DAYS = st.lists(st.lists(st.one_of(st.none(), st.floats(0, 10)), min_size=1, max
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(DAYS, st.floats(0, 10))
-def test_a_file_goes_when_its_youngest_row_is_too_old_and_no_younger_row_ever(tmp_path_factory, files, limit):
+def test_a_row_goes_once_it_is_too_old_and_no_younger_one_ever(tmp_path_factory, files, limit):
+    """A file as a whole, or what is too old in it, a day and an hour late at most."""
     store = Store.open(tmp_path_factory.mktemp("store"), create=True)
     with store.claim(owner="me") as writer:
         for days in files:
             writer.append(rows("features", days))
         raw_before(store.root, limit)
     slack = 1e-3 / 43_200  # two milliseconds: the log cuts times
-    known = [[number for number in days if number is not None] for days in files]
-    must = sum(len(days) for days, told in zip(files, known, strict=True) if told and max(told) < limit - slack)
-    may = sum(len(days) for days, told in zip(files, known, strict=True) if told and max(told) < limit)
+    must = may = 0
+    for days in files:
+        known = [number for number in days if number is not None]
+        is_old = bool(known) and max(known) < limit - slack
+        is_late = bool(known) and min(known) < limit - 1 - slack
+        may += len(days) if known and max(known) < limit else sum(number < limit for number in known)
+        must += len(days) if is_old else is_late * sum(number < limit - HOUR - slack for number in known)
 
     assert sum(map(len, files)) - may <= count(store.root, "features") <= sum(map(len, files)) - must
+
+
+@pytest.mark.parametrize("dataset", ["features", "tensor_rollups"])
+def test_what_is_too_old_goes_though_compaction_has_put_younger_rows_into_its_file(store, writer, dataset):
+    """Runs that write little share a file for months: it must not keep its first days as long."""
+    writer.append(rows(dataset, [0.0, 0.5, 1.9, 5.0, None]))
+    policy = Retention(raw_days=KEPT_DAYS, rollup_days=KEPT_DAYS)
+    report = retain(store.root, policy, sync_to_disk, now=day(2 + KEPT_DAYS))
+
+    assert (3, 0, 2) == (report.rows, report.added_rows, count(store.root, dataset))
+    assert [dataset] == stored(store.root)
+    assert 0 == retain(store.root, policy, sync_to_disk, now=day(2 + KEPT_DAYS)).files
 
 
 def test_a_dry_run_says_what_would_go_and_changes_nothing(store, writer):
