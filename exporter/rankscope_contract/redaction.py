@@ -66,7 +66,8 @@ _SECRET_BEFORE_KEY: Final = frozenset(
 )
 _SECRET_BEFORE_TOKENS: Final = frozenset(["access", "api", "auth", "bearer", "refresh", "secret"])
 _VOCABULARY: Final = frozenset(
-    ["bos", "cls", "end", "eos", "image", "mask", "max", "next", "pad", "per", "sep", "special", "start", "unk"]
+    ["audio", "bos", "cls", "end", "eos", "image", "mask", "max", "next", "pad", "per", "sep", "special", "start", "unk"]
+    + ["video", "vision"]
 )
 _SHOWN_LAST_WORDS: Final = frozenset(["dir", "file", "folder", "mode", "name", "path", "type"])
 """What stands behind such a word says where a secret is, not what it is."""
@@ -140,11 +141,19 @@ def redacted(value: Any, *, depth: int = 0) -> Any:
 def redacted_json(text: str | None) -> str | None:
     """Return a JSON text without secrets, as it is where it holds none; other text by its looks."""
     try:
-        document = json.loads(text or "null")
+        document = json.loads(text or "null", object_pairs_hook=_without_doubles)
         shown = redacted(document)
     except (ValueError, RecursionError):
         return redacted_text(text or "")
     return text if shown == document else json.dumps(shown, ensure_ascii=False)
+
+
+def _without_doubles(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object; of a name given twice a reader would see only the last value, and the text has both."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is given twice")
+    return found
 
 
 def _named(name: str, value: Any, depth: int) -> Any:

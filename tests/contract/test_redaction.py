@@ -79,6 +79,7 @@ def test_names_of_secrets(name):
         "auth_mode",
         "tensors",
         "image_token",
+        "audio_token",
         "every",
         "steps",
         "rule_name",
@@ -182,6 +183,12 @@ def test_text_that_is_no_json_is_masked_by_its_looks():
     assert "token=***, lr=3" == redacted_json(f"token={SECRET}, lr=3")
     assert '{"token": "***"}' == redacted_json(json.dumps({"token": SECRET}))
     assert redacted_json(None) is None
+
+
+@pytest.mark.parametrize("text", ['{"token": "%s", "token": null}', '[{"api_key": "%s", "lr": 3, "api_key": ""}]'])
+def test_a_name_that_stands_twice_in_an_object_hides_no_secret(text):
+    """A reader of JSON sees the last one only; what is stored is the text."""
+    assert SECRET not in redacted_json(text % SECRET)
 
 
 def test_what_a_hostile_rank_sends_holds_nobody_up():
