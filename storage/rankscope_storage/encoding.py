@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rankscope_storage.layout import LAID_TOGETHER, SORT_KEYS, is_constant, one_chunk, sort_order
+from rankscope_storage.layout import LAID_TOGETHER, SORT_KEYS, is_constant, is_sorted, one_chunk, sort_order
 from rankscope_storage.schema import dataset_schema
 
 ROW_GROUP_ROWS: Final = 131_072
@@ -46,12 +46,18 @@ def write_sorted(table: pa.Table, dataset: str, path: Path | IO[bytes], mantissa
     fields = zip(table.column_names, columns, strict=True)
     schema = pa.schema([pa.field(name, column.values.type, nullable=column.has_nulls) for name, column in fields])
     together = LAID_TOGETHER.get(dataset, ())
-    order = pa.array(_narrow(sort_order(table, SORT_KEYS[dataset], together=together)))
+    order = None
+    if not is_sorted(table, SORT_KEYS[dataset], together=together):
+        order = pa.array(_narrow(sort_order(table, SORT_KEYS[dataset], together=together)))
     with _writer(path, schema, dataset) as writer:
         # Sorted one row group at a time: a sorted copy of the whole would cost more than the sorting itself.
         for start in range(0, table.num_rows, ROW_GROUP_ROWS):
-            rows = order.slice(start, ROW_GROUP_ROWS)
-            group = pa.Table.from_arrays([column.take(rows) for column in columns], schema=schema)
+            if order is None:
+                arrays = [column.slice(start) for column in columns]
+            else:
+                rows = order.slice(start, ROW_GROUP_ROWS)
+                arrays = [column.take(rows) for column in columns]
+            group = pa.Table.from_arrays(arrays, schema=schema)
             writer.write_table(group, row_group_size=ROW_GROUP_ROWS)
         writer.add_key_value_metadata(dataset_schema(dataset).metadata)
         if mantissa_bits is not None:
@@ -75,8 +81,15 @@ class _Column:
     def take(self, rows: pa.Array) -> pa.Array:
         if self.is_constant:
             return self.values.slice(0, len(rows))
-        taken = pc.take(self.values, rows, boundscheck=False)
-        return _without_unused(taken) if pa.types.is_dictionary(taken.type) else taken
+        return _with_used(pc.take(self.values, rows, boundscheck=False))
+
+    def slice(self, start: int) -> pa.Array:
+        """Return the rows of the row group that begins at `start`, where rows lie in their order already."""
+        return _with_used(self.values.slice(start, ROW_GROUP_ROWS))
+
+
+def _with_used(column: pa.Array) -> pa.Array:
+    return _without_unused(column) if pa.types.is_dictionary(column.type) else column
 
 
 def _without_unused(column: pa.DictionaryArray) -> pa.DictionaryArray:

@@ -10,7 +10,7 @@ from typing import Final
 import pyarrow as pa
 
 from rankscope_storage.definitions import named
-from rankscope_storage.engines import DEFINITIONS, LATEST, LATEST_MEASURED_ONCE, RAW, Engine, trust
+from rankscope_storage.engines import DEFINITIONS, LATEST, LATEST_MEASURED_ONCE, NOTHING_ROLLED_UP, RAW, Engine, trust
 from rankscope_storage.newest import TABLE, measured_once, newest_steps, rows_of
 from rankscope_storage.questions import Bounds, Mention, bounds, mentions
 from rankscope_storage.snapshot import Snapshot
@@ -50,7 +50,7 @@ class Views:
         It may come to what is made already without a word of it, so that shows all files too.
         """
         trust(self.engine, trusting=False)
-        needed = self.engine.defined.union(DEFINITIONS if query is None else named(query, DEFINITIONS))
+        needed = self.engine.defined.keys() | (DEFINITIONS if query is None else named(query, DEFINITIONS))
         if any(LATEST in _closure(name) for name in needed):
             self._find_newest(None, snapshot)
         self._define([name for name in DEFINITIONS if name in needed], None, snapshot)
@@ -61,10 +61,21 @@ class Views:
             definition = DEFINITIONS[name]
             for dataset in definition.datasets:
                 self._show(dataset, None if reading is None else reading.get(dataset), snapshot)
-            if name not in self.engine.defined:
-                once = name == LATEST and self.engine.measured_once
-                self.cursor.execute(LATEST_MEASURED_ONCE if once else definition.statement)
-                self.engine.defined.add(name)
+            statement = self._statement(name)
+            if statement != self.engine.defined.get(name):
+                self.cursor.execute(statement)
+                self.engine.defined[name] = statement
+
+    def _statement(self, name: str) -> str:
+        """Return what makes the view or macro as it is right for the files that are shown."""
+        if name == LATEST and self.engine.measured_once:
+            return LATEST_MEASURED_ONCE
+        if name in NOTHING_ROLLED_UP:
+            rollups, statement = NOTHING_ROLLED_UP[name]
+            has_no_files, _ = self.engine.shapes[rollups]
+            if has_no_files:
+                return statement
+        return DEFINITIONS[name].statement
 
     def _show(self, dataset: str, wanted: Sequence[Bounds] | None, snapshot: Snapshot) -> None:
         """Let the view of raw rows read the files of the snapshot that hold what is `wanted`, or all."""
@@ -108,10 +119,10 @@ class Views:
                 "unnest(?::VARCHAR[]), unnest(?::BIGINT[])",
                 [column.to_pylist() for column in found.columns],
             )
-            once = bool(lie) and measured_once(found, snapshot.within("tensor_stats", lie), self._table)
-            if once != self.engine.measured_once:
-                self.engine.defined.discard(LATEST)
-            self.engine.newest_of, self.engine.measured_once = files, once
+            self.engine.measured_once = bool(lie) and measured_once(
+                found, snapshot.within("tensor_stats", lie), self._table
+            )
+            self.engine.newest_of = files
         return lie
 
     def _table(self, question: str) -> pa.Table:

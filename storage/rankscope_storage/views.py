@@ -119,6 +119,11 @@ def empty_select(dataset: str) -> str:
     return f"SELECT {', '.join(columns)} WHERE false"
 
 
+def empty_view(dataset: str) -> str:
+    """Return the statement that makes the view of `dataset` as one without rows."""
+    return f"CREATE OR REPLACE VIEW {dataset} AS {empty_select(dataset)}"
+
+
 def sql_type(type_: pa.DataType) -> str:
     """Return the DuckDB name of an Arrow type of the contract."""
     if pa.types.is_list(type_):

@@ -6,8 +6,11 @@ import duckdb
 import pytest
 
 from rankscope_contract.records import DATASETS
+from rankscope_contract.rollups import ROLLUPS
 from rankscope_storage.connection import connect
 from rankscope_storage.definitions import definitions, named
+from rankscope_storage.rollups.timelines import rollup_view
+from rankscope_storage.views import empty_select, empty_view
 
 KNOWN = definitions(prefix="rankscope_raw.")
 
@@ -70,3 +73,14 @@ def test_what_is_already_defined_follows_the_store(connection, writer, batch):
     assert [(3,)] == connection.sql(
         "SELECT count(*) FROM events JOIN scalars ON true RIGHT JOIN loss_curve ON true"
     ).fetchall()
+
+
+@pytest.mark.parametrize(("dataset", "rollups"), ROLLUPS.items())
+def test_a_view_that_is_empty_by_its_text_has_the_columns_of_the_one_that_sums(dataset, rollups):
+    with duckdb.connect() as plain:
+        plain.execute(f"CREATE TABLE rows_of AS {empty_select(rollups)}")
+        plain.execute(rollup_view(dataset, "rows_of"))
+        expected = plain.sql(f"DESCRIBE {rollups}").fetchall()
+        plain.execute(empty_view(rollups))
+
+        assert expected == plain.sql(f"DESCRIBE {rollups}").fetchall()

@@ -144,3 +144,14 @@ def test_samples_of_one_series_lie_together_in_order_of_time_whatever_their_labe
     assert sorted(map(repr, rows)) == sorted(map(repr, found))
     assert [0, 1, 2] * 4 == [time for _, time in found]
     assert 4 == len({label for label, _ in found[::3]})
+
+
+@pytest.mark.parametrize(("dataset", "is_told"), [("scalars", True), ("samples", False)])
+def test_the_footer_says_of_scalars_that_they_have_no_labels(tmp_path, dataset, is_told):
+    """A question for the loss then need not read them."""
+    rows = pa.Table.from_pylist([{"run": "r", "value": 1.0}], schema=dataset_schema(dataset))
+    write_sorted(rows, dataset, tmp_path / "f.parquet")
+    group = pq.ParquetFile(tmp_path / "f.parquet").metadata.row_group(0)
+    column = next(group.column(i) for i in range(group.num_columns) if group.column(i).path_in_schema == "labels")
+
+    assert is_told == (column.statistics is not None and column.statistics.null_count == 1)

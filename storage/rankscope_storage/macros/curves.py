@@ -55,3 +55,37 @@ GROUP BY ALL ORDER BY step
 """
 """Buckets of equal length from the first step on: mean and range over all steps, ranks and micro-batches in each, of
 what stands. NaN in a bucket shows in `mean` and `highest`; what is rolled up lies where its first step was."""
+
+# The first and the last step are looked up one by one, for which DuckDB skips most row groups, and whether there is
+# more than one attempt stands in the footers. Rows without a value may name one: that costs time and changes nothing.
+RAW_CURVE: Final = f"""\
+CREATE OR REPLACE MACRO scalar_curve(of_run, of_name := 'loss', of_labels := NULL, points := 4000) AS TABLE
+WITH span AS MATERIALIZED (
+  SELECT origin, (final - origin) // points + 1 AS width, began_again
+  FROM (SELECT step AS origin FROM scalars WHERE {_CHOSEN} AND value IS NOT NULL ORDER BY step LIMIT 1),
+    (SELECT step AS final FROM scalars WHERE {_CHOSEN} AND value IS NOT NULL ORDER BY step DESC LIMIT 1),
+    (SELECT min(attempt) < max(attempt) OR (max(attempt) > 0 AND count(attempt) < count(*)) AS began_again
+     FROM scalars WHERE {_CHOSEN})
+),
+standing AS (
+  SELECT of_attempt, coalesce(min(first_step) OVER (ORDER BY of_attempt
+    ROWS BETWEEN 1 FOLLOWING AND UNBOUNDED FOLLOWING) - 1, last_step) AS until
+  FROM (
+    SELECT coalesce(attempt, 0) AS of_attempt, min(step) AS first_step, max(step) AS last_step
+    FROM scalars, span WHERE {_CHOSEN} AND value IS NOT NULL AND began_again GROUP BY of_attempt
+  )
+),
+bucket AS (
+  SELECT (step - origin) // width AS number, avg(value) AS mean, min(value) AS lowest, max(value) AS highest,
+    count(*) AS parts
+  FROM scalars, span WHERE {_CHOSEN} AND value IS NOT NULL AND began_again IS NOT TRUE
+  GROUP BY number
+  UNION ALL
+  SELECT (step - origin) // width AS number, avg(value), min(value), max(value), count(*)
+  FROM scalars JOIN (FROM standing, span) ON coalesce(attempt, 0) = of_attempt AND step <= until
+  WHERE {_CHOSEN} AND value IS NOT NULL
+  GROUP BY number
+)
+SELECT origin + number * width AS step, mean, lowest, highest, parts FROM bucket, span ORDER BY step
+"""
+"""The same where nothing is rolled up, in two thirds of the time."""

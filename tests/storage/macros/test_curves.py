@@ -10,6 +10,8 @@ from collections import defaultdict
 import pyarrow as pa
 import pytest
 
+from rankscope_storage.connection import connect
+from rankscope_storage.macros.curves import SCALAR_CURVE
 from rankscope_storage.schema import dataset_schema
 from rankscope_storage.store import Batch
 
@@ -70,11 +72,54 @@ def test_other_scalars_and_labels_have_curves_of_their_own_and_nan_shows(writer,
     assert [] == connection.sql("FROM scalar_curve('nobody')").fetchall()
 
 
-def test_what_is_rolled_up_counts_with_as_many_as_it_stands_for(writer, connection):
-    append(writer, [{"step": 100 + step, "value": 4.0} for step in range(100)])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_curve_without_rollups_is_that_of_the_statement_that_reads_both(writer, connection, seed):
+    """Over several files: attempts that are null, rewind or have no value, steps written twice, NaN and labels."""
+    draw = random.Random(seed)
+    attempts = draw.choice([[0], [None], [None, 0], [None, 1], [0, 1, 3], [4]])
+    for _ in range(3):
+        rows = [
+            {
+                "attempt": draw.choice(attempts),
+                "rank": draw.choice([None, 0, 1]),
+                "step": draw.choice([None, *range(-20, 60)]),
+                "value": draw.choice([None, math.nan, math.inf, *map(float, range(6))]),
+                "labels": draw.choice([None, None, "{}"]),
+            }
+            for _ in range(draw.choice([1, 40]))
+        ]
+        append(writer, [*rows, {"attempt": seed % 2 * 7, "step": 99, "value": None}])
+    with connect(connection.path) as both:
+        both.execute("FROM scalars, scalar_rollups")
+        both.execute(SCALAR_CURVE.replace("scalar_curve", "curve_of_both"))
+        for arguments in ("points := 7", "points := 1000", "of_labels := '{}'"):
+            expected = both.sql(f"FROM curve_of_both('r', {arguments})").fetchall()
+            found = connection.sql(f"FROM scalar_curve('r', {arguments})").fetchall()
+
+            assert repr(expected) == repr(found)
+
+
+def test_a_curve_has_what_is_rolled_up_as_soon_as_there_is_anything(writer, connection):
+    append(writer, [{"step": 100}])
+    described = connection.sql("DESCRIBE FROM scalar_curve('r')").fetchall()
+
+    assert [(100, 1.0, 1.0, 1.0, 1)] == connection.sql("FROM scalar_curve('r')").fetchall()
+    append_rolled_up(writer)
+
+    assert [1, 51] == [row[0] for row in connection.sql("FROM scalar_curve('r', points := 2)").fetchall()]
+    assert described == connection.sql("DESCRIBE FROM scalar_curve('r')").fetchall()
+
+
+def append_rolled_up(writer) -> None:
+    """Steps 1 to 99: 300 numbers from 1 to 3."""
     rolled = {"run": "r", "attempt": 0, "name": "loss", "step": 0, "first_step": 1, "last_step": 99, "rows": 300}
     rolled |= {"value_min": 1.0, "value_max": 3.0, "value_avg": 2.0, "value_count": 300, "value_nans": 0}
     table = pa.Table.from_pylist([rolled], schema=dataset_schema("scalar_rollups"))
     writer.append(Batch(tables={"scalar_rollups": table}, watermarks={}))
+
+
+def test_what_is_rolled_up_counts_with_as_many_as_it_stands_for(writer, connection):
+    append(writer, [{"step": 100 + step, "value": 4.0} for step in range(100)])
+    append_rolled_up(writer)
 
     assert [(1, 2.5, 1.0, 4.0, 400)] == connection.sql("FROM scalar_curve('r', points := 1)").fetchall()
