@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from rankscope_ingest.channel.checked import Checked
 from rankscope_ingest.channel.decode import decode, plain_text
+from rankscope_ingest.exposition.grid import Grid, Scrape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,8 @@ class PendingBatch:
 
     pieces: Mapping[str, tuple[pa.Table, ...]]
     bodies: tuple[Checked, ...] = ()
+    scrapes: tuple[Scrape, ...] = ()
+    grid: Grid = field(default_factory=Grid)  # knows the names of what the batches before scraped
     watermarks: Mapping[str, int]
     rows: int
     info: Mapping[str, str] = field(default_factory=dict)  # for the log, beside the commit
@@ -33,6 +36,9 @@ class PendingBatch:
         for dataset, pieces in self.pieces.items():
             others = [plain_text(tables[dataset])] if dataset in tables else []
             tables[dataset] = pa.concat_tables([*others, *pieces])
+        if self.scrapes:
+            scraped = self.grid.table(self.scrapes)
+            tables["samples"] = pa.concat_tables([scraped, tables["samples"]]) if "samples" in tables else scraped
         return tables
 
 
@@ -45,6 +51,8 @@ class Batcher:
     max_pending_rows: int
     _pieces: dict[str, list[pa.Table]] = field(default_factory=lambda: defaultdict(list))
     _bodies: list[Checked] = field(default_factory=list)
+    _scrapes: list[Scrape] = field(default_factory=list)
+    _grid: Grid = field(default_factory=Grid)
     _watermarks: dict[str, int] = field(default_factory=dict)
     _rows: int = 0
     _rows_in_flight: int = 0
@@ -77,6 +85,12 @@ class Batcher:
         self._rows += body.rows
         self.add({}, now, watermarks={body.context.incarnation: body.last})
 
+    def add_scrape(self, scrape: Scrape, now: float) -> None:
+        """Take what was scraped of an exporter."""
+        self._scrapes.append(scrape)
+        self._rows += scrape.rows
+        self.add({}, now)
+
     def add(self, tables: Mapping[str, pa.Table], now: float, *, watermarks: Mapping[str, int] | None = None) -> None:
         """Take `tables`, and the last seq they bring each incarnation to."""
         for dataset, table in tables.items():
@@ -85,7 +99,7 @@ class Batcher:
                 self._rows += table.num_rows
         self._watermarks.update(watermarks or {})
         # A body without rows still moves a watermark, or its records would be asked for again after a restart.
-        if self._opened_at is None and (self._pieces or self._watermarks):
+        if self._opened_at is None and (self._pieces or self._watermarks or self._scrapes):
             self._opened_at = now
 
     def want_flush(self) -> None:
@@ -108,11 +122,14 @@ class Batcher:
         batch = PendingBatch(
             pieces={dataset: tuple(pieces) for dataset, pieces in self._pieces.items()},
             bodies=tuple(self._bodies),
+            scrapes=tuple(self._scrapes),
+            grid=self._grid,
             watermarks=dict(self._watermarks),
             rows=self._rows,
         )
         self._rows_in_flight += self._rows
         self._pieces, self._bodies, self._watermarks, self._rows = defaultdict(list), [], {}, 0
+        self._scrapes = []
         self._opened_at, self._wanted = None, False
         return batch
 

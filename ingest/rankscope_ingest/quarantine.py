@@ -79,6 +79,7 @@ def parts(batch: PendingBatch) -> list[PendingBatch]:
     be taken for stored.
     """
     found, pieces = [], [(dataset, table) for dataset, tables in batch.pieces.items() for table in tables]
+    pieces += [("samples", scrape.table()) for scrape in batch.scrapes]
     for body in batch.bodies:
         beside, rest = [], []
         for dataset, table in pieces:

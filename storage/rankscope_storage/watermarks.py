@@ -31,18 +31,32 @@ def newer(table: pa.Table, stored: Mapping[str, int]) -> pa.Table:
     """Return the rows above the watermark of their incarnation; rows without incarnation or seq always pass."""
     if not table.num_rows or all(seq == NOTHING for seq in stored.values()):
         return table
+    lowest = pc.min(table.column("seq")).as_py()
+    if lowest is None or lowest > max(stored.values()):
+        return table
     old = _numbered(table, stored, pc.less_equal)
     return table.filter(pc.invert(old)) if pc.any(old).as_py() else table
 
 
 def check_covered(table: pa.Table, dataset: str, watermarks: Mapping[str, int]) -> None:
     """Raise BatchError for rows above the batch's own watermark: sent again, they would be stored twice."""
+    highest = pc.max(table.column("seq")).as_py()
+    if highest is None or _is_below_all(highest, table.column("incarnation"), watermarks):
+        return
     beyond = pc.sum(_numbered(table, watermarks, pc.greater)).as_py()
     if beyond:
         raise BatchError(
             f"{dataset} has {beyond} rows with a seq above the batch's watermark of their incarnation "
             f"({dict(watermarks)}): the watermark is the last seq that the batch contains"
         )
+
+
+def _is_below_all(highest: int, of: pa.ChunkedArray, watermarks: Mapping[str, int]) -> bool:
+    """Return whether no row can be beyond its watermark, whose ever it is: then they need not be looked at one by one."""
+    if not watermarks or highest > min(watermarks.values()) or not pa.types.is_dictionary(of.type):
+        return False
+    named = {name for chunk in of.chunks for name in chunk.dictionary.to_pylist()}
+    return named <= watermarks.keys()
 
 
 def _numbered(table: pa.Table, limits: Mapping[str, int], compare: Callable[[Any, Any], Any]) -> pa.BooleanArray:

@@ -13,6 +13,7 @@ from rankscope_ingest.assembly import cancel
 from rankscope_ingest.batch import Batcher
 from rankscope_ingest.config import ServiceConfig
 from rankscope_ingest.exposition.fetch import PageFetcher
+from rankscope_ingest.exposition.grid import Scrape
 from rankscope_ingest.exposition.lists import ExporterList
 from rankscope_ingest.exposition.scraping import Scraper, described
 from rankscope_ingest.exposition.targets import configured
@@ -42,6 +43,10 @@ class Exporters:
     def samples(self, table: pa.Table) -> None:
         """Take rows of `samples`."""
         self._batcher.add({"samples": table}, time.monotonic())
+
+    def scrape(self, scrape: Scrape) -> None:
+        """Take the samples of one scrape."""
+        self._batcher.add_scrape(scrape, time.monotonic())
 
     def described(self) -> Iterable[Mapping[str, object]]:
         """Return how each exporter stands."""

@@ -50,7 +50,7 @@ class PageFetcher:
             connector=aiohttp.TCPConnector(limit=0, resolver=resolver, use_dns_cache=False),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
-            headers={"User-Agent": f"Rankscope/{__version__}", "Accept-Encoding": "gzip"},
+            headers={"User-Agent": f"Rankscope/{__version__}"},
         )
         return self
 
@@ -67,7 +67,13 @@ class PageFetcher:
         address = address_of(target.host or "")
         if address is not None and not is_allowed(address, self._networks):
             raise FetchError("forbidden", f"{target.host} is outside [service] allowed_networks")
-        headers = {"Accept": accept, "X-Prometheus-Scrape-Timeout-Seconds": f"{timeout_seconds:g}"}
+        headers = {
+            "Accept": accept,
+            "Accept-Encoding": "gzip",
+            "X-Prometheus-Scrape-Timeout-Seconds": f"{timeout_seconds:g}",
+        }
+        if address is not None and address.is_loopback:
+            headers["Accept-Encoding"] = "identity"  # no line to spare: packing and unpacking is all it would be
         timeout = aiohttp.ClientTimeout(total=timeout_seconds)
         secured = self._tls() if target.scheme == "https" and self._tls is not None else True
         async with Reading(None, url):
@@ -83,12 +89,13 @@ async def _document(response: aiohttp.ClientResponse, max_bytes: int) -> Documen
         raise FetchError("redirect", f"status {response.status}: redirects are not followed")
     if response.status != 200:
         raise FetchError("status", f"status {response.status}")
-    data = bytearray()
+    chunks, length = [], 0
     async for chunk in response.content.iter_any():
-        data += chunk
-        if len(data) > max_bytes:
+        chunks.append(chunk)
+        length += len(chunk)
+        if length > max_bytes:
             raise _too_large(max_bytes)
-    body = await _inflated(bytes(data), response.headers.get("Content-Encoding", "identity").lower(), max_bytes)
+    body = await _inflated(b"".join(chunks), response.headers.get("Content-Encoding", "identity").lower(), max_bytes)
     return Document(body, response.content_type)
 
 

@@ -79,7 +79,7 @@ class PageReader:
 
     def _by_layout(self, pages: Sequence[Page]) -> list[PageRows | None]:
         known = [self._layout_of(page) for page in pages]
-        usable = [place for place, one in enumerate(known) if one is not None and _has_lines_of(pages[place], one)]
+        usable = [place for place, one in enumerate(known) if one is not None]
         result: list[PageRows | None] = [None] * len(pages)
         for group in _groups(usable, pages):
             chosen = [one for place in group if (one := known[place]) is not None]
@@ -122,9 +122,9 @@ class PageReader:
         )
 
 
-def _has_lines_of(page: Page, known: _Known) -> bool:
-    """Whether the page has as many whole lines as the layout: joined to others, its lines must not become theirs."""
-    return page.body.endswith(b"\n") and page.body.count(b"\n") == len(known.layout.fixed_lengths)
+def _has_lines_of(body: bytes, layout: Layout) -> bool:
+    """Whether a page has as many whole lines as its layout: joined to others, its lines must not become theirs."""
+    return body.endswith(b"\n") and body.count(b"\n") == len(layout.fixed_lengths)
 
 
 def _groups(places: Sequence[int], pages: Sequence[Page]) -> list[list[int]]:
@@ -143,7 +143,8 @@ def _numbers_of(bodies: Sequence[bytes], layouts: Sequence[Layout]) -> list[npt.
     """Return the numbers of each page: all at once, halves of a batch that holds a surprise."""
     if len(bodies) == 1:
         return [read_numbers(bodies[0], layouts[0])]
-    values = read_numbers(b"".join(bodies), join(layouts))
+    fits = all(map(_has_lines_of, bodies, layouts))
+    values = read_numbers(b"".join(bodies), join(layouts)) if fits else None
     if values is not None:
         return list(np.split(values, np.cumsum([len(layout.taken) for layout in layouts])[:-1]))
     middle = len(bodies) // 2

@@ -18,8 +18,9 @@ import pyarrow as pa
 from rankscope_ingest.errors import DecodeError, FetchError
 from rankscope_ingest.exposition.exact import OPENMETRICS
 from rankscope_ingest.exposition.fetch import TEXT, Document
+from rankscope_ingest.exposition.grid import Scrape
 from rankscope_ingest.exposition.pages import Page, PageReader, PageRows
-from rankscope_ingest.exposition.tabling import OwnTimes, own_rows, page_rows
+from rankscope_ingest.exposition.tabling import OwnTimes, Tabling, own_scrape, page_rows
 from rankscope_ingest.exposition.targets import Exporter
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,10 @@ class Sink(Protocol):
         """Take rows of `samples`."""
         ...
 
+    def scrape(self, scrape: Scrape) -> None:
+        """Take the samples of one scrape."""
+        ...
+
     def scraped(self, outcome: str) -> None:
         """Count a scrape: ok, failed or skipped."""
         ...
@@ -71,6 +76,11 @@ class Followed:
     last_scrape_seconds: float | None = None
     last_samples: int | None = None
     own_times: OwnTimes = field(default_factory=OwnTimes)
+    tabling: Tabling = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin with no page seen."""
+        self.tabling = Tabling(self.exporter)
 
 
 class Scraper:
@@ -130,7 +140,11 @@ class Scraper:
         self._count(rows, fresh)
         followed.is_up, followed.last_error = True, None
         followed.last_scrape_seconds, followed.last_samples = seconds, rows.rows
-        sink.samples(pa.concat_tables([page_rows(exporter, fresh, ts), own_rows(exporter, ts, seconds, rows.rows)]))
+        if rows.ts is None:
+            sink.scrape(followed.tabling.scrape(rows, ts, seconds))
+        else:
+            sink.samples(page_rows(exporter, fresh, ts))
+            sink.scrape(own_scrape(exporter, ts, seconds, rows.rows))
 
     async def _page(self, exporter: Exporter) -> PageRows:
         document = await self._fetch.get(
@@ -146,7 +160,7 @@ class Scraper:
         followed.is_up, followed.last_error = False, str(error)
         followed.last_scrape_seconds, followed.last_samples = seconds, None
         self._sink.scraped("failed")
-        self._sink.samples(own_rows(followed.exporter, ts, seconds))
+        self._sink.scrape(own_scrape(followed.exporter, ts, seconds))
 
     def _count(self, rows: PageRows, fresh: PageRows) -> None:
         self._sink.scraped("ok")
@@ -159,7 +173,7 @@ class Scraper:
         followed = self._followed.pop(name)
         self._tasks.pop(name).cancel()
         if is_gone and followed.is_up:
-            self._sink.samples(own_rows(followed.exporter, self._wall()))  # nobody reads it any more
+            self._sink.scrape(own_scrape(followed.exporter, self._wall()))  # nobody reads it any more
 
     async def _keep_scraping(self, followed: Followed) -> None:
         every = followed.exporter.every_seconds

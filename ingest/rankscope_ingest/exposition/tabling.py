@@ -1,4 +1,4 @@
-"""Rows of `samples` from what one scrape brought, and from the scrape itself. Pure but for what was seen before.
+"""Samples from what one scrape brought, and from the scrape itself. Pure but for what was seen before.
 
 As in Prometheus every scrape has `up`, `scrape_duration_seconds` and `scrape_samples_scraped` of its own: a failed one
 has `up` 0 and nothing else, so that a series that stands still can be told from one that nobody could read.
@@ -6,7 +6,6 @@ has `up` 0 and nothing else, so that a series that stands still can be told from
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -14,45 +13,63 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.records import canonical_labels
+from rankscope_ingest.exposition.grid import NO_RUN, SCHEMA, TIME, Scrape, Series, constant
 from rankscope_ingest.exposition.pages import PageRows
 from rankscope_ingest.exposition.targets import Exporter
-from rankscope_ingest.tables import FROM_INGEST, coded_schema
+from rankscope_ingest.tables import FROM_INGEST
 
 FROM_EXPORTER: Final = "exporter"
-NO_RUN: Final = ""
-"""An exporter beside the ranks measures a machine, whatever runs there."""
-
-_COLUMNS: Final = ("run", "ts", "ts_origin", "target", "metric", "labels", "value")
-_TIME: Final = pa.timestamp("us", "UTC")
 
 
-@dataclass(frozen=True, slots=True)
-class _Samples:
-    metrics: pa.Array
-    labels: pa.Array
-    values: pa.Array
+class Tabling:
+    """Makes scrapes of one exporter, whose series are put together once for as long as its pages stay the same."""
+
+    def __init__(self, exporter: Exporter) -> None:
+        self._exporter = exporter
+        self._seen: tuple[pa.Array, pa.Array] | None = None
+        self._series: Series | None = None
+
+    def scrape(self, rows: PageRows, ts: int, seconds: float) -> Scrape:
+        """Return the samples of a page that tells no times, scraped at `ts` (UTC µs), and those of the scrape."""
+        own = own_scrape(self._exporter, ts, seconds, rows.rows)
+        if self._series is None or self._seen is None or rows.metrics is not self._seen[0]:
+            self._seen = rows.metrics, rows.labels
+            self._series = Series(
+                target=self._exporter.name,
+                metrics=_joined(rows.metrics, own.series.metrics),
+                labels=_joined(rows.labels, own.series.labels),
+            )
+        return Scrape(series=self._series, ts=ts, values=np.concatenate([rows.values.to_numpy(), own.values]))
 
 
-def own_rows(exporter: Exporter, ts: int, seconds: float | None = None, samples: int | None = None) -> pa.Table:
+def _joined(one: pa.DictionaryArray, other: pa.DictionaryArray) -> pa.DictionaryArray:
+    joined = pa.chunked_array([one, other]).unify_dictionaries().combine_chunks()
+    return joined.chunk(0) if isinstance(joined, pa.ChunkedArray) else joined
+
+
+def own_scrape(exporter: Exporter, ts: int, seconds: float | None = None, samples: int | None = None) -> Scrape:
     """Return what is said of a scrape: with `seconds` and `samples` of a good one, without of a failed one."""
     said = {"up": float(samples is not None)}
     said |= {} if seconds is None else {"scrape_duration_seconds": seconds}
     said |= {} if samples is None else {"scrape_samples_scraped": float(samples)}
-    columns = _Samples(
-        pa.array(list(said), pa.string()).dictionary_encode(),
-        _constant(canonical_labels(dict(exporter.labels)), len(said)),
-        pa.array(list(said.values()), pa.float64()),
+    series = Series(
+        target=exporter.name,
+        metrics=pa.array(list(said), pa.string()).dictionary_encode(),
+        labels=constant(canonical_labels(dict(exporter.labels)), len(said)),
     )
-    return _table(exporter, columns, _times(ts, len(said)), _constant(FROM_INGEST, len(said)))
+    return Scrape(series=series, ts=ts, values=np.array(list(said.values())))
 
 
 def page_rows(exporter: Exporter, rows: PageRows, ts: int) -> pa.Table:
-    """Return the samples of a page that was scraped at `ts` (UTC µs); a time of the page's own wins."""
-    samples = _Samples(rows.metrics, rows.labels, rows.values)
-    if rows.ts is None:
-        return _table(exporter, samples, _times(ts, rows.rows), _constant(FROM_INGEST, rows.rows))
+    """Return the samples of a page that tells times, and was scraped at `ts` (UTC µs), for those without."""
+    assert rows.ts is not None
     origins = pc.if_else(rows.ts.is_valid(), FROM_EXPORTER, FROM_INGEST).dictionary_encode()
-    return _table(exporter, samples, pc.fill_null(rows.ts, pa.scalar(ts, _TIME)), origins)
+    times = pc.fill_null(rows.ts, pa.scalar(ts, TIME))
+    named = (constant(exporter.name, rows.rows), rows.metrics, rows.labels, rows.values)
+    columns = (constant(NO_RUN, rows.rows), times, origins, *named)
+    return pa.Table.from_arrays(
+        [column.cast(field.type) for column, field in zip(columns, SCHEMA, strict=True)], schema=SCHEMA
+    )
 
 
 class OwnTimes:
@@ -80,23 +97,3 @@ class OwnTimes:
             doubled=rows.doubled,
             exact=rows.exact,
         )
-
-
-def _table(exporter: Exporter, samples: _Samples, times: pa.Array, origins: pa.Array) -> pa.Table:
-    count = len(samples.values)
-    schema = pa.schema([coded_schema("samples").field(name) for name in _COLUMNS])
-    named = (_constant(exporter.name, count), samples.metrics, samples.labels, samples.values)
-    columns = (_constant(NO_RUN, count), times, origins, *named)
-    return pa.Table.from_arrays(
-        [column.cast(field.type) for column, field in zip(columns, schema, strict=True)], schema=schema
-    )
-
-
-def _times(ts: int, count: int) -> pa.Array:
-    return pa.array(np.full(count, ts, np.int64)).cast(_TIME)
-
-
-def _constant(text: str | None, count: int) -> pa.DictionaryArray:
-    if text is None:  # in the codes: dictionaries that hold a null cannot be joined
-        return pa.nulls(count, pa.dictionary(pa.int32(), pa.string()))
-    return pa.DictionaryArray.from_arrays(np.zeros(count, np.int32), pa.array([text], pa.string()))

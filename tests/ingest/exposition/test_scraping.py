@@ -38,6 +38,9 @@ class Fake:
     def samples(self, table):
         self.tables.append(table)
 
+    def scrape(self, scrape):
+        self.tables.append(scrape.table())
+
     def scraped(self, outcome):
         self.counts[outcome] += 1
 
@@ -72,9 +75,9 @@ async def test_scrape_stores_the_page_and_how_it_went():
     east = '{"dc":"east"}'
     assert [
         ("a", '{"dc":"east","x":"1"}', 7.0, 100_000_000, "ingest"),
-        ("up", east, 1.0, 100_000_000, "ingest"),
         ("scrape_duration_seconds", east, 0.5, 100_000_000, "ingest"),
         ("scrape_samples_scraped", east, 2.0, 100_000_000, "ingest"),
+        ("up", east, 1.0, 100_000_000, "ingest"),
     ] == [row for row in fake.rows() if row[0] != "b"]
     assert {"a:1"} == set(fake.tables[0]["target"].to_pylist())
     assert (True, None, 2) == (followed.is_up, followed.last_error, followed.last_samples)
@@ -88,7 +91,7 @@ async def test_failed_scrape_is_up_0_and_nothing_else(answer):
 
     followed = await scrape(fake, 2)
 
-    assert [("up", 0.0), ("scrape_duration_seconds", 0.5)] == [row[:1] + row[2:3] for row in fake.rows()[4:]]
+    assert [("scrape_duration_seconds", 0.5), ("up", 0.0)] == [row[:1] + row[2:3] for row in fake.rows()[4:]]
     assert followed.is_up is False
     assert followed.last_error
     assert 1 == fake.counts["failed"]
