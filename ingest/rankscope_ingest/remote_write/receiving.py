@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 from rankscope_ingest.batch import PendingBatch
 from rankscope_ingest.config import RemoteWriteSection
-from rankscope_ingest.errors import BusyError, DecodeError, RegistrationError
+from rankscope_ingest.errors import BusyError, RegistrationError
 from rankscope_ingest.flusher import Appender, Committed, Flusher
 from rankscope_ingest.protobuf import unpacked
 from rankscope_ingest.remote_write.gathering import RECEIPTS, SampleBatcher
@@ -85,6 +85,7 @@ class RemoteWrite:
         self._flusher = Flusher(store, self._batcher, on_commit=self._on_commit, clock=clock)
         self._open: dict[str, asyncio.Future[None]] = {}  # by receipt
         self._stored: dict[str, None] = {}  # receipts, the oldest first
+        self._reading: set[asyncio.Task[None]] = set()
         self._body_bytes = 0
         self._is_closed = False
         self._told: set[str] = set()
@@ -154,32 +155,41 @@ class RemoteWrite:
             return
         waiting = self._open.get(receipt)
         if waiting is None:
-            waiting = await self._begin(body, receipt)
+            waiting = self._begin(body, receipt)
         done, _ = await asyncio.wait([waiting], timeout=ANSWER_SECONDS)
         if not done:
             raise BusyError(f"what was sent is kept, and not stored yet: {self.trouble or 'the store is slow'}")
         waiting.result()
         self._counts.write_answered("ok")
 
-    async def _begin(self, body: bytes, receipt: str) -> asyncio.Future[None]:
+    def _begin(self, body: bytes, receipt: str) -> asyncio.Future[None]:
         self._check_room()
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._open[receipt] = waiting
+        # Apart from the request, which may be gone in a moment: what was read counts as known, so it must be kept too.
+        task = asyncio.create_task(self._gather(body, receipt, waiting))
+        self._reading.add(task)
+        task.add_done_callback(self._reading.discard)
+        return waiting
+
+    async def _gather(self, body: bytes, receipt: str, waiting: asyncio.Future[None]) -> None:
         try:
             written = await self._read(body)
             self._check_open()  # it may have been closed meanwhile
         except BaseException as error:
             del self._open[receipt]
-            waiting.set_exception(error if isinstance(error, DecodeError) else BusyError("try again"))
-            waiting.exception()  # somebody may have waited with us, and need not
-            raise
+            if not waiting.done():
+                waiting.set_exception(error if isinstance(error, Exception) else BusyError("try again"))
+                waiting.exception()  # nobody may wait any more
+            if not isinstance(error, Exception):
+                raise
+            return
         if self._batcher.is_empty:
             asyncio.get_running_loop().call_later(self._section.hold_seconds, self._flusher.wake)
         self._batcher.add(written, receipt, self._clock())
         if self._batcher.due(self._clock()) is not None:
             self._flusher.wake()
         self._count(written)
-        return waiting
 
     async def _read(self, body: bytes) -> Written:
         async with self._one_at_a_time:

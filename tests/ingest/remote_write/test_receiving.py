@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections import Counter
 
 import aiohttp
@@ -133,6 +134,30 @@ async def test_a_repeated_sample_in_another_request_waits_for_the_commit_of_the_
 
     assert [1.0] == store.values
     assert 1 == one.counts.dropped["repeated"]
+
+
+async def test_a_request_whose_sender_goes_while_it_is_read_is_stored_all_the_same(monkeypatch):
+    """What was read counts as known: it would be left out when it is sent again."""
+    read, goes_on, read_now = threading.Event(), threading.Event(), RemoteWrite._read_now
+
+    def held(self, packed_body):
+        written = read_now(self, packed_body)
+        read.set()
+        goes_on.wait(10)
+        return written
+
+    monkeypatch.setattr(receiving, "_INLINE_BYTES", 0)
+    monkeypatch.setattr(RemoteWrite, "_read_now", held)
+    store = Memory()
+    async with receiver(store) as one:
+        gone = asyncio.create_task(one.take(body(1.0)))
+        await asyncio.to_thread(read.wait, 10)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        goes_on.set()
+        await one.take(body(1.0))
+
+    assert [1.0] == store.values
 
 
 async def test_while_there_is_no_room_nothing_more_is_taken(monkeypatch):
