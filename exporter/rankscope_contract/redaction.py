@@ -66,8 +66,25 @@ _SECRET_BEFORE_KEY: Final = frozenset(
 )
 _SECRET_BEFORE_TOKENS: Final = frozenset(["access", "api", "auth", "bearer", "refresh", "secret"])
 _VOCABULARY: Final = frozenset(
-    ["audio", "bos", "cls", "end", "eos", "image", "mask", "max", "next", "pad", "per", "sep", "special", "start", "unk"]
-    + ["video", "vision"]
+    [
+        "audio",
+        "bos",
+        "cls",
+        "end",
+        "eos",
+        "image",
+        "mask",
+        "max",
+        "next",
+        "pad",
+        "per",
+        "sep",
+        "special",
+        "start",
+        "unk",
+        "video",
+        "vision",
+    ]
 )
 _SHOWN_LAST_WORDS: Final = frozenset(["dir", "file", "folder", "mode", "name", "path", "type"])
 """What stands behind such a word says where a secret is, not what it is."""
