@@ -147,29 +147,40 @@ class RemoteWrite:
         """Give back what a body had."""
         self._body_bytes -= reserved
 
-    async def take(self, body: bytes) -> None:
-        """Return when the samples of `body` are stored. Raises DecodeError, or BusyError to try again."""
-        receipt = hashlib.blake2b(body, digest_size=12).hexdigest()
-        if receipt in self._stored:
+    async def take(self, body: bytes, reserved: int = 0) -> None:
+        """Return when the samples of `body` are stored. Raises DecodeError, or BusyError to try again.
+
+        The room that was `reserved` for it is given back as soon as it is read: what waits is counted in samples.
+        """
+        waiting = self._begin(body, reserved)
+        del body  # it may be large, and the store slow
+        if waiting is None:
             self._counts.write_answered("repeated")
             return
-        waiting = self._open.get(receipt)
-        if waiting is None:
-            waiting = self._begin(body, receipt)
         done, _ = await asyncio.wait([waiting], timeout=ANSWER_SECONDS)
         if not done:
             raise BusyError(f"what was sent is kept, and not stored yet: {self.trouble or 'the store is slow'}")
         waiting.result()
         self._counts.write_answered("ok")
 
-    def _begin(self, body: bytes, receipt: str) -> asyncio.Future[None]:
-        self._check_room()
+    def _begin(self, body: bytes, reserved: int) -> asyncio.Future[None] | None:
+        """Return what is done when `body` is stored, None where it was stored before."""
+        receipt = hashlib.blake2b(body, digest_size=12).hexdigest()
+        if receipt in self._stored or receipt in self._open:
+            self.release(reserved)
+            return self._open.get(receipt)
+        try:
+            self._check_room()
+        except BaseException:
+            self.release(reserved)
+            raise
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._open[receipt] = waiting
         # Apart from the request, which may be gone in a moment: what was read counts as known, so it must be kept too.
         task = asyncio.create_task(self._gather(body, receipt, waiting))
         self._reading.add(task)
         task.add_done_callback(self._reading.discard)
+        task.add_done_callback(lambda _: self.release(reserved))
         return waiting
 
     async def _gather(self, body: bytes, receipt: str, waiting: asyncio.Future[None]) -> None:

@@ -21,7 +21,7 @@ async def answer(receiver: RemoteWrite, counts: Counts, request: web.Request) ->
     """Return 204 when what came is stored, 503 when it may come again. Raises RegistrationError for what may not."""
     try:
         _check_form(request)
-        await receiver.take(await _body(receiver, request))
+        await receiver.take(*await _body(receiver, request))
     except BusyError as error:
         # 503 and not 429: unless it is configured, Prometheus throws away what is answered with 429.
         counts.write_answered("busy")
@@ -52,14 +52,22 @@ def _parameter(content_type: str, name: str) -> str | None:
     return None
 
 
-async def _body(receiver: RemoteWrite, request: web.Request) -> bytes:
+async def _body(receiver: RemoteWrite, request: web.Request) -> tuple[bytes, int]:
+    """Return what was sent, and the room that is reserved for it."""
     reserved = receiver.reserve(request.content_length)
     try:
-        body = bytearray()
-        async for chunk in request.content.iter_any():
-            body += chunk
-            if len(body) > receiver.max_bytes:
-                raise RegistrationError(413, f"a request may have [remote_write] max_bytes, {receiver.max_bytes}")
-        return bytes(body)
-    finally:
+        body = await _read(request, receiver.max_bytes)
+    except BaseException:
         receiver.release(reserved)
+        raise
+    receiver.release(reserved - len(body))
+    return body, len(body)
+
+
+async def _read(request: web.Request, limit: int) -> bytes:
+    body = bytearray()
+    async for chunk in request.content.iter_any():
+        body += chunk
+        if len(body) > limit:
+            raise RegistrationError(413, f"a request may have [remote_write] max_bytes, {limit}")
+    return bytes(body)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
 from collections import Counter
 
@@ -195,6 +196,34 @@ async def test_bodies_on_their_way_in_are_bounded_together():
         one.release(reserved[0])
 
         assert 10_000 == one.reserve(10_000)
+
+
+async def test_a_body_has_its_room_until_it_is_read_and_is_not_kept_while_the_store_is_slow(monkeypatch):
+    goes_on, read_now = threading.Event(), RemoteWrite._read_now
+
+    def held(self, packed_body):
+        goes_on.wait(10)
+        return read_now(self, packed_body)
+
+    monkeypatch.setattr(receiving, "_INLINE_BYTES", 0)
+    monkeypatch.setattr(RemoteWrite, "_read_now", held)
+    store, sent = Memory(), body(1.0)
+    store.fails = True
+    alone = sys.getrefcount(sent)
+    async with receiver(store, max_bytes=65_536) as one:
+        others = [one.reserve(None) for _ in range(3)]
+        waiting = asyncio.create_task(one.take(sent, one.reserve(65_535)))
+        await asyncio.sleep(0)
+        with pytest.raises(BusyError, match="on their way in"):
+            one.reserve(2)
+        goes_on.set()
+        await asyncio.gather(*one._reading)
+        await asyncio.sleep(0)
+
+        assert [65_536] * 3 == others
+        assert 65_536 == one.reserve(None)
+        assert alone == sys.getrefcount(sent)
+        waiting.cancel()
 
 
 async def test_what_is_malformed_leaves_nothing_behind_and_may_come_again():
