@@ -1,7 +1,9 @@
-"""Questions to 100 million samples: one training, the same over 30 days beside 1,000 runs, and ten times the history.
+"""Questions to a long history: one training, the same over 30 days beside 1,000 runs, and ten times the history.
 
 Each question is asked on an open connection, on a snapshot opened for it, and on a connection opened for it, in a
 process that has asked before. Beside it the floor: DuckDB alone on just the files that hold the answer.
+
+By itself it takes a quarter of the size. The targets are for 100 million samples, and only there it judges:
 
     RANKSCOPE_HISTORY_STEPS=834 RANKSCOPE_HISTORY_LOSS_STEPS=200000 python benchmarks/run.py history
 """
@@ -24,8 +26,9 @@ from _rows import Row, print_rows
 
 from rankscope_storage.connection import Connection, connect
 
-STEPS = int(os.environ.get("RANKSCOPE_HISTORY_STEPS", "834"))
-LOSS_STEPS = int(os.environ.get("RANKSCOPE_HISTORY_LOSS_STEPS", "200000"))
+STEPS = int(os.environ.get("RANKSCOPE_HISTORY_STEPS", "210"))
+LOSS_STEPS = int(os.environ.get("RANKSCOPE_HISTORY_LOSS_STEPS", "50000"))
+HAS_FULL_SIZE = STEPS >= 834 and LOSS_STEPS >= 200_000
 OTHER_RUNS = 1_000
 ROUNDS = 15
 
@@ -146,8 +149,14 @@ def _questions(store: str, root: Path, *, every: bool = True) -> Iterator[Row]:
 
 def _judged(name: str, ask: Callable[[], object], question: Question, note: str) -> Row:
     median, least, cpu = _milliseconds(ask, question.rounds)
-    verdict = "met" if median <= question.target else "met by the best" if least <= question.target else "not met"
-    return Row(name, median, "ms", f"target {question.target:.0f}: {verdict}; least {least:.1f}, CPU {cpu:.1f}; {note}")
+    judged = f"target {question.target:.0f}: {_verdict(median, least, question.target)}; " if HAS_FULL_SIZE else ""
+    return Row(name, median, "ms", f"{judged}least {least:.1f}, CPU {cpu:.1f}; {note}")
+
+
+def _verdict(median: float, least: float, target: float) -> str:
+    if median <= target:
+        return "met"
+    return "met by the best" if least <= target else "not met"
 
 
 def _floor(store: str, connection: Connection, question: Question) -> Row:
