@@ -52,6 +52,7 @@ class Rank:
     head: int = -1
     committed: int = -1
     lease: str | None = None
+    heartbeat_seconds: float = 5.0  # until the service says how often
     is_up: bool = True
     is_draining: bool = False
     slow_until: float = 0.0
@@ -187,9 +188,9 @@ class Fleet:
     # The rank's side of registration.
 
     async def _heartbeats(self, rank: Rank) -> None:
-        await asyncio.sleep(5.0 * rank.number / len(self.ranks))
+        await asyncio.sleep(rank.heartbeat_seconds * rank.number / len(self.ranks))
         while True:
-            await asyncio.sleep(5.0)
+            await asyncio.sleep(rank.heartbeat_seconds)
             if rank.is_up:
                 await self.speak(rank)
 
@@ -216,6 +217,7 @@ class Fleet:
         if head.startswith(b"HTTP/1.1 200"):
             reply = json.loads(text)
             rank.lease, rank.committed = reply["lease"], max(rank.committed, reply["committed"])
+            rank.heartbeat_seconds = reply["heartbeat_seconds"]
         elif rank.lease is None and not self.published_at[1:]:
             raise RuntimeError(f"the service takes no rank: {answer.decode()}")
         else:

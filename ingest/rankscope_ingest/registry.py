@@ -10,6 +10,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from rankscope_contract import SCHEMA_VERSION
 from rankscope_contract.channel import Registration, RegistrationReply
@@ -26,6 +27,12 @@ _OPTIONAL_INTEGERS = ("step", "planned_steps")
 _OPTIONAL_TEXTS = ("served_by", "phase")
 _LONGEST_TEXT = 1000  # each row of a rank repeats some of them
 _LATEST_START = 4_102_444_800_000_000
+
+HEARTBEATS_A_SECOND: Final = 100
+"""Of all ranks together; more of them speak less often, as each is heard of by its polls too."""
+
+MOST_SELDOM: Final = 2.0
+"""How many times longer than asked for that may make the time between two heartbeats."""
 
 
 IsOver = Callable[[tuple[str, int], Registration], bool]
@@ -117,9 +124,15 @@ class Registry:
         return RegistrationReply(
             lease=target.lease,
             attempt=target.attempt,
-            heartbeat_seconds=self._heartbeat_seconds,
+            heartbeat_seconds=self._heartbeat_seconds * self._more_seldom,
             committed=target.committed,
         )
+
+    @property
+    def _more_seldom(self) -> float:
+        """How many times longer than asked for the time between two heartbeats is."""
+        needed = len(self._targets) / HEARTBEATS_A_SECOND / self._heartbeat_seconds
+        return min(max(1.0, needed), MOST_SELDOM)
 
     def forget(self, incarnation: str) -> None:
         """Drop a target that is gone and whose records are committed; its attempt stays its own."""
@@ -160,7 +173,7 @@ class Registry:
 
     def _is_alive(self, target: Target, now: float) -> bool:
         speaks = target.health is not Health.GONE and not target.is_dead
-        return speaks and target.vitals.is_alive(now, self._ttl_seconds)
+        return speaks and target.vitals.is_alive(now, self._ttl_seconds * self._more_seldom)
 
 
 def _refuse_other_identity(known: Target, registration: Registration) -> None:

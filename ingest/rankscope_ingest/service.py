@@ -10,12 +10,11 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 
-import pyarrow as pa
-
 from rankscope_ingest.assembly import configured_notifiers
 from rankscope_ingest.channel.fetch import Fetcher
 from rankscope_ingest.config import ServiceConfig
 from rankscope_ingest.history import History, read_history
+from rankscope_ingest.memory import keep_memory, let_go
 from rankscope_ingest.progress import Progress
 from rankscope_ingest.supervisor import Supervisor
 from rankscope_ingest.web.tls import client_tls, server_tls
@@ -35,8 +34,7 @@ async def run(
     `on_ready` gets the URL once the service listens, `on_progress` a snapshot every second and a last one at the end.
     Raises IngestError or StoreError with a text for the user: no store, shard owned by another, port taken, …
     """
-    # Batches come and go in hundreds of megabytes: giving the pages back each time cost a sixth of all CPU time.
-    pa.set_memory_pool(pa.system_memory_pool())
+    keep_memory()
     stop = stop or asyncio.Event()
     # First what may be refused: an address or a file that nobody can use must not leave a store behind.
     notifiers = configured_notifiers(config)
@@ -60,6 +58,7 @@ async def run(
                 await supervisor.serve(stop, on_progress=on_progress, on_ready=on_ready)
         finally:
             writer.close()
+            let_go()
 
 
 def _claim(config: ServiceConfig) -> Writer:

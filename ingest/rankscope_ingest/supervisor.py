@@ -80,8 +80,10 @@ class Supervisor:
         self._fetcher = fetcher
         self._spools = Spools(config.spool.folders, fetcher, max_bytes=config.ingest.max_bytes)
         self._plans = PlanCache()
-        self._pace = Pace(
-            poll_seconds=config.ingest.poll_seconds, max_backoff_seconds=config.ingest.max_backoff_seconds
+        self._pace = Pace.of(
+            poll_seconds=config.ingest.poll_seconds,
+            max_backoff_seconds=config.ingest.max_backoff_seconds,
+            flush_after_seconds=config.ingest.flush_after_seconds,
         )
         self._following = Following(self._loop, self._watermark)
         self._background: set[asyncio.Task[Any]] = set()

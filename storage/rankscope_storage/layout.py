@@ -86,9 +86,8 @@ def _run_parts(table: pa.Table, today: dt.date) -> _Parts:
     runs, codes = encoded.dictionary.to_pylist(), encoded.indices.to_numpy(zero_copy_only=False)
     own = np.bincount(codes, minlength=len(runs)) >= OWN_PART_ROWS
     shared = len(runs)
-    return _Parts(
-        [*map(own_part, runs), shared_part(today)], codes if own.all() else np.where(own[codes], codes, shared)
-    )
+    codes = codes if own.all() else np.where(own[codes], codes, shared)
+    return _Parts([*map(own_part, runs), shared_part(today)], codes)
 
 
 def _day_parts(table: pa.Table, today: dt.date) -> _Parts:

@@ -100,7 +100,10 @@ def statistics(table: pa.Table) -> str:
 
 def _range(column: pa.Array) -> tuple[Any, Any]:
     if pa.types.is_dictionary(column.type):
-        column = column.dictionary.take(column.indices.unique())  # it may name what no row has
+        if len(column.dictionary) == 1 and not column.null_count and len(column):
+            column = column.dictionary
+        else:  # it may name what no row has
+            column = column.dictionary.take(column.indices.unique())
     if pa.types.is_timestamp(column.type):
         low, high = (value.as_py() for value in pc.min_max(column.view(pa.int64())).values())
         return _timestamps(low, high)

@@ -16,15 +16,15 @@ _WATERMARK: Final = "w:"
 
 
 def incarnations(tables: Mapping[str, pa.Table]) -> set[str]:
-    """Return the incarnations that the rows of `tables` belong to."""
+    """Return the incarnations that the rows of `tables` belong to, all of them and seldom more."""
     return {name for table in tables.values() for name in _distinct(table.column("incarnation"))}
 
 
 def _distinct(column: pa.ChunkedArray) -> list[str]:
-    values = column.unique()
-    if pa.types.is_dictionary(values.type):
-        values = values.dictionary_decode()
-    return [value for value in values.to_pylist() if value is not None]
+    if pa.types.is_dictionary(column.type):
+        # It may name some that no row is of any more: their watermarks are asked for in vain.
+        return [value for chunk in column.chunks for value in chunk.dictionary.to_pylist() if value is not None]
+    return [value for value in column.unique().to_pylist() if value is not None]
 
 
 def newer(table: pa.Table, stored: Mapping[str, int]) -> pa.Table:
@@ -52,7 +52,7 @@ def check_covered(table: pa.Table, dataset: str, watermarks: Mapping[str, int]) 
 
 
 def _is_below_all(highest: int, of: pa.ChunkedArray, watermarks: Mapping[str, int]) -> bool:
-    """Return whether no row can be beyond its watermark, whose ever it is: then they need not be looked at one by one."""
+    """Return whether no row can be beyond its watermark, whose ever it is: then nobody looks at them one by one."""
     if not watermarks or highest > min(watermarks.values()) or not pa.types.is_dictionary(of.type):
         return False
     named = {name for chunk in of.chunks for name in chunk.dictionary.to_pylist()}

@@ -30,9 +30,9 @@ def target(**changes):
 
 
 def test_targets_are_spread_over_the_interval_the_same_way_each_time():
-    offsets = [PACE.offset(f"{n:x}") for n in range(1000)]
+    offsets = [PACE.offset(f"{n:x}", 2.0) for n in range(1000)]
 
-    assert offsets == [PACE.offset(f"{n:x}") for n in range(1000)]
+    assert offsets == [PACE.offset(f"{n:x}", 2.0) for n in range(1000)]
     assert [True] * 4 == [200 < sum(part <= o < part + 0.5 for o in offsets) < 300 for part in (0, 0.5, 1, 1.5)]
 
 
@@ -42,12 +42,29 @@ def test_every_poll_falls_on_the_targets_own_tick(now):
     at = now + PACE.after_answer(one, now)
 
     assert 0 < at - now <= 2.0
-    assert min((at - PACE.offset("i")) % 2.0, -(at - PACE.offset("i")) % 2.0) == pytest.approx(0, abs=1e-6)
+    assert min((at - PACE.offset("i", 2.0)) % 2.0, -(at - PACE.offset("i", 2.0)) % 2.0) == pytest.approx(0, abs=1e-6)
 
 
 def test_filling_ring_and_draining_rank_are_polled_sooner():
     assert 0.5 == PACE.after_answer(target(ring_fill=0.51), 0.0)
     assert 0.2 == PACE.after_answer(target(health=Health.DRAINING), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("flush_after", "ring_fill", "interval"), [(10.0, 0.1, 4.0), (10.0, 0.26, 2.0), (6.0, 0.1, 2.4), (1.0, 0.1, 2.0)]
+)
+def test_rank_whose_ring_has_room_is_polled_half_as_often_within_the_time_of_a_flush(flush_after, ring_fill, interval):
+    pace = Pace.of(poll_seconds=2.0, max_backoff_seconds=30.0, flush_after_seconds=flush_after)
+    one = target(health=Health.UP, cursor=7, ring_fill=ring_fill)
+    first = pace.after_answer(one, 100.0)
+
+    assert interval == pytest.approx(pace.after_answer(one, 100.0 + first))
+
+
+def test_rank_of_which_nothing_has_come_yet_is_not_kept_waiting():
+    pace = Pace.of(poll_seconds=2.0, max_backoff_seconds=30.0, flush_after_seconds=10.0)
+
+    assert 2.0 >= max(pace.after_answer(target(health=Health.UP), now / 10) for now in range(50))
 
 
 def test_rank_that_drains_and_waits_for_a_commit_is_not_polled_sooner():

@@ -54,6 +54,20 @@ def test_heartbeat_keeps_lease_and_attempt_and_moves_the_head():
     assert (7, 5.0) == (again.target.head, again.target.vitals.last_sign)
 
 
+@pytest.mark.parametrize(("ranks", "seconds"), [(1, 5.0), (500, 5.0), (700, 7.0), (1200, 10.0)])
+def test_a_thousand_ranks_are_asked_to_speak_half_as_often_and_taken_for_alive_as_much_longer(ranks, seconds):
+    book = registry(make_lease=lambda: "lease")
+    for number in range(ranks):
+        one = registration(rank=number, world_size=ranks, incarnation=f"i{number}")
+        first = book.register(one, HOME, 0.0).target
+    second = registration(rank=0, world_size=ranks, incarnation="second")
+
+    assert seconds == pytest.approx(book.reply(first).heartbeat_seconds)
+    with pytest.raises(RegistrationError, match="already has a live rank 0"):
+        book.register(second, HOME, 3 * seconds - 0.1)
+    assert book.register(second, HOME, 3 * seconds + 0.1).is_new_target
+
+
 def test_each_launch_of_a_run_is_its_next_attempt():
     book = registry()
     attempts = [

@@ -17,6 +17,7 @@ from rankscope_storage.layout import (
     SORT_KEYS,
     data_file,
     file_fingerprint,
+    is_sorted,
     own_part,
     parts,
     shared_part,
@@ -139,3 +140,37 @@ def test_a_long_name_keeps_its_beginning_and_no_half_of_a_character():
 
     assert "学" * 20 == unquote(part, errors="strict")[:20]
     assert 1 == part.count("~")
+
+
+_KEYS = ("run", "tensor", "step")
+
+
+@st.composite
+def _keyed_rows(draw: st.DrawFn) -> pa.Table:
+    """Rows of which most are in order, with dictionaries that are not, that name too much, or something twice."""
+    row = st.tuples(st.sampled_from(["a", "b", None]), st.sampled_from(["x", "y"]), st.integers(0, 3) | st.none())
+    rows = draw(st.lists(row, max_size=8))
+    if draw(st.booleans()):
+        rows.sort(key=lambda row: [(value is None, value or 0) for value in row])
+    runs, tensors, steps = zip(*rows, strict=True) if rows else ((), (), ())
+    names = draw(st.sampled_from([["a", "b"], ["b", "a"], ["b", "a", "a"]]))
+    codes = pa.array([None if run is None else names.index(run) for run in runs], pa.int32())
+    run = pa.DictionaryArray.from_arrays(codes, pa.array(names))
+    tensor = pa.array(tensors, pa.string())
+    tensor = tensor.dictionary_encode() if draw(st.booleans()) else tensor
+    return pa.table({"run": run, "tensor": tensor, "step": pa.array(steps, pa.int64())})
+
+
+@given(_keyed_rows())
+def test_rows_are_taken_for_sorted_only_where_sorting_would_leave_them(table):
+    leaves = list(range(table.num_rows)) == sort_order(table, _KEYS).tolist()
+
+    assert leaves or not is_sorted(table, _KEYS)
+
+
+def test_rows_in_order_are_seen_to_be():
+    run = pa.DictionaryArray.from_arrays(pa.array([1, 1, 0, 0], pa.int32()), pa.array(["b", "a"]))
+    table = pa.table({"run": run, "tensor": ["x"] * 4, "step": [1, 2, 0, 7]})
+
+    assert not is_sorted(table, _KEYS)  # plain text is dear to compare
+    assert is_sorted(table.set_column(1, "tensor", table["tensor"].dictionary_encode()), _KEYS)

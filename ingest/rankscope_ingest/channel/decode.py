@@ -130,9 +130,13 @@ def _values(cells: _Cells) -> Iterator[pa.Array]:
     """Yield the columns of floats, tensor by tensor, in each of them record by record."""
     shape = (len(WIRE_VALUE_OPS), len(cells.plan))
     parts = [part.values.to_numpy(zero_copy_only=False).reshape(-1, *shape) for part in cells.parts]
-    for column in _turned(parts, cells.plan):
+    for number in range(len(WIRE_VALUE_OPS)):
+        if all(np.isnan(part[:, number]).all() for part in parts):  # as baselines are where no rule judges
+            yield pa.nulls(len(cells.records) * len(cells.plan), pa.float32())
+            continue
+        column = _turned(parts, cells.plan, number)
         absent = np.isnan(column)
-        yield pa.nulls(len(column), pa.float32()) if absent.all() else pa.array(column, mask=absent)
+        yield pa.array(column, mask=absent if absent.any() else None)
 
 
 def _counts(cells: _Cells, columns: dict[str, pa.Array]) -> pa.Array | None:
@@ -142,18 +146,18 @@ def _counts(cells: _Cells, columns: dict[str, pa.Array]) -> pa.Array | None:
     parts = [numbers.to_numpy().reshape(-1, *shape) for numbers in counts]
     absent: list[npt.NDArray[np.bool_] | None] = [None] * len(WIRE_COUNT_OPS)
     if any(part.counts.null_count for part in cells.parts):
-        absent = list(_turned([absent_counts(part) for part in cells.parts], cells.plan))
-    for op, column, mask in zip(WIRE_COUNT_OPS, _turned(parts, cells.plan), absent, strict=True):
-        columns[op] = pa.array(column, mask=mask)
+        masks_of_parts = [absent_counts(part) for part in cells.parts]
+        absent = [_turned(masks_of_parts, cells.plan, number) for number in range(len(WIRE_COUNT_OPS))]
+    for number, (op, mask) in enumerate(zip(WIRE_COUNT_OPS, absent, strict=True)):
+        columns[op] = pa.array(_turned(parts, cells.plan, number), mask=mask)
     masks = [mask for mask in absent if mask is not None]
     return pa.array(~np.logical_and.reduce(masks)) if masks else None
 
 
-def _turned(parts: Sequence[npt.NDArray[Number]], plan: PlanColumns) -> Iterator[npt.NDArray[Number]]:
-    """Yield for each statistic what stood record by record as it stands tensor by tensor, in the order of the store."""
-    for number in range(parts[0].shape[1]):
-        by_record = np.concatenate([part[:, number] for part in parts])
-        yield by_record.T.take(plan.order, axis=0).reshape(-1)
+def _turned(parts: Sequence[npt.NDArray[Number]], plan: PlanColumns, number: int) -> npt.NDArray[Number]:
+    """Return a statistic that stood record by record as it stands tensor by tensor, in the order of the store."""
+    by_record = np.concatenate([part[:, number] for part in parts])
+    return by_record.T.take(plan.order, axis=0).reshape(-1)
 
 
 def _of_record(column: pa.Array, tensors: int) -> pa.Array:

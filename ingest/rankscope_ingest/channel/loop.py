@@ -26,6 +26,8 @@ from rankscope_ingest.target import Health, Target
 DRAINING_POLL_SECONDS: Final = 0.2
 POKE_SECONDS: Final = 0.25  # between two polls out of turn: whoever pokes without end does not get polls without end
 _FAST_SHARE: Final = 0.25  # of the interval, while the ring is more than half full
+_CALM_FILL: Final = 0.25  # a ring that is no fuller may wait for twice the interval
+_CALM_SHARE: Final = 0.4  # of the time until a flush, and no longer: a record is told of as durable one poll later
 _INLINE_BYTES: Final = 262_144  # a small body is inflated faster than a thread is woken
 
 
@@ -85,11 +87,18 @@ class Pace:
 
     poll_seconds: float
     max_backoff_seconds: float
+    calm_seconds: float = 0.0  # where the ring has room: a poll costs the same, however many records it brings
 
-    def offset(self, incarnation: str) -> float:
+    @classmethod
+    def of(cls, *, poll_seconds: float, max_backoff_seconds: float, flush_after_seconds: float) -> Pace:
+        """Return the pace of a service that flushes after so long."""
+        calm = min(2 * poll_seconds, _CALM_SHARE * flush_after_seconds)
+        return cls(poll_seconds=poll_seconds, max_backoff_seconds=max_backoff_seconds, calm_seconds=calm)
+
+    def offset(self, incarnation: str, interval: float) -> float:
         """Return when within the interval this target is polled: spread evenly, and the same after a restart."""
         digest = hashlib.sha256(incarnation.encode()).digest()
-        return int.from_bytes(digest[:8], "big") / (1 << 64) * self.poll_seconds
+        return int.from_bytes(digest[:8], "big") / (1 << 64) * interval
 
     def after_answer(self, target: Target, now: float) -> float:
         """Return how long to wait after an answer without more to come: to the target's own tick, or less."""
@@ -97,13 +106,17 @@ class Pace:
             return min(DRAINING_POLL_SECONDS, self.poll_seconds)  # until then it waits for a commit, which pokes
         if target.ring_fill > 0.5:
             return self.poll_seconds * _FAST_SHARE
-        behind = (now - self.offset(target.incarnation)) % self.poll_seconds
-        return self.poll_seconds - behind
+        interval = max(self.calm_seconds, self.poll_seconds) if _is_calm(target) else self.poll_seconds
+        return interval - (now - self.offset(target.incarnation, interval)) % interval
 
     def after_failure(self, failures_in_row: int, jitter: float, asked_to_wait: float | None) -> float:
         """Return how long to wait: doubling, capped, spread by `jitter` (0 … 1), at least what the rank asked for."""
         longest = min(self.max_backoff_seconds, self.poll_seconds * 2.0 ** min(failures_in_row - 1, 16))
         return max(longest * (0.5 + 0.5 * jitter), asked_to_wait or 0.0)
+
+
+def _is_calm(target: Target) -> bool:
+    return target.health is Health.UP and target.cursor >= 0 and target.ring_fill <= _CALM_FILL
 
 
 class TargetLoop:

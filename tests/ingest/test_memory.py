@@ -1,0 +1,39 @@
+"""The process of a service keeps free memory, where its allocator can be told to."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+TOUCH = """
+import resource, sys, threading
+import numpy as np
+if sys.argv[1] == "keep":
+    from rankscope_ingest.memory import keep_memory
+    keep_memory()
+
+def flush():
+    columns = [np.zeros(4_000_000, np.uint8) + 1 for _ in range(10)]
+
+def several():
+    for _ in range(20):
+        flush()
+
+thread = threading.Thread(target=several)
+thread.start()
+thread.join()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+"""
+
+
+def faults(how: str) -> int:
+    done = subprocess.run([sys.executable, "-c", TOUCH, how], capture_output=True, text=True, check=True, timeout=60)
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the allocator of glibc alone is told")
+def test_memory_of_one_flush_serves_the_next():
+    """20 flushes of 80 MB each, in a thread: the pages of one of them are asked for, and not of all."""
+    assert 2 * faults("keep") < faults("leave")
