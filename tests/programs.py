@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -154,11 +155,10 @@ class Server:
                 watchdog.cancel()
         return subprocess.CompletedProcess(["python", "-c", code], status, out, err)
 
-    def start(self, script: Path, arguments: Sequence[str], log: Path, environment: dict[str, str]) -> Started:
-        """Begin a script and return at once; what it says is appended to `log`."""
+    def start(self, code: str, argv: Sequence[str], log: Path, environment: dict[str, str], **script: str) -> Started:
+        """Begin `code` and return at once; what it says is appended to `log`."""
         log.touch()
-        argv = [str(script), *arguments]
-        return Started(self, self._fork(script.read_text(), argv, [log, log], environment, None, script=str(script)))
+        return Started(self, self._fork(code, argv, [log, log], environment, None, **script))
 
     def exit_code(self, pid: int) -> int | None:
         """Return how a program has ended that was started, None while it runs; it is asked once after the end."""
@@ -199,24 +199,40 @@ class Server:
         return line
 
 
-_servers: list[Server] = []
+OF_TRAINING = ("torch", "torch._dynamo", "torch.distributed", "rankscope_exporter")
+OF_COMMANDS = ("rankscope.command", "rankscope_ingest.__main__", "duckdb", "deltalake")
+"""What most commands import, those above all that serve; it costs more than what they do."""
+
+SERVICE = """
+import gc, sys
+gc.unfreeze()  # DuckDB complains of what of it is left at the end of a process
+from {module} import main
+sys.exit(main())
+"""
 
 
-def _server() -> Server:
-    if not _servers:
-        _servers.append(Server("torch", "torch._dynamo", "torch.distributed", "rankscope_exporter"))
-    return _servers[0]
+@cache
+def server_of(*imported: str) -> Server:
+    """Return the one process of this test process that has imported these modules."""
+    return Server(*imported)
 
 
 def run_program(code: str, *, seconds: float = 90.0, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `code` as `python -c` would, in this environment with `environment` over it."""
-    return _server().run(code, {**os.environ, "OMP_NUM_THREADS": "1", **environment}, seconds)
+    return server_of(*OF_TRAINING).run(code, {**os.environ, "OMP_NUM_THREADS": "1", **environment}, seconds)
 
 
 def start_script(script: Path, *arguments: object, log: Path, **environment: str) -> Started:
     """Begin a script as `python script` would, beside the test, which has to end it."""
     told = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return _server().start(script, [str(argument) for argument in arguments], log, told)
+    server, argv = server_of(*OF_TRAINING), [str(script), *map(str, arguments)]
+    return server.start(script.read_text(), argv, log, told, script=str(script))
+
+
+def start_module(module: str, *arguments: object, log: Path, **environment: str) -> Started:
+    """Begin `main()` of a module of the services as `python -m` would, beside the test, which has to end it."""
+    code, argv = SERVICE.format(module=module), [module, *map(str, arguments)]
+    return server_of(*OF_COMMANDS).start(code, argv, log, {**os.environ, **environment})
 
 
 def run_two_ranks(code: str, *, seconds: float = 300.0) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from tests.programs import Server
+from tests.programs import OF_COMMANDS, server_of
 
 from rankscope import __main__
 from rankscope_contract.records import DATASETS
@@ -131,9 +131,6 @@ def sample_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-ROOMS = ("rankscope.command", "duckdb", "deltalake", "rankscope_storage.connection", "rankscope_storage.store")
-"""What most commands import; it costs more than what they do."""
-
 COMMAND = """
 import gc, sys
 gc.unfreeze()  # DuckDB complains of what of it is left at the end of a process
@@ -146,7 +143,7 @@ main()
 @pytest.fixture(scope="session")
 def rankscope(sample_store: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Return a function that runs `rankscope ARGUMENTS` over the sample store."""
-    server = Server(*ROOMS)
+    server = server_of(*OF_COMMANDS)
 
     def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
         environment = os.environ | {"RANKSCOPE_STORE": str(sample_store), "COLUMNS": "100", "TERM": "dumb"}

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from tests.end_to_end.lives import RANKS, Host
-from tests.programs import Started, start_script
+from tests.programs import Started, start_module, start_script
 
 TRAINING = Path(__file__).with_name("tiny_training.py")
 
@@ -60,10 +60,11 @@ class Service:
     stalled_after_seconds: float = 300.0
     ingest: str = ""
     """More lines of its section."""
-    program: tuple[str, ...] = ("-m", "rankscope")
+    program: Path | None = None
+    """A script that is to be used in place of `rankscope`."""
     place: Path | None = None
     """Where the store is, if not in `folder`."""
-    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    process: subprocess.Popen[bytes] | Started | None = field(default=None, init=False)
 
     @property
     def store(self) -> Path:
@@ -91,12 +92,13 @@ class Service:
             stalled=self.stalled_after_seconds,
         )
         config.write_text(text)
-        with (self.folder / "service.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, *self.program, "serve", str(config), "--quiet"],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+        arguments, log = ("serve", config, "--quiet"), self.folder / "service.log"
+        if self.program is None:
+            self.process = start_module("rankscope.__main__", *arguments, log=log)
+        else:
+            with log.open("ab") as output:
+                command = [sys.executable, self.program, *arguments]
+                self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         self.wait_for(lambda: self.get("/healthz"))
 
     def wait_for(self, condition: Callable[[], Any], seconds: float = 150.0) -> Any:

@@ -8,8 +8,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -18,6 +16,7 @@ import aiohttp
 import pyarrow as pa
 import pytest
 from aiohttp import web
+from tests.programs import OF_COMMANDS, Started, server_of, start_module
 
 from rankscope_contract.events import Event
 from rankscope_contract.identity import Identity
@@ -27,6 +26,11 @@ from rankscope_exporter.serving.channel import Channel
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_storage.connection import connect
 
+ROOT = Path(__file__).parents[2]
+STORED = "FROM events WHERE type = 'anomaly'"
+NOTIFIED = "FROM events WHERE type = 'incident' AND details->>'$.state' = 'notified'"
+KILLED_AT = {61: (15, STORED), 90: (1, NOTIFIED), 121: (30, STORED), 150: (2, NOTIFIED)}
+"""The step, and how many of which rows there are: before people are told of an incident, and when they have been."""
 TENSORS = 7
 PLAN = NamedPlan.of(Plan(tuple(PlanEntry(kind="grad_unreduced", tensor=f"t{n}") for n in range(TENSORS))))
 
@@ -43,22 +47,21 @@ class ServiceProcess:
             f"[service]\nlisten = '127.0.0.1:{port}'\n[store]\npath = 'store'\n"
             "[ingest]\npoll_seconds = 0.1\nflush_after_seconds = 0.3\n"
             "[runs]\nheartbeat_seconds = 0.3\nrefused_after_seconds = 1.0\n"
-            f"[notify]\nurls = {[notify] if notify else []}\ngroup_wait_seconds = 0.5\n"
+            f"[notify]\nurls = {[notify] if notify else []}\ngroup_wait_seconds = 2.0\n"
         )
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Started | None = None
+        self._starts = 0
 
     def start(self) -> None:
-        """Start and wait until it listens."""
-        with self._log.open("ab") as log:
-            command = [sys.executable, "-m", "rankscope_ingest", str(self._config)]
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
-        assert self.process.stdout is not None
-        assert self.url == self.process.stdout.readline().decode().strip(), self._log.read_text()
+        """Start and wait until it says that it listens."""
+        self.process = start_module("rankscope_ingest.__main__", self._config, log=self._log)
+        self._starts += 1
+        wait_until(lambda: self.log().splitlines().count(self.url) == self._starts, seconds=90)
 
     def kill(self) -> None:
         assert self.process is not None
         self.process.kill()
-        self.process.wait()
+        self.process.wait(60)
 
     def terminate(self) -> int:
         assert self.process is not None
@@ -68,6 +71,9 @@ class ServiceProcess:
     def rows(self, query: str) -> list[dict]:
         with connect(self.store) as connection:
             return connection.query(query).to_pylist()
+
+    def has(self, count: int, query: str) -> bool:
+        return count == len(self.rows(query))
 
     def log(self) -> str:
         return self._log.read_text()
@@ -209,15 +215,14 @@ def test_dead_rank_fails_the_run_and_what_was_lost_is_counted(make_service, tmp_
     """A real process is killed; its last heartbeat told of records nobody had fetched yet."""
     service = make_service()
     service.start()
-    script = tmp_path / "rank.py"
-    script.write_text(
-        f"import sys, time; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from test_exactly_once import ServiceProcess, open_channel, step_record\n"
-        "class Here: url = sys.argv[1]\n"
+    script = (
+        f"import sys, time; sys.path[:0] = {[str(ROOT), str(Path(__file__).parent)]!r}\n"
+        "from test_exactly_once import open_channel, step_record\n"
+        f"class Here: url = {service.url!r}\n"
         "channel = open_channel(Here, 0, world_size=1)\n"
         "for step in range(40):\n    channel.publish(step_record(step))\n    time.sleep(0.05)\n"
     )
-    rank = subprocess.Popen([sys.executable, str(script), service.url], env={**os.environ, "PYTHONPATH": ""})
+    rank = server_of(*OF_COMMANDS).start(script, ["-c"], tmp_path / "rank.log", dict(os.environ))
 
     def get(path):
         with urllib.request.urlopen(service.url + path, timeout=5) as answer:
@@ -225,7 +230,7 @@ def test_dead_rank_fails_the_run_and_what_was_lost_is_counted(make_service, tmp_
 
     wait_until(lambda: [t for t in get("/api/v1/targets") if t["cursor"] >= 3])
     rank.kill()
-    rank.wait()
+    rank.wait(30)
     killed = time.monotonic()
     state = wait_until(lambda: [r for r in get("/api/v1/runs") if r["state"] == "failed"], seconds=60)[0]
     took = time.monotonic() - killed
@@ -283,8 +288,8 @@ async def test_each_incident_is_told_once_also_over_kills(make_service, open_cha
                 if faulty and rank == 1:
                     events.append(nan_event(faulty))
                 channel.publish(step_record(step, *events))
-            if step in {61, 90, 121, 150}:
-                await asyncio.sleep(0.1 * (step % 7))
+            if step in KILLED_AT:
+                await asyncio.to_thread(wait_until, lambda moment=KILLED_AT[step]: service.has(*moment))
                 await asyncio.to_thread(service.kill)
                 await asyncio.to_thread(service.start)
             await asyncio.sleep(0.005)

@@ -72,7 +72,7 @@ def test_a_store_that_is_too_slow_slows_pulls_and_what_the_ring_cannot_hold_is_c
     service: Any, host: Host, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLOW_FSYNC_SECONDS", "0.7")
-    service.program = (str(Path(__file__).with_name("slow_disk.py")),)
+    service.program = Path(__file__).with_name("slow_disk.py")
     service.ingest = "flush_rows = 100\nmax_pending_rows = 200"
     service.start()
     life = host.start(service, 0, "first", steps=int(SECONDS / PAUSE), pause=PAUSE, end="linger", spool=False, ring=256)

@@ -30,17 +30,33 @@ def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return run_program(MEASURE + script, seconds=120, **environment)
 
 
-@needs_numba
-def test_numba_is_loaded_by_the_warm_up_thread_alone_and_used_when_ready():
-    done = run("""
+@pytest.fixture(scope="module")
+def warmed(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """Return what a script said that compiles the kernel, and logs whatever anyone has to say."""
+    folder = tmp_path_factory.mktemp("numba")
+    return run(
+        """
+import logging
+logging.basicConfig(level=logging.DEBUG)
 print("numba" in sys.modules, statistics.backend_name(), measure())
 thread = statistics.warm_up()
 print(thread.daemon, statistics.warm_up() is thread)
 thread.join()
 print(statistics.warm_up(), statistics.backend_name(), measure())
-""")
+""",
+        NUMBA_CACHE_DIR=str(folder),
+    )
 
-    assert ["False torch [4.0]", "True True", "None numba [4.0]"] == done.stdout.splitlines(), done.stderr
+
+@needs_numba
+def test_numba_is_loaded_by_the_warm_up_thread_alone_and_used_when_ready(warmed):
+    assert ["False torch [4.0]", "True True", "None numba [4.0]"] == warmed.stdout.splitlines(), warmed.stderr
+
+
+@needs_numba
+def test_debug_logging_of_a_script_does_not_log_the_compiler(warmed):
+    assert "None numba [4.0]" == warmed.stdout.splitlines()[-1]
+    assert "numba.core" not in warmed.stderr
 
 
 def test_without_numba_torch_does_the_work_silently():
@@ -111,19 +127,3 @@ print("parent", os.waitpid(child, 0)[1])
     )
 
     assert ["child numba [4.0]", "parent 0"] == done.stdout.splitlines(), done.stderr
-
-
-@needs_numba
-def test_debug_logging_of_a_script_does_not_log_the_compiler(tmp_path: Path):
-    done = run(
-        """
-import logging
-logging.basicConfig(level=logging.DEBUG)
-statistics.warm_up().join()
-print(statistics.backend_name())
-""",
-        NUMBA_CACHE_DIR=str(tmp_path),
-    )
-
-    assert "numba\n" == done.stdout
-    assert "numba.core" not in done.stderr

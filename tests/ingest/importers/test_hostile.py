@@ -11,7 +11,7 @@ import math
 import os
 
 import pytest
-from tests.programs import Server
+from tests.programs import server_of
 
 from rankscope_ingest.errors import IngestError
 from rankscope_ingest.importers import find_importer, importers
@@ -102,7 +102,7 @@ def test_nan_infinity_and_overflow_are_values(desk, kind, nan, infinity):
 @pytest.fixture(scope="module")
 def readers():
     """Return what forks a process of its own, whose memory is measured, for each importer."""
-    return Server("rankscope_ingest.importers")
+    return server_of("rankscope_ingest.importers")
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
