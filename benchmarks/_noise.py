@@ -68,8 +68,10 @@ SIX = ("norm", "min", "max", "mean", "nans", "zeros")
 def six_statistics(tensors: int, seed: int = 0, step_microseconds: int = 500_000) -> Iterator[StepRecord]:
     """Yield records of one rank without end: six statistics, which took 2.06 bytes a sample in the first prototypes.
 
-    Each tensor's scale walks by 1 % a step. A norm moves by 2 to 5 % of it, that of parameters by 1e-4; min and
-    max by 8 %, the mean by 30 % of its own size; a quarter of the tensors have zeros. No values come twice.
+    Each tensor's scale walks by 1 % a step. A norm moves by 2 to 5 % of it, min and max by 8 %, those of parameters by
+    1e-4 and 4e-4; the mean by two thirds of its own size; a quarter of the tensors have zeros. No values come twice.
+    By these sigmas the entropy of a norm is 2.4 bytes, of min and max 2.55, of a mean 3.1, of zeros 0.36: 1.83 a
+    sample, where the prototypes' noise had 1.82.
     """
     random = np.random.default_rng(seed)
     plan = plan_of(tensors)
@@ -77,17 +79,18 @@ def six_statistics(tensors: int, seed: int = 0, step_microseconds: int = 500_000
     scale = np.exp(random.normal(-3, 2, tensors))
     drift = np.where(is_parameter, 1e-4, 0.01)
     noise = np.where(is_parameter, 1e-4, random.uniform(0.02, 0.05, tensors))
+    spread = np.where(is_parameter, 4e-4, 0.08)
     offset = random.normal(0, 0.1, tensors)
-    zeros = np.where(np.arange(tensors) % 4 == 0, random.integers(100, 20_000, tensors), 0)
+    zeros = np.where(np.arange(tensors) % 4 == 0, random.integers(2_000, 20_000, tensors), 0)
     infs, numel = (pa.array(np.full(tensors, count)) for count in (0, 1024 * 1024))
     step = 0
     while True:
         step += 1
         scale = scale * np.exp(random.normal(0, 1, tensors) * drift)
         norm = scale * np.exp(random.normal(0, 1, tensors) * noise)
-        least, most = (sign * scale * np.exp(random.normal(0, 0.08, tensors)) for sign in (-3, 3))
-        mean = scale * offset * (1 + random.normal(0, 0.3, tensors))
-        counts = np.stack([np.zeros(tensors, np.int64), zeros + random.integers(-50, 50, tensors) * (zeros > 0)])
+        least, most = (sign * scale * np.exp(random.normal(0, 1, tensors) * spread) for sign in (-3, 3))
+        mean = scale * offset * (1 + random.normal(0, 0.65, tensors))
+        counts = np.stack([np.zeros(tensors, np.int64), zeros + random.integers(-1500, 1500, tensors) * (zeros > 0)])
         values = pa.array(np.stack([norm, least, most, mean]).astype(np.float32).ravel())
         nans, noughts = (pa.array(row) for row in counts)
         yield StepRecord(

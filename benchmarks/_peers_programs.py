@@ -109,7 +109,7 @@ def exporters(ranks: Ranks) -> Iterator[list[str]]:
 def scrape_config(addresses: Sequence[str], seconds: float) -> str:
     """Return the configuration of both Prometheus and VictoriaMetrics."""
     config = {
-        "global": {"scrape_interval": f"{seconds:g}s", "scrape_timeout": f"{seconds:g}s"},
+        "global": {"scrape_interval": f"{seconds * 1000:.0f}ms", "scrape_timeout": f"{seconds * 1000:.0f}ms"},
         "scrape_configs": [{"job_name": "ranks", "static_configs": [{"targets": list(addresses)}]}],
     }
     return json.dumps(config)  # which is YAML too

@@ -1,6 +1,7 @@
 """What a sample costs from exporter to store: our channel and our text path beside Prometheus and VictoriaMetrics.
 
     python benchmarks/run.py peers
+    RANKSCOPE_PEERS="targets=8 seconds=20" python benchmarks/run.py peers
     RANKSCOPE_PEERS="targets=100 scrape_seconds=15 step_seconds=2 seconds=300" python benchmarks/run.py peers
 
 One after the other, each program reads the same exporters: real ones, 8 numbers of every tensor, noise that nobody
@@ -44,9 +45,9 @@ class Size:
 
     targets: int = 20
     tensors: int = TENSORS
-    step_seconds: float = 0.5
-    scrape_seconds: float = 3.0
-    seconds: float = 45.0
+    step_seconds: float = 1.0
+    scrape_seconds: float = 2.0
+    seconds: float = 35.0
 
     @property
     def series(self) -> int:

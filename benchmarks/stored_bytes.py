@@ -8,6 +8,7 @@ names, step and time are in the bytes of the six. See `_noise.six_statistics` fo
 
 from __future__ import annotations
 
+import io
 import itertools
 import shutil
 import tempfile
@@ -33,6 +34,8 @@ from rankscope_storage.store import Batch, Store
 
 TENSORS, RANKS, STEPS_A_FLUSH, FLUSHES = 2_500, 8, 10, 8
 BITS = 12
+PROTOTYPE = 2.06
+_TAGS = ("ts", "step", "run", "rank", "kind", "tensor")
 
 
 def run() -> list[Row]:
@@ -78,8 +81,33 @@ def _store(root: Path, batches: Iterable[pa.Table], bits: int | None) -> Iterabl
         assert merged, "nothing was merged"
     note = f"{report.files_removed} files became {report.files_added}"
     yield Row(f"{name}: after a merge", _bytes_per_sample(merged), "bytes per sample", note)
+    if bits is None:
+        note = f"six columns and their tags; {PROTOTYPE} on its own noise"
+        yield Row("the same rows by the prototype's writer", _prototype(merged), "bytes per sample", note)
     columns = ", ".join(f"{column} {size:.3f}" for column, size in _columns(merged))
     yield Row(f"{name}: a row", len(SIX) * _bytes_per_sample(merged), "bytes", columns)
+
+
+def _prototype(paths: Iterable[Path]) -> float:
+    """Return the bytes of a sample as the first prototype wrote them: its columns, encodings and row groups."""
+    size, rows = 0, 0
+    for path in paths:
+        table = pq.ParquetFile(path).read().select([*_TAGS, *SIX])
+        kept = io.BytesIO()
+        encodings = dict.fromkeys(SIX[:4], "BYTE_STREAM_SPLIT") | dict.fromkeys(
+            ("ts", "step", *SIX[4:]), "DELTA_BINARY_PACKED"
+        )
+        pq.write_table(
+            table,
+            kept,
+            row_group_size=122_880,
+            compression="zstd",
+            compression_level=1,
+            use_dictionary=["run", "rank", "kind", "tensor"],
+            column_encoding=encodings,
+        )
+        size, rows = size + kept.tell(), rows + table.num_rows
+    return size / (len(SIX) * rows)
 
 
 def _merged(writer: object) -> compaction.CompactionReport:

@@ -69,6 +69,7 @@ async def test_page_reaches_the_table_without_the_ranks_token(start_service, eve
     assert ("", "ingest") == (row["run"], row["ts_origin"])
     assert {"value": 1.0} == service.rows(UP)[0]
     assert not any("Authorization" in request.headers for request in exporter.requests)
+    assert {"identity"} == {request.headers["Accept-Encoding"] for request in exporter.requests}  # on this machine
     assert [] == service.rows("SELECT target, metric, labels, ts FROM samples GROUP BY ALL HAVING count(*) > 1")
 
 
