@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import re
 import time
 
 import pytest
@@ -168,56 +170,59 @@ def silent(rank):
     return behave
 
 
-@pytest.mark.parametrize(
-    ("misbehaviour", "reason", "words"),
-    [
-        (cut_in_the_middle, "cut", "broke off"),
-        (answer_with(body=b"<html>hello</html>", Content_Type="text/html"), "garbage", "text/html"),
-        (
-            answer_with(
-                body=b"not arrow",
-                Content_Type=ARROW_STREAM,
-                Rankscope_First="0",
-                Rankscope_Last="4",
-                Rankscope_Rows="5",
-            ),
-            "garbage",
-            "end-of-stream",
+BAD_ANSWERS = {
+    "broke off": (cut_in_the_middle, "cut"),
+    "text/html": (answer_with(body=b"<html>hello</html>", Content_Type="text/html"), "garbage"),
+    "end-of-stream": (
+        answer_with(
+            body=b"not arrow", Content_Type=ARROW_STREAM, Rankscope_First="0", Rankscope_Last="4", Rankscope_Rows="5"
         ),
-        (chunked, "garbage", "no Content-Length"),
-        (answer_with(status=406, Rankscope_Schema="7"), "schema", "speaks schema version 7"),
-        (answer_with(status=401), "unauthorized", "token"),
-        (answer_with(status=302, Location="http://127.0.0.1:1/"), "redirect", "not followed"),
-        (answer_with(status=500, body=b"oops"), "status", "500: oops"),
-        (answer_with(status=429, Retry_After="1"), "busy", "wait"),
-        (answer_with(status=416), "cursor", "behind the store"),
-        (answer_with(Content_Type=ARROW_STREAM), "garbage", "Rankscope-First"),
-        (answer_with(Content_Type=ARROW_STREAM, Rankscope_Head="many"), "garbage", "Rankscope-Head"),
-        (answer_with(status=204, Rankscope_Incarnation=""), "garbage", "Rankscope-Incarnation"),
-        (silent, "timeout", "in time"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-async def test_bad_answer_is_named_and_nothing_of_it_taken(
-    start_service, fake_rank, eventually, misbehaviour, reason, words
-):
-    async with fake_rank() as rank, start_service(**{"ingest.timeout_seconds": 0.3}) as service:
-        rank.publish_steps(5)
-        rank.behave = misbehaviour(rank)
-        await rank.register(service.url)
+        "garbage",
+    ),
+    "no Content-Length": (chunked, "garbage"),
+    "speaks schema version 7": (answer_with(status=406, Rankscope_Schema="7"), "schema"),
+    "token": (answer_with(status=401), "unauthorized"),
+    "not followed": (answer_with(status=302, Location="http://127.0.0.1:1/"), "redirect"),
+    "500: oops": (answer_with(status=500, body=b"oops"), "status"),
+    "wait": (answer_with(status=429, Retry_After="1"), "busy"),
+    "behind the store": (answer_with(status=416), "cursor"),
+    "Rankscope-First": (answer_with(Content_Type=ARROW_STREAM), "garbage"),
+    "Rankscope-Head": (answer_with(Content_Type=ARROW_STREAM, Rankscope_Head="many"), "garbage"),
+    "Rankscope-Incarnation": (answer_with(status=204, Rankscope_Incarnation=""), "garbage"),
+    "in time": (silent, "timeout"),
+}
+"""What is said of an answer, the answer, and the reason that is counted."""
+
+
+async def test_bad_answer_is_named_and_nothing_of_it_taken(start_service, fake_rank, eventually):
+    """Each by a rank of a run of its own, all at once: nobody's fault is held against another."""
+    async with contextlib.AsyncExitStack() as stack:
+        service = await stack.enter_async_context(start_service(**{"ingest.timeout_seconds": 0.3}))
+        ranks = {}
+        for number, (words, (misbehaviour, _)) in enumerate(BAD_ANSWERS.items()):
+            ranks[words] = rank = await stack.enter_async_context(fake_rank(run=f"r{number}"))
+            rank.publish_steps(5)
+            rank.behave = misbehaviour(rank)
+            await rank.register(service.url)
 
         async def failing():
-            return [target for target in await service.targets() if target["last_error"]]
+            found = {target["incarnation"]: target for target in await service.targets() if target["last_error"]}
+            return found if len(found) == len(ranks) else None
 
-        target = (await eventually(failing))[0]
+        targets = await eventually(failing)
         page = (await service.get("/metrics"))[1]
-        rank.behave = None
-        await eventually(lambda: rank.committed == 4)
+        for rank in ranks.values():
+            rank.behave = None
+        await eventually(lambda: all(rank.committed == 4 for rank in ranks.values()))
+    counted = dict(re.findall(r'^rankscope_ingest_scrape_failures_total\{reason="(\w+)"\} (\S+)$', page, re.MULTILINE))
+    stored = service.rows("SELECT run, list(seq ORDER BY seq) AS seqs FROM scalars WHERE name = 'loss' GROUP BY run")
 
-    assert words in target["last_error"]
-    assert ("failing", -1) == (target["health"], target["cursor"])
-    assert f'rankscope_ingest_scrape_failures_total{{reason="{reason}"}} 0.0' not in page
-    assert [0, 1, 2, 3, 4] == [row["seq"] for row in service.rows(LOSSES)]
+    for number, (words, (_, reason)) in enumerate(BAD_ANSWERS.items()):
+        target = targets[ranks[words].registration.incarnation]
+        assert words in target["last_error"]
+        assert ("failing", -1) == (target["health"], target["cursor"])
+        assert float(counted[reason]) >= sum(reason == other for _, other in BAD_ANSWERS.values())
+        assert [0, 1, 2, 3, 4] == next(row["seqs"] for row in stored if row["run"] == f"r{number}")
 
 
 async def test_body_that_disagrees_with_its_headers_is_not_taken(start_service, fake_rank, eventually, encode):
@@ -322,33 +327,38 @@ async def test_token_of_any_bytes_is_just_a_wrong_token(start_service):
     assert b"HTTP/1.1 401 Unauthorized\r\n" == status
 
 
-@pytest.mark.parametrize(
-    ("details", "state", "reason"),
-    [
-        ('{"reason": "exception", "error": "no file \\udcff.bin"}', "failed", "rank 0: no file ?.bin"),
-        ('{"reason": "completed", "error": ["\\ud800"]}', "completed", None),
-        ("[" * 3000, "stopped", "ended without saying that it was done"),
-        ("null", "stopped", "ended without saying that it was done"),
-    ],
-    ids=["surrogate", "nested", "deep", "null"],
-)
-async def test_last_words_may_hold_anything(start_service, fake_rank, eventually, details, state, reason):
+LAST_WORDS = {
+    "surrogate": ('{"reason": "exception", "error": "no file \\udcff.bin"}', "failed", "rank 0: no file ?.bin"),
+    "nested": ('{"reason": "completed", "error": ["\\ud800"]}', "completed", None),
+    "deep": ("[" * 3000, "stopped", "ended without saying that it was done"),
+    "null": ("null", "stopped", "ended without saying that it was done"),
+}
+"""What the rank of a run says last, and what becomes of its run: state and reason."""
+
+
+async def test_last_words_may_hold_anything(start_service, fake_rank, eventually):
     """What a rank says last is judged and kept, and neither it nor its memory stops the service or the next one."""
-    async with fake_rank() as rank:
-        async with start_service() as service:
+    expected = {run: (state, reason) for run, (_, state, reason) in LAST_WORDS.items()}
+    async with contextlib.AsyncExitStack() as stack:
+        service = await stack.enter_async_context(start_service())
+        for run, (details, _, _) in LAST_WORDS.items():
+            rank = await stack.enter_async_context(fake_rank(run=run))
             rank.publish(events=[{"type": "exit", "details": details}])
             await rank.register(service.url)
 
-            async def ended():
-                found = await service.run_state()
-                return (state, reason) == (found["state"], found["reason"])
+        async def ended():
+            found = {run: await service.run_state(run) for run in LAST_WORDS}
+            return expected == {run: (shown["state"], shown.get("reason")) for run, shown in found.items()}
 
-            await eventually(ended)
-        async with start_service() as service:
-            status, _ = await service.get("/healthz")
+        await eventually(ended)
+        await service.end()
+        again = await stack.enter_async_context(start_service())
+        status, _ = await again.get("/healthz")
 
     assert 200 == status
-    assert [{"state": state, "reason": reason}] == service.rows("SELECT state, reason FROM runs")
+    assert expected == {
+        row["run"]: (row["state"], row["reason"]) for row in again.rows("SELECT run, state, reason FROM runs")
+    }
 
 
 @pytest.mark.parametrize("ts", [2**62, -(2**62), 253_402_300_800_000_000])
