@@ -246,7 +246,7 @@ async def test_a_living_rank_with_the_same_identity_is_not_disturbed(start_servi
         rank.publish_steps(2)
         await eventually(lambda: rank.committed == 3)
         assert 200 == (await rank.register(service.url))[0]
-        state = await service.run_state()
+        state = await eventually(lambda: _state(service, "running"))  # judged once a second
 
     assert "running" == state["state"]
     assert {"old": 5, "new": 4} == {
