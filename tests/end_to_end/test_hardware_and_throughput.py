@@ -51,9 +51,9 @@ def test_clocks_meet_steps_by_time_and_slow_ranks_are_found_as_the_pages_say(mon
         wait_until(lambda: len(read.scalars("mfu")) == 2)
         scalars = tables_of(read, "my-run")["scalars"]  # noqa: F841 - read by name in the queries
 
-    steps = duckdb.sql(query("hardware.md")).fetchall()
-    slowest = duckdb.sql(query("throughput.md")).fetchall()
-    rows = duckdb.sql("select name, value, step from scalars where name in ('tflops_per_gpu', 'step_seconds', 'mfu')")
+    steps = duckdb.connect().sql(query("hardware.md")).fetchall()
+    slowest = duckdb.connect().sql(query("throughput.md")).fetchall()
+    rows = duckdb.connect().sql("select name, value, step from scalars where name in ('tflops_per_gpu', 'step_seconds', 'mfu')")
     by_step: dict[int, dict[str, float]] = {}
     for name, value, step in rows.fetchall():
         by_step.setdefault(step, {})[name] = value

@@ -112,7 +112,7 @@ def test_files_of_a_user_are_read_anew_though_those_of_the_store_are_not(store, 
     with connect(store.root) as connection:
         for rows in (2, 5):
             connection.query("SELECT count(*) FROM scalars")
-            duckdb.sql(f"COPY (FROM range({rows})) TO '{path}'")
+            duckdb.connect().execute(f"COPY (FROM range({rows})) TO '{path}'")
             assert [(rows,)] == connection.sql(f"SELECT count(*) FROM '{path}'").fetchall()
 
 

@@ -94,7 +94,7 @@ def test_statistics_are_of_all_elements_there(shelf, rows, ours, theirs):
 @given(value=st.floats(width=32, allow_nan=False, allow_infinity=False))
 def test_every_digit_is_there(value):
     row_ = "SELECT $v::FLOAT AS norm, 0 AS nans, 0 AS infs, 1 AS numel"
-    text = duckdb.execute(f"SELECT {statistics_sql(None)['norm']} FROM ({row_})", {"v": value}).fetchone()[0]
+    text = duckdb.connect().execute(f"SELECT {statistics_sql(None)['norm']} FROM ({row_})", {"v": value}).fetchone()[0]
 
     assert struct.pack("f", value) == struct.pack("f", float(text))
 
