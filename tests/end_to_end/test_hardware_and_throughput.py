@@ -53,7 +53,9 @@ def test_clocks_meet_steps_by_time_and_slow_ranks_are_found_as_the_pages_say(mon
 
     steps = duckdb.connect().sql(query("hardware.md")).fetchall()
     slowest = duckdb.connect().sql(query("throughput.md")).fetchall()
-    rows = duckdb.connect().sql("select name, value, step from scalars where name in ('tflops_per_gpu', 'step_seconds', 'mfu')")
+    rows = duckdb.connect().sql(
+        "select name, value, step from scalars where name in ('tflops_per_gpu', 'step_seconds', 'mfu')"
+    )
     by_step: dict[int, dict[str, float]] = {}
     for name, value, step in rows.fetchall():
         by_step.setdefault(step, {})[name] = value
