@@ -35,7 +35,18 @@ async def run(
     Raises IngestError or StoreError with a text for the user: no store, shard owned by another, port taken, …
     """
     keep_memory()
-    stop = stop or asyncio.Event()
+    try:
+        await _serve(config, stop or asyncio.Event(), on_progress, on_ready)
+    finally:
+        let_go()
+
+
+async def _serve(
+    config: ServiceConfig,
+    stop: asyncio.Event,
+    on_progress: Callable[[Progress], None] | None,
+    on_ready: Callable[[str], None] | None,
+) -> None:
     # First what may be refused: an address or a file that nobody can use must not leave a store behind.
     notifiers = configured_notifiers(config)
     own_tls = server_tls(config.service.web_config)
@@ -58,7 +69,6 @@ async def run(
                 await supervisor.serve(stop, on_progress=on_progress, on_ready=on_ready)
         finally:
             writer.close()
-            let_go()
 
 
 def _claim(config: ServiceConfig) -> Writer:

@@ -283,6 +283,8 @@ async def test_each_incident_is_told_once_also_over_kills(make_service, open_cha
         channels = await asyncio.to_thread(open_channels, service)
         for step in range(180):
             faulty = {60: "t3", 120: "t5"}.get(step)
+            if faulty:
+                receiver.refuse = 1_000_000  # nobody is told before the kill, however soon the service tries
             for rank, channel in enumerate(channels):
                 events = [nan_event(f"t{n}", "grad_reduced") for n in range(TENSORS)] if faulty else []
                 if faulty and rank == 1:
@@ -292,6 +294,7 @@ async def test_each_incident_is_told_once_also_over_kills(make_service, open_cha
                 await asyncio.to_thread(wait_until, lambda moment=KILLED_AT[step]: service.has(*moment))
                 await asyncio.to_thread(service.kill)
                 await asyncio.to_thread(service.start)
+                receiver.refuse = 0
             await asyncio.sleep(0.005)
         left = await asyncio.to_thread(finish, channels, 180)
         status = await asyncio.to_thread(service.terminate)

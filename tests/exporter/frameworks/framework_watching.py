@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import queue
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[3]))  # programs of tests begin elsewhere
 
 import torch
 import torch.distributed as dist
