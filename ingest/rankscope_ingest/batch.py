@@ -43,17 +43,12 @@ class PendingBatch:
 
 
 @dataclass(slots=True, kw_only=True)
-class Batcher:
-    """Rows on their way to the store. They count until their commit is settled, so in-flight rows bound the pulls."""
+class Waiting:
+    """Rows on their way to the store: when they are due, and how many. They count until their commit is settled."""
 
     flush_rows: int
     flush_after_seconds: float
     max_pending_rows: int
-    _pieces: dict[str, list[pa.Table]] = field(default_factory=lambda: defaultdict(list))
-    _bodies: list[Checked] = field(default_factory=list)
-    _scrapes: list[Scrape] = field(default_factory=list)
-    _grid: Grid = field(default_factory=Grid)
-    _watermarks: dict[str, int] = field(default_factory=dict)
     _rows: int = 0
     _rows_in_flight: int = 0
     _opened_at: float | None = None
@@ -61,7 +56,7 @@ class Batcher:
 
     @property
     def pending_rows(self) -> int:
-        """Return rows that are fetched and not yet committed."""
+        """Return rows that came and are not yet committed."""
         return self._rows + self._rows_in_flight
 
     @property
@@ -71,13 +66,52 @@ class Batcher:
 
     @property
     def is_full(self) -> bool:
-        """Return whether pulling has to wait for a commit."""
+        """Return whether whoever brings more has to wait for a commit."""
         return self.pending_rows >= self.max_pending_rows
 
     @property
     def free_rows(self) -> int:
         """Return for how many rows there is room."""
         return self.max_pending_rows - self.pending_rows
+
+    def want_flush(self) -> None:
+        """Make the batch due at once: a rank drains, or a notification waits for its rows to be durable."""
+        self._wanted = True
+
+    def due(self, now: float) -> str | None:
+        """Return why the batch should be flushed now ("rows", "age", "wanted"), or None."""
+        if self._opened_at is None:
+            self._wanted = False
+            return None
+        if self._wanted:
+            return "wanted"
+        if self._rows >= self.flush_rows:
+            return "rows"
+        return "age" if now - self._opened_at >= self.flush_after_seconds else None
+
+    def settled(self, batch: PendingBatch) -> None:
+        """Forget `batch`: it is committed."""
+        self._rows_in_flight -= batch.rows
+
+    def _open(self, now: float) -> None:
+        if self._opened_at is None:
+            self._opened_at = now
+
+    def _depart(self) -> None:
+        """Count what was gathered as on its way; what comes next opens another batch."""
+        self._rows_in_flight += self._rows
+        self._rows, self._opened_at, self._wanted = 0, None, False
+
+
+@dataclass(slots=True, kw_only=True)
+class Batcher(Waiting):
+    """What ranks, exporters and the service itself bring; rows in flight bound the pulls."""
+
+    _pieces: dict[str, list[pa.Table]] = field(default_factory=lambda: defaultdict(list))
+    _bodies: list[Checked] = field(default_factory=list)
+    _scrapes: list[Scrape] = field(default_factory=list)
+    _grid: Grid = field(default_factory=Grid)
+    _watermarks: dict[str, int] = field(default_factory=dict)
 
     def add_body(self, body: Checked, now: float) -> None:
         """Take a body, and the last seq it brings its incarnation to."""
@@ -99,23 +133,8 @@ class Batcher:
                 self._rows += table.num_rows
         self._watermarks.update(watermarks or {})
         # A body without rows still moves a watermark, or its records would be asked for again after a restart.
-        if self._opened_at is None and (self._pieces or self._watermarks or self._scrapes):
-            self._opened_at = now
-
-    def want_flush(self) -> None:
-        """Make the batch due at once: a rank drains, or a notification waits for its rows to be durable."""
-        self._wanted = True
-
-    def due(self, now: float) -> str | None:
-        """Return why the batch should be flushed now ("rows", "age", "wanted"), or None."""
-        if self._opened_at is None:
-            self._wanted = False
-            return None
-        if self._wanted:
-            return "wanted"
-        if self._rows >= self.flush_rows:
-            return "rows"
-        return "age" if now - self._opened_at >= self.flush_after_seconds else None
+        if self._pieces or self._watermarks or self._scrapes:
+            self._open(now)
 
     def take(self) -> PendingBatch:
         """Return everything gathered; it stays counted until `settled`."""
@@ -127,12 +146,6 @@ class Batcher:
             watermarks=dict(self._watermarks),
             rows=self._rows,
         )
-        self._rows_in_flight += self._rows
-        self._pieces, self._bodies, self._watermarks, self._rows = defaultdict(list), [], {}, 0
-        self._scrapes = []
-        self._opened_at, self._wanted = None, False
+        self._pieces, self._bodies, self._scrapes, self._watermarks = defaultdict(list), [], [], {}
+        self._depart()
         return batch
-
-    def settled(self, batch: PendingBatch) -> None:
-        """Forget `batch`: it is committed."""
-        self._rows_in_flight -= batch.rows

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rankscope_ingest.batch import PendingBatch
+from rankscope_ingest.batch import PendingBatch, Waiting
 from rankscope_ingest.remote_write.reading import Written
 from rankscope_ingest.tables import coded_schema
 from rankscope_storage.remote_read.series import STALE_BITS
@@ -38,56 +38,18 @@ class PendingSamples(PendingBatch):
 
 
 @dataclass(slots=True, kw_only=True)
-class SampleBatcher:
+class SampleBatcher(Waiting):
     """Requests that wait for a commit. The clock is an argument."""
 
-    flush_rows: int
-    hold_seconds: float
-    max_pending_rows: int
     _requests: list[Written] = field(default_factory=list)
     _receipts: list[str] = field(default_factory=list)
-    _rows: int = 0
-    _rows_in_flight: int = 0
-    _opened_at: float | None = None
-    _wanted: bool = False
-
-    @property
-    def pending_rows(self) -> int:
-        """Return samples that came and are not yet committed."""
-        return self._rows + self._rows_in_flight
-
-    @property
-    def is_full(self) -> bool:
-        """Return whether senders have to wait for a commit."""
-        return self.pending_rows >= self.max_pending_rows
-
-    @property
-    def is_empty(self) -> bool:
-        """Return whether nothing is gathered; a batch may be in flight all the same."""
-        return self._opened_at is None
 
     def add(self, written: Written, receipt: str, now: float) -> None:
         """Take a request, also one without a sample: its sender waits for what came before it."""
         self._requests.append(written)
         self._receipts.append(receipt)
         self._rows += len(written.numbers)
-        if self._opened_at is None:
-            self._opened_at = now
-
-    def want_flush(self) -> None:
-        """Make the batch due at once."""
-        self._wanted = True
-
-    def due(self, now: float) -> str | None:
-        """Return why the batch should be flushed now ("rows", "age", "wanted"), or None."""
-        if self._opened_at is None:
-            self._wanted = False
-            return None
-        if self._wanted:
-            return "wanted"
-        if self._rows >= self.flush_rows:
-            return "rows"
-        return "age" if now - self._opened_at >= self.hold_seconds else None
+        self._open(now)
 
     def take(self) -> PendingSamples:
         """Return everything gathered; it stays counted until `settled`."""
@@ -98,14 +60,9 @@ class SampleBatcher:
             info={RECEIPTS: " ".join(self._receipts)},
             requests=tuple(self._requests),
         )
-        self._rows_in_flight += self._rows
-        self._requests, self._receipts, self._rows = [], [], 0
-        self._opened_at, self._wanted = None, False
+        self._requests, self._receipts = [], []
+        self._depart()
         return batch
-
-    def settled(self, batch: PendingBatch) -> None:
-        """Forget `batch`: it is committed."""
-        self._rows_in_flight -= batch.rows
 
 
 def samples_table(requests: list[Written]) -> pa.Table:

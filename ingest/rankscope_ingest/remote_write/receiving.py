@@ -80,7 +80,9 @@ class RemoteWrite:
         self._reader = WriteReader()
         self._one_at_a_time = asyncio.Lock()
         self._batcher = SampleBatcher(
-            flush_rows=FLUSH_ROWS, hold_seconds=section.hold_seconds, max_pending_rows=section.max_pending_samples
+            flush_rows=FLUSH_ROWS,
+            flush_after_seconds=section.hold_seconds,
+            max_pending_rows=section.max_pending_samples,
         )
         self._flusher = Flusher(store, self._batcher, on_commit=self._on_commit, clock=clock)
         self._open: dict[str, asyncio.Future[None]] = {}  # by receipt
