@@ -1,4 +1,4 @@
-"""Small tables of rows the service makes itself: runs, attempts, tensors, gaps, incidents."""
+"""Schemas of tables on their way to the store, and small tables of rows that the service makes itself."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+import numpy as np
 import pyarrow as pa
 
 from rankscope_contract.fields import arrow_schema
@@ -38,3 +39,10 @@ def rows_table(dataset: str, rows: Iterable[Mapping[str, Any]]) -> pa.Table:
         if unknown := row.keys() - set(schema.names):
             raise KeyError(f"{dataset} has no column {sorted(unknown)}")
     return pa.Table.from_pylist(listed, schema=schema)
+
+
+def constant(text: str | None, count: int) -> pa.DictionaryArray:
+    """Return `text` in all of `count` rows."""
+    if text is None:  # in the codes: dictionaries that hold a null cannot be joined
+        return pa.nulls(count, pa.dictionary(pa.int32(), pa.string()))
+    return pa.DictionaryArray.from_arrays(np.zeros(count, np.int32), pa.array([text], pa.string()))

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_ingest.tables import FROM_INGEST, coded_schema
+from rankscope_ingest.tables import FROM_INGEST, coded_schema, constant
 
 NO_RUN = ""
 """An exporter beside the ranks measures a machine, whatever runs there."""
@@ -143,10 +143,3 @@ SCHEMA = pa.schema([coded_schema("samples").field(name) for name in COLUMNS])
 def _coded(codes: Codes, texts: pa.Array) -> pa.DictionaryArray:
     missing = codes < 0
     return pa.DictionaryArray.from_arrays(pa.array(codes, mask=missing if missing.any() else None), texts)
-
-
-def constant(text: str | None, count: int) -> pa.DictionaryArray:
-    """Return `text` in all of `count` rows."""
-    if text is None:  # in the codes: dictionaries that hold a null cannot be joined
-        return pa.nulls(count, pa.dictionary(pa.int32(), pa.string()))
-    return pa.DictionaryArray.from_arrays(np.zeros(count, np.int32), pa.array([text], pa.string()))

@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.records import canonical_labels
-from rankscope_ingest.exposition.grid import NO_RUN, SCHEMA, TIME, Scrape, Series, constant
+from rankscope_ingest.exposition.grid import NO_RUN, SCHEMA, TIME, Scrape, Series
 from rankscope_ingest.exposition.pages import PageRows
 from rankscope_ingest.exposition.targets import Exporter
-from rankscope_ingest.tables import FROM_INGEST
+from rankscope_ingest.tables import FROM_INGEST, constant
 
 FROM_EXPORTER: Final = "exporter"
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_ingest.importers.base import RECORD_COLUMN, ImportedBlock, ImportedRecord
-from rankscope_ingest.tables import rows_table, table_schema
+from rankscope_ingest.tables import constant, rows_table, table_schema
 
 _CODED = pa.dictionary(pa.int32(), pa.string())
 
@@ -60,8 +60,8 @@ class Stamp:
         seq = pc.add(pc.cast(table.column(RECORD_COLUMN), pa.int64()), self.records)
         given = {name: table.column(name) for name in table.column_names if name != RECORD_COLUMN}
         given |= {
-            "run": _constant(self.run, table.num_rows),
-            "incarnation": _constant(self.incarnation, table.num_rows),
+            "run": constant(self.run, table.num_rows),
+            "incarnation": constant(self.incarnation, table.num_rows),
             "seq": seq,
             "ordinal": pc.add(seq, arrived),
             "attempt": _attempts(given, table.num_rows),
@@ -73,10 +73,6 @@ def _attempts(given: Mapping[str, Any], rows: int) -> Any:
     if "attempt" not in given:
         return pa.array(np.zeros(rows, np.int32))
     return pc.fill_null(given["attempt"], 0)
-
-
-def _constant(text: str, rows: int) -> pa.DictionaryArray:
-    return pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows, np.int32)), pa.array([text], pa.string()))
 
 
 def _arranged(dataset: str, given: Mapping[str, Any], rows: int) -> pa.Table:

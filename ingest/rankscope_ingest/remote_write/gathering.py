@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from rankscope_ingest.batch import PendingBatch, Waiting
 from rankscope_ingest.remote_write.reading import Written
-from rankscope_ingest.tables import coded_schema
+from rankscope_ingest.tables import coded_schema, constant
 from rankscope_storage.remote_read.series import STALE_BITS
 
 RECEIPTS: Final = "rankscopeWritten"
@@ -74,9 +73,9 @@ def samples_table(requests: list[Written]) -> pa.Table:
     is_stale = values.view(np.int64) == STALE_BITS
     schema = pa.schema([coded_schema("samples").field(name) for name in _COLUMNS])
     columns = (
-        _constant(_NO_RUN, len(numbers)),
+        constant(_NO_RUN, len(numbers)),
         pa.array(times).cast(pa.timestamp("us", "UTC")),
-        _constant(FROM_PROMETHEUS, len(numbers)),
+        constant(FROM_PROMETHEUS, len(numbers)),
         *(column.of(numbers) for column in (book.targets, book.metrics, book.labels)),
         pa.array(values, mask=is_stale if is_stale.any() else None),
     )
@@ -88,8 +87,3 @@ def _by_book(requests: tuple[Written, ...]) -> list[list[Written]]:
     for one in requests:
         groups.setdefault(id(one.book), []).append(one)
     return list(groups.values())
-
-
-def _constant(text: str, count: int) -> pa.DictionaryArray:
-    codes: npt.NDArray[np.int32] = np.zeros(count, np.int32)
-    return pa.DictionaryArray.from_arrays(codes, pa.array([text], pa.string()))
