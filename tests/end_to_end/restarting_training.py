@@ -5,7 +5,8 @@
 The last rank ends by the first ENDING in the first launch, by the second after torchrun's first restart, and so on:
 exception, kill, exit-3, exit-0, break, or silent (the process ends without leaving the monitor's context). Every fifth
 step is checkpointed. With `--on-sigterm` it leaves with exit code 143 when it is asked to end, as careful scripts do;
-with `--hold` it makes its last step only when there is a file FOLDER/finish.
+with `--hold` it makes its last step only when there is a file FOLDER/finish, and ends by an ENDING only when there is
+FOLDER/end-LAUNCH: torchrun's agent ends the other ranks at once, with what nobody has read from them yet.
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ def end(how: str) -> bool:
 
 def leave(number: int, _: FrameType | None) -> None:
     sys.exit(128 + number)
+
+
+def hold(until: Path) -> None:
+    while "--hold" in sys.argv and not until.exists():
+        time.sleep(0.02)
 
 
 def main() -> None:
@@ -85,10 +91,12 @@ def train(
         if dist.is_initialized():
             dist.all_reduce(torch.ones(1))
         time.sleep(pause)
-        if step == at and end(how):
-            return
-        while "--hold" in sys.argv and step + 1 == steps.stop - 1 and not checkpoint.with_name("finish").exists():
-            time.sleep(0.02)
+        if step == at:
+            hold(checkpoint.with_name(f"end-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"))
+            if end(how):
+                return
+        if step + 1 == steps.stop - 1:
+            hold(checkpoint.with_name("finish"))
         if step % 5 == 0 and int(os.environ.get("RANK", "0")) == 0:
             checkpoint.with_suffix(".new").write_text(str(step))
             checkpoint.with_suffix(".new").replace(checkpoint)

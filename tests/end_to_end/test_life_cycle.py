@@ -57,6 +57,12 @@ def attempts(service: Any, run: str) -> list[dict[str, Any]]:
     return stored(service, f"SELECT * FROM attempts WHERE run = '{run}' ORDER BY attempt")
 
 
+def wait_for_step(service: Any, attempt: int, step: int) -> None:
+    """Wait until rank 0's duration of the step is stored."""
+    query = f"FROM scalars WHERE name = 'step_seconds' AND (rank, attempt, step) = (0, {attempt}, {step})"
+    service.wait_for(lambda: bool(stored(service, query)), seconds=120)
+
+
 def assert_goodput_is_that_of_its_steps(service: Any, launches: list[dict[str, Any]], *, pause: float) -> None:
     """Told apart by hand: of rank 0's steps those that no later launch began again, and none that was the first."""
     (spent,) = stored(service, "FROM goodput")
@@ -99,6 +105,9 @@ def test_torchrun_restarts_failed_ranks_and_the_run_goes_on_from_its_checkpoint(
         **FRESH_STORE,
     )
 
+    for attempt, ending in enumerate(endings):
+        wait_for_step(service, attempt, int(ending.partition(":")[2]) - 1)
+        (tmp_path / f"end-{attempt}").touch()
     service.wait_for(lambda: run_of(service, "elastic").get("attempt") == last, seconds=120)
     (tmp_path / "finish").touch()
 
