@@ -141,7 +141,9 @@ class Collector:
         target.vitals.refused(self._clock())
         log.info("another process answers", extra={"target": target.name, "incarnation": incarnation})
 
-    def took(self, target: Target, body: Checked, plans: Mapping[str, PlanColumns], size: int) -> None:
+    def took(
+        self, target: Target, body: Checked, plans: Mapping[str, PlanColumns], *, size: int, inflated: int
+    ) -> None:
         """Take the rows of one body into the batch, move the cursor, and note what the body says."""
         now = self._clock()
         tables = {}
@@ -158,7 +160,7 @@ class Collector:
         self.batcher.add(tables, now)
         target.cursor, target.last_ts = body.last, body.last_ts
         target.uncommitted.append((body.last, body.rows))
-        self.room.learn(records=body.records, rows=body.rows, size=size)
+        self.room.learn(records=body.records, rows=body.rows, size=inflated)
         self.metrics.body_taken(body.records, size)
         self.metrics.fired(target.registration.run, target.registration.rank, firings(events))
         self._follow_run(target, body, now)

@@ -59,7 +59,6 @@ async def _serve(
                 networks=config.service.allowed_networks,
                 token=config.token,
                 timeout_seconds=config.ingest.timeout_seconds,
-                max_bytes=config.ingest.max_bytes,
                 tls=ranks_tls,
                 server_name=config.service.server_name,
             ) as fetcher:

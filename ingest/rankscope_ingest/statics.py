@@ -41,7 +41,9 @@ async def watch(
 
 async def who_answers(static: StaticTarget, fetcher: Fetcher) -> str:
     """Return the incarnation at the address. Raises FetchError."""
-    answer = await fetcher.records(static.url, incarnation=_NOBODY, after=NOTHING, committed=NOTHING, lease=None)
+    answer = await fetcher.records(
+        static.url, incarnation=_NOBODY, after=NOTHING, committed=NOTHING, lease=None, max_bytes=1
+    )
     if isinstance(answer, OtherProcess):
         return answer.incarnation
     raise FetchError("garbage", f"{static.url} does not say which process it is")

@@ -78,7 +78,7 @@ class Supervisor:
         self._writer = writer
         self._history = history
         self._fetcher = fetcher
-        self._spools = Spools(config.spool.folders, fetcher, max_bytes=config.ingest.max_bytes)
+        self._spools = Spools(config.spool.folders, fetcher)
         self._plans = PlanCache()
         self._pace = Pace.of(
             poll_seconds=config.ingest.poll_seconds,

@@ -18,16 +18,17 @@ class Store:
         self.rows, self.pending, self.most, self.answers = rows, 0, 0, 0
         self.room = Room(lambda: self.rows - self.pending, max_rows=rows, max_bytes=MEGABYTE)
 
-    async def ask(self, behind, arrive):
-        """Ask a rank once; `arrive` rows are in its answer."""
-        async with self.room.taken(behind) as there_is:
-            if there_is:
+    async def ask(self, behind, arrive, *, size_of_row=10):
+        """Ask a rank once that was `behind`; `arrive` rows are in its answer, or one for all the bytes asked for."""
+        async with self.room.taken(behind) as max_bytes:
+            if max_bytes:
                 await asyncio.sleep(0)
+                rows = arrive if arrive is not None else max(1, max_bytes // size_of_row)
                 self.answers += 1
-                self.pending += arrive
+                self.pending += rows
                 self.most = max(self.most, self.pending)
-                self.room.learn(records=behind, rows=arrive, size=10 * arrive)
-            return there_is
+                self.room.learn(records=behind if arrive else rows, rows=rows, size=size_of_row * rows)
+            return bool(max_bytes)
 
 
 async def test_a_thousand_full_rings_bring_no_more_than_there_is_room_for():
@@ -50,6 +51,22 @@ async def test_all_get_their_turn_where_the_store_keeps_up():
 
     assert 200 == store.answers
     assert store.most <= 100
+
+
+async def test_ranks_that_have_more_to_say_than_was_known_bring_no_more_than_there_is_room_for():
+    """A starved service hears late how far they are: each was known to have one record, and has a ring full of them."""
+    store = Store(rows=100_000)
+    store.room.learn(records=1000, rows=1000, size=10_000)
+    await asyncio.gather(*(store.ask(behind=1, arrive=None) for _ in range(1000)))
+
+    assert 90_000 < store.most <= 100_000
+
+
+async def test_a_rank_that_is_asked_alone_may_bring_a_whole_answer():
+    store = Store(rows=16 * MEGABYTE)
+    store.room.learn(records=1, rows=1000, size=10_000)
+    async with store.room.taken(0) as max_bytes:
+        assert max_bytes == pytest.approx(MEGABYTE, rel=1e-4)
 
 
 async def test_one_that_is_larger_than_all_room_goes_alone():

@@ -450,7 +450,7 @@ async def test_a_few_are_read_at_a_time_the_oldest_first_and_those_that_were_giv
     monkeypatch.setattr(spools_module, "AT_ONCE", 2)
     for number in (3, 1, 2, 4):
         leave_behind(root, f"dead-{number}", 2)
-    spools = Spools([str(root)], None, max_bytes=1 << 20)
+    spools = Spools([str(root)], None)
     first = await spools.find()
     again = await spools.find()
     spools.let_go(first[0].url, "it is refused")

@@ -51,7 +51,7 @@ async def serve() -> AsyncIterator[Make]:
 async def fetcher() -> AsyncIterator[Fetcher]:
     """Return a fetcher with a token and little patience."""
     networks = [ipaddress.ip_network("127.0.0.0/8")]
-    async with Fetcher(networks=networks, token="secret", timeout_seconds=0.5, max_bytes=1 << 20) as made:
+    async with Fetcher(networks=networks, token="secret", timeout_seconds=0.5) as made:
         yield made
 
 

@@ -107,14 +107,12 @@ class Fetcher:
         networks: Sequence[Network],
         token: str | None,
         timeout_seconds: float,
-        max_bytes: int,
         tls: MakeContext | None = None,
         server_name: str | None = None,
     ) -> None:
         self._networks = networks
         self._token = token
         self._timeout = aiohttp.ClientTimeout(total=timeout_seconds, connect=min(_CONNECT_SECONDS, timeout_seconds))
-        self._max_bytes = max_bytes
         self._tls = tls
         self._server_name = server_name
         self.resolver = AllowedResolver(networks)
@@ -138,10 +136,12 @@ class Fetcher:
         assert self._session is not None
         await self._session.close()
 
-    async def records(self, url: str, *, incarnation: str, after: int, committed: int, lease: str | None) -> Answer:
-        """Ask for the records after `after`. Raises FetchError when the answer cannot be used."""
+    async def records(
+        self, url: str, *, incarnation: str, after: int, committed: int, lease: str | None, max_bytes: int
+    ) -> Answer:
+        """Ask for `max_bytes` of the records after `after`, or for one record. Raises FetchError."""
         headers = {"Accept": ARROW_STREAM, SCHEMA_HEADER: str(SCHEMA_VERSION)}
-        query = {"incarnation": incarnation, "after": str(after), "max_bytes": str(self._max_bytes)}
+        query = {"incarnation": incarnation, "after": str(after), "max_bytes": str(max_bytes)}
         if lease is not None:
             headers[LEASE_HEADER] = lease
             query["committed"] = str(committed)

@@ -34,8 +34,10 @@ _INLINE_BYTES: Final = 262_144  # a small body is inflated faster than a thread 
 class Source(Protocol):
     """Where records come from: ranks over HTTP, or what they left on a disk. Both raise FetchError."""
 
-    async def records(self, url: str, *, incarnation: str, after: int, committed: int, lease: str | None) -> Answer:
-        """Return the records of a process after the cursor, and pass on what is committed."""
+    async def records(
+        self, url: str, *, incarnation: str, after: int, committed: int, lease: str | None, max_bytes: int
+    ) -> Answer:
+        """Return `max_bytes` of the records of a process after the cursor, or one; pass on what is committed."""
         ...
 
     async def plan(self, url: str, plan_id: str) -> str:
@@ -60,8 +62,8 @@ class Sink(Protocol):
         """Return the first of `count` new arrival numbers."""
         ...
 
-    def took(self, target: Target, body: Checked, plans: dict[str, PlanColumns], size: int) -> None:
-        """Take the rows of one body and move the cursor behind it, both or neither."""
+    def took(self, target: Target, body: Checked, plans: dict[str, PlanColumns], *, size: int, inflated: int) -> None:
+        """Take the rows of one body, of `size` bytes on the wire, and move the cursor behind it, both or neither."""
         ...
 
     def answered(self, target: Target) -> None:
@@ -166,14 +168,14 @@ class TargetLoop:
         target = self.target
         if self._sink.is_full:
             return self._pace.poll_seconds
-        async with self._sink.room.taken(target.head - target.cursor) as there_is:
-            return await self._ask() if there_is else 0.0
+        async with self._sink.room.taken(target.head - target.cursor) as max_bytes:
+            return await self._ask(max_bytes) if max_bytes else 0.0
 
-    async def _ask(self) -> float:
+    async def _ask(self, max_bytes: int) -> float:
         target = self.target
         started = self._clock()
         try:
-            more = await self._exchange()
+            more = await self._exchange(max_bytes)
         except (FetchError, DecodeError, pa.ArrowException) as error:
             fault = error if isinstance(error, FetchError) else FetchError("garbage", str(error))
             target.failures_in_row += 1
@@ -198,7 +200,7 @@ class TargetLoop:
             pass
         self._poked.clear()
 
-    async def _exchange(self) -> bool:
+    async def _exchange(self, max_bytes: int) -> bool:
         """Ask once and act on the answer; return whether more is waiting on the rank."""
         target = self.target
         answer = await self._source.records(
@@ -207,6 +209,7 @@ class TargetLoop:
             after=target.cursor,
             committed=target.committed,
             lease=target.lease,
+            max_bytes=max_bytes,
         )
         match answer:
             case NothingNew(standing):
@@ -238,7 +241,7 @@ class TargetLoop:
             raise FetchError(
                 "cut", f"seq {body.first} to {body.last} was promised, {checked.first} to {checked.last} came"
             )
-        self._sink.took(target, checked, plans, len(body.data))
+        self._sink.took(target, checked, plans, size=len(body.data), inflated=wire.nbytes)
         self._note(body.standing)
 
     async def _plan(self, plan_id: str) -> PlanColumns:

@@ -1,7 +1,8 @@
-"""How many bodies are asked for at once: no more than there is room for, though a thousand ranks have a full ring each.
+"""How much is asked for at once: no more than there is room for, though a thousand ranks have a full ring each.
 
 What waits for the store is counted when it arrives; a thousand answers may be on their way by then. So room is taken
-before a rank is asked, for as many rows as its records have had so far; a rank for which there is none waits its turn.
+before a rank is asked, and it is asked for no more than that: what it was last known to have may be long ago. A rank
+for which there is none waits its turn.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Final
 
-_FIRST_SHARE: Final = 16
-"""As long as no body has arrived, and nobody knows how many rows a record has, each may fill a 16th of the room."""
+_SHARE: Final = 16
+"""Each may fill a 16th of the room that is left: it may have more to say by now than it was known to have."""
 
 
 class Room:
@@ -28,37 +29,47 @@ class Room:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     def learn(self, *, records: int, rows: int, size: int) -> None:
-        """Note how large a body was."""
+        """Note what a body had; `size` is its bytes before compression, in which a rank counts."""
         self._records += records
         self._rows += rows
         self._bytes += size
 
     @contextlib.asynccontextmanager
-    async def taken(self, records: int) -> AsyncIterator[bool]:
-        """Wait until there is room for the answer of a rank that is `records` behind, and keep it meanwhile.
+    async def taken(self, records: int) -> AsyncIterator[int]:
+        """Wait until there is room for what a rank that was `records` behind had; keep room for its answer meanwhile.
 
-        False where the rows that arrived have filled all of it: then a commit has to be waited for.
+        Yields for how many bytes to ask; 0 where the rows that arrived have filled all room: wait for a commit then.
         """
-        wanted = self._expected(records)
-        while self._taken and self._taken + wanted > self._free_rows() > 0:
+        least = self._expected(records)
+        while self._taken and self._taken + least > self._free_rows() > 0:
             await self._turn()
         if self._free_rows() <= 0:
             self._next()
-            yield False
+            yield 0
             return
-        self._taken += wanted
+        rows = max(least, min((self._free_rows() - self._taken) // _SHARE, self._at_most()))
+        self._taken += rows
         self._next()
         try:
-            yield True
+            yield self._size(rows)
         finally:
-            self._taken -= wanted
+            self._taken -= rows
             self._next()
 
     def _expected(self, records: int) -> int:
+        """Return how many rows an answer of `records` has: no more than those of a whole answer, or of one record."""
         if not self._records:
-            return self._max_rows // _FIRST_SHARE
-        at_most = max(1, self._max_bytes * self._records // max(1, self._bytes))
-        return min(max(1, records), at_most) * self._rows // self._records
+            return self._max_rows // _SHARE
+        of_one = self._rows // self._records
+        return max(of_one, min(max(1, records) * self._rows // self._records, self._at_most()))
+
+    def _at_most(self) -> int:
+        """Return how many rows a whole answer has."""
+        return self._max_bytes * self._rows // self._bytes if self._bytes else self._max_rows
+
+    def _size(self, rows: int) -> int:
+        """Return the bytes of so many rows."""
+        return max(1, min(rows * self._bytes // self._rows, self._max_bytes)) if self._rows else self._max_bytes
 
     async def _turn(self) -> None:
         turn = asyncio.get_running_loop().create_future()

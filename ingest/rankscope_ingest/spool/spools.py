@@ -37,10 +37,9 @@ AT_ONCE: Final = 64
 class Spools:
     """What is held, and all else as `http` answers. Implements `Source`."""
 
-    def __init__(self, roots: Iterable[str], http: Source, *, max_bytes: int) -> None:
+    def __init__(self, roots: Iterable[str], http: Source) -> None:
         self._roots = [Path(root) for root in roots]
         self._http = http
-        self._max_bytes = max_bytes
         self._held: dict[str, Orphan] = {}
         self._put_off: set[str] = set()  # given back once: all others come first
         self._done: set[str] = set()  # drained, and could not be removed
@@ -77,13 +76,17 @@ class Spools:
             orphan.release()
         self._held.clear()
 
-    async def records(self, url: str, *, incarnation: str, after: int, committed: int, lease: str | None) -> Answer:
+    async def records(
+        self, url: str, *, incarnation: str, after: int, committed: int, lease: str | None, max_bytes: int
+    ) -> Answer:
         """Answer from a spool, or have the rank asked. Raises FetchError."""
         orphan = self._held.get(url)
         if orphan is None:
-            return await self._http.records(url, incarnation=incarnation, after=after, committed=committed, lease=lease)
+            return await self._http.records(
+                url, incarnation=incarnation, after=after, committed=committed, lease=lease, max_bytes=max_bytes
+            )
         try:
-            answer = await asyncio.to_thread(self._read, orphan, after, committed)
+            answer = await asyncio.to_thread(self._read, orphan, after, committed, max_bytes)
         except OSError as error:
             raise FetchError("spool", f"{orphan.folder}: {error.strerror or error}") from error
         if isinstance(answer, Drained):
@@ -101,9 +104,9 @@ class Spools:
             raise FetchError("spool", f"{orphan.folder} has no plan {plan_id}: its numbers have no names")
         return text
 
-    def _read(self, orphan: Orphan, after: int, committed: int) -> Answer:
+    def _read(self, orphan: Orphan, after: int, committed: int, max_bytes: int) -> Answer:
         orphan.commit(committed)
-        stretch = orphan.after(after, self._max_bytes)
+        stretch = orphan.after(after, max_bytes)
         standing = Standing(head=orphan.head, ring_fill=1.0, is_draining=True)
         if stretch is None:
             return Drained() if orphan.is_done else NothingNew(standing)
