@@ -5,7 +5,7 @@
 Makes 4,000 commits without that, and ends after 4 minutes (for each 4,000) in any case.
 
 Appends follow each other at once, where a service has ten seconds between two. Its clock is accelerated by as much: a
-commit counts as ten seconds, so the log keeps the entries of 720 commits (two hours), and compaction (every 50
+commit counts as ten seconds, so the log keeps the entries of 360 commits (an hour), and compaction (every 50
 commits) and maintenance (every 180, half an hour) run in a thread beside the appends, as the service runs them.
 Replaced data files keep their real age and stay. The floor of the machine is measured between the commits: 4 kB
 written, synced, renamed, the folder synced, which a commit cannot do without twice.

@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 import pyarrow as pa
 
 from rankscope_ingest.channel.checked import Checked
 from rankscope_ingest.channel.decode import decode, plain_text
 from rankscope_ingest.exposition.grid import Grid, Scrape
+
+SAMPLES_A_ROW: Final = 3
+"""So many samples of exporters are due like one row of a rank: they are narrow, and each flush has the names of all
+series once more, so that a sample costs two thirds in a flush of five scrapes of what it costs in one of three."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +55,7 @@ class Waiting:
     flush_after_seconds: float
     max_pending_rows: int
     _rows: int = 0
+    _samples: int = 0  # of the rows, those that exporters were scraped for
     _rows_in_flight: int = 0
     _opened_at: float | None = None
     _wanted: bool = False
@@ -85,7 +91,8 @@ class Waiting:
             return None
         if self._wanted:
             return "wanted"
-        if self._rows >= self.flush_rows:
+        weight = self._rows - self._samples + self._samples // SAMPLES_A_ROW
+        if weight >= self.flush_rows or self._rows >= self.max_pending_rows:
             return "rows"
         return "age" if now - self._opened_at >= self.flush_after_seconds else None
 
@@ -100,7 +107,7 @@ class Waiting:
     def _depart(self) -> None:
         """Count what was gathered as on its way; what comes next opens another batch."""
         self._rows_in_flight += self._rows
-        self._rows, self._opened_at, self._wanted = 0, None, False
+        self._rows, self._samples, self._opened_at, self._wanted = 0, 0, None, False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,6 +130,7 @@ class Batcher(Waiting):
         """Take what was scraped of an exporter."""
         self._scrapes.append(scrape)
         self._rows += scrape.rows
+        self._samples += scrape.rows
         self.add({}, now)
 
     def add(self, tables: Mapping[str, pa.Table], now: float, *, watermarks: Mapping[str, int] | None = None) -> None:

@@ -16,7 +16,7 @@ from rankscope_storage.connection import connect
 from rankscope_storage.errors import StoreError
 
 LOOK_SECONDS: Final = 5.0
-_SHARE: Final = 0.02
+_SHARE: Final = 0.002
 """Of the time of one core, at most this much goes into looking, however long the history is."""
 
 log = logging.getLogger(__name__)

@@ -20,9 +20,10 @@ import pyarrow.parquet as pq
 from rankscope_storage.layout import LAID_TOGETHER, SORT_KEYS, is_constant, is_sorted, one_chunk, sort_order
 from rankscope_storage.schema import dataset_schema
 
-ROW_GROUP_ROWS: Final = 131_072
-"""Also the rows of a page. BYTE_STREAM_SPLIT makes four streams of it, each as long as a block of zstd: bytes of one
-kind get a code of their own, and the file is 3 % smaller than with pages of 20,000 rows."""
+ROW_GROUP_ROWS: Final = 65_536
+"""Also the rows of a page. BYTE_STREAM_SPLIT makes four streams of it: bytes of one kind get a code of their own, the
+better the longer they are. With twice as many rows files are 1.7 % smaller, and one tensor takes a sixth longer to
+find, whose rows lie in one row group of each file."""
 
 MANTISSA_BITS_KEY: Final = "rankscope_mantissa_bits"
 """In the metadata of a file whose statistics were rounded: to how many bits of mantissa, to nearest, ties to even."""

@@ -23,7 +23,7 @@ from rankscope_storage import newest
 from rankscope_storage.definitions import Definition, definitions
 from rankscope_storage.log import Log
 from rankscope_storage.log_files import LOG_FOLDER
-from rankscope_storage.macros.curves import RAW_CURVE
+from rankscope_storage.macros.curves import RAW_CURVE, SOLE_ATTEMPT_CURVE
 from rankscope_storage.macros.latest import tensor_latest
 from rankscope_storage.questions import Mention
 from rankscope_storage.snapshot import Snapshot
@@ -42,6 +42,8 @@ NOTHING_ROLLED_UP: Final[Mapping[str, tuple[str, str]]] = {
     "scalar_curve": (ROLLUPS["scalars"], RAW_CURVE),
 }
 """By view or macro: a dataset, and what makes it where that has no files; to plan sums over nothing took 30 ms."""
+ONE_ATTEMPT: Final[Mapping[str, tuple[str, str]]] = {RAW_CURVE: ("scalars", SOLE_ATTEMPT_CURVE)}
+"""By what makes it otherwise: a dataset, and what makes it where all rows of its files are of attempt 0."""
 
 IDLE: Final = 4
 """Instances that wait at most, over all stores; the one that has waited longest is closed first."""
@@ -130,10 +132,15 @@ def trust(engine: Engine, *, trusting: bool) -> None:
 _VALIDATION: Final = {True: "NO_VALIDATION", False: "VALIDATE_ALL"}
 
 
+_GROUPS_IN_AN_ARRAY_BITS: Final = 17
+"""Of numbers of 16 bits, or null, like those of the buckets of `scalar_curve`; by itself DuckDB stops at 12."""
+
+
 def _database(root: Path, *, locked: bool) -> duckdb.DuckDBPyConnection:
     database = duckdb.connect()
     database.execute(
-        "SET GLOBAL TimeZone = 'UTC'; SET GLOBAL parquet_metadata_cache = true; CREATE SCHEMA rankscope_raw; "
+        "SET GLOBAL TimeZone = 'UTC'; SET GLOBAL parquet_metadata_cache = true; "
+        f"SET GLOBAL perfect_ht_threshold = {_GROUPS_IN_AN_ARRAY_BITS}; CREATE SCHEMA rankscope_raw; "
         f"CREATE TABLE {newest.TABLE} (of_run VARCHAR, of_attempt INT, of_rank INT, of_kind VARCHAR, of_step BIGINT)"
     )
     if locked:

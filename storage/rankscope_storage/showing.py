@@ -10,7 +10,16 @@ from typing import Final
 import pyarrow as pa
 
 from rankscope_storage.definitions import named
-from rankscope_storage.engines import DEFINITIONS, LATEST, LATEST_MEASURED_ONCE, NOTHING_ROLLED_UP, RAW, Engine, trust
+from rankscope_storage.engines import (
+    DEFINITIONS,
+    LATEST,
+    LATEST_MEASURED_ONCE,
+    NOTHING_ROLLED_UP,
+    ONE_ATTEMPT,
+    RAW,
+    Engine,
+    trust,
+)
 from rankscope_storage.newest import TABLE, measured_once, newest_steps, rows_of
 from rankscope_storage.questions import Bounds, Mention, bounds, mentions
 from rankscope_storage.snapshot import Snapshot
@@ -61,21 +70,24 @@ class Views:
             definition = DEFINITIONS[name]
             for dataset in definition.datasets:
                 self._show(dataset, None if reading is None else reading.get(dataset), snapshot)
-            statement = self._statement(name)
+            statement = self._statement(name, snapshot)
             if statement != self.engine.defined.get(name):
                 self.cursor.execute(statement)
                 self.engine.defined[name] = statement
 
-    def _statement(self, name: str) -> str:
+    def _statement(self, name: str, snapshot: Snapshot) -> str:
         """Return what makes the view or macro as it is right for the files that are shown."""
+        statement = DEFINITIONS[name].statement
         if name == LATEST and self.engine.measured_once:
             return LATEST_MEASURED_ONCE
         if name in NOTHING_ROLLED_UP:
-            rollups, statement = NOTHING_ROLLED_UP[name]
+            rollups, otherwise = NOTHING_ROLLED_UP[name]
             has_no_files, _ = self.engine.shapes[rollups]
-            if has_no_files:
-                return statement
-        return DEFINITIONS[name].statement
+            statement = otherwise if has_no_files else statement
+        if statement in ONE_ATTEMPT:
+            dataset, otherwise = ONE_ATTEMPT[statement]
+            statement = otherwise if snapshot.is_of_attempt_0(dataset, self.files[dataset]) else statement
+        return statement
 
     def _show(self, dataset: str, wanted: Sequence[Bounds] | None, snapshot: Snapshot) -> None:
         """Let the view of raw rows read the files of the snapshot that hold what is `wanted`, or all."""

@@ -105,6 +105,11 @@ class Snapshot:
         pairs = zip(every, self._rows[dataset], strict=True)
         return [path for path, row in pairs if any(_may_hold(row, bounds) for bounds in wanted)] or every[:1]
 
+    def is_of_attempt_0(self, dataset: str, paths: Sequence[str]) -> bool:
+        """Whether the log tells that no row in these files of `within` is of another attempt; of none is one of 0."""
+        rows = dict(zip(self._lists[dataset], self._rows[dataset], strict=True))
+        return all((rows[path]["attempt_min"], rows[path]["attempt_max"]) == (0, 0) for path in paths)
+
     def contains(self, paths: Sequence[str]) -> bool:
         """Whether all of `paths` are files of this version."""
         return set(paths) <= set(self.files.column("path").to_pylist())

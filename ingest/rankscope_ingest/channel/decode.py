@@ -149,7 +149,7 @@ def _counts(cells: _Cells, columns: dict[str, pa.Array]) -> pa.Array | None:
         masks_of_parts = [absent_counts(part) for part in cells.parts]
         absent = [_turned(masks_of_parts, cells.plan, number) for number in range(len(WIRE_COUNT_OPS))]
     for number, (op, mask) in enumerate(zip(WIRE_COUNT_OPS, absent, strict=True)):
-        columns[op] = pa.array(_turned(parts, cells.plan, number), mask=mask)
+        columns[op] = pa.array(_turned_counts(parts, cells.plan, number), mask=mask)
     masks = [mask for mask in absent if mask is not None]
     return pa.array(~np.logical_and.reduce(masks)) if masks else None
 
@@ -158,6 +158,15 @@ def _turned(parts: Sequence[npt.NDArray[Number]], plan: PlanColumns, number: int
     """Return a statistic that stood record by record as it stands tensor by tensor, in the order of the store."""
     by_record = np.concatenate([part[:, number] for part in parts])
     return by_record.T.take(plan.order, axis=0).reshape(-1)
+
+
+def _turned_counts(parts: Sequence[npt.NDArray[np.int64]], plan: PlanColumns, number: int) -> npt.NDArray[np.int64]:
+    """Return a count as `_turned` does: most are the same in all records, of elements, of NaN and of Inf."""
+    first = parts[0][0, number]
+    if any((part[:, number] != first).any() for part in parts):
+        return _turned(parts, plan, number)
+    height = sum(map(len, parts))
+    return np.repeat(first[plan.order], height) if first.any() else np.zeros(height * len(plan), np.int64)
 
 
 def _of_record(column: pa.Array, tensors: int) -> pa.Array:

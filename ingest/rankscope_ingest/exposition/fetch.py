@@ -25,6 +25,7 @@ from rankscope_ingest.web.networks import AllowedResolver, address_of, is_allowe
 TEXT: Final = "text/plain;version=0.0.4;q=1,*/*;q=0.1"
 JSON: Final = "application/json"
 _INLINE_BYTES: Final = 65_536  # less is inflated faster than a thread is woken
+_READ_BYTES: Final = 1 << 22  # a page that waits to be read does not stop the reading of the rest
 _GZIP: Final = 31  # zlib's word for a gzip header
 
 
@@ -78,7 +79,12 @@ class PageFetcher:
         secured = self._tls() if target.scheme == "https" and self._tls is not None else True
         async with Reading(None, url):
             response = await self._session.get(
-                target, headers=headers, allow_redirects=False, timeout=timeout, ssl=secured
+                target,
+                headers=headers,
+                allow_redirects=False,
+                timeout=timeout,
+                ssl=secured,
+                read_bufsize=min(max_bytes, _READ_BYTES),
             )
         async with Reading(response, url):
             return await _document(response, max_bytes)

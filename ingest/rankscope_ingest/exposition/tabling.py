@@ -31,15 +31,16 @@ class Tabling:
 
     def scrape(self, rows: PageRows, ts: int, seconds: float) -> Scrape:
         """Return the samples of a page that tells no times, scraped at `ts` (UTC µs), and those of the scrape."""
-        own = own_scrape(self._exporter, ts, seconds, rows.rows)
+        own = np.array([1.0, seconds, rows.rows])
         if self._series is None or self._seen is None or rows.metrics is not self._seen[0]:
             self._seen = rows.metrics, rows.labels
+            series = own_scrape(self._exporter, ts, seconds, rows.rows).series
             self._series = Series(
                 target=self._exporter.name,
-                metrics=_joined(rows.metrics, own.series.metrics),
-                labels=_joined(rows.labels, own.series.labels),
+                metrics=_joined(rows.metrics, series.metrics),
+                labels=_joined(rows.labels, series.labels),
             )
-        return Scrape(series=self._series, ts=ts, values=np.concatenate([rows.values.to_numpy(), own.values]))
+        return Scrape(series=self._series, ts=ts, values=np.concatenate([rows.values.to_numpy(), own]))
 
 
 def _joined(one: pa.DictionaryArray, other: pa.DictionaryArray) -> pa.DictionaryArray:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
+MOST_POINTS: Final = 32_767
+"""A curve has no more buckets: their numbers are of 16 bits, which DuckDB takes for places in an array of groups."""
+
 _CHOSEN: Final = """run = of_run AND name = of_name AND labels IS NOT DISTINCT FROM of_labels AND step IS NOT NULL"""
+_WIDTH: Final = f"(final - origin) // least(points, {MOST_POINTS}) + 1 AS width"
 
 # Extents first, then buckets: both are sums over groups of integers, which DuckDB does while it reads. The join that
 # leaves out what a later attempt trained anew is taken only by runs that have one; its other side is empty otherwise,
@@ -28,8 +32,10 @@ standing AS (
   FROM attempt_extent
 ),
 span AS (
-  SELECT min(first_step) AS origin, (max(last_step) - min(first_step)) // points + 1 AS width, count(*) AS attempts
-  FROM attempt_extent
+  SELECT origin, {_WIDTH}, attempts
+  FROM (
+    SELECT min(first_step) AS origin, max(last_step) AS final, count(*) AS attempts FROM attempt_extent
+  )
 ),
 bucket AS (
   SELECT (step - origin) // width AS number, avg(value) AS average, min(value) AS least, max(value) AS most,
@@ -58,12 +64,15 @@ what stands. NaN in a bucket shows in `mean` and `highest`; what is rolled up li
 
 # The first and the last step are looked up one by one, for which DuckDB skips most row groups, and whether there is
 # more than one attempt stands in the footers. Rows without a value may name one: that costs time and changes nothing.
+_ENDS: Final = f"""\
+(SELECT step AS origin FROM scalars WHERE {_CHOSEN} AND value IS NOT NULL ORDER BY step LIMIT 1),
+    (SELECT step AS final FROM scalars WHERE {_CHOSEN} AND value IS NOT NULL ORDER BY step DESC LIMIT 1)"""
+
 RAW_CURVE: Final = f"""\
 CREATE OR REPLACE MACRO scalar_curve(of_run, of_name := 'loss', of_labels := NULL, points := 4000) AS TABLE
 WITH span AS MATERIALIZED (
-  SELECT origin, (final - origin) // points + 1 AS width, began_again
-  FROM (SELECT step AS origin FROM scalars WHERE {_CHOSEN} AND value IS NOT NULL ORDER BY step LIMIT 1),
-    (SELECT step AS final FROM scalars WHERE {_CHOSEN} AND value IS NOT NULL ORDER BY step DESC LIMIT 1),
+  SELECT origin, {_WIDTH}, began_again
+  FROM {_ENDS},
     (SELECT min(attempt) < max(attempt) OR (max(attempt) > 0 AND count(attempt) < count(*)) AS began_again
      FROM scalars WHERE {_CHOSEN})
 ),
@@ -76,12 +85,12 @@ standing AS (
   )
 ),
 bucket AS (
-  SELECT (step - origin) // width AS number, avg(value) AS mean, min(value) AS lowest, max(value) AS highest,
-    count(*) AS parts
+  SELECT ((step - origin) // width)::SMALLINT AS number, avg(value) AS mean, min(value) AS lowest,
+    max(value) AS highest, count(*) AS parts
   FROM scalars, span WHERE {_CHOSEN} AND value IS NOT NULL AND began_again IS NOT TRUE
   GROUP BY number
   UNION ALL
-  SELECT (step - origin) // width AS number, avg(value), min(value), max(value), count(*)
+  SELECT ((step - origin) // width)::SMALLINT AS number, avg(value), min(value), max(value), count(*)
   FROM scalars JOIN (FROM standing, span) ON coalesce(attempt, 0) = of_attempt AND step <= until
   WHERE {_CHOSEN} AND value IS NOT NULL
   GROUP BY number
@@ -89,3 +98,15 @@ bucket AS (
 SELECT origin + number * width AS step, mean, lowest, highest, parts FROM bucket, span ORDER BY step
 """
 """The same where nothing is rolled up, in two thirds of the time."""
+
+SOLE_ATTEMPT_CURVE: Final = f"""\
+CREATE OR REPLACE MACRO scalar_curve(of_run, of_name := 'loss', of_labels := NULL, points := 4000) AS TABLE
+WITH span AS MATERIALIZED (SELECT origin, {_WIDTH} FROM {_ENDS})
+SELECT origin + number * width AS step, mean, lowest, highest, parts
+FROM (
+  SELECT ((step - origin) // width)::SMALLINT AS number, avg(value) AS mean, min(value) AS lowest,
+    max(value) AS highest, count(*) AS parts
+  FROM scalars, span WHERE {_CHOSEN} AND value IS NOT NULL GROUP BY number
+), span ORDER BY step
+"""
+"""The same where all that is read is of attempt 0 as well, as the log knows of most runs: half of it is planning."""

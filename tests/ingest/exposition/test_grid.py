@@ -75,6 +75,19 @@ def test_names_are_put_together_once_for_pages_that_stay_the_same():
     assert places[0] == places[1]
 
 
+def test_three_samples_of_exporters_are_due_like_one_row_of_a_rank():
+    """They wait for each other rather than be stored with all their names so often, but never fill the room."""
+    page = series("x", [("a", None), ("b", "{}")])
+    many, full = (Batcher(flush_rows=2, flush_after_seconds=10.0, max_pending_rows=limit) for limit in (100, 4))
+    due = []
+    for _ in range(3):
+        for batcher in (many, full):
+            batcher.add_scrape(scraped(page, 5), 0.0)
+            due.append(batcher.due(0.0))
+
+    assert [None, None, None, "rows", "rows", "rows"] == due
+
+
 @pytest.mark.parametrize("others", [{}, {"samples": scraped(series("z", [("m", None)]), 9).table()}])
 def test_scrapes_count_as_rows_and_are_taken_with_all_else(others):
     batcher = Batcher(flush_rows=3, flush_after_seconds=10.0, max_pending_rows=4)

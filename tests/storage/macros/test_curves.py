@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from rankscope_storage.connection import connect
-from rankscope_storage.macros.curves import SCALAR_CURVE
+from rankscope_storage.macros.curves import SCALAR_CURVE, SOLE_ATTEMPT_CURVE
 from rankscope_storage.schema import dataset_schema
 from rankscope_storage.store import Batch
 
@@ -59,6 +59,33 @@ def test_a_curve_is_the_mean_and_range_of_buckets_of_what_stands(writer, connect
 
     assert reference(rows, points) == found
     assert len(found) <= points
+
+
+def test_no_curve_has_more_points_than_there_are_numbers_of_16_bits(writer, connection):
+    append(writer, [{"step": step} for step in (0, 32_767, 65_536)])
+    drawn = [connection.sql("FROM scalar_curve('r', points := 1000000)").fetchall()]
+    append_rolled_up(writer)
+    drawn.append(connection.sql("FROM scalar_curve('r', points := 1000000)").fetchall())
+
+    assert [[0, 32_766, 65_535]] * 2 == [[row[0] for row in curve] for curve in drawn]
+
+
+@pytest.mark.parametrize("attempts", [[0], [1], [0, None], [0, 1], [None], []])
+def test_the_shorter_statement_is_taken_where_the_log_tells_that_all_is_of_attempt_0(writer, connection, attempts):
+    append(writer, [{"attempt": attempt, "step": 1} for attempt in attempts] or [{"run": "s", "attempt": 3, "step": 1}])
+    connection.sql("FROM scalar_curve('r')").fetchall()
+    made_of = connection._views.engine.defined["scalar_curve"]
+
+    assert (made_of == SOLE_ATTEMPT_CURVE) == (attempts in ([0], [0, None]))
+
+
+def test_a_run_that_begins_again_has_its_curve_at_once(writer, connection):
+    append(writer, [{"step": step, "value": 1.0} for step in range(4)])
+    before = connection.sql("FROM scalar_curve('r')").fetchall()
+    append(writer, [{"attempt": 1, "step": step, "value": 2.0} for step in (2, 3)])
+
+    assert [1.0, 1.0, 1.0, 1.0] == [row[1] for row in before]
+    assert [1.0, 1.0, 2.0, 2.0] == [row[1] for row in connection.sql("FROM scalar_curve('r')").fetchall()]
 
 
 def test_other_scalars_and_labels_have_curves_of_their_own_and_nan_shows(writer, connection):
