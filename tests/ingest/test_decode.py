@@ -251,6 +251,19 @@ def test_wrong_type_is_named(encode):
         checked(encode([{"seq": 0, "ts": 0}], schema=schema), [])
 
 
+@pytest.mark.parametrize("name", ["plan", "seq", "events", "colour"])
+def test_two_columns_of_one_name_are_refused(name):
+    schema = arrow_schema(pa, WIRE_FIELDS)
+    field = schema.field(name) if name in schema.names else pa.field(name, pa.string())
+    sink = pa.BufferOutputStream()
+    doubled = pa.schema([*(other for other in schema if other.name != name), field, field])
+    with pa.ipc.new_stream(sink, doubled) as writer:
+        writer.write_batch(pa.RecordBatch.from_arrays([pa.array([], each.type) for each in doubled], schema=doubled))
+
+    with pytest.raises(DecodeError, match="two columns of one name"):
+        open_stream(sink.getvalue().to_pybytes())
+
+
 def test_no_prefix_of_a_body_is_taken(encode):
     """Also not the one cut exactly between two messages, which Arrow itself reads as a shorter stream."""
     body = encode([{"seq": n, "ts": 0, "scalars": [{"name": "a", "value": 1.0}]} for n in range(3)])

@@ -41,6 +41,8 @@ def open_stream(body: bytes, *, max_inflated_bytes: int = MAX_INFLATED_BYTES) ->
         table.validate(full=True)
     except (pa.ArrowException, ArithmeticError, LookupError, OSError, ValueError, struct.error) as error:
         raise DecodeError(f"not an Arrow record stream: {_first_line(error)}") from error
+    if len(set(table.column_names)) < table.num_columns:
+        raise DecodeError("the stream has two columns of one name")
     return table
 
 
