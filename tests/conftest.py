@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import shutil
+import signal
 import socket
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,6 +24,9 @@ settings.register_profile(
     "rankscope", max_examples=examples(USUAL), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("rankscope")
+
+# A job in the background of a shell ignores Ctrl-C, and so would every process that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Two ranks' worth of threads on a two-core machine measure only each other; torch reads this when it is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -53,15 +59,21 @@ def require_server() -> Callable[..., str]:
     return _require_server
 
 
+_PORTS: Final = range(10_000, 32_768, 32)
+"""The first ports of stretches that Linux gives to no outgoing connection, whose like would take one while we wait."""
+
+
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    while True:
+        port = secrets.choice(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @pytest.fixture
 def free_port() -> int:
-    """Return a loopback port that was free a moment ago."""
+    """Return a loopback port that was free a moment ago, like most likely the 31 behind it."""
     return _free_port()
 
 

@@ -15,8 +15,8 @@ from typing import Final
 from rankscope_storage.connection import connect
 from rankscope_storage.errors import StoreError
 
-LOOK_SECONDS: Final = 5.0
-_SHARE: Final = 0.002
+LOOK_SECONDS: Final = 20.0
+_SHARE: Final = 0.02
 """Of the time of one core, at most this much goes into looking, however long the history is."""
 
 log = logging.getLogger(__name__)

@@ -167,8 +167,8 @@ class Node:
 
 @pytest.fixture
 def node(tmp_path, certificates, free_port):
-    """Give a node on which nothing runs yet; ports above `free_port` are its own by chance, as good as any."""
-    made = Node(tmp_path, certificates, min(free_port, 65_000))
+    """Give a node on which nothing runs yet, with the ports from `free_port` on."""
+    made = Node(tmp_path, certificates, free_port)
     yield made
     made.stop()
 

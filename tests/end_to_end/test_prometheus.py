@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -68,7 +67,7 @@ class Asked:
 
 
 @pytest.fixture
-def prometheus(require_server, tmp_path, service):
+def prometheus(require_server, tmp_path, service, another_port):
     """Give a Prometheus that was told of `service`, and nothing else."""
     program = require_server("prometheus")
     folder = tmp_path / "prometheus"
@@ -79,7 +78,7 @@ def prometheus(require_server, tmp_path, service):
     config["scrape_configs"][0]["http_sd_configs"][0]["refresh_interval"] = "1s"
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
     (folder / "rankscope.rules.yml").write_text(FILES["prometheus/rankscope.rules.yml"], encoding="utf-8")
-    listen = f"127.0.0.1:{another_port()}"
+    listen = f"127.0.0.1:{another_port}"
     command = [program, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen([*command, f"--web.listen-address={listen}"], stdout=log, stderr=log)
@@ -104,12 +103,6 @@ def ranks(tmp_path, service):
     for process in started:
         process.kill()
         process.wait(10)
-
-
-def another_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def substituted(text):
@@ -218,7 +211,7 @@ def test_every_panel_variable_and_alert_has_an_answer(service, ranks, prometheus
     service.wait_for(lambda: (step_of(service, processes) or 0) >= AFTER_ALL_TROUBLE)
 
     assert {f"{RUN}/0", f"{RUN}/1"} == instances
-    service.wait_for(lambda: not unanswered_panels(prometheus), 60)
+    service.wait_for(lambda: not unanswered_panels(prometheus))
     assert {"run": [RUN], "rank": ["0", "1"]} == values_of_variables(prometheus)
 
     assert set() == rates_unlike_scraped(prometheus, rate(TOKENS)), "as boards ask, though every step is stored as well"

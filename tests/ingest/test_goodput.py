@@ -45,10 +45,10 @@ def test_a_long_history_is_asked_less_often(world):
     goodput.look()
     world.commits = 2
     due = []
-    for world.now in (31, 2999, 3001):
+    for world.now in (31, 299, 301):
         due.append(goodput.due())
 
-    assert [False, False, True] == due  # 6 s are 0.2 % of 3000
+    assert [False, False, True] == due  # 6 s are 2 % of 300
 
 
 def test_the_page_has_it_for_runs_that_are_known(world):
