@@ -109,4 +109,5 @@ FROM (
   FROM scalars, span WHERE {_CHOSEN} AND value IS NOT NULL GROUP BY number
 ), span ORDER BY step
 """
-"""The same where all that is read is of attempt 0 as well, as the log knows of most runs: half of it is planning."""
+"""The same where all that is read is of attempt 0 as well, as the log knows of most runs: to plan the six mentions of
+the scalars above took 23 ms, and here are three."""
