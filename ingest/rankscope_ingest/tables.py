@@ -14,6 +14,9 @@ from rankscope_contract.records import DATASETS
 
 FROM_RANK: Final = "rank"
 FROM_INGEST: Final = "ingest"
+NO_RUN: Final = ""
+"""Of samples: an exporter beside the ranks measures a machine, whatever runs there."""
+TIME: Final = pa.timestamp("us", "UTC")
 
 
 @functools.cache
@@ -29,6 +32,13 @@ def coded_schema(dataset: str) -> pa.Schema:
     return pa.schema(
         [field.with_type(coded) if pa.types.is_string(field.type) else field for field in table_schema(dataset)]
     )
+
+
+@functools.cache
+def samples_schema() -> pa.Schema:
+    """Return the columns that a sample of an exporter has, coded."""
+    names = ("run", "ts", "ts_origin", "target", "metric", "labels", "value")
+    return pa.schema([coded_schema("samples").field(name) for name in names])
 
 
 def rows_table(dataset: str, rows: Iterable[Mapping[str, Any]]) -> pa.Table:

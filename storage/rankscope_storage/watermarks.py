@@ -55,8 +55,7 @@ def _is_below_all(highest: int, of: pa.ChunkedArray, watermarks: Mapping[str, in
     """Return whether no row can be beyond its watermark, whose ever it is: then nobody looks at them one by one."""
     if not watermarks or highest > min(watermarks.values()) or not pa.types.is_dictionary(of.type):
         return False
-    named = {name for chunk in of.chunks for name in chunk.dictionary.to_pylist()}
-    return named <= watermarks.keys()
+    return watermarks.keys() >= set(_distinct(of))
 
 
 def _numbered(table: pa.Table, limits: Mapping[str, int], compare: Callable[[Any, Any], Any]) -> pa.BooleanArray:

@@ -16,13 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_ingest.tables import FROM_INGEST, coded_schema, constant
-
-NO_RUN = ""
-"""An exporter beside the ranks measures a machine, whatever runs there."""
-
-COLUMNS = ("run", "ts", "ts_origin", "target", "metric", "labels", "value")
-TIME = pa.timestamp("us", "UTC")
+from rankscope_ingest.tables import FROM_INGEST, NO_RUN, TIME, constant, samples_schema
 
 Codes = npt.NDArray[np.int32]
 Numbers = npt.NDArray[np.float64]
@@ -133,11 +127,7 @@ def _table(names: _Names, groups: Sequence[Sequence[Scrape]]) -> pa.Table:
         _coded(labels, names.labels),
         pa.array(values),
     )
-    return pa.Table.from_arrays(list(columns), schema=SCHEMA)
-
-
-SCHEMA = pa.schema([coded_schema("samples").field(name) for name in COLUMNS])
-"""The columns that samples of pages have."""
+    return pa.Table.from_arrays(list(columns), schema=samples_schema())
 
 
 def _coded(codes: Codes, texts: pa.Array) -> pa.DictionaryArray:

@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.records import canonical_labels
-from rankscope_ingest.exposition.grid import NO_RUN, SCHEMA, TIME, Scrape, Series
+from rankscope_ingest.exposition.grid import Scrape, Series
 from rankscope_ingest.exposition.pages import PageRows
 from rankscope_ingest.exposition.targets import Exporter
-from rankscope_ingest.tables import FROM_INGEST, constant
+from rankscope_ingest.tables import FROM_INGEST, NO_RUN, TIME, constant, samples_schema
 
 FROM_EXPORTER: Final = "exporter"
 
@@ -26,14 +26,14 @@ class Tabling:
 
     def __init__(self, exporter: Exporter) -> None:
         self._exporter = exporter
-        self._seen: tuple[pa.Array, pa.Array] | None = None
+        self._metrics: pa.Array | None = None  # of the page that the series are of
         self._series: Series | None = None
 
     def scrape(self, rows: PageRows, ts: int, seconds: float) -> Scrape:
         """Return the samples of a page that tells no times, scraped at `ts` (UTC µs), and those of the scrape."""
         own = np.array([1.0, seconds, rows.rows])
-        if self._series is None or self._seen is None or rows.metrics is not self._seen[0]:
-            self._seen = rows.metrics, rows.labels
+        if self._series is None or rows.metrics is not self._metrics:
+            self._metrics = rows.metrics
             series = own_scrape(self._exporter, ts, seconds, rows.rows).series
             self._series = Series(
                 target=self._exporter.name,
@@ -68,8 +68,9 @@ def page_rows(exporter: Exporter, rows: PageRows, ts: int) -> pa.Table:
     times = pc.fill_null(rows.ts, pa.scalar(ts, TIME))
     named = (constant(exporter.name, rows.rows), rows.metrics, rows.labels, rows.values)
     columns = (constant(NO_RUN, rows.rows), times, origins, *named)
+    schema = samples_schema()
     return pa.Table.from_arrays(
-        [column.cast(field.type) for column, field in zip(columns, SCHEMA, strict=True)], schema=SCHEMA
+        [column.cast(field.type) for column, field in zip(columns, schema, strict=True)], schema=schema
     )
 
 

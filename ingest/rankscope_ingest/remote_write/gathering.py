@@ -14,15 +14,13 @@ import pyarrow as pa
 
 from rankscope_ingest.batch import PendingBatch, Waiting
 from rankscope_ingest.remote_write.reading import Written
-from rankscope_ingest.tables import coded_schema, constant
+from rankscope_ingest.tables import NO_RUN, TIME, constant, samples_schema
 from rankscope_storage.remote_read.series import STALE_BITS
 
 RECEIPTS: Final = "rankscopeWritten"
 """Under which word of a commit's information the requests stand that it stored."""
 
 FROM_PROMETHEUS: Final = "prometheus"
-_COLUMNS: Final = ("run", "ts", "ts_origin", "target", "metric", "labels", "value")
-_NO_RUN: Final = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,15 +69,14 @@ def samples_table(requests: list[Written]) -> pa.Table:
     times = np.concatenate([one.times_ms for one in requests]) * 1000
     values = np.concatenate([one.values for one in requests])
     is_stale = values.view(np.int64) == STALE_BITS
-    schema = pa.schema([coded_schema("samples").field(name) for name in _COLUMNS])
     columns = (
-        constant(_NO_RUN, len(numbers)),
-        pa.array(times).cast(pa.timestamp("us", "UTC")),
+        constant(NO_RUN, len(numbers)),
+        pa.array(times).cast(TIME),
         constant(FROM_PROMETHEUS, len(numbers)),
         *(column.of(numbers) for column in (book.targets, book.metrics, book.labels)),
         pa.array(values, mask=is_stale if is_stale.any() else None),
     )
-    return pa.Table.from_arrays(list(columns), schema=schema)
+    return pa.Table.from_arrays(list(columns), schema=samples_schema())
 
 
 def _by_book(requests: tuple[Written, ...]) -> list[list[Written]]:
