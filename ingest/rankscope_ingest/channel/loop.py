@@ -241,7 +241,7 @@ class TargetLoop:
             raise FetchError(
                 "cut", f"seq {body.first} to {body.last} was promised, {checked.first} to {checked.last} came"
             )
-        self._sink.took(target, checked, plans, size=len(body.data), inflated=wire.nbytes)
+        self._sink.took(target, checked, plans, size=len(body.data), inflated=wire.get_total_buffer_size())
         self._note(body.standing)
 
     async def _plan(self, plan_id: str) -> PlanColumns:
