@@ -22,6 +22,12 @@ SAMPLES_A_ROW: Final = 3
 """So many samples of exporters are due like one row of a rank: they are narrow, and each flush has the names of all
 series once more, so that a sample costs two thirds in a flush of five scrapes of what it costs in one of three."""
 
+SOON_SECONDS: Final = 2.0
+"""Whoever wants a flush waits so long at most for one that comes anyway: where ranks come and go all the time, each
+would else cut a file short, and every row would be written twice, to merge what was cut."""
+
+_MOMENT: Final = 1e-3  # no batch fills faster
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingBatch:
@@ -59,6 +65,9 @@ class Waiting:
     _rows_in_flight: int = 0
     _opened_at: float | None = None
     _wanted: bool = False
+    _wanted_at: float | None = None  # when `due` first saw that it is
+    _filled: tuple[float, int] | None = None  # when the batch before was opened, and what it held
+    _rate: float = 0.0  # how fast that one filled, a second
 
     @property
     def pending_rows(self) -> int:
@@ -81,7 +90,7 @@ class Waiting:
         return self.max_pending_rows - self.pending_rows
 
     def want_flush(self) -> None:
-        """Make the batch due at once: a rank drains, or a notification waits for its rows to be durable."""
+        """Make the batch due at once, or as soon as it is full: a rank drains, or somebody is to be told of its rows."""
         self._wanted = True
 
     def due(self, now: float) -> str | None:
@@ -89,25 +98,40 @@ class Waiting:
         if self._opened_at is None:
             self._wanted = False
             return None
-        if self._wanted:
-            return "wanted"
-        weight = self._rows - self._samples + self._samples // SAMPLES_A_ROW
-        if weight >= self.flush_rows or self._rows >= self.max_pending_rows:
+        if self._weight >= self.flush_rows or self._rows >= self.max_pending_rows:
             return "rows"
+        if self._wanted and not self._is_worth_waiting(now):
+            return "wanted"
         return "age" if now - self._opened_at >= self.flush_after_seconds else None
 
     def settled(self, batch: PendingBatch) -> None:
         """Forget `batch`: it is committed."""
         self._rows_in_flight -= batch.rows
 
+    @property
+    def _weight(self) -> int:
+        return self._rows - self._samples + self._samples // SAMPLES_A_ROW
+
+    def _is_worth_waiting(self, now: float) -> bool:
+        """Return whether the batch will be full at once, if it goes on to fill as the one before did."""
+        if self._wanted_at is None:
+            self._wanted_at = now
+        return now - self._wanted_at < SOON_SECONDS and self.flush_rows - self._weight <= self._rate * SOON_SECONDS
+
     def _open(self, now: float) -> None:
-        if self._opened_at is None:
-            self._opened_at = now
+        if self._opened_at is not None:
+            return
+        self._opened_at = now
+        if self._filled is not None:
+            since, weight = self._filled
+            self._rate = weight / max(now - since, _MOMENT)
 
     def _depart(self) -> None:
         """Count what was gathered as on its way; what comes next opens another batch."""
         self._rows_in_flight += self._rows
-        self._rows, self._samples, self._opened_at, self._wanted = 0, 0, None, False
+        if self._opened_at is not None:
+            self._filled = self._opened_at, self._weight
+        self._rows, self._samples, self._opened_at, self._wanted, self._wanted_at = 0, 0, None, False, None
 
 
 @dataclass(slots=True, kw_only=True)

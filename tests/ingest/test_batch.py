@@ -48,6 +48,34 @@ def test_wanting_a_flush_of_nothing_does_not_rush_the_next_batch():
     assert early.due(1.0) is None
 
 
+def filling(rows, seconds):
+    """Return a batcher whose last batch took `seconds` to gather `rows`, and whose next was opened just now, at 0."""
+    queue = batcher(flush_rows=100, flush_after_seconds=60.0, max_pending_rows=1000)
+    queue.add({"scalars": table(*range(rows))}, -seconds)
+    queue.settled(queue.take())
+    queue.add({"scalars": table(1)}, 0.0)
+    queue.want_flush()
+    return queue
+
+
+def test_flush_that_is_wanted_waits_for_a_batch_that_is_full_within_two_seconds_anyway():
+    soon, later = filling(100, 1.9), filling(100, 2.1)
+
+    assert [None, "wanted"] == [soon.due(0.0), later.due(0.0)]
+    soon.add({"scalars": table(*range(99))}, 1.9)
+    assert "rows" == soon.due(1.9)
+
+
+def test_flush_that_is_wanted_waits_no_longer_though_the_batch_does_not_fill():
+    stopped = filling(100, 0.5)
+
+    assert [None, None, "wanted"] == [stopped.due(0.0), stopped.due(1.9), stopped.due(2.0)]
+    stopped.take()
+    stopped.add({"scalars": table(1)}, 3.0)
+    stopped.want_flush()
+    assert "wanted" == stopped.due(3.0)  # by then it is known that they fill no more
+
+
 def test_watermark_without_rows_is_flushed_too():
     idle = batcher()
     idle.add({}, 0.0, watermarks={"a": 3})
