@@ -90,7 +90,7 @@ class Waiting:
         return self.max_pending_rows - self.pending_rows
 
     def want_flush(self) -> None:
-        """Make the batch due at once, or as soon as it is full: a rank drains, or somebody is to be told of its rows."""
+        """Make the batch due at once, or when it is full anyway: a rank drains, or somebody is to be told of it."""
         self._wanted = True
 
     def due(self, now: float) -> str | None:

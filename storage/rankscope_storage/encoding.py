@@ -97,12 +97,19 @@ def _without_unused(column: pa.DictionaryArray) -> pa.DictionaryArray:
     """Return `column` with a dictionary of what is in it: each row group has all of its dictionary written."""
     if len(column.dictionary) <= _SMALL_DICTIONARY:
         return column
+    if column.null_count == len(column):
+        return pa.DictionaryArray.from_arrays(column.indices, column.dictionary.slice(0, 0))
+    # Rows that lie in order name neighbours: only what is between the first of them and the last is looked at.
+    first, last = (end.as_py() for end in pc.min_max(column.indices).values())
+    between = column.dictionary.slice(first, last + 1 - first)
+    if len(between) <= _SMALL_DICTIONARY:
+        return pa.DictionaryArray.from_arrays(pc.subtract(column.indices, pa.scalar(first, pa.int32())), between)
     nulls = column.indices.is_null().to_numpy(zero_copy_only=False) if column.indices.null_count else None
-    codes = pc.fill_null(column.indices, 0).to_numpy()
-    is_used = np.zeros(len(column.dictionary), np.bool_)
-    is_used[codes if nulls is None else codes[~nulls]] = True
+    codes = pc.fill_null(column.indices, first).to_numpy() - first
+    is_used = np.zeros(len(between), np.bool_)
+    is_used[codes] = True
     new_codes = np.cumsum(is_used, dtype=np.int32) - 1
-    used = column.dictionary.take(pa.array(np.flatnonzero(is_used)))
+    used = between.take(pa.array(np.flatnonzero(is_used)))
     return pa.DictionaryArray.from_arrays(pa.array(new_codes[codes], mask=nulls), used)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -20,6 +21,7 @@ VERSION_KEY: Final = "rankscope_schema"
 DATASET_KEY: Final = "rankscope_dataset"
 _LARGE_DICTIONARY: Final = 1000
 """Texts from which on comparing them costs more than some that stand there twice."""
+_WIDEST_BITS: Final = 64
 PARTITION_COLUMNS: Final = ("dataset", "part")
 
 
@@ -78,21 +80,39 @@ def conform(table: pa.Table, name: str) -> pa.Table:
     unknown = sorted(set(table.column_names) - set(schema.names))
     if unknown:
         raise BatchError(f"{name} has no column {', '.join(unknown)}: its columns are {', '.join(schema.names)}")
+    absent = _Absent(table.num_rows)
     try:
-        columns = {field.name: _conform_column(table, field, name) for field in schema}
+        columns = {field.name: _conform_column(table, field, name, absent) for field in schema}
     except pa.ArrowException as error:
         raise BatchError(f"rows of {name} cannot be brought into the form of the store: {error}") from error
     return pa.table(columns)
 
 
-def _conform_column(table: pa.Table, field: pa.Field, dataset: str) -> pa.Array:
+def _conform_column(table: pa.Table, field: pa.Field, dataset: str, absent: _Absent) -> pa.Array:
     if field.name not in table.column_names:
-        column = pa.nulls(table.num_rows, field.type)
+        column = absent.column(field.type)
     else:
         column = _cast(_one_chunk(table.column(field.name)), field, dataset)
     if not field.nullable and column.null_count:
         raise BatchError(f"{dataset}.{field.name} is null in {column.null_count} rows: it must have a value")
     return column
+
+
+@dataclass(slots=True)
+class _Absent:
+    """Columns of so many nulls, over one piece of memory that nobody ever looks at: most datasets have several."""
+
+    rows: int
+    _zeros: pa.Buffer | None = None
+
+    def column(self, type_: pa.DataType) -> pa.Array:
+        is_text = pa.types.is_string(type_)
+        if not is_text and not (pa.types.is_primitive(type_) and type_.bit_width <= _WIDEST_BITS):
+            return pa.nulls(self.rows, type_)
+        if self._zeros is None:
+            self._zeros = pa.py_buffer(np.zeros(self.rows + 1, np.uint64))
+        buffers = [self._zeros, self._zeros, *([pa.py_buffer(b"")] if is_text else [])]
+        return pa.Array.from_buffers(type_, self.rows, buffers, null_count=self.rows)
 
 
 def _one_chunk(column: pa.ChunkedArray) -> pa.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
@@ -130,6 +131,29 @@ def test_a_row_group_holds_the_names_of_its_own_rows_and_no_others(tmp_path):
 
     assert max(sizes) < ROW_GROUP_ROWS * (4 + 32 + 4)
     assert [*names[:-1], None] == sorted(file.read()["labels"].to_pylist(), key=lambda name: (name is None, name))
+
+
+@pytest.mark.parametrize(
+    "codes",
+    [
+        [None] * 5,
+        [9_999, 9_998, None, 9_999],  # neighbours at the end
+        [4_000, 4_001, 8_096],  # as far apart as neighbours may be, and one more
+        [4_000, 4_001, 8_097],
+        [0, 9_999, 5_000, None, 0],
+    ],
+)
+def test_rows_keep_their_names_wherever_these_stand_in_a_large_dictionary(tmp_path, codes):
+    names = [f"{number:05d}" for number in range(10_000)]
+    labels = pa.DictionaryArray.from_arrays(pa.array(codes, pa.int32()), pa.array(names))
+    required = {name: ["x"] * len(codes) for name in ("run", "target", "metric")}
+    write_sorted(conform(pa.table({**required, "labels": labels}), "samples"), "samples", tmp_path / "f")
+    file = pq.ParquetFile(tmp_path / "f")
+    expected = [None if code is None else names[code] for code in codes]
+    size = file.metadata.row_group(0).column(file.schema_arrow.get_field_index("labels")).total_uncompressed_size
+
+    assert Counter(expected) == Counter(file.read()["labels"].to_pylist())
+    assert size < len(names) * 9 / 2  # 9 bytes a name: not all of them are written
 
 
 def test_samples_of_one_series_lie_together_in_order_of_time_whatever_their_labels_are_called(tmp_path):

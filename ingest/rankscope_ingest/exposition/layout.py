@@ -22,6 +22,10 @@ from rankscope_ingest.exposition.exact import Sample
 
 _NEWLINE: Final = 10
 _PARENTHESIS: Final = b"("  # Arrow reads nan(7) as C does; no exporter's format has it
+_WORD: Final = 8  # bytes
+_VIEW: Final = np.dtype([("length", "<i4"), ("prefix", "<u4"), ("buffer", "<i4"), ("offset", "<i4")])
+_VIEW_BYTES: Final = 12
+"""Of Arrow's format: a text no longer stands in its view itself, of a longer one the first four bytes do."""
 
 Positions = npt.NDArray[np.int32]
 
@@ -30,12 +34,16 @@ Positions = npt.NDArray[np.int32]
 class Layout:
     """Everything of a page but its numbers.
 
-    `fixed` has the fixed beginning of each line: the series and the space behind it, or a whole comment. `numbers` are
-    the lines with a number, `taken` those of their numbers that count: one that repeats a series does not.
+    Fixed is the beginning of each line: the series and the space behind it, or a whole comment. `long` has those that
+    a view can point at, `short` the others. `numbers` are the lines with a number, `taken` those of their numbers that
+    count: one that repeats a series does not.
     """
 
-    fixed: pa.Array
     fixed_lengths: Positions
+    long: pa.Array
+    long_lines: Positions
+    short: pa.Array
+    short_lines: Positions
     numbers: Positions
     others: Positions
     taken: Positions
@@ -59,8 +67,17 @@ def learn(body: bytes, samples: Sequence[Sample], taken: Sequence[int]) -> Layou
         return None
     lengths = np.array([len(line) for line in fixed], np.int32)
     others = np.setdiff1d(np.arange(len(fixed), dtype=np.int32), numbers)
-    places = [np.array(found, np.int32) for found in (numbers, others, taken)]
-    layout = Layout(pa.array(fixed, pa.binary()), lengths, *places)
+    long_lines, short_lines = np.flatnonzero(lengths > _VIEW_BYTES), np.flatnonzero(lengths <= _VIEW_BYTES)
+    layout = Layout(
+        fixed_lengths=lengths,
+        long=pa.array([fixed[place] for place in long_lines], pa.binary_view()),
+        long_lines=long_lines.astype(np.int32),
+        short=pa.array([fixed[place] for place in short_lines], pa.binary()),
+        short_lines=short_lines.astype(np.int32),
+        numbers=np.array(numbers, np.int32),
+        others=others,
+        taken=np.array(taken, np.int32),
+    )
     expected = np.array([samples[place].value for place in taken])
     values = read_numbers(body, layout)
     # The page itself must come out of it as it was read by the rules; an exemplar's number would not.
@@ -74,35 +91,75 @@ def join(layouts: Sequence[Layout]) -> Layout:
     lines = np.cumsum([0, *(len(layout.fixed_lengths) for layout in layouts)], dtype=np.int32).tolist()
     numbers = np.cumsum([0, *(len(layout.numbers) for layout in layouts)], dtype=np.int32).tolist()
     return Layout(
-        pa.concat_arrays([layout.fixed for layout in layouts]),
-        np.concatenate([layout.fixed_lengths for layout in layouts]),
-        np.concatenate([layout.numbers + before for layout, before in zip(layouts, lines, strict=False)]),
-        np.concatenate([layout.others + before for layout, before in zip(layouts, lines, strict=False)]),
-        np.concatenate([layout.taken + before for layout, before in zip(layouts, numbers, strict=False)]),
+        fixed_lengths=np.concatenate([layout.fixed_lengths for layout in layouts]),
+        long=pa.concat_arrays([layout.long for layout in layouts]),
+        long_lines=_shifted([layout.long_lines for layout in layouts], lines),
+        short=pa.concat_arrays([layout.short for layout in layouts]),
+        short_lines=_shifted([layout.short_lines for layout in layouts], lines),
+        numbers=_shifted([layout.numbers for layout in layouts], lines),
+        others=_shifted([layout.others for layout in layouts], lines),
+        taken=_shifted([layout.taken for layout in layouts], numbers),
     )
+
+
+def _shifted(places: Sequence[Positions], starts: Sequence[int]) -> Positions:
+    return np.concatenate([one + start for one, start in zip(places, starts, strict=False)])
 
 
 def read_numbers(body: bytes, layout: Layout) -> npt.NDArray[np.float64] | None:
     """Return the numbers of a page in order, or None when it is not exactly of this layout."""
-    ends = np.flatnonzero(np.frombuffer(body, np.uint8) == _NEWLINE).astype(np.int32)
-    lines = len(ends)
-    if lines != len(layout.fixed_lengths) or not body.endswith(b"\n"):
+    ends = _line_ends(body)
+    if len(ends) != len(layout.fixed_lengths) or not body.endswith(b"\n"):
         return None
-    # Each line as three pieces: what is fixed, the number, the line's end.
-    cuts = np.zeros(3 * lines + 1, np.int32)
-    cuts[3::3] = ends + 1
-    cuts[2::3] = ends
-    cuts[1::3] = cuts[:-1:3] + layout.fixed_lengths
-    spare = ends - cuts[1::3]
+    starts = np.empty_like(ends)
+    starts[:1], starts[1:] = 0, ends[:-1] + 1
+    behind = starts + layout.fixed_lengths
+    spare = ends - behind
     if (spare < 0).any() or spare[layout.others].any():
         return None
-    buffers = [None, pa.py_buffer(cuts), pa.py_buffer(body)]
-    fixed = pa.Array.from_buffers(pa.binary(), 3 * lines, buffers).take(pa.array(np.arange(lines, dtype=np.int32) * 3))
-    if not fixed.equals(layout.fixed):
+    long, short = layout.long_lines, layout.short_lines
+    if not _views(body, _of(starts, long), _of(layout.fixed_lengths, long)).equals(layout.long):
         return None
-    texts = pa.Array.from_buffers(pa.string(), 3 * lines, buffers).take(pa.array(layout.numbers * 3 + 1))
-    values = _floats(texts)
+    if len(short) and not _cut(body, starts[short], behind[short], pa.binary()).equals(layout.short):
+        return None
+    values = _floats(_cut(body, _of(behind, layout.numbers), _of(ends, layout.numbers), pa.string()))
     return values if values is None or len(layout.taken) == len(values) else values[layout.taken]
+
+
+def _of(positions: Positions, lines: Positions) -> Positions:
+    return positions if len(lines) == len(positions) else positions[lines]
+
+
+def _line_ends(body: bytes) -> Positions:
+    """Return where lines of `body` end, looking closer only at words that hold an end: they are few."""
+    marks = np.empty(-(-len(body) // _WORD) * _WORD, np.bool_)
+    np.equal(np.frombuffer(body, np.uint8), _NEWLINE, out=marks[: len(body)])
+    marks[len(body) :] = False
+    words = marks.view("<u8")
+    found = np.flatnonzero(words != 0)
+    marked = words[found]
+    below = marked - np.uint64(1)
+    if (marked & below).any():  # two ends in one word
+        return np.flatnonzero(marks).astype(np.int32)
+    # The word is a power of two: below it are as many ones as there are bits before the byte that is marked.
+    return (found * _WORD).astype(np.int32) + (np.bitwise_count(below) >> 3)  # eight bits a byte
+
+
+def _views(body: bytes, starts: Positions, lengths: Positions) -> pa.Array:
+    """Return the pieces of `body` that begin at `starts`, all longer than _VIEW_BYTES, without a copy of them."""
+    views = np.zeros(len(starts), _VIEW)
+    if len(starts):
+        fours = np.ndarray(len(body) - 3, "<u4", body, strides=(1,))
+        views["length"], views["prefix"], views["offset"] = lengths, fours[starts], starts
+    return pa.Array.from_buffers(pa.binary_view(), len(starts), [None, pa.py_buffer(views), pa.py_buffer(body)])
+
+
+def _cut(body: bytes, starts: Positions, ends: Positions, kind: pa.DataType) -> pa.Array:
+    """Return a copy of the pieces of `body` from `starts` to `ends`."""
+    offsets = np.empty(2 * len(starts), np.int32)  # each piece, and what is between it and the next
+    offsets[::2], offsets[1::2] = starts, ends
+    pieces = pa.Array.from_buffers(kind, max(len(offsets) - 1, 0), [None, pa.py_buffer(offsets), pa.py_buffer(body)])
+    return pieces.take(pa.array(np.arange(0, len(offsets), 2, dtype=np.int32)))
 
 
 def _floats(texts: pa.Array) -> npt.NDArray[np.float64] | None:

@@ -1,5 +1,6 @@
 """Pages of exporters: by their layout just what prometheus_client's parser reads."""
 
+import itertools
 import random
 from pathlib import Path
 
@@ -173,6 +174,20 @@ def test_line_that_moves_to_the_page_before_stays_a_line_of_its_page():
     results = reader.read([page(b"a 1\n", "a"), page(b"b 1\nc 1\n", "b")])
 
     assert [["a"], ["b", "c"]] == [rows.metrics.to_pylist() for rows in results]
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 10, 11, 12, 13, 40])
+def test_no_byte_of_a_series_can_change_unseen_however_long_it_is(length):
+    """Short beginnings of lines are compared in another way than long ones, and the first four bytes of those too."""
+    lines = [f"{chr(97 + number) * length} {number}\n".encode() for number in range(3)]
+    for number, place in itertools.product(range(3), range(length)):
+        changed = bytearray(b"".join(lines))
+        changed[number * len(lines[0]) + place] = ord("z")
+        reader = warmed(b"".join(lines))
+
+        assert rows_of(read_one(reader, b"".join(lines))) == reference(b"".join(lines))
+        rows = read_one(reader, bytes(changed))
+        assert (True, reference(bytes(changed))) == (rows.exact, rows_of(rows))
 
 
 def test_forgotten_target_leaves_nothing():
