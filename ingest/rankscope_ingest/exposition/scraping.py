@@ -11,22 +11,19 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Protocol
 
 import pyarrow as pa
 
 from rankscope_ingest.errors import DecodeError, FetchError
 from rankscope_ingest.exposition.exact import OPENMETRICS
-from rankscope_ingest.exposition.fetch import TEXT, Document
+from rankscope_ingest.exposition.fetch import AT_ONCE, TEXT, Document
 from rankscope_ingest.exposition.grid import Scrape
 from rankscope_ingest.exposition.pages import Page, PageReader, PageRows
 from rankscope_ingest.exposition.tabling import OwnTimes, Tabling, own_scrape, page_rows
 from rankscope_ingest.exposition.targets import Exporter
 
 log = logging.getLogger(__name__)
-
-MAX_AT_ONCE: Final = 64
-"""Pages in memory at one time: together with their greatest size, the bound of it."""
 
 
 class Fetch(Protocol):
@@ -95,7 +92,7 @@ class Scraper:
         self._followed: dict[str, Followed] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._reading = _Reading()
-        self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
+        self._at_once = asyncio.Semaphore(AT_ONCE)
 
     @property
     def followed(self) -> Iterable[Followed]:

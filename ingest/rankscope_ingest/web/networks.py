@@ -14,7 +14,7 @@ from aiohttp import ThreadedResolver
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from rankscope_ingest.config import Network
-from rankscope_ingest.errors import RegistrationError
+from rankscope_ingest.errors import FetchError, RegistrationError
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -57,6 +57,30 @@ def check_allowed(url: str, addresses: Iterable[Address], networks: Sequence[Net
 def is_allowed(address: Address, networks: Sequence[Network]) -> bool:
     """Return whether `address` lies in one of `networks`; an empty list allows nothing."""
     return any(address.version == network.version and address in network for network in networks)
+
+
+def dial_allowed(host: str, port: int, networks: Sequence[Network], *, timeout_seconds: float | None) -> socket.socket:
+    """Return a connection to the first address of `host` that may be dialled and answers. Blocks.
+
+    Raises OSError, and FetchError when `host` has no address that is allowed.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    allowed = [one for one in found if (address := address_of(str(one[4][0]))) and is_allowed(address, networks)]
+    if not allowed:
+        raise FetchError("forbidden", f"{host} resolves to an address outside [service] allowed_networks")
+    for number, (family, kind, protocol, _, place) in enumerate(allowed, 1):
+        dialled = socket.socket(family, kind, protocol)
+        try:
+            dialled.settimeout(timeout_seconds)
+            dialled.connect(place)
+            dialled.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError:
+            dialled.close()
+            if number == len(allowed):
+                raise
+        else:
+            return dialled
+    raise AssertionError("one of them has answered, or the last error was raised")
 
 
 class AllowedResolver(AbstractResolver):
