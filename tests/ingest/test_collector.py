@@ -30,6 +30,8 @@ BODY_UP_TO_9 = Checked(
     nested={},
     rows=6,
     missing=(),
+    last_step=9,
+    last_ts=9,
 )
 
 
