@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rankscope_storage.compaction import compact
-from rankscope_storage.layout import parts
-from rankscope_storage.log import Change, Log
-from rankscope_storage.maintenance import maintain
-from rankscope_storage.parquet import DataFile, write_file
+from rankscope_storage.care.compaction import compact
+from rankscope_storage.care.maintenance import maintain
+from rankscope_storage.files.layout import parts
+from rankscope_storage.files.parquet import DataFile, write_file
+from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.schema import conform
 from rankscope_storage.store import Store
 

@@ -27,10 +27,10 @@ import numpy as np
 import pyarrow as pa
 from _rows import Row, print_rows
 
-from rankscope_storage import log as log_module
 from rankscope_storage.connection import connect
 from rankscope_storage.durable import sync_to_disk
-from rankscope_storage.log_files import LOG_FOLDER
+from rankscope_storage.log import delta as log_module
+from rankscope_storage.log.files import LOG_FOLDER
 from rankscope_storage.schema import dataset_schema
 from rankscope_storage.store import Batch, Store, Writer
 

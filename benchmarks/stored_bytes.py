@@ -26,9 +26,9 @@ from rankscope_ingest.channel.checked import RowContext, check
 from rankscope_ingest.channel.decode import decode
 from rankscope_ingest.channel.plans import PlanColumns
 from rankscope_ingest.channel.wire import open_stream
-from rankscope_storage import compaction
+from rankscope_storage.care import compaction
 from rankscope_storage.durable import sync_to_disk
-from rankscope_storage.parquet import write_file
+from rankscope_storage.files.parquet import write_file
 from rankscope_storage.schema import conform
 from rankscope_storage.store import Batch, Store
 

@@ -19,14 +19,14 @@ from typing import Final, Self, TypeVar
 import duckdb
 import pyarrow as pa
 
-from rankscope_storage.changing import changes
+from rankscope_storage.asking.changing import changes
+from rankscope_storage.asking.engines import Engine, is_full, keep, log_of, put_back, renewed, start
+from rankscope_storage.asking.showing import Views
+from rankscope_storage.asking.views import files_select
 from rankscope_storage.durable import sync_to_disk
-from rankscope_storage.engines import Engine, is_full, keep, log_of, put_back, renewed, start
 from rankscope_storage.errors import FilesGoneError, QueryError
-from rankscope_storage.log import Log
-from rankscope_storage.showing import Views
-from rankscope_storage.snapshot import Snapshot
-from rankscope_storage.views import files_select
+from rankscope_storage.log.delta import Log
+from rankscope_storage.log.snapshot import Snapshot
 
 T = TypeVar("T")
 

@@ -9,15 +9,15 @@ import uuid
 from pathlib import Path
 from typing import Final
 
-from rankscope_storage.claim import ShardLock, current_owner, owner_info, shard_transaction
+from rankscope_storage.asking.plain_sql import write_plain_sql
 from rankscope_storage.durable import Sync, make_folders, sync_to_disk
 from rankscope_storage.errors import ClaimError, ConflictError, NotAStoreError, StoreError, UnwritableError
-from rankscope_storage.log import Change, Log
-from rankscope_storage.log_files import has_entries
-from rankscope_storage.parquet import STAGING
-from rankscope_storage.plain_sql import write_plain_sql
-from rankscope_storage.rounding import check_bits
-from rankscope_storage.writer import Batch, Commit, Writer
+from rankscope_storage.files.parquet import STAGING
+from rankscope_storage.files.rounding import check_bits
+from rankscope_storage.log.delta import Change, Log
+from rankscope_storage.log.files import has_entries
+from rankscope_storage.writing.claim import ShardLock, current_owner, owner_info, shard_transaction
+from rankscope_storage.writing.writer import Batch, Commit, Writer
 
 __all__ = ["Batch", "Commit", "Store", "Writer"]
 

@@ -9,7 +9,7 @@ import pytest
 from tests.programs import run_program
 
 from rankscope.demonstration.receiver import Receiver
-from rankscope_storage import reports
+from rankscope_storage.asking import reports
 from rankscope_storage.connection import connect
 
 pytestmark = pytest.mark.timeout(300)

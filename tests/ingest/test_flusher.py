@@ -13,7 +13,7 @@ import pytest
 from rankscope_ingest.batch import Batcher
 from rankscope_ingest.flusher import Flusher
 from rankscope_storage.errors import ShardLostError, StoreError
-from rankscope_storage.log import Log
+from rankscope_storage.log.delta import Log
 
 
 @dataclass

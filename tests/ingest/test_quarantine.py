@@ -14,7 +14,7 @@ from tests.properties import examples
 from rankscope_ingest.batch import Batcher, PendingBatch
 from rankscope_ingest.quarantine import FOLDER, halves, parts
 from rankscope_storage.errors import BatchError
-from rankscope_storage.writer import Writer
+from rankscope_storage.writing.writer import Writer
 
 
 def poisoned(monkeypatch, is_bad):

@@ -14,8 +14,8 @@ from aiohttp import web
 from rankscope_contract.channel import ARROW_STREAM
 from rankscope_contract.records import Plan, PlanEntry
 from rankscope_ingest import collector
+from rankscope_storage.asking.reports import summary
 from rankscope_storage.connection import connect
-from rankscope_storage.reports import summary
 
 LOSSES = (
     "SELECT run, attempt, rank, incarnation, seq, step, value FROM scalars WHERE name = 'loss' ORDER BY run, rank, seq"

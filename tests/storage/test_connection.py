@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rankscope_contract.records import DATASETS, TENSOR_ROW_KEY
-from rankscope_storage import compaction
+from rankscope_storage.care import compaction
 from rankscope_storage.connection import connect
 from rankscope_storage.errors import FilesGoneError, QueryError
 from rankscope_storage.schema import dataset_schema
@@ -207,7 +207,7 @@ ODD_RUNS = [
 
 
 def test_runs_of_any_name_are_told_apart(connection, writer, batch, monkeypatch):
-    monkeypatch.setattr("rankscope_storage.layout.OWN_PART_ROWS", 5)
+    monkeypatch.setattr("rankscope_storage.files.layout.OWN_PART_ROWS", 5)
     for number, run in enumerate(ODD_RUNS):
         writer.append(batch(range(number % 3 + 4), run=run, incarnation=f"i{number}"))
     expected = sorted((run, number % 3 + 4) for number, run in enumerate(ODD_RUNS))
@@ -258,7 +258,7 @@ def test_files_of_an_older_shape_are_read_beside_new_ones(connection, writer, ba
     writer.append(batch(range(3)))
     (path,) = map(Path, connection.files("scalars"))
     pq.write_table(pq.ParquetFile(path).read().drop_columns("labels"), path)
-    monkeypatch.setattr("rankscope_storage.layout.fingerprint", lambda dataset: "0ld5hape")
+    monkeypatch.setattr("rankscope_storage.files.layout.fingerprint", lambda dataset: "0ld5hape")
     writer.append(batch(range(5)))
     monkeypatch.undo()
     writer.append(batch(range(6)))

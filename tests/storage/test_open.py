@@ -16,8 +16,6 @@ import pytest
 from deltalake import DeltaTable, Schema
 
 from rankscope_contract import SCHEMA_VERSION
-from rankscope_storage import log as log_module
-from rankscope_storage.claim import ShardLock, shard_transaction
 from rankscope_storage.connection import connect
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.errors import (
@@ -29,8 +27,10 @@ from rankscope_storage.errors import (
     TornLogError,
     UnwritableError,
 )
-from rankscope_storage.log import Change, Log
+from rankscope_storage.log import delta as log_module
+from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.store import Store
+from rankscope_storage.writing.claim import ShardLock, shard_transaction
 
 NO_LINKS = Path(__file__).with_name("no_links.py")
 
@@ -256,7 +256,7 @@ def test_a_file_system_without_locks_leaves_the_decision_to_the_log(store, monke
     def no_locks(*arguments):
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr("rankscope_storage.claim.fcntl.flock", no_locks)
+    monkeypatch.setattr("rankscope_storage.writing.claim.fcntl.flock", no_locks)
     first, second = store.claim(owner="a"), store.claim(owner="b")
     with pytest.raises(ShardLostError, match="taken over by b"):
         first.append(batch(range(3)))

@@ -14,7 +14,7 @@ from rankscope_contract import SCHEMA_VERSION
 from rankscope_contract.records import DATASETS
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.errors import BatchError
-from rankscope_storage.parquet import STAGING, write_file
+from rankscope_storage.files.parquet import STAGING, write_file
 from rankscope_storage.schema import (
     conform,
     dataset_schema,

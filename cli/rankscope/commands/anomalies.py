@@ -16,7 +16,7 @@ from rankscope.output import Format, write_rows
 from rankscope.ranges import step_range
 
 if TYPE_CHECKING:
-    from rankscope_storage.reports import AnomalyRow
+    from rankscope_storage.asking.reports import AnomalyRow
 
 SHOWN = ("step", "rank", "rule", "kind", "tensor", "op", "value", "baseline", "threshold")
 """What a table has room for; the other formats give every column."""
@@ -38,7 +38,7 @@ def anomalies(
 
     rankscope anomalies my-run --steps 100:200 --format csv
     """
-    from rankscope_storage import reports
+    from rankscope_storage.asking import reports
 
     with opened(store) as connection:
         name = chosen_run(connection, run)

@@ -66,7 +66,7 @@ def export(
 
     rankscope export my-run --format parquet --steps 1000:2000 --ranks 0-7
     """
-    from rankscope_storage.layout import own_part
+    from rankscope_storage.files.layout import own_part
 
     exporter = _exporter(form)
     with opened(store) as connection:

@@ -118,7 +118,7 @@ def _fits(action: Action, count: int) -> bool:
 
 
 def _list(store: Path, tags: Sequence[str], form: Format, output: Path | None) -> None:
-    from rankscope_storage import reports
+    from rankscope_storage.asking import reports
 
     with opened(store) as connection:
         rows = reports.runs(connection)

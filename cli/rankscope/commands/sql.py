@@ -64,7 +64,7 @@ def _statement(query: str | None, file: Path | None) -> str:
 
 
 def _emit_views(store: Path, output: Path | None) -> None:
-    from rankscope_storage.plain_sql import emit_views
+    from rankscope_storage.asking.plain_sql import emit_views
 
     with opened(store):  # names what is wrong with the folder
         script = emit_views(store)

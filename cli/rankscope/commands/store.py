@@ -128,7 +128,7 @@ def _tell_check(report: CheckReport) -> None:
 def _stats(root: Path, by: By, form: Format, output: Path | None) -> None:
     from rankscope_storage.care.counting import count
     from rankscope_storage.durable import sync_to_disk
-    from rankscope_storage.log import Log
+    from rankscope_storage.log.delta import Log
 
     found = count(Log.open(root, sync_to_disk), by=by)
     if form is Format.TABLE and output is None:
@@ -140,7 +140,7 @@ def _stats(root: Path, by: By, form: Format, output: Path | None) -> None:
 
 
 def _compact(root: Path) -> None:
-    from rankscope_storage.compaction import compact
+    from rankscope_storage.care.compaction import compact
     from rankscope_storage.durable import sync_to_disk
 
     with _bar("merges") as progress:

@@ -11,7 +11,7 @@ from rankscope.options import Run, Store
 from rankscope.output import cell
 
 if TYPE_CHECKING:
-    from rankscope_storage.reports import RunSummary
+    from rankscope_storage.asking.reports import RunSummary
 
 
 def summary(run: Run = None, store: Store = Path("history")) -> None:
@@ -19,7 +19,7 @@ def summary(run: Run = None, store: Store = Path("history")) -> None:
 
     [bold]Example[/bold]: rankscope summary my-run --store history
     """
-    from rankscope_storage import reports
+    from rankscope_storage.asking import reports
 
     with opened(store) as connection:
         found = reports.summary(connection, chosen_run(connection, run))

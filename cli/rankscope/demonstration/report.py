@@ -51,7 +51,7 @@ limit 4""",
 
 def report(console: Console, folder: Path, plan: Plan, alerts: Sequence[Alert]) -> bool:
     """Print the end of the demo; return whether everything was as it should be."""
-    from rankscope_storage import reports
+    from rankscope_storage.asking import reports
 
     store = folder / STORE
     with opened(store) as connection:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from rankscope_contract.rollups import BUCKET_STEPS, ROLLUPS
 from rankscope_storage.care.policy import Limit
-from rankscope_storage.snapshot import Snapshot
+from rankscope_storage.log.snapshot import Snapshot
 
 WORK_ROWS: Final = 50_000_000
 """Rows that one commit rolls up at most: half a minute, which a service that is stopped may have to wait."""

@@ -14,11 +14,11 @@ from rankscope_storage.care.logs import entries, torn_entries
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.errors import TornLogError
-from rankscope_storage.log import REMOVED_FILES_HOURS, Log
-from rankscope_storage.log_files import LOG_FOLDER
-from rankscope_storage.parquet import STAGING
+from rankscope_storage.files.parquet import STAGING
+from rankscope_storage.log.delta import REMOVED_FILES_HOURS, Log
+from rankscope_storage.log.files import LOG_FOLDER
+from rankscope_storage.log.snapshot import Snapshot
 from rankscope_storage.rollups.summing import NUMBERS
-from rankscope_storage.snapshot import Snapshot
 
 Progress = Callable[[int, int], None]
 """Is told how many files of how many were looked at."""

@@ -14,9 +14,9 @@ from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_contract.rollups import ROLLUPS
 from rankscope_storage.care.logs import entries
 from rankscope_storage.care.policy import RAW
-from rankscope_storage.log import Log
-from rankscope_storage.log_files import LOG_FOLDER
-from rankscope_storage.rounding import coarsest
+from rankscope_storage.files.rounding import coarsest
+from rankscope_storage.log.delta import Log
+from rankscope_storage.log.files import LOG_FOLDER
 
 _COUNTS: Final = len(COUNT_OPS) - 1
 SAMPLES_PER_ROW: Final = {

@@ -17,13 +17,13 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from rankscope_storage.compaction import MUTEX
+from rankscope_storage.care.compaction import MUTEX
 from rankscope_storage.connection import connect
 from rankscope_storage.durable import Sync
 from rankscope_storage.errors import ConflictError, StoreError
-from rankscope_storage.layout import shared_part
-from rankscope_storage.log import Change, Log
-from rankscope_storage.parquet import discard, write_file
+from rankscope_storage.files.layout import shared_part
+from rankscope_storage.files.parquet import discard, write_file
+from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.schema import conform, dataset_schema
 
 MOST_TAGS: Final = 100

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rankscope_storage.log_files import LOG_FOLDER, is_cut
+from rankscope_storage.log.files import LOG_FOLDER, is_cut
 
 
 def entries(root: Path) -> list[Path]:

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from rankscope_storage.care.compaction import MUTEX
 from rankscope_storage.care.files import examine, extent
 from rankscope_storage.care.findings import Fault
 from rankscope_storage.care.logs import entries, torn_entries
 from rankscope_storage.care.sweeping import find_leavings, sweep
-from rankscope_storage.claim import all_shards
-from rankscope_storage.compaction import MUTEX
 from rankscope_storage.durable import Sync, make_folders
 from rankscope_storage.errors import StoreError
-from rankscope_storage.log import Change, Log
-from rankscope_storage.log_files import LOG_FOLDER, checkpoint_files, newest_checkpoint, torn_checkpoint
-from rankscope_storage.parquet import DataFile
+from rankscope_storage.files.parquet import DataFile
+from rankscope_storage.log.delta import Change, Log
+from rankscope_storage.log.files import LOG_FOLDER, checkpoint_files, newest_checkpoint, torn_checkpoint
+from rankscope_storage.writing.claim import all_shards
 
 DAMAGED: Final = "_damaged"
 

@@ -15,13 +15,13 @@ from typing import Final
 import pyarrow as pa
 
 from rankscope_storage.care.ageing import Fate, File, Work, plan
+from rankscope_storage.care.compaction import MUTEX
 from rankscope_storage.care.policy import RAW, Retention
 from rankscope_storage.care.rolling import cut, roll_up
-from rankscope_storage.compaction import MUTEX
 from rankscope_storage.durable import Sync
 from rankscope_storage.errors import ConflictError, StoreError
-from rankscope_storage.log import Change, Log
-from rankscope_storage.parquet import DataFile, discard
+from rankscope_storage.files.parquet import DataFile, discard
+from rankscope_storage.log.delta import Change, Log
 
 __all__ = ["RAW", "Retention", "RetentionReport", "retain"]
 

@@ -18,14 +18,14 @@ import pyarrow.parquet as pq
 
 from rankscope_contract.channel import NOTHING
 from rankscope_contract.records import DATASETS
-from rankscope_storage.compaction import MUTEX
+from rankscope_storage.care.compaction import MUTEX
 from rankscope_storage.durable import Sync
 from rankscope_storage.errors import ConflictError, StoreError
-from rankscope_storage.layout import SHARED_PREFIX, file_mantissa_bits
-from rankscope_storage.log import Change, Log
-from rankscope_storage.parquet import DataFile, discard, write_file
+from rankscope_storage.files.layout import SHARED_PREFIX, file_mantissa_bits
+from rankscope_storage.files.parquet import DataFile, discard, write_file
+from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.schema import conform, dataset_schema
-from rankscope_storage.watermarks import watermark_transaction
+from rankscope_storage.writing.watermarks import watermark_transaction
 
 _ATTEMPTS: Final = 5
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import itertools
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,21 +23,24 @@ import pyarrow.parquet as pq
 
 from rankscope_contract.escaping import sql_string
 from rankscope_contract.rollups import ROLLUPS
+from rankscope_storage.asking.views import files_select
 from rankscope_storage.care.ageing import File
 from rankscope_storage.durable import Sync
 from rankscope_storage.errors import ConflictError, StoreError
-from rankscope_storage.layout import SHARED_PREFIX, file_mantissa_bits
-from rankscope_storage.parquet import STAGING, DataFile, discard, write_file
+from rankscope_storage.files.layout import SHARED_PREFIX, SORT_KEYS, file_mantissa_bits
+from rankscope_storage.files.parquet import STAGING, DataFile, discard, write_file
+from rankscope_storage.files.rounding import coarsest
 from rankscope_storage.rollups.summing import bucket, moment, rolled_up
-from rankscope_storage.rounding import coarsest
 from rankscope_storage.schema import conform, dataset_schema
-from rankscope_storage.views import files_select
 
 MEMORY_LIMIT: Final = "1GiB"
 """What the sums of one commit may take; beyond it they go by way of `_staging/`."""
 
 PIECE_ROWS: Final = 1_000_000
 """Rollup rows of one file."""
+
+SLICE_ROWS: Final = 2_500_000
+"""Rows that are summed up together: their sums stay in memory that is near, however many series there are."""
 
 # A bucket goes when the youngest row that the file has of it, of whatever rank, is too old.
 _STAYING: Final = f"""\
@@ -52,9 +56,11 @@ JOIN staying ON row.run = staying.run AND row.attempt IS NOT DISTINCT FROM stayi
 
 def roll_up(root: Path, files: Sequence[File], sync: Sync) -> list[DataFile]:
     """Write the rollups of all rows of `files`, which are of one dataset and part, and return the new files."""
-    source = f"({files_select(files[0]['dataset'], [str(root / file['path']) for file in files])})"
+    paths = [str(root / file["path"]) for file in files]
+    source = f"({files_select(files[0]['dataset'], paths)})"
     with _written(root) as written, _engine(root) as engine:
-        written.extend(_rollups(engine, source, root, files, sync))
+        sources = (f"(FROM {source} WHERE {where})" for where in slices(paths, files[0]["dataset"]))
+        written.extend(_rollups(engine, sources, root, files, sync))
     return written
 
 
@@ -72,7 +78,7 @@ def cut(root: Path, file: File, before: dt.datetime, sync: Sync) -> list[DataFil
         if len(places) < file["rows"]:
             if dataset in ROLLUPS:
                 going = f"(SELECT row.* FROM ({files_select(dataset, [path])}) AS row ANTI {_OF_BUCKET})"
-                written.extend(_rollups(engine, going, root, [file], sync))
+                written.extend(_rollups(engine, [going], root, [file], sync))
             if len(places):
                 rest, bits = conform(_read(path, dataset, places), dataset), file_mantissa_bits(file["path"])
                 written.append(write_file(root, dataset, file["part"], rest, sync, mantissa_bits=bits))
@@ -84,13 +90,46 @@ def rollup_part(part: str) -> str:
     return part[: len(SHARED_PREFIX) + len("2026-01")] if part.startswith(SHARED_PREFIX) else part
 
 
+def slices(paths: Sequence[str], dataset: str) -> list[str]:
+    """Return conditions that divide the rows of files into slices of whole series, of about SLICE_ROWS each.
+
+    Each file has them in this order, so that a slice is a few of its row groups, as their footers tell.
+    """
+    series = SORT_KEYS[dataset][1]
+    groups = sorted(itertools.chain.from_iterable(_first_names(pq.read_metadata(path), series) for path in paths))
+    cuts: list[str] = []
+    rows = 0
+    for first, count in groups:
+        if rows >= SLICE_ROWS and first > max(cuts, default=groups[0][0]):
+            cuts.append(first)
+            rows = 0
+        rows += count
+    ends = [sql_string(cut) for cut in cuts]
+    if not ends:
+        return ["true"]
+    between = [f"{series} >= {low} AND {series} < {high}" for low, high in itertools.pairwise(ends)]
+    return [f"{series} < {ends[0]}", *between, f"{series} >= {ends[-1]}"]
+
+
+def _first_names(metadata: pq.FileMetaData, column: str) -> Iterator[tuple[str, int]]:
+    """Yield the first name in each row group, and its rows; none where the footer does not tell."""
+    place = metadata.schema.names.index(column)
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        statistics = group.column(place).statistics
+        if statistics is not None and statistics.has_min_max:
+            yield statistics.min, group.num_rows
+
+
 def _rollups(
-    engine: duckdb.DuckDBPyConnection, source: str, root: Path, files: Sequence[File], sync: Sync
+    engine: duckdb.DuckDBPyConnection, sources: Iterable[str], root: Path, files: Sequence[File], sync: Sync
 ) -> Iterator[DataFile]:
-    """Write the rollups of `source`, rows of `files`."""
-    name, part = ROLLUPS[files[0]["dataset"]], rollup_part(files[0]["part"])
+    """Write the rollups of `sources`, slices of the rows of `files`."""
+    dataset = files[0]["dataset"]
+    name, part = ROLLUPS[dataset], rollup_part(files[0]["part"])
     bits = coarsest(file["path"] for file in files)
-    for rows in _pieces(engine.sql(rolled_up(files[0]["dataset"], source)).to_arrow_reader(PIECE_ROWS // 10)):
+    readers = (engine.sql(rolled_up(dataset, source)).to_arrow_reader(PIECE_ROWS // 10) for source in sources)
+    for rows in _pieces(itertools.chain.from_iterable(readers)):
         yield write_file(root, name, part, conform(rows, name), sync, mantissa_bits=bits)
 
 

@@ -11,11 +11,11 @@ import pyarrow.compute as pc
 from rankscope_contract.events import RunState
 from rankscope_contract.records import DATASETS
 from rankscope_storage.care.rewriting import Rewrite, RewriteReport, carry_out
-from rankscope_storage.claim import all_shards
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.durable import Sync
 from rankscope_storage.errors import ClaimError, StoreError
-from rankscope_storage.layout import own_part
+from rankscope_storage.files.layout import own_part
+from rankscope_storage.writing.claim import all_shards
 
 LONGEST_NAME: Final = 1000
 """As the service takes it of a rank."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from rankscope_storage.log import REMOVED_FILES_HOURS, Log
-from rankscope_storage.log_files import staged_entries
-from rankscope_storage.parquet import STAGING
+from rankscope_storage.files.parquet import STAGING
+from rankscope_storage.log.delta import REMOVED_FILES_HOURS, Log
+from rankscope_storage.log.files import staged_entries
 
 _log = logging.getLogger(__name__)
 

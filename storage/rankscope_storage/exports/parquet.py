@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 
 from rankscope_contract.records import DATASETS
 from rankscope_storage.connection import Connection
-from rankscope_storage.encoding import ROW_GROUP_ROWS, counted_columns
 from rankscope_storage.errors import ExportError
 from rankscope_storage.exports.base import ExportOptions, ExportReport, Progress, counting, silent
 from rankscope_storage.exports.selection import Selection, columns, require_rows
 from rankscope_storage.exports.staging import staged_folder
+from rankscope_storage.files.encoding import ROW_GROUP_ROWS, counted_columns
 from rankscope_storage.schema import dataset_schema
 
 _BATCH_ROWS: Final = ROW_GROUP_ROWS

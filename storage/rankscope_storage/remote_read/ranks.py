@@ -18,7 +18,7 @@ from rankscope_contract import metrics
 from rankscope_contract.escaping import sql_identifier, sql_string
 from rankscope_contract.metrics import MetricSpec
 from rankscope_storage.connection import Connection
-from rankscope_storage.layout import sort_order
+from rankscope_storage.files.layout import sort_order
 from rankscope_storage.openmetrics import names
 from rankscope_storage.openmetrics.names import STAGE_EXTRAS, Scalar
 from rankscope_storage.remote_read.matchers import NAME, Matcher

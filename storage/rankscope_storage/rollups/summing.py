@@ -58,7 +58,7 @@ def rolled_up(dataset: str, source: str) -> str:
         "first_nonfinite_step": "min(CASE WHEN is_nonfinite THEN step END)",
     }
     for number in NUMBERS[dataset]:
-        named |= _summary(number)
+        named |= _summary(number, is_wide=_is_wide(dataset, number))
     for total in TOTALS[dataset]:
         named |= {total: _sum(total), f"{total}_rows": f"count({total})"}
     columns = _in_order(dataset, named)
@@ -80,7 +80,7 @@ def combined(dataset: str, source: str) -> str:
         "first_nonfinite_step": "min(first_nonfinite_step)",
     }
     for number in NUMBERS[dataset]:
-        named |= _joined_summary(number)
+        named |= _joined_summary(number, is_wide=_is_wide(dataset, number))
     for total in TOTALS[dataset]:
         named |= {total: _sum(total), f"{total}_rows": _sum(f"{total}_rows")}
     columns = _in_order(dataset, named)
@@ -99,24 +99,29 @@ def _raw_columns(dataset: str) -> Iterator[str]:
     yield from TOTALS[dataset]
 
 
-def _summary(number: str) -> dict[str, str]:
+def _is_wide(dataset: str, number: str) -> bool:
+    return bool(dataset_schema(dataset).field(number).type == pa.float64())
+
+
+def _summary(number: str, *, is_wide: bool) -> dict[str, str]:
     column, finite = sql_identifier(number), f"{number}_finite"
     nans = f"count(CASE WHEN isnan({column}) THEN 1 END)"
     return {
         f"{number}_min": f"min({finite})",
         f"{number}_max": f"max({finite})",
-        f"{number}_avg": _mean(f"avg({finite})", f"avg({finite}::DOUBLE / 1048576) * 1048576"),
+        f"{number}_avg": _mean(f"avg({finite})", f"avg({finite} / 1048576) * 1048576", is_wide=is_wide),
         f"{number}_count": f"count({finite})",
         f"{number}_nans": nans,
         f"{number}_infs": f"count({column}) - count({finite}) - {nans}",
     }
 
 
-def _joined_summary(number: str) -> dict[str, str]:
+def _joined_summary(number: str, *, is_wide: bool) -> dict[str, str]:
     count = f"sum({number}_count)"
     mean = _mean(
         f"sum({number}_avg * {number}_count) / {count}",
         f"sum({number}_avg / 1048576 * {number}_count) / {count} * 1048576",
+        is_wide=is_wide,
     )
     return {
         f"{number}_min": f"min({number}_min)",
@@ -126,8 +131,13 @@ def _joined_summary(number: str) -> dict[str, str]:
     }
 
 
-def _mean(plain: str, scaled: str) -> str:
-    """Return a mean that does not become infinite only because the sum on the way to it does."""
+def _mean(plain: str, scaled: str, *, is_wide: bool) -> str:
+    """Return a mean that does not become infinite only because the sum on the way to it does.
+
+    Sums are of float64: no number of float32 makes one of them infinite.
+    """
+    if not is_wide:
+        return plain
     return f"CASE WHEN isinf({plain}) THEN {scaled} ELSE {plain} END"
 
 

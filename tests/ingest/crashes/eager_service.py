@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from rankscope_ingest import __main__, maintenance
-from rankscope_storage import compaction
+from rankscope_storage.care import compaction
 
 compaction.SMALL_FILES = 1
 maintenance.COMPACT_EVERY_COMMITS = 3

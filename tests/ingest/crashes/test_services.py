@@ -52,11 +52,6 @@ class Service(ServiceProcess):
             )
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
-
-
 def check_stored(service, incarnations, records):
     key = "incarnation, seq, kind, tensor"
     found = service.rows(
@@ -72,11 +67,13 @@ def check_stored(service, incarnations, records):
     assert [] == service.rows("SELECT * FROM events WHERE type = 'gap'")
 
 
-def test_a_service_killed_at_calls_all_over_its_life_loses_and_doubles_nothing(tmp_path, open_channels, require_server):
+def test_a_service_killed_at_calls_all_over_its_life_loses_and_doubles_nothing(
+    tmp_path, open_channels, require_server, free_port
+):
     """In its flushes, commits, compactions, checkpoints and clean-ups: what it was at is printed."""
     require_server("gcc", "g++")
     library = compiled(tmp_path)
-    service = Service(tmp_path, free_port())
+    service = Service(tmp_path, free_port)
     service.start()
     service.kill()
     channels = open_channels(service)
@@ -114,10 +111,10 @@ def test_a_service_killed_at_calls_all_over_its_life_loses_and_doubles_nothing(t
     check_stored(service, ["launch-0", "launch-1"], published[0] + 1)
 
 
-def test_a_zombie_that_wakes_is_refused_says_who_took_over_and_ends(tmp_path):
+def test_a_zombie_that_wakes_is_refused_says_who_took_over_and_ends(tmp_path, free_port, another_port):
     """Stopped, as by a hypervisor; meanwhile another machine, which does not see its lock, has taken the shard."""
     (tmp_path / "other").mkdir()
-    zombie, successor = Service(tmp_path, free_port()), Service(tmp_path / "other", free_port())
+    zombie, successor = Service(tmp_path, free_port), Service(tmp_path / "other", another_port)
     (tmp_path / "other" / "store").symlink_to(tmp_path / "store")
     zombie.start()
     first = open_channel(zombie, 0, world_size=1)
@@ -165,12 +162,12 @@ def test_a_zombie_that_wakes_is_refused_says_who_took_over_and_ends(tmp_path):
 
 
 @pytest.mark.parametrize("number", range(5))
-def test_of_two_services_on_one_store_one_wins_and_goes_on(tmp_path, number):
+def test_of_two_services_on_one_store_one_wins_and_goes_on(tmp_path, number, free_port, another_port):
     """Started in one moment; the loser names the winner and ends, the winner stores."""
     (tmp_path / "other").mkdir()
     (tmp_path / "store").mkdir()
     (tmp_path / "other" / "store").symlink_to(tmp_path / "store")
-    rivals = [Service(tmp_path, free_port()), Service(tmp_path / "other", free_port())]
+    rivals = [Service(tmp_path, free_port), Service(tmp_path / "other", another_port)]
     for rival in rivals:
         rival.begin()
     try:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rankscope_ingest.batch import Batcher
 from rankscope_ingest.exposition.grid import Grid, Scrape, Series
 from rankscope_ingest.quarantine import halves
-from rankscope_storage.layout import SORT_KEYS, is_sorted
+from rankscope_storage.files.layout import SORT_KEYS, is_sorted
 from rankscope_storage.schema import conform
 
 NAMES = st.lists(

@@ -18,7 +18,7 @@ from rankscope_ingest.protobuf import packed
 from rankscope_ingest.remote_write import receiving
 from rankscope_ingest.remote_write.receiving import RemoteWrite
 from rankscope_storage.errors import StoreError
-from rankscope_storage.writer import Commit
+from rankscope_storage.writing.writer import Commit
 
 NOW = 1_770_000_000_000
 PROTOBUF = {"Content-Type": "application/x-protobuf", "Content-Encoding": "snappy"}

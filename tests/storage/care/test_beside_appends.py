@@ -8,12 +8,12 @@ import threading
 import pyarrow as pa
 import pytest
 
-from rankscope_storage import compaction
+from rankscope_storage.care import compaction
 from rankscope_storage.care.checking import check
+from rankscope_storage.care.compaction import compact
+from rankscope_storage.care.maintenance import maintain
 from rankscope_storage.care.retention import Retention, retain
-from rankscope_storage.compaction import compact
 from rankscope_storage.durable import sync_to_disk
-from rankscope_storage.maintenance import maintain
 from rankscope_storage.store import Batch
 
 LONG_SECONDS = 60

@@ -11,19 +11,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
-from rankscope_storage import compaction
-from rankscope_storage.care import files
+from rankscope_storage.care import compaction, files
 from rankscope_storage.care.checking import check
+from rankscope_storage.care.compaction import compact
 from rankscope_storage.care.counting import count
 from rankscope_storage.care.findings import Fault
 from rankscope_storage.care.repairing import DAMAGED, repair
-from rankscope_storage.compaction import compact
 from rankscope_storage.connection import connect
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.errors import ClaimError, StoreError
-from rankscope_storage.log import Change, Log
-from rankscope_storage.log_files import LOG_FOLDER
-from rankscope_storage.parquet import DataFile
+from rankscope_storage.files.parquet import DataFile
+from rankscope_storage.log.delta import Change, Log
+from rankscope_storage.log.files import LOG_FOLDER
 from rankscope_storage.store import Batch, Store
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from rankscope_storage import reports
+from rankscope_storage.asking import reports
 from rankscope_storage.care import labels, runs
 from rankscope_storage.care.checking import check
+from rankscope_storage.care.compaction import compact
 from rankscope_storage.care.labels import Labels, noted, parse_tags, relabel, tagged, untagged
-from rankscope_storage.compaction import compact
 from rankscope_storage.connection import connect
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.errors import ConflictError, StoreError
@@ -109,7 +109,7 @@ def test_labels_follow_a_run_that_is_renamed(root, writer):
 
 
 def test_labels_outlive_compaction(root, writer, monkeypatch):
-    monkeypatch.setattr("rankscope_storage.compaction.SMALL_FILES", 1)
+    monkeypatch.setattr("rankscope_storage.care.compaction.SMALL_FILES", 1)
     relabel(root, "r", tagged({"a": "1"}), sync_to_disk)
     writer.append(version("stalled", 3))
     compact(root, sync_to_disk)

@@ -16,7 +16,7 @@ from rankscope_storage.care.checking import check
 from rankscope_storage.care.retention import RAW, Retention, RetentionReport, retain
 from rankscope_storage.connection import connect
 from rankscope_storage.durable import sync_to_disk
-from rankscope_storage.log import Change, Log
+from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.schema import dataset_schema
 from rankscope_storage.store import Batch, Store
 
@@ -167,7 +167,7 @@ def test_files_that_were_merged_meanwhile_are_left_to_the_next_time(store, write
         return works
 
     left = ["once"]
-    monkeypatch.setattr("rankscope_storage.compaction.SMALL_FILES", 1)
+    monkeypatch.setattr("rankscope_storage.care.compaction.SMALL_FILES", 1)
     monkeypatch.setattr(retention, "plan", then_merged)
 
     assert (0, 1) == (raw_before(store.root, 1).files, len(stored(store.root)))

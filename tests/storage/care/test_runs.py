@@ -7,10 +7,9 @@ from collections.abc import Callable
 import pyarrow as pa
 import pytest
 
-from rankscope_storage import compaction
-from rankscope_storage.care import runs
+from rankscope_storage.care import compaction, runs
 from rankscope_storage.care.checking import check
-from rankscope_storage.compaction import compact
+from rankscope_storage.care.compaction import compact
 from rankscope_storage.connection import connect
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.errors import ClaimError, StoreError
@@ -41,7 +40,7 @@ def expected(attempt: int, incarnation: str, count: int) -> list[tuple]:
 def root(request, store, writer, batch: Callable, monkeypatch):
     """Runs a, b and c have ended; nobody serves the store."""
     if request.param == "own parts":
-        monkeypatch.setattr("rankscope_storage.layout.OWN_PART_ROWS", 1)
+        monkeypatch.setattr("rankscope_storage.files.layout.OWN_PART_ROWS", 1)
     for number, run in enumerate("abc"):
         writer.append(batch(range(4 + number), run=run, incarnation=f"i{run}"))
         writer.append(run_version(run, "completed"))

@@ -10,16 +10,16 @@ import shutil
 
 import pytest
 
-from rankscope_storage import compaction
+from rankscope_storage.care import compaction
 from rankscope_storage.care.checking import check
 from rankscope_storage.care.findings import Fault
 from rankscope_storage.care.repairing import repair
-from rankscope_storage.checkpoints import write_checkpoint
 from rankscope_storage.connection import connect
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.errors import TornLogError
-from rankscope_storage.log import Log
-from rankscope_storage.log_files import LOG_FOLDER
+from rankscope_storage.log.checkpoints import write_checkpoint
+from rankscope_storage.log.delta import Log
+from rankscope_storage.log.files import LOG_FOLDER
 from rankscope_storage.store import Batch, Store
 
 

@@ -14,18 +14,17 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rankscope_storage import compaction, maintenance
-from rankscope_storage.care import sweeping
+from rankscope_storage.care import compaction, maintenance, sweeping
 from rankscope_storage.care.checking import check
+from rankscope_storage.care.compaction import compact
+from rankscope_storage.care.maintenance import maintain
 from rankscope_storage.care.repairing import repair
 from rankscope_storage.care.retention import Retention, retain
 from rankscope_storage.care.runs import rename
-from rankscope_storage.checkpoints import write_checkpoint
-from rankscope_storage.compaction import compact
 from rankscope_storage.durable import sync_to_disk
-from rankscope_storage.log import Log
-from rankscope_storage.log_files import LOG_FOLDER, has_entries
-from rankscope_storage.maintenance import maintain
+from rankscope_storage.log.checkpoints import write_checkpoint
+from rankscope_storage.log.delta import Log
+from rankscope_storage.log.files import LOG_FOLDER, has_entries
 from rankscope_storage.store import Batch, Store
 
 Say = Callable[[int], None]

@@ -22,7 +22,7 @@ RECORDS = 400
 COMPACTOR = """
 import sys
 from pathlib import Path
-from rankscope_storage import compaction
+from rankscope_storage.care import compaction
 from rankscope_storage.durable import sync_to_disk
 compaction.SMALL_FILES = 3
 merged = refused = 0
@@ -36,7 +36,7 @@ CLEANER = """
 import sys, time
 from pathlib import Path
 from rankscope_storage.durable import sync_to_disk
-from rankscope_storage.maintenance import maintain
+from rankscope_storage.care.maintenance import maintain
 rounds = 0
 print("begun", flush=True)
 while not Path(sys.argv[2]).exists():

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from tests.storage.rollups.reference import Row, rollups
 
 from rankscope_contract.rollups import ROLLUPS
-from rankscope_storage.care import ageing, runs
+from rankscope_storage.care import ageing, rolling, runs
 from rankscope_storage.care.checking import check
 from rankscope_storage.care.retention import Retention, RetentionReport, retain
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.durable import sync_to_disk
-from rankscope_storage.log import Log
+from rankscope_storage.log.delta import Log
 from rankscope_storage.schema import dataset_schema, table_schema
 from rankscope_storage.store import Batch, Store, Writer
 
@@ -159,6 +159,39 @@ def steps(first: int, end: int, *, per_day: int = 100, **columns) -> list[Row]:
     ]
 
 
+@pytest.mark.parametrize("dataset", ["tensor_stats", "scalars"])
+def test_rollups_are_the_same_in_however_many_slices_they_are_summed(tmp_path, monkeypatch, dataset):
+    """Slices are divided where row groups begin; names are no numbers, and some have a quote in them."""
+    names = {"tensor_stats": {"kind": "k", "tensor": "{}"}, "scalars": {"name": "{}"}}[dataset]
+    value = {"tensor_stats": "norm", "scalars": "value"}[dataset]
+    texts = ["a", "a'", "a'b", "学", "b", "layers.10", "layers.9", "~"]
+    rows = [
+        {"run": run, "rank": rank, "step": step, "ts": day(0), value: float(7 * number + step)}
+        | {column: pattern.format(text) for column, pattern in names.items()}
+        for run in ("r", "s")
+        for rank in (0, 1)
+        for number, text in enumerate(texts)
+        for step in (5, 90, 105)
+    ]
+    told, slices = [], []
+    for slice_rows in (rolling.SLICE_ROWS, 60, 1):
+        monkeypatch.setattr("rankscope_storage.files.encoding.ROW_GROUP_ROWS", 4)
+        monkeypatch.setattr(rolling, "SLICE_ROWS", slice_rows)
+        root = tmp_path / str(slice_rows)
+        with Store.open(root, create=True).claim("0/1", owner="test") as writer:
+            for start in range(3):
+                append(writer, dataset, rows[start::3])
+        paths = [str(path) for path in root.glob(f"dataset={dataset}/*/*.parquet")]
+        slices.append(len(rolling.slices(paths, dataset)))
+        let_age(root, 5)
+        with connect(root) as connection:
+            told.append(comparable(found(connection, dataset)))
+
+    assert 2 * 2 * 8 * 2 == len(told[0])
+    assert [told[0]] * 2 == told[1:]
+    assert [1, 2, 4] == slices
+
+
 def test_a_file_that_reaches_over_the_limit_is_cut_between_two_buckets(store, writer, connection):
     append(writer, "tensor_stats", steps(0, 1000, per_day=250))  # four days
     report = let_age(store.root, 2.9)  # in the middle of steps 700 to 799
@@ -246,7 +279,7 @@ def test_a_table_of_before_there_were_rollups_gets_their_columns(folder, monkeyp
     today = table_schema()
     before = pa.schema([field for field in today if not field.name.startswith(("norm_", "value_"))])
     with monkeypatch.context() as patched:
-        patched.setattr("rankscope_storage.log.table_schema", lambda: before)
+        patched.setattr("rankscope_storage.log.delta.table_schema", lambda: before)
         with Store.open(folder, create=True).claim(owner="me") as writer:
             append(writer, "tensor_stats", steps(0, 100))
     let_age(folder, 5)
@@ -278,7 +311,7 @@ def test_days_that_many_runs_share_become_months(store, writer):
 
 
 def test_rollups_are_merged_like_all_files(store, writer, connection, monkeypatch):
-    monkeypatch.setattr("rankscope_storage.compaction.SMALL_FILES", 2)
+    monkeypatch.setattr("rankscope_storage.care.compaction.SMALL_FILES", 2)
     for number in range(4):
         append(writer, "tensor_stats", steps(100 * number, 100 * number + 100))
         let_age(store.root, 10 + number)

@@ -1,0 +1,181 @@
+"""DuckDB instances that outlive a connection: the next question to the same store finds its views and footers there.
+
+An instance costs 25 ms CPU and a view up to 20, more than most questions. So when a connection that did nothing but
+read is closed, its instance waits for the next one to the same store. One connection has it at a time, through a cursor
+of its own; a locked one is never lent to a connection that is not, nor to another store.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import duckdb
+
+from rankscope_contract.escaping import sql_string
+from rankscope_contract.rollups import ROLLUPS
+from rankscope_storage.asking import newest
+from rankscope_storage.asking.definitions import Definition, definitions
+from rankscope_storage.asking.questions import Mention
+from rankscope_storage.asking.views import empty_view
+from rankscope_storage.log.delta import Log
+from rankscope_storage.log.files import LOG_FOLDER
+from rankscope_storage.log.snapshot import Snapshot
+from rankscope_storage.macros.curves import RAW_CURVE, SOLE_ATTEMPT_CURVE
+from rankscope_storage.macros.latest import tensor_latest
+
+RAW: Final = "rankscope_raw."
+LATEST: Final = "tensor_latest"
+_FOUND: Final = f"  FROM {newest.TABLE}\n"
+DEFINITIONS: Final[Mapping[str, Definition]] = {
+    **definitions(prefix=RAW),
+    LATEST: Definition(tensor_latest(_FOUND), (), ("tensor_stats",)),
+}
+LATEST_MEASURED_ONCE: Final = tensor_latest(_FOUND, measured_once=True)
+NOTHING_ROLLED_UP: Final[Mapping[str, tuple[str, str]]] = {
+    **{name: (name, empty_view(name)) for name in ROLLUPS.values()},
+    "scalar_curve": (ROLLUPS["scalars"], RAW_CURVE),
+}
+"""By view or macro: a dataset, and what makes it where that has no files; to plan sums over nothing took 30 ms."""
+ONE_ATTEMPT: Final[Mapping[str, tuple[str, str]]] = {RAW_CURVE: ("scalars", SOLE_ATTEMPT_CURVE)}
+"""By what makes it otherwise: a dataset, and what makes it where all rows of its files are of attempt 0."""
+
+IDLE: Final = 4
+"""Instances that wait at most, over all stores; the one that has waited longest is closed first."""
+FOOTERS: Final = 4_000
+"""Files whose footers an instance may remember, beyond twice those of its store; DuckDB itself forgets none."""
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """One instance of DuckDB, and what was made in it."""
+
+    root: Path
+    locked: bool
+    database: duckdb.DuckDBPyConnection
+    shapes: dict[str, tuple[bool, bool]] = field(default_factory=dict)
+    """By dataset: whether its raw view is empty, and of files of one shape."""
+    defined: dict[str, str] = field(default_factory=dict)
+    """By view or macro: the statement that made it."""
+    understood: dict[str, tuple[Mention, ...] | None] = field(default_factory=dict)
+    footers: set[str] = field(default_factory=set)
+    newest_of: Sequence[str] | None = None
+    """The files that the table of newest steps was made of."""
+    measured_once: bool = False
+    """Whether `tensor_latest`, as it is defined, relies on nothing being measured twice at these steps."""
+    trusting: bool = False
+    """Whether files count as unchanged since they were first opened, as those of a store are."""
+    log: Log | None = None
+    snapshot: Snapshot | None = None
+    stamp: tuple[int, ...] | None = None
+
+
+def start(root: Path, *, locked: bool) -> Engine:
+    """Return an instance for the store at `root` that waited, or a new one."""
+    for engine in reversed(tuple(_idle)):
+        if (engine.root, engine.locked) == (root, locked):
+            with contextlib.suppress(ValueError):  # another thread was faster
+                _idle.remove(engine)
+                return engine
+    return Engine(root, locked, _database(root, locked=locked), trusting=locked)
+
+
+def put_back(engine: Engine) -> None:
+    """Let `engine`, in which nothing was changed but by us, wait for the next connection."""
+    if is_full(engine):
+        engine.database.close()
+        return
+    _idle.append(engine)
+    with contextlib.suppress(IndexError):
+        while len(_idle) > IDLE:
+            _idle.pop(0).database.close()
+
+
+def is_full(engine: Engine) -> bool:
+    """Whether `engine` remembers so many footers of files that are gone that it is better begun anew."""
+    files = 0 if engine.snapshot is None else engine.snapshot.files.num_rows
+    return len(engine.footers) > FOOTERS + 2 * files
+
+
+def renewed(engine: Engine) -> Engine:
+    """Return another instance in place of `engine`, which lives as long as its last answer."""
+    fresh = start(engine.root, locked=engine.locked)
+    fresh.log, fresh.snapshot, fresh.stamp = engine.log, engine.snapshot, engine.stamp
+    return fresh
+
+
+def keep(engine: Engine, log: Log) -> Snapshot:
+    """Let `engine` keep `log`, and return the version that it stands at now."""
+    if log is not engine.log or engine.snapshot is None or engine.snapshot.version != log.version:
+        engine.log, engine.snapshot, engine.stamp = log, log.snapshot(), _stamp(log)
+    return engine.snapshot
+
+
+def log_of(engine: Engine) -> Log | None:
+    """Return the handle on the log that `engine` kept, None when it has none, or of a table that is gone by now."""
+    log = engine.log
+    return log if log is not None and engine.stamp is not None and _stamp(log) == engine.stamp else None
+
+
+def trust(engine: Engine, *, trusting: bool) -> None:
+    """Let DuckDB look again at every file it knows, or not: those of a store never change, others may."""
+    if trusting != engine.trusting and not engine.locked:
+        engine.database.execute(f"SET GLOBAL validate_external_file_cache = '{_VALIDATION[trusting]}'")
+        engine.trusting = trusting
+
+
+_VALIDATION: Final = {True: "NO_VALIDATION", False: "VALIDATE_ALL"}
+
+
+_GROUPS_IN_AN_ARRAY_BITS: Final = 17
+"""Of numbers of 16 bits, or null, like those of the buckets of `scalar_curve`; by itself DuckDB stops at 12."""
+
+
+def _database(root: Path, *, locked: bool) -> duckdb.DuckDBPyConnection:
+    database = duckdb.connect()
+    database.execute(
+        "SET GLOBAL TimeZone = 'UTC'; SET GLOBAL parquet_metadata_cache = true; "
+        f"SET GLOBAL perfect_ht_threshold = {_GROUPS_IN_AN_ARRAY_BITS}; CREATE SCHEMA rankscope_raw; "
+        f"CREATE TABLE {newest.TABLE} (of_run VARCHAR, of_attempt INT, of_rank INT, of_kind VARCHAR, of_step BIGINT)"
+    )
+    if locked:
+        # The order matters: nothing can be changed after the last line. Writing into the store is still possible
+        # for DuckDB, so a locked connection also looks at the kind of every statement.
+        database.execute(f"SET GLOBAL validate_external_file_cache = '{_VALIDATION[True]}'")
+        database.execute(f"SET allowed_directories = [{sql_string(f'{root}/')}]")
+        database.execute("SET enable_external_access = false; SET lock_configuration = true")
+    return database
+
+
+def _stamp(log: Log) -> tuple[int, ...] | None:
+    """Return what tells the table of `log` from another one at the same place: the entry its version stands in."""
+    try:
+        status = (log.root / LOG_FOLDER / f"{log.version:020d}.json").stat()
+    except OSError:
+        return None
+    return log.version, status.st_ino, status.st_mtime_ns, status.st_size
+
+
+_idle: list[Engine] = []  # no lock: a forked child would inherit it locked; what is done to it is atomic
+_inherited: list[Sequence[Engine]] = []
+
+
+def _forget() -> None:
+    """Start with none in a forked child: threads of DuckDB do not come along, and closing would wait for them."""
+    _inherited.append(tuple(_idle))
+    _idle.clear()
+
+
+def _close_all() -> None:
+    while _idle:
+        with contextlib.suppress(duckdb.Error):
+            _idle.pop().database.close()
+
+
+os.register_at_fork(after_in_child=_forget)
+atexit.register(_close_all)

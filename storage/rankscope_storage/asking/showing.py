@@ -1,0 +1,173 @@
+"""Which files the views of one connection show, question by question: all that can matter, and few others."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+import pyarrow as pa
+
+from rankscope_storage.asking.definitions import named
+from rankscope_storage.asking.engines import (
+    DEFINITIONS,
+    LATEST,
+    LATEST_MEASURED_ONCE,
+    NOTHING_ROLLED_UP,
+    ONE_ATTEMPT,
+    RAW,
+    Engine,
+    trust,
+)
+from rankscope_storage.asking.newest import TABLE, measured_once, newest_steps, rows_of
+from rankscope_storage.asking.questions import Bounds, Mention, bounds, mentions
+from rankscope_storage.asking.views import has_one_shape, raw_select
+from rankscope_storage.log.snapshot import Snapshot
+
+_TREE: Final = "SELECT json_serialize_sql(?, skip_null := true, skip_empty := true, skip_default := true)"
+_UNDERSTOOD: Final = 256
+"""Statements whose reading is remembered; then it is begun anew."""
+
+
+class Views:
+    """The views in `engine`, as `cursor` sees them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.cursor = engine.database.cursor()
+        self.files: dict[str, Sequence[str]] = {}
+        """By dataset: what its view of raw rows reads."""
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether every view and macro is made."""
+        return len(self.engine.defined) == len(DEFINITIONS)
+
+    def show(self, query: str, parameters: object, snapshot: Snapshot) -> bool:
+        """Make what `query` names, and show it the files of `snapshot` that it needs; False if that is not known."""
+        read = self._mentioned(query)
+        if read is None:
+            return False
+        trust(self.engine, trusting=True)
+        self._define(named(query, DEFINITIONS), self._wanted(read, parameters, snapshot), snapshot)
+        return True
+
+    def show_whole(self, query: str | None, snapshot: Snapshot) -> None:
+        """Show all files in what `query` names, or without one in all views and macros.
+
+        It may come to what is made already without a word of it, so that shows all files too.
+        """
+        trust(self.engine, trusting=False)
+        needed = self.engine.defined.keys() | (DEFINITIONS if query is None else named(query, DEFINITIONS))
+        if any(LATEST in _closure(name) for name in needed):
+            self._find_newest(None, snapshot)
+        self._define([name for name in DEFINITIONS if name in needed], None, snapshot)
+
+    def _define(self, names: Iterable[str], reading: Mapping[str, Sequence[Bounds]] | None, snapshot: Snapshot) -> None:
+        """Let the views and macros called `names`, which come in order of need, show the files of `reading`."""
+        for name in names:
+            definition = DEFINITIONS[name]
+            for dataset in definition.datasets:
+                self._show(dataset, None if reading is None else reading.get(dataset), snapshot)
+            statement = self._statement(name, snapshot)
+            if statement != self.engine.defined.get(name):
+                self.cursor.execute(statement)
+                self.engine.defined[name] = statement
+
+    def _statement(self, name: str, snapshot: Snapshot) -> str:
+        """Return what makes the view or macro as it is right for the files that are shown."""
+        statement = DEFINITIONS[name].statement
+        if name == LATEST and self.engine.measured_once:
+            return LATEST_MEASURED_ONCE
+        if name in NOTHING_ROLLED_UP:
+            rollups, otherwise = NOTHING_ROLLED_UP[name]
+            has_no_files, _ = self.engine.shapes[rollups]
+            statement = otherwise if has_no_files else statement
+        if statement in ONE_ATTEMPT:
+            dataset, otherwise = ONE_ATTEMPT[statement]
+            statement = otherwise if snapshot.is_of_attempt_0(dataset, self.files[dataset]) else statement
+        return statement
+
+    def _show(self, dataset: str, wanted: Sequence[Bounds] | None, snapshot: Snapshot) -> None:
+        """Let the view of raw rows read the files of the snapshot that hold what is `wanted`, or all."""
+        files = snapshot.within(dataset, wanted)
+        if files == self.files.get(dataset):
+            return
+        self.cursor.execute(f"SET VARIABLE {_variable(dataset)} = ?::VARCHAR[]", [files])
+        self.engine.footers.update(files)
+        shape = (not files, has_one_shape(dataset, files))
+        if shape != self.engine.shapes.get(dataset):
+            select = raw_select(dataset, f"getvariable('{_variable(dataset)}')", empty=shape[0], one_shape=shape[1])
+            self.cursor.execute(f"CREATE OR REPLACE VIEW {RAW}{dataset} AS {select}")
+        self.files[dataset], self.engine.shapes[dataset] = files, shape
+
+    def _wanted(self, read: Iterable[Mention], parameters: object, snapshot: Snapshot) -> dict[str, list[Bounds]]:
+        """Return by dataset the rows that the mentions of views and macros need of it, one way or another."""
+        wanted: dict[str, list[Bounds]] = {}
+        latest: list[Bounds] = []
+        for mention in read:
+            needed = bounds(mention, parameters)
+            if LATEST in _closure(mention.name):
+                latest.append(needed)
+            if mention.name != LATEST:
+                for dataset in _datasets(mention.name):
+                    wanted.setdefault(dataset, []).append(needed)
+        if latest:
+            wanted.setdefault("tensor_stats", []).extend(self._find_newest(latest, snapshot))
+        return wanted
+
+    def _find_newest(self, wanted: Sequence[Bounds] | None, snapshot: Snapshot) -> list[Bounds]:
+        """Tell `tensor_latest` the newest steps in the files of `wanted`, and return where their rows lie."""
+        files = snapshot.within("tensor_stats", wanted)
+        self.engine.footers.update(files)
+        found = newest_steps(files, self._table)
+        lie = rows_of(found)
+        if files != self.engine.newest_of:
+            self.engine.newest_of = None
+            self.cursor.execute(f"TRUNCATE {TABLE}")
+            self.cursor.execute(
+                f"INSERT INTO {TABLE} SELECT unnest(?::VARCHAR[]), unnest(?::INT[]), unnest(?::INT[]), "
+                "unnest(?::VARCHAR[]), unnest(?::BIGINT[])",
+                [column.to_pylist() for column in found.columns],
+            )
+            self.engine.measured_once = bool(lie) and measured_once(
+                found, snapshot.within("tensor_stats", lie), self._table
+            )
+            self.engine.newest_of = files
+        return lie
+
+    def _table(self, question: str) -> pa.Table:
+        return self.cursor.sql(question).to_arrow_table()
+
+    def _mentioned(self, query: str) -> tuple[Mention, ...] | None:
+        """Return what `query` reads of our views and macros, None when it may read anything."""
+        remembered = self.engine.understood
+        if query not in remembered:
+            if len(remembered) >= _UNDERSTOOD:
+                remembered.clear()
+            [(tree,)] = self.cursor.execute(_TREE, [query]).fetchall()
+            remembered[query] = _read(tree)
+        return remembered[query]
+
+
+def _read(tree: str) -> tuple[Mention, ...] | None:
+    try:
+        return mentions(json.loads(tree).get("statements", ()), DEFINITIONS)
+    except RecursionError:  # deeper than Python reads, though not than DuckDB does
+        return None
+
+
+@functools.cache
+def _closure(name: str) -> frozenset[str]:
+    """Return the view or macro called `name` and all that it reads, also through others."""
+    return frozenset([name]).union(*map(_closure, DEFINITIONS[name].reads))
+
+
+@functools.cache
+def _datasets(name: str) -> frozenset[str]:
+    return frozenset(dataset for read in _closure(name) for dataset in DEFINITIONS[read].datasets)
+
+
+def _variable(dataset: str) -> str:
+    return f"rankscope_files_{dataset}"

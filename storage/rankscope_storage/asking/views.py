@@ -1,0 +1,160 @@
+"""The views that people query, as SQL text. Pure: the caller says where the files of a dataset come from."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import pyarrow as pa
+
+from rankscope_contract.escaping import sql_identifier, sql_string
+from rankscope_contract.records import DATASETS, DIMENSIONS
+from rankscope_contract.rollups import ROLLUPS
+from rankscope_storage.analysis import goodput
+from rankscope_storage.analysis.collective_calls import COLLECTIVE_CALLS
+from rankscope_storage.analysis.desync import DESYNC
+from rankscope_storage.files.layout import file_fingerprint
+from rankscope_storage.macros import MACROS
+from rankscope_storage.rollups.timelines import TIMELINES, rollup_view
+from rankscope_storage.schema import dataset_schema, fingerprint
+
+VERSION_KEYS: Final = {
+    "runs": ("run",),
+    "attempts": ("run", "attempt"),
+    "tensors": ("run", "kind", "tensor", '"index"'),
+}
+"""What a row of a dimension describes; the newest version of each is what its view shows."""
+
+HISTORY_SUFFIX: Final = "_history"
+
+# The service's versions say nothing of labels, and versions with labels have no ordinal: neither takes away the
+# other's, whichever is written last. What was taken away by people is empty, not null.
+_LABELS: Final = ", ".join(
+    f"nullif(max_by({name}, ts) FILTER ({name} IS NOT NULL) OVER (PARTITION BY run), '{nothing}') AS {name}"
+    for name, nothing in (("tags", "{}"), ("note", ""))
+)
+
+_ROLLED_UP: Final = {rollups: dataset for dataset, rollups in ROLLUPS.items()}
+
+_TYPES: Final = {
+    pa.string(): "VARCHAR",
+    pa.int32(): "INTEGER",
+    pa.int64(): "BIGINT",
+    pa.float32(): "FLOAT",
+    pa.float64(): "DOUBLE",
+    pa.bool_(): "BOOLEAN",
+}
+
+_TENSOR_GLOBAL: Final = """\
+CREATE OR REPLACE VIEW tensor_global AS
+WITH part AS (
+  SELECT *,
+    -- Replicas of a shard form several groups: one of them is the whole tensor.
+    dense_rank() OVER (
+      PARTITION BY run, attempt, step, micro_step, vpp_stage, kind, tensor, "index", call_seq
+      ORDER BY CASE WHEN placement = 'shard' THEN shard_group END NULLS LAST
+    ) AS group_position,
+    row_number() OVER (
+      PARTITION BY run, attempt, step, micro_step, vpp_stage, kind, tensor, "index", call_seq, placement, shard_group
+      ORDER BY rank NULLS LAST
+    ) AS replica,
+    numel - coalesce(nans, 0) - coalesce(infs, 0) AS finite
+  FROM tensor_stats
+)
+SELECT run, attempt, step, micro_step, vpp_stage, kind, tensor, "index", call_seq,
+  max(placement) AS placement,
+  count(*) AS parts,
+  sqrt(sum(norm::DOUBLE * norm) FILTER (counted)) AS norm,
+  min("min") FILTER (counted) AS "min",
+  max("max") FILTER (counted) AS "max",
+  sum(mean::DOUBLE * finite) FILTER (counted AND finite > 0)
+    / sum(finite) FILTER (counted AND finite > 0 AND mean IS NOT NULL) AS mean,
+  CASE WHEN bool_or(sharded) THEN sum(nans) FILTER (counted) ELSE max(nans) END AS nans,
+  CASE WHEN bool_or(sharded) THEN sum(infs) FILTER (counted) ELSE max(infs) END AS infs,
+  sum(zeros) FILTER (counted) AS zeros,
+  sum(numel) FILTER (counted) AS numel,
+  min(ts) AS ts
+FROM (
+  SELECT *, placement IS NOT DISTINCT FROM 'shard' AS sharded,
+    CASE WHEN placement = 'shard' THEN group_position = 1 ELSE replica = 1 END AS counted
+  FROM part
+)
+GROUP BY ALL
+"""
+
+
+def view_statements(*, prefix: str = "") -> Iterator[str]:
+    """Yield the statements that make the public views and macros over the relations `<prefix><dataset>` of raw rows."""
+    for dataset in DATASETS:
+        raw = f"{prefix}{dataset}"
+        if dataset in DIMENSIONS:
+            yield f"CREATE OR REPLACE VIEW {dataset}{HISTORY_SUFFIX} AS SELECT * FROM {raw}"
+            yield _latest(dataset, raw)
+        elif dataset in _ROLLED_UP:
+            yield rollup_view(_ROLLED_UP[dataset], raw)
+        else:
+            yield f"CREATE OR REPLACE VIEW {dataset} AS SELECT * FROM {raw}"
+    yield _TENSOR_GLOBAL
+    yield from TIMELINES
+    yield DESYNC
+    yield COLLECTIVE_CALLS
+    yield from goodput.STATEMENTS
+    yield from MACROS
+
+
+def _latest(dataset: str, raw: str) -> str:
+    keys = ", ".join(VERSION_KEYS[dataset])
+    columns = f"* REPLACE ({_LABELS})" if dataset == "runs" else "*"
+    return (
+        f"CREATE OR REPLACE VIEW {dataset} AS SELECT {columns} FROM {raw}\n"
+        f"QUALIFY row_number() OVER (PARTITION BY {keys} ORDER BY ordinal DESC NULLS LAST, ts DESC NULLS LAST) = 1"
+    )
+
+
+@functools.cache
+def empty_select(dataset: str) -> str:
+    """Return a query with the columns of `dataset`, in order and typed, and no rows."""
+    columns = (f"NULL::{sql_type(field.type)} AS {sql_identifier(field.name)}" for field in dataset_schema(dataset))
+    return f"SELECT {', '.join(columns)} WHERE false"
+
+
+def empty_view(dataset: str) -> str:
+    """Return the statement that makes the view of `dataset` as one without rows."""
+    return f"CREATE OR REPLACE VIEW {dataset} AS {empty_select(dataset)}"
+
+
+def sql_type(type_: pa.DataType) -> str:
+    """Return the DuckDB name of an Arrow type of the contract."""
+    if pa.types.is_list(type_):
+        return f"{sql_type(type_.value_type)}[]"
+    if pa.types.is_timestamp(type_):
+        return "TIMESTAMPTZ"
+    return _TYPES[type_]
+
+
+def raw_select(dataset: str, files: str, *, empty: bool, one_shape: bool) -> str:
+    """Return a query for the rows of `dataset` in `files`, an SQL expression for a list of paths.
+
+    Files of one shape are read without opening them all first; where shapes differ, columns are matched by name.
+    """
+    if empty:
+        return empty_select(dataset)
+    if one_shape:
+        return f"SELECT * FROM read_parquet({files}, hive_partitioning = false)"
+    return (
+        f"{empty_select(dataset)} UNION ALL BY NAME "
+        f"SELECT * FROM read_parquet({files}, hive_partitioning = false, union_by_name = true)"
+    )
+
+
+def files_select(dataset: str, files: Sequence[str]) -> str:
+    """Return a query for the rows of `dataset` in just these `files`."""
+    listed = f"[{', '.join(map(sql_string, files))}]::VARCHAR[]"
+    return raw_select(dataset, listed, empty=not files, one_shape=has_one_shape(dataset, files))
+
+
+def has_one_shape(dataset: str, files: Sequence[str]) -> bool:
+    """Whether all `files` of `dataset` have exactly today's columns."""
+    today = fingerprint(dataset)
+    return all(file_fingerprint(file) == today for file in files)

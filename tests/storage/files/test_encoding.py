@@ -1,0 +1,181 @@
+"""The inside of a file: every value comes back, whatever was left out of the work on the way."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rankscope_storage.files.encoding import ROW_GROUP_ROWS, write_sorted
+from rankscope_storage.files.layout import is_constant
+from rankscope_storage.schema import conform, dataset_schema
+
+INTEGER = st.one_of(st.none(), st.sampled_from([0, 7, -(1 << 62)]))
+TEXT = st.one_of(st.none(), st.sampled_from(["", "full", "学"]))
+NAMES = ("tensor", "step", "placement", "shard_group", "norm", "nans")
+ROW = st.fixed_dictionaries(
+    {
+        "tensor": st.sampled_from(["a", "b"]),
+        "step": INTEGER,
+        "placement": TEXT,
+        "shard_group": TEXT,
+        "norm": st.one_of(st.none(), st.sampled_from([0.0, -0.0, 1.5, float("inf")])),
+        "nans": INTEGER,
+    }
+)
+
+
+def stored(table: pa.Table, path: Path | io.BytesIO) -> pq.ParquetFile:
+    write_sorted(table, "tensor_stats", path)
+    return pq.ParquetFile(path)
+
+
+def texts(row: dict[str, object]) -> list[str]:
+    """In words, where -0.0 is not 0.0."""
+    return [repr(row[name]) for name in NAMES]
+
+
+def rows_of(columns: dict[str, list[object]], *, coded: bool) -> pa.Table:
+    count = len(columns["tensor"])
+    schema = dataset_schema("tensor_stats")
+    arrays = {name: pa.array(values, schema.field(name).type) for name, values in columns.items()}
+    arrays |= {name: pa.array(["x"] * count) for name in ("run", "kind")}
+    for name in {"placement", "shard_group", "tensor"} & arrays.keys() if coded else ():
+        arrays[name] = arrays[name].dictionary_encode()
+    return conform(pa.table(arrays), "tensor_stats")
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(ROW, min_size=1, max_size=6), st.booleans())
+def test_constant_null_and_mixed_columns_come_back_as_they_were(rows, coded):
+    table = rows_of({name: [row[name] for row in rows] for name in NAMES}, coded=coded)
+    expected = sorted(
+        rows, key=lambda row: (row["tensor"], row["step"] is None, 0 if row["step"] is None else row["step"])
+    )
+    content = stored(table, io.BytesIO()).read()
+
+    assert [texts(row) for row in expected] == [texts(row) for row in content.to_pylist()]
+
+
+def test_what_is_constant_in_one_row_group_and_not_in_the_next_is_kept(tmp_path):
+    count = ROW_GROUP_ROWS + 1
+    steps = list(range(count))
+    last = [0] * ROW_GROUP_ROWS + [5]
+    content = stored(rows_of({"tensor": ["a"] * count, "step": steps, "nans": last}, coded=True), tmp_path / "f")
+
+    assert (0, 5) == (content.read_row_group(0)["nans"][0].as_py(), content.read_row_group(1)["nans"][0].as_py())
+
+
+def test_a_null_that_stands_in_the_dictionary_itself_stays_null(tmp_path):
+    odd = pa.DictionaryArray.from_arrays(pa.array([0, 1], pa.int32()), pa.array([None, "full"]))
+    table = rows_of({"tensor": ["a", "a"], "step": [1, 2]}, coded=False)
+    table = table.set_column(table.column_names.index("placement"), "placement", odd)
+
+    assert [None, "full"] == stored(table, tmp_path / "f").read()["placement"].to_pylist()
+
+
+def test_a_column_without_nulls_is_written_as_required_and_any_other_is_not(tmp_path):
+    file = stored(rows_of({"tensor": ["a", "b"], "step": [1, None], "nans": [0, 0]}, coded=True), tmp_path / "f")
+    nullable = {field.name: field.nullable for field in file.schema_arrow}
+
+    assert (False, True, False, True) == tuple(nullable[name] for name in ("tensor", "step", "nans", "norm"))
+
+
+def test_a_row_group_has_one_page_of_each_float_column(tmp_path):
+    """The four streams of a page are each as long as a block of zstd."""
+    count = ROW_GROUP_ROWS
+    norms = [float(number % 251) for number in range(count)]
+    file = stored(rows_of({"tensor": ["a"] * count, "step": [1] * count, "norm": norms}, coded=True), tmp_path / "f")
+    group = file.metadata.row_group(0)
+    (norm,) = (
+        group.column(place) for place in range(group.num_columns) if group.column(place).path_in_schema == "norm"
+    )
+
+    assert count * 4 <= norm.total_uncompressed_size < count * 4 + 100
+
+
+@pytest.mark.parametrize(
+    ("values", "same"),
+    [
+        (pa.array([], pa.int32()), True),
+        (pa.array([None, None], pa.int32()), True),
+        (pa.array([3, None], pa.int32()), False),
+        (pa.array([3, 3]), True),
+        (pa.array(["a", "a", "b"]).dictionary_encode(), False),
+        (pa.array(["b", "a", "a"]).dictionary_encode().slice(1), True),
+        (pa.array([2**62] * 2, pa.timestamp("us", tz="UTC")), True),
+        (pa.array([0.0, -0.0]), False),
+    ],
+)
+def test_what_is_called_constant_is(values, same):
+    assert same == is_constant(values)
+
+
+def test_a_row_group_holds_the_names_of_its_own_rows_and_no_others(tmp_path):
+    """Labels of exporters come by the hundred thousand: all of them in each row group would be most of the file."""
+    count = 2 * ROW_GROUP_ROWS
+    names = [f"{number:032d}" for number in range(count)]
+    labels = pa.DictionaryArray.from_arrays(pa.array([*range(count - 1), None], pa.int32()), pa.array(names))
+    required = {"run": [""] * count, "target": ["t"] * count, "metric": ["m"] * count}
+    table = conform(pa.table({**required, "labels": labels}), "samples")
+    write_sorted(table, "samples", tmp_path / "f")
+    file = pq.ParquetFile(tmp_path / "f")
+    place = file.schema_arrow.get_field_index("labels")
+    sizes = [file.metadata.row_group(group).column(place).total_uncompressed_size for group in range(2)]
+
+    assert max(sizes) < ROW_GROUP_ROWS * (4 + 32 + 4)
+    assert [*names[:-1], None] == sorted(file.read()["labels"].to_pylist(), key=lambda name: (name is None, name))
+
+
+@pytest.mark.parametrize(
+    "codes",
+    [
+        [None] * 5,
+        [9_999, 9_998, None, 9_999],  # neighbours at the end
+        [4_000, 4_001, 8_096],  # as far apart as neighbours may be, and one more
+        [4_000, 4_001, 8_097],
+        [0, 9_999, 5_000, None, 0],
+    ],
+)
+def test_rows_keep_their_names_wherever_these_stand_in_a_large_dictionary(tmp_path, codes):
+    names = [f"{number:05d}" for number in range(10_000)]
+    labels = pa.DictionaryArray.from_arrays(pa.array(codes, pa.int32()), pa.array(names))
+    required = {name: ["x"] * len(codes) for name in ("run", "target", "metric")}
+    write_sorted(conform(pa.table({**required, "labels": labels}), "samples"), "samples", tmp_path / "f")
+    file = pq.ParquetFile(tmp_path / "f")
+    expected = [None if code is None else names[code] for code in codes]
+    size = file.metadata.row_group(0).column(file.schema_arrow.get_field_index("labels")).total_uncompressed_size
+
+    assert Counter(expected) == Counter(file.read()["labels"].to_pylist())
+    assert size < len(names) * 9 / 2  # 9 bytes a name: not all of them are written
+
+
+def test_samples_of_one_series_lie_together_in_order_of_time_whatever_their_labels_are_called(tmp_path):
+    rows = [(label, time) for time in range(3) for label in ("b", "a", None, "c")]
+    times = pa.array([time for _, time in rows], pa.int64()).cast(pa.timestamp("us", tz="UTC"))
+    required = {name: ["x"] * len(rows) for name in ("run", "target", "metric")}
+    table = conform(pa.table({**required, "labels": [label for label, _ in rows], "ts": times}), "samples")
+    write_sorted(table, "samples", tmp_path / "f")
+    content = pq.ParquetFile(tmp_path / "f").read()
+    found = list(zip(content["labels"].to_pylist(), content["ts"].cast(pa.int64()).to_pylist(), strict=True))
+
+    assert sorted(map(repr, rows)) == sorted(map(repr, found))
+    assert [0, 1, 2] * 4 == [time for _, time in found]
+    assert 4 == len({label for label, _ in found[::3]})
+
+
+@pytest.mark.parametrize(("dataset", "is_told"), [("scalars", True), ("samples", False)])
+def test_the_footer_says_of_scalars_that_they_have_no_labels(tmp_path, dataset, is_told):
+    """A question for the loss then need not read them."""
+    rows = pa.Table.from_pylist([{"run": "r", "value": 1.0}], schema=dataset_schema(dataset))
+    write_sorted(rows, dataset, tmp_path / "f.parquet")
+    group = pq.ParquetFile(tmp_path / "f.parquet").metadata.row_group(0)
+    column = next(group.column(i) for i in range(group.num_columns) if group.column(i).path_in_schema == "labels")
+
+    assert is_told == (column.statistics is not None and column.statistics.null_count == 1)

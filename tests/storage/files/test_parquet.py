@@ -1,0 +1,143 @@
+"""A file: what was put in comes out, NaN and null apart; its statistics in the log; what it weighs."""
+
+from __future__ import annotations
+
+import datetime as dt
+import errno
+import json
+import math
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rankscope_storage.durable import sync_to_disk
+from rankscope_storage.files.encoding import ROW_GROUP_ROWS
+from rankscope_storage.files.parquet import STAGING, discard, statistics, write_file
+from rankscope_storage.schema import conform
+
+
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / STAGING).mkdir()
+    return tmp_path
+
+
+def tensor_stats(**columns) -> pa.Table:
+    count = len(next(iter(columns.values())))
+    required = {"run": ["r"] * count, "kind": ["k"] * count, "tensor": ["t"] * count}
+    return conform(pa.table({**required, **columns}), "tensor_stats")
+
+
+def test_nan_infinity_null_and_zero_are_four_things(root):
+    values = [math.nan, math.inf, -math.inf, None, 0.0, -0.0, 1e-45, 3.4e38]
+    table = tensor_stats(step=list(range(8)), norm=pa.array(values, pa.float32()), nans=[1, 0, None, 0, 0, 0, 0, 0])
+    file = write_file(root, "tensor_stats", "p", table, sync_to_disk)
+    stored = pq.ParquetFile(root / file.path).read()
+
+    assert [None if v is None else np.float32(v).tobytes() for v in values] == [
+        None if v is None else np.float32(v).tobytes() for v in stored["norm"].to_pylist()
+    ]
+    assert [1, 0, None, 0, 0, 0, 0, 0] == stored["nans"].to_pylist()
+
+
+def test_rows_are_sorted_by_series_then_step(root):
+    table = tensor_stats(tensor=["b", "a", "b", "a"], rank=[0, 1, 0, 0], step=[2, 1, 1, 9])
+    file = write_file(root, "tensor_stats", "p", table, sync_to_disk)
+    stored = pq.ParquetFile(root / file.path).read().select(["tensor", "rank", "step"]).to_pylist()
+
+    assert [("a", 0, 9), ("a", 1, 1), ("b", 0, 1), ("b", 0, 2)] == [tuple(row.values()) for row in stored]
+
+
+def test_row_groups_have_the_size_that_duckdb_likes(root):
+    count = ROW_GROUP_ROWS + 5
+    file = write_file(root, "tensor_stats", "p", tensor_stats(step=list(range(count))), sync_to_disk)
+    metadata = pq.ParquetFile(root / file.path).metadata
+
+    assert [ROW_GROUP_ROWS, 5] == [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+    assert count == file.rows
+
+
+def test_a_file_is_named_only_when_it_is_whole_and_on_the_disk(root):
+    """The name under `_staging/` is synced, then renamed; nothing stays behind."""
+    seen = []
+    file = write_file(root, "tensor_stats", "p", tensor_stats(step=[1]), seen.append)
+
+    assert [] == list((root / STAGING).iterdir())
+    assert root / STAGING == seen[0].parent
+    assert (root / file.path).parent == seen[-1]
+    assert (root / file.path).stat().st_size == file.size_bytes
+
+
+def test_discarded_files_are_gone_and_discarding_twice_is_harmless(root):
+    file = write_file(root, "tensor_stats", "p", tensor_stats(step=[1]), sync_to_disk)
+    discard(root, [file, file])
+
+    assert not (root / file.path).exists()
+
+
+def test_statistics_are_ranges_without_nulls_and_without_floats():
+    moment = dt.datetime(2026, 11, 20, 1, 2, 3, 456789, tzinfo=dt.UTC)
+    table = tensor_stats(
+        run=["b", "a\n'\"学", "b"],
+        step=[3, None, -1],
+        ts=pa.array([moment, None, moment + dt.timedelta(hours=1)], pa.timestamp("us", tz="UTC")),
+        norm=pa.array([math.nan, 1, 2], pa.float32()),
+    )
+    document = json.loads(statistics(table))
+
+    assert 3 == document["numRecords"]
+    assert {"run": "a\n'\"学", "step": -1, "ts": "2026-11-20T01:02:03.456789Z"} == document["minValues"]
+    assert {"run": "b", "step": 3, "ts": "2026-11-20T02:02:03.456789Z"} == document["maxValues"]
+    assert {"run": 0, "attempt": 3, "rank": 3, "step": 1, "ts": 1} == document["nullCount"]
+
+
+@pytest.mark.parametrize("ts", [2**62, -(2**62), 253_402_300_800_000_000, -30_610_224_000_000_001])
+def test_a_time_outside_the_calendar_costs_only_the_range_of_times(ts):
+    table = tensor_stats(step=[1, 2], ts=pa.array([0, ts], pa.int64()).cast(pa.timestamp("us", tz="UTC")))
+    document = json.loads(statistics(table))
+
+    assert (1, 2) == (document["minValues"]["step"], document["maxValues"]["step"])
+    assert "ts" not in document["minValues"] | document["maxValues"]
+
+
+def test_files_that_cannot_be_discarded_hide_no_error(root, monkeypatch):
+    """A disk that turned read-only: why the write failed is the news."""
+    file = write_file(root, "tensor_stats", "p", tensor_stats(step=[1]), sync_to_disk)
+
+    def refuse(path, missing_ok=False):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("pathlib.Path.unlink", refuse)
+    discard(root, [file])
+
+    assert (root / file.path).exists()
+
+
+def test_a_sample_of_realistic_noise_takes_little_more_than_its_entropy(root):
+    """Six noisy numbers a row, 2.06 bytes each in the reference; a float dictionary or a lost sort would show here."""
+    noise = np.random.default_rng(1)
+    tensors, ranks, steps = 50, 4, 200
+    count = tensors * ranks * steps
+    step, rank, tensor = (
+        grid.ravel() for grid in np.meshgrid(range(steps), range(ranks), range(tensors), indexing="ij")
+    )
+    scale = np.exp(noise.normal(0, 2, tensors))[tensor]
+    norm = (scale * (1 + noise.normal(0, 0.03, count))).astype(np.float32)
+    table = tensor_stats(
+        kind=["grad_reduced"] * count,
+        tensor=pa.array([f"layers.{number}.weight" for number in tensor]),
+        rank=rank,
+        step=step,
+        ts=pa.array(step * 500_000, pa.timestamp("us", tz="UTC")),
+        norm=norm,
+        min=(-norm * (1 + noise.normal(0, 0.08, count))).astype(np.float32),
+        max=(norm * (1 + noise.normal(0, 0.08, count))).astype(np.float32),
+        mean=(norm * noise.normal(0, 0.3, count)).astype(np.float32),
+        nans=np.zeros(count, np.int64),
+        zeros=np.where(tensor % 4 == 0, noise.poisson(100, count), 0),
+    )
+    file = write_file(root, "tensor_stats", "p", table, sync_to_disk)
+
+    assert file.size_bytes / (count * 6) < 2.4

@@ -1,0 +1,167 @@
+"""Rounded statistics: how far from what the rank sent, what never changes, and that a store says so for ever."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from rankscope_storage.care import compaction
+from rankscope_storage.care.counting import count
+from rankscope_storage.connection import connect
+from rankscope_storage.durable import sync_to_disk
+from rankscope_storage.files.encoding import MANTISSA_BITS_KEY
+from rankscope_storage.files.layout import file_mantissa_bits
+from rankscope_storage.files.rounding import FEWEST_BITS, MOST_BITS, coarsest, round_bits, rounded
+from rankscope_storage.log.delta import Log
+from rankscope_storage.schema import conform
+from rankscope_storage.store import Batch, Store
+
+BITS = st.integers(FEWEST_BITS, MOST_BITS)
+FLOATS = arrays(np.uint32, st.integers(1, 20), elements=st.integers(0, 2**32 - 1))  # every float32 there is
+LARGEST = 0x7F7F_FFFF
+
+
+def floats(bits: np.ndarray) -> list[float]:
+    return bits.view(np.float32).tolist()
+
+
+@settings(max_examples=200)
+@given(FLOATS, BITS)
+@example(np.array([LARGEST, 0x0080_0000, 0x007F_FFFF, 0x3F7F_FFFF], np.uint32), 12)
+def test_a_value_moves_by_at_most_half_of_its_last_bit_that_is_kept(values, kept):
+    result = round_bits(values, kept)
+    finite = np.isfinite(values.view(np.float32))
+
+    assert all(
+        abs(Fraction(new) - Fraction(old)) <= abs(Fraction(old)) / 2 ** (kept + 1)
+        for old, new in zip(floats(values[finite]), floats(result[finite]), strict=True)
+    )
+
+
+@settings(max_examples=200)
+@given(FLOATS, BITS)
+@example(np.array([LARGEST, 0x7FFF_FFFF, 0x7F80_0000, 0xFF80_0001, 0x8000_0000, 1], np.uint32), 4)
+def test_nan_infinity_zero_and_subnormal_numbers_stay_bit_for_bit_and_nothing_becomes_one(values, kept):
+    result = round_bits(values, kept)
+    numbers = values.view(np.float32)
+    tiny = np.finfo(np.float32).tiny
+    is_odd = ~np.isfinite(numbers) | (np.abs(numbers) < tiny)
+    rest = result[~is_odd].view(np.float32)
+
+    assert values[is_odd].tolist() == result[is_odd].tolist()
+    assert np.isfinite(rest).all()
+    assert (np.abs(rest) >= tiny).all()
+    assert (values >> 31).tolist() == (result >> 31).tolist()
+
+
+@settings(max_examples=100)
+@given(FLOATS, BITS)
+def test_rounding_keeps_order_and_changes_nothing_the_second_time(values, kept):
+    ordered = np.sort(values.view(np.float32)[~np.isnan(values.view(np.float32))])
+    once = round_bits(ordered.view(np.uint32), kept)
+
+    assert once.tolist() == round_bits(once, kept).tolist()
+    assert floats(once) == sorted(floats(once))
+
+
+def test_a_tie_goes_to_the_even_neighbour():
+    tie = np.array([1 + 2**-13, 1 + 3 * 2**-13], np.float32).view(np.uint32)
+
+    assert [1.0, 1 + 2**-11] == floats(round_bits(tie, 12))
+
+
+def test_with_twelve_bits_the_last_eleven_are_zero():
+    values = np.random.default_rng(1).normal(0, 1, 1000).astype(np.float32).view(np.uint32)
+
+    assert not (round_bits(values, 12) & 0x7FF).any()
+
+
+def statistics(values: list[float | None], *, first: int = 0) -> pa.Table:
+    count = len(values)
+    same = pa.array(values, pa.float32())
+    columns = {"run": ["r"] * count, "kind": ["k"] * count, "tensor": ["t"] * count, "incarnation": ["i"] * count}
+    numbered = {"seq": range(first, first + count), "step": range(first, first + count)}
+    ops = dict.fromkeys(("norm", "min", "max", "mean", "norm_baseline", "mean_baseline"), same)
+    return pa.table({**columns, **numbered, **ops, "numel": [2**40 + 1] * count})
+
+
+def test_the_four_statistics_are_rounded_and_neither_counts_nor_what_rules_compared_with():
+    value = float(np.float32(math.pi))
+    table, bits = rounded(conform(statistics([value, None, math.nan]), "tensor_stats"), "tensor_stats", 12)
+    (first, second, third) = table.select(["norm", "min", "max", "mean"]).to_pylist()
+
+    assert 12 == bits
+    assert {3.1416015625} == set(first.values())
+    assert {None} == set(second.values())
+    assert all(math.isnan(number) for number in third.values())
+    assert [value, value] == [table["norm_baseline"][0].as_py(), table["mean_baseline"][0].as_py()]
+    assert 2**40 + 1 == table["numel"][0].as_py()
+
+
+def test_a_column_that_begins_in_the_middle_of_its_memory_is_rounded_in_its_place():
+    table = conform(statistics([9.0, None, math.pi, 1.0]).slice(1, 2), "tensor_stats")
+
+    assert [None, 3.1416015625] == rounded(table, "tensor_stats", 12)[0]["norm"].to_pylist()
+
+
+@pytest.mark.parametrize("dataset", ["scalars", "events", "hashes", "samples", "collectives"])
+def test_other_datasets_are_left_alone(dataset):
+    table = pa.table({"value": [math.pi], "norm": pa.array([math.pi], pa.float32())})
+
+    assert (table, None) == rounded(table, dataset, 12)
+
+
+@pytest.fixture
+def rounding_store(tmp_path):
+    """A store that a service without rounding wrote first, and one with 12 bits after it."""
+    for bits, value in ((None, math.e), (12, math.pi), (16, math.pi)):
+        with Store.open(tmp_path / "s", create=True, mantissa_bits=bits).claim(owner="t") as writer:
+            first = {None: 0, 12: 2, 16: 4}[bits]
+            table = statistics([value, value * 2], first=first)
+            writer.append(Batch(tables={"tensor_stats": table}, watermarks={"i": first + 1}))
+    return tmp_path / "s"
+
+
+def told(root) -> list[tuple[int | None, bytes | None]]:
+    """What each file of the newest version says of itself: by its name, and in its metadata."""
+    paths = Log.open(root, sync_to_disk).snapshot().files["path"].to_pylist()
+    metadata = [pq.read_metadata(root / path).metadata.get(MANTISSA_BITS_KEY.encode()) for path in paths]
+    return sorted(zip(map(file_mantissa_bits, paths), metadata, strict=True), key=repr)
+
+
+def test_a_file_says_how_it_was_rounded_and_a_merge_says_the_coarsest_and_changes_no_value(rounding_store, monkeypatch):
+    with connect(rounding_store) as connection:
+        before = connection.query("SELECT seq, norm, norm_baseline FROM tensor_stats ORDER BY seq")
+
+        assert [(12, b"12"), (16, b"16"), (None, None)] == told(rounding_store)
+        monkeypatch.setattr(compaction, "SMALL_FILES", 2)
+        compaction.compact(rounding_store, sync_to_disk)
+
+        assert [(12, b"12")] == told(rounding_store)
+        assert before.equals(connection.query("SELECT seq, norm, norm_baseline FROM tensor_stats ORDER BY seq"))
+    assert [float(np.float32(math.e)), 3.1416015625] == [before["norm"][row].as_py() for row in (0, 2)]
+
+
+def test_stats_tells_the_coarsest_rounding_of_each_group(rounding_store):
+    groups = count(Log.open(rounding_store, sync_to_disk), by="dataset").groups.to_pylist()
+
+    assert {"tensor_stats": 12} == {row["dataset"]: row["mantissa_bits"] for row in groups}
+
+
+def test_lossless_files_have_no_coarsest():
+    assert None is coarsest(["a/b-0123.parquet"])
+    assert 7 == coarsest(["a/b-0123.parquet", "a/b-0123-m12.parquet", "a/b-0123-m7.parquet"])
+
+
+@pytest.mark.parametrize("bits", [3, 23, 0, -1])
+def test_a_number_of_bits_that_is_none_to_round_to_is_refused(tmp_path, bits):
+    with pytest.raises(ValueError, match="mantissa_bits is 4 to 22"):
+        Store.open(tmp_path / "s", create=True, mantissa_bits=bits)

@@ -1,0 +1,156 @@
+"""Checkpoints are written beside the appends, durable before anything relies on them, and nobody waits for them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+from deltalake import DeltaTable
+
+from rankscope_storage.care.compaction import compact
+from rankscope_storage.connection import connect
+from rankscope_storage.durable import sync_to_disk
+from rankscope_storage.errors import StoreError
+from rankscope_storage.log.checkpoints import Checkpoints, write_checkpoint
+from rankscope_storage.log.delta import CHECKPOINT_COMMITS, Change, Log
+from rankscope_storage.log.files import LOG_FOLDER, NO_CHECKPOINT, newest_checkpoint
+
+
+def test_a_writer_keeps_the_log_short_though_nobody_maintains_the_store(store, batch):
+    with store.claim(owner="a") as writer:
+        for seq in range(2 * CHECKPOINT_COMMITS + 1):
+            writer.append(batch([seq]))
+            writer._checkpoints.close()  # as when a second goes by between two commits
+        version = Log.open(store.root, sync_to_disk).version
+
+    assert version - newest_checkpoint(store.root) < CHECKPOINT_COMMITS
+    assert 2 == len(list((store.root / LOG_FOLDER).glob("*.checkpoint.parquet")))
+
+
+def test_a_commit_writes_no_checkpoint_itself(store, writer, batch, monkeypatch):
+    monkeypatch.setattr(writer._checkpoints, "after_commit", lambda version: None)
+    for seq in range(2 * CHECKPOINT_COMMITS):
+        writer.append(batch([seq]))
+
+    assert NO_CHECKPOINT == newest_checkpoint(store.root)
+
+
+def test_a_work_of_many_commits_keeps_the_log_short_though_nobody_appends(store, writer, batch, monkeypatch):
+    monkeypatch.setattr(writer._checkpoints, "after_commit", lambda version: None)
+    monkeypatch.setattr("rankscope_storage.care.compaction.SMALL_FILES", 1)
+    for seq in range(3):
+        writer.append(batch([seq]))
+    for _ in range(2 * CHECKPOINT_COMMITS):
+        Log.open(store.root, sync_to_disk).commit(Change())
+
+    assert NO_CHECKPOINT == newest_checkpoint(store.root)
+
+    compact(store.root, sync_to_disk)
+
+    assert CHECKPOINT_COMMITS < newest_checkpoint(store.root)
+
+
+def test_nobody_waits_for_a_checkpoint_but_who_closes(store):
+    begun, go_on, written = threading.Event(), threading.Event(), []
+
+    def slow(root, sync):
+        begun.set()
+        assert go_on.wait(60)
+        written.append(root)
+
+    checkpoints = Checkpoints(store.root, sync_to_disk, slow)
+    for version in range(1, 3 * CHECKPOINT_COMMITS):
+        checkpoints.after_commit(version)
+    assert begun.wait(60)
+    assert [] == written
+
+    go_on.set()
+    checkpoints.close()
+    checkpoints.close()
+
+    assert [store.root] == written
+
+
+@pytest.mark.parametrize("error", [StoreError("No space left on device"), RuntimeError("panic")])
+def test_a_checkpoint_that_fails_is_told_and_due_again_after_as_many_commits(store, caplog, error):
+    tried = []
+
+    def fail(root, sync):
+        tried.append(root)
+        raise error
+
+    checkpoints = Checkpoints(store.root, sync_to_disk, fail)
+    with caplog.at_level(logging.WARNING):
+        for version in range(1, 2 * CHECKPOINT_COMMITS + 1):
+            checkpoints.after_commit(version)
+            checkpoints.close()
+
+    assert 2 == len(tried)
+    assert 2 == len([record for record in caplog.records if "no checkpoint could be written" in record.message])
+
+
+def test_a_checkpoint_of_another_shard_counts(store, batch):
+    with store.claim("0/2", owner="a") as writer:
+        for seq in range(CHECKPOINT_COMMITS - 2):
+            writer.append(batch([seq]))
+    written = []
+    checkpoints = Checkpoints(store.root, sync_to_disk, lambda root, sync: written.append(root))
+    write_checkpoint(store.root, sync_to_disk)
+    checkpoints.after_commit(CHECKPOINT_COMMITS)
+    checkpoints.close()
+
+    assert [] == written
+
+
+def test_a_checkpoint_is_on_the_disk_before_an_entry_goes(store, writer, batch, monkeypatch):
+    for seq in range(3):
+        writer.append(batch([seq]))
+    order = []
+    log = Log.open(store.root, lambda path: order.append(path.name))
+    genuine = DeltaTable.cleanup_metadata
+    monkeypatch.setattr(DeltaTable, "cleanup_metadata", lambda table: (order.append("clean up"), genuine(table)))
+    log.checkpoint()
+    log.clean_up()
+
+    assert [f"{log.version:020d}.checkpoint.parquet", "_last_checkpoint", LOG_FOLDER, "clean up"] == order[:4]
+
+
+def test_a_checkpoint_that_nothing_names_stops_no_maintenance(store, writer, batch):
+    """As when its writer was killed between the checkpoint and the file that names it."""
+    writer.append(batch([0]))
+    write_checkpoint(store.root, sync_to_disk)
+    (store.root / LOG_FOLDER / "_last_checkpoint").unlink()
+    writer.maintain()
+    writer.append(batch([1]))
+    writer.maintain()
+
+    assert 3 == newest_checkpoint(store.root)
+
+
+def test_a_handle_begins_anew_at_a_checkpoint_that_it_has_passed(store, writer, batch, monkeypatch):
+    """Else it reads all entries since the one that it was opened with, at every refresh: delta-rs looks only ahead."""
+    monkeypatch.setattr(writer._checkpoints, "after_commit", lambda version: None)
+    log = Log.open(store.root, sync_to_disk)
+    for seq in range(CHECKPOINT_COMMITS):
+        writer.append(batch([seq]))
+        log.refresh()
+    write_checkpoint(store.root, sync_to_disk)
+    updates = []
+    genuine = DeltaTable.update_incremental
+    monkeypatch.setattr(DeltaTable, "update_incremental", lambda table: (updates.append(1), genuine(table)))
+    log.refresh()
+    begun_anew = len(updates)
+    log.refresh()
+
+    assert (0, 1) == (begun_anew, len(updates))
+    assert CHECKPOINT_COMMITS == log.snapshot().files.num_rows
+
+
+def test_appends_and_readers_go_on_over_many_checkpoints(store, batch):
+    with store.claim("0/2", owner="a") as one, store.claim("1/2", owner="b") as other, connect(store.root) as reader:
+        for seq in range(CHECKPOINT_COMMITS):
+            one.append(batch([seq]))
+            other.append(batch([seq], incarnation="i1"))
+
+            assert [(2 * seq + 2,)] == reader.sql("SELECT count(*) FROM scalars").fetchall()
