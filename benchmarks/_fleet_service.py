@@ -18,9 +18,13 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """The service at one moment; `loop_seconds` is the CPU time of its event loop alone."""
+    """The service at one moment; `loop_seconds` is the CPU time of its event loop alone.
+
+    `stolen_seconds` is what the host has given to other machines instead of the processors of this one.
+    """
 
     at: float
+    stolen_seconds: float
     cpu_seconds: float
     loop_seconds: float
     resident_mb: float
@@ -51,6 +55,7 @@ class Service:
             page = {}
         return Sample(
             at=time.monotonic(),
+            stolen_seconds=_stolen_seconds(),
             cpu_seconds=_cpu_seconds(Path(f"/proc/{pid}/stat")),
             loop_seconds=_cpu_seconds(Path(f"/proc/{pid}/task/{pid}/stat")),
             resident_mb=_resident_mb(pid),
@@ -119,6 +124,11 @@ def _free_port() -> int:
 def _cpu_seconds(stat: Path) -> float:
     fields = stat.read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def _stolen_seconds() -> float:
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()  # cpu, user, nice, system, idle, iowait, irq, …
+    return int(fields[8]) / _TICKS
 
 
 def _resident_mb(pid: int) -> float:

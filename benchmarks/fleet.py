@@ -11,6 +11,7 @@ statistics become rollups after `keep` seconds.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -129,7 +130,8 @@ def _say(report: dict[str, Any], samples: list[Sample]) -> None:
         f"step {report['step']}: lag {report['lag_steps']} steps, {report['lag_seconds']:.1f} s "
         f"(flapping {report['lag_seconds_flapping']:.1f} s), {now.resident_mb:.0f} MB, {now.commits} commits, "
         f"{now.rows_pending:,} rows pending, {cores:.2f} cores, loop {loop:.2f}, ranks {report['cpu_seconds']:.1f} s, "
-        f"load {os.getloadavg()[0]:.1f}, {report['counts']}",
+        f"load {os.getloadavg()[0]:.1f}, stolen {(now.stolen_seconds - before.stolen_seconds) / seconds:.2f}, "
+        f"{report['counts']}",
         file=sys.stderr,
     )
 
@@ -166,6 +168,12 @@ def _rows(
             f"all it does, start and drain too; {needed:.2f} cores at this rate",
         ),
         Row("ranks", others, "cores", f"{counts['polls']:,} polls, {counts['bodies']:,} bodies"),
+        Row(
+            "stolen",
+            max(_stolen(during), default=0.0),
+            "cores",
+            f"at most, in {FLUSH_SECONDS:g} s, by other machines of the host; {_mean(_stolen(during)):.2f} in the mean",
+        ),
         Row("memory", max(sample.resident_mb for sample in samples), "MB", "greatest, drain included"),
         Row(
             "memory slope",
@@ -191,6 +199,16 @@ def _rows(
             f"{account.processes:,} processes; {account.told:,} told as gaps, of the others nobody had heard",
         ),
     ]
+
+
+def _stolen(samples: list[Sample]) -> list[float]:
+    """Return what the host took of the two cores between one sample and the next."""
+    pairs = itertools.pairwise(samples)
+    return [(after.stolen_seconds - before.stolen_seconds) / (after.at - before.at) for before, after in pairs]
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / max(len(values), 1)
 
 
 def memory_slope(samples: list[Sample]) -> tuple[float, float]:
