@@ -138,11 +138,10 @@ def _line_ends(body: bytes) -> Positions:
     words = marks.view("<u8")
     found = np.flatnonzero(words != 0)
     marked = words[found]
-    below = marked - np.uint64(1)
-    if (marked & below).any():  # two ends in one word
+    if (marked & (marked - np.uint64(1))).any():  # two ends in one word
         return np.flatnonzero(marks).astype(np.int32)
-    # The word is a power of two: below it are as many ones as there are bits before the byte that is marked.
-    return (found * _WORD).astype(np.int32) + (np.bitwise_count(below) >> 3)  # eight bits a byte
+    # The word is a power of two, and its exponent one more than the bits before the byte that is marked.
+    return (found * _WORD).astype(np.int32) + (np.frexp(marked.astype(np.float64))[1] >> 3)  # eight bits a byte
 
 
 def _views(body: bytes, starts: Positions, lengths: Positions) -> pa.Array:
