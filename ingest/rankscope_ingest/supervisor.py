@@ -91,6 +91,7 @@ class Supervisor:
         self._url = ""
         self._rows_stored = 0
         self._commits = 0
+        self._commits_of_runs = 0
         self._metrics = ServiceMetrics()
         self._tls = tls
         self._batcher = make_batcher(config)
@@ -101,7 +102,7 @@ class Supervisor:
         )
         aside = Quarantine(Path(config.store.path), stamp=self._stamp, count=self._metrics.set_aside)
         self._flusher = Flusher(writer, self._batcher, on_commit=self._on_commit, clock=time.monotonic, aside=aside)
-        self._goodput = GoodputWatch(lambda: read_goodput(config.store.path), lambda: self._commits)
+        self._goodput = GoodputWatch(lambda: read_goodput(config.store.path), lambda: self._commits_of_runs)
         self._faults = Faults()
         self._status = StatusBook(
             self,
@@ -320,8 +321,7 @@ class Supervisor:
                 self.poke(target.incarnation)
 
     def _on_commit(self, batch: PendingBatch, commit: Committed) -> None:
-        self._commits += 1
-        self._rows_stored += sum(commit.rows.values())
+        self._count(commit)
         for target in self._collector.committed(batch, commit.rows, commit.seconds):
             self.poke(target.incarnation)
 
@@ -332,10 +332,14 @@ class Supervisor:
         return self._batcher.pending_rows + self._remote_write.pending_rows
 
     def _on_pushed(self, _: PendingBatch, commit: Committed) -> None:
-        self._commits += 1
-        self._rows_stored += sum(commit.rows.values())
+        self._count(commit)
         if commit.rows:
             self._metrics.committed(commit.rows, commit.seconds, time.time_ns() // 1000)
+
+    def _count(self, commit: Committed) -> None:
+        self._commits += 1
+        self._commits_of_runs += bool(commit.rows.keys() - {"samples"})
+        self._rows_stored += sum(commit.rows.values())
 
     # The end.
 
