@@ -29,6 +29,9 @@ from _rows import Row, print_rows
 
 STATISTICS = 6
 FLUSH_SECONDS = 10.0
+SETTLE_SECONDS = 60.0
+STOLEN_CORES = 0.1
+"""A host that gives our processors to others shows nothing of us; a minute later the worst of it is caught up with."""
 HERE = Path(__file__).parent
 
 
@@ -150,6 +153,7 @@ def _rows(
     per_million = samples[-1].cpu_seconds / (account.stored * size.tensors * STATISTICS / 1e6)
     needed = per_million * size.samples_per_second / 1e6
     lag = max(report["lag_seconds"] for report in steady)
+    ours = [report for report, sample in zip(steady, during, strict=True) if _is_ours(during, sample)]
     slope, interval = memory_slope(during[len(during) // 3 :])
     counts = reports[-1]["counts"]
     limit = 2 * FLUSH_SECONDS
@@ -158,6 +162,12 @@ def _rows(
             f"{size.name}: samples", size.samples_per_second / 1e6, "M/s", f"{size.steps} steps, {STATISTICS} a tensor"
         ),
         Row("lag, worst", lag, "s", _verdict(lag <= limit, f"at most {limit:g} s: 2 flush intervals")),
+        Row(
+            "lag, worst while the processors were ours",
+            max((report["lag_seconds"] for report in ours), default=math.nan),
+            "s",
+            f"{len(ours):,} of {len(steady):,} looks: for {SETTLE_SECONDS:g} s nobody took {STOLEN_CORES:g} cores",
+        ),
         Row("lag, worst", max(report["lag_steps"] for report in steady), "steps", "published and not committed"),
         Row("lag, worst of flapping ranks", max(r["lag_seconds_flapping"] for r in steady), "s", "absences included"),
         Row("service", cores, "cores", f"of which the event loop {loop:.2f}"),
@@ -199,6 +209,12 @@ def _rows(
             f"{account.processes:,} processes; {account.told:,} told as gaps, of the others nobody had heard",
         ),
     ]
+
+
+def _is_ours(samples: list[Sample], at: Sample) -> bool:
+    """Whether no other machine of the host took processors for so long that what it held up must be over."""
+    lately = [sample for sample in samples if at.at - SETTLE_SECONDS - FLUSH_SECONDS <= sample.at <= at.at]
+    return max(_stolen(lately), default=0.0) < STOLEN_CORES
 
 
 def _stolen(samples: list[Sample]) -> list[float]:
