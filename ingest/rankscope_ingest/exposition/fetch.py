@@ -18,11 +18,11 @@ import ssl
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 
 from yarl import URL
 
@@ -32,6 +32,8 @@ from rankscope_ingest.config import Network
 from rankscope_ingest.errors import FetchError
 from rankscope_ingest.web.networks import address_of, dial_allowed, is_allowed
 from rankscope_ingest.web.tls import tls_trouble
+
+T = TypeVar("T")
 
 TEXT: Final = "text/plain;version=0.0.4;q=1,*/*;q=0.1"
 JSON: Final = "application/json"
@@ -81,6 +83,14 @@ class PageFetcher:
 
     async def get(self, url: str, *, accept: str, timeout_seconds: float, max_bytes: int) -> Document:
         """Return the answer, of at most `max_bytes` also when inflated. Raises FetchError."""
+        return await self.got(
+            url, lambda document: document, accept=accept, timeout_seconds=timeout_seconds, max_bytes=max_bytes
+        )
+
+    async def got(
+        self, url: str, then: Callable[[Document], T], *, accept: str, timeout_seconds: float, max_bytes: int
+    ) -> T:
+        """Return what `then`, which must not fail, makes of the answer in the thread that got it. Raises FetchError."""
         target = URL(url)
         origin = _Origin(target.scheme, target.raw_host or "", target.port or 0)
         address = address_of(origin.host)
@@ -100,8 +110,8 @@ class PageFetcher:
         connection.timeout = timeout_seconds
         try:
             async with asyncio.timeout(timeout_seconds):
-                document = await asyncio.get_running_loop().run_in_executor(
-                    self._threads, connection.get, target.raw_path_qs, headers, max_bytes
+                made = await asyncio.get_running_loop().run_in_executor(
+                    self._threads, lambda: then(connection.get(target.raw_path_qs, headers, max_bytes))
                 )
         except BaseException as error:
             connection.hang_up()
@@ -110,7 +120,7 @@ class PageFetcher:
             raise
         if connection.sock is not None:
             idle.append(connection)
-        return document
+        return made
 
 
 class _Connection(http.client.HTTPConnection):

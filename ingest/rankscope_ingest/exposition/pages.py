@@ -1,7 +1,7 @@
 """Pages in, rows of `samples` out: by the cached layout of their target, many pages at once, else by the rules.
 
-Not thread-safe: one thread at a time. Memory is bounded by the pages of the targets that are known: a layout goes when
-its target is forgotten.
+Not thread-safe: one thread at a time, but for what a layout says of one page, which any thread may ask. Memory is
+bounded by the pages of the targets that are known: a layout goes when its target is forgotten.
 """
 
 from __future__ import annotations
@@ -71,6 +71,12 @@ class PageReader:
         """Drop what is known of all but `targets`."""
         for name in self._known.keys() - targets:
             del self._known[name]
+
+    def by_layout(self, page: Page) -> PageRows | None:
+        """Return what a page holds by the layout of its target, None where it has none or another; in any thread."""
+        known = self._layout_of(page)
+        values = None if known is None else read_numbers(page.body, known.layout)
+        return None if known is None or values is None else _rows(known, values)
 
     def read(self, pages: Sequence[Page]) -> list[PageRows | DecodeError]:
         """Return what each page holds, or why it cannot be read; the bad page of one target spoils no other."""

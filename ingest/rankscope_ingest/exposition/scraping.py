@@ -11,7 +11,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import pyarrow as pa
 
@@ -19,18 +19,22 @@ from rankscope_ingest.errors import DecodeError, FetchError
 from rankscope_ingest.exposition.exact import OPENMETRICS
 from rankscope_ingest.exposition.fetch import AT_ONCE, TEXT, Document
 from rankscope_ingest.exposition.grid import Scrape
-from rankscope_ingest.exposition.pages import Page, PageReader, PageRows
+from rankscope_ingest.exposition.pages import BATCH_BYTES, Page, PageReader, PageRows
 from rankscope_ingest.exposition.tabling import OwnTimes, Tabling, own_scrape, page_rows
 from rankscope_ingest.exposition.targets import Exporter
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class Fetch(Protocol):
     """Where pages come from."""
 
-    async def get(self, url: str, *, accept: str, timeout_seconds: float, max_bytes: int) -> Document:
-        """Return a document. Raises FetchError."""
+    async def got(
+        self, url: str, then: Callable[[Document], T], *, accept: str, timeout_seconds: float, max_bytes: int
+    ) -> T:
+        """Return what `then` makes of a document in the thread that got it. Raises FetchError."""
         ...
 
 
@@ -144,12 +148,15 @@ class Scraper:
             sink.scrape(own_scrape(exporter, ts, seconds, rows.rows))
 
     async def _page(self, exporter: Exporter) -> PageRows:
-        document = await self._fetch.get(
-            exporter.url, accept=TEXT, timeout_seconds=exporter.timeout_seconds, max_bytes=exporter.max_bytes
+        def read(document: Document) -> tuple[Page, PageRows | None]:
+            is_openmetrics = document.content_type == OPENMETRICS
+            page = Page(target=exporter.name, labels=exporter.labels, body=document.body, openmetrics=is_openmetrics)
+            return page, self._reading.at_once(page)
+
+        page, rows = await self._fetch.got(
+            exporter.url, read, accept=TEXT, timeout_seconds=exporter.timeout_seconds, max_bytes=exporter.max_bytes
         )
-        is_openmetrics = document.content_type == OPENMETRICS
-        page = Page(target=exporter.name, labels=exporter.labels, body=document.body, openmetrics=is_openmetrics)
-        return await self._reading.read(page)
+        return await self._reading.read(page) if rows is None else rows
 
     def _failed(self, followed: Followed, error: Exception, ts: int, seconds: float) -> None:
         if followed.is_up is not False:
@@ -185,7 +192,7 @@ class Scraper:
 
 
 class _Reading:
-    """Reads pages in one thread at a time: whatever comes while it is busy is read together, next."""
+    """Reads pages: large ones where they were got, others in one thread, those that come while it is busy together."""
 
     def __init__(self) -> None:
         self._reader = PageReader()
@@ -200,6 +207,16 @@ class _Reading:
     def keep(self, targets: set[str]) -> None:
         """Forget the layouts of all but `targets`, with the next page."""
         self._kept = targets
+
+    def at_once(self, page: Page) -> PageRows | None:
+        """Return what a large page holds if it is as it was; None leaves it to `read`. In any thread."""
+        if len(page.body) < BATCH_BYTES:
+            return None  # small ones are cheaper together
+        try:
+            return self._reader.by_layout(page)
+        except Exception:  # a fault of ours: the rules may know better
+            log.exception("a page of %s could not be read by its layout", page.target)
+            return None
 
     async def read(self, page: Page) -> PageRows:
         """Return what the page holds. Raises DecodeError."""

@@ -9,7 +9,8 @@ import pytest
 from rankscope_ingest.config import ExporterSection
 from rankscope_ingest.errors import FetchError
 from rankscope_ingest.exposition.fetch import Document
-from rankscope_ingest.exposition.scraping import Followed, Scraper
+from rankscope_ingest.exposition.pages import BATCH_BYTES
+from rankscope_ingest.exposition.scraping import Followed, Scraper, _Reading
 from rankscope_ingest.exposition.targets import configured
 
 ONE = configured(ExporterSection(url="http://a:1/metrics", labels={"dc": "east"}))
@@ -27,13 +28,13 @@ class Fake:
         self.now = 100.0
         self.asked = asyncio.Event()
 
-    async def get(self, url, *, accept, timeout_seconds, max_bytes):
+    async def got(self, url, then, *, accept, timeout_seconds, max_bytes):
         self.asked.set()
         self.now += 0.5
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        return answer if isinstance(answer, Document) else Document(answer, TEXT)
+        return then(answer if isinstance(answer, Document) else Document(answer, TEXT))
 
     def samples(self, table):
         self.tables.append(table)
@@ -65,6 +66,23 @@ async def scrape(fake, times, exporter=ONE):
     for _ in range(times):
         await scraper.scrape(followed)
     return followed
+
+
+async def test_a_large_page_is_read_where_it_was_got_as_long_as_it_stays_the_same(monkeypatch):
+    """Small ones wait for each other, and a surprise for the rules."""
+    count = BATCH_BYTES // 40
+    large, other = (b"".join(b'metric{number="%020d"} %d\n' % (n, n * k) for n in range(count)) for k in (1, 2))
+    fake, waited = Fake(large, other, other + b"more 1\n", b"a 1\n", b"a 2\n"), []
+    monkeypatch.setattr(
+        "rankscope_ingest.exposition.scraping._Reading.read",
+        lambda self, page, read=_Reading.read: waited.append(len(page.body)) or read(self, page),
+    )
+
+    await scrape(fake, 5)
+
+    assert [len(large), len(other) + 7, 4, 4] == waited
+    assert Counter(ok=5, exact=2 * count + 2, layout=count + 1) == fake.counts
+    assert {float(2 * n) for n in range(count)} <= set(fake.tables[1]["value"].to_pylist())
 
 
 async def test_scrape_stores_the_page_and_how_it_went():
