@@ -14,8 +14,7 @@ from typing import Final, Protocol
 
 from rankscope_ingest.config import ExporterListSection
 from rankscope_ingest.errors import ConfigError, FetchError
-from rankscope_ingest.exposition.fetch import JSON
-from rankscope_ingest.exposition.scraping import Fetch
+from rankscope_ingest.exposition.fetch import JSON, PageFetcher
 from rankscope_ingest.exposition.targets import Exporter, listed
 
 log = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ class Audience(Protocol):
 class ExporterList:
     """One [[exporter_lists]]; `look` may raise nothing."""
 
-    def __init__(self, section: ExporterListSection, fetch: Fetch, audience: Audience) -> None:
+    def __init__(self, section: ExporterListSection, fetch: PageFetcher, audience: Audience) -> None:
         self._section = section
         self._fetch = fetch
         self._audience = audience
