@@ -90,6 +90,18 @@ async def test_a_connection_is_used_again_and_made_anew_where_it_was_closed_mean
     assert {f"Accept: {TEXT}", "Accept-Encoding: identity", "X-Prometheus-Scrape-Timeout-Seconds: 5"} < set(lines)
 
 
+async def test_a_connection_that_nobody_uses_is_closed(monkeypatch):
+    """Targets come and go for months: what they leave open must not add up."""
+    monkeypatch.setattr("rankscope_ingest.exposition.fetch.KEPT_SECONDS", 0.1)
+    async with Answering(whole(b"a 1\n")) as server, PageFetcher(networks=LOOPBACK) as fetcher:
+        url = f"http://127.0.0.1:{server.port}/metrics"
+        await asyncio.gather(*(fetcher.get(url, accept=TEXT, timeout_seconds=5, max_bytes=10) for _ in range(2)))
+        await asyncio.wait_for(server.hung_up.wait(), 5)
+        assert b"a 1\n" == (await fetcher.get(url, accept=TEXT, timeout_seconds=5, max_bytes=10)).body
+
+    assert 3 == server.connections
+
+
 async def test_a_page_without_a_length_is_whole_where_it_ends():
     by_chunks = OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\na 1\r\n1\r\n\n\r\n0\r\n\r\n"
     for data, ends in ((by_chunks, False), (OK + b"Connection: close\r\n\r\na 1\n", True)):
