@@ -104,7 +104,11 @@ def plan_ids(wire: pa.Table) -> tuple[str, ...]:
     """Return the hashes of the plans that `wire` needs, each once."""
     if "plan" not in wire.column_names:
         return ()
-    return tuple(dict.fromkeys(name for name in wire.column("plan").to_pylist() if name is not None))
+    return _each_once(wire.column("plan").to_pylist())
+
+
+def _each_once(names: Sequence[str | None]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for name in names if name is not None))
 
 
 def check(
@@ -122,8 +126,7 @@ def check(
     seqs = flat["seq"].to_numpy()
     missing = _missing_ranges(seqs, after)
     used = flat["plan"].to_pylist()
-    found = (plan_id for plan_id in dict.fromkeys(used) if plan_id is not None)
-    statistics = tuple(_measured(flat, used, plan_id, plans[plan_id]) for plan_id in found)
+    statistics = tuple(_measured(flat, used, plan_id, plans[plan_id]) for plan_id in _each_once(used))
     nested = {name: rows for name in NESTED if name in columns and (rows := _nested(columns, name)) is not None}
     return Checked(
         context=context,

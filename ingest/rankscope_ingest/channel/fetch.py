@@ -6,7 +6,6 @@ one record. What the status means is in DESIGN section 5.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import ssl
@@ -36,11 +35,11 @@ from rankscope_contract.channel import (
     STATE_DRAINING,
     STATE_HEADER,
 )
-from rankscope_contract.tls import HUNG_UP, MakeContext
+from rankscope_contract.tls import MakeContext
 from rankscope_ingest.config import Network
 from rankscope_ingest.errors import FetchError
 from rankscope_ingest.web.networks import Address, AllowedResolver, address_of, is_allowed
-from rankscope_ingest.web.tls import tls_trouble
+from rankscope_ingest.web.troubles import fetch_error
 
 MAX_BODY_BYTES: Final = 1 << 28  # a single record may be larger than what was asked for, but not without end
 MAX_PLAN_BYTES: Final = 1 << 26
@@ -242,18 +241,8 @@ class Reading:
                 self._response.release()
             else:
                 self._response.close()
-        if (trouble := tls_trouble(error)) is not None:
-            raise FetchError("tls", f"{self._url}: {trouble}") from error
-        if isinstance(error, TimeoutError | asyncio.TimeoutError):
-            raise FetchError("timeout", f"{self._url} did not answer in time") from error
-        if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError):
-            raise FetchError("refused", f"nobody listens at {self._url}") from error
-        if isinstance(error, aiohttp.ClientPayloadError):
-            raise FetchError("cut", f"{self._url} broke off in the middle of a body") from error
-        if isinstance(error, aiohttp.ServerDisconnectedError) and self._url.startswith("https:"):
-            raise FetchError("tls", f"{self._url}: {HUNG_UP}") from error
-        if isinstance(error, aiohttp.ClientError | OSError | ValueError):
-            raise FetchError("connection", f"{self._url}: {error or type(error).__name__}") from error
+        if (told := fetch_error(error, self._url)) is not None:
+            raise told from error
 
 
 @functools.lru_cache(maxsize=4096)

@@ -26,11 +26,11 @@ from typing import Final, Self, TypeVar
 from yarl import URL
 
 from rankscope_contract import __version__
-from rankscope_contract.tls import HUNG_UP, MakeContext
+from rankscope_contract.tls import MakeContext
 from rankscope_ingest.config import Network
 from rankscope_ingest.errors import FetchError
 from rankscope_ingest.web.networks import address_of, dial_allowed, is_allowed
-from rankscope_ingest.web.tls import tls_trouble
+from rankscope_ingest.web.troubles import fetch_error
 
 T = TypeVar("T")
 
@@ -116,8 +116,8 @@ class PageFetcher:
                 )
         except BaseException as error:
             connection.hang_up()
-            if isinstance(error, Exception):
-                raise _explained(error, url) from error
+            if (told := fetch_error(error, url)) is not None:
+                raise told from error
             raise
         if connection.sock is not None:
             closing = asyncio.get_running_loop().call_later(KEPT_SECONDS, self._close, origin, connection)
@@ -258,23 +258,3 @@ def _inflated(data: bytes, headers: http.client.HTTPMessage, max_bytes: int) -> 
 
 def _too_large(max_bytes: int) -> FetchError:
     return FetchError("garbage", f"the answer is larger than {max_bytes} bytes: raise max_bytes if that is right")
-
-
-def _explained(error: Exception, url: str) -> Exception:
-    """Return `error` as the FetchError that says what went wrong; what is a fault of ours stays what it is."""
-    match error:
-        case FetchError():
-            return error
-        case _ if (trouble := tls_trouble(error)) is not None:
-            return FetchError("tls", f"{url}: {trouble}")
-        case TimeoutError():
-            return FetchError("timeout", f"{url} did not answer in time")
-        case ConnectionRefusedError():
-            return FetchError("refused", f"nobody listens at {url}")
-        case http.client.IncompleteRead():
-            return FetchError("cut", f"{url} broke off in the middle of a body")
-        case http.client.RemoteDisconnected() if url.startswith("https:"):
-            return FetchError("tls", f"{url}: {HUNG_UP}")
-        case http.client.HTTPException() | OSError() | ValueError():
-            return FetchError("connection", f"{url}: {error or type(error).__name__}")
-    return error

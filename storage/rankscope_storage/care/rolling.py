@@ -100,7 +100,7 @@ def slices(paths: Sequence[str], dataset: str) -> list[str]:
     cuts: list[str] = []
     rows = 0
     for first, count in groups:
-        if rows >= SLICE_ROWS and first > max(cuts, default=groups[0][0]):
+        if rows >= SLICE_ROWS and first > (cuts[-1] if cuts else groups[0][0]):
             cuts.append(first)
             rows = 0
         rows += count
