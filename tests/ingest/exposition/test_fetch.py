@@ -21,7 +21,7 @@ class Answering:
 
     def __init__(self, answer, tls=None):
         self._answer, self._tls = answer, tls
-        self.connections, self.requests, self.hung_up = 0, [], asyncio.Event()
+        self.connections, self.requests, self._hung_up = 0, [], asyncio.Semaphore(0)
 
     async def __aenter__(self):
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._tls)
@@ -30,6 +30,12 @@ class Answering:
 
     async def __aexit__(self, *_):
         self._server.close()
+
+    async def hung_up(self, times):
+        """Return when so many of those who had connected have hung up."""
+        async with asyncio.timeout(5):
+            for _ in range(times):
+                await self._hung_up.acquire()
 
     async def _serve(self, reader, writer):
         self.connections += 1
@@ -40,7 +46,7 @@ class Answering:
                     break
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
-            self.hung_up.set()
+            self._hung_up.release()
         finally:
             writer.close()
 
@@ -96,7 +102,7 @@ async def test_a_connection_that_nobody_uses_is_closed(monkeypatch):
     async with Answering(whole(b"a 1\n")) as server, PageFetcher(networks=LOOPBACK) as fetcher:
         url = f"http://127.0.0.1:{server.port}/metrics"
         await asyncio.gather(*(fetcher.get(url, accept=TEXT, timeout_seconds=5, max_bytes=10) for _ in range(2)))
-        await asyncio.wait_for(server.hung_up.wait(), 5)
+        await server.hung_up(2)
         assert b"a 1\n" == (await fetcher.get(url, accept=TEXT, timeout_seconds=5, max_bytes=10)).body
 
     assert 3 == server.connections
@@ -164,7 +170,7 @@ async def test_who_comes_byte_by_byte_has_as_long_as_anybody(head):
         with pytest.raises(FetchError, match="did not answer in time") as caught:
             await get(f"http://127.0.0.1:{server.port}/metrics", seconds=0.4)
         seconds = time.monotonic() - began
-        await asyncio.wait_for(server.hung_up.wait(), 5)
+        await server.hung_up(1)
 
     assert "timeout" == caught.value.reason
     assert seconds < 5  # of ten that it would have gone on
@@ -184,7 +190,7 @@ async def test_who_is_no_longer_waited_for_is_hung_up_on():
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        await asyncio.wait_for(server.hung_up.wait(), 5)
+        await server.hung_up(1)
 
 
 async def test_addresses_that_are_not_allowed_are_not_dialled(monkeypatch):
