@@ -328,6 +328,7 @@ def test_a_locked_connection_stays_fresh(locked, writer, batch):
         "EXPLAIN ANALYZE WITH x AS (COPY (SELECT 1) TO '{store}/x.csv') FROM x",
         "WITH x AS (DELETE FROM rankscope_raw.tensor_newest RETURNING *) FROM x",
         "WITH x AS (TRUNCATE rankscope_raw.tensor_newest) SELECT 1",
+        "WITH x AS (DELETE FROM rankscope_raw.scalar_extents RETURNING *) FROM x",
         "DROP VIEW scalars",
         "",
         "SELECT",

@@ -16,30 +16,35 @@ from pathlib import Path
 from typing import Final
 
 import duckdb
+import pyarrow as pa
 
 from rankscope_contract.escaping import sql_string
 from rankscope_contract.rollups import ROLLUPS
-from rankscope_storage.asking import newest
+from rankscope_storage.asking import extents, newest
 from rankscope_storage.asking.definitions import Definition, definitions
 from rankscope_storage.asking.questions import Mention
-from rankscope_storage.asking.views import empty_view
+from rankscope_storage.asking.views import empty_view, sql_type
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.files import LOG_FOLDER
 from rankscope_storage.log.snapshot import Snapshot
-from rankscope_storage.macros.curves import RAW_CURVE, SOLE_ATTEMPT_CURVE
+from rankscope_storage.macros.curves import raw_curve, scalar_curve, sole_attempt_curve
 from rankscope_storage.macros.latest import tensor_latest
 
 RAW: Final = "rankscope_raw."
 LATEST: Final = "tensor_latest"
+CURVE: Final = "scalar_curve"
 _FOUND: Final = f"  FROM {newest.TABLE}\n"
 DEFINITIONS: Final[Mapping[str, Definition]] = {
     **definitions(prefix=RAW),
     LATEST: Definition(tensor_latest(_FOUND), (), ("tensor_stats",)),
+    CURVE: Definition(scalar_curve(extents.TABLE), (), ("scalars", "scalar_rollups")),
 }
 LATEST_MEASURED_ONCE: Final = tensor_latest(_FOUND, measured_once=True)
+RAW_CURVE: Final = raw_curve(extents.TABLE)
+SOLE_ATTEMPT_CURVE: Final = sole_attempt_curve(extents.TABLE)
 NOTHING_ROLLED_UP: Final[Mapping[str, tuple[str, str]]] = {
     **{name: (name, empty_view(name)) for name in ROLLUPS.values()},
-    "scalar_curve": (ROLLUPS["scalars"], RAW_CURVE),
+    CURVE: (ROLLUPS["scalars"], RAW_CURVE),
 }
 """By view or macro: a dataset, and what makes it where that has no files; to plan sums over nothing took 30 ms."""
 ONE_ATTEMPT: Final[Mapping[str, tuple[str, str]]] = {RAW_CURVE: ("scalars", SOLE_ATTEMPT_CURVE)}
@@ -66,6 +71,8 @@ class Engine:
     footers: set[str] = field(default_factory=set)
     newest_of: Sequence[str] | None = None
     """The files that the table of newest steps was made of."""
+    extents_of: tuple[Sequence[str], frozenset[str] | None] | None = None
+    """The files and runs that the table of extents was made of."""
     measured_once: bool = False
     """Whether `tensor_latest`, as it is defined, relies on nothing being measured twice at these steps."""
     trusting: bool = False
@@ -141,7 +148,8 @@ def _database(root: Path, *, locked: bool) -> duckdb.DuckDBPyConnection:
     database.execute(
         "SET GLOBAL TimeZone = 'UTC'; SET GLOBAL parquet_metadata_cache = true; "
         f"SET GLOBAL perfect_ht_threshold = {_GROUPS_IN_AN_ARRAY_BITS}; CREATE SCHEMA rankscope_raw; "
-        f"CREATE TABLE {newest.TABLE} (of_run VARCHAR, of_attempt INT, of_rank INT, of_kind VARCHAR, of_step BIGINT)"
+        f"CREATE TABLE {newest.TABLE} ({_columns(newest.SCHEMA, prefix='of_')}); "
+        f"CREATE TABLE {extents.TABLE} ({_columns(extents.SCHEMA)})"
     )
     if locked:
         # The order matters: nothing can be changed after the last line. Writing into the store is still possible
@@ -150,6 +158,10 @@ def _database(root: Path, *, locked: bool) -> duckdb.DuckDBPyConnection:
         database.execute(f"SET allowed_directories = [{sql_string(f'{root}/')}]")
         database.execute("SET enable_external_access = false; SET lock_configuration = true")
     return database
+
+
+def _columns(schema: pa.Schema, *, prefix: str = "") -> str:
+    return ", ".join(f"{prefix}{field.name} {sql_type(field.type)}" for field in schema)
 
 
 def _stamp(log: Log) -> tuple[int, ...] | None:

@@ -1,20 +1,19 @@
 """The newest step of every rank and kind, which `tensor_latest` begins with: file by file, and remembered.
 
-No statistics of a log or footer tell that a rank fell behind or that a kind is measured seldom, so each file,
-which never changes, is looked through once in a process: five columns, some 30 ms CPU for a million rows.
+No statistics of a log or footer tell that a rank fell behind or that a kind is measured seldom, so each file is looked
+through once in a process: five columns, some 30 ms CPU for a million rows.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.escaping import sql_string
+from rankscope_storage.asking.by_file import Ask, ByFile
 from rankscope_storage.asking.questions import Bounds
 
 TABLE: Final = "rankscope_raw.tensor_newest"
@@ -24,29 +23,16 @@ SCHEMA: Final = pa.schema(
     {"run": pa.string(), "attempt": pa.int32(), "rank": pa.int32(), "kind": pa.string(), "step": pa.int64()}
 )
 _KEYS: Final = ["run", "attempt", "rank", "kind"]
-_KEPT_FILES: Final = 10_000
-_BATCH_FILES: Final = 200
+_BY_FILE: Final = ByFile(
+    "tensor_stats", "run, attempt, rank, kind, max(step) AS step", where="step IS NOT NULL", schema=SCHEMA
+)
 _FEW_RUNS: Final = 16
 _FEW_STEPS: Final = 64
-
-Ask = Callable[[str], pa.Table]
-
-_seen: OrderedDict[str, pa.Table] = OrderedDict()
-_lock = threading.Lock()
 
 
 def newest_steps(files: Sequence[str], ask: Ask) -> pa.Table:
     """Return the newest step of each rank and kind in the newest attempt of each run in `files`; `ask` runs SQL."""
-    known: dict[str, pa.Table | None] = {path: _seen.get(path) for path in files}
-    unseen = [path for path, rows in known.items() if rows is None]
-    for start in range(0, len(unseen), _BATCH_FILES):
-        known |= _look_through(unseen[start : start + _BATCH_FILES], ask)
-    with _lock:
-        _seen.update(known)
-        while len(_seen) > _KEPT_FILES:
-            _seen.popitem(last=False)
-    found = list(known.values())
-    return _last_attempts(_highest(pa.concat_tables(found) if found else SCHEMA.empty_table(), _KEYS))
+    return _last_attempts(_highest(_BY_FILE.of(files, ask), _KEYS))
 
 
 def measured_once(newest: pa.Table, files: Sequence[str], ask: Ask) -> bool:
@@ -79,17 +65,6 @@ def rows_of(newest: pa.Table) -> list[Bounds]:
 def _rows_of_run(run: str, newest: pa.Table) -> Bounds:
     low, high = pc.min_max(newest.column("step")).values()
     return Bounds(frozenset([run]), steps=(low.as_py(), high.as_py()))
-
-
-def _look_through(files: Sequence[str], ask: Ask) -> dict[str, pa.Table]:
-    listed = ", ".join(map(sql_string, files))
-    told = ask(
-        "SELECT filename, run, attempt, rank, kind, max(step) AS step "
-        f"FROM read_parquet([{listed}], hive_partitioning = false, filename = true) "
-        "WHERE step IS NOT NULL GROUP BY ALL"
-    )
-    names, rows = told.column("filename"), told.select(SCHEMA.names).cast(SCHEMA)
-    return {path: rows.filter(pc.equal(names, path)) for path in files}
 
 
 def _highest(rows: pa.Table, keys: Sequence[str]) -> pa.Table:

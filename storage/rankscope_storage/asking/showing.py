@@ -9,8 +9,10 @@ from typing import Final
 
 import pyarrow as pa
 
+from rankscope_storage.asking import extents, newest
 from rankscope_storage.asking.definitions import named
 from rankscope_storage.asking.engines import (
+    CURVE,
     DEFINITIONS,
     LATEST,
     LATEST_MEASURED_ONCE,
@@ -20,9 +22,10 @@ from rankscope_storage.asking.engines import (
     Engine,
     trust,
 )
-from rankscope_storage.asking.newest import TABLE, measured_once, newest_steps, rows_of
+from rankscope_storage.asking.extents import scalar_extents
+from rankscope_storage.asking.newest import measured_once, newest_steps, rows_of
 from rankscope_storage.asking.questions import Bounds, Mention, bounds, mentions
-from rankscope_storage.asking.views import has_one_shape, raw_select
+from rankscope_storage.asking.views import has_one_shape, raw_select, sql_type
 from rankscope_storage.log.snapshot import Snapshot
 
 _TREE: Final = "SELECT json_serialize_sql(?, skip_null := true, skip_empty := true, skip_default := true)"
@@ -62,6 +65,8 @@ class Views:
         needed = self.engine.defined.keys() | (DEFINITIONS if query is None else named(query, DEFINITIONS))
         if any(LATEST in _closure(name) for name in needed):
             self._find_newest(None, snapshot)
+        if any(CURVE in _closure(name) for name in needed):
+            self._find_extents(None, snapshot)
         self._define([name for name in DEFINITIONS if name in needed], None, snapshot)
 
     def _define(self, names: Iterable[str], reading: Mapping[str, Sequence[Bounds]] | None, snapshot: Snapshot) -> None:
@@ -106,15 +111,20 @@ class Views:
         """Return by dataset the rows that the mentions of views and macros need of it, one way or another."""
         wanted: dict[str, list[Bounds]] = {}
         latest: list[Bounds] = []
+        curves: list[Bounds] = []
         for mention in read:
             needed = bounds(mention, parameters)
             if LATEST in _closure(mention.name):
                 latest.append(needed)
+            if CURVE in _closure(mention.name):
+                curves.append(needed)
             if mention.name != LATEST:
                 for dataset in _datasets(mention.name):
                     wanted.setdefault(dataset, []).append(needed)
         if latest:
             wanted.setdefault("tensor_stats", []).extend(self._find_newest(latest, snapshot))
+        if curves:
+            self._find_extents(curves, snapshot)
         return wanted
 
     def _find_newest(self, wanted: Sequence[Bounds] | None, snapshot: Snapshot) -> list[Bounds]:
@@ -125,17 +135,29 @@ class Views:
         lie = rows_of(found)
         if files != self.engine.newest_of:
             self.engine.newest_of = None
-            self.cursor.execute(f"TRUNCATE {TABLE}")
-            self.cursor.execute(
-                f"INSERT INTO {TABLE} SELECT unnest(?::VARCHAR[]), unnest(?::INT[]), unnest(?::INT[]), "
-                "unnest(?::VARCHAR[]), unnest(?::BIGINT[])",
-                [column.to_pylist() for column in found.columns],
-            )
+            self._fill(newest.TABLE, found)
             self.engine.measured_once = bool(lie) and measured_once(
                 found, snapshot.within("tensor_stats", lie), self._table
             )
             self.engine.newest_of = files
         return lie
+
+    def _find_extents(self, wanted: Sequence[Bounds] | None, snapshot: Snapshot) -> None:
+        """Tell `scalar_curve` where the scalars of the runs that are `wanted` begin and end."""
+        files = snapshot.within("scalars", wanted)
+        self.engine.footers.update(files)
+        runs = _runs(wanted)
+        if (files, runs) != self.engine.extents_of:
+            found = scalar_extents(files, runs, self._table)
+            self.engine.extents_of = None
+            self._fill(extents.TABLE, found)
+            self.engine.extents_of = files, runs
+
+    def _fill(self, table: str, rows: pa.Table) -> None:
+        """Let `table` hold just these rows."""
+        columns = ", ".join(f"unnest(?::{sql_type(field.type)}[])" for field in rows.schema)
+        self.cursor.execute(f"TRUNCATE {table}")
+        self.cursor.execute(f"INSERT INTO {table} SELECT {columns}", [column.to_pylist() for column in rows.columns])
 
     def _table(self, question: str) -> pa.Table:
         return self.cursor.sql(question).to_arrow_table()
@@ -156,6 +178,13 @@ def _read(tree: str) -> tuple[Mention, ...] | None:
         return mentions(json.loads(tree).get("statements", ()), DEFINITIONS)
     except RecursionError:  # deeper than Python reads, though not than DuckDB does
         return None
+
+
+def _runs(wanted: Sequence[Bounds] | None) -> frozenset[str] | None:
+    """Return the runs that are wanted, None where it may be any."""
+    if wanted is None or any(bounds.runs is None for bounds in wanted):
+        return None
+    return frozenset().union(*(bounds.runs or () for bounds in wanted))
 
 
 @functools.cache

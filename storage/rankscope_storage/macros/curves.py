@@ -7,25 +7,18 @@ from typing import Final
 MOST_POINTS: Final = 32_767
 """A curve has no more buckets: their numbers are of 16 bits, which DuckDB takes for places in an array of groups."""
 
-_CHOSEN: Final = """run = of_run AND name = of_name AND labels IS NOT DISTINCT FROM of_labels AND step IS NOT NULL"""
+_NAMED: Final = "run = of_run AND name = of_name AND labels IS NOT DISTINCT FROM of_labels"
+_CHOSEN: Final = f"{_NAMED} AND step IS NOT NULL"
 _WIDTH: Final = f"(final - origin) // least(points, {MOST_POINTS}) + 1 AS width"
+_HEAD: Final = (
+    "CREATE OR REPLACE MACRO scalar_curve(of_run, of_name := 'loss', of_labels := NULL, points := 4000) AS TABLE"
+)
 
-# Extents first, then buckets: both are sums over groups of integers, which DuckDB does while it reads. The join that
-# leaves out what a later attempt trained anew is taken only by runs that have one; its other side is empty otherwise,
-# and nothing is read for it.
-SCALAR_CURVE: Final = f"""\
-CREATE OR REPLACE MACRO scalar_curve(of_run, of_name := 'loss', of_labels := NULL, points := 4000) AS TABLE
-WITH attempt_extent AS MATERIALIZED (
-  SELECT of_attempt, min(lowest_step) AS first_step, max(highest_step) AS last_step
-  FROM (
-    SELECT coalesce(attempt, 0) AS of_attempt, min(step) AS lowest_step, max(step) AS highest_step
-    FROM scalars WHERE {_CHOSEN} AND value IS NOT NULL GROUP BY of_attempt
-    UNION ALL
-    SELECT coalesce(attempt, 0), min(first_step), max(last_step)
-    FROM scalar_rollups WHERE {_CHOSEN} GROUP BY coalesce(attempt, 0)
-  )
-  GROUP BY of_attempt
-),
+_SCANNED: Final = f"""\
+SELECT coalesce(attempt, 0) AS of_attempt, min(step) AS lowest_step, max(step) AS highest_step
+    FROM scalars WHERE {_CHOSEN} AND value IS NOT NULL GROUP BY of_attempt"""
+
+_STANDING: Final = f"""\
 standing AS (
   SELECT of_attempt, coalesce(min(first_step) OVER (ORDER BY of_attempt
     ROWS BETWEEN 1 FOLLOWING AND UNBOUNDED FOLLOWING) - 1, last_step) AS until
@@ -36,7 +29,30 @@ span AS (
   FROM (
     SELECT min(first_step) AS origin, max(last_step) AS final, count(*) AS attempts FROM attempt_extent
   )
+)"""
+
+
+def scalar_curve(extents: str | None = None) -> str:
+    """Return the macro's statement; `extents` names a table of where scalars begin and end, as `asking.extents` has it.
+
+    Without one they are looked up in the rows, for whoever reads these without our connection.
+    """
+    # Extents first, then buckets: both are sums over groups of integers, which DuckDB does while it reads. The join
+    # that leaves out what a later attempt trained anew is taken only by runs that have one; its other side is empty
+    # otherwise, and nothing is read for it.
+    return f"""\
+{_HEAD}
+WITH attempt_extent AS MATERIALIZED (
+  SELECT of_attempt, min(lowest_step) AS first_step, max(highest_step) AS last_step
+  FROM (
+    {_SCANNED if extents is None else _known(extents)}
+    UNION ALL
+    SELECT coalesce(attempt, 0), min(first_step), max(last_step)
+    FROM scalar_rollups WHERE {_CHOSEN} GROUP BY coalesce(attempt, 0)
+  )
+  GROUP BY of_attempt
 ),
+{_STANDING},
 bucket AS (
   SELECT (step - origin) // width AS number, avg(value) AS average, min(value) AS least, max(value) AS most,
     count(*) AS weight
@@ -59,49 +75,50 @@ SELECT origin + number * width AS step, sum(average * weight) / sum(weight) AS m
 FROM bucket, span WHERE average IS NOT NULL
 GROUP BY ALL ORDER BY step
 """
+
+
+SCALAR_CURVE: Final = scalar_curve()
 """Buckets of equal length from the first step on: mean and range over all steps, ranks and micro-batches in each, of
 what stands. NaN in a bucket shows in `mean` and `highest`; what is rolled up lies where its first step was."""
 
-# The first and the last step are looked up one by one, for which DuckDB skips most row groups, and whether there is
-# more than one attempt stands in the footers. Rows without a value may name one: that costs time and changes nothing.
-_ENDS: Final = f"""\
-(SELECT step AS origin FROM scalars WHERE {_CHOSEN} AND value IS NOT NULL ORDER BY step LIMIT 1),
-    (SELECT step AS final FROM scalars WHERE {_CHOSEN} AND value IS NOT NULL ORDER BY step DESC LIMIT 1)"""
 
-RAW_CURVE: Final = f"""\
-CREATE OR REPLACE MACRO scalar_curve(of_run, of_name := 'loss', of_labels := NULL, points := 4000) AS TABLE
-WITH span AS MATERIALIZED (
-  SELECT origin, {_WIDTH}, began_again
-  FROM {_ENDS},
-    (SELECT min(attempt) < max(attempt) OR (max(attempt) > 0 AND count(attempt) < count(*)) AS began_again
-     FROM scalars WHERE {_CHOSEN})
-),
-standing AS (
-  SELECT of_attempt, coalesce(min(first_step) OVER (ORDER BY of_attempt
-    ROWS BETWEEN 1 FOLLOWING AND UNBOUNDED FOLLOWING) - 1, last_step) AS until
+def raw_curve(extents: str) -> str:
+    """Return the statement for where nothing is rolled up: it takes two thirds of the time."""
+    return f"""\
+{_HEAD}
+WITH attempt_extent AS MATERIALIZED (
+  SELECT of_attempt, lowest_step AS first_step, highest_step AS last_step
   FROM (
-    SELECT coalesce(attempt, 0) AS of_attempt, min(step) AS first_step, max(step) AS last_step
-    FROM scalars, span WHERE {_CHOSEN} AND value IS NOT NULL AND began_again GROUP BY of_attempt
+    {_known(extents)}
   )
 ),
+{_STANDING},
 bucket AS (
   SELECT ((step - origin) // width)::SMALLINT AS number, avg(value) AS mean, min(value) AS lowest,
     max(value) AS highest, count(*) AS parts
-  FROM scalars, span WHERE {_CHOSEN} AND value IS NOT NULL AND began_again IS NOT TRUE
+  FROM scalars, span WHERE {_CHOSEN} AND value IS NOT NULL AND attempts = 1
   GROUP BY number
   UNION ALL
   SELECT ((step - origin) // width)::SMALLINT AS number, avg(value), min(value), max(value), count(*)
-  FROM scalars JOIN (FROM standing, span) ON coalesce(attempt, 0) = of_attempt AND step <= until
+  FROM scalars JOIN (FROM standing, span WHERE attempts > 1) ON coalesce(attempt, 0) = of_attempt AND step <= until
   WHERE {_CHOSEN} AND value IS NOT NULL
   GROUP BY number
 )
 SELECT origin + number * width AS step, mean, lowest, highest, parts FROM bucket, span ORDER BY step
 """
-"""The same where nothing is rolled up, in two thirds of the time."""
 
-SOLE_ATTEMPT_CURVE: Final = f"""\
-CREATE OR REPLACE MACRO scalar_curve(of_run, of_name := 'loss', of_labels := NULL, points := 4000) AS TABLE
-WITH span AS MATERIALIZED (SELECT origin, {_WIDTH} FROM {_ENDS})
+
+def sole_attempt_curve(extents: str) -> str:
+    """Return the same for where all that is read is of attempt 0 as well, as the log knows of most runs.
+
+    Every mention of the scalars costs some 5 ms to plan, and here is one.
+    """
+    return f"""\
+{_HEAD}
+WITH span AS MATERIALIZED (
+  SELECT origin, {_WIDTH}
+  FROM (SELECT min(lowest_step) AS origin, max(highest_step) AS final FROM ({_known(extents)}))
+)
 SELECT origin + number * width AS step, mean, lowest, highest, parts
 FROM (
   SELECT ((step - origin) // width)::SMALLINT AS number, avg(value) AS mean, min(value) AS lowest,
@@ -109,5 +126,8 @@ FROM (
   FROM scalars, span WHERE {_CHOSEN} AND value IS NOT NULL GROUP BY number
 ), span ORDER BY step
 """
-"""The same where all that is read is of attempt 0 as well, as the log knows of most runs: to plan the six mentions of
-the scalars above took 23 ms, and here are three."""
+
+
+def _known(extents: str) -> str:
+    columns = "attempt AS of_attempt, first_step AS lowest_step, last_step AS highest_step"
+    return f"SELECT {columns} FROM {extents} WHERE {_NAMED}"

@@ -6,12 +6,15 @@ import math
 import random
 import statistics
 from collections import defaultdict
+from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from rankscope_storage.asking.engines import SOLE_ATTEMPT_CURVE
 from rankscope_storage.connection import connect
-from rankscope_storage.macros.curves import SCALAR_CURVE, SOLE_ATTEMPT_CURVE
+from rankscope_storage.macros.curves import SCALAR_CURVE
 from rankscope_storage.schema import dataset_schema
 from rankscope_storage.store import Batch
 
@@ -86,6 +89,30 @@ def test_a_run_that_begins_again_has_its_curve_at_once(writer, connection):
 
     assert [1.0, 1.0, 1.0, 1.0] == [row[1] for row in before]
     assert [1.0, 1.0, 2.0, 2.0] == [row[1] for row in connection.sql("FROM scalar_curve('r')").fetchall()]
+
+
+def test_curves_of_several_runs_and_of_a_view_have_what_came_since(writer, connection):
+    """A question names its run, so that only its extents are looked up; through a view it names none."""
+    both = "SELECT step, mean FROM scalar_curve('r') UNION ALL SELECT step, mean FROM scalar_curve($other) ORDER BY 1"
+    append(writer, [{"step": 1}, {"step": 2, "run": "s"}])
+    one = connection.sql("SELECT step, mean FROM scalar_curve('r')").fetchall()
+    two = connection.sql(both, {"other": "s"}).fetchall()
+    connection.sql("CREATE VIEW mine AS FROM scalar_curve('r', points := 2)")
+    append(writer, [{"step": 0}, {"step": 8}])
+    of_view = connection.sql("SELECT step, parts FROM mine").fetchall()
+
+    assert ([(1, 1.0)], [(1, 1.0), (2, 1.0)], [(0, 2), (5, 1)]) == (one, two, of_view)
+
+
+def test_files_of_an_older_shape_have_their_place_in_a_curve(writer, connection, monkeypatch):
+    append(writer, [{"step": 1}])
+    (path,) = map(Path, connection.files("scalars"))
+    pq.write_table(pq.ParquetFile(path).read().drop_columns(["labels", "attempt"]), path)
+    append(writer, [{"step": 9}])
+    monkeypatch.setattr("rankscope_storage.asking.views.file_fingerprint", lambda path: "0ld5hape")
+
+    with connect(connection.path) as fresh:
+        assert [1, 9] == [row[0] for row in fresh.sql("FROM scalar_curve('r')").fetchall()]
 
 
 def test_other_scalars_and_labels_have_curves_of_their_own_and_nan_shows(writer, connection):
