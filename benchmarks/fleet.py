@@ -32,6 +32,8 @@ FLUSH_SECONDS = 10.0
 SETTLE_SECONDS = 60.0
 STOLEN_CORES = 0.1
 """A host that gives our processors to others shows nothing of us; a minute later the worst of it is caught up with."""
+BLOCK_SECONDS = 180.0
+"""Looks at memory that make one mean: longer than retention takes for a piece, which is when memory rises and falls."""
 HERE = Path(__file__).parent
 
 
@@ -228,12 +230,17 @@ def _mean(values: list[float]) -> float:
 
 
 def memory_slope(samples: list[Sample]) -> tuple[float, float]:
-    """Return MB per hour by least squares, and half of the width of its 95 % interval."""
-    count = len(samples)
+    """Return MB per hour by least squares, and half of the width of its 95 % interval.
+
+    Of the means of BLOCK_SECONDS each: memory goes up and down with every piece of retention, so that looks ten seconds
+    apart say much the same, and an interval that took them for independent would be too narrow.
+    """
+    blocks = [list(block) for _, block in itertools.groupby(samples, lambda sample: sample.at // BLOCK_SECONDS)]
+    count = len(blocks)
     if count < 3:
         return math.nan, math.nan
-    hours = [sample.at / 3600 for sample in samples]
-    sizes_ = [sample.resident_mb for sample in samples]
+    hours = [sum(sample.at for sample in block) / len(block) / 3600 for block in blocks]
+    sizes_ = [sum(sample.resident_mb for sample in block) / len(block) for block in blocks]
     mean_hour, mean_size = sum(hours) / count, sum(sizes_) / count
     spread = sum((hour - mean_hour) ** 2 for hour in hours)
     slope = sum((hour - mean_hour) * size for hour, size in zip(hours, sizes_, strict=True)) / spread

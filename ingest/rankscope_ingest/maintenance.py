@@ -1,15 +1,21 @@
 """The store's upkeep beside the flushes: compaction by number of commits, clean-up and retention by the clock.
 
-All of it runs in one other thread, one work after the other, and shares no lock with the appends.
+All of it runs in one other thread, one work after the other, and shares no lock with the appends. Where processors are
+short that thread gets fewer of them than whatever brings records in: upkeep that lasts longer delays nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime as dt
 import logging
+import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -25,6 +31,8 @@ MAINTAIN_SECONDS: Final = 1800.0
 FIRST_RETENTION_SECONDS: Final = 60.0
 """Between the start, when ranks are read that had nobody for a while, and the first time, whatever the interval."""
 _CHECK_SECONDS: Final = 1.0
+_NICER: Final = 10
+"""Steps of niceness: a tenth of a processor that others want too. Not the most there are: it holds the GIL at times."""
 
 Retain = Callable[[], RetentionReport]
 """Does one piece of what is due, and says how many are left."""
@@ -96,12 +104,24 @@ async def keep_in_order(
 ) -> None:
     """Do whatever is due to `store` until cancelled; `commits` counts the commits so far."""
     turns = Turns(store, time.monotonic(), retain=retain, retain_seconds=retain_seconds)
-    while True:
-        await asyncio.sleep(_CHECK_SECONDS)
-        for work in turns.due(time.monotonic(), commits()):
-            try:
-                await asyncio.to_thread(work)
-            except StoreError as error:
-                log.warning("upkeep of the store failed, the next one tries again: %s", error)
-            except Exception:  # of a library: rows are stored all the same
-                log.exception("upkeep of the store failed in a way nobody thought of, the next one tries again")
+    loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, "rankscope-upkeep", initializer=_stand_back)
+    try:
+        while True:
+            await asyncio.sleep(_CHECK_SECONDS)
+            for work in turns.due(time.monotonic(), commits()):
+                try:
+                    await loop.run_in_executor(thread, work)
+                except StoreError as error:
+                    log.warning("upkeep of the store failed, the next one tries again: %s", error)
+                except Exception:  # of a library: rows are stored all the same
+                    log.exception("upkeep of the store failed in a way nobody thought of, the next one tries again")
+    finally:
+        thread.shutdown(wait=False)
+
+
+def _stand_back() -> None:
+    """Let other threads go first, where a thread has a niceness of its own."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            own = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + _NICER)

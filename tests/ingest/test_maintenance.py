@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import itertools
+import os
+import sys
+import threading
 
 import pyarrow as pa
 import pytest
@@ -168,3 +172,24 @@ def tiers(root: str) -> dict[str, tuple[int, int]]:
             view: connection.sql(f"{question} FROM {view}").fetchall()[0]
             for view in ("tensor_timeline", "scalar_timeline")
         }
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no niceness of its own")
+async def test_upkeep_stands_back_behind_whatever_brings_records_in(monkeypatch):
+    monkeypatch.setattr(maintenance, "_CHECK_SECONDS", 0.01)
+    seen = []
+
+    class Watched(Store):
+        def compact(self) -> None:
+            seen.append((threading.get_ident(), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+
+    commits = itertools.count(COMPACT_EVERY_COMMITS, COMPACT_EVERY_COMMITS)
+    keeping = asyncio.create_task(maintenance.keep_in_order(Watched(), lambda: next(commits)))
+    async with asyncio.timeout(5):
+        while len(seen) < 3:  # noqa: ASYNC110 - nobody tells when
+            await asyncio.sleep(0.01)
+    keeping.cancel()
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    assert {min(own + 10, 19)} == {niceness for _, niceness in seen}
+    assert 1 == len({thread for thread, _ in seen})

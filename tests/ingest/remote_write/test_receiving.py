@@ -223,7 +223,7 @@ async def test_a_body_has_its_room_until_it_is_read_and_is_not_kept_while_the_st
         assert [65_536] * 3 == others
         assert 65_536 == one.reserve(None)
         async with asyncio.timeout(5):  # the thread that read it lets go of it after it has told the result
-            while alone != sys.getrefcount(sent):
+            while alone != sys.getrefcount(sent):  # noqa: ASYNC110 - nobody tells when
                 await asyncio.sleep(0.01)
         waiting.cancel()
 
