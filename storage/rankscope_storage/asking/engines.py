@@ -23,32 +23,17 @@ from rankscope_contract.rollups import ROLLUPS
 from rankscope_storage.asking import extents, newest
 from rankscope_storage.asking.definitions import Definition, definitions
 from rankscope_storage.asking.questions import Mention
-from rankscope_storage.asking.views import empty_view, sql_type
+from rankscope_storage.asking.sql_types import sql_type
+from rankscope_storage.asking.views import empty_view
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.files import LOG_FOLDER
 from rankscope_storage.log.snapshot import Snapshot
-from rankscope_storage.macros.curves import raw_curve, scalar_curve, sole_attempt_curve
-from rankscope_storage.macros.latest import tensor_latest
 
 RAW: Final = "rankscope_raw."
-LATEST: Final = "tensor_latest"
-CURVE: Final = "scalar_curve"
-_FOUND: Final = f"  FROM {newest.TABLE}\n"
-DEFINITIONS: Final[Mapping[str, Definition]] = {
-    **definitions(prefix=RAW),
-    LATEST: Definition(tensor_latest(_FOUND), (), ("tensor_stats",)),
-    CURVE: Definition(scalar_curve(extents.TABLE), (), ("scalars", "scalar_rollups")),
-}
-LATEST_MEASURED_ONCE: Final = tensor_latest(_FOUND, measured_once=True)
-RAW_CURVE: Final = raw_curve(extents.TABLE)
-SOLE_ATTEMPT_CURVE: Final = sole_attempt_curve(extents.TABLE)
-NOTHING_ROLLED_UP: Final[Mapping[str, tuple[str, str]]] = {
-    **{name: (name, empty_view(name)) for name in ROLLUPS.values()},
-    CURVE: (ROLLUPS["scalars"], RAW_CURVE),
-}
-"""By view or macro: a dataset, and what makes it where that has no files; to plan sums over nothing took 30 ms."""
-ONE_ATTEMPT: Final[Mapping[str, tuple[str, str]]] = {RAW_CURVE: ("scalars", SOLE_ATTEMPT_CURVE)}
-"""By what makes it otherwise: a dataset, and what makes it where all rows of its files are of attempt 0."""
+DEFINITIONS: Final[Mapping[str, Definition]] = definitions(prefix=RAW)
+"""Views and macros that are right whatever they read, and for whatever statement."""
+WITHOUT_FILES: Final = {name: empty_view(name) for name in ROLLUPS.values()}
+"""What makes views of datasets that have no files; to plan sums over nothing took 30 ms."""
 
 IDLE: Final = 4
 """Instances that wait at most, over all stores; the one that has waited longest is closed first."""

@@ -7,25 +7,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-import pyarrow as pa
-
-from rankscope_storage.asking import extents, newest
 from rankscope_storage.asking.definitions import named
-from rankscope_storage.asking.engines import (
-    CURVE,
-    DEFINITIONS,
-    LATEST,
-    LATEST_MEASURED_ONCE,
-    NOTHING_ROLLED_UP,
-    ONE_ATTEMPT,
-    RAW,
-    Engine,
-    trust,
-)
-from rankscope_storage.asking.extents import scalar_extents
-from rankscope_storage.asking.newest import measured_once, newest_steps, rows_of
+from rankscope_storage.asking.engines import DEFINITIONS, RAW, WITHOUT_FILES, Engine, trust
 from rankscope_storage.asking.questions import Bounds, Mention, bounds, mentions
-from rankscope_storage.asking.views import has_one_shape, raw_select, sql_type
+from rankscope_storage.asking.shortcuts import BUCKETS, CURVE, LATEST, Shortcuts
+from rankscope_storage.asking.views import has_one_shape, raw_select
 from rankscope_storage.log.snapshot import Snapshot
 
 _TREE: Final = "SELECT json_serialize_sql(?, skip_null := true, skip_empty := true, skip_default := true)"
@@ -39,6 +25,7 @@ class Views:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.cursor = engine.database.cursor()
+        self._shortcuts = Shortcuts(engine, self.cursor)
         self.files: dict[str, Sequence[str]] = {}
         """By dataset: what its view of raw rows reads."""
 
@@ -63,10 +50,6 @@ class Views:
         """
         trust(self.engine, trusting=False)
         needed = self.engine.defined.keys() | (DEFINITIONS if query is None else named(query, DEFINITIONS))
-        if any(LATEST in _closure(name) for name in needed):
-            self._find_newest(None, snapshot)
-        if any(CURVE in _closure(name) for name in needed):
-            self._find_extents(None, snapshot)
         self._define([name for name in DEFINITIONS if name in needed], None, snapshot)
 
     def _define(self, names: Iterable[str], reading: Mapping[str, Sequence[Bounds]] | None, snapshot: Snapshot) -> None:
@@ -75,24 +58,22 @@ class Views:
             definition = DEFINITIONS[name]
             for dataset in definition.datasets:
                 self._show(dataset, None if reading is None else reading.get(dataset), snapshot)
-            statement = self._statement(name, snapshot)
+            statement = self._statement(name, snapshot, is_understood=reading is not None)
             if statement != self.engine.defined.get(name):
                 self.cursor.execute(statement)
                 self.engine.defined[name] = statement
 
-    def _statement(self, name: str, snapshot: Snapshot) -> str:
+    def _statement(self, name: str, snapshot: Snapshot, *, is_understood: bool) -> str:
         """Return what makes the view or macro as it is right for the files that are shown."""
-        statement = DEFINITIONS[name].statement
-        if name == LATEST and self.engine.measured_once:
-            return LATEST_MEASURED_ONCE
-        if name in NOTHING_ROLLED_UP:
-            rollups, otherwise = NOTHING_ROLLED_UP[name]
-            has_no_files, _ = self.engine.shapes[rollups]
-            statement = otherwise if has_no_files else statement
-        if statement in ONE_ATTEMPT:
-            dataset, otherwise = ONE_ATTEMPT[statement]
-            statement = otherwise if snapshot.is_of_attempt_0(dataset, self.files[dataset]) else statement
-        return statement
+        if name in WITHOUT_FILES and not self.files[name]:
+            return WITHOUT_FILES[name]
+        if is_understood and name == LATEST:
+            return self._shortcuts.latest()
+        if is_understood and name == CURVE:
+            return self._shortcuts.curve(self.files["scalars"], self.files["scalar_rollups"], snapshot)
+        if is_understood and name == BUCKETS:
+            return self._shortcuts.buckets(self.files["tensor_stats"])
+        return DEFINITIONS[name].statement
 
     def _show(self, dataset: str, wanted: Sequence[Bounds] | None, snapshot: Snapshot) -> None:
         """Let the view of raw rows read the files of the snapshot that hold what is `wanted`, or all."""
@@ -122,45 +103,10 @@ class Views:
                 for dataset in _datasets(mention.name):
                     wanted.setdefault(dataset, []).append(needed)
         if latest:
-            wanted.setdefault("tensor_stats", []).extend(self._find_newest(latest, snapshot))
+            wanted.setdefault("tensor_stats", []).extend(self._shortcuts.find_newest(latest, snapshot))
         if curves:
-            self._find_extents(curves, snapshot)
+            self._shortcuts.find_extents(curves, snapshot)
         return wanted
-
-    def _find_newest(self, wanted: Sequence[Bounds] | None, snapshot: Snapshot) -> list[Bounds]:
-        """Tell `tensor_latest` the newest steps in the files of `wanted`, and return where their rows lie."""
-        files = snapshot.within("tensor_stats", wanted)
-        self.engine.footers.update(files)
-        found = newest_steps(files, self._table)
-        lie = rows_of(found)
-        if files != self.engine.newest_of:
-            self.engine.newest_of = None
-            self._fill(newest.TABLE, found)
-            self.engine.measured_once = bool(lie) and measured_once(
-                found, snapshot.within("tensor_stats", lie), self._table
-            )
-            self.engine.newest_of = files
-        return lie
-
-    def _find_extents(self, wanted: Sequence[Bounds] | None, snapshot: Snapshot) -> None:
-        """Tell `scalar_curve` where the scalars of the runs that are `wanted` begin and end."""
-        files = snapshot.within("scalars", wanted)
-        self.engine.footers.update(files)
-        runs = _runs(wanted)
-        if (files, runs) != self.engine.extents_of:
-            found = scalar_extents(files, runs, self._table)
-            self.engine.extents_of = None
-            self._fill(extents.TABLE, found)
-            self.engine.extents_of = files, runs
-
-    def _fill(self, table: str, rows: pa.Table) -> None:
-        """Let `table` hold just these rows."""
-        columns = ", ".join(f"unnest(?::{sql_type(field.type)}[])" for field in rows.schema)
-        self.cursor.execute(f"TRUNCATE {table}")
-        self.cursor.execute(f"INSERT INTO {table} SELECT {columns}", [column.to_pylist() for column in rows.columns])
-
-    def _table(self, question: str) -> pa.Table:
-        return self.cursor.sql(question).to_arrow_table()
 
     def _mentioned(self, query: str) -> tuple[Mention, ...] | None:
         """Return what `query` reads of our views and macros, None when it may read anything."""
@@ -178,13 +124,6 @@ def _read(tree: str) -> tuple[Mention, ...] | None:
         return mentions(json.loads(tree).get("statements", ()), DEFINITIONS)
     except RecursionError:  # deeper than Python reads, though not than DuckDB does
         return None
-
-
-def _runs(wanted: Sequence[Bounds] | None) -> frozenset[str] | None:
-    """Return the runs that are wanted, None where it may be any."""
-    if wanted is None or any(bounds.runs is None for bounds in wanted):
-        return None
-    return frozenset().union(*(bounds.runs or () for bounds in wanted))
 
 
 @functools.cache

@@ -6,14 +6,13 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-import pyarrow as pa
-
 from rankscope_contract.escaping import sql_identifier, sql_string
 from rankscope_contract.records import DATASETS, DIMENSIONS
 from rankscope_contract.rollups import ROLLUPS
 from rankscope_storage.analysis import goodput
 from rankscope_storage.analysis.collective_calls import COLLECTIVE_CALLS
 from rankscope_storage.analysis.desync import DESYNC
+from rankscope_storage.asking.sql_types import sql_type
 from rankscope_storage.files.layout import file_fingerprint
 from rankscope_storage.macros import MACROS
 from rankscope_storage.rollups.timelines import TIMELINES, rollup_view
@@ -36,15 +35,6 @@ _LABELS: Final = ", ".join(
 )
 
 _ROLLED_UP: Final = {rollups: dataset for dataset, rollups in ROLLUPS.items()}
-
-_TYPES: Final = {
-    pa.string(): "VARCHAR",
-    pa.int32(): "INTEGER",
-    pa.int64(): "BIGINT",
-    pa.float32(): "FLOAT",
-    pa.float64(): "DOUBLE",
-    pa.bool_(): "BOOLEAN",
-}
 
 _TENSOR_GLOBAL: Final = """\
 CREATE OR REPLACE VIEW tensor_global AS
@@ -122,15 +112,6 @@ def empty_select(dataset: str) -> str:
 def empty_view(dataset: str) -> str:
     """Return the statement that makes the view of `dataset` as one without rows."""
     return f"CREATE OR REPLACE VIEW {dataset} AS {empty_select(dataset)}"
-
-
-def sql_type(type_: pa.DataType) -> str:
-    """Return the DuckDB name of an Arrow type of the contract."""
-    if pa.types.is_list(type_):
-        return f"{sql_type(type_.value_type)}[]"
-    if pa.types.is_timestamp(type_):
-        return "TIMESTAMPTZ"
-    return _TYPES[type_]
 
 
 def raw_select(dataset: str, files: str, *, empty: bool, one_shape: bool) -> str:

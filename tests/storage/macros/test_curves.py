@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rankscope_storage.asking.engines import SOLE_ATTEMPT_CURVE
+from rankscope_storage.asking.shortcuts import SOLE_ATTEMPT_CURVE
 from rankscope_storage.connection import connect
 from rankscope_storage.macros.curves import SCALAR_CURVE
 from rankscope_storage.schema import dataset_schema

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import pyarrow as pa
 import pytest
 
 from rankscope_storage.connection import connect
+from rankscope_storage.macros.deviations import OPTIONAL_KEYS
 from rankscope_storage.macros.latest import TENSOR_LATEST
 from rankscope_storage.schema import dataset_schema
 from rankscope_storage.store import Batch
@@ -108,6 +110,46 @@ def test_bucket_deviations_compare_the_peak_of_a_bucket_with_the_mean_of_the_one
     assert len(expected) == len(found)
     assert sorted(expected, key=lambda row: (*row[:2], row[2].expected)) == sorted(found)
     assert [ratio for *_, ratio in found] == sorted((ratio for *_, ratio in found), reverse=True)
+
+
+@pytest.mark.parametrize("absent", [(), ("attempt",), ("micro_step", "index"), OPTIONAL_KEYS])
+def test_bucket_deviations_tell_apart_by_every_key_that_any_row_has(writer, connection, absent):
+    """The step is the first that has the highest norm; what no row has is null, of the type it has elsewhere."""
+    draw = random.Random(len(absent))
+    rows = [
+        {name: draw.choice([None] if name in absent else [None, 0, 3]) for name in OPTIONAL_KEYS}
+        | {"kind": draw.choice("gp"), "tensor": draw.choice("tu"), "step": draw.randrange(40), "norm": norm}
+        for norm in (draw.choice([1.0, 2.0, 4.0, math.inf, math.nan, None]) for _ in range(3000))
+    ]
+    append(writer, rows[:1500])
+    append(writer, rows[1500:])
+    series: dict[tuple, dict[int, list]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        key = (*(row[name] for name in OPTIONAL_KEYS), row["kind"], row["tensor"])
+        series[key][row["step"] // 10].append((row["norm"], row["step"]))
+    expected = Counter()
+    for key, buckets in series.items():
+        for before, number in itertools.pairwise(sorted(buckets)):
+            finite = [norm for norm, _ in buckets[before] if norm is not None and math.isfinite(norm)]
+            told = [(norm, step) for norm, step in buckets[number] if norm is not None]
+            if not finite or not told:
+                continue
+            mean, highest = statistics.fmean(finite), max((norm for norm, _ in told), key=_as_sorted)
+            if _as_sorted(highest) > (0, mean):
+                first = min(step for norm, step in told if _as_sorted(norm) == _as_sorted(highest))
+                expected[*key[:5], *key[6:], first, str(highest), round(mean, 9)] += 1
+    found = connection.sql("FROM bucket_deviations('r', top := 9999, width := 10)")
+
+    names = (*OPTIONAL_KEYS[:5], "kind", "tensor", "step", "norm", "norm_before")
+    told = found.project(", ".join(f'"{name}"' for name in names)).fetchall()
+    assert expected
+    assert expected == Counter((*row[:-2], str(row[-2]), round(row[-1], 9)) for row in told)
+    assert found.types == connection.sql("FROM query('FROM bucket_deviations(''r'')')").types
+
+
+def _as_sorted(norm: float) -> tuple[int, float]:
+    """As DuckDB orders floats: NaN is above all."""
+    return (1, 0.0) if math.isnan(norm) else (0, norm)
 
 
 def test_newest_rows_that_lie_in_many_files_are_those_of_one_scan_over_all(writer, connection):

@@ -1,0 +1,96 @@
+"""Views and macros that do less for one statement, by what is known of the files it reads: the same rows, sooner.
+
+What a shortcut relies on holds for the rows that one understood statement reads. All others get the definition that is
+right whatever they read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import duckdb
+import pyarrow as pa
+
+from rankscope_storage.asking import extents, newest
+from rankscope_storage.asking.engines import Engine
+from rankscope_storage.asking.keys import absent_keys
+from rankscope_storage.asking.questions import Bounds
+from rankscope_storage.asking.sql_types import sql_type
+from rankscope_storage.log.snapshot import Snapshot
+from rankscope_storage.macros.curves import raw_curve, scalar_curve, sole_attempt_curve
+from rankscope_storage.macros.deviations import bucket_deviations
+from rankscope_storage.macros.latest import tensor_latest
+
+LATEST: Final = "tensor_latest"
+CURVE: Final = "scalar_curve"
+BUCKETS: Final = "bucket_deviations"
+
+_NEWEST: Final = f"  FROM {newest.TABLE}\n"
+LATEST_OF_KNOWN: Final = tensor_latest(_NEWEST)
+LATEST_MEASURED_ONCE: Final = tensor_latest(_NEWEST, measured_once=True)
+CURVE_OF_KNOWN: Final = scalar_curve(extents.TABLE)
+RAW_CURVE: Final = raw_curve(extents.TABLE)
+SOLE_ATTEMPT_CURVE: Final = sole_attempt_curve(extents.TABLE)
+
+
+class Shortcuts:
+    """What is known in `engine`, and found out through `cursor`."""
+
+    def __init__(self, engine: Engine, cursor: duckdb.DuckDBPyConnection) -> None:
+        self._engine = engine
+        self._cursor = cursor
+
+    def find_newest(self, wanted: Sequence[Bounds], snapshot: Snapshot) -> list[Bounds]:
+        """Tell `tensor_latest` the newest steps in the files of `wanted`, and return where their rows lie."""
+        files = snapshot.within("tensor_stats", wanted)
+        self._engine.footers.update(files)
+        found = newest.newest_steps(files, self._table)
+        lie = newest.rows_of(found)
+        if files != self._engine.newest_of:
+            self._engine.newest_of = None
+            self._fill(newest.TABLE, found)
+            self._engine.measured_once = bool(lie) and newest.measured_once(
+                found, snapshot.within("tensor_stats", lie), self._table
+            )
+            self._engine.newest_of = files
+        return lie
+
+    def find_extents(self, wanted: Sequence[Bounds], snapshot: Snapshot) -> None:
+        """Tell `scalar_curve` where the scalars of the runs that are `wanted` begin and end."""
+        files = snapshot.within("scalars", wanted)
+        self._engine.footers.update(files)
+        runs = _runs(wanted)
+        if (files, runs) != self._engine.extents_of:
+            found = extents.scalar_extents(files, runs, self._table)
+            self._engine.extents_of = None
+            self._fill(extents.TABLE, found)
+            self._engine.extents_of = files, runs
+
+    def latest(self) -> str:
+        """Return what makes `tensor_latest`, once its newest steps were found."""
+        return LATEST_MEASURED_ONCE if self._engine.measured_once else LATEST_OF_KNOWN
+
+    def curve(self, scalars: Sequence[str], rollups: Sequence[str], snapshot: Snapshot) -> str:
+        """Return what makes `scalar_curve` of these files, once the extents in them were found."""
+        if rollups:
+            return CURVE_OF_KNOWN
+        return SOLE_ATTEMPT_CURVE if snapshot.is_of_attempt_0("scalars", scalars) else RAW_CURVE
+
+    def buckets(self, files: Sequence[str]) -> str:
+        """Return what makes `bucket_deviations` of these files."""
+        return bucket_deviations(absent_keys(files, self._table))
+
+    def _fill(self, table: str, rows: pa.Table) -> None:
+        columns = ", ".join(f"unnest(?::{sql_type(field.type)}[])" for field in rows.schema)
+        self._cursor.execute(f"TRUNCATE {table}")
+        self._cursor.execute(f"INSERT INTO {table} SELECT {columns}", [column.to_pylist() for column in rows.columns])
+
+    def _table(self, question: str) -> pa.Table:
+        return self._cursor.sql(question).to_arrow_table()
+
+
+def _runs(wanted: Sequence[Bounds]) -> frozenset[str] | None:
+    """Return the runs that are wanted, None where it may be any."""
+    named = [bounds.runs for bounds in wanted if bounds.runs is not None]
+    return frozenset().union(*named) if len(named) == len(wanted) else None
