@@ -1,11 +1,13 @@
 """Retention: CPU per million rows rolled up, bytes before and after, and what an append costs meanwhile.
 
 Sixty simulated days of statistics, of which the older half is rolled up. 4 million rows by default; more with
-`RANKSCOPE_RETENTION_ROWS=40000000 python benchmarks/run.py retention`.
+`RANKSCOPE_RETENTION_ROWS=40000000 python benchmarks/run.py retention`. Then files as flushes of a large fleet leave
+them, each series once in each file, at once and in slices.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 import os
 import resource
@@ -21,10 +23,13 @@ import numpy as np
 import pyarrow as pa
 from _rows import Row, print_rows
 
+from rankscope_storage.care import rolling
+from rankscope_storage.care.ageing import File
 from rankscope_storage.care.retention import Retention, RetentionReport, retain
 from rankscope_storage.connection import connect
 from rankscope_storage.durable import sync_to_disk
-from rankscope_storage.schema import dataset_schema
+from rankscope_storage.files.parquet import write_file
+from rankscope_storage.schema import conform, dataset_schema
 from rankscope_storage.store import Batch, Store, Writer
 
 ROWS = int(os.environ.get("RANKSCOPE_RETENTION_ROWS", "4000000"))
@@ -34,6 +39,7 @@ FLUSH_ROWS = 400_000
 DAYS, KEPT_DAYS = 60.0, 30.0
 START = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 APPENDS = 60
+FLEET_RANKS, FLEET_TENSORS, FLEET_FILES = 400, 2_500, 6
 ONE_TENSOR = "SELECT step, rank, norm FROM {} WHERE run = 'run' AND tensor = 'layers.17.mlp.weight'"
 
 
@@ -41,7 +47,7 @@ def run() -> list[Row]:
     folder = Path(tempfile.mkdtemp())
     try:
         with Store.open(folder / "store", create=True).claim("0/1", owner="bench") as writer:
-            return _measure(folder / "store", writer)
+            return [*_measure(folder / "store", writer), *_fleet(folder / "fleet")]
     finally:
         shutil.rmtree(folder)
 
@@ -120,18 +126,36 @@ def _latencies(name: str, taken: list[float]) -> list[Row]:
     ]
 
 
+def _fleet(root: Path) -> list[Row]:
+    """Roll up files in which each of a million series has one row, as few and as many of them at a time."""
+    files: list[File] = []
+    for step in range(FLEET_FILES):
+        rows = conform(_statistics(step, 1, ranks=FLEET_RANKS, tensors=FLEET_TENSORS), "tensor_stats")
+        written = write_file(root, "tensor_stats", "run", rows, sync_to_disk)
+        files.append({"path": written.path, "dataset": "tensor_stats", "part": "run", "rows": written.rows})
+    total = sum(file["rows"] for file in files)
+    figures = []
+    for name, most in (("in slices", rolling.SLICE_ROWS), ("at once", total)):
+        rolling.SLICE_ROWS = most  # type: ignore[misc]
+        began = time.process_time()
+        rolling.roll_up(root, files, sync_to_disk)
+        figures.append(Row(f"a fleet's, {name}", 1e6 * (time.process_time() - began) / total, "CPU s per million rows"))
+    note = f"{FLEET_RANKS * FLEET_TENSORS:,} series, once in each of {FLEET_FILES} files"
+    return [dataclasses.replace(row, note=note) for row in figures]
+
+
 def _fill(writer: Writer) -> None:
     steps_at_once = FLUSH_ROWS // ROWS_PER_STEP
     for first in range(0, ROWS // ROWS_PER_STEP, steps_at_once):
         writer.append(Batch(tables={"tensor_stats": _statistics(first, steps_at_once)}, watermarks={}))
 
 
-def _statistics(first: int, steps: int) -> pa.Table:
+def _statistics(first: int, steps: int, *, ranks: int = RANKS, tensors: int = TENSORS) -> pa.Table:
     """Return `steps` steps of all tensors of all ranks, with the spread of real statistics from step to step."""
     random = np.random.default_rng(first)
-    tensor = np.tile(np.arange(TENSORS, dtype=np.int32), steps * RANKS)
-    step = np.repeat(np.arange(first, first + steps), ROWS_PER_STEP)
-    spread = (0.02 + 0.28 * tensor / TENSORS).astype(np.float32)
+    tensor = np.tile(np.arange(tensors, dtype=np.int32), steps * ranks)
+    step = np.repeat(np.arange(first, first + steps), ranks * tensors)
+    spread = (0.02 + 0.28 * tensor / tensors).astype(np.float32)
     seconds = step * (DAYS * 86_400 * ROWS_PER_STEP / ROWS)
     moments = pa.array((seconds * 1e6).astype(np.int64) + int(START.timestamp() * 1e6), pa.timestamp("us", tz="UTC"))
 
@@ -146,12 +170,12 @@ def _statistics(first: int, steps: int) -> pa.Table:
         {
             "run": text(["run"]),
             "attempt": np.zeros(len(step), np.int32),
-            "rank": np.tile(np.repeat(np.arange(RANKS, dtype=np.int32), TENSORS), steps),
+            "rank": np.tile(np.repeat(np.arange(ranks, dtype=np.int32), tensors), steps),
             "ordinal": step,
             "step": step,
             "ts": moments,
             "kind": text(["grad_reduced"]),
-            "tensor": text([f"layers.{number}.mlp.weight" for number in range(TENSORS)]),
+            "tensor": text([f"layers.{number}.mlp.weight" for number in range(tensors)]),
             "placement": text(["full"]),
             **{op: noise() for op in ("norm", "min", "max", "mean")},
             **{op: np.zeros(len(step), np.int64) for op in ("nans", "infs")},
