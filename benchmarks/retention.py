@@ -128,6 +128,7 @@ def _latencies(name: str, taken: list[float]) -> list[Row]:
 
 def _fleet(root: Path) -> list[Row]:
     """Roll up files in which each of a million series has one row, as few and as many of them at a time."""
+    root.mkdir()
     files: list[File] = []
     for step in range(FLEET_FILES):
         rows = conform(_statistics(step, 1, ranks=FLEET_RANKS, tensors=FLEET_TENSORS), "tensor_stats")

@@ -30,14 +30,14 @@ from rankscope_storage.errors import ConflictError, StoreError
 from rankscope_storage.files.layout import SHARED_PREFIX, SORT_KEYS, file_mantissa_bits
 from rankscope_storage.files.parquet import STAGING, DataFile, discard, write_file
 from rankscope_storage.files.rounding import coarsest
-from rankscope_storage.rollups.summing import bucket, moment, rolled_up
+from rankscope_storage.rollups.summing import bucket, look_through, moment, rolled_up, what_holds
 from rankscope_storage.schema import conform, dataset_schema
 
 MEMORY_LIMIT: Final = "1GiB"
 """What the sums of one commit may take; beyond it they go by way of `_staging/`."""
 
-PIECE_ROWS: Final = 1_000_000
-"""Rollup rows of one file."""
+PIECE_ROWS: Final = 250_000
+"""Rollup rows of one file: some 300 bytes each while they are put together, and as much again while they are sorted."""
 
 SLICE_ROWS: Final = 2_500_000
 """Rows that are summed up together: their sums stay in memory that is near, however many series there are."""
@@ -60,7 +60,8 @@ def roll_up(root: Path, files: Sequence[File], sync: Sync) -> list[DataFile]:
     source = f"({files_select(files[0]['dataset'], paths)})"
     with _written(root) as written, _engine(root) as engine:
         sources = (f"(FROM {source} WHERE {where})" for where in slices(paths, files[0]["dataset"]))
-        written.extend(_rollups(engine, sources, root, files, sync))
+        questions = (_cheapest(engine, files[0]["dataset"], source) for source in sources)
+        written.extend(_rollups(engine, questions, root, files, sync))
     return written
 
 
@@ -78,7 +79,7 @@ def cut(root: Path, file: File, before: dt.datetime, sync: Sync) -> list[DataFil
         if len(places) < file["rows"]:
             if dataset in ROLLUPS:
                 going = f"(SELECT row.* FROM ({files_select(dataset, [path])}) AS row ANTI {_OF_BUCKET})"
-                written.extend(_rollups(engine, [going], root, [file], sync))
+                written.extend(_rollups(engine, [rolled_up(dataset, going)], root, [file], sync))
             if len(places):
                 rest, bits = conform(_read(path, dataset, places), dataset), file_mantissa_bits(file["path"])
                 written.append(write_file(root, dataset, file["part"], rest, sync, mantissa_bits=bits))
@@ -121,14 +122,20 @@ def _first_names(metadata: pq.FileMetaData, column: str) -> Iterator[tuple[str, 
             yield statistics.min, group.num_rows
 
 
+def _cheapest(engine: duckdb.DuckDBPyConnection, dataset: str, source: str) -> str:
+    """Return the query for the rollups of `source` that sums up only what may differ; to look takes a tenth of it."""
+    looked = engine.sql(look_through(dataset, source))
+    [row] = looked.fetchall()
+    return rolled_up(dataset, source, what_holds(dict(zip(looked.columns, row, strict=True))))
+
+
 def _rollups(
-    engine: duckdb.DuckDBPyConnection, sources: Iterable[str], root: Path, files: Sequence[File], sync: Sync
+    engine: duckdb.DuckDBPyConnection, questions: Iterable[str], root: Path, files: Sequence[File], sync: Sync
 ) -> Iterator[DataFile]:
-    """Write the rollups of `sources`, slices of the rows of `files`."""
-    dataset = files[0]["dataset"]
-    name, part = ROLLUPS[dataset], rollup_part(files[0]["part"])
+    """Write the rollups that `questions` ask for, all of them of rows of `files`."""
+    name, part = ROLLUPS[files[0]["dataset"]], rollup_part(files[0]["part"])
     bits = coarsest(file["path"] for file in files)
-    readers = (engine.sql(rolled_up(dataset, source)).to_arrow_reader(PIECE_ROWS // 10) for source in sources)
+    readers = (engine.sql(question).to_arrow_reader(PIECE_ROWS // 10) for question in questions)
     for rows in _pieces(itertools.chain.from_iterable(readers)):
         yield write_file(root, name, part, conform(rows, name), sync, mantissa_bits=bits)
 
@@ -136,12 +143,18 @@ def _rollups(
 def _pieces(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
     kept: list[pa.RecordBatch] = []
     for batch in batches:
-        kept.append(batch)
+        kept.append(_coded(batch))
         if sum(one.num_rows for one in kept) >= PIECE_ROWS:
             yield pa.Table.from_batches(kept)
             kept = []
     if any(batch.num_rows for batch in kept):
         yield pa.Table.from_batches(kept)
+
+
+def _coded(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return `batch` with its texts as codes: names by the hundred thousand, of which there are a few hundred."""
+    columns = [column.dictionary_encode() if pa.types.is_string(column.type) else column for column in batch.columns]
+    return pa.RecordBatch.from_arrays(columns, batch.schema.names)
 
 
 def _read(path: str, dataset: str, places: npt.NDArray[np.int64]) -> pa.Table:

@@ -6,7 +6,8 @@ Both are sums over disjoint rows, so it does not matter in how many pieces and i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 import pyarrow as pa
 
@@ -26,8 +27,24 @@ SERIES: Final[Mapping[str, tuple[str, ...]]] = {
 NUMBERS: Final[Mapping[str, tuple[str, ...]]] = {"tensor_stats": VALUE_OPS, "scalars": ("value",)}
 TOTALS: Final[Mapping[str, tuple[str, ...]]] = {"tensor_stats": COUNT_OPS, "scalars": ()}
 
-_NULLS: Final = {pa.string(): "NULL::VARCHAR", pa.int64(): "NULL::BIGINT"}
+_NULLS: Final = {pa.string(): "NULL::VARCHAR", pa.int32(): "NULL::INTEGER", pa.int64(): "NULL::BIGINT"}
+_NONFINITE: Final = ("nans", "infs")
 _LOWEST, _HIGHEST = -(1 << 63), (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What holds for all rows that are summed up. To know less makes the sums dearer, and no different."""
+
+    absent: frozenset[str] = frozenset()
+    """Columns that are null in every row."""
+    whole: frozenset[str] = frozenset()
+    """Columns that are null in no row."""
+    is_finite: bool = False
+    """Whether no number is NaN or infinite, and all counts of such elements are 0, or null."""
+
+
+NOTHING_KNOWN: Final = Known()
 
 
 def bucket(row: str = "") -> str:
@@ -42,10 +59,26 @@ def moment(row: str = "") -> str:
     return f"(CASE WHEN {row}step IS NULL THEN epoch_us({row}ts) // {BUCKET_SECONDS * 1_000_000} END)"
 
 
-def rolled_up(dataset: str, source: str) -> str:
+def look_through(dataset: str, source: str) -> str:
+    """Return a query for one row, which tells `what_holds` for all rows of `dataset` in `source`."""
+    counted = (*SERIES[dataset], "step", *NUMBERS[dataset], *TOTALS[dataset])
+    counts = ", ".join(f"count({sql_identifier(name)}) AS {sql_identifier(name)}" for name in counted)
+    return f"SELECT count(*) AS every_row, bool_or({_is_nonfinite(dataset, '<>')}) AS is_odd, {counts} FROM {source}"
+
+
+def what_holds(found: Mapping[str, Any]) -> Known:
+    """Return what the one row of `look_through` tells."""
+    counts = {name: count for name, count in found.items() if name not in {"every_row", "is_odd"}}
+    return Known(
+        absent=frozenset(name for name, count in counts.items() if not count),
+        whole=frozenset(name for name, count in counts.items() if count == found["every_row"]),
+        is_finite=not found["is_odd"],
+    )
+
+
+def rolled_up(dataset: str, source: str, known: Known = NOTHING_KNOWN) -> str:
     """Return a query for the rollup rows of the rows of `dataset` in `source`, what stands behind FROM."""
-    series = ", ".join(map(sql_identifier, SERIES[dataset]))
-    rows = ", ".join(_raw_columns(dataset))
+    series = [name for name in SERIES[dataset] if name not in known.absent]
     named = {
         "step": "bucket",
         "first_step": "min(step)",
@@ -57,12 +90,19 @@ def rolled_up(dataset: str, source: str) -> str:
         "nonfinite_rows": "count(CASE WHEN is_nonfinite THEN 1 END)",
         "first_nonfinite_step": "min(CASE WHEN is_nonfinite THEN step END)",
     }
+    if known.is_finite:
+        named |= {"nonfinite_rows": "0::BIGINT", "first_nonfinite_step": "NULL::BIGINT"}
     for number in NUMBERS[dataset]:
-        named |= _summary(number, is_wide=_is_wide(dataset, number))
+        named |= _summary(number, known, is_wide=_is_wide(dataset, number))
     for total in TOTALS[dataset]:
-        named |= {total: _sum(total), f"{total}_rows": f"count({total})"}
-    columns = _in_order(dataset, named)
-    return f"SELECT {columns} FROM (SELECT {series}, {rows} FROM {source}) GROUP BY {series}, bucket, moment"
+        is_zero = known.is_finite and total in _NONFINITE and total in known.whole
+        named |= {total: "0::BIGINT" if is_zero else _sum(total), f"{total}_rows": _count(total, known)}
+    columns = _in_order(dataset, {name: sql_identifier(name) for name in series} | named)
+    rows = ", ".join(_raw_columns(dataset, known))
+    # Where every row has a step, none is told apart by its time.
+    groups = ", ".join([*map(sql_identifier, series), "bucket", *([] if "step" in known.whole else ["moment"])])
+    shown = ", ".join(map(sql_identifier, series))
+    return f"SELECT {columns} FROM (SELECT {shown}, {rows} FROM {source}) GROUP BY {groups}"
 
 
 def combined(dataset: str, source: str) -> str:
@@ -83,37 +123,50 @@ def combined(dataset: str, source: str) -> str:
         named |= _joined_summary(number, is_wide=_is_wide(dataset, number))
     for total in TOTALS[dataset]:
         named |= {total: _sum(total), f"{total}_rows": _sum(f"{total}_rows")}
-    columns = _in_order(dataset, named)
+    columns = _in_order(dataset, {name: sql_identifier(name) for name in SERIES[dataset]} | named)
     return f"SELECT {columns} FROM {source} GROUP BY {series}, step, {moment()}"
 
 
-def _raw_columns(dataset: str) -> Iterator[str]:
+def _raw_columns(dataset: str, known: Known) -> Iterator[str]:
     yield from ("step", "ts", "ordinal", f"{bucket()} AS bucket", f"{moment()} AS moment")
-    odd = [f"NOT isfinite({sql_identifier(number)})" for number in NUMBERS[dataset]]
-    odd += [f"{total} > 0" for total in TOTALS[dataset] if total in {"nans", "infs"}]
-    yield f"coalesce({' OR '.join(odd)}, false) AS is_nonfinite"
+    yield f"coalesce({_is_nonfinite(dataset)}, false) AS is_nonfinite"
     for number in NUMBERS[dataset]:
         column = sql_identifier(number)
         # One CASE for all aggregates of it: a FILTER in each of them took two thirds more time.
-        yield f"{column}, CASE WHEN isfinite({column}) THEN {column} END AS {number}_finite"
+        finite = column if known.is_finite else f"CASE WHEN isfinite({column}) THEN {column} END"
+        yield f"{column}, {finite} AS {number}_finite"
     yield from TOTALS[dataset]
+
+
+def _is_nonfinite(dataset: str, comparison: str = ">") -> str:
+    """Return whether a row shows anything that is not finite; null may stand for no. Counts compare so with 0."""
+    odd = [f"NOT isfinite({sql_identifier(number)})" for number in NUMBERS[dataset]]
+    odd += [f"{total} {comparison} 0" for total in TOTALS[dataset] if total in _NONFINITE]
+    return " OR ".join(odd)
 
 
 def _is_wide(dataset: str, number: str) -> bool:
     return bool(dataset_schema(dataset).field(number).type == pa.float64())
 
 
-def _summary(number: str, *, is_wide: bool) -> dict[str, str]:
+def _summary(number: str, known: Known, *, is_wide: bool) -> dict[str, str]:
     column, finite = sql_identifier(number), f"{number}_finite"
     nans = f"count(CASE WHEN isnan({column}) THEN 1 END)"
+    odd = {"nans": nans, "infs": f"count({column}) - count({finite}) - {nans}"}
+    if known.is_finite:
+        odd = dict.fromkeys(odd, "0::BIGINT")
     return {
         f"{number}_min": f"min({finite})",
         f"{number}_max": f"max({finite})",
         f"{number}_avg": _mean(f"avg({finite})", f"avg({finite} / 1048576) * 1048576", is_wide=is_wide),
-        f"{number}_count": f"count({finite})",
-        f"{number}_nans": nans,
-        f"{number}_infs": f"count({column}) - count({finite}) - {nans}",
+        f"{number}_count": _count(number, known) if known.is_finite else f"count({finite})",
+        **{f"{number}_{what}": value for what, value in odd.items()},
     }
+
+
+def _count(name: str, known: Known) -> str:
+    """Return how many rows have the column called `name`; all rows are counted once for all that are whole."""
+    return "count(*)" if name in known.whole else f"count({sql_identifier(name)})"
 
 
 def _joined_summary(number: str, *, is_wide: bool) -> dict[str, str]:
@@ -149,7 +202,6 @@ def _sum(column: str) -> str:
 
 def _in_order(dataset: str, named: Mapping[str, str]) -> str:
     """Return the columns of the rollup dataset as its schema has them; what many rows have none of together is null."""
-    known = {**{name: sql_identifier(name) for name in SERIES[dataset]}, **named}
     schema = dataset_schema(ROLLUPS[dataset])
-    values = (known[field.name] if field.name in known else _NULLS[field.type] for field in schema)
+    values = (named[field.name] if field.name in named else _NULLS[field.type] for field in schema)
     return ", ".join(f"{value} AS {sql_identifier(name)}" for value, name in zip(values, schema.names, strict=True))
