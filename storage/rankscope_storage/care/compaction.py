@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from rankscope_contract.rollups import ROLLUPS
 from rankscope_storage.durable import Sync
 from rankscope_storage.errors import ConflictError, StoreError
 from rankscope_storage.files.layout import OWN_PART_ROWS, SHARED_PREFIX, Indices, own_part, shared_part, sort_order
@@ -47,6 +48,8 @@ TARGET_ROWS: Final = 1_500_000
 """Rows of a merged file, where steps allow it."""
 MERGE_ROWS: Final = 2 * TARGET_ROWS
 """Rows that one merge holds in memory at most; small files that hold as many are merged, however few they are."""
+ROLLUP_WEIGHT: Final = 4
+"""A row of rollups counts as so many others, for it takes as much memory: it has forty numbers, and few are null."""
 PAST_FILES: Final = 3
 """Small files that the shared parts of past days may have together."""
 MOVED_ROWS: Final = 10_000
@@ -89,7 +92,7 @@ def plan(snapshot: Snapshot, now: dt.datetime | None = None) -> list[Merge]:
         own.setdefault(file["dataset"], set()).add(file["part"])
     merges: list[Merge] = []
     for (dataset, territory, _), files in sorted(groups.items(), key=lambda group: group[0]):
-        small = [file for file in files if file["rows"] is not None and file["rows"] < SMALL_ROWS]
+        small = [file for file in files if file["rows"] is not None and _weight(file) < SMALL_ROWS]
         closed = territory == _PAST or (_is_silent(files, now) and not territory.startswith(SHARED_PREFIX))
         if _worth(small, PAST_FILES if territory == _PAST else 1 if closed else SMALL_FILES):
             merges.extend(_merges(small, frozenset(own[dataset]), closed=closed))
@@ -153,10 +156,19 @@ def _carry_out(log: Log, merge: Merge, sync: Sync, now: dt.datetime) -> list[Dat
 
 
 def _worth(small: Sequence[dict[str, Any]], most: int) -> bool:
-    rows = sum(file["rows"] for file in small)
+    rows = sum(map(_weight, small))
     if len(small) > most or (len(small) > 1 and rows >= MERGE_ROWS):
         return True
     return len(small) > TINY_FILES and rows < TINY_ROWS * len(small)
+
+
+def _weight(file: dict[str, Any]) -> int:
+    """Return how many rows the rows of `file` count as."""
+    return int(file["rows"]) * _row_weight(file["dataset"])
+
+
+def _row_weight(dataset: str) -> int:
+    return ROLLUP_WEIGHT if dataset in ROLLUPS.values() else 1
 
 
 def _attempt(file: dict[str, Any]) -> int:
@@ -167,11 +179,13 @@ def _attempt(file: dict[str, Any]) -> int:
 
 def _merges(small: Iterable[dict[str, Any]], own_parts: frozenset[str], *, closed: bool) -> Iterator[Merge]:
     group: list[DataFile] = []
+    held = 0
     for file in sorted(small, key=_step_order):
-        if group and sum(member.rows for member in group) + file["rows"] > MERGE_ROWS:
+        if group and held + _weight(file) > MERGE_ROWS:
             yield _merge(group, own_parts, closed=closed)
-            group = []
+            group, held = [], 0
         group.append(_data_file(file))
+        held += _weight(file)
     if len(group) > 1:
         yield _merge(group, own_parts, closed=closed)
 
@@ -203,7 +217,8 @@ def _rewrite(root: Path, merge: Merge, sync: Sync, now: dt.datetime) -> list[Dat
     try:
         for part, table in apart(_read(root, merge), merge):
             ranges = [table] if merge.closed else open_and_closed(table, now)
-            for rows in itertools.chain.from_iterable(map(cut, ranges)):
+            target = TARGET_ROWS // _row_weight(merge.dataset)
+            for rows in itertools.chain.from_iterable(cut(range_, target) for range_ in ranges):
                 files.append(write(root, merge.dataset, part, rows, sync))  # noqa: PERF401 - known even if the next fails
     except FileNotFoundError as error:
         discard(root, files)
@@ -256,16 +271,16 @@ def open_and_closed(table: pa.Table, now: dt.datetime) -> Iterator[pa.Table]:
 _CUT_KEYS: Final = ("run", "attempt", "step")
 
 
-def cut(table: pa.Table) -> Iterator[pa.Table]:
-    """Yield `table` by run, attempt and step, in pieces that end with a step and hold TARGET_ROWS where steps allow."""
-    if table.num_rows <= TARGET_ROWS:
+def cut(table: pa.Table, target: int) -> Iterator[pa.Table]:
+    """Yield `table` by run, attempt and step, in pieces that end with a step, of `target` rows where steps allow."""
+    if table.num_rows <= target:
         yield table
         return
     order = sort_order(table, _CUT_KEYS)
     ends = _step_ends(table, order)
     start = 0
     while start < table.num_rows:
-        position = int(np.searchsorted(ends, start + TARGET_ROWS, side="right"))
+        position = int(np.searchsorted(ends, start + target, side="right"))
         end = int(ends[max(position - 1, int(np.searchsorted(ends, start, side="right")))])
         yield table.take(pa.array(order[start:end]))
         start = end

@@ -37,7 +37,8 @@ MEMORY_LIMIT: Final = "1GiB"
 """What the sums of one commit may take; beyond it they go by way of `_staging/`."""
 
 PIECE_ROWS: Final = 250_000
-"""Rollup rows of one file: some 300 bytes each while they are put together, and as much again while they are sorted."""
+"""Rollup rows of one file: some 300 bytes each while they are put together, and as much again while they are sorted.
+More than what compaction would merge with others."""
 
 SLICE_ROWS: Final = 2_500_000
 """Rows that are summed up together: their sums stay in memory that is near, however many series there are."""

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope_storage.care import compaction
+from rankscope_storage.care import compaction, rolling
 from rankscope_storage.care.compaction import MUTEX, Merge, apart, compact, cut, open_and_closed, plan
 from rankscope_storage.connection import connect
 from rankscope_storage.durable import sync_to_disk
@@ -159,9 +159,7 @@ def test_pieces_of_a_merge_share_no_step_and_lose_no_row(steps, target):
             "step": pa.array([step for _, step in steps], pa.int64()),
         }
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compaction, "TARGET_ROWS", target)
-        pieces = [[(row["attempt"], row["step"]) for row in piece.to_pylist()] for piece in cut(table)]
+    pieces = [[(row["attempt"], row["step"]) for row in piece.to_pylist()] for piece in cut(table, target)]
     largest_step = max(Counter(steps).values())
 
     assert Counter(steps) == Counter(row for piece in pieces for row in piece)
@@ -328,6 +326,15 @@ def test_small_files_that_make_two_full_ones_are_merged_though_they_are_few():
 
     assert [] == planned(half, half, half)
     assert [["00", "01", "02", "03"]] == planned(half, half, half, half, {"rows": 5})
+
+
+def test_a_row_of_rollups_counts_as_four():
+    """It is as much wider, and a merge holds its rows in memory: pieces as retention writes them are left alone."""
+    rolled = {**AGO, "dataset": "tensor_rollups"}
+    piece, half = {**rolled, "rows": rolling.PIECE_ROWS}, {**rolled, "rows": compaction.SMALL_ROWS // 4 - 1}
+
+    assert [] == planned(piece, piece, piece)
+    assert [["00", "01", "02", "03"], ["04", "05"]] == planned(*[half] * 6)
 
 
 def test_shared_parts_of_past_days_become_one_and_that_of_today_waits():
