@@ -273,3 +273,12 @@ def test_label_without_an_end_costs_one_line_and_no_time(desk):
 
     assert (5, 1) == (report.malformed, report.records)
     assert time.monotonic() - began < 20
+
+
+def test_labels_with_characters_that_end_a_line_elsewhere_hide_no_sample(tmp_path):
+    """Form feeds, group separators and their like are text in a label; a file may come with the ends of Windows."""
+    odd = "".join(
+        f'norm{{tensor="a{mark}b{mark}c"}} {number}\n' for number, mark in enumerate("\x0b\x0c\x1c\x1d\x85\u2028")
+    )
+    for text in (odd, odd.replace("\n", "\r\n")):
+        assert OpenMetrics().detect(tmp_path / "x", text.encode()).confidence > 0.8

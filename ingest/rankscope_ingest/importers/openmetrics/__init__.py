@@ -48,7 +48,9 @@ class OpenMetrics:
         """Return the share of lines that are samples, more where the format says what it is."""
         if path.is_dir():
             return NOT_MINE
-        lines = [line for line in head.decode("utf-8-sig", "replace").splitlines()[:_LINES_LOOKED_AT] if line.strip()]
+        text = head.decode("utf-8-sig", "replace")
+        # Not splitlines(): a label may have any character but a newline, and some others end a line for Python.
+        lines = [line.rstrip("\r") for line in text.split("\n")[:_LINES_LOOKED_AT] if line.strip()]
         whole = lines[:-1] or lines
         told = sum(bool(_COMMENT.match(line)) for line in whole)
         samples = sum(_is_sample(line) for line in whole if not line.startswith("#"))
