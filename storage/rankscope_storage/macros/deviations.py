@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
+from rankscope_contract.escaping import sql_identifier
 from rankscope_storage.asking.sql_types import sql_type
 from rankscope_storage.schema import dataset_schema
 
@@ -38,8 +39,8 @@ def bucket_deviations(absent: Collection[str] = ()) -> str:
     A column that is null all over makes groups no finer, and grouping by it a tenth slower.
     """
     keys = [name for name in OPTIONAL_KEYS if name not in absent]
-    grouped = ", ".join(f'"{name}"' for name in (*keys, "kind", "tensor"))
-    same = "".join(f' AND measured."{name}" IS NOT DISTINCT FROM best."{name}"' for name in keys)
+    grouped = ", ".join(map(sql_identifier, (*keys, "kind", "tensor")))
+    same = "".join(f" AND measured.{name} IS NOT DISTINCT FROM best.{name}" for name in map(sql_identifier, keys))
     order = ", ".join(name for name in ("attempt", "number", "rank", "kind", "tensor") if name not in absent)
     shown = ", ".join(_shown(name, absent) for name in _SHOWN)
     # Which step was the highest is looked up for the few that are shown: to carry it through all groups is dearer.
@@ -71,7 +72,7 @@ FROM dated ORDER BY ratio DESC, attempt, step, rank
 
 def _shown(name: str, absent: Collection[str]) -> str:
     type_ = sql_type(dataset_schema("tensor_stats").field(name).type)
-    return f'NULL::{type_} AS "{name}"' if name in absent else f'"{name}"'
+    return f"NULL::{type_} AS {sql_identifier(name)}" if name in absent else sql_identifier(name)
 
 
 DEVIATION_MACROS: Final = (_TOP_DEVIATIONS, bucket_deviations())
