@@ -258,7 +258,7 @@ def test_files_of_an_older_shape_are_read_beside_new_ones(connection, writer, ba
     writer.append(batch(range(3)))
     (path,) = map(Path, connection.files("scalars"))
     pq.write_table(pq.ParquetFile(path).read().drop_columns("labels"), path)
-    monkeypatch.setattr("rankscope_storage.files.layout.fingerprint", lambda dataset: "0ld5hape")
+    monkeypatch.setattr("rankscope_storage.files.layout.fingerprint", lambda dataset, *, whole: "0ld5hape")
     writer.append(batch(range(5)))
     monkeypatch.undo()
     writer.append(batch(range(6)))

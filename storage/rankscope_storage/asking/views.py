@@ -16,7 +16,7 @@ from rankscope_storage.asking.sql_types import sql_type
 from rankscope_storage.files.layout import file_fingerprint
 from rankscope_storage.macros import MACROS
 from rankscope_storage.rollups.timelines import TIMELINES, rollup_view
-from rankscope_storage.schema import dataset_schema, fingerprint
+from rankscope_storage.schema import UNWRITTEN, dataset_schema, fingerprint
 
 VERSION_KEYS: Final = {
     "runs": ("run",),
@@ -122,10 +122,24 @@ def raw_select(dataset: str, files: str, *, empty: bool, one_shape: bool) -> str
     if empty:
         return empty_select(dataset)
     if one_shape:
-        return f"SELECT * FROM read_parquet({files}, hive_partitioning = false)"
+        return f"SELECT {_usual_columns(dataset)} FROM read_parquet({files}, hive_partitioning = false)"
     return (
         f"{empty_select(dataset)} UNION ALL BY NAME "
         f"SELECT * FROM read_parquet({files}, hive_partitioning = false, union_by_name = true)"
+    )
+
+
+@functools.cache
+def _usual_columns(dataset: str) -> str:
+    """Return what to select from a file as it usually is to have all columns."""
+    unwritten = UNWRITTEN.get(dataset, ())
+    if not unwritten:
+        return "*"
+    return ", ".join(
+        f"NULL::{sql_type(field.type)} AS {sql_identifier(field.name)}"
+        if field.name in unwritten
+        else sql_identifier(field.name)
+        for field in dataset_schema(dataset)
     )
 
 

@@ -126,7 +126,7 @@ def _read(root: Path, file: dict[str, Any]) -> pa.Table:
     texts = [
         field.name for field in dataset_schema(file["dataset"]) if field.type == pa.string() and field.name != "run"
     ]
-    return pq.ParquetFile(root / file["path"], read_dictionary=texts).read()
+    return conform(pq.ParquetFile(root / file["path"], read_dictionary=texts).read(), file["dataset"])
 
 
 def _bytes(files: Sequence[DataFile]) -> int:

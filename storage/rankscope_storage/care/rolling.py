@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from rankscope_contract.escaping import sql_string
 from rankscope_contract.rollups import ROLLUPS
-from rankscope_storage.asking.views import files_select
+from rankscope_storage.asking.views import empty_select, files_select
 from rankscope_storage.care.ageing import File
 from rankscope_storage.durable import Sync
 from rankscope_storage.errors import ConflictError, StoreError
@@ -72,7 +72,8 @@ def cut(root: Path, file: File, before: dt.datetime, sync: Sync) -> list[DataFil
     Of a dataset without rollups it is just the rest. Returns the new files; none when no bucket has ended.
     """
     dataset, path = file["dataset"], str(root / file["path"])
-    numbered = f"read_parquet({sql_string(path)}, hive_partitioning = false, file_row_number = true)"
+    content = f"read_parquet({sql_string(path)}, hive_partitioning = false, file_row_number = true)"
+    numbered = f"({empty_select(dataset)} UNION ALL BY NAME FROM {content})"  # it may lack a column
     with _written(root) as written, _engine(root) as engine:
         engine.execute(_STAYING.format(rows=numbered, before=before.isoformat()))
         stays = engine.sql(f"SELECT file_row_number AS place FROM {numbered} AS row SEMI {_OF_BUCKET} ORDER BY place")

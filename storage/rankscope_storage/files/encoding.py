@@ -42,7 +42,7 @@ _UNSEARCHED: Final = ("incarnation", "labels", "ts_origin", "placement", "shard_
 
 
 def write_sorted(table: pa.Table, dataset: str, path: Path | IO[bytes], mantissa_bits: int | None = None) -> None:
-    """Write `table`, which conforms to `dataset`, as the file at or in `path`, sorted by the keys of the dataset."""
+    """Write `table`, columns as `dataset` has them, as the file at or in `path`, sorted by the keys of the dataset."""
     columns = [_Column.of(table.column(name)) for name in table.column_names]
     fields = zip(table.column_names, columns, strict=True)
     schema = pa.schema([pa.field(name, column.values.type, nullable=column.has_nulls) for name, column in fields])
@@ -145,8 +145,11 @@ def counted_columns(dataset: str) -> tuple[str, ...]:
 
 
 def _searched_columns(dataset: str) -> list[str]:
-    # A scalar is asked for with its labels, mostly none: where a footer says that there are none nothing is read.
-    unsearched = set(_UNSEARCHED) - ({"labels"} if dataset == "scalars" else set())
+    unsearched = set(_UNSEARCHED)
+    if dataset == "scalars":  # asked for with its labels, mostly none: where a footer says so nothing is read
+        unsearched.remove("labels")
+    if dataset == "samples":  # of no run, all of them
+        unsearched.add("run")
     return [name for name in counted_columns(dataset) if name not in unsearched]
 
 

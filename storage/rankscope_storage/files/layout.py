@@ -124,13 +124,13 @@ def shared_part(day: dt.date) -> str:
     return f"{SHARED_PREFIX}{day.isoformat()}"
 
 
-def data_file(dataset: str, part: str, mantissa_bits: int | None = None) -> str:
-    """Return the path of a new file, relative to the store; no two calls return the same.
+def data_file(dataset: str, part: str, mantissa_bits: int | None = None, *, whole: bool = False) -> str:
+    """Return the path of a new file, relative to the store; no two calls return the same. `whole` has every column.
 
     Its name tells to how many bits of mantissa its statistics were rounded, so that the log alone shows it.
     """
     rounded = "" if mantissa_bits is None else f"-m{mantissa_bits}"
-    return f"dataset={dataset}/part={part}/{fingerprint(dataset)}-{uuid.uuid4().hex}{rounded}.parquet"
+    return f"dataset={dataset}/part={part}/{fingerprint(dataset, whole=whole)}-{uuid.uuid4().hex}{rounded}.parquet"
 
 
 def file_fingerprint(path: str) -> str:

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 from rankscope_storage.durable import Sync, make_folders
 from rankscope_storage.files.encoding import write_sorted
 from rankscope_storage.files.layout import data_file, one_chunk
+from rankscope_storage.schema import written
 
 STAGING: Final = "_staging"
 STATISTICS_COLUMNS: Final = ("run", "attempt", "rank", "step", "ts")
@@ -51,11 +52,12 @@ def write_file(
 
     `mantissa_bits` is what the file says of itself: some of its statistics were rounded so far, and none further.
     """
-    path = data_file(dataset, part, mantissa_bits)
+    content = written(table, dataset)
+    path = data_file(dataset, part, mantissa_bits, whole=content.num_columns == table.num_columns)
     staged, final = root / STAGING / f"{uuid.uuid4().hex}.parquet", root / path
     try:
         make_folders(staged.parent, root, sync)  # somebody may have tidied up
-        write_sorted(table, dataset, staged, mantissa_bits)
+        write_sorted(content, dataset, staged, mantissa_bits)
         sync(staged)
         make_folders(final.parent, root, sync)
         staged.rename(final)

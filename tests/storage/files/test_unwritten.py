@@ -1,0 +1,85 @@
+"""Columns that rows of a dataset never have are not written, and whoever reads finds them null."""
+
+from __future__ import annotations
+
+import datetime as dt
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from deltalake import DeltaTable
+
+from rankscope_storage.care import compaction
+from rankscope_storage.care.checking import check
+from rankscope_storage.care.retention import Retention, retain
+from rankscope_storage.care.runs import rename
+from rankscope_storage.durable import sync_to_disk
+from rankscope_storage.schema import UNWRITTEN, dataset_schema
+from rankscope_storage.store import Batch
+
+START = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)
+NEVER = set(UNWRITTEN["samples"])
+
+
+def append(writer, rows: list[dict]) -> None:
+    usual = {"run": "", "ts": START, "ts_origin": "ingest", "target": "h:1", "metric": "m", "value": 1.0}
+    table = pa.Table.from_pylist([usual | row for row in rows], schema=dataset_schema("samples"))
+    writer.append(Batch(tables={"samples": table}, watermarks={}))
+
+
+def columns(connection) -> list[set[str]]:
+    return [set(pq.ParquetFile(path).schema_arrow.names) for path in map(Path, connection.files("samples"))]
+
+
+def test_a_file_of_samples_has_only_what_samples_have_and_the_view_has_all(writer, connection):
+    append(writer, [{"value": 2.0}, {"metric": "n", "labels": "{}"}])
+    found = connection.query("FROM samples ORDER BY metric")
+
+    assert [set(dataset_schema("samples").names) - NEVER] == columns(connection)
+    assert dataset_schema("samples").names == found.column_names
+    assert [2.0, 1.0] == found.column("value").to_pylist()
+    assert all(found.column(name).null_count == 2 for name in NEVER)
+    assert connection.sql("SELECT count(*) FROM samples WHERE step > 5 OR run = 'x'").fetchall() == [(0,)]
+    assert check(connection.path, deep=True).is_whole
+
+
+def test_a_row_that_has_more_is_kept_whole_beside_others_and_through_a_merge(writer, connection, monkeypatch):
+    monkeypatch.setattr(compaction, "SMALL_FILES", 2)
+    append(writer, [{"value": 1.0}])
+    append(writer, [{"value": 2.0, "step": 7, "rank": 3}])
+    append(writer, [{"value": 3.0}])
+    expected = [(1.0, None, None), (2.0, 7, 3), (3.0, None, None)]
+    asked = "SELECT value, step, rank FROM samples ORDER BY value"
+
+    assert sorted(map(len, columns(connection))) == [len(dataset_schema("samples")) - len(NEVER)] * 2 + [15]
+    assert expected == connection.sql(asked).fetchall()
+    writer.compact()
+    assert 1 == len(connection.files("samples"))
+    assert expected == connection.sql(asked).fetchall()
+
+
+def test_a_reader_of_delta_tables_finds_null(writer, connection):
+    append(writer, [{"value": 1.0}])
+    append(writer, [{"value": 2.0, "step": 7}])
+    told = DeltaTable(str(connection.path)).to_pyarrow_dataset().to_table(columns=["value", "step", "rank"])
+
+    assert [(1.0, None, None), (2.0, 7, None)] == sorted((r["value"], r["step"], r["rank"]) for r in told.to_pylist())
+
+
+def test_runs_are_renamed_and_days_go_where_columns_are_not_written(writer, connection):
+    append(writer, [{"run": "old", "ts": START}, {"run": "", "ts": START + dt.timedelta(days=3), "value": 5.0}])
+    writer.close()
+    rename(connection.path, "old", "new", sync_to_disk)
+
+    assert [("", 5.0), ("new", 1.0)] == connection.sql("SELECT run, value FROM samples ORDER BY run").fetchall()
+    retain(connection.path, Retention(samples_days=1), sync_to_disk, now=START + dt.timedelta(days=3, hours=2))
+    assert [("", 5.0)] == connection.sql("SELECT run, value FROM samples").fetchall()
+
+
+@pytest.mark.parametrize("name", sorted(NEVER))
+def test_each_of_them_is_kept_where_it_has_a_value(writer, connection, name):
+    value = "x" if dataset_schema("samples").field(name).type == pa.string() else 1
+    append(writer, [{name: value}])
+
+    assert [(value,)] == connection.sql(f'SELECT "{name}" FROM samples').fetchall()
