@@ -47,7 +47,7 @@ def empty_table(name: str) -> pa.Table:
 
 @functools.cache
 def fingerprint(name: str, *, whole: bool = False) -> str:
-    """Return eight hex digits that change whenever a column of a usual file of dataset `name` does, or of a `whole` one.
+    """Return eight hex digits that change whenever a column of a usual file of `name` does, or of a `whole` one.
 
     It stands in every file name, so that a reader knows from the log alone whether all files have one shape.
     """

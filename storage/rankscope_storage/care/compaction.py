@@ -22,17 +22,16 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from rankscope_contract.rollups import ROLLUPS
 from rankscope_storage.durable import Sync
 from rankscope_storage.errors import ConflictError, StoreError
 from rankscope_storage.files.layout import OWN_PART_ROWS, SHARED_PREFIX, Indices, own_part, shared_part, sort_order
-from rankscope_storage.files.parquet import DataFile, discard, write_file
+from rankscope_storage.files.parquet import DataFile, discard, open_file, write_file
 from rankscope_storage.files.rounding import coarsest
 from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.log.snapshot import Snapshot
-from rankscope_storage.schema import conform, dataset_schema
+from rankscope_storage.schema import conform
 
 MUTEX: Final = "compact"
 """Transaction moved by everything that rewrites files."""
@@ -230,8 +229,7 @@ def _rewrite(root: Path, merge: Merge, sync: Sync, now: dt.datetime) -> list[Dat
 
 
 def _read(root: Path, merge: Merge) -> pa.Table:
-    strings = [field.name for field in dataset_schema(merge.dataset) if field.type == pa.string()]
-    tables = [pq.ParquetFile(root / file.path, read_dictionary=strings).read() for file in merge.files]
+    tables = [open_file(root / file.path, merge.dataset).read() for file in merge.files]
     return conform(pa.concat_tables(tables, promote_options="default"), merge.dataset)
 
 

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from rankscope_contract.channel import NOTHING
 from rankscope_contract.records import DATASETS
@@ -22,9 +21,9 @@ from rankscope_storage.care.compaction import MUTEX
 from rankscope_storage.durable import Sync
 from rankscope_storage.errors import ConflictError, StoreError
 from rankscope_storage.files.layout import SHARED_PREFIX, file_mantissa_bits
-from rankscope_storage.files.parquet import DataFile, discard, write_file
+from rankscope_storage.files.parquet import DataFile, discard, open_file, write_file
 from rankscope_storage.log.delta import Change, Log
-from rankscope_storage.schema import conform, dataset_schema
+from rankscope_storage.schema import conform
 from rankscope_storage.writing.watermarks import watermark_transaction
 
 _ATTEMPTS: Final = 5
@@ -96,7 +95,8 @@ class _Work:
 
     def take(self, file: dict[str, Any]) -> None:
         """Replace `file`, a row of a Snapshot's files, unless it holds no row of the run after all."""
-        table = _read(self._root, file)
+        content = open_file(self._root / file["path"], file["dataset"], plain=("run",))
+        table = conform(content.read(), file["dataset"])
         is_own = pc.equal(table.column("run"), self._rewrite.run)
         own, others = table.filter(is_own), table.filter(pc.invert(is_own))
         if not own.num_rows:
@@ -120,13 +120,6 @@ class _Work:
         return RewriteReport(
             rows=self._rows, files_removed=len(self.removed), files_added=len(self.added), bytes_freed=freed
         )
-
-
-def _read(root: Path, file: dict[str, Any]) -> pa.Table:
-    texts = [
-        field.name for field in dataset_schema(file["dataset"]) if field.type == pa.string() and field.name != "run"
-    ]
-    return conform(pq.ParquetFile(root / file["path"], read_dictionary=texts).read(), file["dataset"])
 
 
 def _bytes(files: Sequence[DataFile]) -> int:

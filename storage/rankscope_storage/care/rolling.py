@@ -28,10 +28,10 @@ from rankscope_storage.care.ageing import File
 from rankscope_storage.durable import Sync
 from rankscope_storage.errors import ConflictError, StoreError
 from rankscope_storage.files.layout import SHARED_PREFIX, SORT_KEYS, file_mantissa_bits
-from rankscope_storage.files.parquet import STAGING, DataFile, discard, write_file
+from rankscope_storage.files.parquet import STAGING, DataFile, discard, open_file, write_file
 from rankscope_storage.files.rounding import coarsest
 from rankscope_storage.rollups.summing import bucket, look_through, moment, rolled_up, what_holds
-from rankscope_storage.schema import conform, dataset_schema
+from rankscope_storage.schema import conform
 
 MEMORY_LIMIT: Final = "1GiB"
 """What the sums of one commit may take; beyond it they go by way of `_staging/`."""
@@ -161,8 +161,7 @@ def _coded(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 def _read(path: str, dataset: str, places: npt.NDArray[np.int64]) -> pa.Table:
     """Return the rows at `places`, which rise; the others of a row group are let go of before the next is read."""
-    texts = [field.name for field in dataset_schema(dataset) if field.type == pa.string()]
-    content = pq.ParquetFile(path, read_dictionary=texts)
+    content = open_file(Path(path), dataset)
     kept, first = [], 0
     for number in range(content.metadata.num_row_groups):
         end = first + content.metadata.row_group(number).num_rows

@@ -9,18 +9,19 @@ import contextlib
 import datetime as dt
 import json
 import uuid
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from rankscope_storage.durable import Sync, make_folders
 from rankscope_storage.files.encoding import write_sorted
 from rankscope_storage.files.layout import data_file, one_chunk
-from rankscope_storage.schema import written
+from rankscope_storage.schema import dataset_schema, written
 
 STAGING: Final = "_staging"
 STATISTICS_COLUMNS: Final = ("run", "attempt", "rank", "step", "ts")
@@ -75,6 +76,18 @@ def write_file(
         size_bytes=status.st_size,
         modified_at_ms=status.st_mtime_ns // 1_000_000,
         statistics=statistics(table),
+    )
+
+
+def open_file(path: Path, dataset: str, *, plain: Collection[str] = ()) -> pq.ParquetFile:
+    """Return the file at `path`, texts except the `plain` ones as dictionaries.
+
+    It has the columns that it was written with: an older schema had fewer. Absent ones are for `conform` to add.
+    """
+    metadata = pq.read_metadata(path)
+    texts = {field.name for field in dataset_schema(dataset) if field.type == pa.string()}
+    return pq.ParquetFile(
+        path, metadata=metadata, read_dictionary=sorted(texts & set(metadata.schema.names) - set(plain))
     )
 
 

@@ -1,0 +1,51 @@
+"""Care of files that an earlier release wrote: they lack columns that datasets have today, texts among them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rankscope_storage.care import compaction, runs
+from rankscope_storage.care.checking import check
+from rankscope_storage.connection import connect
+from rankscope_storage.durable import sync_to_disk
+
+ASKED = "SELECT run, state, last_step, tags FROM runs"
+
+
+@pytest.fixture
+def old(tmp_path):
+    """Yield a store of the release before runs had tags."""
+    return Path(shutil.copytree(Path(__file__).parents[1] / "data" / "store_without_labels", tmp_path / "old"))
+
+
+def answer(root, statement=ASKED):
+    with connect(root) as connection:
+        return connection.sql(statement).fetchall()
+
+
+def test_they_are_merged_into_files_that_have_them(old, monkeypatch):
+    monkeypatch.setattr(compaction, "SMALL_FILES", 1)
+    before = answer(old)
+    report = compaction.compact(old, sync_to_disk)
+
+    assert (2, 1) == (report.files_removed, report.files_added)
+    assert before == answer(old)
+    assert check(old, deep=True).is_whole
+
+
+def test_their_run_is_renamed(old):
+    scalars = answer(old, "SELECT step, name, value FROM scalars ORDER BY ALL")
+    runs.rename(old, "before", "after", sync_to_disk)
+
+    assert [("after", "completed", 2, None)] == answer(old)
+    assert scalars == answer(old, "SELECT step, name, value FROM scalars WHERE run = 'after' ORDER BY ALL")
+    assert check(old, deep=True).is_whole
+
+
+def test_their_run_is_removed(old):
+    runs.remove(old, "before", sync_to_disk)
+
+    assert [] == answer(old)
