@@ -34,6 +34,10 @@ _PAGE_BYTES: Final = 1 << 26
 _SMALL_DICTIONARY: Final = 4096
 """Texts that are written without a look at which of them a row group has."""
 
+_BYTE_CODES: Final = 256
+"""Texts whose codes fit into a byte. Which of them a row group has is looked up then, and otherwise hashed: 2 and 12 ns
+a row of every column with a range in the footer."""
+
 _FREE_TEXT: Final = ("message", "details", "config", "reason", "stack")
 """Text that seldom repeats: a dictionary of it would only be in the way."""
 
@@ -53,11 +57,12 @@ def write_sorted(table: pa.Table, dataset: str, path: Path | IO[bytes], mantissa
     with _writer(path, schema, dataset) as writer:
         # Sorted one row group at a time: a sorted copy of the whole would cost more than the sorting itself.
         for start in range(0, table.num_rows, ROW_GROUP_ROWS):
+            rows = min(ROW_GROUP_ROWS, table.num_rows - start)
             if order is None:
-                arrays = [column.slice(start) for column in columns]
+                arrays = [column.slice(start, rows) for column in columns]
             else:
-                rows = order.slice(start, ROW_GROUP_ROWS)
-                arrays = [column.take(rows) for column in columns]
+                places = order.slice(start, rows)
+                arrays = [column.take(places) for column in columns]
             group = pa.Table.from_arrays(arrays, schema=schema)
             writer.write_table(group, row_group_size=ROW_GROUP_ROWS)
         writer.add_key_value_metadata(dataset_schema(dataset).metadata)
@@ -77,16 +82,24 @@ class _Column:
         # Parquet has nulls beside a dictionary and not in it, and needs none where there is nothing else.
         if pa.types.is_dictionary(values.type) and (values.dictionary.null_count or values.null_count == len(values)):
             values = values.cast(values.type.value_type)
-        return cls(values, is_constant(values), values.null_count > 0)
+        is_same = is_constant(values)
+        if pa.types.is_dictionary(values.type) and len(values.dictionary) <= _BYTE_CODES:
+            values = _in_bytes(values.slice(0, ROW_GROUP_ROWS) if is_same else values)
+        return cls(values, is_same, values.null_count > 0)
 
     def take(self, rows: pa.Array) -> pa.Array:
         if self.is_constant:
             return self.values.slice(0, len(rows))
         return _with_used(pc.take(self.values, rows, boundscheck=False))
 
-    def slice(self, start: int) -> pa.Array:
-        """Return the rows of the row group that begins at `start`, where rows lie in their order already."""
-        return _with_used(self.values.slice(start, ROW_GROUP_ROWS))
+    def slice(self, start: int, rows: int) -> pa.Array:
+        """Return `rows` of them from `start` on, at most a row group, where they lie in their order already."""
+        return _with_used(self.values.slice(0 if self.is_constant else start, rows))
+
+
+def _in_bytes(column: pa.DictionaryArray) -> pa.DictionaryArray:
+    codes = column.indices.cast(pa.uint8(), safe=False)  # a code below a null may be anything
+    return pa.DictionaryArray.from_arrays(codes, column.dictionary)
 
 
 def _with_used(column: pa.Array) -> pa.Array:

@@ -73,6 +73,9 @@ class _Parts:
 def parts(table: pa.Table, dataset: str, today: dt.date) -> Iterator[tuple[str, pa.Table]]:
     """Yield (part name, its rows) of one flush; together exactly the rows of `table`."""
     names = _day_parts(table, today) if dataset == "samples" else _run_parts(table, today)
+    if len(names.names) == 1:
+        yield names.names[0], table
+        return
     used = np.flatnonzero(np.bincount(names.codes, minlength=len(names.names)))
     for code in used.tolist():
         rows = table if len(used) == 1 else table.take(pa.array(np.flatnonzero(names.codes == code)))

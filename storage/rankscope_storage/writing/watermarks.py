@@ -24,6 +24,8 @@ def _distinct(column: pa.ChunkedArray) -> list[str]:
     if pa.types.is_dictionary(column.type):
         # It may name some that no row is of any more: their watermarks are asked for in vain.
         return [value for chunk in column.chunks for value in chunk.dictionary.to_pylist() if value is not None]
+    if column.null_count == len(column):  # rows of exporters, by the hundred thousand
+        return []
     return [value for value in column.unique().to_pylist() if value is not None]
 
 
@@ -61,7 +63,7 @@ def _is_below_all(highest: int, of: pa.ChunkedArray, watermarks: Mapping[str, in
 def _numbered(table: pa.Table, limits: Mapping[str, int], compare: Callable[[Any, Any], Any]) -> pa.BooleanArray:
     """Return where `compare(seq, limit of its incarnation)` holds; False where one of the two is null."""
     column = table.column("incarnation")
-    if column.null_count == len(column):  # rows of exporters, by the hundred thousand
+    if column.null_count == len(column):
         return pa.array(np.zeros(len(column), np.bool_))
     encoded = column.combine_chunks()
     encoded = encoded if pa.types.is_dictionary(encoded.type) else encoded.dictionary_encode()

@@ -156,6 +156,28 @@ def test_rows_keep_their_names_wherever_these_stand_in_a_large_dictionary(tmp_pa
     assert size < len(names) * 9 / 2  # 9 bytes a name: not all of them are written
 
 
+@pytest.mark.parametrize("names", [1, 255, 256, 257])
+@pytest.mark.parametrize("order", ["sorted", "turned round"])
+def test_names_come_back_whether_their_codes_fit_into_a_byte_or_not(tmp_path, names, order):
+    """And the footer has their range; the byte below a null names nothing."""
+    used = [f"{number:03d}" for number in range(names)]
+    tensors = [name for name in used for _ in range(3)][:: 1 if order == "sorted" else -1]
+    placements = [None if number % 3 else used[number // 3] for number in range(3 * names)]
+    rows = rows_of({"tensor": tensors, "placement": placements}, coded=True)
+    file = stored(conform(rows, "tensor_stats"), tmp_path / "f.parquet")
+    tensor = next(
+        column
+        for column in map(file.metadata.row_group(0).column, range(file.metadata.num_columns))
+        if column.path_in_schema == "tensor"
+    )
+
+    table = file.read()
+    assert Counter(zip(tensors, placements, strict=True)) == Counter(
+        zip(table.column("tensor").to_pylist(), table.column("placement").to_pylist(), strict=True)
+    )
+    assert (used[0], used[-1]) == (tensor.statistics.min, tensor.statistics.max)
+
+
 def test_samples_of_one_series_lie_together_in_order_of_time_whatever_their_labels_are_called(tmp_path):
     rows = [(label, time) for time in range(3) for label in ("b", "a", None, "c")]
     times = pa.array([time for _, time in rows], pa.int64()).cast(pa.timestamp("us", tz="UTC"))
