@@ -21,7 +21,9 @@ import pyarrow.compute as pc
 from rankscope_ingest.exposition.exact import Sample
 
 _NEWLINE: Final = 10
-_PARENTHESIS: Final = b"("  # Arrow reads nan(7) as C does; no exporter's format has it
+_LONGEST_NAN: Final = 4  # "-NaN"; Arrow reads nan(7) as C does, and no exporter's format has it
+_EVERY_OTHER: Final = 0b0101_0101
+_OF_A_BYTE: Final = 4  # that many bits are set in it
 _WORD: Final = 8  # bytes
 _VIEW: Final = np.dtype([("length", "<i4"), ("prefix", "<u4"), ("buffer", "<i4"), ("offset", "<i4")])
 _VIEW_BYTES: Final = 12
@@ -120,9 +122,9 @@ def read_numbers(body: bytes, layout: Layout) -> npt.NDArray[np.float64] | None:
     long, short = layout.long_lines, layout.short_lines
     if not _views(body, _of(starts, long), _of(layout.fixed_lengths, long)).equals(layout.long):
         return None
-    if len(short) and not _cut(body, starts[short], behind[short], pa.binary()).equals(layout.short):
+    if len(short) and not _cut(body, starts[short], behind[short]).equals(layout.short):
         return None
-    values = _floats(_cut(body, _of(behind, layout.numbers), _of(ends, layout.numbers), pa.string()))
+    values = _floats(body, _of(behind, layout.numbers), _of(ends, layout.numbers))
     return values if values is None or len(layout.taken) == len(values) else values[layout.taken]
 
 
@@ -153,21 +155,33 @@ def _views(body: bytes, starts: Positions, lengths: Positions) -> pa.Array:
     return pa.Array.from_buffers(pa.binary_view(), len(starts), [None, pa.py_buffer(views), pa.py_buffer(body)])
 
 
-def _cut(body: bytes, starts: Positions, ends: Positions, kind: pa.DataType) -> pa.Array:
+def _cut(body: bytes, starts: Positions, ends: Positions) -> pa.Array:
     """Return a copy of the pieces of `body` from `starts` to `ends`."""
-    offsets = np.empty(2 * len(starts), np.int32)  # each piece, and what is between it and the next
-    offsets[::2], offsets[1::2] = starts, ends
-    pieces = pa.Array.from_buffers(kind, max(len(offsets) - 1, 0), [None, pa.py_buffer(offsets), pa.py_buffer(body)])
-    return pieces.take(pa.array(np.arange(0, len(offsets), 2, dtype=np.int32)))
+    pieces = pa.Array.from_buffers(pa.binary(), *_divided(body, starts, ends, None))
+    return pieces.take(pa.array(np.arange(0, len(pieces), 2, dtype=np.int32)))
 
 
-def _floats(texts: pa.Array) -> npt.NDArray[np.float64] | None:
-    if not len(texts):
+def _floats(body: bytes, starts: Positions, ends: Positions) -> npt.NDArray[np.float64] | None:
+    """Return the numbers from `starts` to `ends`, None where one is none; they are read where they stand.
+
+    To Arrow what is between them is null, and only the others are texts to be read.
+    """
+    if not len(starts):
         return np.empty(0)
-    if _PARENTHESIS in texts.buffers()[2].to_pybytes():
-        return None
+    others_are_null = pa.py_buffer(np.full(-(-len(starts) // _OF_A_BYTE), _EVERY_OTHER, np.uint8))
     try:
-        values: npt.NDArray[np.float64] = pc.cast(texts, pa.float64()).to_numpy(zero_copy_only=False)
+        read = pc.cast(pa.Array.from_buffers(pa.string(), *_divided(body, starts, ends, others_are_null)), pa.float64())
     except pa.ArrowInvalid:
         return None
-    return values
+    values: npt.NDArray[np.float64] = np.frombuffer(read.buffers()[1], np.float64, len(read))[::2].copy()
+    nans = np.flatnonzero(np.isnan(values))
+    return values if (ends[nans] - starts[nans] <= _LONGEST_NAN).all() else None
+
+
+def _divided(
+    body: bytes, starts: Positions, ends: Positions, is_valid: pa.Buffer | None
+) -> tuple[int, list[pa.Buffer | None]]:
+    """Return length and buffers of an array of the pieces of `body`, and of what is between each and the next."""
+    offsets = np.empty(2 * len(starts), np.int32)
+    offsets[::2], offsets[1::2] = starts, ends
+    return max(len(offsets) - 1, 0), [is_valid, pa.py_buffer(offsets), pa.py_buffer(body)]
