@@ -23,11 +23,11 @@ from rankscope_contract.rollups import ROLLUPS
 from rankscope_storage.asking import extents, newest
 from rankscope_storage.asking.definitions import Definition, definitions
 from rankscope_storage.asking.questions import Mention
-from rankscope_storage.asking.sql_types import sql_type
 from rankscope_storage.asking.views import empty_view
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.files import LOG_FOLDER
 from rankscope_storage.log.snapshot import Snapshot
+from rankscope_storage.sql_types import sql_type
 
 RAW: Final = "rankscope_raw."
 DEFINITIONS: Final[Mapping[str, Definition]] = definitions(prefix=RAW)

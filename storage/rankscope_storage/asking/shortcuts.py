@@ -16,11 +16,11 @@ from rankscope_storage.asking import extents, newest
 from rankscope_storage.asking.engines import Engine
 from rankscope_storage.asking.keys import absent_keys
 from rankscope_storage.asking.questions import Bounds
-from rankscope_storage.asking.sql_types import sql_type
 from rankscope_storage.log.snapshot import Snapshot
 from rankscope_storage.macros.curves import raw_curve, scalar_curve, sole_attempt_curve
 from rankscope_storage.macros.deviations import bucket_deviations
 from rankscope_storage.macros.latest import tensor_latest
+from rankscope_storage.sql_types import sql_type
 
 LATEST: Final = "tensor_latest"
 CURVE: Final = "scalar_curve"

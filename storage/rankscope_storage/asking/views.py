@@ -12,11 +12,11 @@ from rankscope_contract.rollups import ROLLUPS
 from rankscope_storage.analysis import goodput
 from rankscope_storage.analysis.collective_calls import COLLECTIVE_CALLS
 from rankscope_storage.analysis.desync import DESYNC
-from rankscope_storage.asking.sql_types import sql_type
 from rankscope_storage.files.layout import file_fingerprint
 from rankscope_storage.macros import MACROS
 from rankscope_storage.rollups.timelines import TIMELINES, rollup_view
 from rankscope_storage.schema import UNWRITTEN, dataset_schema, fingerprint
+from rankscope_storage.sql_types import sql_type
 
 VERSION_KEYS: Final = {
     "runs": ("run",),

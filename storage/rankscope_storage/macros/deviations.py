@@ -6,8 +6,8 @@ from collections.abc import Collection
 from typing import Final
 
 from rankscope_contract.escaping import sql_identifier
-from rankscope_storage.asking.sql_types import sql_type
 from rankscope_storage.schema import dataset_schema
+from rankscope_storage.sql_types import sql_type
 
 # Parameters are named so that no column has their name: a macro replaces names, also those of columns.
 _TOP_DEVIATIONS: Final = """\
