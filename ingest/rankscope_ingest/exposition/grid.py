@@ -115,9 +115,9 @@ def _table(names: _Names, groups: Sequence[Sequence[Scrape]]) -> pa.Table:
         metrics[rows].reshape(shape)[:] = block.metrics[:, np.newaxis]
         labels[rows].reshape(shape)[:] = block.labels[:, np.newaxis]
         times[rows].reshape(shape)[:] = [scrape.ts for scrape in group]
-        np.take(
-            np.stack([scrape.values for scrape in group], axis=1), block.order, axis=0, out=values[rows].reshape(shape)
-        )
+        by_series = np.stack([scrape.values for scrape in group], axis=1)
+        # An order is within its page: with mode="raise" NumPy would write to a buffer first.
+        np.take(by_series, block.order, axis=0, out=values[rows].reshape(shape), mode="clip")
     columns = (
         constant(NO_RUN, count),
         pa.array(times).view(TIME),

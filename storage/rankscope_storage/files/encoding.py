@@ -35,8 +35,8 @@ _SMALL_DICTIONARY: Final = 4096
 """Texts that are written without a look at which of them a row group has."""
 
 _BYTE_CODES: Final = 256
-"""Texts whose codes fit into a byte. Which of them a row group has is looked up then, and otherwise hashed: 2 and 12 ns
-a row of every column with a range in the footer."""
+"""Texts whose codes fit into a byte. For the range of a row group it is looked up then which of them it has, and
+otherwise hashed: 4 and 8 ns a row."""
 
 _FREE_TEXT: Final = ("message", "details", "config", "reason", "stack")
 """Text that seldom repeats: a dictionary of it would only be in the way."""
@@ -142,6 +142,7 @@ def _writer(path: Path | IO[bytes], schema: pa.Schema, dataset: str) -> pq.Parqu
         column_encoding=encodings.others,
         store_schema=False,  # else the footer would differ with how the text columns happened to be held in memory
         write_statistics=_searched_columns(dataset),
+        write_batch_size=ROW_GROUP_ROWS,  # a range is looked for once a batch: of 1,024 rows, it took 13 ns a row
         data_page_size=_PAGE_BYTES,
         max_rows_per_page=ROW_GROUP_ROWS,
         dictionary_pagesize_limit=_PAGE_BYTES,
