@@ -3,12 +3,13 @@
     python benchmarks/run.py peers
     RANKSCOPE_PEERS="targets=8 seconds=20" python benchmarks/run.py peers
     RANKSCOPE_PEERS="targets=100 scrape_seconds=15 step_seconds=2 seconds=300" python benchmarks/run.py peers
+    RANKSCOPE_PEERS="rounds=3 without=VictoriaMetrics" python benchmarks/run.py peers
 
 One after the other, each program reads the same exporters: real ones, 8 numbers of every tensor, noise that nobody
 repeats. Only the program's own CPU counts, by /proc, the exporters' on no side: they serve a page to one and records to
 the other. The page is scraped every few seconds, as pages are; the channel brings every step, so it is taken at two
 paces: what a poll costs is shared by the steps that it brings. `steady` begins when all series are known and two rounds
-are stored.
+are stored. With several rounds figures are medians, and ratios medians of those of each round: a machine swings.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ class Size:
     step_seconds: float = 1.0
     scrape_seconds: float = 2.0
     seconds: float = 35.0
+    rounds: int = 1
+    without: str = ""
 
     @property
     def series(self) -> int:
@@ -62,42 +65,51 @@ class Size:
 
 def run() -> list[Row]:
     size = _size()
-    measured: dict[str, Result] = {}
-    for name, measure in (
-        ("Prometheus", _prometheus),
-        ("our text path", _text),
-        (OUR_CHANNEL, _channel),
-        (OUR_FAST_CHANNEL, lambda size, folder: _channel(replace(size, step_seconds=size.step_seconds / 4), folder)),
-        ("VictoriaMetrics", _victoria),
-    ):
-        if shutil.which(name.lower() if name == "Prometheus" else "victoria-metrics") or name.startswith("our"):
+    measured: dict[str, list[Result]] = {name: [] for name in _MEASURES if _is_there(name) and name != size.without}
+    for _ in range(size.rounds):
+        for name, results in measured.items():
             folder = Path(tempfile.mkdtemp(prefix="rankscope-peers-"))
             try:
-                measured[name] = measure(size, folder)
+                results.append(_MEASURES[name](size, folder))
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
     return [*_rows(size, measured), *_limits()]
 
 
+def _is_there(name: str) -> bool:
+    return (
+        name.startswith("our") or shutil.which(name.lower() if name == "Prometheus" else "victoria-metrics") is not None
+    )
+
+
 def _size() -> Size:
     given = dict(item.split("=", 1) for item in os.environ.get("RANKSCOPE_PEERS", "").split())
-    kinds: dict[str, Callable[[str], Any]] = {"targets": int, "tensors": int}
+    kinds: dict[str, Callable[[str], Any]] = {"targets": int, "tensors": int, "rounds": int, "without": str}
     return Size(**{name: kinds.get(name, float)(value) for name, value in given.items()})
 
 
-def _rows(size: Size, measured: dict[str, Result]) -> Iterable[Row]:
-    for name, result in measured.items():
-        note = f"{result.samples / 1e6:.1f} M samples; {result.whole:.3g} with start and first sight of the series"
-        yield Row(f"{name}: CPU", result.steady, "s per million samples", note)
-        yield Row(f"{name}: peak memory", result.peak_mb, "MB", f"{size.series:,} series at {size.targets} targets")
-        for what, number in result.stored.items():
-            yield Row(f"{name}: {what}", number, "bytes per sample")
+def _rows(size: Size, measured: dict[str, list[Result]]) -> Iterable[Row]:
+    for name, results in measured.items():
+        steady = [result.steady for result in results]
+        millions, whole = (sum(one.samples for one in results) / 1e6, statistics.median(one.whole for one in results))
+        note = f"{_span(steady)}{millions:.1f} M samples; {whole:.3g} with start and first sight of the series"
+        yield Row(f"{name}: CPU", statistics.median(steady), "s per million samples", note)
+        peak = max(result.peak_mb for result in results)
+        yield Row(f"{name}: peak memory", peak, "MB", f"{size.series:,} series at {size.targets} targets")
+        for what in results[0].stored:
+            stored = statistics.median(result.stored[what] for result in results)
+            yield Row(f"{name}: {what}", stored, "bytes per sample")
     for peer in ("Prometheus", "VictoriaMetrics"):
         for ours, wanted in ((OUR_CHANNEL, 30), (OUR_FAST_CHANNEL, 30), ("our text path", 5)):
             if peer in measured and ours in measured:
-                ratio = measured[peer].steady / measured[ours].steady
+                pairs = zip(measured[peer], measured[ours], strict=True)
+                ratios = [theirs.steady / own.steady for theirs, own in pairs]
                 goal = f"promised {wanted}" if peer == "Prometheus" else ""
-                yield Row(f"{ours} against {peer}", ratio, "x less CPU", goal)
+                yield Row(f"{ours} against {peer}", statistics.median(ratios), "x less CPU", f"{_span(ratios)}{goal}")
+
+
+def _span(figures: Sequence[float]) -> str:
+    return f"{min(figures):.3g} to {max(figures):.3g} in {len(figures)} rounds; " if len(figures) > 1 else ""
 
 
 def _prometheus(size: Size, folder: Path) -> Result:
@@ -182,6 +194,15 @@ def _channel(size: Size, folder: Path) -> Result:
             return service.result(size, "tensor_stats", SAMPLES_PER_ROW)
     finally:
         service.program.stop()
+
+
+_MEASURES: Mapping[str, Callable[[Size, Path], Result]] = {
+    "Prometheus": _prometheus,
+    "our text path": _text,
+    OUR_CHANNEL: _channel,
+    OUR_FAST_CHANNEL: lambda size, folder: _channel(replace(size, step_seconds=size.step_seconds / 4), folder),
+    "VictoriaMetrics": _victoria,
+}
 
 
 class _Service:
