@@ -48,7 +48,7 @@ class Engine:
     root: Path
     locked: bool
     database: duckdb.DuckDBPyConnection
-    shapes: dict[str, tuple[bool, bool]] = field(default_factory=dict)
+    shapes: dict[str, tuple[bool, str | None]] = field(default_factory=dict)
     """By dataset: whether its raw view is empty, and of files of one shape."""
     defined: dict[str, str] = field(default_factory=dict)
     """By view or macro: the statement that made it."""

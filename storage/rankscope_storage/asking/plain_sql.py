@@ -94,7 +94,7 @@ def write_plain_sql(root: Path) -> None:
 
 def _dataset_statements(dataset: str) -> list[str]:
     files, query = f"rankscope_files_{dataset}", f"rankscope_query_{dataset}"
-    read = raw_select(dataset, f"getvariable('{files}')", empty=False, one_shape=False)
+    read = raw_select(dataset, f"getvariable('{files}')", empty=False, columns=None)
     return [
         f"SET VARIABLE {files} = (SELECT coalesce(list(file), []) FROM rankscope_files WHERE dataset = '{dataset}');",
         f"SET VARIABLE {query} = CASE WHEN len(getvariable('{files}')) = 0",

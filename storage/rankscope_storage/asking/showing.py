@@ -11,7 +11,7 @@ from rankscope_storage.asking.definitions import named
 from rankscope_storage.asking.engines import DEFINITIONS, RAW, WITHOUT_FILES, Engine, trust
 from rankscope_storage.asking.questions import Bounds, Mention, bounds, mentions
 from rankscope_storage.asking.shortcuts import BUCKETS, CURVE, LATEST, Shortcuts
-from rankscope_storage.asking.views import has_one_shape, raw_select
+from rankscope_storage.asking.views import common_columns, raw_select
 from rankscope_storage.log.snapshot import Snapshot
 
 _TREE: Final = "SELECT json_serialize_sql(?, skip_null := true, skip_empty := true, skip_default := true)"
@@ -82,9 +82,9 @@ class Views:
             return
         self.cursor.execute(f"SET VARIABLE {_variable(dataset)} = ?::VARCHAR[]", [files])
         self.engine.footers.update(files)
-        shape = (not files, has_one_shape(dataset, files))
+        shape = (not files, common_columns(dataset, files))
         if shape != self.engine.shapes.get(dataset):
-            select = raw_select(dataset, f"getvariable('{_variable(dataset)}')", empty=shape[0], one_shape=shape[1])
+            select = raw_select(dataset, f"getvariable('{_variable(dataset)}')", empty=shape[0], columns=shape[1])
             self.cursor.execute(f"CREATE OR REPLACE VIEW {RAW}{dataset} AS {select}")
         self.files[dataset], self.engine.shapes[dataset] = files, shape
 

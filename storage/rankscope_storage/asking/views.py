@@ -114,15 +114,15 @@ def empty_view(dataset: str) -> str:
     return f"CREATE OR REPLACE VIEW {dataset} AS {empty_select(dataset)}"
 
 
-def raw_select(dataset: str, files: str, *, empty: bool, one_shape: bool) -> str:
+def raw_select(dataset: str, files: str, *, empty: bool, columns: str | None) -> str:
     """Return a query for the rows of `dataset` in `files`, an SQL expression for a list of paths.
 
-    Files of one shape are read without opening them all first; where shapes differ, columns are matched by name.
+    Files of one shape, of which `columns` are all, are read without opening them first; else they are matched by name.
     """
     if empty:
         return empty_select(dataset)
-    if one_shape:
-        return f"SELECT {_usual_columns(dataset)} FROM read_parquet({files}, hive_partitioning = false)"
+    if columns is not None:
+        return f"SELECT {columns} FROM read_parquet({files}, hive_partitioning = false)"
     return (
         f"{empty_select(dataset)} UNION ALL BY NAME "
         f"SELECT * FROM read_parquet({files}, hive_partitioning = false, union_by_name = true)"
@@ -146,10 +146,12 @@ def _usual_columns(dataset: str) -> str:
 def files_select(dataset: str, files: Sequence[str]) -> str:
     """Return a query for the rows of `dataset` in just these `files`."""
     listed = f"[{', '.join(map(sql_string, files))}]::VARCHAR[]"
-    return raw_select(dataset, listed, empty=not files, one_shape=has_one_shape(dataset, files))
+    return raw_select(dataset, listed, empty=not files, columns=common_columns(dataset, files))
 
 
-def has_one_shape(dataset: str, files: Sequence[str]) -> bool:
-    """Whether all `files` of `dataset` have exactly today's columns."""
-    today = fingerprint(dataset)
-    return all(file_fingerprint(file) == today for file in files)
+def common_columns(dataset: str, files: Sequence[str]) -> str | None:
+    """Return what to select from `files` to have all of today's columns; None where they have different ones."""
+    shapes = {file_fingerprint(file) for file in files}
+    if shapes <= {fingerprint(dataset)}:
+        return _usual_columns(dataset)
+    return "*" if shapes == {fingerprint(dataset, whole=True)} else None

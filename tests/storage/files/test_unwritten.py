@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 
+from rankscope_storage.asking.views import common_columns
 from rankscope_storage.care import compaction
 from rankscope_storage.care.checking import check
 from rankscope_storage.care.retention import Retention, retain
@@ -47,7 +48,7 @@ def test_a_file_of_samples_has_only_what_samples_have_and_the_view_has_all(write
 def test_a_row_that_has_more_is_kept_whole_beside_others_and_through_a_merge(writer, connection, monkeypatch):
     monkeypatch.setattr(compaction, "SMALL_FILES", 2)
     append(writer, [{"value": 1.0}])
-    append(writer, [{"value": 2.0, "step": 7, "rank": 3}])
+    append(writer, [{"value": 2.0, "step": 7, "rank": 3, "incarnation": "i"}])
     append(writer, [{"value": 3.0}])
     expected = [(1.0, None, None), (2.0, 7, 3), (3.0, None, None)]
     asked = "SELECT value, step, rank FROM samples ORDER BY value"
@@ -57,6 +58,27 @@ def test_a_row_that_has_more_is_kept_whole_beside_others_and_through_a_merge(wri
     writer.compact()
     assert 1 == len(connection.files("samples"))
     assert expected == connection.sql(asked).fetchall()
+
+
+def test_files_that_have_them_all_are_read_as_one_shape_too(writer, connection):
+    """As those of the release before were written; and beside files that lack them."""
+    append(writer, [{"value": 2.0, "step": 7, "incarnation": "i"}])
+    assert "*" == common_columns("samples", connection.files("samples"))
+    assert [(2.0, 7, "i")] == connection.sql("SELECT value, step, incarnation FROM samples").fetchall()
+    append(writer, [{"value": 1.0}])
+
+    assert common_columns("samples", connection.files("samples")) is None
+    assert [(1.0, None, None), (2.0, 7, "i")] == connection.sql(
+        "SELECT value, step, incarnation FROM samples ORDER BY value"
+    ).fetchall()
+
+
+def test_the_run_of_samples_is_checked_against_the_log(writer, connection):
+    append(writer, [{"run": "a"}])
+    entry = max((connection.path / "_delta_log").glob("*.json"))
+    entry.write_text(entry.read_text().replace('\\"run\\":\\"a\\"', '\\"run\\":\\"b\\"'))
+
+    assert not check(connection.path, deep=True).is_whole
 
 
 def test_a_reader_of_delta_tables_finds_null(writer, connection):
