@@ -49,7 +49,7 @@ class Engine:
     locked: bool
     database: duckdb.DuckDBPyConnection
     shapes: dict[str, tuple[bool, str | None]] = field(default_factory=dict)
-    """By dataset: whether its raw view is empty, and of files of one shape."""
+    """By dataset: whether its raw view is empty, and what it selects from files of one shape."""
     defined: dict[str, str] = field(default_factory=dict)
     """By view or macro: the statement that made it."""
     understood: dict[str, tuple[Mention, ...] | None] = field(default_factory=dict)
