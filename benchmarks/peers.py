@@ -77,9 +77,8 @@ def run() -> list[Row]:
 
 
 def _is_there(name: str) -> bool:
-    return (
-        name.startswith("our") or shutil.which(name.lower() if name == "Prometheus" else "victoria-metrics") is not None
-    )
+    programs = {"Prometheus": "prometheus", "VictoriaMetrics": "victoria-metrics"}
+    return name not in programs or shutil.which(programs[name]) is not None
 
 
 def _size() -> Size:

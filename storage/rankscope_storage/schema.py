@@ -59,9 +59,8 @@ def fingerprint(name: str, *, whole: bool = False) -> str:
 def written(table: pa.Table, name: str) -> pa.Table:
     """Return the columns of `table`, rows of dataset `name`, that its file has."""
     unwritten = UNWRITTEN.get(name, ())
-    if any(table.column(column).null_count < table.num_rows for column in unwritten):
-        return table
-    return table.drop_columns(list(unwritten)) if unwritten else table
+    is_usual = all(table.column(column).null_count == table.num_rows for column in unwritten)
+    return table.drop_columns(list(unwritten)) if unwritten and is_usual else table
 
 
 def table_schema() -> pa.Schema:

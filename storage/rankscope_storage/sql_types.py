@@ -6,6 +6,8 @@ from typing import Final
 
 import pyarrow as pa
 
+from rankscope_contract.escaping import sql_identifier
+
 _NAMES: Final = {
     pa.string(): "VARCHAR",
     pa.int32(): "INTEGER",
@@ -23,3 +25,8 @@ def sql_type(type_: pa.DataType) -> str:
     if pa.types.is_timestamp(type_):
         return "TIMESTAMPTZ"
     return _NAMES[type_]
+
+
+def sql_null(field: pa.Field) -> str:
+    """Return what to select for a column that is null in all rows."""
+    return f"NULL::{sql_type(field.type)} AS {sql_identifier(field.name)}"

@@ -16,7 +16,7 @@ from rankscope_storage.files.layout import file_fingerprint
 from rankscope_storage.macros import MACROS
 from rankscope_storage.rollups.timelines import TIMELINES, rollup_view
 from rankscope_storage.schema import UNWRITTEN, dataset_schema, fingerprint
-from rankscope_storage.sql_types import sql_type
+from rankscope_storage.sql_types import sql_null
 
 VERSION_KEYS: Final = {
     "runs": ("run",),
@@ -105,8 +105,7 @@ def _latest(dataset: str, raw: str) -> str:
 @functools.cache
 def empty_select(dataset: str) -> str:
     """Return a query with the columns of `dataset`, in order and typed, and no rows."""
-    columns = (f"NULL::{sql_type(field.type)} AS {sql_identifier(field.name)}" for field in dataset_schema(dataset))
-    return f"SELECT {', '.join(columns)} WHERE false"
+    return f"SELECT {', '.join(map(sql_null, dataset_schema(dataset)))} WHERE false"
 
 
 def empty_view(dataset: str) -> str:
@@ -136,10 +135,7 @@ def _usual_columns(dataset: str) -> str:
     if not unwritten:
         return "*"
     return ", ".join(
-        f"NULL::{sql_type(field.type)} AS {sql_identifier(field.name)}"
-        if field.name in unwritten
-        else sql_identifier(field.name)
-        for field in dataset_schema(dataset)
+        sql_null(field) if field.name in unwritten else sql_identifier(field.name) for field in dataset_schema(dataset)
     )
 
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from rankscope_contract.escaping import sql_identifier
 from rankscope_storage.schema import dataset_schema
-from rankscope_storage.sql_types import sql_type
+from rankscope_storage.sql_types import sql_null
 
 # Parameters are named so that no column has their name: a macro replaces names, also those of columns.
 _TOP_DEVIATIONS: Final = """\
@@ -71,8 +71,7 @@ FROM dated ORDER BY ratio DESC, attempt, step, rank
 
 
 def _shown(name: str, absent: Collection[str]) -> str:
-    type_ = sql_type(dataset_schema("tensor_stats").field(name).type)
-    return f"NULL::{type_} AS {sql_identifier(name)}" if name in absent else sql_identifier(name)
+    return sql_null(dataset_schema("tensor_stats").field(name)) if name in absent else sql_identifier(name)
 
 
 DEVIATION_MACROS: Final = (_TOP_DEVIATIONS, bucket_deviations())

@@ -50,8 +50,8 @@ def test_a_row_that_has_more_is_kept_whole_beside_others_and_through_a_merge(wri
     append(writer, [{"value": 1.0}])
     append(writer, [{"value": 2.0, "step": 7, "rank": 3, "incarnation": "i"}])
     append(writer, [{"value": 3.0}])
-    expected = [(1.0, None, None), (2.0, 7, 3), (3.0, None, None)]
-    asked = "SELECT value, step, rank FROM samples ORDER BY value"
+    expected = [(1.0, None, None, None), (2.0, 7, 3, "i"), (3.0, None, None, None)]
+    asked = "SELECT value, step, rank, incarnation FROM samples ORDER BY value"
 
     assert sorted(map(len, columns(connection))) == [len(dataset_schema("samples")) - len(NEVER)] * 2 + [15]
     assert expected == connection.sql(asked).fetchall()
