@@ -20,6 +20,7 @@ from urllib.parse import parse_qsl, urlsplit
 from _fleet_bodies import Bodies
 
 from rankscope_contract.channel import ARROW_STREAM, REGISTER_PATH, Registration
+from rankscope_exporter.serving.registration import MOST_SELDOM_SECONDS
 
 RING_RECORDS = 256
 HEARTBEATS_AT_ONCE = 32
@@ -53,6 +54,8 @@ class Rank:
     committed: int = -1
     lease: str | None = None
     heartbeat_seconds: float = 5.0  # until the service says how often
+    spoke_at: float = 0.0
+    polled_at: float = 0.0  # by the service that registered it
     is_up: bool = True
     is_draining: bool = False
     slow_until: float = 0.0
@@ -64,6 +67,12 @@ class Rank:
     @property
     def is_done(self) -> bool:
         return self.is_draining and self.committed == self.head
+
+    @property
+    def next_heartbeat(self) -> float:
+        """When a rank speaks again: while it is polled, less often."""
+        silent = min(self.polled_at + self.heartbeat_seconds, self.spoke_at + MOST_SELDOM_SECONDS)
+        return max(self.spoke_at + self.heartbeat_seconds, silent)
 
     def life(self) -> dict[str, Any]:
         return {
@@ -190,9 +199,11 @@ class Fleet:
     async def _heartbeats(self, rank: Rank) -> None:
         await asyncio.sleep(rank.heartbeat_seconds * rank.number / len(self.ranks))
         while True:
-            await asyncio.sleep(rank.heartbeat_seconds)
-            if rank.is_up:
-                await self.speak(rank)
+            await asyncio.sleep(max(0.0, rank.next_heartbeat - time.monotonic()))
+            if time.monotonic() >= rank.next_heartbeat:
+                rank.spoke_at = time.monotonic()
+                if rank.is_up:
+                    await self.speak(rank)
 
     async def speak(self, rank: Rank) -> None:
         """Register, or send the heartbeat: a connection each time, as a rank does."""
@@ -332,6 +343,7 @@ def _records(fleet: Fleet, rank: Rank, asked: dict[str, str]) -> bytes:
     if asked["incarnation"] != rank.incarnation:
         return _said(409, b"another process\n", standing)
     if "committed" in asked:
+        rank.polled_at = time.monotonic()
         rank.committed = max(rank.committed, int(asked["committed"]))
     after = int(asked["after"])
     if after > rank.head:

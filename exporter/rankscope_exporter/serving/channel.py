@@ -202,6 +202,12 @@ class Channel:
         """Return the lease of the service that may move `committed`; None before one registered us."""
         return self._lease
 
+    def polled(self, committed: int) -> None:
+        """Note a poll of the service that registered this rank, and what it has durably. Raises CursorError."""
+        if self._registration is not None:
+            self._registration.polled()
+        self.commit(committed)
+
     def commit(self, seq: int) -> None:
         """Note that a store has everything up to `seq`. Raises CursorError above the newest record."""
         self.ring.commit(seq)

@@ -1,11 +1,13 @@
 """Keeps the service informed of this rank from a daemon thread: registers, repeats it as a heartbeat, pokes.
 
-The publisher only sets a flag here; whatever the network does, it does to this thread alone.
+The publisher only sets a flag here; whatever the network does, it does to this thread alone. A service that polls a
+rank knows that it lives: the heartbeat is for one that does not, since it cannot, or has forgotten.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
@@ -22,7 +24,9 @@ FIRST_RETRY_SECONDS: Final = 0.25
 MAX_RETRY_SECONDS: Final = 4.0
 DRAIN_HEARTBEAT_SECONDS: Final = 0.5
 """While a rank drains, the reply's `committed` is what it waits for."""
-_HEARTBEAT_LIMITS: Final = (0.1, 60.0)
+MOST_SELDOM_SECONDS: Final = 60.0
+"""However often a rank is polled, it speaks again after this long."""
+_HEARTBEAT_LIMITS: Final = (0.1, MOST_SELDOM_SECONDS)
 _SPREAD: Final = random.Random()  # noqa: S311 - no secret; its own state, since training may have seeded the shared one
 
 
@@ -61,6 +65,8 @@ class RegistrationLoop:
         self._speak_now = False
         self._draining = False
         self._registered = False
+        self._pause = 0.0  # between two heartbeats, as the service asked for
+        self._spoke_at = self._polled_at = -math.inf
         self._logged: set[str] = set()
         self._attempted = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rankscope-registration", daemon=True)
@@ -99,12 +105,16 @@ class RegistrationLoop:
             self._speak_now = True
             self._wake.notify()
 
+    def polled(self) -> None:
+        """Note a poll of the service that registered this rank. Wakes nobody: the next heartbeat looks when it is due."""
+        self._polled_at = time.monotonic()
+
     def _run(self) -> None:
         failures = 0
         due = 0.0
         while True:
             with self._wake:
-                while not self._stopping and not self._has_work(due):
+                while not self._stopping and not self._has_work(due := self._postponed(due)):
                     self._wake.wait(max(0.0, due - time.monotonic()))
                 if self._stopping:
                     return
@@ -118,6 +128,11 @@ class RegistrationLoop:
             if poke and self._registered:
                 self._poke_service()
             self._meter.lap("registration")
+
+    def _postponed(self, due: float) -> float:
+        if not self._registered or self._draining:
+            return due
+        return max(due, min(self._polled_at + self._pause, self._spoke_at + MOST_SELDOM_SECONDS))
 
     def _has_work(self, due: float) -> bool:
         # Between failed attempts a poke must wait as well: it would only hammer a service that is down.
@@ -143,8 +158,8 @@ class RegistrationLoop:
         self._logged.clear()
         self._on_reply(reply)
         least, most = _HEARTBEAT_LIMITS
-        wait = min(max(reply.heartbeat_seconds, least), most)
-        return min(wait, DRAIN_HEARTBEAT_SECONDS) if self._draining else wait
+        self._spoke_at, self._pause = time.monotonic(), min(max(reply.heartbeat_seconds, least), most)
+        return min(self._pause, DRAIN_HEARTBEAT_SECONDS) if self._draining else self._pause
 
     def _poke_service(self) -> None:
         try:

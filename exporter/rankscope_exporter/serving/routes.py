@@ -80,8 +80,8 @@ class Host(Protocol):
         """The lease that may move `committed`."""
         ...
 
-    def commit(self, seq: int) -> None:
-        """Note what a store has. Raises CursorError."""
+    def polled(self, committed: int) -> None:
+        """Note a poll of the holder of the lease, and what its store has. Raises CursorError."""
         ...
 
     def plan(self, plan_hash: str) -> str | None:
@@ -197,7 +197,7 @@ class Routes:
             return self._say(HTTPStatus.CONFLICT, f"this process is {self._host.incarnation}")
         try:
             if poll.committed is not None and _holds_lease(request, self._host.lease):
-                self._host.commit(poll.committed)
+                self._host.polled(poll.committed)
             stretch = self._host.keeper.after(poll.after, poll.max_bytes, self._host.ring.first)
             if stretch is not None:
                 return stretch_answer(stretch, self._standing(), poll.after)

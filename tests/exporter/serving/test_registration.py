@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rankscope_contract.channel import Registration
 from rankscope_contract.events import Event, EventType
+from rankscope_exporter.serving import registration
 from rankscope_exporter.serving.config import ServeError
 from rankscope_exporter.serving.registration import MAX_RETRY_SECONDS, retry_seconds
 
@@ -52,6 +53,43 @@ def test_a_heartbeat_repeats_what_is_true_now(new_rank, service, record, until):
     said = until(lambda: [said for said in service.registrations if said["head"] == 0])
 
     assert 41 == said[0]["step"]
+
+
+def test_a_rank_that_is_polled_need_not_say_that_it_lives(new_rank, service, until):
+    service.heartbeat_seconds = 1.0
+    rank = new_rank(ingest_url=service.url)
+    until(lambda: rank.channel.lease)
+    _polled_for(2.5, rank, Rankscope_Lease=service.lease)
+    while_polled = len(service.registrations)
+    until(lambda: len(service.registrations) == 2)  # nobody polls any more
+
+    assert 1 == while_polled
+
+
+def test_polls_of_others_are_no_reason_to_be_silent(new_rank, service, until):
+    service.heartbeat_seconds = 0.5
+    rank = new_rank(ingest_url=service.url)
+    until(lambda: rank.channel.lease)
+    _polled_for(1.5, rank, Rankscope_Lease="lease-0")
+
+    assert 2 <= len(service.registrations)
+
+
+def test_a_rank_that_is_polled_without_end_speaks_once_in_a_while(new_rank, service, until, monkeypatch):
+    monkeypatch.setattr(registration, "MOST_SELDOM_SECONDS", 1.0)
+    service.heartbeat_seconds = 0.9
+    rank = new_rank(ingest_url=service.url)
+    until(lambda: rank.channel.lease)
+    _polled_for(2.5, rank, Rankscope_Lease=service.lease)
+
+    assert len(service.registrations) in {2, 3}
+
+
+def _polled_for(seconds, rank, **headers):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        rank.records(-1, committed=-1, **headers)
+        time.sleep(0.05)
 
 
 def test_the_reply_moves_committed(new_rank, service, record, until):
