@@ -26,6 +26,7 @@ SOON_SECONDS: Final = 2.0
 """Whoever wants a flush waits so long at most for one that comes anyway: where ranks come and go all the time, each
 would else cut a file short, and every row would be written twice, to merge what was cut."""
 
+_LOOK_SECONDS: Final = 0.25  # how often it is seen whether such a wait is over
 _MOMENT: Final = 1e-3  # no batch fills faster
 
 
@@ -103,6 +104,12 @@ class Waiting:
         if self._wanted and not self._is_worth_waiting(now):
             return "wanted"
         return "age" if now - self._opened_at >= self.flush_after_seconds else None
+
+    def rest_seconds(self, now: float) -> float:
+        """Return for how long nothing will be due, unless more comes or somebody wants it."""
+        if self._opened_at is None:
+            return self.flush_after_seconds
+        return _LOOK_SECONDS if self._wanted else self._opened_at + self.flush_after_seconds - now
 
     def settled(self, batch: PendingBatch) -> None:
         """Forget `batch`: it is committed."""

@@ -18,6 +18,7 @@ from typing import Final, Protocol
 
 import pyarrow as pa
 
+from rankscope_ingest.alarm import Alarm
 from rankscope_ingest.batch import PendingBatch
 from rankscope_ingest.quarantine import halves
 from rankscope_storage.errors import BatchError, ShardLostError, StoreError
@@ -25,7 +26,8 @@ from rankscope_storage.store import Batch
 
 log = logging.getLogger(__name__)
 
-CHECK_SECONDS: Final = 0.25
+CHECK_SECONDS: Final = 1.0
+"""However long nothing is due, it looks again after this."""
 RETRY_SECONDS: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
 
 
@@ -69,6 +71,10 @@ class Gathered(Protocol):
 
     def due(self, now: float) -> str | None:
         """Return why the batch should be flushed now, or None."""
+        ...
+
+    def rest_seconds(self, now: float) -> float:
+        """Return for how long nothing will be due, unless more comes or somebody wants it."""
         ...
 
     def take(self) -> PendingBatch:
@@ -122,7 +128,7 @@ class Flusher:
         self._clock = clock
         self._retry_seconds = retry_seconds
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rankscope-flush")
-        self._wake = asyncio.Event()
+        self._alarm = Alarm()
         self._waiters: list[asyncio.Future[None]] = []
         self._flights: deque[_Flight] = deque()  # taken and not committed yet; several where one had to be divided
         self._failures = 0
@@ -131,7 +137,7 @@ class Flusher:
 
     def wake(self) -> None:
         """Look at once whether a batch is due."""
-        self._wake.set()
+        self._alarm.ring()
 
     async def watermark(self, incarnation: str) -> int:
         """Return the last seq stored of a process; asked in the flush thread, behind which it would wait anyway."""
@@ -151,16 +157,14 @@ class Flusher:
         """Flush whenever a batch is due, until cancelled. Raises ShardLostError when the store is no longer ours."""
         try:
             while True:
-                try:
-                    async with asyncio.timeout(CHECK_SECONDS):
-                        await self._wake.wait()
-                except TimeoutError:
-                    pass
-                self._wake.clear()
+                await self._alarm.wait(min(self._rest_seconds(self._clock()), CHECK_SECONDS))
                 await self._look()
         finally:
             # Not waited for: on an orderly stop nothing is in flight, and on any other the store protects itself.
             self._thread.shutdown(wait=False)
+
+    def _rest_seconds(self, now: float) -> float:
+        return self._retry_at - now if self._flights else self._batcher.rest_seconds(now)
 
     async def _look(self) -> None:
         """Do what is due now: what failed first, then what was gathered."""

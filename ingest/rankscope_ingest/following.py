@@ -27,6 +27,10 @@ class Following:
         """Return what is at work."""
         return list(self._tasks.values())
 
+    def __len__(self) -> int:
+        """Return how many are polled."""
+        return len(self._loops)
+
     def follow(self, target: Target) -> Target:
         """See to it that somebody polls `target`."""
         task = self._tasks.get(target.incarnation)

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from rankscope_contract.channel import Registration, RegistrationReply
 from rankscope_contract.tls import Reloading
+from rankscope_ingest.alarm import Alarm
 from rankscope_ingest.alerting.announcer import RESOLVED, Announcer
 from rankscope_ingest.alerting.incidents import Incident
 from rankscope_ingest.assembly import cancel, make_batcher, make_collector
@@ -32,6 +33,7 @@ from rankscope_ingest.hangs.stack_requests import RankAnswer
 from rankscope_ingest.hangs.stall_watch import StallWatch
 from rankscope_ingest.history import History
 from rankscope_ingest.maintenance import keep_in_order, retaining
+from rankscope_ingest.memory import give_back
 from rankscope_ingest.notifiers import Notifier
 from rankscope_ingest.progress import Progress, RunProgress
 from rankscope_ingest.quarantine import Quarantine
@@ -58,6 +60,7 @@ from rankscope_storage.store import Writer
 log = logging.getLogger(__name__)
 
 TICK_SECONDS: Final = 0.1
+"""How often it is asked whether incidents are settled, as long as there is one that is not."""
 JUDGE_SECONDS: Final = 1.0
 
 
@@ -84,8 +87,10 @@ class Supervisor:
             poll_seconds=config.ingest.poll_seconds,
             max_backoff_seconds=config.ingest.max_backoff_seconds,
             flush_after_seconds=config.ingest.flush_after_seconds,
+            targets=lambda: len(self._following),
         )
         self._following = Following(self._loop, self._watermark)
+        self._alarm = Alarm()
         self._background: set[asyncio.Task[Any]] = set()
         self._is_draining = False
         self._url = ""
@@ -96,12 +101,12 @@ class Supervisor:
         self._tls = tls
         self._batcher = make_batcher(config)
         self._remote_read = RemoteRead(config.store.path, config.remote_read)
-        self._exporters = Exporters(config, self._batcher, self._metrics)
         self._remote_write = RemoteWrite(
             config.remote_write, writer, self._metrics, on_commit=self._on_pushed, clock=time.monotonic
         )
         aside = Quarantine(Path(config.store.path), stamp=self._stamp, count=self._metrics.set_aside)
         self._flusher = Flusher(writer, self._batcher, on_commit=self._on_commit, clock=time.monotonic, aside=aside)
+        self._exporters = Exporters(config, self._batcher, self._metrics, self._flusher.wake)
         self._goodput = GoodputWatch(lambda: read_goodput(config.store.path), lambda: self._commits_of_runs)
         self._faults = Faults()
         self._status = StatusBook(
@@ -245,6 +250,7 @@ class Supervisor:
             ("judging runs", self._tick),
             ("upkeep of the store", self._keep_in_order),
             ("reading goodput", self._goodput.run),
+            ("giving memory back", give_back),
         ]
         if (tls := self._tls) is not None:
             works.append(("reading certificates", lambda: keep_fresh(tls)))
@@ -266,12 +272,13 @@ class Supervisor:
         return watch(static, self._fetcher, self._accept_static, poll_seconds=poll_seconds)
 
     async def _tick(self) -> None:
-        judged_at = 0.0
+        judge_at = time.monotonic() + TICK_SECONDS
         while True:
-            await asyncio.sleep(TICK_SECONDS)
+            rest = judge_at - time.monotonic()
+            await self._alarm.wait(min(TICK_SECONDS, rest) if self._collector.incidents.unsettled() else rest)
             self._announce(self._collector.settle())
-            if time.monotonic() - judged_at >= JUDGE_SECONDS:
-                judged_at = time.monotonic()
+            if time.monotonic() >= judge_at:
+                judge_at = time.monotonic() + JUDGE_SECONDS
                 self._announce(self._collector.judge())
                 for incident in self._collector.resolve():
                     self._collector.record_incident(incident, RESOLVED)
@@ -315,6 +322,8 @@ class Supervisor:
         if run is None:
             self._flusher.wake()
             return
+        if rank is None:  # an incident was opened
+            self._alarm.ring()
         for target in self.targets():
             who = target.registration
             if who.run == run and rank in {None, who.rank} and target.health is not Health.GONE:

@@ -6,7 +6,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope_ingest.batch import Batcher
+from rankscope_ingest.batch import SOON_SECONDS, Batcher
 
 
 def batcher(**changes):
@@ -74,6 +74,20 @@ def test_flush_that_is_wanted_waits_no_longer_though_the_batch_does_not_fill():
     stopped.add({"scalars": table(1)}, 3.0)
     stopped.want_flush()
     assert "wanted" == stopped.due(3.0)  # by then it is known that they fill no more
+
+
+def test_until_which_moment_nothing_is_due():
+    empty, by_age, wanted = batcher(), batcher(), filling(100, 0.5)
+    by_age.add({"scalars": table(1)}, 1.0)
+
+    assert [5.0, 5.0, 0.5, -1.0] == [
+        empty.rest_seconds(9.0),  # what comes at once will be due by then, and no sooner unless there is more
+        by_age.rest_seconds(1.0),
+        by_age.rest_seconds(5.5),
+        by_age.rest_seconds(7.0),
+    ]
+    assert wanted.due(0.0) is None
+    assert 0 < wanted.rest_seconds(0.0) < SOON_SECONDS
 
 
 def test_watermark_without_rows_is_flushed_too():

@@ -37,3 +37,34 @@ def faults(how: str) -> int:
 def test_memory_of_one_flush_serves_the_next():
     """20 flushes of 80 MB each, in a thread: the pages of one of them are asked for, and not of all."""
     assert 2 * faults("keep") < faults("leave")
+
+
+HOLES = """
+from pathlib import Path
+import numpy as np
+from rankscope_ingest.memory import keep_memory, trim
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+
+keep_memory()
+before = resident()
+columns = [np.ones(1 << 20, np.uint8) for _ in range(400)]
+full = resident()
+columns[:-1] = []
+kept = resident()
+trim()
+print(full - before, kept - before, resident() - before, columns[0].sum())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the allocator of glibc alone is told")
+def test_free_memory_before_a_piece_in_use_goes_back():
+    """Of 400 MB the last one stays in use: by itself the allocator lets nothing go that is not the end of the heap."""
+    done = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, check=True, timeout=60)
+    full, kept, trimmed, still = map(int, done.stdout.split())
+
+    assert full >= 400
+    assert kept >= 390
+    assert trimmed < 20
+    assert still == 1 << 20

@@ -106,7 +106,7 @@ class RegistrationLoop:
             self._wake.notify()
 
     def polled(self) -> None:
-        """Note a poll of the service that registered this rank. Wakes nobody: the next heartbeat looks when it is due."""
+        """Note a poll of the service that registered this rank. Wakes nobody: it is seen when a heartbeat is due."""
         self._polled_at = time.monotonic()
 
     def _run(self) -> None:
