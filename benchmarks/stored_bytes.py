@@ -26,7 +26,7 @@ from rankscope_ingest.channel.checked import RowContext, check
 from rankscope_ingest.channel.decode import decode
 from rankscope_ingest.channel.plans import PlanColumns
 from rankscope_ingest.channel.wire import open_stream
-from rankscope_storage.care import compaction
+from rankscope_storage.care import compaction, merges
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.files.parquet import write_file
 from rankscope_storage.schema import conform
@@ -112,13 +112,13 @@ def _prototype(paths: Iterable[Path]) -> float:
 
 def _merged(writer: object) -> compaction.CompactionReport:
     """Merge though there are few files."""
-    few, compaction.SMALL_FILES = compaction.SMALL_FILES, 2
+    few, merges.SMALL_FILES = merges.SMALL_FILES, 2
     try:
         report = writer.compact()  # type: ignore[attr-defined]
         assert isinstance(report, compaction.CompactionReport)
         return report
     finally:
-        compaction.SMALL_FILES = few
+        merges.SMALL_FILES = few
 
 
 def _files(root: Path) -> list[Path]:

@@ -16,6 +16,8 @@ from rankscope_storage.connection import connect
 from rankscope_storage.errors import StoreError
 
 LOOK_SECONDS: Final = 20.0
+_LONGER: Final = 3
+"""What goes on for minutes changes its ratio slowly: the second pause is twice as long, each later one three times."""
 _SHARE: Final = 0.02
 """Of the time of one core, at most this much goes into looking, however long the history is."""
 
@@ -48,6 +50,7 @@ class GoodputWatch:
         self._clock = clock
         self._commits_seen = -1  # what a former service stored is asked for as well
         self._next_at = float("-inf")
+        self._looks = 0
         self.ratios: Ratios = {}
 
     async def run(self) -> None:
@@ -70,4 +73,5 @@ class GoodputWatch:
         self._next_at = began + self._look_seconds
         self.ratios = self._read()
         self._commits_seen = commits
-        self._next_at = began + max(self._look_seconds, (self._clock() - began) / _SHARE)
+        self._looks = min(self._looks + 1, _LONGER)
+        self._next_at = began + max(self._looks * self._look_seconds, (self._clock() - began) / _SHARE)

@@ -39,6 +39,20 @@ def test_it_looks_at_once_and_then_where_something_was_committed(world):
     assert {"r": 0.1} == goodput.ratios
 
 
+def test_the_longer_it_watches_the_longer_it_pauses(world):
+    goodput = watch(world)
+    pauses = []
+    for _ in range(5):
+        looked_at = world.now
+        goodput.look()
+        world.commits += 1
+        while not goodput.due():
+            world.now += 1
+        pauses.append(world.now - looked_at)
+
+    assert [30, 60, 90, 90, 90] == pauses
+
+
 def test_a_long_history_is_asked_less_often(world):
     goodput = watch(world)
     world.takes = 6.0

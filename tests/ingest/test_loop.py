@@ -59,9 +59,10 @@ def test_filling_ring_and_draining_rank_are_polled_sooner():
 
 
 @pytest.mark.parametrize(
-    ("flush_after", "ring_fill", "interval"), [(10.0, 0.1, 4.0), (10.0, 0.26, 2.0), (6.0, 0.1, 2.4), (1.0, 0.1, 2.0)]
+    ("flush_after", "ring_fill", "interval"),
+    [(10.0, 0.1, 5.0), (60.0, 0.1, 5.0), (10.0, 0.26, 2.0), (5.0, 0.1, 2.5), (1.0, 0.1, 2.0)],
 )
-def test_rank_whose_ring_has_room_is_polled_half_as_often_within_the_time_of_a_flush(flush_after, ring_fill, interval):
+def test_rank_whose_ring_has_room_is_polled_less_often_though_twice_a_flush(flush_after, ring_fill, interval):
     pace = Pace.of(poll_seconds=2.0, max_backoff_seconds=30.0, flush_after_seconds=flush_after)
     one = target(health=Health.UP, cursor=7, ring_fill=ring_fill)
     first = pace.after_answer(one, 100.0)

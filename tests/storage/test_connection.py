@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rankscope_contract.records import DATASETS, TENSOR_ROW_KEY
-from rankscope_storage.care import compaction
+from rankscope_storage.care import merges
 from rankscope_storage.connection import connect
 from rankscope_storage.errors import FilesGoneError, QueryError
 from rankscope_storage.schema import dataset_schema
@@ -106,7 +106,7 @@ def test_a_user_may_make_tables_and_files_of_their_own(connection, writer, batch
 
 
 def test_a_snapshot_stays_at_its_version_through_appends_and_merges(connection, writer, batch, monkeypatch):
-    monkeypatch.setattr(compaction, "SMALL_FILES", 2)
+    monkeypatch.setattr(merges, "SMALL_FILES", 2)
     for seq in range(4):
         writer.append(batch([seq]))
     with connection.snapshot() as pinned:
@@ -129,7 +129,7 @@ def test_steady_questions_see_one_version_and_later_ones_the_newest(connection, 
 
 def test_a_file_that_goes_between_list_and_read_is_asked_for_again(connection, writer, batch, monkeypatch):
     """As when maintenance removes what a slow reader still had in its list."""
-    monkeypatch.setattr(compaction, "SMALL_FILES", 2)
+    monkeypatch.setattr(merges, "SMALL_FILES", 2)
     for seq in range(4):
         writer.append(batch([seq]))
     old = connection.files("scalars")

@@ -28,8 +28,9 @@ from rankscope_ingest.target import Health, Target
 DRAINING_POLL_SECONDS: Final = 0.2
 POKE_SECONDS: Final = 0.25  # between two polls out of turn: whoever pokes without end does not get polls without end
 _FAST_SHARE: Final = 0.25  # of the interval, while the ring is more than half full
-_CALM_FILL: Final = 0.25  # a ring that is no fuller may wait for twice the interval
-_CALM_SHARE: Final = 0.4  # of the time until a flush, and no longer: a record is told of as durable one poll later
+_CALM_FILL: Final = 0.25  # a ring that is no fuller may wait for longer
+_CALM_POLLS: Final = 2.5  # so many intervals
+_CALM_SHARE: Final = 0.5  # of the time until a flush, and no longer: a record is told of as durable one poll later
 _TOGETHER: Final = 8
 """Targets that are polled in one go. All that is done for the second of them finds its code in the processor's caches:
 with 20 ranks, a poll of four steps costs 2.8 ms of CPU where each stands alone, and 1.5 where seven stand together."""
@@ -107,7 +108,7 @@ class Pace:
         targets: Callable[[], int] = lambda: 1,
     ) -> Pace:
         """Return the pace of a service that flushes after so long."""
-        calm = min(2 * poll_seconds, _CALM_SHARE * flush_after_seconds)
+        calm = min(_CALM_POLLS * poll_seconds, _CALM_SHARE * flush_after_seconds)
         return cls(
             poll_seconds=poll_seconds, max_backoff_seconds=max_backoff_seconds, calm_seconds=calm, targets=targets
         )

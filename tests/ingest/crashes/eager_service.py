@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 from rankscope_ingest import __main__, maintenance
-from rankscope_storage.care import compaction
+from rankscope_storage.care import merges
 
-compaction.SMALL_FILES = 1
+merges.SMALL_FILES = 1
 maintenance.COMPACT_EVERY_COMMITS = 3
 maintenance.MAINTAIN_SECONDS = 1.0
 

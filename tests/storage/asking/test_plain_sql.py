@@ -11,7 +11,7 @@ import pytest
 
 from rankscope_contract.records import DATASETS
 from rankscope_storage.asking.plain_sql import FILE_NAME, emit_views
-from rankscope_storage.care import compaction
+from rankscope_storage.care import merges
 from rankscope_storage.connection import connect
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.log.delta import Log
@@ -66,7 +66,7 @@ def test_checkpoint_and_entries_give_the_same_list_as_delta_rs(
     store, writer, batch: Callable, appends, clean, monkeypatch
 ):
     """Before, at and after a checkpoint; with merges in between; with and without the entries behind the checkpoint."""
-    monkeypatch.setattr(compaction, "SMALL_FILES", 6)
+    monkeypatch.setattr(merges, "SMALL_FILES", 6)
     for seq in range(appends):
         writer.append(batch([seq]))
         if seq % 8 == 7:

@@ -8,7 +8,7 @@ import threading
 import pyarrow as pa
 import pytest
 
-from rankscope_storage.care import compaction
+from rankscope_storage.care import merges
 from rankscope_storage.care.checking import check
 from rankscope_storage.care.compaction import compact
 from rankscope_storage.care.maintenance import maintain
@@ -66,7 +66,7 @@ def stored(connection) -> tuple[int, int]:
 def test_rows_are_appended_and_read_at_whatever_moment_upkeep_is_held(
     store, writer, connection, batch, monkeypatch, work
 ):
-    monkeypatch.setattr(compaction, "SMALL_FILES", 1)
+    monkeypatch.setattr(merges, "SMALL_FILES", 1)
     rows = 0
     for moment in range(1, 60, 5):
         for _ in range(2):

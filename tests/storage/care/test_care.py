@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
-from rankscope_storage.care import compaction, files
+from rankscope_storage.care import files, merges
 from rankscope_storage.care.checking import check
 from rankscope_storage.care.compaction import compact
 from rankscope_storage.care.counting import count
@@ -236,7 +236,7 @@ class Killed(BaseException):
 
 
 def test_a_compaction_killed_at_any_moment_that_touches_the_disk_is_begun_again(left, monkeypatch):
-    monkeypatch.setattr(compaction, "SMALL_FILES", 1)
+    monkeypatch.setattr(merges, "SMALL_FILES", 1)
     for moment in range(1, 30):
         copy = left.with_name(f"copy-{moment}")
         shutil.copytree(left, copy)
@@ -270,7 +270,7 @@ def _compact_until(root, moment: int) -> bool:
 
 
 def test_a_compaction_says_how_far_it_is(left, monkeypatch):
-    monkeypatch.setattr(compaction, "SMALL_FILES", 1)
+    monkeypatch.setattr(merges, "SMALL_FILES", 1)
     told = []
     compact(left, sync_to_disk, lambda done, total: told.append((done, total)))
 

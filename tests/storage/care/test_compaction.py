@@ -5,28 +5,27 @@ from __future__ import annotations
 import datetime as dt
 import threading
 from collections import Counter
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope_storage.care import compaction, rolling
-from rankscope_storage.care.compaction import MUTEX, Merge, apart, compact, cut, open_and_closed, plan
+from rankscope_storage.care import compaction, merges
+from rankscope_storage.care.compaction import MUTEX, apart, compact, cut, open_and_closed
+from rankscope_storage.care.merges import SILENCE, Merge, plan
 from rankscope_storage.connection import connect
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.errors import ShardLostError
 from rankscope_storage.files.layout import shared_part
 from rankscope_storage.log.delta import Change, Log
-from rankscope_storage.log.snapshot import Snapshot
 from rankscope_storage.store import Batch
 
 
 @pytest.fixture
 def eager(monkeypatch):
     """Merge from three small files on."""
-    monkeypatch.setattr(compaction, "SMALL_FILES", 2)
+    monkeypatch.setattr(merges, "SMALL_FILES", 2)
 
 
 def files(root) -> pa.Table:
@@ -34,7 +33,7 @@ def files(root) -> pa.Table:
 
 
 def test_few_files_are_left_alone(store, writer, batch):
-    for seq in range(compaction.TINY_FILES):
+    for seq in range(merges.TINY_FILES):
         writer.append(batch([seq]))
     report = writer.compact()
 
@@ -42,7 +41,7 @@ def test_few_files_are_left_alone(store, writer, batch):
 
 
 def test_many_tiny_files_become_one_with_the_same_rows(store, writer, batch, connection):
-    for seq in range(compaction.TINY_FILES + 1):
+    for seq in range(merges.TINY_FILES + 1):
         writer.append(batch([seq]))
     before = connection.query("FROM scalars ORDER BY seq")
     report = writer.compact()
@@ -86,8 +85,8 @@ def test_an_append_goes_on_after_a_merge_and_the_watermark_too(writer, batch, co
 
 
 def test_big_files_are_left_alone(store, writer, batch, monkeypatch):
-    monkeypatch.setattr(compaction, "SMALL_FILES", 2)
-    monkeypatch.setattr(compaction, "SMALL_ROWS", 5)
+    monkeypatch.setattr(merges, "SMALL_FILES", 2)
+    monkeypatch.setattr(merges, "SMALL_ROWS", 5)
     for first in range(0, 20, 5):
         writer.append(batch(range(first, first + 5)))
 
@@ -95,17 +94,17 @@ def test_big_files_are_left_alone(store, writer, batch, monkeypatch):
 
 
 def test_a_merge_stops_at_the_target_size(store, writer, batch, eager, monkeypatch):
-    monkeypatch.setattr(compaction, "MERGE_ROWS", 10)
+    monkeypatch.setattr(merges, "MERGE_ROWS", 10)
     for first in range(0, 24, 4):
         writer.append(batch(range(first, first + 4)))
-    merges = plan(Log.open(store.root, sync_to_disk).snapshot())
+    planned = plan(Log.open(store.root, sync_to_disk).snapshot())
 
-    assert [8, 8, 8] == [sum(file.rows for file in merge.files) for merge in merges]
+    assert [8, 8, 8] == [sum(file.rows for file in merge.files) for merge in planned]
 
 
 def test_merged_files_follow_each_other_step_by_step(store, writer, scalars, eager, monkeypatch):
     """Ranks that lag behind make the flushes overlap; after the merge the ranges of steps do not."""
-    monkeypatch.setattr(compaction, "TARGET_ROWS", 10)
+    monkeypatch.setattr(merges, "TARGET_ROWS", 10)
     for flush in range(6):
         fast, slow = (
             scalars(range(max(0, flush * 4 - lag), flush * 4 + 4 - lag), rank=lag, incarnation=f"i{lag}")
@@ -290,76 +289,7 @@ def test_a_zombie_may_still_compact_but_not_append(store, writer, batch, eager):
             writer.append(batch([9]))
 
 
-# --- planning
-
-
 NOW = dt.datetime(2026, 11, 20, 12, tzinfo=dt.UTC)
-
-
-def listed(*described: dict) -> Snapshot:
-    """A version with these files, each of 1,000 rows of the dataset scalars unless it says otherwise."""
-    usual = {
-        "dataset": "scalars", "rows": 1000, "size_bytes": 1, "attempt_min": 0, "attempt_max": 0, "step_min": 0,
-        "step_max": 9, "ts_max": NOW, "part": "r",
-    }  # fmt: skip
-    rows = [{**usual, "path": f"{number:02d}", **row} for number, row in enumerate(described)]
-    return Snapshot(Path("/store"), 1, pa.Table.from_pylist(rows))
-
-
-def planned(*described: dict) -> list[list[str]]:
-    return [[file.path for file in merge.files] for merge in plan(listed(*described), NOW)]
-
-
-AGO = {"ts_max": NOW - compaction.SILENCE - dt.timedelta(seconds=1)}
-
-
-def test_what_is_still_written_waits_for_company_and_what_is_silent_is_merged_to_its_end():
-    assert [] == planned({}, {})
-    assert [] == planned(AGO, {})
-    assert [["00", "01"]] == planned(AGO, AGO)
-    assert [] == planned(AGO)
-    assert [] == planned(AGO, {**AGO, "rows": compaction.SMALL_ROWS})
-
-
-def test_small_files_that_make_two_full_ones_are_merged_though_they_are_few():
-    half = {"rows": compaction.SMALL_ROWS - 1}
-
-    assert [] == planned(half, half, half)
-    assert [["00", "01", "02", "03"]] == planned(half, half, half, half, {"rows": 5})
-
-
-def test_a_row_of_rollups_counts_as_four():
-    """It is as much wider, and a merge holds its rows in memory: pieces as retention writes them are left alone."""
-    rolled = {**AGO, "dataset": "tensor_rollups"}
-    piece, half = {**rolled, "rows": rolling.PIECE_ROWS}, {**rolled, "rows": compaction.SMALL_ROWS // 4 - 1}
-
-    assert [] == planned(piece, piece, piece)
-    assert [["00", "01", "02", "03"], ["04", "05"]] == planned(*[half] * 6)
-
-
-def test_shared_parts_of_past_days_become_one_and_that_of_today_waits():
-    days = [{"part": f"_shared-2026-11-{day}", **AGO} for day in (20, 18, 17, 19, 16, 20)]
-
-    assert [["04", "02", "01", "03"]] == planned(*days)
-    assert ["_shared-2026-11-16"] == [merge.part for merge in plan(listed(*days), NOW)]
-    assert [] == planned(*days[1:4])
-
-
-def test_thirty_days_of_flushes_leave_few_files():
-    """Every day 25 flushes of small runs and a compaction: nothing is lost, and what is left is large."""
-    sizes: list[dict] = []
-    for day in range(60):
-        now = NOW + dt.timedelta(days=day)
-        part = f"_shared-{now.date()}"
-        sizes += [{"part": part, "rows": 3000, "ts_max": now, "path": f"{day}-{flush}"} for flush in range(25)]
-        for merge in plan(listed(*sizes), now):
-            gone = {file.path for file in merge.files}
-            rows = sum(file.rows for file in merge.files)
-            sizes = [file for file in sizes if file["path"] not in gone]
-            sizes.append({"part": merge.part, "rows": rows, "ts_max": now, "path": f"{day}-m{len(sizes)}"})
-
-    assert 60 * 25 * 3000 == sum(file["rows"] for file in sizes)
-    assert len(sizes) <= 1 + compaction.PAST_FILES + 60 * 25 * 3000 // compaction.SMALL_ROWS
 
 
 def test_a_run_that_has_grown_leaves_the_shared_part(store, writer, batch, connection, eager, monkeypatch):
@@ -389,7 +319,7 @@ def test_a_run_with_a_part_of_its_own_takes_along_what_is_worth_a_file(batch):
 def test_steps_that_the_slowest_live_rank_has_not_reached_stay_apart():
     """Rank 1 is at step 3; rank 2 has been silent since step 1, and holds up nobody."""
     rows = [(0, step, NOW) for step in (None, 1, 2, 3, 4, 5)] + [(1, step, NOW) for step in (1, 3)]
-    rows += [(2, 1, AGO["ts_max"])]
+    rows += [(2, 1, NOW - SILENCE - dt.timedelta(seconds=1))]
     table = pa.Table.from_pylist([dict(zip(("rank", "step", "ts"), row, strict=True)) for row in rows])
     steps = [piece.column("step").to_pylist() for piece in open_and_closed(table, NOW)]
 

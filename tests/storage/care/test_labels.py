@@ -109,7 +109,7 @@ def test_labels_follow_a_run_that_is_renamed(root, writer):
 
 
 def test_labels_outlive_compaction(root, writer, monkeypatch):
-    monkeypatch.setattr("rankscope_storage.care.compaction.SMALL_FILES", 1)
+    monkeypatch.setattr("rankscope_storage.care.merges.SMALL_FILES", 1)
     relabel(root, "r", tagged({"a": "1"}), sync_to_disk)
     writer.append(version("stalled", 3))
     compact(root, sync_to_disk)

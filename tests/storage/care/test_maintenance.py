@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rankscope_storage.care import compaction
+from rankscope_storage.care import merges
 from rankscope_storage.care.sweeping import STAGED_SECONDS
 from rankscope_storage.connection import connect
 from rankscope_storage.durable import sync_to_disk
@@ -58,7 +58,7 @@ def test_leavings_of_dead_processes_go_after_their_time(store, writer, batch, co
 
 
 def test_files_just_replaced_stay_for_those_who_still_read_them(store, writer, batch, monkeypatch):
-    monkeypatch.setattr(compaction, "SMALL_FILES", 2)
+    monkeypatch.setattr(merges, "SMALL_FILES", 2)
     for seq in range(4):
         writer.append(batch([seq]))
     with connect(store.root) as connection, connection.snapshot() as pinned:

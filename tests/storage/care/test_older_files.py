@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope_storage.care import compaction, runs
+from rankscope_storage.care import compaction, merges, runs
 from rankscope_storage.care.checking import check
 from rankscope_storage.connection import connect
 from rankscope_storage.durable import sync_to_disk
@@ -27,7 +27,7 @@ def answer(root, statement=ASKED):
 
 
 def test_they_are_merged_into_files_that_have_them(old, monkeypatch):
-    monkeypatch.setattr(compaction, "SMALL_FILES", 1)
+    monkeypatch.setattr(merges, "SMALL_FILES", 1)
     before = answer(old)
     report = compaction.compact(old, sync_to_disk)
 

@@ -167,7 +167,7 @@ def test_files_that_were_merged_meanwhile_are_left_to_the_next_time(store, write
         return works
 
     left = ["once"]
-    monkeypatch.setattr("rankscope_storage.care.compaction.SMALL_FILES", 1)
+    monkeypatch.setattr("rankscope_storage.care.merges.SMALL_FILES", 1)
     monkeypatch.setattr(retention, "plan", then_merged)
 
     assert (0, 1) == (raw_before(store.root, 1).files, len(stored(store.root)))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pyarrow as pa
 import pytest
 
-from rankscope_storage.care import compaction, runs
+from rankscope_storage.care import merges, runs
 from rankscope_storage.care.checking import check
 from rankscope_storage.care.compaction import compact
 from rankscope_storage.connection import connect
@@ -45,7 +45,7 @@ def root(request, store, writer, batch: Callable, monkeypatch):
         writer.append(batch(range(4 + number), run=run, incarnation=f"i{run}"))
         writer.append(run_version(run, "completed"))
     if request.param == "one shared file":
-        monkeypatch.setattr(compaction, "SMALL_FILES", 1)
+        monkeypatch.setattr(merges, "SMALL_FILES", 1)
         compact(store.root, sync_to_disk)
     writer.close()
     return store.root

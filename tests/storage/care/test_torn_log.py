@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 
-from rankscope_storage.care import compaction
+from rankscope_storage.care import compaction, merges
 from rankscope_storage.care.checking import check
 from rankscope_storage.care.findings import Fault
 from rankscope_storage.care.repairing import repair
@@ -62,7 +62,7 @@ def test_an_append_cut_at_any_length_is_never_taken_for_a_commit(store, writer, 
 
 def test_a_compaction_cut_at_any_length_takes_no_file_away(left, monkeypatch):
     """It names what goes before what comes: cut between, it would leave nothing."""
-    monkeypatch.setattr(compaction, "SMALL_FILES", 1)
+    monkeypatch.setattr(merges, "SMALL_FILES", 1)
     compaction.compact(left, sync_to_disk)
     entry = newest(left)
     whole = entry.read_bytes()

@@ -14,7 +14,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rankscope_storage.care import compaction, maintenance, sweeping
+from rankscope_storage.care import maintenance, merges, sweeping
 from rankscope_storage.care.checking import check
 from rankscope_storage.care.compaction import compact
 from rankscope_storage.care.maintenance import maintain
@@ -87,7 +87,7 @@ def silent(_: int) -> None:
 
 def merge(root: Path, say: Say) -> None:
     """Compaction of whatever is not one file."""
-    compaction.SMALL_FILES = 1
+    merges.SMALL_FILES = 1
     compact(root, sync_to_disk)
 
 

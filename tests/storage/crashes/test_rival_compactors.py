@@ -22,9 +22,9 @@ RECORDS = 400
 COMPACTOR = """
 import sys
 from pathlib import Path
-from rankscope_storage.care import compaction
+from rankscope_storage.care import compaction, merges
 from rankscope_storage.durable import sync_to_disk
-compaction.SMALL_FILES = 3
+merges.SMALL_FILES = 3
 merged = refused = 0
 print("begun", flush=True)
 while not Path(sys.argv[2]).exists():

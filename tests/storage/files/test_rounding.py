@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from rankscope_storage.care import compaction
+from rankscope_storage.care import compaction, merges
 from rankscope_storage.care.counting import count
 from rankscope_storage.connection import connect
 from rankscope_storage.durable import sync_to_disk
@@ -142,7 +142,7 @@ def test_a_file_says_how_it_was_rounded_and_a_merge_says_the_coarsest_and_change
         before = connection.query("SELECT seq, norm, norm_baseline FROM tensor_stats ORDER BY seq")
 
         assert [(12, b"12"), (16, b"16"), (None, None)] == told(rounding_store)
-        monkeypatch.setattr(compaction, "SMALL_FILES", 2)
+        monkeypatch.setattr(merges, "SMALL_FILES", 2)
         compaction.compact(rounding_store, sync_to_disk)
 
         assert [(12, b"12")] == told(rounding_store)

@@ -11,7 +11,7 @@ import pytest
 from deltalake import DeltaTable
 
 from rankscope_storage.asking.views import common_columns
-from rankscope_storage.care import compaction
+from rankscope_storage.care import merges
 from rankscope_storage.care.checking import check
 from rankscope_storage.care.retention import Retention, retain
 from rankscope_storage.care.runs import rename
@@ -46,7 +46,7 @@ def test_a_file_of_samples_has_only_what_samples_have_and_the_view_has_all(write
 
 
 def test_a_row_that_has_more_is_kept_whole_beside_others_and_through_a_merge(writer, connection, monkeypatch):
-    monkeypatch.setattr(compaction, "SMALL_FILES", 2)
+    monkeypatch.setattr(merges, "SMALL_FILES", 2)
     append(writer, [{"value": 1.0}])
     append(writer, [{"value": 2.0, "step": 7, "rank": 3, "incarnation": "i"}])
     append(writer, [{"value": 3.0}])

@@ -38,7 +38,7 @@ def test_a_commit_writes_no_checkpoint_itself(store, writer, batch, monkeypatch)
 
 def test_a_work_of_many_commits_keeps_the_log_short_though_nobody_appends(store, writer, batch, monkeypatch):
     monkeypatch.setattr(writer._checkpoints, "after_commit", lambda version: None)
-    monkeypatch.setattr("rankscope_storage.care.compaction.SMALL_FILES", 1)
+    monkeypatch.setattr("rankscope_storage.care.merges.SMALL_FILES", 1)
     for seq in range(3):
         writer.append(batch([seq]))
     for _ in range(2 * CHECKPOINT_COMMITS):

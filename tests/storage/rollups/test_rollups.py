@@ -311,7 +311,7 @@ def test_days_that_many_runs_share_become_months(store, writer):
 
 
 def test_rollups_are_merged_like_all_files(store, writer, connection, monkeypatch):
-    monkeypatch.setattr("rankscope_storage.care.compaction.SMALL_FILES", 2)
+    monkeypatch.setattr("rankscope_storage.care.merges.SMALL_FILES", 2)
     for number in range(4):
         append(writer, "tensor_stats", steps(100 * number, 100 * number + 100))
         let_age(store.root, 10 + number)
