@@ -4,7 +4,7 @@ A flush takes some hundred megabytes of columns and lets them go. The kernel cle
 half of the time in which bodies become rows went into that, and a sixth of the time of all of it. So free memory is
 kept, up to a limit, and one heap serves all threads, since what one thread has freed is of use to no other otherwise.
 That limit is of the end of the heap alone. What is free between pieces in use grows for hours, as these come to lie
-further and further apart: once a minute it goes back, which costs the next flush 80 ms of CPU. And the collector of
+further and further apart: every ten minutes it goes back, which costs the next flush 80 ms of CPU. And the collector of
 cycles need not look again and again at a hundred thousand objects that imports have made.
 """
 
@@ -21,7 +21,7 @@ import pyarrow as pa
 KEPT_BYTES: Final = 256 << 20
 """Free memory at the end of the heap that is kept; what is above it goes back to the system."""
 
-GIVE_BACK_SECONDS: Final = 60.0
+GIVE_BACK_SECONDS: Final = 600.0
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8  # of glibc's mallopt
 _MAPPED_BYTES: Final = 32 << 20  # the most that glibc takes: larger pieces come from the system, and go back there
@@ -44,7 +44,7 @@ def let_go() -> None:
 
 
 async def give_back() -> None:
-    """Once a minute, give free memory back to the system that lies before the end of the heap. Never ends."""
+    """Now and then give free memory back to the system that lies before the end of the heap. Never ends."""
     while True:
         await asyncio.sleep(GIVE_BACK_SECONDS)
         await asyncio.to_thread(trim)
