@@ -40,10 +40,12 @@ class Encoded:
     unencodable: int
 
 
-def encode(first_seq: int, records: Sequence[StepRecord]) -> Encoded:
+def encode(first_seq: int, records: Sequence[StepRecord], *, whole: bool = False) -> Encoded:
     """Return `records`, whose seqs start at `first_seq`, as a stream with its end-of-stream mark.
 
-    A nested row that does not fit its columns is left out and counted, so that it cannot hold up the records behind it.
+    A dataset of which no record has a row has no column, since reading sixty columns of structs without one takes longer
+    than the statistics; `whole` is for whoever puts streams together, and has all of them. A nested row that does not
+    fit its columns is left out and counted, so that it cannot hold up the records behind it.
     """
     arrays = [
         pa.array(range(first_seq, first_seq + len(records)), pa.int64()),
@@ -55,15 +57,24 @@ def encode(first_seq: int, records: Sequence[StepRecord]) -> Encoded:
         _numbers([record.statistics.counts if record.statistics else None for record in records], pa.int64()),
     ]
     unencodable = 0
-    for dataset in NESTED:
-        column, refused = _nested(dataset, [getattr(record, dataset) for record in records])
+    nested = {dataset: [getattr(record, dataset) for record in records] for dataset in NESTED}
+    present = tuple(dataset for dataset, rows in nested.items() if whole or any(rows))
+    for dataset in present:
+        column, refused = _nested(dataset, nested[dataset])
         arrays.append(column)
         unencodable += refused
-    batch = pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
+    schema = _schema_with(present)
+    batch = pa.RecordBatch.from_arrays(arrays, schema=schema)
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, SCHEMA, options=_OPTIONS) as writer:
+    with pa.ipc.new_stream(sink, schema, options=_OPTIONS) as writer:
         writer.write_batch(batch)
     return Encoded(sink.getvalue(), unencodable)
+
+
+@lru_cache
+def _schema_with(datasets: Sequence[str]) -> Any:
+    """Return the schema of a stream whose records have rows of these datasets alone."""
+    return pa.schema([field for field in SCHEMA if field.name not in NESTED or field.name in datasets], SCHEMA.metadata)
 
 
 def _numbers(parts: Sequence[Any], item: Any) -> Any:

@@ -163,7 +163,7 @@ class Spool:
         try:
             if record.statistics is not None:
                 self._keep_plan(record.statistics.plan)
-            message = memoryview(encode(seq, [record]).body)[len(schema_message()) : -len(END_OF_STREAM)]
+            message = memoryview(encode(seq, [record], whole=True).body)[len(schema_message()) : -len(END_OF_STREAM)]
             if not self._make_room(len(message)):
                 self.dropped[FULL] += 1
                 return False
