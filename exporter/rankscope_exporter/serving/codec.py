@@ -43,9 +43,9 @@ class Encoded:
 def encode(first_seq: int, records: Sequence[StepRecord], *, whole: bool = False) -> Encoded:
     """Return `records`, whose seqs start at `first_seq`, as a stream with its end-of-stream mark.
 
-    A dataset of which no record has a row has no column, since reading sixty columns of structs without one takes longer
-    than the statistics; `whole` is for whoever puts streams together, and has all of them. A nested row that does not
-    fit its columns is left out and counted, so that it cannot hold up the records behind it.
+    A dataset of which no record has a row has no column: to read sixty columns of structs without one takes nearly as
+    long as the statistics. `whole` has all of them, for whoever puts streams together. A nested row that does not fit
+    its columns is left out and counted, so that it cannot hold up the records behind it.
     """
     arrays = [
         pa.array(range(first_seq, first_seq + len(records)), pa.int64()),
