@@ -3,7 +3,8 @@
     python benchmarks/run.py stored_bytes
 
 Six samples a row are counted (norm, min, max, mean, nans, zeros); infs and numel, which never change here, are not, and
-names, step and time are in the bytes of the six. See `_noise.six_statistics` for what the noise is.
+names, step and time are in the bytes of the six. See `_noise.six_statistics` for what the noise is. Bytes depend on how
+far apart the scales of tensors lie, whose leading digits share a code: so the same is asked of noise with one scale.
 """
 
 from __future__ import annotations
@@ -43,17 +44,18 @@ def run() -> list[Row]:
     try:
         batches = list(_batches())
         return [
-            *_store(folder / "lossless", batches, None),
-            *_store(folder / "rounded", batches, BITS),
+            *_store(folder / "lossless", "lossless", batches, None),
+            *_store(folder / "level", "lossless, tensors of one scale", _batches(scales=0.0), None),
+            *_store(folder / "rounded", f"{BITS} bits of mantissa", batches, BITS),
             *_cpu(folder, batches[: 50 // STEPS_A_FLUSH]),
         ]
     finally:
         shutil.rmtree(folder)
 
 
-def _batches() -> Iterable[pa.Table]:
-    """Return what the flushes hold, as it comes off the wire."""
-    walks = [six_statistics(TENSORS, rank) for rank in range(RANKS)]
+def _batches(scales: float = 2.0) -> Iterable[pa.Table]:
+    """Return what the flushes hold, as it comes off the wire; the logarithms of scales lie `scales` apart."""
+    walks = [six_statistics(TENSORS, rank, scales=scales) for rank in range(RANKS)]
     contexts = [RowContext(run="bench", attempt=0, rank=rank, incarnation=f"{rank:032x}") for rank in range(RANKS)]
     plans = {plan_of(TENSORS).hash: PlanColumns(plan_of(TENSORS).plan)}
     for flush in range(FLUSHES):
@@ -66,8 +68,7 @@ def _batches() -> Iterable[pa.Table]:
         yield decode(bodies)["tensor_stats"]
 
 
-def _store(root: Path, batches: Iterable[pa.Table], bits: int | None) -> Iterable[Row]:
-    name = "lossless" if bits is None else f"{bits} bits of mantissa"
+def _store(root: Path, name: str, batches: Iterable[pa.Table], bits: int | None) -> Iterable[Row]:
     last = STEPS_A_FLUSH - 1
     with Store.open(root, create=True, mantissa_bits=bits).claim(owner="bench") as writer:
         for number, table in enumerate(batches):
@@ -83,7 +84,7 @@ def _store(root: Path, batches: Iterable[pa.Table], bits: int | None) -> Iterabl
     yield Row(f"{name}: after a merge", _bytes_per_sample(merged), "bytes per sample", note)
     if bits is None:
         note = f"six columns and their tags; {PROTOTYPE} on its own noise"
-        yield Row("the same rows by the prototype's writer", _prototype(merged), "bytes per sample", note)
+        yield Row(f"{name}: the same rows by the prototype's writer", _prototype(merged), "bytes per sample", note)
     columns = ", ".join(f"{column} {size:.3f}" for column, size in _columns(merged))
     yield Row(f"{name}: a row", len(SIX) * _bytes_per_sample(merged), "bytes", columns)
 

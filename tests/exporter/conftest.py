@@ -13,7 +13,7 @@ import pytest
 
 from rankscope_contract.channel import PLAN_PATH, RECORDS_PATH, SCHEMA_HEADER
 from rankscope_contract.kinds import COUNT_OPS
-from rankscope_contract.records import WIRE_VALUE_OPS, Plan
+from rankscope_contract.records import NESTED, WIRE_VALUE_OPS, Plan
 from rankscope_exporter import Monitor, MonitorConfig
 
 
@@ -46,8 +46,8 @@ class Reader:
         body = self.get(f"{RECORDS_PATH}?after=-1", **{SCHEMA_HEADER: "1"})
         if not body:
             return []
-        rows: list[dict[str, Any]] = pa.ipc.open_stream(body).read_all().to_pylist()
-        return rows
+        none = dict.fromkeys(NESTED, ())  # a dataset of which no record has a row has no column
+        return [{**none, **row} for row in pa.ipc.open_stream(body).read_all().to_pylist()]
 
     def rows(self) -> list[Row]:
         return [row for record in self.records() if record["plan"] for row in self._rows_of(record)]
