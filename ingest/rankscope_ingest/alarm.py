@@ -27,7 +27,7 @@ class Alarm:
         self._over.clear()
 
     async def wait(self, seconds: float) -> bool:
-        """Return once it rings, or after `seconds`; whether it rang."""
+        """Return once it rings, or after `seconds`, which may be infinite; whether it rang."""
         timer = asyncio.get_running_loop().call_later(max(seconds, 0.0), self._over.set)
         try:
             await self._over.wait()

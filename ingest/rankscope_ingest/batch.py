@@ -7,8 +7,9 @@ seq of an unbroken prefix.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -56,11 +57,16 @@ class PendingBatch:
 
 @dataclass(slots=True, kw_only=True)
 class Waiting:
-    """Rows on their way to the store: when they are due, and how many. They count until their commit is settled."""
+    """Rows on their way to the store: when they are due, and how many. They count until their commit is settled.
+
+    Age alone makes a batch due after `rest_seconds`; whoever flushes is told when anything else does: a batch begins,
+    is full, or is wanted.
+    """
 
     flush_rows: int
     flush_after_seconds: float
     max_pending_rows: int
+    _tell: Callable[[], None] = field(default=lambda: None, repr=False)
     _rows: int = 0
     _samples: int = 0  # of the rows, those that exporters were scraped for
     _rows_in_flight: int = 0
@@ -90,25 +96,30 @@ class Waiting:
         """Return for how many rows there is room."""
         return self.max_pending_rows - self.pending_rows
 
+    def tell(self, flusher: Callable[[], None]) -> None:
+        """Call `flusher` from now on when something may be due sooner than `rest_seconds` said."""
+        self._tell = flusher
+
     def want_flush(self) -> None:
         """Make the batch due at once, or when it is full anyway: a rank drains, or somebody is to be told of it."""
-        self._wanted = True
+        if not self.is_empty:
+            self._wanted = True
+            self._tell()
 
     def due(self, now: float) -> str | None:
         """Return why the batch should be flushed now ("rows", "age", "wanted"), or None."""
         if self._opened_at is None:
-            self._wanted = False
             return None
-        if self._weight >= self.flush_rows or self._rows >= self.max_pending_rows:
+        if self._is_filled:
             return "rows"
         if self._wanted and not self._is_worth_waiting(now):
             return "wanted"
         return "age" if now - self._opened_at >= self.flush_after_seconds else None
 
     def rest_seconds(self, now: float) -> float:
-        """Return for how long nothing will be due, unless more comes or somebody wants it."""
+        """Return for how long nothing will be due if nothing is said by then."""
         if self._opened_at is None:
-            return self.flush_after_seconds
+            return math.inf
         return _LOOK_SECONDS if self._wanted else self._opened_at + self.flush_after_seconds - now
 
     def settled(self, batch: PendingBatch) -> None:
@@ -119,19 +130,26 @@ class Waiting:
     def _weight(self) -> int:
         return self._rows - self._samples + self._samples // SAMPLES_A_ROW
 
+    @property
+    def _is_filled(self) -> bool:
+        return self._weight >= self.flush_rows or self._rows >= self.max_pending_rows
+
     def _is_worth_waiting(self, now: float) -> bool:
         """Return whether the batch will be full at once, if it goes on to fill as the one before did."""
         if self._wanted_at is None:
             self._wanted_at = now
         return now - self._wanted_at < SOON_SECONDS and self.flush_rows - self._weight <= self._rate * SOON_SECONDS
 
-    def _open(self, now: float) -> None:
-        if self._opened_at is not None:
-            return
-        self._opened_at = now
-        if self._filled is not None:
-            since, weight = self._filled
-            self._rate = weight / max(now - since, _MOMENT)
+    def _came(self, now: float) -> None:
+        """Note that something was gathered: it opens a batch, or fills one."""
+        is_first = self._opened_at is None
+        if is_first:
+            self._opened_at = now
+            if self._filled is not None:
+                since, weight = self._filled
+                self._rate = weight / max(now - since, _MOMENT)
+        if is_first or self._is_filled:
+            self._tell()
 
     def _depart(self) -> None:
         """Count what was gathered as on its way; what comes next opens another batch."""
@@ -173,7 +191,7 @@ class Batcher(Waiting):
         self._watermarks.update(watermarks or {})
         # A body without rows still moves a watermark, or its records would be asked for again after a restart.
         if self._pieces or self._watermarks or self._scrapes:
-            self._open(now)
+            self._came(now)
 
     def take(self) -> PendingBatch:
         """Return everything gathered; it stays counted until `settled`."""

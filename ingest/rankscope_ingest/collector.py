@@ -39,8 +39,8 @@ from rankscope_ingest.web.networks import Address
 
 log = logging.getLogger(__name__)
 
-Urge = Callable[[str | None, int | None], None]
-"""`urge(run, rank)` has that rank polled at once, without a rank all of the run; without a run the batcher is due."""
+Urge = Callable[[str, int | None], None]
+"""`urge(run, rank)` has that rank polled at once, without a rank all of the run."""
 
 REMEMBER_SECONDS: Final = 600.0
 REMEMBER_ATTEMPT_SECONDS: Final = 3600.0
@@ -117,7 +117,7 @@ class Collector:
         if not target.is_dead:
             self.runs.heard(_key(target), target.registration.rank, target.incarnation)
         if target.health is Health.DRAINING and target.committed < target.cursor:
-            self.flush_soon()
+            self.batcher.want_flush()
 
     def failed(self, target: Target, error: FetchError) -> None:
         """Note a poll that brought nothing."""
@@ -171,8 +171,8 @@ class Collector:
             self.runs.exited(
                 _key(target), target.registration.rank, reason, error, at=at, incarnation=target.incarnation
             )
-        if said or self.batcher.due(now):
-            self.flush_soon()
+        if said:
+            self.batcher.want_flush()
 
     # What the HTTP side and the store say.
 
@@ -224,7 +224,7 @@ class Collector:
             log.info("run is %s", attempt.state, extra={"run": attempt.run, "reason": attempt.reason})
             self._write_state(attempt)
             if attempt.state in ENDED:
-                self.flush_soon()
+                self.batcher.want_flush()
         for attempt in self._versions.due(self.runs.attempts(), wall):
             self._write_state(attempt)
         self.judge_replicas()
@@ -267,11 +267,6 @@ class Collector:
             targets[_key(target)].append(target)
         latest = self.runs.latest().values()
         return tuple(run_progress(attempt, self._meter(attempt.key), targets[attempt.key]) for attempt in latest)
-
-    def flush_soon(self) -> None:
-        """Commit what is gathered without waiting for its age."""
-        self.batcher.want_flush()
-        self._urge(None, None)
 
     def _excuse_absence(self, now: float) -> None:
         """Hold nobody's silence against him while this process was stopped: it had no chance to listen."""

@@ -26,8 +26,6 @@ from rankscope_storage.store import Batch
 
 log = logging.getLogger(__name__)
 
-CHECK_SECONDS: Final = 1.0
-"""However long nothing is due, it looks again after this."""
 RETRY_SECONDS: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
 
 
@@ -65,6 +63,10 @@ class Gathered(Protocol):
         """Whether nothing is gathered."""
         ...
 
+    def tell(self, flusher: Callable[[], None]) -> None:
+        """Call `flusher` from now on when something may be due sooner than `rest_seconds` said."""
+        ...
+
     def want_flush(self) -> None:
         """Make the batch due at once."""
         ...
@@ -74,7 +76,7 @@ class Gathered(Protocol):
         ...
 
     def rest_seconds(self, now: float) -> float:
-        """Return for how long nothing will be due, unless more comes or somebody wants it."""
+        """Return for how long nothing will be due if nothing is said by then."""
         ...
 
     def take(self) -> PendingBatch:
@@ -129,15 +131,12 @@ class Flusher:
         self._retry_seconds = retry_seconds
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rankscope-flush")
         self._alarm = Alarm()
-        self._waiters: list[asyncio.Future[None]] = []
+        batcher.tell(self._alarm.ring)
+        self._waiters: list[asyncio.Future[None]] = []  # for what is gathered
         self._flights: deque[_Flight] = deque()  # taken and not committed yet; several where one had to be divided
         self._failures = 0
         self._retry_at = 0.0
         self.trouble: str | None = None
-
-    def wake(self) -> None:
-        """Look at once whether a batch is due."""
-        self._alarm.ring()
 
     async def watermark(self, incarnation: str) -> int:
         """Return the last seq stored of a process; asked in the flush thread, behind which it would wait anyway."""
@@ -148,16 +147,16 @@ class Flusher:
         if self._batcher.is_empty and not self._flights:
             return
         waiter = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
+        waiters = self._flights[-1].waiters if self._batcher.is_empty else self._waiters
+        waiters.append(waiter)
         self._batcher.want_flush()
-        self.wake()
         await waiter
 
     async def run(self) -> None:
         """Flush whenever a batch is due, until cancelled. Raises ShardLostError when the store is no longer ours."""
         try:
             while True:
-                await self._alarm.wait(min(self._rest_seconds(self._clock()), CHECK_SECONDS))
+                await self._alarm.wait(self._rest_seconds(self._clock()))
                 await self._look()
         finally:
             # Not waited for: on an orderly stop nothing is in flight, and on any other the store protects itself.
@@ -172,8 +171,6 @@ class Flusher:
         if self._flights:
             if now >= self._retry_at:
                 await self._flush(self._flights[0])
-        elif self._batcher.is_empty:
-            _release(self._waiters)  # what they waited for was in flight, and is committed by now
         elif self._batcher.due(now) is not None:
             self._flights.append(_Flight(pending=self._batcher.take(), waiters=self._waiters))
             self._waiters = []
@@ -199,7 +196,6 @@ class Flusher:
         self._failures, self.trouble = 0, None
         self._on_commit(flight.pending, commit)
         _release(flight.waiters)
-        self.wake()  # more may have become due meanwhile
 
     def _append(self, flight: _Flight) -> Committed:
         if flight.batch is None:
@@ -217,7 +213,6 @@ class Flusher:
             first, second = pair
             self._flights.popleft()
             self._flights.extendleft([_Flight(pending=second, waiters=flight.waiters), _Flight(pending=first)])
-            self.wake()
             return
         try:
             loop = asyncio.get_running_loop()
@@ -228,7 +223,6 @@ class Flusher:
         tables = self._aside.told(flight.pending, why, folder)
         flight.batch = Batch(tables=tables, watermarks=flight.pending.watermarks, info=flight.pending.info)
         flight.is_aside = True
-        self.wake()
 
     def _retry_later(self, batch: PendingBatch, why: str) -> None:
         self._retry_at = self._clock() + self._retry_seconds[min(self._failures, len(self._retry_seconds) - 1)]

@@ -106,7 +106,7 @@ class Supervisor:
         )
         aside = Quarantine(Path(config.store.path), stamp=self._stamp, count=self._metrics.set_aside)
         self._flusher = Flusher(writer, self._batcher, on_commit=self._on_commit, clock=time.monotonic, aside=aside)
-        self._exporters = Exporters(config, self._batcher, self._metrics, self._flusher.wake)
+        self._exporters = Exporters(config, self._batcher, self._metrics)
         self._goodput = GoodputWatch(lambda: read_goodput(config.store.path), lambda: self._commits_of_runs)
         self._faults = Faults()
         self._status = StatusBook(
@@ -318,10 +318,7 @@ class Supervisor:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    def _urge(self, run: str | None, rank: int | None) -> None:
-        if run is None:
-            self._flusher.wake()
-            return
+    def _urge(self, run: str, rank: int | None) -> None:
         if rank is None:  # an incident was opened
             self._alarm.ring()
         for target in self.targets():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,7 +44,6 @@ def test_batch_is_due_by_rows_by_age_and_on_demand():
 def test_wanting_a_flush_of_nothing_does_not_rush_the_next_batch():
     early = batcher()
     early.want_flush()
-    early.due(0.0)
     early.add({"scalars": table(1)}, 1.0)
 
     assert early.due(1.0) is None
@@ -80,14 +81,30 @@ def test_until_which_moment_nothing_is_due():
     empty, by_age, wanted = batcher(), batcher(), filling(100, 0.5)
     by_age.add({"scalars": table(1)}, 1.0)
 
-    assert [5.0, 5.0, 0.5, -1.0] == [
-        empty.rest_seconds(9.0),  # what comes at once will be due by then, and no sooner unless there is more
+    assert [math.inf, 5.0, 0.5, -1.0] == [
+        empty.rest_seconds(9.0),
         by_age.rest_seconds(1.0),
         by_age.rest_seconds(5.5),
         by_age.rest_seconds(7.0),
     ]
     assert wanted.due(0.0) is None
     assert 0 < wanted.rest_seconds(0.0) < SOON_SECONDS
+
+
+def test_it_is_told_when_a_batch_begins_is_full_or_is_wanted_and_not_for_what_only_waits_for_its_age():
+    told = []
+    queue = batcher()
+    queue.tell(lambda: told.append(queue.due(0.0)))
+    queue.want_flush()
+    queue.add({}, 0.0)
+    queue.add({"scalars": table(1)}, 0.0)
+    queue.add({"scalars": table(2)}, 0.0)
+    queue.want_flush()
+    queue.take()
+    queue.add({"scalars": table(*range(9))}, 0.0)
+    queue.add({"scalars": table(9)}, 0.0)
+
+    assert [None, "wanted", None, "rows"] == told
 
 
 def test_watermark_without_rows_is_flushed_too():

@@ -81,12 +81,35 @@ async def test_commit_now_also_waits_for_what_is_in_flight():
     async with flushing(appender) as (batcher, flusher, _, _):
         add(batcher, 1)
         batcher.want_flush()
-        flusher.wake()
         await asyncio.sleep(0.05)
         assert batcher.is_empty
         await flusher.commit_now()
 
         assert [1] == appender.values
+
+
+async def test_commit_now_does_not_wait_for_what_came_after_it():
+    appender = ListAppender(slow_seconds=0.2)
+    async with flushing(appender) as (batcher, flusher, _, _):
+        add(batcher, 1)
+        batcher.want_flush()
+        await asyncio.sleep(0.05)
+        waiting = asyncio.create_task(flusher.commit_now())
+        await asyncio.sleep(0.05)
+        add(batcher, 2)
+        await asyncio.wait_for(waiting, 5)
+
+        assert ([1], 1) == (appender.values, batcher.pending_rows)
+
+
+@pytest.mark.parametrize("changes", [{"flush_rows": 2}, {"flush_after_seconds": 0.1}])
+async def test_batch_that_is_full_or_old_is_stored_though_nobody_asks_for_it(changes, eventually):
+    appender = ListAppender()
+    async with flushing(appender, **changes) as (batcher, _, _, _):
+        await asyncio.sleep(0.05)  # it waits already, for it knows not what
+        add(batcher, 1)
+        add(batcher, 2)
+        await eventually(lambda: [1, 2] == appender.values)
 
 
 async def test_refused_rows_are_kept_told_of_and_stored_once_the_store_is_well(eventually):

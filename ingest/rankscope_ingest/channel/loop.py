@@ -216,13 +216,10 @@ class TargetLoop:
     async def _wait(self, seconds: float) -> None:
         due = self._clock() + seconds
         if await self._alarm.wait(seconds):
-            rest = due - self._clock()
-            pause = self._extra_from - self._clock()
-            if pause < rest:
-                await asyncio.sleep(max(0.0, pause))
+            is_extra = self._extra_from < due
+            await asyncio.sleep(max(0.0, min(self._extra_from, due) - self._clock()))
+            if is_extra:
                 self._extra_from = self._clock() + POKE_SECONDS
-            else:
-                await asyncio.sleep(max(0.0, rest))
             self._alarm.hush()
 
     async def _exchange(self, max_bytes: int) -> bool:

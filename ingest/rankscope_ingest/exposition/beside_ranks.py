@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 
 import pyarrow as pa
@@ -24,13 +24,10 @@ from rankscope_ingest.web.tls import client_tls
 class Exporters:
     """Scrapes what the configuration names, and says how that goes. Implements the `Sink` of the scraper."""
 
-    def __init__(
-        self, config: ServiceConfig, batcher: Batcher, metrics: ServiceMetrics, on_due: Callable[[], None]
-    ) -> None:
-        """Scrape into `batcher`; `on_due` hears of it when that has to be flushed."""
+    def __init__(self, config: ServiceConfig, batcher: Batcher, metrics: ServiceMetrics) -> None:
+        """Scrape into `batcher`."""
         self._config = config
         self._batcher = batcher
-        self._on_due = on_due
         # No certificate of ours is shown to others; theirs are checked against the same CA as the ranks'.
         self._fetcher = PageFetcher(
             networks=config.service.allowed_networks, tls=client_tls(config.service.ca_file, None, None)
@@ -47,16 +44,10 @@ class Exporters:
     def samples(self, table: pa.Table) -> None:
         """Take rows of `samples`."""
         self._batcher.add({"samples": table}, time.monotonic())
-        self._look()
 
     def scrape(self, scrape: Scrape) -> None:
         """Take the samples of one scrape."""
         self._batcher.add_scrape(scrape, time.monotonic())
-        self._look()
-
-    def _look(self) -> None:
-        if self._batcher.due(time.monotonic()) is not None:
-            self._on_due()
 
     def described(self) -> Iterable[Mapping[str, object]]:
         """Return how each exporter stands."""

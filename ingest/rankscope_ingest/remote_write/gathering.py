@@ -46,7 +46,7 @@ class SampleBatcher(Waiting):
         self._requests.append(written)
         self._receipts.append(receipt)
         self._rows += len(written.numbers)
-        self._open(now)
+        self._came(now)
 
     def take(self) -> PendingSamples:
         """Return everything gathered; it stays counted until `settled`."""

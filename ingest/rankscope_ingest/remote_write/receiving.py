@@ -197,11 +197,7 @@ class RemoteWrite:
             if not isinstance(error, Exception):
                 raise
             return
-        if self._batcher.is_empty:
-            asyncio.get_running_loop().call_later(self._section.hold_seconds, self._flusher.wake)
         self._batcher.add(written, receipt, self._clock())
-        if self._batcher.due(self._clock()) is not None:
-            self._flusher.wake()
         self._count(written)
 
     async def _read(self, body: bytes) -> Written:
