@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import time
 
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 from tests.properties import examples
 
 from rankscope_ingest.batch import Batcher, PendingBatch
-from rankscope_ingest.quarantine import FOLDER, halves, parts
+from rankscope_ingest.quarantine import FOLDER, Quarantine, halves, parts
+from rankscope_ingest.rows import Stamp
 from rankscope_storage.errors import BatchError
+from rankscope_storage.store import Store
 from rankscope_storage.writing.writer import Writer
 
 
@@ -92,6 +95,20 @@ async def test_what_cannot_even_become_rows_is_kept_as_it_came(start_service, fa
     assert [1.0] == pickle.loads(kept.read_bytes()).tables()["scalars"]["value"].to_pylist()
     assert [{"rank": 0}] == service.rows("SELECT rank FROM scalars WHERE name = 'loss'")
     assert ["KeyError" in event["message"] for event in told(service)] == [True]
+
+
+def test_what_is_set_aside_outlives_every_clean_up_of_the_store(tmp_path):
+    with Store.open(tmp_path / "store", create=True).claim(owner="test") as writer:
+        quarantine = Quarantine(tmp_path / "store", stamp=lambda: Stamp(0, 0), count=lambda rows: None)
+        table = pa.table({"incarnation": ["a"], "seq": [0], "value": ["no number"]})
+        folder = quarantine.keep(PendingBatch(pieces={"scalars": (table,)}, watermarks={"a": 0}, rows=1), "why")
+        kept = sorted(folder.iterdir())
+        for path in (*kept, folder, folder.parent):
+            os.utime(path, (0, 0))
+        report = writer.maintain()
+
+    assert ["scalars.arrow", "why.json"] == [path.name for path in kept]
+    assert (kept, 0, 0) == (sorted(folder.iterdir()), report.data_files, report.staged_files)
 
 
 NAMES = st.sampled_from(["a", "b", None])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 import re
 import time
 
+import numpy as np
 import pytest
 from aiohttp import web
 
@@ -36,6 +38,23 @@ async def test_every_record_is_stored_once_and_the_rank_learns_of_it(start_servi
     assert [("r", 0, 0, "inc-r-0")] == sorted({(r["run"], r["attempt"], r["rank"], r["incarnation"]) for r in rows})
     assert [{"n": 30}] == service.rows("SELECT count(*) AS n FROM tensor_stats WHERE tensor = 'w' AND numel = 2")
     assert [{"tensor": "w", "shape": [2]}] == service.rows("SELECT tensor, shape FROM tensors")
+
+
+async def test_statistics_are_rounded_where_the_configuration_says_so(start_service, fake_rank, eventually):
+    norm = float(np.float32(math.pi))
+    async with fake_rank() as rank, start_service(**{"store.mantissa_bits": 12}) as service:
+        plan = rank.add_plan(PLAN)
+        rank.publish_steps(3, plan=plan, values=[norm, -norm, norm, 0.0, norm, 0.0], counts=[0, 0, 0, 2])
+        rank.publish(scalars=[{"name": "loss", "value": math.pi}])
+        await rank.register(service.url)
+        await eventually(lambda: rank.committed == 3)
+    columns = "norm, min, max, mean, norm_baseline, mean_baseline"
+
+    assert [
+        {"norm": 3.1416015625, "min": -3.1416015625, "max": 3.1416015625, "mean": 0.0}
+        | {"norm_baseline": norm, "mean_baseline": 0.0}
+    ] == service.rows(f"SELECT DISTINCT {columns} FROM tensor_stats")
+    assert [{"value": math.pi}] == service.rows("SELECT value FROM scalars WHERE name = 'loss' AND seq = 3")
 
 
 async def test_restart_goes_on_where_the_store_stands(start_service, fake_rank, eventually):
