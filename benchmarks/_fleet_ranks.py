@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl, urlsplit
 from _fleet_bodies import Bodies
 
 from rankscope_contract.channel import ARROW_STREAM, REGISTER_PATH, Registration
-from rankscope_exporter.serving.registration import MOST_SELDOM_SECONDS
+from rankscope_exporter.serving.registration import next_heartbeat
 
 RING_RECORDS = 256
 HEARTBEATS_AT_ONCE = 32
@@ -70,9 +70,9 @@ class Rank:
 
     @property
     def next_heartbeat(self) -> float:
-        """When a rank speaks again: while it is polled, less often."""
-        silent = min(self.polled_at + self.heartbeat_seconds, self.spoke_at + MOST_SELDOM_SECONDS)
-        return max(self.spoke_at + self.heartbeat_seconds, silent)
+        """When the rank speaks again."""
+        pause, spoke_at = self.heartbeat_seconds, self.spoke_at
+        return next_heartbeat(spoke_at + pause, spoke_at=spoke_at, polled_at=self.polled_at, pause_seconds=pause)
 
     def life(self) -> dict[str, Any]:
         return {

@@ -132,7 +132,7 @@ class RegistrationLoop:
     def _postponed(self, due: float) -> float:
         if not self._registered or self._draining:
             return due
-        return max(due, min(self._polled_at + self._pause, self._spoke_at + MOST_SELDOM_SECONDS))
+        return next_heartbeat(due, spoke_at=self._spoke_at, polled_at=self._polled_at, pause_seconds=self._pause)
 
     def _has_work(self, due: float) -> bool:
         # Between failed attempts a poke must wait as well: it would only hammer a service that is down.
@@ -171,6 +171,11 @@ class RegistrationLoop:
         if text not in self._logged:
             self._logged.add(text)
             log.warning("%s", text)
+
+
+def next_heartbeat(due: float, *, spoke_at: float, polled_at: float, pause_seconds: float) -> float:
+    """Return when a rank speaks whose heartbeat is `due`: not yet where the service polls it, but once in a while."""
+    return max(due, min(polled_at + pause_seconds, spoke_at + MOST_SELDOM_SECONDS))
 
 
 def retry_seconds(failures: int, jitter: Callable[[], float] = _SPREAD.random) -> float:
