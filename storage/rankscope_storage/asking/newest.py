@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from rankscope_contract.escaping import sql_string
 from rankscope_storage.asking.by_file import Ask, ByFile
-from rankscope_storage.asking.questions import Bounds
+from rankscope_storage.log.bounds import Bounds
 
 TABLE: Final = "rankscope_raw.tensor_newest"
 """Where the views look for it: columns of_run, of_attempt, of_rank, of_kind, of_step."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rankscope_contract.records import DATASETS, DIMENSIONS
+from rankscope_storage.log.bounds import Bounds
 
 Node = Mapping[str, Any]
 Term = str | int | None
@@ -59,18 +60,6 @@ class Mention:
 
     name: str
     conditions: tuple[Condition, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Rows that can matter: of these runs, or of any; with attempt and step in closed ranges, if they have them."""
-
-    runs: frozenset[str] | None = None
-    attempts: tuple[float, float] = (-math.inf, math.inf)
-    steps: tuple[float, float] = (-math.inf, math.inf)
-
-
-ANY: Final = Bounds()
 
 
 class _NotUnderstoodError(Exception):

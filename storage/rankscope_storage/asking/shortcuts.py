@@ -15,7 +15,7 @@ import pyarrow as pa
 from rankscope_storage.asking import extents, newest
 from rankscope_storage.asking.engines import Engine
 from rankscope_storage.asking.keys import absent_keys
-from rankscope_storage.asking.questions import Bounds
+from rankscope_storage.log.bounds import Bounds
 from rankscope_storage.log.snapshot import Snapshot
 from rankscope_storage.macros.curves import raw_curve, scalar_curve, sole_attempt_curve
 from rankscope_storage.macros.deviations import bucket_deviations

@@ -9,9 +9,10 @@ from typing import Final
 
 from rankscope_storage.asking.definitions import named
 from rankscope_storage.asking.engines import DEFINITIONS, RAW, WITHOUT_FILES, Engine, trust
-from rankscope_storage.asking.questions import Bounds, Mention, bounds, mentions
+from rankscope_storage.asking.questions import Mention, bounds, mentions
 from rankscope_storage.asking.shortcuts import BUCKETS, CURVE, LATEST, Shortcuts
 from rankscope_storage.asking.views import common_columns, raw_select
+from rankscope_storage.log.bounds import Bounds
 from rankscope_storage.log.snapshot import Snapshot
 
 _TREE: Final = "SELECT json_serialize_sql(?, skip_null := true, skip_empty := true, skip_default := true)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -12,7 +12,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_storage.asking.questions import Bounds
+from rankscope_storage.log.bounds import Bounds
 
 _COLUMNS: Final = {
     "path": ("path", pa.string()),
@@ -103,7 +103,7 @@ class Snapshot:
         if wanted is None:
             return every
         pairs = zip(every, self._rows[dataset], strict=True)
-        return [path for path, row in pairs if any(_may_hold(row, bounds) for bounds in wanted)] or every[:1]
+        return [path for path, row in pairs if any(bounds.may_hold(row) for bounds in wanted)] or every[:1]
 
     def is_of_attempt_0(self, dataset: str, paths: Sequence[str]) -> bool:
         """Whether the log tells that no row in these files of `within` is of another attempt; of none is one of 0."""
@@ -113,18 +113,6 @@ class Snapshot:
     def contains(self, paths: Sequence[str]) -> bool:
         """Whether all of `paths` are files of this version."""
         return set(paths) <= set(self.files.column("path").to_pylist())
-
-
-def _may_hold(row: Mapping[str, Any], bounds: Bounds) -> bool:
-    low, high = row["run_min"], row["run_max"]
-    if bounds.runs is not None and low is not None and not any(low <= run <= high for run in bounds.runs):
-        return False
-    return _overlaps(row, "attempt", bounds.attempts) and _overlaps(row, "step", bounds.steps)
-
-
-def _overlaps(row: Mapping[str, Any], column: str, range_: tuple[float, float]) -> bool:
-    low, high = row[f"{column}_min"], row[f"{column}_max"]
-    return low is None or (bool(low <= range_[1]) and bool(high >= range_[0]))
 
 
 def _may_overlap(column: str, low: str | int | dt.datetime, high: str | int | dt.datetime) -> pc.Expression:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from rankscope_contract.records import DATASETS
 from rankscope_storage.asking.engines import DEFINITIONS
-from rankscope_storage.asking.questions import Bounds, bounds, mentions
+from rankscope_storage.asking.questions import bounds, mentions
 from rankscope_storage.connection import connect
+from rankscope_storage.log.bounds import Bounds
 from rankscope_storage.schema import dataset_schema
 from rankscope_storage.store import Batch, Store
 
