@@ -21,13 +21,27 @@ Ask = Callable[[str], pa.Table]
 
 
 class ByFile:
-    """The rows that `select`, of the files of `dataset`, tells of each: they have the columns of `schema`."""
+    """The rows that `select`, of the files of `dataset`, tells of each: they have the columns of `schema`.
 
-    def __init__(self, dataset: str, select: str, *, where: str, schema: pa.Schema) -> None:
+    `refine` makes other rows of those of some files, each out of one.
+    """
+
+    def __init__(
+        self,
+        dataset: str,
+        select: str,
+        *,
+        where: str,
+        schema: pa.Schema,
+        refine: Callable[[pa.Table], pa.Table] | None = None,
+        files_at_once: int = _BATCH_FILES,
+    ) -> None:
         self._dataset = dataset
         self._select = select
         self._where = where
         self._schema = schema
+        self._refine = refine
+        self._files_at_once = files_at_once
         self._seen: OrderedDict[str, pa.Table] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -35,8 +49,8 @@ class ByFile:
         """Return what is told of all `files`; `ask` is used for those that were not yet looked through."""
         known: dict[str, pa.Table | None] = {path: self._seen.get(path) for path in files}
         unseen = [path for path, rows in known.items() if rows is None]
-        for start in range(0, len(unseen), _BATCH_FILES):
-            known |= self._look_through(unseen[start : start + _BATCH_FILES], ask)
+        for start in range(0, len(unseen), self._files_at_once):
+            known |= self._look_through(unseen[start : start + self._files_at_once], ask)
         with self._lock:
             self._seen.update(known)
             while len(self._seen) > _KEPT_FILES:
@@ -52,5 +66,7 @@ class ByFile:
             f"FROM read_parquet([{listed}], hive_partitioning = false, union_by_name = true, filename = true)) "
             f"WHERE {self._where} GROUP BY ALL"
         )
+        if self._refine is not None:
+            told = self._refine(told)
         names, rows = told.column("filename"), told.select(self._schema.names).cast(self._schema)
         return {path: rows.filter(pc.equal(names, path)) for path in files}

@@ -22,6 +22,7 @@ from rankscope_contract.escaping import sql_string
 from rankscope_contract.rollups import ROLLUPS
 from rankscope_storage.asking import extents, newest
 from rankscope_storage.asking.definitions import Definition, definitions
+from rankscope_storage.asking.losses import NOTHING_KNOWN, Losses
 from rankscope_storage.asking.questions import Mention
 from rankscope_storage.asking.views import empty_view
 from rankscope_storage.log.delta import Log
@@ -58,6 +59,10 @@ class Engine:
     """The files that the table of newest steps was made of."""
     extents_of: tuple[Sequence[str], frozenset[str] | None] | None = None
     """The files and runs that the table of extents was made of."""
+    losses_of: tuple[Sequence[str], frozenset[str] | None] | None = None
+    """The files and runs that were looked at for what is known of losses."""
+    losses: Losses = NOTHING_KNOWN
+    """What is known of them, on which `loss_curve`, as it is defined, relies."""
     measured_once: bool = False
     """Whether `tensor_latest`, as it is defined, relies on nothing being measured twice at these steps."""
     trusting: bool = False

@@ -12,19 +12,21 @@ from typing import Final
 import duckdb
 import pyarrow as pa
 
-from rankscope_storage.asking import extents, newest
+from rankscope_storage.asking import extents, losses, newest
 from rankscope_storage.asking.engines import Engine
 from rankscope_storage.asking.keys import absent_keys
 from rankscope_storage.log.bounds import Bounds
 from rankscope_storage.log.snapshot import Snapshot
 from rankscope_storage.macros.curves import raw_curve, scalar_curve, sole_attempt_curve
 from rankscope_storage.macros.deviations import bucket_deviations
+from rankscope_storage.macros.histories import LOSS_OF_SOLE_ATTEMPT, LOSS_SAID_ONCE
 from rankscope_storage.macros.latest import tensor_latest
 from rankscope_storage.sql_types import sql_type
 
 LATEST: Final = "tensor_latest"
 CURVE: Final = "scalar_curve"
 BUCKETS: Final = "bucket_deviations"
+LOSS: Final = "loss_curve"
 
 _NEWEST: Final = f"  FROM {newest.TABLE}\n"
 LATEST_OF_KNOWN: Final = tensor_latest(_NEWEST)
@@ -67,6 +69,15 @@ class Shortcuts:
             self._fill(extents.TABLE, found)
             self._engine.extents_of = files, runs
 
+    def look_at_losses(self, wanted: Sequence[Bounds], snapshot: Snapshot) -> None:
+        """Find out how much of its work `loss_curve` can leave out for the runs that are `wanted`."""
+        files = snapshot.within("scalars", wanted)
+        self._engine.footers.update(files)
+        runs = _runs(wanted)
+        if (files, runs) != self._engine.losses_of:
+            self._engine.losses = losses.look_at_losses(files, runs, self._table)
+            self._engine.losses_of = files, runs
+
     def latest(self) -> str:
         """Return what makes `tensor_latest`, once its newest steps were found."""
         return LATEST_MEASURED_ONCE if self._engine.measured_once else LATEST_OF_KNOWN
@@ -76,6 +87,12 @@ class Shortcuts:
         if rollups:
             return CURVE_OF_KNOWN
         return SOLE_ATTEMPT_CURVE if snapshot.is_of_attempt_0("scalars", scalars) else RAW_CURVE
+
+    def loss(self, rollups: Sequence[str]) -> str | None:
+        """Return what makes `loss_curve` with less work, once the losses were looked at; None where nothing does."""
+        if rollups or not self._engine.losses.are_said_once:
+            return None
+        return LOSS_OF_SOLE_ATTEMPT if self._engine.losses.are_of_attempt_0 else LOSS_SAID_ONCE
 
     def buckets(self, files: Sequence[str]) -> str:
         """Return what makes `bucket_deviations` of these files."""

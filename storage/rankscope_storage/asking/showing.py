@@ -10,7 +10,7 @@ from typing import Final
 from rankscope_storage.asking.definitions import named
 from rankscope_storage.asking.engines import DEFINITIONS, RAW, WITHOUT_FILES, Engine, trust
 from rankscope_storage.asking.questions import Mention, bounds, mentions
-from rankscope_storage.asking.shortcuts import BUCKETS, CURVE, LATEST, Shortcuts
+from rankscope_storage.asking.shortcuts import BUCKETS, CURVE, LATEST, LOSS, Shortcuts
 from rankscope_storage.asking.views import common_columns, raw_select
 from rankscope_storage.log.bounds import Bounds
 from rankscope_storage.log.snapshot import Snapshot
@@ -72,6 +72,8 @@ class Views:
             return self._shortcuts.latest()
         if is_understood and name == CURVE:
             return self._shortcuts.curve(self.files["scalars"], self.files["scalar_rollups"], snapshot)
+        if is_understood and name == LOSS:
+            return self._shortcuts.loss(self.files["scalar_rollups"]) or DEFINITIONS[name].statement
         if is_understood and name == BUCKETS:
             return self._shortcuts.buckets(self.files["tensor_stats"])
         return DEFINITIONS[name].statement
@@ -94,12 +96,15 @@ class Views:
         wanted: dict[str, list[Bounds]] = {}
         latest: list[Bounds] = []
         curves: list[Bounds] = []
+        losses: list[Bounds] = []
         for mention in read:
             needed = bounds(mention, parameters)
             if LATEST in _closure(mention.name):
                 latest.append(needed)
             if CURVE in _closure(mention.name):
                 curves.append(needed)
+            if LOSS in _closure(mention.name):
+                losses.append(needed)
             if mention.name != LATEST:
                 for dataset in _datasets(mention.name):
                     wanted.setdefault(dataset, []).append(needed)
@@ -107,6 +112,8 @@ class Views:
             wanted.setdefault("tensor_stats", []).extend(self._shortcuts.find_newest(latest, snapshot))
         if curves:
             self._shortcuts.find_extents(curves, snapshot)
+        if losses:
+            self._shortcuts.look_at_losses(losses, snapshot)
         return wanted
 
     def _mentioned(self, query: str) -> tuple[Mention, ...] | None:

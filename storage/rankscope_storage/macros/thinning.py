@@ -16,6 +16,7 @@ WITH point AS (
 ),
 extent AS (
   SELECT line AS of_line, count(*) AS total, min(place) AS first_place, max(place) AS last_place,
+    arg_min_null(number, place) AS first_number, arg_max_null(number, place) AS last_number,
     CASE WHEN points >= 5 THEN (points - 2) // 3 ELSE error('downsample: ask for at least 5 points') END AS buckets
   FROM point GROUP BY line
 ),
@@ -35,8 +36,9 @@ kept AS (
   UNION
   SELECT line, nan_place, NULL FROM bucket WHERE nan_place IS NOT NULL
   UNION
-  SELECT line, place, any_value(number) FROM point JOIN extent ON line IS NOT DISTINCT FROM of_line
-  WHERE total > points AND (place = first_place OR place = last_place) GROUP BY line, place
+  SELECT of_line, first_place, first_number FROM extent WHERE total > points
+  UNION
+  SELECT of_line, last_place, last_number FROM extent WHERE total > points
   UNION
   SELECT line, place, number FROM point JOIN extent ON line IS NOT DISTINCT FROM of_line WHERE total <= points
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -9,12 +10,17 @@ import pyarrow as pa
 import pytest
 
 from rankscope_storage.asking import by_file
-from rankscope_storage.asking.shortcuts import BUCKETS, CURVE, LATEST
+from rankscope_storage.asking.shortcuts import BUCKETS, CURVE, LATEST, LOSS
 from rankscope_storage.connection import connect
 from rankscope_storage.schema import dataset_schema
 from rankscope_storage.store import Batch
 
-ASKED = {LATEST: LATEST, CURVE: "scalar_curve('r', points := 7)", BUCKETS: "bucket_deviations('r', width := 10)"}
+ASKED = {
+    LATEST: LATEST,
+    CURVE: "scalar_curve('r', points := 7)",
+    LOSS: "(FROM loss_curve WHERE run = 'r')",
+    BUCKETS: "bucket_deviations('r', width := 10)",
+}
 
 
 def append(writer, dataset: str, rows: list[dict]) -> None:
@@ -27,7 +33,7 @@ def append(writer, dataset: str, rows: list[dict]) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_both_ways_answer_the_same_however_the_store_grows(writer, connection, seed):
-    draw = random.Random(seed)
+    draw, ordinals = random.Random(seed), itertools.count()
     for number in range(4):
         runs = ["r", "s"][: draw.choice([1, 2])]
         shape = {"attempt": draw.choice([0, 0, number]), "micro_step": draw.choice([None, None, 1])}
@@ -38,7 +44,8 @@ def test_both_ways_answer_the_same_however_the_store_grows(writer, connection, s
         ]
         append(writer, "tensor_stats", [row | {"norm": draw.choice([1.0, 2.5, math.inf, None])} for row in steps])
         del shape["micro_step"]
-        append(writer, "scalars", [row | {"value": draw.choice([1.0, math.nan, None])} for row in steps])
+        values = [{"value": draw.choice([1.0, math.nan, None]), "ordinal": next(ordinals)} for _ in steps]
+        append(writer, "scalars", [row | value for row, value in zip(steps, values, strict=True)])
         if draw.random() < 0.3:
             append(writer, "scalar_rollups", [{"first_step": -50, "last_step": -1, "step": -50, **shape}])
         for name, asked in ASKED.items():

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import datetime as dt
+import itertools
+import math
+import random
 import statistics
 from collections.abc import Iterable
 
@@ -12,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rankscope_storage.connection import connect
+from rankscope_storage.macros.histories import LOSS_OF_SOLE_ATTEMPT, LOSS_SAID_ONCE
 from rankscope_storage.schema import dataset_schema
 from rankscope_storage.store import Batch, Store
 
@@ -85,6 +89,65 @@ def test_runs_names_and_labels_each_have_their_own_history(writer, connection):
 
     expected = [("r", "loss", None), ("s", "loss", None), ("r", "loss", '{"loss":"aux"}'), ("r", "lr", None)]
     assert [(*key, value) for key, value in zip(expected, (1.0, 2.0, 3.0, 4.0), strict=True)] == found
+
+
+@pytest.mark.parametrize("said", ["once", "again in a file", "again in another file"])
+@pytest.mark.parametrize(
+    ("attempts", "less"),
+    [([0], LOSS_OF_SOLE_ATTEMPT), ([None, 0], LOSS_OF_SOLE_ATTEMPT), ([0, 1], LOSS_SAID_ONCE), ([3], LOSS_SAID_ONCE)],
+)
+@pytest.mark.parametrize("micro_steps", [[None], [0, 1]])
+def test_the_loss_is_the_same_where_less_is_done_for_it(writer, connection, said, attempts, less, micro_steps):
+    """Over several files: attempts that go back, ranks and micro-batches, NaN, labels, steps that are said again."""
+    draw, ordinals = random.Random(len(said) + len(attempts)), itertools.count()
+    for first in (40, 0, 90, 91 if said == "again in another file" else -40):
+        keys = itertools.product(
+            ["r", "s"], attempts, [None, 0, 1], micro_steps, range(first, first + 15), [None, "{}"]
+        )
+        rows = [
+            loss(
+                attempt,
+                step + 5 * (attempt or 0),
+                draw.choice([math.nan, math.inf, *map(float, range(6))]),
+                run=run,
+                rank=rank if attempt == attempts[0] else 2,  # no attempt is 0, so that one of each would say it twice
+                micro_step=micro_step,
+                labels=labels,
+                ordinal=next(ordinals),
+                ts=START + dt.timedelta(seconds=draw.randrange(99)),
+            )
+            for run, attempt, rank, micro_step, step, labels in keys
+            if draw.random() < 0.7 and (attempt == attempts[0] or rank == 0)
+        ]
+        again = rows[::97] if said == "again in a file" else []
+        others = [loss(0, 1, 1.0, name="lr"), loss(0, 1, 2.0, name="lr"), loss(0, None, 1.0)]
+        append(
+            writer, "scalars", [*rows, *({**row, "value": 9.0, "ordinal": next(ordinals)} for row in again), *others]
+        )
+    for run in ("r", "s"):
+        asked = f"FROM loss_curve WHERE run = '{run}' ORDER BY ALL"
+        sooner = connection.sql(asked)
+        made_of = connection._views.engine.defined["loss_curve"]
+        in_a_text = asked.replace("'", "''")
+        plain = connection.sql(f"FROM query('{in_a_text}')")
+
+        assert (made_of == less) == (said == "once")
+        assert (plain.columns, plain.types) == (sooner.columns, sooner.types)
+        assert repr(plain.fetchall()) == repr(sooner.fetchall())
+
+
+def test_a_loss_that_is_rolled_up_or_said_again_later_is_seen_at_once(writer, connection):
+    append(writer, "scalars", [loss(0, step, 1.0, ordinal=step) for step in (100, 101)])
+    before = curve(connection)
+    append(writer, "scalars", [loss(0, 101, 5.0, ordinal=200)])
+    again = curve(connection)
+    rolled = {"name": "loss", "step": 0, "first_step": 1, "last_step": 99, "rows": 9, "value_count": 9}
+    append(writer, "scalar_rollups", [rolled | {"rank": None, "value_avg": 2.0, "value_nans": 0}])
+    rolled_up = curve(connection)
+
+    assert [1.0, 1.0] == [row[3] for row in before]
+    assert [1.0, 5.0] == [row[3] for row in again]
+    assert [2.0, 1.0, 5.0] == [row[3] for row in rolled_up]
 
 
 def run_row(**columns) -> dict:
