@@ -117,9 +117,11 @@ class Waiting:
         return "age" if now - self._opened_at >= self.flush_after_seconds else None
 
     def rest_seconds(self, now: float) -> float:
-        """Return for how long nothing will be due if nothing is said by then."""
+        """Return for how long nothing will be due if nothing is told by then."""
         if self._opened_at is None:
             return math.inf
+        if self._is_filled:
+            return 0.0
         return _LOOK_SECONDS if self._wanted else self._opened_at + self.flush_after_seconds - now
 
     def settled(self, batch: PendingBatch) -> None:

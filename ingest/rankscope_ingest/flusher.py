@@ -76,7 +76,7 @@ class Gathered(Protocol):
         ...
 
     def rest_seconds(self, now: float) -> float:
-        """Return for how long nothing will be due if nothing is said by then."""
+        """Return for how long nothing will be due if nothing is told by then, whatever was told before."""
         ...
 
     def take(self) -> PendingBatch:

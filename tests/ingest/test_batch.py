@@ -87,6 +87,8 @@ def test_until_which_moment_nothing_is_due():
         by_age.rest_seconds(5.5),
         by_age.rest_seconds(7.0),
     ]
+    by_age.add({"scalars": table(*range(10))}, 1.0)
+    assert 0.0 == by_age.rest_seconds(1.0)  # whoever was told of it may have had no time then
     assert wanted.due(0.0) is None
     assert 0 < wanted.rest_seconds(0.0) < SOON_SECONDS
 

@@ -128,6 +128,17 @@ async def test_refused_rows_are_kept_told_of_and_stored_once_the_store_is_well(e
     assert {"a": 2} == commits[-1]
 
 
+async def test_batch_that_is_full_while_another_waits_to_be_tried_again_follows_it_at_once(eventually):
+    appender = ListAppender(refuse=[StoreError("disk full")])
+    async with flushing(appender, flush_rows=2) as (batcher, flusher, _, _):
+        add(batcher, 1)
+        batcher.want_flush()
+        await eventually(lambda: flusher.trouble)
+        add(batcher, 2)
+        add(batcher, 3)
+        await eventually(lambda: [1, 2, 3] == appender.values)
+
+
 async def test_batch_that_failed_comes_again_as_the_very_same_before_what_came_since(eventually):
     """The store looks up what became of a commit without an answer only for the batch it knows."""
     appender = ListAppender(refuse=[StoreError("no answer"), StoreError("no answer")])
