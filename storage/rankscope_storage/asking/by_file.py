@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
 import pyarrow as pa
@@ -15,16 +16,15 @@ from rankscope_storage.asking.views import empty_select
 
 _KEPT_FILES: Final = 10_000
 _BATCH_FILES: Final = 200
+_BATCH_BYTES: Final = 64_000_000
+"""What is asked of so much together, about 8 million scalars or 5 million statistics of tensors, fits into memory."""
 
 Ask = Callable[[str], pa.Table]
 """Runs SQL."""
 
 
 class ByFile:
-    """The rows that `select`, of the files of `dataset`, tells of each: they have the columns of `schema`.
-
-    `refine` makes other rows of those of some files, each out of one.
-    """
+    """What `select`, of the files of `dataset`, tells of each, and `refine` makes of it: rows of `schema`."""
 
     def __init__(
         self,
@@ -34,14 +34,12 @@ class ByFile:
         where: str,
         schema: pa.Schema,
         refine: Callable[[pa.Table], pa.Table] | None = None,
-        files_at_once: int = _BATCH_FILES,
     ) -> None:
         self._dataset = dataset
         self._select = select
         self._where = where
         self._schema = schema
         self._refine = refine
-        self._files_at_once = files_at_once
         self._seen: OrderedDict[str, pa.Table] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -49,8 +47,8 @@ class ByFile:
         """Return what is told of all `files`; `ask` is used for those that were not yet looked through."""
         known: dict[str, pa.Table | None] = {path: self._seen.get(path) for path in files}
         unseen = [path for path, rows in known.items() if rows is None]
-        for start in range(0, len(unseen), self._files_at_once):
-            known |= self._look_through(unseen[start : start + self._files_at_once], ask)
+        for batch in _batches(unseen):
+            known |= self._look_through(batch, ask)
         with self._lock:
             self._seen.update(known)
             while len(self._seen) > _KEPT_FILES:
@@ -70,3 +68,25 @@ class ByFile:
             told = self._refine(told)
         names, rows = told.column("filename"), told.select(self._schema.names).cast(self._schema)
         return {path: rows.filter(pc.equal(names, path)) for path in files}
+
+
+def _batches(files: Sequence[str]) -> Iterator[list[str]]:
+    """Divide `files` into lists that are neither too long nor, if that can be, too large."""
+    batch: list[str] = []
+    size = 0
+    for path in files:
+        of_file = _size(path)
+        if batch and (len(batch) == _BATCH_FILES or size + of_file > _BATCH_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append(path)
+        size += of_file
+    if batch:
+        yield batch
+
+
+def _size(path: str) -> int:
+    try:
+        return Path(path).stat().st_size
+    except OSError:
+        return 0  # whoever reads it will say what is wrong with it

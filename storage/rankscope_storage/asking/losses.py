@@ -22,15 +22,12 @@ SCHEMA: Final = pa.schema(
         "labels": pa.string(),
         "attempt": pa.int32(),
         "rank": pa.int32(),
-        "micro_step": pa.int32(),
         "first_step": pa.int64(),
         "last_step": pa.int64(),
         "is_said_once": pa.bool_(),
     }
 )
-_SERIES: Final = ("run", "labels", "attempt", "rank", "micro_step")
-_FILES_AT_ONCE: Final = 16
-"""The steps of so many files are in memory at a time, 8 bytes for each loss."""
+_SERIES: Final = ["run", "labels", "attempt", "rank"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,10 @@ def look_at_losses(files: Sequence[str], runs: Collection[str] | None, ask: Ask)
 
 
 def _overlap(told: pa.Table) -> bool:
-    """Whether two files have steps of one series in the same range, so that both may have the same step."""
+    """Whether two files have steps of one series in the same range, so that both may have the same one.
+
+    The micro-batches of a step come in one record, so none of them lies in another file.
+    """
     series = [_numbered(told.column(name)) for name in _SERIES]
     first, last = (told.column(name).to_numpy() for name in ("first_step", "last_step"))
     order = np.lexsort((first, *series))
@@ -70,30 +70,32 @@ def _numbered(column: pa.ChunkedArray) -> npt.NDArray[Any]:
 
 
 def _judged(told: pa.Table) -> pa.Table:
-    """Put in place of the steps of a series where they begin and end, and whether any is there twice."""
+    """Put in place of the steps of micro-batches where those of a series begin and end, and if any is there twice."""
     lists = told.column("steps").combine_chunks()
     steps, ends = lists.flatten().to_numpy(), np.cumsum(lists.value_lengths().to_numpy())
     begins = ends - lists.value_lengths().to_numpy()
     rises = np.append(True, steps[1:] > steps[:-1])[: steps.size]
     rises[begins] = True
     is_said_once = np.logical_and.reduceat(rises, begins)
-    for place in np.flatnonzero(~is_said_once):  # the rows of a file are in order, mostly
+    for place in np.flatnonzero(~is_said_once):  # or are they only out of order, as several threads read them
         of_one = steps[begins[place] : ends[place]]
         is_said_once[place] = np.unique(of_one).size == of_one.size
-    for name, column in (
-        ("first_step", np.minimum.reduceat(steps, begins)),
-        ("last_step", np.maximum.reduceat(steps, begins)),
-        ("is_said_once", is_said_once),
-    ):
+    facts = {
+        "first_step": (np.minimum.reduceat(steps, begins), "min"),
+        "last_step": (np.maximum.reduceat(steps, begins), "max"),
+        "is_said_once": (is_said_once, "all"),
+    }
+    for name, (column, _) in facts.items():
         told = told.append_column(name, pa.array(column))
-    return told
+    keys = ["filename", *_SERIES]
+    series = told.group_by(keys).aggregate([(name, how) for name, (_, how) in facts.items()])
+    return series.rename_columns([*keys, *facts])
 
 
 _BY_FILE: Final = ByFile(
     "scalars",
-    f"{', '.join(_SERIES[:2])}, coalesce(attempt, 0) AS attempt, rank, micro_step, list(step) AS steps",
+    "run, labels, coalesce(attempt, 0) AS attempt, rank, micro_step, list(step) AS steps",
     where="name = 'loss' AND step IS NOT NULL AND value IS NOT NULL",
     schema=SCHEMA,
     refine=_judged,
-    files_at_once=_FILES_AT_ONCE,
 )

@@ -71,6 +71,9 @@ class Shortcuts:
 
     def look_at_losses(self, wanted: Sequence[Bounds], snapshot: Snapshot) -> None:
         """Find out how much of its work `loss_curve` can leave out for the runs that are `wanted`."""
+        if snapshot.may_hold("scalar_rollups", wanted):
+            self._engine.losses, self._engine.losses_of = losses.NOTHING_KNOWN, None
+            return
         files = snapshot.within("scalars", wanted)
         self._engine.footers.update(files)
         runs = _runs(wanted)
@@ -88,9 +91,9 @@ class Shortcuts:
             return CURVE_OF_KNOWN
         return SOLE_ATTEMPT_CURVE if snapshot.is_of_attempt_0("scalars", scalars) else RAW_CURVE
 
-    def loss(self, rollups: Sequence[str]) -> str | None:
+    def loss(self) -> str | None:
         """Return what makes `loss_curve` with less work, once the losses were looked at; None where nothing does."""
-        if rollups or not self._engine.losses.are_said_once:
+        if not self._engine.losses.are_said_once:
             return None
         return LOSS_OF_SOLE_ATTEMPT if self._engine.losses.are_of_attempt_0 else LOSS_SAID_ONCE
 

@@ -73,7 +73,7 @@ class Views:
         if is_understood and name == CURVE:
             return self._shortcuts.curve(self.files["scalars"], self.files["scalar_rollups"], snapshot)
         if is_understood and name == LOSS:
-            return self._shortcuts.loss(self.files["scalar_rollups"]) or DEFINITIONS[name].statement
+            return self._shortcuts.loss() or DEFINITIONS[name].statement
         if is_understood and name == BUCKETS:
             return self._shortcuts.buckets(self.files["tensor_stats"])
         return DEFINITIONS[name].statement

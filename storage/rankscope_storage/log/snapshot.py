@@ -96,19 +96,27 @@ class Snapshot:
 
         Where there is none it is one file all the same, if the dataset has any: only no file at all has no columns.
         """
-        if dataset not in self._rows:
-            self._rows[dataset] = self.of(dataset).select(_RANGES).to_pylist()
-            self._lists[dataset] = [f"{self.root}/{row['path']}" for row in self._rows[dataset]]
+        rows = self._rows_of(dataset)
         every = self._lists[dataset]
         if wanted is None:
             return every
-        pairs = zip(every, self._rows[dataset], strict=True)
+        pairs = zip(every, rows, strict=True)
         return [path for path, row in pairs if any(bounds.may_hold(row) for bounds in wanted)] or every[:1]
+
+    def may_hold(self, dataset: str, wanted: Sequence[Bounds]) -> bool:
+        """Whether any file can hold a row of `dataset` in one of the bounds."""
+        return any(bounds.may_hold(row) for row in self._rows_of(dataset) for bounds in wanted)
 
     def is_of_attempt_0(self, dataset: str, paths: Sequence[str]) -> bool:
         """Whether the log tells that no row in these files of `within` is of another attempt; of none is one of 0."""
         rows = dict(zip(self._lists[dataset], self._rows[dataset], strict=True))
         return all((rows[path]["attempt_min"], rows[path]["attempt_max"]) == (0, 0) for path in paths)
+
+    def _rows_of(self, dataset: str) -> list[dict[str, Any]]:
+        if dataset not in self._rows:
+            self._rows[dataset] = self.of(dataset).select(_RANGES).to_pylist()
+            self._lists[dataset] = [f"{self.root}/{row['path']}" for row in self._rows[dataset]]
+        return self._rows[dataset]
 
     def contains(self, paths: Sequence[str]) -> bool:
         """Whether all of `paths` are files of this version."""

@@ -150,6 +150,20 @@ def test_a_loss_that_is_rolled_up_or_said_again_later_is_seen_at_once(writer, co
     assert [2.0, 1.0, 5.0] == [row[3] for row in rolled_up]
 
 
+def test_a_run_that_is_rolled_up_takes_nothing_from_another(writer, connection):
+    append(writer, "scalars", [loss(0, step, 1.0) for step in (1, 2)])
+    rolled = {"run": "s", "name": "loss", "step": 0, "first_step": 1, "last_step": 99, "rows": 9, "value_count": 9}
+    append(writer, "scalar_rollups", [rolled | {"rank": None, "value_avg": 2.0, "value_nans": 0}])
+    found, made_of = {}, {}
+    for asked in ("WHERE run = 'r'", "WHERE run = 's'", ""):
+        found[asked] = connection.sql(f"SELECT run, loss FROM loss_curve {asked} ORDER BY ALL").fetchall()
+        made_of[asked] = connection._views.engine.defined["loss_curve"] == LOSS_OF_SOLE_ATTEMPT
+
+    of_r, of_s = [("r", 1.0), ("r", 1.0)], [("s", 2.0)]
+    assert [of_r, of_s, of_r + of_s] == list(found.values())
+    assert [True, False, False] == list(made_of.values())
+
+
 def run_row(**columns) -> dict:
     return {"rank": None, "ordinal": 1, "state": "running", **columns}
 

@@ -86,6 +86,16 @@ def assert_extremes_kept(bucket: dict[int, float], kept: dict[int, float]) -> No
         assert any(map(math.isnan, kept.values()))
 
 
+def test_points_at_the_same_place_at_an_end_are_one_of_them(database):
+    ends = [(0, 0, math.nan), (0, 0, 5.0), (0, 99, math.nan), (0, 99, 7.0)]
+    rows = [(0, x, float(x % 10)) for x in range(1, 99)]
+    kept = thinned(database, rows + ends, 20)[0]
+
+    assert bits(kept) <= bits([(x, y) for _, x, y in rows + ends])
+    assert {0, 99} <= {x for x, _ in kept}
+    assert len(kept) <= 20
+
+
 def test_a_single_spike_in_a_long_curve_is_kept(database):
     rows = [(0, step, 1e9 if step == 123_457 else float(step % 7)) for step in range(200_000)]
     kept = thinned(database, rows, 4000)[0]
