@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from rankscope_storage.care import compaction, merges, runs
 from rankscope_storage.care.checking import check
 from rankscope_storage.connection import connect
 from rankscope_storage.durable import sync_to_disk
+
+DAY = dt.datetime(2026, 11, 22, 12, tzinfo=dt.UTC)
+"""The day of its files: those of past days are left alone while they are few."""
 
 ASKED = "SELECT run, state, last_step, tags FROM runs"
 
@@ -29,7 +33,7 @@ def answer(root, statement=ASKED):
 def test_they_are_merged_into_files_that_have_them(old, monkeypatch):
     monkeypatch.setattr(merges, "SMALL_FILES", 1)
     before = answer(old)
-    report = compaction.compact(old, sync_to_disk)
+    report = compaction.compact(old, sync_to_disk, now=DAY)
 
     assert (2, 1) == (report.files_removed, report.files_added)
     assert before == answer(old)
