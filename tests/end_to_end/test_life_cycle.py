@@ -100,7 +100,8 @@ def test_torchrun_restarts_failed_ranks_and_the_run_goes_on_from_its_checkpoint(
     service.start()
     agent = launch(
         *(tmp_path, 40, 0.02, *endings, "--hold"),
-        torchrun=("--standalone", "--nproc-per-node", "2", "--max-restarts", str(last)),
+        # By default it looks ten times a second, and may end rank 0 before that has said anything.
+        torchrun=("--standalone", "--nproc-per-node", "2", "--max-restarts", str(last), "--monitor-interval", "2"),
         RANKSCOPE_RUN="elastic",
         **FRESH_STORE,
     )
