@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_storage.asking.by_file import Ask, ByFile
+from rankscope_storage.macros.histories import LOSSES
 
 SCHEMA: Final = pa.schema(
     {
@@ -95,7 +96,7 @@ def _judged(told: pa.Table) -> pa.Table:
 _BY_FILE: Final = ByFile(
     "scalars",
     "run, labels, coalesce(attempt, 0) AS attempt, rank, micro_step, list(step) AS steps",
-    where="name = 'loss' AND step IS NOT NULL AND value IS NOT NULL",
+    where=LOSSES,
     schema=SCHEMA,
     refine=_judged,
 )

@@ -45,8 +45,7 @@ class Shortcuts:
 
     def find_newest(self, wanted: Sequence[Bounds], snapshot: Snapshot) -> list[Bounds]:
         """Tell `tensor_latest` the newest steps in the files of `wanted`, and return where their rows lie."""
-        files = snapshot.within("tensor_stats", wanted)
-        self._engine.footers.update(files)
+        files = self._files("tensor_stats", wanted, snapshot)
         found = newest.newest_steps(files, self._table)
         lie = newest.rows_of(found)
         if files != self._engine.newest_of:
@@ -60,9 +59,7 @@ class Shortcuts:
 
     def find_extents(self, wanted: Sequence[Bounds], snapshot: Snapshot) -> None:
         """Tell `scalar_curve` where the scalars of the runs that are `wanted` begin and end."""
-        files = snapshot.within("scalars", wanted)
-        self._engine.footers.update(files)
-        runs = _runs(wanted)
+        files, runs = self._files("scalars", wanted, snapshot), _runs(wanted)
         if (files, runs) != self._engine.extents_of:
             found = extents.scalar_extents(files, runs, self._table)
             self._engine.extents_of = None
@@ -74,9 +71,7 @@ class Shortcuts:
         if snapshot.may_hold("scalar_rollups", wanted):
             self._engine.losses, self._engine.losses_of = losses.NOTHING_KNOWN, None
             return
-        files = snapshot.within("scalars", wanted)
-        self._engine.footers.update(files)
-        runs = _runs(wanted)
+        files, runs = self._files("scalars", wanted, snapshot), _runs(wanted)
         if (files, runs) != self._engine.losses_of:
             self._engine.losses = losses.look_at_losses(files, runs, self._table)
             self._engine.losses_of = files, runs
@@ -100,6 +95,12 @@ class Shortcuts:
     def buckets(self, files: Sequence[str]) -> str:
         """Return what makes `bucket_deviations` of these files."""
         return bucket_deviations(absent_keys(files, self._table))
+
+    def _files(self, dataset: str, wanted: Sequence[Bounds], snapshot: Snapshot) -> list[str]:
+        """Return the files that can hold such rows; their footers will be remembered."""
+        files = snapshot.within(dataset, wanted)
+        self._engine.footers.update(files)
+        return files
 
     def _fill(self, table: str, rows: pa.Table) -> None:
         columns = ", ".join(f"unnest(?::{sql_type(field.type)}[])" for field in rows.schema)

@@ -94,26 +94,20 @@ class Views:
     def _wanted(self, read: Iterable[Mention], parameters: object, snapshot: Snapshot) -> dict[str, list[Bounds]]:
         """Return by dataset the rows that the mentions of views and macros need of it, one way or another."""
         wanted: dict[str, list[Bounds]] = {}
-        latest: list[Bounds] = []
-        curves: list[Bounds] = []
-        losses: list[Bounds] = []
+        asked: dict[str, list[Bounds]] = {LATEST: [], CURVE: [], LOSS: []}
         for mention in read:
             needed = bounds(mention, parameters)
-            if LATEST in _closure(mention.name):
-                latest.append(needed)
-            if CURVE in _closure(mention.name):
-                curves.append(needed)
-            if LOSS in _closure(mention.name):
-                losses.append(needed)
+            for name in asked.keys() & _closure(mention.name):
+                asked[name].append(needed)
             if mention.name != LATEST:
                 for dataset in _datasets(mention.name):
                     wanted.setdefault(dataset, []).append(needed)
-        if latest:
-            wanted.setdefault("tensor_stats", []).extend(self._shortcuts.find_newest(latest, snapshot))
-        if curves:
-            self._shortcuts.find_extents(curves, snapshot)
-        if losses:
-            self._shortcuts.look_at_losses(losses, snapshot)
+        if asked[LATEST]:
+            wanted.setdefault("tensor_stats", []).extend(self._shortcuts.find_newest(asked[LATEST], snapshot))
+        if asked[CURVE]:
+            self._shortcuts.find_extents(asked[CURVE], snapshot)
+        if asked[LOSS]:
+            self._shortcuts.look_at_losses(asked[LOSS], snapshot)
         return wanted
 
     def _mentioned(self, query: str) -> tuple[Mention, ...] | None:

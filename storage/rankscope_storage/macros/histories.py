@@ -16,9 +16,11 @@ _LAST_WORDS: Final = """\
   FROM scalars WHERE step IS NOT NULL AND value IS NOT NULL
   GROUP BY run, name, labels, coalesce(attempt, 0), step, rank, micro_step"""
 
-_LOSSES: Final = "name = 'loss' AND step IS NOT NULL AND value IS NOT NULL"
+LOSSES: Final = "name = 'loss' AND step IS NOT NULL AND value IS NOT NULL"
+"""Which rows of `scalars` make up `loss_curve`."""
+
 _LOSSES_SAID_ONCE: Final = f"""\
-  SELECT run, name, labels, coalesce(attempt, 0) AS attempt, step, ts, value FROM scalars WHERE {_LOSSES}"""
+  SELECT run, name, labels, coalesce(attempt, 0) AS attempt, step, ts, value FROM scalars WHERE {LOSSES}"""
 
 _AND_ROLLED: Final = f"""
   UNION ALL
@@ -82,7 +84,7 @@ LOSS_OF_SOLE_ATTEMPT: Final = f"""\
 CREATE OR REPLACE VIEW loss_curve AS
 SELECT run, labels, 0::INTEGER AS attempt, step, step AS cumulative_step, min(ts) AS ts, count(*) AS parts,
   avg(value) AS loss, min(value) AS lowest, max(value) AS highest, exp(avg(value)) AS perplexity, step AS first_step
-FROM scalars WHERE {_LOSSES} GROUP BY run, labels, step
+FROM scalars WHERE {LOSSES} GROUP BY run, labels, step
 """
 """The same where besides all is of attempt 0: in a fifth."""
 
