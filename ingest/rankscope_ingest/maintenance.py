@@ -1,7 +1,8 @@
 """The store's upkeep beside the flushes: compaction by number of commits, clean-up and retention by the clock.
 
 All of it runs in one other thread, one work after the other, and shares no lock with the appends. Where processors are
-short that thread gets fewer of them than whatever brings records in: upkeep that lasts longer delays nothing.
+short that thread gets fewer of them than whatever brings records in: upkeep that lasts longer delays nothing. A merge
+holds some hundred megabytes, which are not asked for again until the next one: they go back to the system after each.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from rankscope_ingest.config import ServiceConfig
+from rankscope_ingest.memory import trim
 from rankscope_storage.care.retention import RetentionReport, retain
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.errors import StoreError
@@ -115,6 +117,8 @@ async def keep_in_order(
                     log.warning("upkeep of the store failed, the next one tries again: %s", error)
                 except Exception:  # of a library: rows are stored all the same
                     log.exception("upkeep of the store failed in a way nobody thought of, the next one tries again")
+                # Not in that thread: the allocator is locked meanwhile, and whoever stands back may hold it for long.
+                await asyncio.to_thread(trim)
     finally:
         thread.shutdown(wait=False)
 

@@ -4,8 +4,8 @@ A flush takes some hundred megabytes of columns and lets them go. The kernel cle
 half of the time in which bodies become rows went into that, and a sixth of the time of all of it. So free memory is
 kept, up to a limit, and one heap serves all threads, since what one thread has freed is of use to no other otherwise.
 That limit is of the end of the heap alone. What is free between pieces in use grows for hours, as these come to lie
-further and further apart: every ten minutes it goes back, which costs the next flush 80 ms of CPU. And the collector of
-cycles need not look again and again at a hundred thousand objects that imports have made.
+further and further apart: after each piece of upkeep, and every ten minutes, it goes back, which costs the next flush
+80 ms of CPU. And the collector of cycles need not look again and again at a hundred thousand objects that imports made.
 """
 
 from __future__ import annotations

@@ -68,3 +68,48 @@ def test_free_memory_before_a_piece_in_use_goes_back():
     assert kept >= 390
     assert trimmed < 20
     assert still == 1 << 20
+
+
+UPKEEP = """
+import asyncio, itertools
+from pathlib import Path
+import numpy as np
+from rankscope_ingest import maintenance
+from rankscope_ingest.memory import keep_memory
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+
+class Store:
+    seen, kept = [], []
+
+    def compact(self):
+        self.seen.append(resident())
+        merged = [np.ones(1 << 20, np.uint8) for _ in range(400)]
+        self.kept.append(merged[-1])
+        self.seen.append(resident())
+
+    def maintain(self):
+        pass
+
+async def main():
+    commits = itertools.count(maintenance.COMPACT_EVERY_COMMITS, maintenance.COMPACT_EVERY_COMMITS)
+    keeping = asyncio.create_task(maintenance.keep_in_order(Store(), lambda: next(commits)))
+    while len(Store.seen) < 3:
+        await asyncio.sleep(0.01)
+    keeping.cancel()
+
+keep_memory()
+maintenance._CHECK_SECONDS = 0.01
+asyncio.run(main())
+print(*Store.seen[:3])
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the allocator of glibc alone is told")
+def test_what_a_piece_of_upkeep_took_is_given_back_before_the_next_one():
+    done = subprocess.run([sys.executable, "-c", UPKEEP], capture_output=True, text=True, check=True, timeout=60)
+    before, full, after = map(int, done.stdout.split())
+
+    assert full - before >= 400
+    assert after - before < 20
