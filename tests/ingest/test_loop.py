@@ -7,7 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope_contract.channel import Registration
-from rankscope_ingest.channel.loop import Pace
+from rankscope_ingest.channel.fetch import NothingNew, Standing
+from rankscope_ingest.channel.loop import Pace, TargetLoop
+from rankscope_ingest.channel.plans import PlanCache
+from rankscope_ingest.channel.room import Room
+from rankscope_ingest.errors import FetchError
 from rankscope_ingest.lifecycle.vitals import Vitals
 from rankscope_ingest.target import Health, Target
 
@@ -97,3 +101,38 @@ def test_rank_that_asks_to_wait_is_given_that_time():
 @given(st.integers(1, 10_000), st.floats(0, 1))
 def test_back_off_never_leaves_its_bounds(failures, jitter):
     assert 1.0 <= PACE.after_failure(failures, jitter, None) <= 30.0
+
+
+class Silent:
+    """A rank that does not answer some polls, and the service as its loop sees it."""
+
+    is_full = False
+
+    def __init__(self, answers):
+        self.asked = []
+        self.room = Room(lambda: 100_000, max_rows=100_000, max_bytes=1 << 20)
+        self.room.learn(records=1, rows=10, size=100)
+        self._answers = iter(answers)
+
+    async def records(self, url, *, max_bytes, **_):
+        self.asked.append(max_bytes)
+        if not next(self._answers):
+            raise FetchError("timeout", "no answer")
+        return NothingNew(Standing(head=40))
+
+    def answered(self, target):
+        pass
+
+    def failed(self, target, error):
+        pass
+
+
+async def test_rank_that_did_not_answer_is_asked_for_one_record_until_it_does():
+    """It holds the room that it was given for as long as it hangs."""
+    rank = Silent([True, False, False, True, True])
+    loop = TargetLoop(target(), rank, PlanCache(), rank, PACE, clock=lambda: 0.0)
+    for _ in range(5):
+        await loop.poll_once()
+
+    of_one_record = 100
+    assert [False, False, True, True, False] == [size == of_one_record for size in rank.asked]

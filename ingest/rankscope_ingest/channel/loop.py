@@ -191,7 +191,8 @@ class TargetLoop:
         target = self.target
         if self._sink.is_full:
             return self._pace.poll_seconds
-        async with self._sink.room.taken(target.head - target.cursor) as max_bytes:
+        behind, is_doubtful = target.head - target.cursor, target.failures_in_row > 0
+        async with self._sink.room.taken(behind, is_doubtful=is_doubtful) as max_bytes:
             return await self._ask(max_bytes) if max_bytes else 0.0
 
     async def _ask(self, max_bytes: int) -> float:
