@@ -32,8 +32,9 @@ FLUSH_SECONDS = 10.0
 SETTLE_SECONDS = 60.0
 STOLEN_CORES = 0.1
 """A host that gives our processors to others shows nothing of us; a minute later the worst of it is caught up with."""
-BLOCK_SECONDS = 180.0
-"""Looks at memory that make one mean: longer than retention takes for a piece, which is when memory rises and falls."""
+BLOCK_LOOKS = 18
+"""Looks at memory that make one mean, three minutes of them: longer than retention takes for a piece, which is when
+memory rises and falls."""
 HERE = Path(__file__).parent
 
 
@@ -58,6 +59,24 @@ class Size:
         return self.ranks * self.tensors * STATISTICS / self.seconds
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """What the fleet said each flush interval, and the service at the same moments, to the end of the drain."""
+
+    reports: list[dict[str, Any]]
+    samples: list[Sample]
+
+    @property
+    def steady(self) -> list[dict[str, Any]]:
+        """Return the reports of the time in which the fleet trained."""
+        return [report for report in self.reports if not report["is_draining"]]
+
+    @property
+    def during(self) -> list[Sample]:
+        """Return the samples of the same time."""
+        return self.samples[: len(self.steady)]
+
+
 def sizes() -> list[Size]:
     """Return the runs that are asked for."""
     asked = os.environ.get("RANKSCOPE_FLEET")
@@ -78,14 +97,14 @@ def _run(size: Size) -> list[Row]:
     try:
         service = Service(folder, _settings(size))
         try:
-            reports, samples = _watch(size, service)
+            watched = _watch(size, service)
             files = service.files()
         finally:
             said = service.stop()
         if os.environ.get("RANKSCOPE_FLEET_LOUD"):
             print(said, file=sys.stderr)
-        account = check(service.store, reports[-1]["lives"], size.tensors)
-        return _rows(size, (reports, samples), account, files)
+        account = check(service.store, watched.reports[-1]["lives"], size.tensors)
+        return _rows(size, watched, account, files)
     finally:
         shutil.rmtree(folder)
 
@@ -98,8 +117,8 @@ def _settings(size: Size) -> dict[str, dict[str, object]]:
     }
 
 
-def _watch(size: Size, service: Service) -> tuple[list[dict[str, Any]], list[Sample]]:
-    """Let the fleet train; return what it said each flush interval, and the service at the same moments."""
+def _watch(size: Size, service: Service) -> Watched:
+    """Let the fleet train, and look on."""
     plan = {
         "service": service.url,
         "ranks": size.ranks,
@@ -122,7 +141,7 @@ def _watch(size: Size, service: Service) -> tuple[list[dict[str, Any]], list[Sam
             ranks.kill()
     if not reports or "lives" not in reports[-1]:
         raise RuntimeError("the ranks ended before their time")
-    return reports, samples
+    return Watched(reports=reports, samples=samples)
 
 
 def _say(report: dict[str, Any], samples: list[Sample]) -> None:
@@ -141,28 +160,28 @@ def _say(report: dict[str, Any], samples: list[Sample]) -> None:
     )
 
 
-def _rows(
-    size: Size, watched: tuple[list[dict[str, Any]], list[Sample]], account: Account, files: tuple[int, int]
-) -> list[Row]:
-    reports, samples = watched
-    steady = [report for report in reports if not report["is_draining"]]
-    during = samples[: len(steady)]
-    seconds = during[-1].at - during[0].at
-    cores = (during[-1].cpu_seconds - during[0].cpu_seconds) / seconds
-    loop = (during[-1].loop_seconds - during[0].loop_seconds) / seconds
-    others = (steady[-1]["cpu_seconds"] - steady[0]["cpu_seconds"]) / seconds
-    # To the end of the drain: what was not done in time is paid for as well.
-    per_million = samples[-1].cpu_seconds / (account.stored * size.tensors * STATISTICS / 1e6)
-    needed = per_million * size.samples_per_second / 1e6
-    lag = max(report["lag_seconds"] for report in steady)
-    ours = [report for report, sample in zip(steady, during, strict=True) if _is_ours(during, sample)]
-    slope, interval = memory_slope(during[len(during) // 3 :])
-    counts = reports[-1]["counts"]
-    limit = 2 * FLUSH_SECONDS
+def _rows(size: Size, watched: Watched, account: Account, files: tuple[int, int]) -> list[Row]:
+    about = f"{size.steps} steps, {STATISTICS} a tensor"
     return [
+        Row(f"{size.name}: samples", size.samples_per_second / 1e6, "M/s", about),
+        *_lag_rows(watched),
+        *_cpu_rows(size, watched, account),
+        *_memory_rows(watched),
         Row(
-            f"{size.name}: samples", size.samples_per_second / 1e6, "M/s", f"{size.steps} steps, {STATISTICS} a tensor"
+            "commits",
+            max(sample.commits for sample in watched.samples),
+            "",
+            f"{files[0]:,} files, {files[1] / 1e6:,.0f} MB on disk",
         ),
+        *_record_rows(account),
+    ]
+
+
+def _lag_rows(watched: Watched) -> list[Row]:
+    steady, during = watched.steady, watched.during
+    ours = [report for report, sample in zip(steady, during, strict=True) if _is_ours(during, sample)]
+    lag, limit = max(report["lag_seconds"] for report in steady), 2 * FLUSH_SECONDS
+    return [
         Row("lag, worst", lag, "s", _verdict(lag <= limit, f"at most {limit:g} s: 2 flush intervals")),
         Row(
             "lag, worst while the processors were ours",
@@ -172,6 +191,20 @@ def _rows(
         ),
         Row("lag, worst", max(report["lag_steps"] for report in steady), "steps", "published and not committed"),
         Row("lag, worst of flapping ranks", max(r["lag_seconds_flapping"] for r in steady), "s", "absences included"),
+    ]
+
+
+def _cpu_rows(size: Size, watched: Watched, account: Account) -> list[Row]:
+    steady, during = watched.steady, watched.during
+    seconds = during[-1].at - during[0].at
+    cores = (during[-1].cpu_seconds - during[0].cpu_seconds) / seconds
+    loop = (during[-1].loop_seconds - during[0].loop_seconds) / seconds
+    others = (steady[-1]["cpu_seconds"] - steady[0]["cpu_seconds"]) / seconds
+    # To the end of the drain: what was not done in time is paid for as well.
+    per_million = watched.samples[-1].cpu_seconds / (account.stored * size.tensors * STATISTICS / 1e6)
+    needed = per_million * size.samples_per_second / 1e6
+    counts, stolen = watched.reports[-1]["counts"], _stolen(during)
+    return [
         Row("service", cores, "cores", f"of which the event loop {loop:.2f}"),
         Row(
             "service",
@@ -182,27 +215,28 @@ def _rows(
         Row("ranks", others, "cores", f"{counts['polls']:,} polls, {counts['bodies']:,} bodies"),
         Row(
             "stolen",
-            max(_stolen(during), default=0.0),
+            max(stolen, default=0.0),
             "cores",
-            f"at most, in {FLUSH_SECONDS:g} s, by other machines of the host; {_mean(_stolen(during)):.2f} in the mean",
+            f"at most, in {FLUSH_SECONDS:g} s, by other machines of the host; {_mean(stolen):.2f} in the mean",
         ),
-        Row("memory", max(sample.resident_mb for sample in samples), "MB", "greatest, drain included"),
-        Row(
-            "memory slope",
-            slope,
-            "MB/hour",
-            _verdict(abs(slope) <= interval, f"± {interval:,.0f} (95 %), without the first third"),
-        ),
-        Row(
-            "commits",
-            max(sample.commits for sample in samples),
-            "",
-            f"{files[0]:,} files, {files[1] / 1e6:,.0f} MB on disk",
-        ),
+    ]
+
+
+def _memory_rows(watched: Watched) -> list[Row]:
+    during = watched.during
+    slope, interval = memory_slope(during[len(during) // 3 :])
+    note = _verdict(abs(slope) <= interval, f"± {interval:,.0f} (95 %), without the first third")
+    return [
+        Row("memory", max(sample.resident_mb for sample in watched.samples), "MB", "greatest, drain included"),
+        Row("memory slope", slope, "MB/hour", note),
+    ]
+
+
+def _record_rows(account: Account) -> list[Row]:
+    whole = _verdict(account.wrong == 0, "each has all its tensors, once")
+    return [
         Row("records stored", account.stored, "", f"of {account.published:,}, {account.rolled_up:,} as rollups by now"),
-        Row(
-            "records doubled or torn", account.wrong, "", _verdict(account.wrong == 0, "each has all its tensors, once")
-        ),
+        Row("records doubled or torn", account.wrong, "", whole),
         Row("records lost of steady ranks", account.lost, "", _verdict(account.lost == 0, "none may be")),
         Row(
             "records lost with processes that died",
@@ -232,10 +266,12 @@ def _mean(values: list[float]) -> float:
 def memory_slope(samples: list[Sample]) -> tuple[float, float]:
     """Return MB per hour by least squares, and half of the width of its 95 % interval.
 
-    Of the means of BLOCK_SECONDS each: memory goes up and down with every piece of retention, so that looks ten seconds
-    apart say much the same, and an interval that took them for independent would be too narrow.
+    Of the means of BLOCK_LOOKS each: memory goes up and down with every piece of retention, so that looks ten seconds
+    apart say much the same, and an interval that took them for independent would be too narrow. What does not fill a
+    last block is left out: a mean of few looks says less, and would count as much.
     """
-    blocks = [list(block) for _, block in itertools.groupby(samples, lambda sample: sample.at // BLOCK_SECONDS)]
+    starts = range(0, len(samples) - BLOCK_LOOKS + 1, BLOCK_LOOKS)
+    blocks = [samples[start : start + BLOCK_LOOKS] for start in starts]
     count = len(blocks)
     if count < 3:
         return math.nan, math.nan
