@@ -256,7 +256,7 @@ EXPORTERS = _service_gauge(
 EXPORTER_SCRAPES = MetricSpec(
     name="rankscope_ingest_exporter_scrapes_total",
     type="counter",
-    help="Scrapes of other exporters; skipped are those the store had no room for.",
+    help="Scrapes of other exporters; skipped are those that the store or too many hanging exporters left no room for.",
     labels=("outcome",),
     page="service",
 )

@@ -38,6 +38,10 @@ TEXT: Final = "text/plain;version=0.0.4;q=1,*/*;q=0.1"
 JSON: Final = "application/json"
 AT_ONCE: Final = 64
 """Answers in memory at one time: together with their greatest size, the bound of it. Others wait for their turn."""
+FAILING_AT_ONCE: Final = 32
+"""Of those that failed the last time so many more: they may hang, and others need not wait for them."""
+_THREADS: Final = 4 * (AT_ONCE + FAILING_AT_ONCE)
+"""One that looks up a name or dials cannot be woken, and may outlive the time that its page had."""
 KEPT_SECONDS: Final = 120.0
 """A connection that nobody used for so long is closed: most exporters are asked more often, and targets leave."""
 _GZIP: Final = 31  # zlib's word for a gzip header
@@ -67,7 +71,7 @@ class PageFetcher:
     def __init__(self, *, networks: Sequence[Network], tls: MakeContext | None = None) -> None:
         self._networks = networks
         self._tls = tls or ssl.create_default_context
-        self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="rankscope-page")
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="rankscope-page")
         self._idle: dict[_Origin, dict[_Connection, asyncio.TimerHandle]] = {}  # with what will close them
 
     async def __aenter__(self) -> Self:

@@ -20,6 +20,7 @@ from rankscope_ingest.exposition.targets import Exporter, listed
 log = logging.getLogger(__name__)
 
 MAX_LIST_BYTES: Final = 1 << 24
+_YAML: Final = (".yml", ".yaml")
 
 
 class Audience(Protocol):
@@ -54,7 +55,8 @@ class ExporterList:
         self._good = {place: self._good[place] for place in places if place in self._good}
         for place in places:
             try:
-                self._good[place] = listed(await self._text(place), self._section)
+                is_yaml = self._section.url is None and place.endswith(_YAML)
+                self._good[place] = listed(await self._text(place), self._section, is_yaml=is_yaml)
                 self._told.pop(place, None)
             except (ConfigError, FetchError) as error:
                 self._tell(place, str(error))

@@ -1,7 +1,8 @@
 """Scrape exporters, one task each at its own beat, and hand over rows; what is read at the same time is read together.
 
 A scrape has no ring behind it: what is not taken is gone. So a service whose store is slow leaves scrapes out, and
-counts them, rather than hold pages in memory.
+counts them, rather than hold pages in memory. An exporter that hangs holds its place among those that are asked at once
+until its time is over: one that failed the last time waits for a place among its like, and no healthy one for it.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Protocol, TypeVar
 import pyarrow as pa
 
 from rankscope_ingest.errors import DecodeError, FetchError
+from rankscope_ingest.exposition.ending import Names, Shown, marks
 from rankscope_ingest.exposition.exact import OPENMETRICS
-from rankscope_ingest.exposition.fetch import AT_ONCE, TEXT, Document
+from rankscope_ingest.exposition.fetch import AT_ONCE, FAILING_AT_ONCE, TEXT, Document
 from rankscope_ingest.exposition.grid import Scrape
 from rankscope_ingest.exposition.pages import BATCH_BYTES, Page, PageReader, PageRows
 from rankscope_ingest.exposition.tabling import OwnTimes, Tabling, own_scrape, page_rows
@@ -77,6 +79,7 @@ class Followed:
     last_scrape_seconds: float | None = None
     last_samples: int | None = None
     own_times: OwnTimes = field(default_factory=OwnTimes)
+    shown: Shown = field(default_factory=Shown)
     tabling: Tabling = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,7 +99,7 @@ class Scraper:
         self._followed: dict[str, Followed] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._reading = _Reading()
-        self._at_once = asyncio.Semaphore(AT_ONCE)
+        self._at_once, self._failing_at_once = asyncio.Semaphore(AT_ONCE), asyncio.Semaphore(FAILING_AT_ONCE)
 
     @property
     def followed(self) -> Iterable[Followed]:
@@ -116,10 +119,11 @@ class Scraper:
             other = wanted.setdefault(one.name, one)
             if other.url != one.url:
                 log.warning("two exporters are called %s: %s is scraped, %s is not", one.name, other.url, one.url)
-        for name in [name for name, known in self._followed.items() if wanted.get(name) != known.exporter]:
-            self._leave(name, is_gone=name not in wanted)
+        changed = [name for name, known in self._followed.items() if wanted.get(name) != known.exporter]
+        shown = {name: self._leave(name, is_gone=name not in wanted) for name in changed}
         for name in [name for name in wanted if name not in self._followed]:
-            self._followed[name] = followed = Followed(exporter=wanted[name])
+            # Under another address or with other labels: what was there and does not come again has ended.
+            self._followed[name] = followed = Followed(exporter=wanted[name], shown=shown.get(name, Shown()))
             self._tasks[name] = asyncio.create_task(self._keep_scraping(followed))
         self._reading.keep(set(wanted))
 
@@ -129,7 +133,7 @@ class Scraper:
         if sink.is_full:
             sink.scraped("skipped")
             return
-        async with self._at_once:
+        async with self._failing_at_once if followed.is_up is False else self._at_once:
             ts, began = self._wall(), self._clock()
             try:
                 rows = await self._page(exporter)
@@ -141,6 +145,7 @@ class Scraper:
         self._count(rows, fresh)
         followed.is_up, followed.last_error = True, None
         followed.last_scrape_seconds, followed.last_samples = seconds, rows.rows
+        self._end(exporter, followed.shown.page(rows), ts)
         if rows.ts is None:
             sink.scrape(followed.tabling.scrape(rows, ts, seconds))
         else:
@@ -161,10 +166,18 @@ class Scraper:
     def _failed(self, followed: Followed, error: Exception, ts: int, seconds: float) -> None:
         if followed.is_up is not False:
             log.warning("exporter %s cannot be scraped: %s", followed.exporter.name, error)
+        self._end(followed.exporter, followed.shown.nothing(), ts)
+        said = own_scrape(followed.exporter, ts, seconds)
+        if followed.is_up:
+            self._end(followed.exporter, _own(followed).without(Names.of(said.series)), ts)
         followed.is_up, followed.last_error = False, str(error)
         followed.last_scrape_seconds, followed.last_samples = seconds, None
         self._sink.scraped("failed")
-        self._sink.scrape(own_scrape(followed.exporter, ts, seconds))
+        self._sink.scrape(said)
+
+    def _end(self, exporter: Exporter, ended: Names | None, ts: int) -> None:
+        if ended is not None:
+            self._sink.samples(marks(exporter.name, ended, ts))
 
     def _count(self, rows: PageRows, fresh: PageRows) -> None:
         self._sink.scraped("ok")
@@ -173,11 +186,15 @@ class Scraper:
             if count:
                 self._sink.dropped(reason, count)
 
-    def _leave(self, name: str, *, is_gone: bool) -> None:
+    def _leave(self, name: str, *, is_gone: bool) -> Shown:
         followed = self._followed.pop(name)
         self._tasks.pop(name).cancel()
-        if is_gone and followed.is_up:
-            self._sink.scrape(own_scrape(followed.exporter, self._wall()))  # nobody reads it any more
+        if is_gone:  # nobody reads it any more
+            ts = self._wall()
+            self._end(followed.exporter, followed.shown.nothing(), ts)
+            if followed.is_up is not None:
+                self._end(followed.exporter, _own(followed), ts)
+        return followed.shown
 
     async def _keep_scraping(self, followed: Followed) -> None:
         every = followed.exporter.every_seconds
@@ -185,10 +202,19 @@ class Scraper:
         offset = int.from_bytes(hashlib.sha256(followed.exporter.name.encode()).digest()[:4], "big") / (1 << 32) * every
         while True:
             await asyncio.sleep(every - (self._clock() - offset) % every)
+            began = self._clock()
             try:
                 await self.scrape(followed)
             except Exception:  # pages may be anything, and one must neither end its own scrapes nor others'
                 log.exception("scraping %s failed in a way nobody thought of; it goes on", followed.exporter.name)
+            for _ in range(int((self._clock() - began) / every)):
+                self._sink.scraped("skipped")  # it had to wait for others, or for an answer, for longer than its beat
+
+
+def _own(followed: Followed) -> Names:
+    """Return the series that the exporter's last scrape had of its own."""
+    samples = 0 if followed.is_up else None
+    return Names.of(own_scrape(followed.exporter, 0, seconds=0.0, samples=samples).series)
 
 
 class _Reading:

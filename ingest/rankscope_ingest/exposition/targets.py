@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlencode, urlsplit
 
+import yaml
+
 from rankscope_ingest.config import ExporterListSection, ExporterSection
 from rankscope_ingest.errors import ConfigError
 
@@ -40,12 +42,13 @@ def configured(section: ExporterSection) -> Exporter:
     return _exporter(section, name, section.url, labels)
 
 
-def listed(text: str | bytes, section: ExporterListSection) -> list[Exporter]:
+def listed(text: str | bytes, section: ExporterListSection, *, is_yaml: bool = False) -> list[Exporter]:
     """Return the exporters of one list: `[{"targets": ["host:port"], "labels": {…}}, …]`. Raises ConfigError."""
     try:
-        groups = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"it is not JSON: {error}") from error
+        # As Prometheus reads it: a label that looks like a number or a truth is the text that stands there.
+        groups = yaml.load(text, yaml.BaseLoader) if is_yaml else json.loads(text)  # noqa: S506 - it makes no objects
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"it is not {'YAML' if is_yaml else 'JSON'}: {error}") from error
     if not isinstance(groups, list):
         raise ConfigError('it is not a list such as [{"targets": ["host:9100"], "labels": {}}]')
     return [exporter for group in groups for exporter in _of_group(group, section)]

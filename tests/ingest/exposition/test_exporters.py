@@ -113,7 +113,7 @@ async def test_bad_page_is_told_and_is_up_0(start_service, eventually):
 
 
 async def test_lists_in_files_and_at_an_address_are_followed(start_service, eventually, tmp_path):
-    """An edit that is broken changes nothing; a file that goes takes its exporters along, with a last `up` 0."""
+    """An edit that is broken changes nothing; a file that goes takes its exporters along, and their series end."""
     file = tmp_path / "targets.json"
     async with FakeExporter() as one, FakeExporter() as two, FakeExporter() as directory:
         directory.page = json.dumps([{"targets": [two.address], "labels": {"dc": "west"}}]).encode()
@@ -135,7 +135,7 @@ async def test_lists_in_files_and_at_an_address_are_followed(start_service, even
 
     assert {one.address, two.address} == set(names)
     last = f"SELECT value FROM samples WHERE metric = 'up' AND target = '{one.address}' ORDER BY ts DESC LIMIT 1"
-    assert [{"value": 0.0}] == service.rows(last)
+    assert [{"value": None}] == service.rows(last)
     assert 1 <= len(service.rows("SELECT 1 FROM samples WHERE labels LIKE '%west%' AND metric = 'power'"))
 
 

@@ -61,6 +61,10 @@ class Fake:
         return list(zip(*((ts if name == "ts" else table[name]).to_pylist() for name in columns), strict=True))
 
 
+def said(fake):
+    return [(metric, value, ts) for metric, _, value, ts, _ in fake.rows()]
+
+
 async def scrape(fake, times, exporter=ONE):
     scraper, followed = fake.scraper(), Followed(exporter=exporter)
     for _ in range(times):
@@ -103,16 +107,19 @@ async def test_scrape_stores_the_page_and_how_it_went():
 
 
 @pytest.mark.parametrize("answer", [FetchError("refused", "nobody listens"), b"no number here\n", b"\xff\n"])
-async def test_failed_scrape_is_up_0_and_nothing_else(answer):
+async def test_failed_scrape_is_up_0_and_the_end_of_all_that_was_on_the_page(answer):
     """A series that stands still can be told from one that nobody could read."""
-    fake = Fake(b"a 1\n", answer)
+    fake = Fake(b"a 1\n", answer, answer)
 
-    followed = await scrape(fake, 2)
+    followed = await scrape(fake, 3)
 
-    assert [("scrape_duration_seconds", 0.5), ("up", 0.0)] == [row[:1] + row[2:3] for row in fake.rows()[4:]]
+    ended = [("a", None, 100_500_000), ("scrape_samples_scraped", None, 100_500_000)]
+    failed = [("scrape_duration_seconds", 0.5), ("up", 0.0)]
+    assert [*ended, *((*row, 100_500_000) for row in failed)] == said(fake)[4:8]
+    assert failed == [row[:2] for row in said(fake)[8:]], "what has ended once does not end again"
     assert followed.is_up is False
     assert followed.last_error
-    assert 1 == fake.counts["failed"]
+    assert 2 == fake.counts["failed"]
 
 
 async def test_nothing_is_scraped_while_the_store_has_no_room():
@@ -153,7 +160,21 @@ async def test_openmetrics_is_read_as_what_it_says_it_is():
     assert ("a", '{"dc":"east"}', 1.0, 12_500_000, "exporter") == fake.rows()[0]
 
 
-async def test_exporter_that_leaves_its_list_has_a_last_up_0(eventually):
+async def test_series_that_leaves_its_page_ends():
+    """With one more row, without a value; one that comes back goes on, and one that tells its own times just stands."""
+    east = [b'a{x="1"} 1\na{x="2"} 1\n', b'a{x="2"} 2\n', b'a{x="1"} 3\na{x="2"} 3\n', b"b 1 5000\n", b"c 1\n"]
+    fake = Fake(*east)
+
+    await scrape(fake, 5)
+
+    stored = [(metric, labels[-3:-2], value) for metric, labels, value, _, _ in fake.rows() if metric in "abc"]
+    first, second = ("a", "1"), ("a", "2")
+    assert [(*first, 1.0), (*second, 1.0), (*first, None), (*second, 2.0), (*first, 3.0), (*second, 3.0)] == stored[:6]
+    assert {(*first, None), (*second, None)} == set(stored[6:8])
+    assert ["b", "c"] == [metric for metric, _, _ in stored[8:]]
+
+
+async def test_exporter_that_leaves_its_list_ends_with_all_its_series(eventually):
     """And is not asked again; another list may still name it."""
     quick = configured(ExporterSection(url="http://a:1/metrics", every_seconds=0.001, timeout_seconds=0.001))
     fake = Fake(*[b"a 1\n"] * 100_000)
@@ -168,7 +189,49 @@ async def test_exporter_that_leaves_its_list_has_a_last_up_0(eventually):
 
     assert [quick] == [followed.exporter for followed in still]
     assert [] == list(scraper.followed)
-    assert ("up", 0.0) == (fake.rows()[-1][0], fake.rows()[-1][2])
+    of_scrapes = ["up", "scrape_duration_seconds", "scrape_samples_scraped"]
+    assert [("a", None), *((name, None) for name in of_scrapes)] == [row[:2] for row in said(fake)[-4:]]
+
+
+async def test_what_an_exporter_under_a_new_address_does_not_show_has_ended(eventually):
+    old, new = (ExporterSection(url=f"http://{host}:1/m", name="n", every_seconds=0.001) for host in "ab")
+    fake = Fake(b"a 1\nb 1\n", *[b"b 2\n"] * 100_000)
+    scraper = Scraper(fake, fake, clock=asyncio.get_running_loop().time, wall=lambda: 1)
+
+    scraper.show("list", [configured(old)])
+    await eventually(lambda: fake.tables)
+    scraper.show("list", [configured(new)])
+    await eventually(lambda: ("b", 2.0, 1) in said(fake))
+    scraper.show("list", [])
+
+    ends = [metric for metric, value, _ in said(fake) if value is None]
+    assert "a" == ends[0]
+    assert 1 == ends.count("a")
+
+
+async def test_exporters_that_hang_keep_no_healthy_one_waiting(eventually):
+    """All of two hundred hang; it costs one time-out, and then they wait for each other. What is left out counts."""
+
+    class Hanging(Fake):
+        async def got(self, url, then, *, accept, timeout_seconds, max_bytes):
+            if "healthy" not in url:
+                await asyncio.sleep(timeout_seconds)
+                raise FetchError("timeout", "no answer")
+            self.counts["healthy"] += 1
+            return then(Document(b"a 1\n", TEXT))
+
+    fake, time = Hanging(), asyncio.get_running_loop().time
+    scraper = Scraper(fake, fake, clock=time, wall=lambda: int(time() * 1e6))
+    names = [*(f"hanging-{number}" for number in range(200)), "healthy"]
+    sections = (ExporterSection(url=f"http://{name}:1/m", every_seconds=0.1, timeout_seconds=0.1) for name in names)
+    scraper.show("all", [configured(section) for section in sections])
+    await eventually(lambda: all(followed.is_up is not None for followed in scraper.followed))
+    before = fake.counts["healthy"]
+    await asyncio.sleep(1.0)
+    scraper.show("all", [])
+
+    assert fake.counts["healthy"] - before >= 8
+    assert fake.counts["skipped"] > 200
 
 
 async def test_first_of_two_with_one_name_is_scraped(caplog):

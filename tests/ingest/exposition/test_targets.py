@@ -38,6 +38,22 @@ def test_list_as_prometheus_has_it():
     assert {(5.0, 10.0)} == {(exporter.every_seconds, exporter.timeout_seconds) for exporter in found}
 
 
+def test_list_in_yaml_is_read_as_prometheus_reads_it():
+    """What looks like a number or a truth is a label's text all the same."""
+    text = "- targets: ['a:9400', b]\n  labels:\n    rack: 07\n    on: yes\n"
+
+    found = listed(text, LIST, is_yaml=True)
+
+    labels = (("dc", "east"), ("job", "none"), ("on", "yes"), ("rack", "07"))
+    assert [("a:9400", labels), ("b", labels)] == [(exporter.name, exporter.labels) for exporter in found]
+
+
+@pytest.mark.parametrize("text", ["", "- [", "a: b", "- targets: x", "- !!python/object:os.system {}", "\t- a"])
+def test_what_is_no_list_in_yaml_is_told(text):
+    with pytest.raises(ConfigError, match=r"it (is not|has an entry without)"):
+        listed(text, LIST, is_yaml=True)
+
+
 NO_LISTS = [
     "",
     "{}",

@@ -151,6 +151,31 @@ async def test_months_old_history_and_live_data_are_one_series(
     assert "more than 25 samples" in refused[0]
 
 
+@pytest.mark.timeout(180)
+async def test_a_series_ends_for_prometheus_where_its_exporter_did(
+    require_server, tmp_path, start_service, eventually, free_port
+):
+    """Without a mark of it Prometheus would go on with the last value for five minutes."""
+    program, shown = require_server("prometheus"), [b"ends 1\nstays 1\n"]
+    async with live_page(lambda: shown[-1]) as exporter, live_page() as page:
+        sections = [{"url": f"http://{exporter}/metrics", "name": "e", "every_seconds": 0.5, "timeout_seconds": 0.5}]
+        settings = {"service.token": TOKEN, "remote_read.external_labels": OUTSIDE, "exporters": sections}
+        async with (
+            start_service(**settings) as service,
+            prometheus(program, tmp_path / "p", service, page, free_port) as url,
+        ):
+
+            async def names():
+                return sorted(one["metric"]["__name__"] for one in (await asked(url, '{__name__=~"ends|stays"}'))[0])
+
+            async def are(expected):
+                return await names() == expected
+
+            await eventually(lambda: are(["ends", "stays"]))
+            shown.append(b"stays 2\n")
+            await eventually(lambda: are(["stays"]))
+
+
 def read_request(metric, start, end, accepted):
     request = MESSAGES["ReadRequest"](accepted_response_types=accepted)
     query = request.queries.add(start_timestamp_ms=start, end_timestamp_ms=end)
