@@ -8,10 +8,12 @@ of JSON for each report and, at the end, the lives of all processes it has playe
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import sys
 import time
 import uuid
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,6 +86,19 @@ class Rank:
         }
 
 
+@dataclass(slots=True)
+class Told:
+    """How long after they were published ranks heard that records are durable: each time, of the oldest of them."""
+
+    seconds: array[float] = field(default_factory=lambda: array("d"))
+    reported: int = 0
+
+    def worst(self) -> float:
+        """Return the worst since the last report."""
+        lately, self.reported = self.seconds[self.reported :], len(self.seconds)
+        return max(lately, default=0.0)
+
+
 class Fleet:
     """All ranks, the clock they step by, and what is counted of them."""
 
@@ -96,6 +111,7 @@ class Fleet:
         self.dead: list[dict[str, Any]] = []
         self.published_at: list[float] = [0.0]  # by step
         self.counts: Counter[str] = Counter()
+        self.told = Told(), Told()  # of steady ranks, of those that flap
         self.is_draining = False
         self.speaking = asyncio.Semaphore(HEARTBEATS_AT_ONCE)
         where = urlsplit(plan.service)
@@ -119,7 +135,8 @@ class Fleet:
         await self._drain()
         for work in works:
             work.cancel()
-        self.tell(self._figures() | {"lives": self.dead + [rank.life() for rank in self.ranks]})
+        lives = self.dead + [rank.life() for rank in self.ranks]
+        self.tell(self._figures() | {"lives": lives, "told_seconds": list(self.told[0].seconds)})
 
     def _publish(self) -> None:
         self.published_at.append(time.monotonic())
@@ -139,10 +156,13 @@ class Fleet:
 
     async def listen(self, rank: Rank) -> None:
         """Open the rank's port, the same one again after an absence."""
-        loop = asyncio.get_running_loop()
-        rank.server = await loop.create_server(
-            lambda: _Connection(self, rank), "127.0.0.1", rank.port, backlog=8, reuse_address=True
+        listening = functools.partial(
+            asyncio.get_running_loop().create_server, lambda: _Connection(self, rank), "127.0.0.1", backlog=8
         )
+        try:
+            rank.server = await listening(port=rank.port, reuse_address=True)
+        except OSError:  # meanwhile somebody's call goes out from it
+            rank.server = await listening(port=0)
         rank.port = rank.server.sockets[0].getsockname()[1]
 
     def hang_up(self, rank: Rank) -> None:
@@ -227,7 +247,8 @@ class Fleet:
         head, _, text = answer.partition(b"\r\n\r\n")
         if head.startswith(b"HTTP/1.1 200"):
             reply = json.loads(text)
-            rank.lease, rank.committed = reply["lease"], max(rank.committed, reply["committed"])
+            rank.lease = reply["lease"]
+            self.hear(rank, reply["committed"])
             rank.heartbeat_seconds = reply["heartbeat_seconds"]
         elif rank.lease is None and not self.published_at[1:]:
             raise RuntimeError(f"the service takes no rank: {answer.decode()}")
@@ -264,15 +285,23 @@ class Fleet:
         now = time.monotonic()
         lags = [(rank.head - rank.committed, self._oldest_wait(rank, now)) for rank in self.ranks]
         steady, shaky = lags[self.plan.flapping :], lags[: self.plan.flapping]
+        told, told_shaky = (one.worst() for one in self.told)
         return {
             "is_draining": self.is_draining,
             "step": len(self.published_at) - 1,
             "lag_steps": max((steps for steps, _ in steady), default=0),
-            "lag_seconds": max((seconds for _, seconds in steady), default=0.0),
-            "lag_seconds_flapping": max((seconds for _, seconds in shaky), default=0.0),
+            "lag_seconds": max(0.0, told, *(seconds for _, seconds in steady)),
+            "lag_seconds_flapping": max(0.0, told_shaky, *(seconds for _, seconds in shaky)),
             "cpu_seconds": time.process_time(),
             "counts": dict(self.counts),
         }
+
+    def hear(self, rank: Rank, committed: int) -> None:
+        """Note what a rank is told of as durable."""
+        if committed > rank.committed:
+            if not self.is_draining:
+                self.told[rank.number < self.plan.flapping].seconds.append(self._oldest_wait(rank, time.monotonic()))
+            rank.committed = committed
 
     def _oldest_wait(self, rank: Rank, now: float) -> float:
         """Return how long the rank's first record that is not committed has been published."""
@@ -344,7 +373,7 @@ def _records(fleet: Fleet, rank: Rank, asked: dict[str, str]) -> bytes:
         return _said(409, b"another process\n", standing)
     if "committed" in asked:
         rank.polled_at = time.monotonic()
-        rank.committed = max(rank.committed, int(asked["committed"]))
+        fleet.hear(rank, int(asked["committed"]))
     after = int(asked["after"])
     if after > rank.head:
         return _said(416, b"above the head\n", standing)

@@ -88,8 +88,7 @@ class Snapshot:
         times: tuple[dt.datetime, dt.datetime] | None = None,
     ) -> list[str]:
         """Return the absolute paths of `of`, as DuckDB takes them."""
-        files = self.of(dataset, run=run, steps=steps, times=times)
-        return [f"{self.root}/{path}" for path in files.column("path").to_pylist()]
+        return self._absolute(self.of(dataset, run=run, steps=steps, times=times))
 
     def within(self, dataset: str, wanted: Sequence[Bounds] | None) -> list[str]:
         """Return the absolute paths of files that can hold rows of `dataset` in one of the bounds, or of all files.
@@ -112,15 +111,22 @@ class Snapshot:
         rows = dict(zip(self._lists[dataset], self._rows[dataset], strict=True))
         return all((rows[path]["attempt_min"], rows[path]["attempt_max"]) == (0, 0) for path in paths)
 
+    def contains(self, paths: Sequence[str]) -> bool:
+        """Whether all of `paths` are files of this version."""
+        return set(paths) <= set(self.files.column("path").to_pylist())
+
+    def every_path(self) -> list[str]:
+        """Return the absolute paths of all files."""
+        return self._absolute(self.files)
+
+    def _absolute(self, files: pa.Table) -> list[str]:
+        return [f"{self.root}/{path}" for path in files.column("path").to_pylist()]
+
     def _rows_of(self, dataset: str) -> list[dict[str, Any]]:
         if dataset not in self._rows:
             self._rows[dataset] = self.of(dataset).select(_RANGES).to_pylist()
             self._lists[dataset] = [f"{self.root}/{row['path']}" for row in self._rows[dataset]]
         return self._rows[dataset]
-
-    def contains(self, paths: Sequence[str]) -> bool:
-        """Whether all of `paths` are files of this version."""
-        return set(paths) <= set(self.files.column("path").to_pylist())
 
 
 def _may_overlap(column: str, low: str | int | dt.datetime, high: str | int | dt.datetime) -> pc.Expression:

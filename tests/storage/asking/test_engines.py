@@ -138,6 +138,23 @@ def test_a_connection_that_lives_long_begins_anew_before_it_remembers_too_much(s
         assert first is not connection._views.engine
 
 
+def test_who_looks_at_a_live_store_remembers_few_files_that_are_gone(store, writer, batch, monkeypatch):
+    """Compaction replaces what was looked at: hundreds of files an hour, each with some ten kilobytes of its own."""
+    monkeypatch.setattr(engines, "FOOTERS", 6)
+    most, used = 0, set()
+    with connect(store.root) as connection:
+        for seq in range(60):
+            writer.append(batch([seq]))
+            writer.compact()
+            assert [(seq + 1,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
+            engine = connection._views.engine
+            used.add(id(engine))
+            most = max(most, len(engine.footers))
+
+    assert 2 <= len(used) < 20, "it begins anew, and seldom"
+    assert most <= 11 + 6 + 6 // 2 + 3, "the small files that are there, those that may be gone, and what came since"
+
+
 def test_a_store_made_again_while_somebody_looked_at_the_old_one_is_another(store, writer, batch):
     writer.append(batch(range(3)))
     connect(store.root).close()
