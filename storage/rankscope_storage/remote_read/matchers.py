@@ -52,11 +52,19 @@ class Matcher:
         """Return whether a label with the value `text`, "" if it is absent, fits."""
         if self.type in {MatchType.EQUAL, MatchType.NOT_EQUAL}:
             return (text == self.value) is not self.is_negative
-        try:
-            found: bool = pc.match_substring_regex(pa.scalar(text), self._anchored()).as_py()
-        except pa.ArrowInvalid as error:
-            raise QueryError(f"{self.value!r} is no regular expression of RE2: {error}") from error
-        return found is not self.is_negative
+        found: bool = self.among(pa.array([text], pa.string()))[0].as_py()
+        return found
+
+    def among(self, texts: pa.StringArray) -> pa.BooleanArray:
+        """Return which of `texts` fit: one pass over thousands costs little more than over one."""
+        if self.type in {MatchType.EQUAL, MatchType.NOT_EQUAL}:
+            found = pc.equal(texts, self.value)
+        else:
+            try:
+                found = pc.match_substring_regex(texts, self._anchored())
+            except pa.ArrowInvalid as error:
+                raise QueryError(f"{self.value!r} is no regular expression of RE2: {error}") from error
+        return pc.invert(found) if self.is_negative else found
 
     def alternatives(self) -> list[str] | None:
         """Return the few values that alone fit, None where that is not plain to see."""

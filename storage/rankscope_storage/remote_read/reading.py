@@ -6,10 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-import duckdb
-
 from rankscope_storage.connection import Connection
-from rankscope_storage.errors import FilesGoneError, StoreError
+from rankscope_storage.errors import FilesGoneError
+from rankscope_storage.remote_read.bounds import Patience, bounded
 from rankscope_storage.remote_read.foreign import ForeignSeries
 from rankscope_storage.remote_read.question import Question
 from rankscope_storage.remote_read.ranks import RankSeries
@@ -23,27 +22,26 @@ def read(
     max_series: int,
     max_samples: int,
     external_labels: Mapping[str, str] = MappingProxyType({}),
+    patience: Patience | None = None,
 ) -> list[list[Series]]:
     """Return the series that answer each question, sorted by labels; the limits are for all of them together.
 
     `external_labels` are those of the Prometheus that asks, which it demands of all that is remote: every series has
-    them, unless it has a label of that name itself.
+    them, unless it has a label of that name itself. By `patience` another thread can end the questions.
 
-    Raises LimitError beyond a limit, QueryError for an expression that is none, StoreError when the store fails.
+    Raises LimitError beyond a limit, of memory and of time too, QueryError for an expression that is none, StoreError
+    when the store fails.
     """
 
     def answers() -> list[list[Series]]:
         allowance = Allowance(max_series, max_samples)
-        with connection.steady():
+        with connection.steady(), bounded(connection, patience or Patience(), max_samples):
             return [_answer(connection, question, allowance, external_labels) for question in questions]
 
     try:
-        try:
-            return answers()
-        except FilesGoneError:  # replaced by compaction long ago, and swept away just now
-            return answers()
-    except duckdb.Error as error:
-        raise StoreError(f"the store cannot be read: {error}") from error
+        return answers()
+    except FilesGoneError:  # replaced by compaction long ago, and swept away just now
+        return answers()
 
 
 def _answer(
