@@ -6,6 +6,7 @@ in it by their receipts, which stand beside its commit in the log.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -13,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from rankscope_ingest.batch import PendingBatch, Waiting
-from rankscope_ingest.remote_write.reading import Written
+from rankscope_ingest.remote_write.reading import Part, Written
 from rankscope_ingest.tables import NO_RUN, TIME, constant, samples_schema
 from rankscope_storage.remote_read.series import STALE_BITS
 
@@ -31,7 +32,7 @@ class PendingSamples(PendingBatch):
 
     def tables(self) -> dict[str, pa.Table]:
         """Return the rows of all requests."""
-        return {"samples": pa.concat_tables([samples_table(some) for some in _by_book(self.requests)])}
+        return {"samples": samples_table(self.requests)}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,7 +46,7 @@ class SampleBatcher(Waiting):
         """Take a request, also one without a sample: its sender waits for what came before it."""
         self._requests.append(written)
         self._receipts.append(receipt)
-        self._rows += len(written.numbers)
+        self._rows += written.rows
         self._came(now)
 
     def take(self) -> PendingSamples:
@@ -62,12 +63,20 @@ class SampleBatcher(Waiting):
         return batch
 
 
-def samples_table(requests: list[Written]) -> pa.Table:
-    """Return the rows of requests that have one book; a mark of staleness has no value: nothing was measured."""
-    book = requests[0].book
-    numbers = np.concatenate([one.numbers for one in requests])
-    times = np.concatenate([one.times_ms for one in requests]) * 1000
-    values = np.concatenate([one.values for one in requests])
+def samples_table(requests: Iterable[Written]) -> pa.Table:
+    """Return the rows of requests, those of each book together."""
+    by_book: dict[int, list[Part]] = {}
+    for part in (part for one in requests for part in one.parts):
+        by_book.setdefault(id(part.book), []).append(part)
+    return pa.concat_tables(map(_table, by_book.values())) if by_book else samples_schema().empty_table()
+
+
+def _table(parts: list[Part]) -> pa.Table:
+    """Return the rows of one book; a mark of staleness has no value: nothing was measured."""
+    book = parts[0].book
+    numbers = np.concatenate([one.numbers for one in parts])
+    times = np.concatenate([one.times_ms for one in parts]) * 1000
+    values = np.concatenate([one.values for one in parts])
     is_stale = values.view(np.int64) == STALE_BITS
     columns = (
         constant(NO_RUN, len(numbers)),
@@ -77,10 +86,3 @@ def samples_table(requests: list[Written]) -> pa.Table:
         pa.array(values, mask=is_stale if is_stale.any() else None),
     )
     return pa.Table.from_arrays(list(columns), schema=samples_schema())
-
-
-def _by_book(requests: tuple[Written, ...]) -> list[list[Written]]:
-    groups: dict[int, list[Written]] = {}
-    for one in requests:
-        groups.setdefault(id(one.book), []).append(one)
-    return list(groups.values())

@@ -4,10 +4,15 @@ Nearly every message of a series ends in samples of a fixed form, behind labels 
 is guessed from where such samples do, and the guess is proved: the lengths before the messages must lead from each to
 the next, to the end of the request. Then labels are one slice and one look-up each, and numbers are read as columns.
 A message of another form is read by the rules; a request that is not a chain of such messages is taken apart by them.
+
+What is known of series is bounded, and senders go round and round: if the oldest went for the newest, one series too
+many would have each gone before it comes again. So a full book keeps what it has, and only what was not seen for long
+leaves it; those that find no room pass through a small book of their own, and are read by the rules where that is full.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -19,11 +24,17 @@ from rankscope_ingest.remote_write.exact import frames, read_series
 from rankscope_ingest.remote_write.series import UNTOLD, Numbers, SeriesBook
 
 MOST_KNOWN: Final = 500_000
-"""Series in a book: about half a kilobyte each."""
+"""Series of usual length in the book: about 800 bytes each; one with long labels takes the room of several."""
+
+_PASSING: Final = 8
+"""One for so many of them may be known besides: those that found no room."""
+
+_ROUNDS: Final = 4
+"""A generation has so many messages for each place in the book, so that whatever is sent steadily is in each."""
 
 _LONGEST_DAYS: Final = 62
 _LATEST_MS: Final = 253_402_300_799_000  # the end of year 9999, as far as times are understood everywhere
-_SERIES, _SAMPLE, _NUMBER, _TIME = 0x0A, 0x12, 0x09, 0x10
+_SERIES, _LABEL, _SAMPLE, _NUMBER, _TIME = 0x0A, 0x0A, 0x12, 0x09, 0x10
 _WITH_VALUE, _WITHOUT_VALUE = 18, 9
 """Bytes of a sample: tag, length, value, and a time of six bytes (1971 to 2109); a value of 0 is left out."""
 
@@ -38,18 +49,30 @@ Octets = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    """The samples of one request; what was left out of it is counted."""
+class Part:
+    """Samples of series that stand in one book."""
 
     book: SeriesBook
     numbers: Numbers
     times_ms: Numbers
     values: Values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """The samples of one request, by the book of their series; what was left out of it is counted."""
+
+    parts: tuple[Part, ...]
     metadata: int = 0
     exemplars: int = 0
     histograms: int = 0
     oversized: int = 0
     repeated: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Return how many samples there are."""
+        return sum(len(part.numbers) for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,35 +84,80 @@ class _Chain:
 
 
 class WriteReader:
-    """Reads requests, and remembers series. One thread at a time."""
+    """Reads requests, and remembers `most_known` series, and an eighth as many more. One thread at a time."""
 
     def __init__(self, most_known: int = MOST_KNOWN) -> None:
         self._most_known = most_known
         self._book = SeriesBook()
+        self._passing = SeriesBook()
+        self._messages = 0
+        self._tidied_in = 0
+
+    @property
+    def is_to_tidy(self) -> bool:
+        """Whether the next request has to wait until a full book was gone through, which takes a moment."""
+        return self._book.size >= self._most_known and self._generation > self._tidied_in
 
     def read(self, data: bytes) -> Written:
         """Return what the request `data` brings. Raises DecodeError, and then nothing of it counts."""
-        if len(self._book) >= self._most_known:
-            self._book = SeriesBook()  # who still holds rows of the former one keeps it alive
-        chain = _guessed(np.frombuffer(data, np.uint8))
-        metadata = 0
-        if chain is None:
-            messages, metadata = frames(data)
-            ends = np.cumsum([len(message) for message in messages], dtype=np.int64)
-            data = b"".join(messages)
-            chain = _Chain(np.concatenate([[0], ends[:-1]]).astype(np.int64)[: len(ends)], ends)
-        written = _samples(data, chain, self._book, metadata)
-        _check_times(written.times_ms)
-        return _fresh(written)
+        if self.is_to_tidy:
+            self._tidy()
+        data, chain, metadata = _messages(data)
+        self._messages += len(chain.ends)
+        parts, oversized, unknown = _known(data, chain, (self._book, self._passing))
+        rest = _Rest(self._learner() if len(unknown.ends) else self._book)
+        for begin, end in zip(unknown.begins.tolist(), unknown.ends.tolist(), strict=True):
+            rest.take(data[begin:end])
+        written = Written(
+            parts=_with(parts, rest),
+            metadata=metadata,
+            exemplars=rest.exemplars,
+            histograms=rest.histograms,
+            oversized=oversized + rest.oversized,
+        )
+        _check_times(written.parts)
+        fresh = replace(written, parts=tuple(_fresh(part, self._generation) for part in written.parts))
+        return replace(fresh, repeated=written.rows - fresh.rows)
+
+    @property
+    def _generation(self) -> int:
+        return self._messages // (_ROUNDS * self._most_known)
+
+    def _tidy(self) -> None:
+        """Make room by what was seen neither in this generation nor in the one before."""
+        self._tidied_in = self._generation
+        kept = self._book.seen_in.values >= self._generation - 1
+        if np.count_nonzero(kept) < len(self._book):
+            self._book = self._book.only(kept)  # who still holds rows of the former one keeps it alive
+
+    def _learner(self) -> SeriesBook:
+        """Return the book for a series that is not known."""
+        if self._book.size < self._most_known:
+            return self._book
+        if self._passing.size * _PASSING >= self._most_known:
+            self._passing = SeriesBook()
+        return self._passing
 
 
-def _check_times(times: Numbers) -> None:
+def _check_times(parts: Sequence[Part]) -> None:
     """Raise DecodeError for times that cannot be, or that would make a file a day for years."""
-    first, last = (int(times.min()), int(times.max())) if len(times) else (0, 0)
+    first = min((int(part.times_ms.min()) for part in parts), default=0)
+    last = max((int(part.times_ms.max()) for part in parts), default=0)
     if first < 0 or last > _LATEST_MS:
         raise DecodeError("a sample has a time before 1970 or after 9999")
     if last - first > _LONGEST_DAYS * 86_400_000:
         raise DecodeError(f"samples of more than {_LONGEST_DAYS} days are in one request: send each month by itself")
+
+
+def _messages(data: bytes) -> tuple[bytes, _Chain, int]:
+    """Return where the messages of a request stand, in which bytes, and how many metrics it only describes."""
+    chain = _guessed(np.frombuffer(data, np.uint8))
+    if chain is not None:
+        return data, chain, 0
+    messages, metadata = frames(data)
+    ends = np.cumsum([len(message) for message in messages], dtype=np.int64)
+    begins = np.concatenate([[0], ends[:-1]]).astype(np.int64)[: len(ends)]
+    return b"".join(messages), _Chain(begins, ends), metadata
 
 
 def _guessed(octets: Octets) -> _Chain | None:
@@ -115,28 +183,42 @@ def _guessed(octets: Octets) -> _Chain | None:
     return _Chain(begins_of_messages, ends) if proved.all() else None
 
 
-def _samples(data: bytes, chain: _Chain, book: SeriesBook, metadata: int) -> Written:
-    told, rounds = _by_known_labels(data, chain, book)
-    rest = _Rest(book)
-    for place in np.flatnonzero(told == _NOT_KNOWN).tolist():
-        rest.take(data[chain.begins[place] : chain.ends[place]])
-    of_rounds = [_Round(told[one.places], one.times_ms, one.values) for one in reversed(rounds)]  # the oldest first
-    kept = [one.places >= 0 for one in of_rounds]
-    oversized = sum(int(np.count_nonzero(one.places == UNTOLD)) for one in of_rounds)
-    return Written(
-        book=book,
-        numbers=_joined([one.places[those] for one, those in zip(of_rounds, kept, strict=True)], rest.numbers),
-        times_ms=_joined([one.times_ms[those] for one, those in zip(of_rounds, kept, strict=True)], rest.times_ms),
-        values=np.concatenate([*(one.values[those] for one, those in zip(of_rounds, kept, strict=True)), rest.values]),
-        metadata=metadata,
-        exemplars=rest.exemplars,
-        histograms=rest.histograms,
-        oversized=rest.oversized + oversized,
+def _known(data: bytes, chain: _Chain, books: Sequence[SeriesBook]) -> tuple[list[Part], int, _Chain]:
+    """Return the samples of series that a book knows, how many were oversized, and the messages of other series."""
+    parts, oversized = [], 0
+    for book in books:
+        if not len(chain.ends):
+            break
+        told, rounds = _by_known_labels(data, chain, book)
+        samples = [_of_round(book, told[one.places], one) for one in reversed(rounds)]  # the oldest first
+        parts.append(_joined(samples))
+        oversized += sum(int(np.count_nonzero(told[one.places] == UNTOLD)) for one in rounds)
+        left = told == _NOT_KNOWN
+        chain = _Chain(chain.begins[left], chain.ends[left])
+    return parts, oversized, chain
+
+
+def _of_round(book: SeriesBook, numbers: Numbers, one: _Round) -> Part:
+    kept = numbers >= 0
+    return Part(book=book, numbers=numbers[kept], times_ms=one.times_ms[kept], values=one.values[kept])
+
+
+def _with(parts: Sequence[Part], rest: _Rest) -> tuple[Part, ...]:
+    """Return `parts` that hold samples, with the rest in that of its book: each book is asked once what repeats."""
+    if len(rest.numbers):
+        more = [part for part in parts if part.book is rest.book] + [rest.part()]
+        parts = [*(part for part in parts if part.book is not rest.book), _joined(more)]
+    return tuple(part for part in parts if len(part.numbers))
+
+
+def _joined(parts: Sequence[Part]) -> Part:
+    """Return the samples of `parts`, which have one book."""
+    return Part(
+        book=parts[0].book,
+        numbers=np.concatenate([part.numbers for part in parts]),
+        times_ms=np.concatenate([part.times_ms for part in parts]),
+        values=np.concatenate([part.values for part in parts]),
     )
-
-
-def _joined(parts: list[Numbers], rest: list[int]) -> Numbers:
-    return np.concatenate([*parts, np.array(rest, np.int64)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,19 +279,28 @@ def _last_samples(octets: Octets, begins: Numbers, ends: Numbers) -> tuple[Numbe
     return sizes, ((times & 0x7F).astype(np.int64) << (7 * _PLACES)).sum(axis=1), values
 
 
+def _behind_labels(message: bytes) -> int:
+    """Return where the labels end that a message begins with, as far as they are short."""
+    place = 0
+    while place + 1 < len(message) and message[place] == _LABEL and message[place + 1] < 0x80:
+        place += 2 + message[place + 1]
+    return place if place <= len(message) else 0  # cut off, as the rules will say
+
+
 class _Rest:
     """What is read by the rules."""
 
     def __init__(self, book: SeriesBook) -> None:
-        self._book = book
+        self.book = book
         self.numbers: list[int] = []
         self.times_ms: list[int] = []
         self.values: list[float] = []
         self.exemplars = self.histograms = self.oversized = 0
 
     def take(self, message: bytes) -> None:
-        one = read_series(message)
-        number = self._book.learn(one.labels)
+        behind = _behind_labels(message)
+        one = read_series(message[behind:])
+        number = self.book.learn(message[:behind] + one.labels)
         self.exemplars += one.exemplars
         self.histograms += one.histograms
         if number == UNTOLD:
@@ -219,23 +310,26 @@ class _Rest:
         self.times_ms += one.times_ms
         self.values += one.values
 
+    def part(self) -> Part:
+        return Part(
+            book=self.book,
+            numbers=np.array(self.numbers, np.int64),
+            times_ms=np.array(self.times_ms, np.int64),
+            values=np.array(self.values, np.float64),
+        )
 
-def _fresh(written: Written) -> Written:
-    """Return `written` without samples that are the latest of their series already, with this very value."""
-    book, bits = written.book, written.values.view(np.int64)
+
+def _fresh(part: Part, generation: int) -> Part:
+    """Return `part` without samples that are the latest of their series already, with this very value."""
+    book, bits = part.book, part.values.view(np.int64)
     latest_ms, latest_bits = book.latest_ms.values, book.latest_bits.values
-    known_ms = latest_ms[written.numbers]
-    repeated = (known_ms == written.times_ms) & (latest_bits[written.numbers] == bits)
-    newer = written.times_ms >= known_ms
-    latest_ms[written.numbers[newer]] = written.times_ms[newer]
-    latest_bits[written.numbers[newer]] = bits[newer]
+    book.seen_in.values[part.numbers] = generation
+    known_ms = latest_ms[part.numbers]
+    repeated = (known_ms == part.times_ms) & (latest_bits[part.numbers] == bits)
+    newer = part.times_ms >= known_ms
+    latest_ms[part.numbers[newer]] = part.times_ms[newer]
+    latest_bits[part.numbers[newer]] = bits[newer]
     if not repeated.any():
-        return written
+        return part
     kept = ~repeated
-    return replace(
-        written,
-        numbers=written.numbers[kept],
-        times_ms=written.times_ms[kept],
-        values=written.values[kept],
-        repeated=int(np.count_nonzero(repeated)),
-    )
+    return Part(book=book, numbers=part.numbers[kept], times_ms=part.times_ms[kept], values=part.values[kept])

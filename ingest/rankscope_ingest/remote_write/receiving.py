@@ -202,7 +202,7 @@ class RemoteWrite:
 
     async def _read(self, body: bytes) -> Written:
         async with self._one_at_a_time:
-            if len(body) < _INLINE_BYTES:
+            if len(body) < _INLINE_BYTES and not self._reader.is_to_tidy:
                 return self._read_now(body)
             return await asyncio.to_thread(self._read_now, body)
 
@@ -219,7 +219,7 @@ class RemoteWrite:
             raise BusyError(f"samples come faster than they are stored: {self.trouble or 'the store is slow'}")
 
     def _count(self, written: Written) -> None:
-        self._counts.written(len(written.numbers))
+        self._counts.written(written.rows)
         left_out = {
             "exemplar": written.exemplars,
             "histogram": written.histograms,

@@ -1,11 +1,13 @@
 """The series that were ever written: known again by the bytes of their labels, and named by a small number since.
 
 Labels of a series are the same bytes in every request of one sender, so that they are understood once, and found by a
-look into a dictionary from then on. A book only grows: whoever keeps it begins a new one when it is full.
+look into a dictionary from then on. A book only grows, as rows that wait for a commit are numbers in it: whoever keeps
+it goes on with a smaller one, of the series that were seen lately, when it is full.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
@@ -18,6 +20,7 @@ from rankscope_ingest.exposition.targets import INSTANCE
 from rankscope_ingest.remote_write.exact import read_labels
 
 Numbers = npt.NDArray[np.int64]
+Kept = npt.NDArray[np.bool_]
 
 UNTOLD: Final = -1
 """In place of a number: labels beyond what is taken."""
@@ -25,6 +28,9 @@ UNTOLD: Final = -1
 _NAME: Final = "__name__"
 _MOST_LABELS: Final = 128
 _MOST_BYTES: Final = 65_536
+_USUAL_BYTES: Final = 256  # of labels; a series with more takes the room of several
+_LONGEST_SHORT: Final = 0x7F  # bytes whose number is one byte itself
+_NAME_TAG, _VALUE_TAG = 0x0A, 0x12
 _NO_TIME: Final = np.iinfo(np.int64).min
 
 
@@ -38,10 +44,27 @@ class SeriesBook:
         self.targets, self.metrics, self.labels = _Column(), _Column(), _Column()
         self.latest_ms = _Growing(_NO_TIME)
         self.latest_bits = _Growing(0)
+        self.seen_in = _Growing(0)
+        self.size = 0
+        """How much room is taken, in series of usual length: about 800 bytes each."""
 
     def __len__(self) -> int:
         """Return how many ways to say a series are known."""
         return len(self._numbers)
+
+    def only(self, kept: Kept) -> SeriesBook:
+        """Return a book of the series that are `kept`, with all that is known of them; this one stays as it is."""
+        places = np.where(kept, np.cumsum(kept) - 1, UNTOLD).tolist()
+        book = SeriesBook()
+        for labels, number in self._numbers.items():
+            if number != UNTOLD and places[number] != UNTOLD:
+                book._remember(labels, places[number])
+        numbers = self._by_labels.items()
+        book._by_labels.update((key, places[number]) for key, number in numbers if places[number] != UNTOLD)
+        book.targets, book.metrics, book.labels = (one.only(kept) for one in (self.targets, self.metrics, self.labels))
+        book.latest_ms, book.latest_bits = self.latest_ms.only(kept), self.latest_bits.only(kept)
+        book.seen_in = self.seen_in.only(kept)
+        return book
 
     def learn(self, labels: bytes) -> int:
         """Return the number of a series by the label fields of its message; UNTOLD beyond what is taken.
@@ -52,8 +75,12 @@ class SeriesBook:
         if number is None:
             number = UNTOLD if len(labels) > _MOST_BYTES else self._learn(dict_of(labels))
             if len(labels) <= _MOST_BYTES:
-                self._numbers[labels] = number
+                self._remember(labels, number)
         return number
+
+    def _remember(self, labels: bytes, number: int) -> None:
+        self._numbers[labels] = number
+        self.size += 1 + len(labels) // _USUAL_BYTES
 
     def _learn(self, labels: dict[str, str]) -> int:
         if len(labels) > _MOST_LABELS:
@@ -66,13 +93,16 @@ class SeriesBook:
         if number == len(self.metrics):
             for column, text in zip((self.targets, self.metrics, self.labels), key, strict=True):
                 column.add(text)
-            self.latest_ms.add()
-            self.latest_bits.add()
+            for one in (self.latest_ms, self.latest_bits, self.seen_in):
+                one.add()
         return number
 
 
 def dict_of(labels: bytes) -> dict[str, str]:
     """Return the labels that have a value: one without is none. Raises DecodeError where a name is empty or doubled."""
+    usual = _usual_labels(labels)
+    if usual is not None:
+        return usual
     found: dict[str, str] = {}
     for name, value in read_labels(labels):
         if not name:
@@ -80,16 +110,43 @@ def dict_of(labels: bytes) -> dict[str, str]:
         if name in found:
             raise DecodeError(f"a series has the label {name[:100]!r} twice")
         found[name] = value
-    return {name: value for name, value in found.items() if value}
+    return _with_value(found)
+
+
+def _usual_labels(data: bytes) -> dict[str, str] | None:
+    """Return labels of the form in which they nearly always are: a name, a value, both short; None for any other."""
+    found: dict[str, str] = {}
+    place = 0
+    try:
+        while place < len(data):
+            size = data[place + 1]
+            middle = place + 4 + data[place + 3]
+            end = middle + 2 + data[middle + 1]
+            is_usual = data[place] == data[place + 2] == _NAME_TAG and data[middle] == _VALUE_TAG
+            if not is_usual or size > _LONGEST_SHORT or end != place + 2 + size:
+                return None
+            name = data[place + 4 : middle].decode()
+            if not name or name in found:
+                return None
+            found[name] = data[middle + 2 : end].decode()
+            place = end
+    except (IndexError, UnicodeDecodeError):
+        return None
+    return _with_value(found) if place == len(data) else None
+
+
+def _with_value(labels: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in labels.items() if value}
 
 
 class _Growing:
     """Integers, one for each series."""
 
-    def __init__(self, first: int) -> None:
+    def __init__(self, first: int, values: Numbers | None = None) -> None:
+        room: Numbers = np.full(1024, first, np.int64)
         self._first = first
-        self._values: Numbers = np.full(1024, first, np.int64)
-        self._count = 0
+        self._values = room if values is None else np.concatenate([values, room])
+        self._count = 0 if values is None else len(values)
 
     def add(self, value: int | None = None) -> None:
         if self._count == len(self._values):
@@ -97,6 +154,10 @@ class _Growing:
         if value is not None:
             self._values[self._count] = value
         self._count += 1
+
+    def only(self, kept: Kept) -> _Growing:
+        """Return those that are `kept`, with room for more."""
+        return _Growing(self._first, self.values[kept])
 
     @property
     def values(self) -> Numbers:
@@ -107,10 +168,10 @@ class _Growing:
 class _Column:
     """A text for each series, of which few are different. Another thread may read what it knows to be there."""
 
-    def __init__(self) -> None:
-        self._codes: dict[str, int] = {}
-        self._texts: list[str] = []
-        self._of_series = _Growing(UNTOLD)
+    def __init__(self, texts: Iterable[str] = (), of_series: Numbers | None = None) -> None:
+        self._texts = list(texts)
+        self._codes = {text: code for code, text in enumerate(self._texts)}
+        self._of_series = _Growing(UNTOLD, of_series)
         self._array = pa.array([], pa.string())
 
     def __len__(self) -> int:
@@ -125,6 +186,12 @@ class _Column:
         if code == len(self._texts):
             self._texts.append(text)
         self._of_series.add(code)
+
+    def only(self, kept: Kept) -> _Column:
+        """Return the column of the series that are `kept`, without the texts of others."""
+        codes, places = np.unique(self._of_series.values[kept], return_inverse=True)
+        absent = int(codes[0] == UNTOLD) if len(codes) else 0
+        return _Column([self._texts[code] for code in codes[absent:].tolist()], places - absent)
 
     def of(self, numbers: Numbers) -> pa.DictionaryArray:
         """Return the texts of series, in a dictionary that has no others: the store sorts it at every flush."""

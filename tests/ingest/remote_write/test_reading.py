@@ -14,6 +14,7 @@ from tests.ingest.remote_write.messages import CLASSES, write_request
 from rankscope_contract.records import canonical_labels
 from rankscope_ingest.errors import DecodeError
 from rankscope_ingest.protobuf import packed, unpacked
+from rankscope_ingest.remote_write.exact import read_series
 from rankscope_ingest.remote_write.gathering import samples_table
 from rankscope_ingest.remote_write.reading import WriteReader
 
@@ -28,7 +29,7 @@ def bits(value):
 
 def rows(*written):
     """Return (target, metric, labels, ms, bits of the value) of each row, sorted; a value that is null is None."""
-    found = samples_table(list(written)).to_pylist()
+    found = samples_table(written).to_pylist()
     return sorted(
         (row["target"], row["metric"], row["labels"] or "", round(row["ts"].timestamp() * 1000), bits(row["value"]))
         for row in found
@@ -75,7 +76,7 @@ def test_any_request_is_read_as_the_reference_reads_it(requests):
         first, second = reader.read(data), reader.read(data)
 
         assert meant(data) == rows(first)
-        assert len(second.numbers) + second.repeated == len(first.numbers)
+        assert second.rows + second.repeated == first.rows
         assert (sum(one[2] for one in series), sum(one[3] for one in series)) == (first.exemplars, first.histograms)
         assert len(metadata) == first.metadata
 
@@ -128,17 +129,92 @@ def test_labels_in_another_order_are_the_same_series_and_a_repeated_sample_is_le
 
     assert (1, 0, 1) == (again.repeated, other.repeated, last.repeated)
     assert [("a:9100", "up", '{"job":"node"}', NOW + 1, bits(1.0))] == rows(again)
-    assert [NOW + 1, NOW - 5] == other.times_ms.tolist()
+    assert [NOW + 1, NOW - 5] == [ms for part in other.parts for ms in part.times_ms.tolist()]
 
 
-def test_books_change_when_one_is_full_and_rows_of_both_are_right():
-    reader = WriteReader(most_known=2)
-    data = [write_request(({**UP, "cpu": str(number)}, [(NOW, number)])) for number in range(5)]
+def one_round(at, active, *, of_each=10, **more):
+    """Return requests with a sample at `at` of each of the series `active`."""
+    series = [({**UP, "cpu": str(number), **more}, [(NOW + 1000 * at, 1.0 + number)]) for number in active]
+    return [write_request(*series[first : first + of_each]) for first in range(0, len(series), of_each)]
 
-    written = [reader.read(one) for one in data]
 
-    assert 3 == len({id(one.book) for one in written})
-    assert [meant(one) for one in data] == [rows(one) for one in written]
+@pytest.fixture
+def by_rules(monkeypatch):
+    """Return a list that holds each message that was read by the rules since it was cleared."""
+    read = []
+    monkeypatch.setattr(
+        "rankscope_ingest.remote_write.reading.read_series",
+        lambda message: read.append(message) or read_series(message),
+    )
+    return read
+
+
+@pytest.mark.parametrize(("active", "most_read"), [(100, 0), (112, 0), (130, 30), (200, 100)])
+def test_more_series_than_a_book_holds_cost_as_much_as_there_are_too_many(by_rules, active, most_read):
+    """Senders go round and round: in each round those that are known stay so, whatever comes between them."""
+    reader = WriteReader(most_known=100)
+    costs = []
+    for at in range(20):
+        by_rules.clear()
+        for request in one_round(at, range(active)):
+            reader.read(request)
+        costs.append(len(by_rules))
+
+    assert active == costs[0]
+    assert max(costs[1:]) <= most_read
+
+
+def test_rows_are_right_wherever_their_series_stand():
+    """Also those that wait for a commit while their book goes on without their series."""
+    reader = WriteReader(most_known=20)
+    requests = [
+        one for at in range(60) for one in one_round(at, range(at // 2, at // 2 + 30), of_each=7 + at % 5, mode="é")
+    ]
+
+    written = [reader.read(one) for one in requests]
+
+    assert [meant(one) for one in requests] == [rows(one) for one in written]
+    assert sorted(row for one in requests for row in meant(one)) == rows(*written)
+    assert len({id(part.book) for one in written for part in one.parts}) > 4
+
+
+def test_series_that_are_no_longer_sent_make_room(by_rules):
+    """After a generation or two of what comes in their place."""
+    reader = WriteReader(most_known=100)
+    for at in range(20):
+        for request in one_round(at, range(50, 150) if at else range(100)):
+            reader.read(request)
+    for at in range(20, 40):
+        by_rules.clear()
+        for request in one_round(at, range(300, 390)):
+            reader.read(request)
+
+    assert [] == by_rules
+
+
+def test_what_is_known_of_repeats_outlasts_a_full_book():
+    """A sender that lost its way may send the last sample of each series again, in other requests."""
+    reader = WriteReader(most_known=100)
+    for at in range(9):
+        for request in one_round(at, range(at, at + 80)):
+            reader.read(request)
+    for request in one_round(0, range(1000, 1040)):
+        reader.read(request)
+
+    again = [reader.read(request) for request in one_round(8, range(8, 88), of_each=8)]
+
+    assert (0, 80) == (sum(one.rows for one in again), sum(one.repeated for one in again))
+
+
+def test_series_with_long_labels_take_the_room_of_several(by_rules):
+    """So that memory is bounded whatever is sent."""
+    reader = WriteReader(most_known=100)
+    for at in range(2):
+        by_rules.clear()
+        for request in one_round(at, range(20), of_each=1, text="x" * 10_000):
+            reader.read(request)
+
+    assert 17 <= len(by_rules)
 
 
 def test_a_series_with_too_many_or_too_long_labels_is_left_out_alone():

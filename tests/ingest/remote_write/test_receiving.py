@@ -16,6 +16,7 @@ from rankscope_ingest.config import RemoteWriteSection
 from rankscope_ingest.errors import BusyError, DecodeError
 from rankscope_ingest.protobuf import packed
 from rankscope_ingest.remote_write import receiving
+from rankscope_ingest.remote_write.reading import WriteReader
 from rankscope_ingest.remote_write.receiving import RemoteWrite
 from rankscope_storage.errors import StoreError
 from rankscope_storage.writing.writer import Commit
@@ -159,6 +160,22 @@ async def test_a_request_whose_sender_goes_while_it_is_read_is_stored_all_the_sa
         await one.take(body(1.0))
 
     assert [1.0] == store.values
+
+
+async def test_a_small_request_for_which_a_full_book_is_gone_through_holds_up_nobody(monkeypatch):
+    threads, read_now = [], RemoteWrite._read_now
+
+    def noted(self, packed_body):
+        threads.append(threading.current_thread())
+        return read_now(self, packed_body)
+
+    monkeypatch.setattr(RemoteWrite, "_read_now", noted)
+    async with receiver(Memory()) as one:
+        await one.take(body(1.0))
+        monkeypatch.setattr(WriteReader, "is_to_tidy", True)
+        await one.take(body(2.0))
+
+    assert [True, False] == [thread is threading.main_thread() for thread in threads]
 
 
 async def test_while_there_is_no_room_nothing_more_is_taken(monkeypatch):
