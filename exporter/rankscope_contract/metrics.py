@@ -270,7 +270,7 @@ EXPORTER_SAMPLES = MetricSpec(
 EXPORTER_SAMPLES_DROPPED = MetricSpec(
     name="rankscope_ingest_exporter_samples_dropped_total",
     type="counter",
-    help="Samples not stored: doubled on their page, or repeated with a time of their own that is stored already.",
+    help="Samples not stored: doubled on their page, or with a time of their own that is stored or out of bounds.",
     labels=("reason",),
     page="service",
 )

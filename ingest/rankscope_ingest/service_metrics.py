@@ -76,7 +76,7 @@ OUTCOMES: Final = ("sent", "failed", "muted")
 _FROM_THE_START: Final = {
     EXPORTER_SCRAPES: ("ok", "failed", "skipped"),
     EXPORTER_SAMPLES: ("layout", "exact"),
-    EXPORTER_SAMPLES_DROPPED: ("doubled", "repeated"),
+    EXPORTER_SAMPLES_DROPPED: ("doubled", "repeated", "out_of_bounds"),
     REMOTE_WRITE_REQUESTS: ("ok", "repeated", "busy", "malformed", "too_large", "unsupported"),
     REMOTE_WRITE_DROPPED: ("exemplar", "histogram", "metadata", "oversized", "repeated"),
 }

@@ -35,7 +35,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageRows:
-    """The samples of one page. `ts` is null where the page gave no time; `doubled` were left out."""
+    """The samples of one page. `ts` is null where the page gave no time; `doubled`, `out_of_bounds` were left out."""
 
     metrics: pa.Array
     labels: pa.Array
@@ -43,6 +43,7 @@ class PageRows:
     ts: pa.Array | None
     doubled: int
     exact: bool
+    out_of_bounds: int = 0
 
     @property
     def rows(self) -> int:

@@ -65,7 +65,7 @@ class Sink(Protocol):
         ...
 
     def dropped(self, reason: str, samples: int) -> None:
-        """Count samples that are not stored: doubled on their page, or repeated with the time they had before."""
+        """Count samples that are not stored: doubled, repeated with the time they had, or out_of_bounds."""
         ...
 
 
@@ -141,7 +141,7 @@ class Scraper:
                 self._failed(followed, error, ts, self._clock() - began)
                 return
             seconds = self._clock() - began
-        fresh = followed.own_times.fresh(rows)
+        fresh = followed.own_times.fresh(rows, ts)
         self._count(rows, fresh)
         followed.is_up, followed.last_error = True, None
         followed.last_scrape_seconds, followed.last_samples = seconds, rows.rows
@@ -182,7 +182,8 @@ class Scraper:
     def _count(self, rows: PageRows, fresh: PageRows) -> None:
         self._sink.scraped("ok")
         self._sink.read("exact" if rows.exact else "layout", rows.rows)
-        for reason, count in (("doubled", rows.doubled), ("repeated", rows.rows - fresh.rows)):
+        repeated, outside = rows.rows - fresh.rows - fresh.out_of_bounds, fresh.out_of_bounds
+        for reason, count in (("doubled", rows.doubled), ("repeated", repeated), ("out_of_bounds", outside)):
             if count:
                 self._sink.dropped(reason, count)
 

@@ -6,6 +6,8 @@ has `up` 0 and nothing else, so that a series that stands still can be told from
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -19,6 +21,18 @@ from rankscope_ingest.exposition.targets import Exporter
 from rankscope_ingest.tables import FROM_INGEST, NO_RUN, TIME, constant, samples_schema
 
 FROM_EXPORTER: Final = "exporter"
+
+OLDEST_DAYS: Final = 62
+"""How old a time on a page may be: each day is a file, and remote write takes no more of them at once either."""
+
+AHEAD_MINUTES: Final = 10
+"""How far a clock may be ahead, as in Prometheus; a time of years to come would hide all others until then."""
+
+_MINUTE: Final = 60_000_000  # µs
+_DAY: Final = 1440 * _MINUTE
+_LEAST_REMEMBERED: Final = 1_000
+
+_Series = tuple[str, str | None]
 
 
 class Tabling:
@@ -75,21 +89,29 @@ def page_rows(exporter: Exporter, rows: PageRows, ts: int) -> pa.Table:
 
 
 class OwnTimes:
-    """The latest time of each series whose page says one: scraped again unchanged, it is no new sample."""
+    """The latest time of each series whose page says one: scraped again unchanged, it is no new sample.
+
+    A series that leaves its page may come back with the time it had, so it is remembered: as many series as two of the
+    largest pages had, those that were there last.
+    """
 
     def __init__(self) -> None:
-        self._latest: dict[tuple[str, str | None], int] = {}
+        self._latest: dict[_Series, int] = {}  # those of the last page come last
+        self._largest = 0
 
-    def fresh(self, rows: PageRows) -> PageRows:
-        """Return `rows` without those whose own time is not newer than the last one of their series."""
+    def fresh(self, rows: PageRows, scraped_at: int) -> PageRows:
+        """Return `rows` without those whose own time is not newer than the last one of their series, or out of bounds.
+
+        Bounds are those around `scraped_at` (UTC µs).
+        """
         if rows.ts is None:
-            self._latest.clear()
             return rows
-        keys = list(zip(rows.metrics.to_pylist(), rows.labels.to_pylist(), strict=True))
+        series = list(zip(rows.metrics.to_pylist(), rows.labels.to_pylist(), strict=True))
         times = rows.ts.cast(pa.int64()).to_pylist()
-        kept = [ts is None or ts > self._latest.get(key, -1) for key, ts in zip(keys, times, strict=True)]
-        present = {key: ts for key, ts in zip(keys, times, strict=True) if ts is not None}
-        self._latest = {key: max(ts, self._latest.get(key, -1)) for key, ts in present.items()}
+        within = [ts is None or _is_within(ts, scraped_at) for ts in times]
+        told = list(zip(series, times, within, strict=True))
+        kept = [is_within and (ts is None or ts > self._latest.get(one, -1)) for one, ts, is_within in told]
+        self._remember((one, ts) for one, ts, is_within in told if is_within and ts is not None)
         mask = pa.array(kept, pa.bool_())
         return PageRows(
             metrics=rows.metrics.filter(mask),
@@ -97,5 +119,21 @@ class OwnTimes:
             values=rows.values.filter(mask),
             ts=rows.ts.filter(mask),
             doubled=rows.doubled,
+            out_of_bounds=within.count(False),
             exact=rows.exact,
         )
+
+    def _remember(self, told: Iterable[tuple[_Series, int]]) -> None:
+        latest: dict[_Series, int] = {}
+        for one, ts in told:  # a page may have several times of a series, in any order
+            latest[one] = max(ts, latest.get(one, ts))
+        for one, ts in latest.items():
+            self._latest[one] = max(ts, self._latest.pop(one, ts))
+        self._largest = max(self._largest, len(latest))
+        most = max(2 * self._largest, _LEAST_REMEMBERED)
+        for one in list(islice(self._latest, max(0, len(self._latest) - most))):
+            del self._latest[one]
+
+
+def _is_within(ts: int, scraped_at: int) -> bool:
+    return scraped_at - OLDEST_DAYS * _DAY <= ts <= scraped_at + AHEAD_MINUTES * _MINUTE

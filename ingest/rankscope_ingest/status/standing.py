@@ -32,7 +32,7 @@ class ServiceStanding:
     commits: int
     last_commit_ago_seconds: float | None
     records_lost: int  # of the runs that are followed
-    samples_dropped: int  # of exporters: repeated or doubled
+    samples_dropped: int  # of exporters: repeated, doubled or out of bounds
     remote: Mapping[str, float] = field(default_factory=dict)  # counters of remote write and read, by their names
 
 

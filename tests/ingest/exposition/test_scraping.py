@@ -144,6 +144,17 @@ async def test_time_of_the_page_is_stored_once():
     assert 2 == fake.counts["repeated"]
 
 
+async def test_sample_with_a_time_out_of_bounds_is_counted_as_that_and_not_stored():
+    """Its page is good for all that; it counts among those that were scraped, as in Prometheus."""
+    fake = Fake(b"a 1 5000\na 2 9000000\nb 2\n")
+
+    followed = await scrape(fake, 1)
+
+    assert [("a", 1.0, 5_000_000), ("b", 2.0, 100_000_000)] == [row for row in said(fake) if row[0] in {"a", "b"}]
+    assert Counter(ok=1, exact=3, out_of_bounds=1) == fake.counts
+    assert 3 == followed.last_samples
+
+
 async def test_doubled_series_are_counted():
     fake = Fake(b"a 1\na 2\n")
 
