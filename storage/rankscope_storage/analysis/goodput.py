@@ -39,37 +39,42 @@ WHERE name = '{STEP_PHASE_SECONDS}'
 GOODPUT_ATTEMPTS: Final = f"""\
 CREATE OR REPLACE VIEW goodput_attempts AS
 WITH told AS (
-  SELECT run, attempt, rank, incarnation, seq, step, name, labels, value, epoch(ts) AS ts
-  FROM scalars WHERE incarnation IS NOT NULL AND ts IS NOT NULL
+  SELECT run, attempt, min(rank) FILTER (name = 'step_seconds') AS rank,
+    max(epoch(ts)) AS last_ts, min(epoch(ts)) AS first_ts
+  FROM scalars WHERE incarnation IS NOT NULL AND ts IS NOT NULL GROUP BY ALL
 ), reporter AS (
-  SELECT run, attempt, min(rank) AS rank FROM told WHERE name = 'step_seconds' GROUP BY ALL
+  SELECT run, attempt, rank FROM told WHERE rank IS NOT NULL
 ), seen AS (
-  SELECT run, attempt, max(ts) AS last_ts, min(ts) AS first_ts FROM (
-    SELECT run, attempt, ts FROM told
+  SELECT run, attempt, max(last_ts) AS last_ts, min(first_ts) AS first_ts FROM (
+    SELECT run, attempt, last_ts, first_ts FROM told
     UNION ALL
-    SELECT run, attempt, epoch(ts) FROM events WHERE incarnation IS NOT NULL AND ts IS NOT NULL AND ts_origin = 'rank'
+    SELECT run, attempt, max(epoch(ts)), min(epoch(ts)) FROM events
+    WHERE incarnation IS NOT NULL AND ts IS NOT NULL AND ts_origin = 'rank' GROUP BY ALL
   ) GROUP BY ALL
+), spent AS (
+  SELECT run, attempt, rank, incarnation, seq, step, epoch(ts) AS ts, name, value AS seconds,
+    labels->>'$.phase' AS phase
+  FROM scalars JOIN reporter USING (run, attempt, rank) WHERE name IN ('step_seconds', '{STEP_PHASE_SECONDS}')
 ), apart AS (
   SELECT run, incarnation, seq,
     sum(seconds) FILTER (phase = '{Phase.CHECKPOINT}') AS checkpoint,
     sum(seconds) FILTER (phase = '{Phase.EVALUATION}') AS evaluation,
     sum(seconds) FILTER (phase NOT IN ('{Phase.CHECKPOINT}', '{Phase.EVALUATION}', {_IN_STEPS})) AS other_phase
-  FROM step_phases GROUP BY ALL
+  FROM spent WHERE name = '{STEP_PHASE_SECONDS}' GROUP BY ALL
 ), skipped AS (
   SELECT DISTINCT run, incarnation, seq FROM events WHERE type = 'step_skipped'
 ), made AS (
-  SELECT run, attempt, rank, incarnation, told.seq, step, ts AS ended, greatest(value, 0) AS seconds,
+  SELECT run, attempt, rank, incarnation, spent.seq, step, ts AS ended, greatest(seconds, 0) AS seconds,
     coalesce(checkpoint, 0) AS checkpoint, coalesce(evaluation, 0) AS evaluation,
     coalesce(other_phase, 0) AS other_phase, skipped.seq IS NOT NULL AS is_skipped,
-    row_number() OVER (PARTITION BY run, attempt, incarnation ORDER BY ts, told.seq) = 1 AS is_first,
+    row_number() OVER (PARTITION BY run, attempt, incarnation ORDER BY ts, spent.seq) = 1 AS is_first,
     coalesce(min(step) OVER (
-      PARTITION BY run ORDER BY ts, attempt, told.seq ROWS BETWEEN 1 FOLLOWING AND UNBOUNDED FOLLOWING) <= step, false
+      PARTITION BY run ORDER BY ts, attempt, spent.seq ROWS BETWEEN 1 FOLLOWING AND UNBOUNDED FOLLOWING) <= step, false
     ) AS is_made_again
-  FROM told
-  JOIN reporter USING (run, attempt, rank)
+  FROM spent
   LEFT JOIN apart USING (run, incarnation, seq)
   LEFT JOIN skipped USING (run, incarnation, seq)
-  WHERE name = 'step_seconds' AND isfinite(value)
+  WHERE name = 'step_seconds' AND incarnation IS NOT NULL AND ts IS NOT NULL AND isfinite(seconds)
 ), hang AS (
   SELECT run, attempt, incarnation, epoch(ts) AS ts, details->>'$.state' AS state, value AS seconds
   FROM events JOIN reporter USING (run, attempt, rank)

@@ -164,6 +164,29 @@ def test_the_share_of_each_phase_of_a_step(killed, writer, connection):
     assert [("checkpoint", 8.0, 8 / 18), ("forward", 10.0, 10 / 18)] == [tuple(row.values()) for row in rows]
 
 
+def test_the_memory_that_it_takes_is_of_one_rank_however_many_there_are():
+    """A service asks every minute. 3.2 million rows of 800 ranks do not fit at once."""
+    with duckdb.connect(config={"memory_limit": "20MB", "max_temp_directory_size": "0B", "threads": 2}) as plain:
+        for dataset, table in History().tables().items():
+            plain.register(f"no_{dataset}", table)
+        plain.execute("CREATE VIEW attempts AS FROM no_attempts; CREATE VIEW events AS FROM no_events")
+        plain.execute(f"""
+            CREATE VIEW scalars AS FROM no_scalars UNION ALL BY NAME
+            SELECT 'r' AS run, 0 AS attempt, (i // 4000)::INTEGER AS rank, 'process ' || i // 4000 AS incarnation,
+              i // 4 % 1000 AS seq, i // 4 % 1000 AS step,
+              TIMESTAMPTZ '{START}' + INTERVAL (i // 4 % 1000) SECONDS AS ts,
+              CASE WHEN i % 4 = 0 THEN 'step_seconds' ELSE 'step_phase_seconds' END AS name,
+              [1, 0.25, 0.25, 0.25][i % 4 + 1] AS value,
+              [NULL, '{{"phase": "checkpoint"}}', '{{"phase": "mine"}}', '{{"phase": "mine"}}'][i % 4 + 1] AS labels
+            FROM range(3200000) numbers(i)""")
+        for statement in STATEMENTS:
+            plain.execute(statement)
+        (row,) = plain.sql("FROM goodput").to_arrow_table().to_pylist()
+
+    assert 1000 == row["steps"]
+    assert {"useful": 999 / 4, "checkpoint": 999 / 4, "other_phase": 999 / 2} == parts(row)  # the first lasts no time
+
+
 TIMES = st.floats(-20, 120, allow_nan=False)
 PHASES = st.dictionaries(st.sampled_from(["checkpoint", "evaluation", "forward", "mine"]), st.floats(0, 50), max_size=3)
 STEPS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), TIMES, st.floats(0, 60), PHASES), max_size=12)
