@@ -8,6 +8,10 @@ import sys
 def main() -> None:
     """Run the command; say what to install where a library is missing."""
     try:
+        if "serve" in sys.argv[1:2]:
+            from rankscope_ingest.allocator import share_allocator
+
+            share_allocator()
         from rankscope.command import main as run
 
         run()

@@ -7,9 +7,9 @@ import logging
 import os
 import sys
 
+from rankscope_ingest.allocator import share_allocator
 from rankscope_ingest.config_file import load_config
 from rankscope_ingest.errors import IngestError
-from rankscope_ingest.service import run
 from rankscope_storage.errors import ShardLostError, StoreError
 
 
@@ -23,6 +23,9 @@ def main() -> int:
     if len(sys.argv) != 2:
         sys.stderr.write("usage: python -m rankscope_ingest CONFIG.toml\n")
         return 2
+    share_allocator()
+    from rankscope_ingest.service import run  # noqa: PLC0415 - it loads Arrow
+
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         asyncio.run(run(load_config(sys.argv[1], environment=os.environ), on_ready=_say))

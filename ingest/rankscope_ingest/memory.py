@@ -3,6 +3,7 @@
 A flush takes some hundred megabytes of columns and lets them go. The kernel clears every page that it hands out anew:
 half of the time in which bodies become rows went into that, and a sixth of the time of all of it. So free memory is
 kept, up to a limit, and one heap serves all threads, since what one thread has freed is of use to no other otherwise.
+It is one only where `share_allocator` came before what starts threads, and Arrow is in it where it came before Arrow.
 That limit is of the end of the heap alone. What is free between pieces in use grows for hours, as these come to lie
 further and further apart: after each piece of upkeep, and every ten minutes, it goes back, which costs the next flush
 80 ms of CPU. And the collector of cycles need not look again and again at a hundred thousand objects that imports made.
@@ -13,17 +14,18 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
-from collections.abc import Callable
 from typing import Final
 
 import pyarrow as pa
+
+from rankscope_ingest.allocator import of_glibc, share_allocator
 
 KEPT_BYTES: Final = 256 << 20
 """Free memory at the end of the heap that is kept; what is above it goes back to the system."""
 
 GIVE_BACK_SECONDS: Final = 600.0
 
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8  # of glibc's mallopt
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # of glibc's mallopt
 _MAPPED_BYTES: Final = 32 << 20  # the most that glibc takes: larger pieces come from the system, and go back there
 _GROWTH_BYTES: Final = 16 << 20
 _YOUNG_OBJECTS: Final = 20_000
@@ -31,6 +33,7 @@ _YOUNG_OBJECTS: Final = 20_000
 
 def keep_memory() -> None:
     """Set this up, once, for the process; harmless where another library allocates."""
+    share_allocator()
     pa.set_memory_pool(pa.system_memory_pool())
     _keep_free_pages()
     gc.collect()
@@ -52,25 +55,16 @@ async def give_back() -> None:
 
 def trim() -> None:
     """Give back what is free, save `KEPT_BYTES` at the end of the heap; nothing where another library allocates."""
-    if (malloc_trim := _of_glibc("malloc_trim")) is not None:
+    if (malloc_trim := of_glibc("malloc_trim")) is not None:
         malloc_trim(ctypes.c_size_t(KEPT_BYTES))
 
 
 def _keep_free_pages() -> None:
-    if (mallopt := _of_glibc("mallopt")) is None:
+    if (mallopt := of_glibc("mallopt")) is None:
         return
     for option, value in (
-        (_ARENA_MAX, 1),
         (_MMAP_THRESHOLD, _MAPPED_BYTES),
         (_TRIM_THRESHOLD, KEPT_BYTES),
         (_TOP_PAD, _GROWTH_BYTES),
     ):
         mallopt(option, value)
-
-
-def _of_glibc(name: str) -> Callable[..., int] | None:
-    try:
-        function: Callable[..., int] = getattr(ctypes.CDLL(None), name)
-    except (OSError, AttributeError, TypeError):  # not glibc
-        return None
-    return function

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -70,6 +71,33 @@ def test_free_memory_before_a_piece_in_use_goes_back():
     assert still == 1 << 20
 
 
+SAY_AT_THE_END = """
+import atexit, ctypes, sys, tempfile, threading
+from pathlib import Path
+
+def heaps():
+    libc = ctypes.CDLL(None)
+    libc.fopen.restype = ctypes.c_void_p
+    with tempfile.NamedTemporaryFile() as told:
+        file = ctypes.c_void_p(libc.fopen(told.name.encode(), b"w"))
+        libc.malloc_info(0, file)
+        libc.fclose(file)
+        return Path(told.name).read_text().count("<heap nr=")
+
+def say():
+    import pyarrow
+    print("arrow takes", pyarrow.default_memory_pool().backend_name)
+    threads = [threading.Thread(target=bytearray, args=(1 << 16,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if sys.platform.startswith("linux"):
+        print("heaps:", heaps())
+
+atexit.register(say)
+"""
+
 UPKEEP = """
 import asyncio, itertools
 from pathlib import Path
@@ -113,3 +141,19 @@ def test_what_a_piece_of_upkeep_took_is_given_back_before_the_next_one():
 
     assert full - before >= 400
     assert after - before < 20
+
+
+@pytest.mark.parametrize("module", ["rankscope", "rankscope_ingest"])
+@pytest.mark.parametrize(("chosen", "taken"), [(None, "system"), ("mimalloc", "mimalloc")])
+def test_all_threads_and_arrow_share_one_heap_unless_the_user_has_chosen_another(module, chosen, taken, tmp_path):
+    """Arrow also where nobody tells it what to take: `default_memory_pool`, before it is told, is what it uses then."""
+    (tmp_path / "sitecustomize.py").write_text(SAY_AT_THE_END)
+    environment = {name: value for name, value in os.environ.items() if name != "ARROW_DEFAULT_MEMORY_POOL"}
+    environment |= {"PYTHONPATH": str(tmp_path)} | ({} if chosen is None else {"ARROW_DEFAULT_MEMORY_POOL": chosen})
+    command = [sys.executable, "-m", module, *(["serve"] if module == "rankscope" else []), "missing.toml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
+
+    assert "missing.toml" in done.stderr
+    assert f"arrow takes {taken}" in done.stdout
+    if sys.platform.startswith("linux"):
+        assert "heaps: 1\n" in done.stdout
