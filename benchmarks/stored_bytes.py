@@ -9,25 +9,22 @@ far apart the scales of tensors lie, whose leading digits share a code: so the s
 
 from __future__ import annotations
 
-import io
 import itertools
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from _noise import SIX, plan_of, six_statistics
 from _rows import Row, cpu_seconds, print_rows
+from _stored_size import bytes_per_sample, dearest, merge_all, prototype, stored_files
 
 from rankscope_exporter.serving.codec import encode
 from rankscope_ingest.channel.checked import RowContext, check
 from rankscope_ingest.channel.decode import decode
 from rankscope_ingest.channel.plans import PlanColumns
 from rankscope_ingest.channel.wire import open_stream
-from rankscope_storage.care import compaction, merges
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.files.parquet import write_file
 from rankscope_storage.schema import conform
@@ -36,7 +33,6 @@ from rankscope_storage.store import Batch, Store
 TENSORS, RANKS, STEPS_A_FLUSH, FLUSHES = 2_500, 8, 10, 8
 BITS = 12
 PROTOTYPE = 2.06
-_TAGS = ("ts", "step", "run", "rank", "kind", "tensor")
 
 
 def run() -> list[Row]:
@@ -75,74 +71,18 @@ def _store(root: Path, name: str, batches: Iterable[pa.Table], bits: int | None)
             marks = {f"{rank:032x}": number * STEPS_A_FLUSH + last for rank in range(RANKS)}
             writer.append(Batch(tables={"tensor_stats": table}, watermarks=marks))
         note = f"{RANKS} ranks x {STEPS_A_FLUSH} steps x {TENSORS:,} tensors a file"
-        yield Row(f"{name}: at the flush", _bytes_per_sample(_files(root)), "bytes per sample", note)
-        old = set(_files(root))
-        report = _merged(writer)
-        merged = [path for path in _files(root) if path not in old]
+        yield Row(f"{name}: at the flush", bytes_per_sample(stored_files(root)), "bytes per sample", note)
+        old = set(stored_files(root))
+        report = merge_all(writer)
+        merged = [path for path in stored_files(root) if path not in old]
         assert merged, "nothing was merged"
     note = f"{report.files_removed} files became {report.files_added}"
-    yield Row(f"{name}: after a merge", _bytes_per_sample(merged), "bytes per sample", note)
+    yield Row(f"{name}: after a merge", bytes_per_sample(merged), "bytes per sample", note)
     if bits is None:
         note = f"six columns and their tags; {PROTOTYPE} on its own noise"
-        yield Row(f"{name}: the same rows by the prototype's writer", _prototype(merged), "bytes per sample", note)
-    columns = ", ".join(f"{column} {size:.3f}" for column, size in _columns(merged))
-    yield Row(f"{name}: a row", len(SIX) * _bytes_per_sample(merged), "bytes", columns)
-
-
-def _prototype(paths: Iterable[Path]) -> float:
-    """Return the bytes of a sample as the first prototype wrote them: its columns, encodings and row groups."""
-    size, rows = 0, 0
-    for path in paths:
-        table = pq.ParquetFile(path).read().select([*_TAGS, *SIX])
-        kept = io.BytesIO()
-        encodings = dict.fromkeys(SIX[:4], "BYTE_STREAM_SPLIT") | dict.fromkeys(
-            ("ts", "step", *SIX[4:]), "DELTA_BINARY_PACKED"
-        )
-        pq.write_table(
-            table,
-            kept,
-            row_group_size=122_880,
-            compression="zstd",
-            compression_level=1,
-            use_dictionary=["run", "rank", "kind", "tensor"],
-            column_encoding=encodings,
-        )
-        size, rows = size + kept.tell(), rows + table.num_rows
-    return size / (len(SIX) * rows)
-
-
-def _merged(writer: object) -> compaction.CompactionReport:
-    """Merge though there are few files."""
-    few, merges.SMALL_FILES = merges.SMALL_FILES, 2
-    try:
-        report = writer.compact()  # type: ignore[attr-defined]
-        assert isinstance(report, compaction.CompactionReport)
-        return report
-    finally:
-        merges.SMALL_FILES = few
-
-
-def _files(root: Path) -> list[Path]:
-    return list(root.glob("dataset=tensor_stats/*/*.parquet"))
-
-
-def _bytes_per_sample(paths: Iterable[Path]) -> float:
-    sizes = [(path.stat().st_size, pq.read_metadata(path).num_rows) for path in paths]
-    return sum(size for size, _ in sizes) / (len(SIX) * sum(rows for _, rows in sizes))
-
-
-def _columns(paths: Iterable[Path]) -> list[tuple[str, float]]:
-    """Return the dearest columns, in bytes a row."""
-    sizes: Counter[str] = Counter()
-    rows = 0
-    for path in paths:
-        metadata = pq.read_metadata(path)
-        rows += metadata.num_rows
-        for group in range(metadata.num_row_groups):
-            for place in range(metadata.num_columns):
-                chunk = metadata.row_group(group).column(place)
-                sizes[chunk.path_in_schema] += chunk.total_compressed_size
-    return [(name, size / rows) for name, size in sizes.most_common(8)]
+        yield Row(f"{name}: the same rows by the prototype's writer", prototype(merged), "bytes per sample", note)
+    columns = ", ".join(f"{column} {size:.3f}" for column, size in dearest(merged))
+    yield Row(f"{name}: a row", len(SIX) * bytes_per_sample(merged), "bytes", columns)
 
 
 def _cpu(folder: Path, batches: Iterable[pa.Table]) -> Iterable[Row]:

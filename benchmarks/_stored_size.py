@@ -1,0 +1,73 @@
+"""What a sample takes in a store: whole files, whose six moving numbers a row are counted, and who takes the bytes."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+from _noise import SIX
+
+from rankscope_storage.care import compaction, merges
+
+_TAGS = ("ts", "step", "run", "rank", "kind", "tensor")
+
+
+def prototype(paths: Iterable[Path]) -> float:
+    """Return the bytes of a sample as the first prototype wrote them: its columns, encodings and row groups."""
+    size, rows = 0, 0
+    for path in paths:
+        table = pq.ParquetFile(path).read().select([*_TAGS, *SIX])
+        kept = io.BytesIO()
+        encodings = dict.fromkeys(SIX[:4], "BYTE_STREAM_SPLIT") | dict.fromkeys(
+            ("ts", "step", *SIX[4:]), "DELTA_BINARY_PACKED"
+        )
+        pq.write_table(
+            table,
+            kept,
+            row_group_size=122_880,
+            compression="zstd",
+            compression_level=1,
+            use_dictionary=["run", "rank", "kind", "tensor"],
+            column_encoding=encodings,
+        )
+        size, rows = size + kept.tell(), rows + table.num_rows
+    return size / (len(SIX) * rows)
+
+
+def merge_all(writer: object) -> compaction.CompactionReport:
+    """Merge though there are few files."""
+    few, merges.SMALL_FILES = merges.SMALL_FILES, 2
+    try:
+        report = writer.compact()  # type: ignore[attr-defined]
+        assert isinstance(report, compaction.CompactionReport)
+        return report
+    finally:
+        merges.SMALL_FILES = few
+
+
+def stored_files(root: Path) -> list[Path]:
+    """Return the files of tensor statistics in the store at `root`, replaced ones too."""
+    return list(root.glob("dataset=tensor_stats/*/*.parquet"))
+
+
+def bytes_per_sample(paths: Iterable[Path]) -> float:
+    """Return the bytes of all of the files, every column and the footer, for each of six samples a row."""
+    sizes = [(path.stat().st_size, pq.read_metadata(path).num_rows) for path in paths]
+    return sum(size for size, _ in sizes) / (len(SIX) * sum(rows for _, rows in sizes))
+
+
+def dearest(paths: Iterable[Path]) -> list[tuple[str, float]]:
+    """Return the dearest columns, in bytes a row."""
+    sizes: Counter[str] = Counter()
+    rows = 0
+    for path in paths:
+        metadata = pq.read_metadata(path)
+        rows += metadata.num_rows
+        for group in range(metadata.num_row_groups):
+            for place in range(metadata.num_columns):
+                chunk = metadata.row_group(group).column(place)
+                sizes[chunk.path_in_schema] += chunk.total_compressed_size
+    return [(name, size / rows) for name, size in sizes.most_common(8)]
