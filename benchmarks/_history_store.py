@@ -41,6 +41,7 @@ class Training:
     ranks: int
     tensors: int
     seconds_per_step: float
+    run: str = RUN
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
     def __post_init__(self) -> None:
@@ -59,7 +60,7 @@ class Training:
         zeros = np.where(tensor % 4 == 0, self.random.poisson(1000, tensor.size), 0)
         return pa.table(
             {
-                **_identity(RUN, rank, step, self.seconds_per_step),
+                **_identity(self.run, rank, step, self.seconds_per_step),
                 "kind": pa.DictionaryArray.from_arrays(tensor % len(KINDS), KINDS),
                 "tensor": pa.DictionaryArray.from_arrays(tensor // len(KINDS), self.names),
                 "norm": scale.ravel(),
@@ -74,7 +75,7 @@ class Training:
 
     def losses(self, first: int, steps: int) -> pa.Table:
         """Return the loss of each rank over `steps` steps."""
-        return losses(RUN, self.ranks, range(first, first + steps), self.seconds_per_step, self.random)
+        return losses(self.run, self.ranks, range(first, first + steps), self.seconds_per_step, self.random)
 
 
 def losses(run: str, ranks: int, steps: range, pace: float, random: np.random.Generator) -> pa.Table:
@@ -177,15 +178,28 @@ def thirty_days(root: Path, steps: int, loss_steps: int, other_runs: int) -> Bui
             day_before = now.date()
             builder.compact(now)
         small = range(other_runs * step // steps, other_runs * (step + 1) // steps)
-        scalars = [chatter.losses(step * per_step, per_step), *(_small_run(number, now) for number in small)]
-        builder.append({"tensor_stats": training.statistics(step, 1), "scalars": pa.concat_tables(scalars)}, now.date())
+        tables = [
+            {"tensor_stats": training.statistics(step, 1), "scalars": chatter.losses(step * per_step, per_step)},
+            *(_small_run(number, now) for number in small),
+        ]
+        together = {name: pa.concat_tables([each[name] for each in tables]) for name in ("tensor_stats", "scalars")}
+        builder.append(together, now.date())
     builder.compact(START + dt.timedelta(days=days, hours=1))
     maintain(root, nothing)
     return builder
 
 
-def _small_run(number: int, now: dt.datetime) -> pa.Table:
-    table = losses(f"other-{number:04d}", 1, range(200), 1.0, np.random.default_rng(number))
+def _small_run(number: int, now: dt.datetime) -> dict[str, pa.Table]:
+    """Return 200 losses, and statistics of 20 tensors over as many steps."""
+    run, random = f"other-{number:04d}", np.random.default_rng(number)
+    tables = {
+        "scalars": losses(run, 1, range(200), 1.0, random),
+        "tensor_stats": Training(ranks=1, tensors=20, seconds_per_step=10.0, run=run, random=random).statistics(0, 20),
+    }
     ago = (now - START) // dt.timedelta(microseconds=1)
-    stamps = pa.array(table["ts"].cast(pa.int64()).to_numpy() + ago, pa.timestamp("us", tz="UTC"))
+    return {name: _later(table, ago) for name, table in tables.items()}
+
+
+def _later(table: pa.Table, microseconds: int) -> pa.Table:
+    stamps = pa.array(table["ts"].cast(pa.int64()).to_numpy() + microseconds, pa.timestamp("us", tz="UTC"))
     return table.set_column(table.column_names.index("ts"), "ts", stamps)
