@@ -101,15 +101,16 @@ QUESTIONS = [
 def run() -> Iterator[Row]:
     folder = Path(tempfile.mkdtemp(prefix="rankscope-history-"))
     try:
+        tenth = long_training(folder / "tenth", STEPS // 10, LOSS_STEPS // 10)
+        yield from _questions("a tenth of the training", tenth.root, every=False, floors=False)
         for name, build in (
-            ("a tenth of the training", lambda root: long_training(root, STEPS // 10, LOSS_STEPS // 10)),
             ("one training", lambda root: long_training(root, STEPS, LOSS_STEPS)),
             ("30 days, 1,000 runs", lambda root: thirty_days(root, STEPS, LOSS_STEPS, OTHER_RUNS)),
         ):
             began = time.perf_counter()
             builder = build(folder / name.partition(",")[0])
             yield Row(f"{name}: building", time.perf_counter() - began, "s", _size(builder))
-            yield from _questions(name, builder.root, every=not name.startswith("a tenth"))
+            yield from _questions(name, builder.root)
             if name == "one training":
                 builder.multiply(10)
                 yield Row("ten times the history", len(builder.files()), "files", "links, committed as other runs")
@@ -126,7 +127,7 @@ def _size(builder: Builder) -> str:
     return f"{rows:,} wide rows in {len(statistics_files)} files, {len(files) - len(statistics_files)} files beside"
 
 
-def _questions(store: str, root: Path, *, every: bool = True) -> Iterator[Row]:
+def _questions(store: str, root: Path, *, every: bool = True, floors: bool = True) -> Iterator[Row]:
     with connect(root) as connection:
         for question in QUESTIONS if every else QUESTIONS[:4]:
             began = time.perf_counter()
@@ -144,7 +145,7 @@ def _questions(store: str, root: Path, *, every: bool = True) -> Iterator[Row]:
                 yield _judged(
                     f"{store}: {question.name}; {way}", ask, question, f"{rows:,} rows, the first time {first:.0f} ms"
                 )
-            if question.floor is not None and not store.startswith("a tenth"):
+            if floors and question.floor is not None:
                 yield _floor(store, connection, question)
 
 

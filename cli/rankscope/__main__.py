@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Run the command; say what to install where a library is missing."""
     try:
-        if "serve" in sys.argv[1:2]:
+        if sys.argv[1:2] == ["serve"]:
             from rankscope_ingest.allocator import share_allocator
 
             share_allocator()
