@@ -4,7 +4,8 @@
 
 The noise is the training's own, where `stored_bytes` has walks with the same entropy for all. What replicas share is in
 it too: weights, averaged gradients and optimizer state are the same on each rank, and every rank tells them. So the
-rows of one rank alone, and local gradients alone, are put into files of their own.
+rows of one rank alone, and each kind of them, are put into files of their own. Six samples a row are counted, as there;
+the two baselines, which rules add here, are left out of those files, and in the bytes of what was flushed.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from rankscope_storage.files.parquet import open_file, write_file
 from rankscope_storage.schema import conform
 
 RANKS, STEPS, LAYERS, WIDTH = 4, 400, 12, 96
+BASELINES: Final = ("norm_baseline", "mean_baseline")
 SCRIPT: Final = Path(__file__).parents[1] / "examples" / "gpt_ddp.py"
 
 
@@ -36,7 +38,7 @@ def run() -> list[Row]:
     folder = Path(tempfile.mkdtemp(prefix="rankscope-training-"))
     try:
         flushed = stored_files(_train(folder))
-        note = f"{len(flushed)} files of {RANKS} ranks, {STEPS} steps"
+        note = f"{len(flushed)} files of {RANKS} ranks, {STEPS} steps; baselines included"
         rows = [Row("at the flush", bytes_per_sample(flushed), "bytes per sample", note)]
         table = pa.concat_tables([conform(open_file(path, "tensor_stats").read(), "tensor_stats") for path in flushed])
         rows += _in_one_file(folder, "as one file, as merges make them", table)
@@ -66,9 +68,14 @@ def _train(folder: Path) -> Path:
 
 
 def _in_one_file(folder: Path, name: str, table: pa.Table) -> Iterable[Row]:
+    whole = folder / write_file(folder, "tensor_stats", "p", table, sync_to_disk).path
+    for column in BASELINES:
+        place = table.column_names.index(column)
+        table = table.set_column(place, column, pa.nulls(table.num_rows, table.field(place).type))
     path = folder / write_file(folder, "tensor_stats", "p", table, sync_to_disk).path
-    columns = ", ".join(f"{column} {size:.3f}" for column, size in dearest([path]))
-    note = f"{table.num_rows:,} rows; by the prototype's writer {prototype([path]):.2f}; a row: {columns}"
+    columns = ", ".join(f"{column} {size:.3f}" for column, size in dearest([path])[:5])
+    note = f"{table.num_rows:,} rows; by the prototype's writer {prototype([path]):.2f}; "
+    note += f"with baselines {bytes_per_sample([whole]):.2f}; a row: {columns}"
     yield Row(name, bytes_per_sample([path]), "bytes per sample", note)
 
 
