@@ -10,8 +10,6 @@ from pathlib import Path
 import pyarrow.parquet as pq
 from _noise import SIX
 
-from rankscope_storage.care import compaction, merges
-
 _TAGS = ("ts", "step", "run", "rank", "kind", "tensor")
 
 
@@ -35,17 +33,6 @@ def prototype(paths: Iterable[Path]) -> float:
         )
         size, rows = size + kept.tell(), rows + table.num_rows
     return size / (len(SIX) * rows)
-
-
-def merge_all(writer: object) -> compaction.CompactionReport:
-    """Merge though there are few files."""
-    few, merges.SMALL_FILES = merges.SMALL_FILES, 2
-    try:
-        report = writer.compact()  # type: ignore[attr-defined]
-        assert isinstance(report, compaction.CompactionReport)
-        return report
-    finally:
-        merges.SMALL_FILES = few
 
 
 def stored_files(root: Path) -> list[Path]:

@@ -18,13 +18,14 @@ from pathlib import Path
 import pyarrow as pa
 from _noise import SIX, plan_of, six_statistics
 from _rows import Row, cpu_seconds, print_rows
-from _stored_size import bytes_per_sample, dearest, merge_all, prototype, stored_files
+from _stored_size import bytes_per_sample, dearest, prototype, stored_files
 
 from rankscope_exporter.serving.codec import encode
 from rankscope_ingest.channel.checked import RowContext, check
 from rankscope_ingest.channel.decode import decode
 from rankscope_ingest.channel.plans import PlanColumns
 from rankscope_ingest.channel.wire import open_stream
+from rankscope_storage.care import compaction, merges
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.files.parquet import write_file
 from rankscope_storage.schema import conform
@@ -73,7 +74,7 @@ def _store(root: Path, name: str, batches: Iterable[pa.Table], bits: int | None)
         note = f"{RANKS} ranks x {STEPS_A_FLUSH} steps x {TENSORS:,} tensors a file"
         yield Row(f"{name}: at the flush", bytes_per_sample(stored_files(root)), "bytes per sample", note)
         old = set(stored_files(root))
-        report = merge_all(writer)
+        report = _merged(writer)
         merged = [path for path in stored_files(root) if path not in old]
         assert merged, "nothing was merged"
     note = f"{report.files_removed} files became {report.files_added}"
@@ -83,6 +84,17 @@ def _store(root: Path, name: str, batches: Iterable[pa.Table], bits: int | None)
         yield Row(f"{name}: the same rows by the prototype's writer", prototype(merged), "bytes per sample", note)
     columns = ", ".join(f"{column} {size:.3f}" for column, size in dearest(merged))
     yield Row(f"{name}: a row", len(SIX) * bytes_per_sample(merged), "bytes", columns)
+
+
+def _merged(writer: object) -> compaction.CompactionReport:
+    """Merge though there are few files."""
+    few, merges.SMALL_FILES = merges.SMALL_FILES, 2
+    try:
+        report = writer.compact()  # type: ignore[attr-defined]
+        assert isinstance(report, compaction.CompactionReport)
+        return report
+    finally:
+        merges.SMALL_FILES = few
 
 
 def _cpu(folder: Path, batches: Iterable[pa.Table]) -> Iterable[Row]:

@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -41,11 +40,13 @@ def run() -> list[Row]:
         note = f"{len(flushed)} files of {RANKS} ranks, {STEPS} steps; baselines included"
         rows = [Row("at the flush", bytes_per_sample(flushed), "bytes per sample", note)]
         table = pa.concat_tables([conform(open_file(path, "tensor_stats").read(), "tensor_stats") for path in flushed])
-        rows += _in_one_file(folder, "as one file, as merges make them", table)
+        rows.append(_in_one_file(folder, "as one file, as merges make them", table))
         one = table.filter(pc.equal(table["rank"], 0))
-        rows += _in_one_file(folder, "one rank alone", one)
-        for kind in sorted(pc.unique(one["kind"]).to_pylist()):
-            rows += _in_one_file(folder, f"one rank, {kind} alone", one.filter(pc.equal(one["kind"], kind)))
+        rows.append(_in_one_file(folder, "one rank alone", one))
+        rows += [
+            _in_one_file(folder, f"one rank, {kind} alone", one.filter(pc.equal(one["kind"], kind)))
+            for kind in sorted(pc.unique(one["kind"]).to_pylist())
+        ]
         return rows
     finally:
         shutil.rmtree(folder)
@@ -67,7 +68,7 @@ def _train(folder: Path) -> Path:
     return service.store
 
 
-def _in_one_file(folder: Path, name: str, table: pa.Table) -> Iterable[Row]:
+def _in_one_file(folder: Path, name: str, table: pa.Table) -> Row:
     whole = folder / write_file(folder, "tensor_stats", "p", table, sync_to_disk).path
     for column in BASELINES:
         place = table.column_names.index(column)
@@ -76,7 +77,7 @@ def _in_one_file(folder: Path, name: str, table: pa.Table) -> Iterable[Row]:
     columns = ", ".join(f"{column} {size:.3f}" for column, size in dearest([path])[:5])
     note = f"{table.num_rows:,} rows; by the prototype's writer {prototype([path]):.2f}; "
     note += f"with baselines {bytes_per_sample([whole]):.2f}; a row: {columns}"
-    yield Row(name, bytes_per_sample([path]), "bytes per sample", note)
+    return Row(name, bytes_per_sample([path]), "bytes per sample", note)
 
 
 if __name__ == "__main__":

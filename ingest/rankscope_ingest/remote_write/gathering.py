@@ -68,21 +68,19 @@ def samples_table(requests: Iterable[Written]) -> pa.Table:
     by_book: dict[int, list[Part]] = {}
     for part in (part for one in requests for part in one.parts):
         by_book.setdefault(id(part.book), []).append(part)
-    return pa.concat_tables(map(_table, by_book.values())) if by_book else samples_schema().empty_table()
+    tables = [_table(Part.joined(parts)) for parts in by_book.values()]
+    return pa.concat_tables(tables) if tables else samples_schema().empty_table()
 
 
-def _table(parts: list[Part]) -> pa.Table:
+def _table(part: Part) -> pa.Table:
     """Return the rows of one book; a mark of staleness has no value: nothing was measured."""
-    book = parts[0].book
-    numbers = np.concatenate([one.numbers for one in parts])
-    times = np.concatenate([one.times_ms for one in parts]) * 1000
-    values = np.concatenate([one.values for one in parts])
-    is_stale = values.view(np.int64) == STALE_BITS
+    book, rows = part.book, len(part.numbers)
+    is_stale = part.values.view(np.int64) == STALE_BITS
     columns = (
-        constant(NO_RUN, len(numbers)),
-        pa.array(times).cast(TIME),
-        constant(FROM_PROMETHEUS, len(numbers)),
-        *(column.of(numbers) for column in (book.targets, book.metrics, book.labels)),
-        pa.array(values, mask=is_stale if is_stale.any() else None),
+        constant(NO_RUN, rows),
+        pa.array(part.times_ms * 1000).cast(TIME),
+        constant(FROM_PROMETHEUS, rows),
+        *(column.of(part.numbers) for column in (book.targets, book.metrics, book.labels)),
+        pa.array(part.values, mask=is_stale if is_stale.any() else None),
     )
     return pa.Table.from_arrays(list(columns), schema=samples_schema())

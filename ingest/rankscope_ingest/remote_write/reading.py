@@ -57,6 +57,16 @@ class Part:
     times_ms: Numbers
     values: Values
 
+    @classmethod
+    def joined(cls, parts: Sequence[Part]) -> Part:
+        """Return the samples of `parts`, which have one book."""
+        return cls(
+            book=parts[0].book,
+            numbers=np.concatenate([part.numbers for part in parts]),
+            times_ms=np.concatenate([part.times_ms for part in parts]),
+            values=np.concatenate([part.values for part in parts]),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
@@ -191,7 +201,7 @@ def _known(data: bytes, chain: _Chain, books: Sequence[SeriesBook]) -> tuple[lis
             break
         told, rounds = _by_known_labels(data, chain, book)
         samples = [_of_round(book, told[one.places], one) for one in reversed(rounds)]  # the oldest first
-        parts.append(_joined(samples))
+        parts.append(Part.joined(samples))
         oversized += sum(int(np.count_nonzero(told[one.places] == UNTOLD)) for one in rounds)
         left = told == _NOT_KNOWN
         chain = _Chain(chain.begins[left], chain.ends[left])
@@ -207,18 +217,8 @@ def _with(parts: Sequence[Part], rest: _Rest) -> tuple[Part, ...]:
     """Return `parts` that hold samples, with the rest in that of its book: each book is asked once what repeats."""
     if len(rest.numbers):
         more = [part for part in parts if part.book is rest.book] + [rest.part()]
-        parts = [*(part for part in parts if part.book is not rest.book), _joined(more)]
+        parts = [*(part for part in parts if part.book is not rest.book), Part.joined(more)]
     return tuple(part for part in parts if len(part.numbers))
-
-
-def _joined(parts: Sequence[Part]) -> Part:
-    """Return the samples of `parts`, which have one book."""
-    return Part(
-        book=parts[0].book,
-        numbers=np.concatenate([part.numbers for part in parts]),
-        times_ms=np.concatenate([part.times_ms for part in parts]),
-        values=np.concatenate([part.values for part in parts]),
-    )
 
 
 @dataclass(frozen=True, slots=True)
