@@ -40,8 +40,8 @@ def test_targets_are_spread_over_the_interval_the_same_way_each_time():
     assert [True] * 4 == [200 < sum(part <= o < part + 0.5 for o in offsets) < 300 for part in (0, 0.5, 1, 1.5)]
 
 
-@pytest.mark.parametrize(("targets", "groups"), [(0, 1), (1, 1), (8, 1), (9, 2), (20, 3), (1000, 125)])
-def test_targets_are_polled_in_groups_of_about_eight(targets, groups):
+@pytest.mark.parametrize(("targets", "groups"), [(0, 1), (1, 1), (32, 1), (33, 2), (80, 3), (1000, 32)])
+def test_targets_are_polled_in_groups_of_about_thirty(targets, groups):
     pace = Pace(poll_seconds=2.0, max_backoff_seconds=30.0, targets=lambda: targets)
     offsets = {pace.offset(f"{n:x}", 2.0) for n in range(20_000)}
 

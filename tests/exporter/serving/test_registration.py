@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import socket
@@ -64,6 +65,16 @@ def test_a_rank_that_is_polled_need_not_say_that_it_lives(new_rank, service, unt
     until(lambda: len(service.registrations) == 2)  # nobody polls any more
 
     assert 1 == while_polled
+
+
+@given(st.floats(0.0, 0.4))
+def test_a_rank_that_is_polled_once_in_each_interval_is_silent_though_polls_come_late(lateness):
+    """As calm ranks are: both take five seconds by default, and whoever is first must not be left to chance."""
+    polls = itertools.accumulate([5.0 * (1.0 + lateness)] * 7)
+    due = 5.0
+    for before, polled_at in itertools.pairwise([0.0, *polls]):
+        due = registration.next_heartbeat(due, spoke_at=0.0, polled_at=before, pause_seconds=5.0)
+        assert due > polled_at
 
 
 def test_polls_of_others_are_no_reason_to_be_silent(new_rank, service, until):
