@@ -25,11 +25,13 @@ from rankscope_ingest.channel.checked import RowContext, check
 from rankscope_ingest.channel.decode import decode
 from rankscope_ingest.channel.plans import PlanColumns
 from rankscope_ingest.channel.wire import open_stream
-from rankscope_storage.care import compaction, merges
+from rankscope_storage.care import merges
+from rankscope_storage.care.compaction import CompactionReport
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.files.parquet import write_file
 from rankscope_storage.schema import conform
 from rankscope_storage.store import Batch, Store
+from rankscope_storage.writing.writer import Writer
 
 TENSORS, RANKS, STEPS_A_FLUSH, FLUSHES = 2_500, 8, 10, 8
 BITS = 12
@@ -86,13 +88,11 @@ def _store(root: Path, name: str, batches: Iterable[pa.Table], bits: int | None)
     yield Row(f"{name}: a row", len(SIX) * bytes_per_sample(merged), "bytes", columns)
 
 
-def _merged(writer: object) -> compaction.CompactionReport:
+def _merged(writer: Writer) -> CompactionReport:
     """Merge though there are few files."""
     few, merges.SMALL_FILES = merges.SMALL_FILES, 2
     try:
-        report = writer.compact()  # type: ignore[attr-defined]
-        assert isinstance(report, compaction.CompactionReport)
-        return report
+        return writer.compact()
     finally:
         merges.SMALL_FILES = few
 

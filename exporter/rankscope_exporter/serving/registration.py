@@ -26,9 +26,9 @@ DRAIN_HEARTBEAT_SECONDS: Final = 0.5
 """While a rank drains, the reply's `committed` is what it waits for."""
 MOST_SELDOM_SECONDS: Final = 60.0
 """However often a rank is polled, it speaks again after this long."""
-POLL_IS_LATE: Final = 1.5
-"""Intervals of heartbeats after a poll before a rank speaks. A calm rank is polled once in such an interval, and about
-every other time a little later than that: with 1 it would speak then, for nothing."""
+_SILENT_INTERVALS: Final = 1.5
+"""So many intervals of heartbeats a rank is silent after a poll. By default a calm rank is polled once in one of them,
+at times a little later: with 1, of 20 ranks, one spoke at every fourth poll, for nothing."""
 _HEARTBEAT_LIMITS: Final = (0.1, MOST_SELDOM_SECONDS)
 _SPREAD: Final = random.Random()  # noqa: S311 - no secret; its own state, since training may have seeded the shared one
 
@@ -178,7 +178,7 @@ class RegistrationLoop:
 
 def next_heartbeat(due: float, *, spoke_at: float, polled_at: float, pause_seconds: float) -> float:
     """Return when a rank speaks whose heartbeat is `due`: not yet where the service polls it, but once in a while."""
-    return max(due, min(polled_at + POLL_IS_LATE * pause_seconds, spoke_at + MOST_SELDOM_SECONDS))
+    return max(due, min(polled_at + _SILENT_INTERVALS * pause_seconds, spoke_at + MOST_SELDOM_SECONDS))
 
 
 def retry_seconds(failures: int, jitter: Callable[[], float] = _SPREAD.random) -> float:
