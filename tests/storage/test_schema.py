@@ -38,10 +38,23 @@ def one_row(dataset: str) -> pa.Table:
     return conform(pa.table(values), dataset)
 
 
+def two_rows(dataset: str) -> pa.Table:
+    """Return rows of which no column is the same in both: what is the same in all rows is written in another way."""
+    return conform(pa.table({field.name: two_values(field.type) for field in dataset_schema(dataset)}), dataset)
+
+
+def two_values(kind: pa.DataType) -> pa.Array:
+    if pa.types.is_list(kind):
+        return pa.array([[value] for value in two_values(kind.value_type).to_pylist()], kind)
+    if pa.types.is_boolean(kind):
+        return pa.array([False, True])
+    return pa.array(["x", "y"] if pa.types.is_string(kind) else [0, 1], kind)
+
+
 def described(root: Path, dataset: str) -> str:
     """Columns, types and encodings of a file, as Parquet itself tells them."""
     (root / STAGING).mkdir(exist_ok=True)
-    file = write_file(root, dataset, "p", one_row(dataset), sync_to_disk)
+    file = write_file(root, dataset, "p", two_rows(dataset), sync_to_disk)
     metadata = pq.ParquetFile(root / file.path).metadata
     group = metadata.row_group(0)
     lines = [f"{dataset}  fingerprint {fingerprint(dataset)}"]

@@ -224,6 +224,8 @@ def is_constant(column: pa.Array) -> bool:
     if pa.types.is_dictionary(column.type):
         return len(column.dictionary) == 1 or is_constant(column.indices)
     if pa.types.is_integer(column.type) or pa.types.is_timestamp(column.type):
+        if column[0] != column[-1]:  # as in most columns that are not: all of it need not be read
+            return False
         low, high = pc.min_max(column).values()
         return bool(low == high)
     return False

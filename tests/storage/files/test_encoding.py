@@ -87,6 +87,14 @@ def test_a_column_without_nulls_is_written_as_required_and_any_other_is_not(tmp_
     assert (False, True, False, True) == tuple(nullable[name] for name in ("tensor", "step", "nans", "norm"))
 
 
+def test_integers_that_are_the_same_in_all_rows_are_plain_and_others_are_split_into_their_bytes(tmp_path):
+    columns = {"tensor": ["a", "b"], "step": [1, 2], "nans": [7, 7]}
+    group = stored(rows_of(columns, coded=True), tmp_path / "f").metadata.row_group(0)
+    encodings = {chunk.path_in_schema: chunk.encodings for chunk in map(group.column, range(group.num_columns))}
+
+    assert ({"PLAIN", "RLE"}, {"BYTE_STREAM_SPLIT", "RLE"}) == (set(encodings["nans"]), set(encodings["step"]))
+
+
 def test_a_row_group_has_one_page_of_each_float_column(tmp_path):
     """The four streams of a page are each as long as a block of zstd."""
     count = ROW_GROUP_ROWS
