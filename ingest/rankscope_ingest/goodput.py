@@ -15,9 +15,12 @@ from typing import Final
 from rankscope_storage.connection import connect
 from rankscope_storage.errors import StoreError
 
+WITHOUT_TIME: Final = frozenset({"tensor_stats", "tensors", "samples"})
+"""Datasets of which no row says what time went into. A commit of these alone leaves every ratio as it was."""
+
 LOOK_SECONDS: Final = 20.0
-_LONGER: Final = 3
-"""What goes on for minutes changes its ratio slowly: the second pause is twice as long, each later one three times."""
+_LONGEST: Final = 15
+"""What goes on for long changes its ratio slowly: each pause is longer by the first, until it is so many of them."""
 _SHARE: Final = 0.02
 """Of the time of one core, at most this much goes into looking, however long the history is."""
 
@@ -28,7 +31,7 @@ Ratios = Mapping[str, float]
 
 def read_goodput(path: str) -> Ratios:
     """Return the goodput of every run in the store that has one."""
-    with connect(path) as connection:
+    with connect(path, single_threaded=True) as connection:
         rows = connection.query("SELECT run, goodput FROM goodput WHERE goodput IS NOT NULL").to_pylist()
     return {row["run"]: row["goodput"] for row in rows}
 
@@ -73,5 +76,5 @@ class GoodputWatch:
         self._next_at = began + self._look_seconds
         self.ratios = self._read()
         self._commits_seen = commits
-        self._looks = min(self._looks + 1, _LONGER)
+        self._looks = min(self._looks + 1, _LONGEST)
         self._next_at = began + max(self._looks * self._look_seconds, (self._clock() - began) / _SHARE)

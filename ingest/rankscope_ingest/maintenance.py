@@ -3,6 +3,7 @@
 All of it runs in one other thread, one work after the other, and shares no lock with the appends. Where processors are
 short that thread gets fewer of them than whatever brings records in: upkeep that lasts longer delays nothing. A merge
 holds some hundred megabytes, which are not asked for again until the next one: they go back to the system after each.
+What took little gives nothing back: the flushes would only have to ask for it again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from rankscope_ingest.config import ServiceConfig
-from rankscope_ingest.memory import trim
+from rankscope_ingest.memory import MUCH_BYTES, resident_bytes, trim
 from rankscope_storage.care.retention import RetentionReport, retain
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.errors import StoreError
@@ -111,14 +112,16 @@ async def keep_in_order(
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
             for work in turns.due(time.monotonic(), commits()):
+                before = resident_bytes()
                 try:
                     await loop.run_in_executor(thread, work)
                 except StoreError as error:
                     log.warning("upkeep of the store failed, the next one tries again: %s", error)
                 except Exception:  # of a library: rows are stored all the same
                     log.exception("upkeep of the store failed in a way nobody thought of, the next one tries again")
-                # Not in that thread: the allocator is locked meanwhile, and whoever stands back may hold it for long.
-                await asyncio.to_thread(trim)
+                if resident_bytes() - before > MUCH_BYTES:
+                    # Not in that thread: the allocator is locked meanwhile, and who stands back may hold it for long.
+                    await asyncio.to_thread(trim)
     finally:
         thread.shutdown(wait=False)
 

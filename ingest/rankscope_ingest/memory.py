@@ -5,8 +5,9 @@ half of the time in which bodies become rows went into that, and a sixth of the 
 kept, up to a limit, and one heap serves all threads, since what one thread has freed is of use to no other otherwise.
 It is one only where `share_allocator` came before what starts threads, and Arrow is in it where it came before Arrow.
 That limit is of the end of the heap alone. What is free between pieces in use grows for hours, as these come to lie
-further and further apart: after each piece of upkeep, and every ten minutes, it goes back, which costs the next flush
-80 ms of CPU. And the collector of cycles need not look again and again at a hundred thousand objects that imports made.
+further and further apart: it goes back every ten minutes, and after each piece of upkeep that took much. That costs the
+next flush 80 ms of CPU. And the collector of cycles need not look again and again at a hundred thousand objects that
+imports made.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import mmap
+from pathlib import Path
 from typing import Final
 
 import pyarrow as pa
@@ -24,6 +27,8 @@ KEPT_BYTES: Final = 256 << 20
 """Free memory at the end of the heap that is kept; what is above it goes back to the system."""
 
 GIVE_BACK_SECONDS: Final = 600.0
+MUCH_BYTES: Final = 32 << 20
+"""What a look at the store never takes, and a merge of its files does."""
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # of glibc's mallopt
 _MAPPED_BYTES: Final = 32 << 20  # the most that glibc takes: larger pieces come from the system, and go back there
@@ -57,6 +62,15 @@ def trim() -> None:
     """Give back what is free, save `KEPT_BYTES` at the end of the heap; nothing where another library allocates."""
     if (malloc_trim := of_glibc("malloc_trim")) is not None:
         malloc_trim(ctypes.c_size_t(KEPT_BYTES))
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process; 0 where the system does not say, and nothing can be given back."""
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    except OSError:
+        return 0
+    return int(pages) * mmap.PAGESIZE
 
 
 def _keep_free_pages() -> None:

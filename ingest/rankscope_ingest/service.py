@@ -77,7 +77,7 @@ def _claim(config: ServiceConfig) -> Writer:
 
 
 def _history(path: str) -> History:
-    with connect(path) as connection:
+    with connect(path, single_threaded=True) as connection:
         return read_history(connection, time.monotonic())
 
 

@@ -28,7 +28,7 @@ from rankscope_ingest.errors import RegistrationError, ServiceError
 from rankscope_ingest.exposition.beside_ranks import Exporters
 from rankscope_ingest.flusher import Committed, Flusher
 from rankscope_ingest.following import Following
-from rankscope_ingest.goodput import GoodputWatch, read_goodput
+from rankscope_ingest.goodput import WITHOUT_TIME, GoodputWatch, read_goodput
 from rankscope_ingest.hangs.stack_requests import RankAnswer
 from rankscope_ingest.hangs.stall_watch import StallWatch
 from rankscope_ingest.history import History
@@ -96,7 +96,7 @@ class Supervisor:
         self._url = ""
         self._rows_stored = 0
         self._commits = 0
-        self._commits_of_runs = 0
+        self._commits_of_time = 0
         self._metrics = ServiceMetrics()
         self._tls = tls
         self._batcher = make_batcher(config)
@@ -107,7 +107,7 @@ class Supervisor:
         aside = Quarantine(Path(config.store.path), stamp=self._stamp, count=self._metrics.set_aside)
         self._flusher = Flusher(writer, self._batcher, on_commit=self._on_commit, clock=time.monotonic, aside=aside)
         self._exporters = Exporters(config, self._batcher, self._metrics)
-        self._goodput = GoodputWatch(lambda: read_goodput(config.store.path), lambda: self._commits_of_runs)
+        self._goodput = GoodputWatch(lambda: read_goodput(config.store.path), lambda: self._commits_of_time)
         self._faults = Faults()
         self._status = StatusBook(
             self,
@@ -344,7 +344,7 @@ class Supervisor:
 
     def _count(self, commit: Committed) -> None:
         self._commits += 1
-        self._commits_of_runs += bool(commit.rows.keys() - {"samples"})
+        self._commits_of_time += bool(commit.rows.keys() - WITHOUT_TIME)
         self._rows_stored += sum(commit.rows.values())
 
     # The end.

@@ -33,16 +33,20 @@ T = TypeVar("T")
 _EXPLAIN: Final = re.compile(r"\s*explain(\s+analyze)?\s", re.IGNORECASE)
 
 
-def connect(path: str | Path, *, locked: bool = False, version: int | None = None) -> Connection:
+def connect(
+    path: str | Path, *, locked: bool = False, version: int | None = None, single_threaded: bool = False
+) -> Connection:
     """Open the store at `path` for questions. With `locked`, SQL can only select, and can reach nothing but the store.
 
-    With `version`, all questions see that version, as on a `snapshot`.
+    With `version`, all questions see that version, as on a `snapshot`. With `single_threaded`, a question takes the
+    thread that asks it and no other. Otherwise DuckDB takes all processors through threads of its own, which, half a
+    second after each question, also give free memory of the whole process back to the system (where glibc allocates).
 
     Views: one per dataset (`tensor_stats`, `scalars`, `events`, …); `runs`, `attempts` and `tensors` show the latest
     version of each, `runs_history` and so on all versions; `tensor_global` combines shards.
     """
     root = Path(path).absolute()
-    engine = start(root, locked=locked)
+    engine = start(root, locked=locked, single_threaded=single_threaded)
     try:
         if version is not None:
             return Connection(engine, Log.open(root, sync_to_disk, version=version).snapshot(), None)
@@ -66,6 +70,7 @@ class Connection:
         self._log = log
         self._pinned = log is None
         self._locked = engine.locked
+        self._single_threaded = engine.single_threaded
         self._snapshot = snapshot
         self._reads_only = True
         self._closed = False
@@ -138,7 +143,8 @@ class Connection:
         The files of a version stay for two hours after compaction replaced them.
         """
         self._refresh()
-        return Connection(start(self._snapshot.root, locked=self._locked), self._snapshot, None)
+        engine = start(self._snapshot.root, locked=self._locked, single_threaded=self._single_threaded)
+        return Connection(engine, self._snapshot, None)
 
     @contextlib.contextmanager
     def steady(self) -> Iterator[Self]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from rankscope_ingest.goodput import GoodputWatch
+from rankscope_contract.records import DATASETS
+from rankscope_ingest.goodput import WITHOUT_TIME, GoodputWatch
 from rankscope_ingest.service_metrics import ServiceMetrics
+from rankscope_storage.analysis.goodput import GOODPUT, GOODPUT_ATTEMPTS
 
 
 class World:
@@ -42,7 +46,7 @@ def test_it_looks_at_once_and_then_where_something_was_committed(world):
 def test_the_longer_it_watches_the_longer_it_pauses(world):
     goodput = watch(world)
     pauses = []
-    for _ in range(5):
+    for _ in range(17):
         looked_at = world.now
         goodput.look()
         world.commits += 1
@@ -50,7 +54,8 @@ def test_the_longer_it_watches_the_longer_it_pauses(world):
             world.now += 1
         pauses.append(world.now - looked_at)
 
-    assert [30, 60, 90, 90, 90] == pauses
+    assert [30, 60, 90, 120] == pauses[:4]
+    assert [420, 450, 450, 450] == pauses[-4:]
 
 
 def test_a_long_history_is_asked_less_often(world):
@@ -63,6 +68,13 @@ def test_a_long_history_is_asked_less_often(world):
         due.append(goodput.due())
 
     assert [False, False, True] == due  # 6 s are 2 % of 300
+
+
+def test_what_it_is_counted_from_is_not_among_what_says_nothing_of_time():
+    asked = DATASETS.keys() & set(re.findall(r"\w+", GOODPUT + GOODPUT_ATTEMPTS))
+
+    assert {"scalars", "events", "attempts"} == asked
+    assert not asked & WITHOUT_TIME
 
 
 def test_the_page_has_it_for_runs_that_are_known(world):

@@ -99,7 +99,7 @@ atexit.register(say)
 """
 
 UPKEEP = """
-import asyncio, itertools
+import asyncio, itertools, sys
 from pathlib import Path
 import numpy as np
 from rankscope_ingest import maintenance
@@ -108,12 +108,14 @@ from rankscope_ingest.memory import keep_memory
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
 
+SIZE = int(sys.argv[1])
+
 class Store:
     seen, kept = [], []
 
     def compact(self):
         self.seen.append(resident())
-        merged = [np.ones(1 << 20, np.uint8) for _ in range(400)]
+        merged = [np.ones(1 << 20, np.uint8) for _ in range(SIZE)]
         self.kept.append(merged[-1])
         self.seen.append(resident())
 
@@ -136,11 +138,25 @@ print(*Store.seen[:3])
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the allocator of glibc alone is told")
 def test_what_a_piece_of_upkeep_took_is_given_back_before_the_next_one():
-    done = subprocess.run([sys.executable, "-c", UPKEEP], capture_output=True, text=True, check=True, timeout=60)
-    before, full, after = map(int, done.stdout.split())
+    before, full, after = upkeep(400)
 
     assert full - before >= 400
     assert after - before < 20
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the allocator of glibc alone is told")
+def test_upkeep_that_took_little_leaves_free_memory_to_the_flushes():
+    before, full, after = upkeep(20)
+
+    assert full - before >= 20
+    assert after >= full
+
+
+def upkeep(megabytes: int) -> list[int]:
+    """Return what is resident before a piece of upkeep that takes so much, at its end, and before the next one."""
+    command = [sys.executable, "-c", UPKEEP, str(megabytes)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return [int(size) for size in done.stdout.split()]
 
 
 @pytest.mark.parametrize("module", ["rankscope", "rankscope_ingest"])

@@ -75,7 +75,7 @@ class LabelReader:
     def _read(self) -> None:
         began = self._clock()
         try:
-            self._connection = self._connection or connect(self._path)
+            self._connection = self._connection or connect(self._path, single_threaded=True)
             rows = self._connection.query(_LABELS).to_pylist()
         except (StoreError, OSError):
             self._close()

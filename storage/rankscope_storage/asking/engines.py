@@ -49,6 +49,7 @@ class Engine:
 
     root: Path
     locked: bool
+    single_threaded: bool
     database: duckdb.DuckDBPyConnection
     shapes: dict[str, tuple[bool, str | None]] = field(default_factory=dict)
     """By dataset: whether its raw view is empty, and what it selects from files of one shape."""
@@ -75,14 +76,15 @@ class Engine:
     stamp: tuple[int, ...] | None = None
 
 
-def start(root: Path, *, locked: bool) -> Engine:
+def start(root: Path, *, locked: bool, single_threaded: bool = False) -> Engine:
     """Return an instance for the store at `root` that waited, or a new one."""
     for engine in reversed(tuple(_idle)):
-        if (engine.root, engine.locked) == (root, locked):
+        if (engine.root, engine.locked, engine.single_threaded) == (root, locked, single_threaded):
             with contextlib.suppress(ValueError):  # another thread was faster
                 _idle.remove(engine)
                 return engine
-    return Engine(root, locked, _database(root, locked=locked), trusting=locked)
+    database = _database(root, locked=locked, single_threaded=single_threaded)
+    return Engine(root, locked, single_threaded, database, trusting=locked)
 
 
 def put_back(engine: Engine) -> None:
@@ -108,7 +110,7 @@ def is_full(engine: Engine) -> bool:
 
 def renewed(engine: Engine) -> Engine:
     """Return another instance in place of `engine`, which lives as long as its last answer."""
-    fresh = start(engine.root, locked=engine.locked)
+    fresh = start(engine.root, locked=engine.locked, single_threaded=engine.single_threaded)
     fresh.log, fresh.snapshot, fresh.stamp = engine.log, engine.snapshot, engine.stamp
     return fresh
 
@@ -140,8 +142,8 @@ _GROUPS_IN_AN_ARRAY_BITS: Final = 17
 """Of numbers of 16 bits, or null, like those of the buckets of `scalar_curve`; by itself DuckDB stops at 12."""
 
 
-def _database(root: Path, *, locked: bool) -> duckdb.DuckDBPyConnection:
-    database = duckdb.connect()
+def _database(root: Path, *, locked: bool, single_threaded: bool) -> duckdb.DuckDBPyConnection:
+    database = duckdb.connect(config={"threads": 1, "async_threads": 0} if single_threaded else {})
     database.execute(
         "SET GLOBAL TimeZone = 'UTC'; SET GLOBAL parquet_metadata_cache = true; "
         f"SET GLOBAL perfect_ht_threshold = {_GROUPS_IN_AN_ARRAY_BITS}; CREATE SCHEMA rankscope_raw; "

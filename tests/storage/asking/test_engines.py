@@ -59,6 +59,20 @@ def test_locked_and_open_connections_and_other_stores_share_nothing(store, write
     assert 4 == len({id(engine) for engine in used})
 
 
+def test_a_single_threaded_connection_starts_no_thread_and_leaves_free_memory_alone(store, writer, batch):
+    """DuckDB's threads give it back for all of the process, each when it had nothing to do for half a second."""
+    writer.append(batch(range(3)))
+    sentence = "SELECT current_setting('threads'), current_setting('async_threads')"
+    with connect(store.root, single_threaded=True) as connection, connection.snapshot() as pinned:
+        told = [connection.execute(sentence).fetchall(), pinned.execute(sentence).fetchall()]
+        rows = connection.query("FROM scalars").num_rows
+    with connect(store.root) as connection:
+        shared = connection._views.engine.single_threaded
+
+    assert [[(1, 0)]] * 2 == told
+    assert (3, False) == (rows, shared)
+
+
 def test_a_connection_that_is_closed_answers_nothing_and_harms_nobody(store, writer, batch):
     writer.append(batch(range(3)))
     first = connect(store.root)
