@@ -43,9 +43,9 @@ _FREE_TEXT: Final = ("message", "details", "config", "reason", "stack")
 """Text that seldom repeats: a dictionary of it would only be in the way."""
 
 _IN_RUNS: Final = {"tensor_stats": ("rank",)}
-"""Integers that stay the same for many rows: as differences hardly anything. All others of these datasets are written
-as streams of bytes, in 0.3 ms a row group in place of 0.5, of which as little stays. The other datasets are small, and
-have long series whose differences are all the same."""
+"""Integers that stay the same for many rows: as differences they are hardly anything. All others of these datasets are
+split into their bytes, in 0.3 ms a row group in place of 0.5, for as few bytes. The other datasets are small, and have
+long series whose differences are all the same."""
 
 _UNSEARCHED: Final = ("incarnation", "labels", "ts_origin", "placement", "shard_group")
 """Text of which a range per row group lets no query skip anything; finding it is dear."""
