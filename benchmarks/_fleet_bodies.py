@@ -23,6 +23,9 @@ from rankscope_exporter.serving.codec import encode
 _SEQ, _STEP, _TS = 0x1122334455667788, 0x2233445566778811, 0x3344556677881122
 _STRIDE = 37
 """How far a rank moves on among the sets at each step: a prime, so that it sees all of them."""
+_NORM_NOISE = 0.04
+SETS = 1000
+"""How many sets of values there are at most: as many as ranks, if these are fewer."""
 
 
 class Bodies:
@@ -42,7 +45,7 @@ class Bodies:
         if first != last:
             return self._several(rank % len(self._bodies), born, first, last)
         step = born + first
-        number = self._set_of(rank, step)
+        number = set_of(rank, step, len(self._bodies))
         body = bytearray(self._bodies[number])
         for mark, value in zip(self._marks[number], (first, step, self._time_of(step)), strict=True):
             struct.pack_into("<q", body, mark, value)
@@ -51,21 +54,19 @@ class Bodies:
     def _encoded(self, rank: int, born: int, first: int, last: int) -> bytes:
         steps = range(born + first, born + last + 1)
         records = [
-            replace(self._records[self._set_of(rank, step)], step=step, ts=self._time_of(step)) for step in steps
+            replace(self._records[set_of(rank, step, len(self._bodies))], step=step, ts=self._time_of(step))
+            for step in steps
         ]
         return encode(first, records).body.to_pybytes()
-
-    def _set_of(self, rank: int, step: int) -> int:
-        return (rank + _STRIDE * step) % len(self._bodies)
 
     def _time_of(self, step: int) -> int:
         return self._first_ts + step * self._step_microseconds
 
     def _record(self, tensors: int, number: int) -> StepRecord:
         """Return one set of values: the scale of a tensor is that of all ranks, the noise is this set's own."""
-        scale = np.exp(np.random.default_rng(0).normal(-3, 2, tensors))
+        scale = _scale(tensors)
         random = np.random.default_rng(number + 1)
-        norm, most, least = (scale * np.exp(random.normal(0, sigma, tensors)) for sigma in (0.04, 0.08, 0.08))
+        norm, most, least = (scale * np.exp(random.normal(0, sigma, tensors)) for sigma in (_NORM_NOISE, 0.08, 0.08))
         values = np.full((len(WIRE_VALUE_OPS), tensors), np.nan, np.float32)  # no rule judges: no baselines
         values[:4] = np.stack([norm, -least, most, scale * random.normal(0, 0.3, tensors)])
         counts = np.zeros((len(WIRE_COUNT_OPS), tensors), np.int64)
@@ -75,6 +76,24 @@ class Bodies:
         logged = {"loss": random.normal(2, 0.1), "learning_rate": 3e-4, "grad_norm": random.normal(1, 0.1)}
         scalars = tuple(Scalar(name, float(value)) for name, value in logged.items())
         return StepRecord(ts=_TS, step=_STEP, statistics=Statistics(self.plan, *numbers), scalars=scalars)
+
+
+def set_of(rank: int, step: int, sets: int) -> int:
+    """Return which set of values is that of a rank's step."""
+    return (rank + _STRIDE * step) % sets
+
+
+def first_norms(sets: int) -> list[float]:
+    """Return the first tensor's norm of each set."""
+    scale = _scale(1)[0]
+    return [
+        float(np.float32(scale * np.exp(np.random.default_rng(number + 1).normal(0, _NORM_NOISE))))
+        for number in range(sets)
+    ]
+
+
+def _scale(tensors: int) -> np.ndarray:
+    return np.exp(np.random.default_rng(0).normal(-3, 2, tensors))
 
 
 def _packed(number: int) -> bytes:

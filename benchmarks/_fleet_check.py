@@ -1,22 +1,55 @@
-"""What the store has of a simulated fleet, rank by rank, against what the fleet says that it published."""
+"""What the store has of a simulated fleet, against what its ranks say that they published, stretch by stretch.
+
+A stretch is a bucket of rollups, within which single steps are no longer told apart once retention has replaced them.
+Within one, a step that is lost and another that is doubled would give the right number of rows, and are told by the sum
+of the first tensor's norms: each rank has another norm at each step, known beforehand.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rankscope_storage.connection import connect
+from _fleet_bodies import first_norms, set_of
+from _noise import plan_of
 
-_RECORDS = """
-    SELECT rank, count(*) AS records, count(*) FILTER (rows <> {tensors} OR norms <> {tensors}) AS wrong
-    FROM (SELECT rank, incarnation, seq, count(*) AS rows, count(norm) AS norms FROM tensor_stats GROUP BY ALL)
-    GROUP BY rank
+from rankscope_contract.rollups import BUCKET_STEPS
+from rankscope_storage.connection import Connection, connect
+
+_SUM_ERROR = 1e-9
+"""Relative, of sums of at most BUCKET_STEPS numbers in float64; norms of one tensor differ by some 4 %."""
+
+# hash() of a name stands for the name: two rows of one tensor and none of another do not make a record whole.
+_RAW = f"""
+    SELECT rank, step - step % {BUCKET_STEPS} AS bucket, count(*) AS records, sum(mark) AS mark,
+      count(*) FILTER (rows <> $tensors OR norms <> $tensors OR names <> $names) AS wrong
+    FROM (
+      SELECT rank, incarnation, seq, step, count(*) AS rows, count(norm) AS norms,
+        sum(hash(tensor, kind) % 1000003) AS names, sum(norm::DOUBLE) FILTER (tensor = $first AND kind = $kind) AS mark
+      FROM tensor_stats GROUP BY ALL
+    )
+    GROUP BY ALL
+"""  # noqa: S608  # a number of our own
+_ROLLED_UP = """
+    SELECT rank, step AS bucket, min(rows)::BIGINT AS records, sum(mark) AS mark,
+      (min(rows) <> max(rows) OR count(*) <> $tensors OR bool_or(norms <> rows))::BIGINT AS wrong
+    FROM (
+      SELECT rank, step, kind, tensor, sum(rows) AS rows, sum(norm_count) AS norms,
+        sum(norm_avg * norm_count) FILTER (tensor = $first AND kind = $kind) AS mark
+      FROM tensor_rollups GROUP BY ALL
+    )
+    GROUP BY ALL
 """
-_ROLLED_UP = "SELECT rank, CAST(sum(rows) AS BIGINT) AS rows FROM tensor_rollups GROUP BY rank"
+_NAMES = (
+    "SELECT sum(hash(tensor, kind) % 1000003)::BIGINT AS names FROM (SELECT unnest($1) AS tensor, unnest($2) AS kind)"
+)
 _GAPS = "SELECT CAST(sum(value) AS BIGINT) AS told FROM events WHERE type = 'gap'"
+
+Stretch = tuple[int, int]
+"""A rank, and the first step of a bucket."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,32 +60,66 @@ class Account:
     published: int
     stored: int
     rolled_up: int  # of those, what retention has replaced
-    wrong: int  # with more or fewer rows than there are tensors
-    lost: int  # of ranks whose process lived from the first step to the last
+    wrong: int  # records torn or doubled; stretches whose norms are not those of their steps
+    lost: int  # of ranks whose process lived from the first step to the last, and of others what they knew as durable
     died_with: int  # of the others: published by processes that died, and never fetched
     told: int  # what the store says was lost
 
 
-def check(store: Path, lives: Sequence[dict[str, Any]], tensors: int) -> Account:
-    """Return the account of `lives`."""
+def check(store: Path, lives: Sequence[dict[str, Any]], *, tensors: int, sets: int) -> Account:
+    """Return the account of `lives`, of ranks that say one of `sets` sets of values at each step."""
     with connect(store) as connection:
-        rows = connection.query(_RECORDS.format(tensors=tensors)).to_pylist()
-        old = connection.query(_ROLLED_UP).to_pylist()
+        raw, rolled_up = _stretches(connection, tensors)
         told = connection.query(_GAPS).to_pylist()[0]["told"] or 0
-    rolled_up = Counter({row["rank"]: row["rows"] // tensors for row in old})
-    stored = Counter({row["rank"]: row["records"] for row in rows}) + rolled_up
+    stored: Counter[Stretch] = Counter()
+    marks: defaultdict[Stretch, float] = defaultdict(float)
+    for row in raw + rolled_up:
+        stored[row["rank"], row["bucket"]] += row["records"]
+        marks[row["rank"], row["bucket"]] += row["mark"] or 0.0
+    published, durable = (_by_stretch(lives, up_to) for up_to in ("published", "committed"))
     processes = Counter(life["rank"] for life in lives)
-    published: Counter[int] = Counter()
-    for life in lives:
-        published[life["rank"]] += life["published"]
-    missing = {rank: count - stored[rank] for rank, count in published.items()}
+    steady = {rank for rank, count in processes.items() if count == 1}
+    torn = sum(row["wrong"] for row in raw + rolled_up)
+    doubled = sum((stored - published).values())
+    missing = published - stored
+    lost = sum(count for (rank, _), count in missing.items() if rank in steady)
     return Account(
         processes=len(lives),
         published=published.total(),
         stored=stored.total(),
-        rolled_up=rolled_up.total(),
-        wrong=sum(row["wrong"] for row in rows) + sum(-count for count in missing.values() if count < 0),
-        lost=sum(max(0, count) for rank, count in missing.items() if processes[rank] == 1),
-        died_with=sum(max(0, count) for rank, count in missing.items() if processes[rank] > 1),
+        rolled_up=sum(row["records"] for row in rolled_up),
+        wrong=torn + doubled + _others(lives, stored, marks, sets),
+        lost=lost + sum(count for (rank, _), count in (durable - stored).items() if rank not in steady),
+        died_with=sum(count for (rank, _), count in missing.items() if rank not in steady),
         told=told,
     )
+
+
+def _stretches(connection: Connection, tensors: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return what is stored of each rank and bucket, in rows and in rollups."""
+    entries = plan_of(tensors).plan.entries
+    names, kinds = [entry.tensor for entry in entries], [entry.kind for entry in entries]
+    first = {"tensors": tensors, "first": names[0], "kind": kinds[0]}
+    whole = connection.query(_NAMES, {"1": names, "2": kinds}).to_pylist()[0]["names"]
+    raw = connection.query(_RAW, first | {"names": whole})
+    return raw.to_pylist(), connection.query(_ROLLED_UP, first).to_pylist()
+
+
+def _by_stretch(lives: Sequence[dict[str, Any]], up_to: str) -> Counter[Stretch]:
+    """Return how many records all processes of a rank have published, or knew as committed, by bucket."""
+    steps = ((life["rank"], life["born"] + seq) for life in lives for seq in range(life[up_to]))
+    return Counter((rank, step - step % BUCKET_STEPS) for rank, step in steps)
+
+
+def _others(
+    lives: Sequence[dict[str, Any]], stored: Counter[Stretch], marks: Mapping[Stretch, float], sets: int
+) -> int:
+    """Return how many stretches of which nothing is missing have norms that are not those of their steps."""
+    norms = first_norms(sets)
+    expected: defaultdict[Stretch, float] = defaultdict(float)
+    published = _by_stretch(lives, "published")
+    for life in lives:
+        for step in range(life["born"], life["born"] + life["published"]):
+            expected[life["rank"], step - step % BUCKET_STEPS] += norms[set_of(life["rank"], step, sets)]
+    whole = (stretch for stretch, count in published.items() if stored[stretch] == count)
+    return sum(abs(marks[stretch] - expected[stretch]) > _SUM_ERROR * expected[stretch] for stretch in whole)

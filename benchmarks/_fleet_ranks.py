@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from _fleet_bodies import Bodies
+from _fleet_bodies import SETS, Bodies
 
 from rankscope_contract.channel import ARROW_STREAM, REGISTER_PATH, Registration
 from rankscope_exporter.serving.registration import next_heartbeat
@@ -105,7 +105,7 @@ class Fleet:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         now = time.time_ns() // 1000
-        self.bodies = Bodies(plan.tensors, min(plan.ranks, 1000), int(plan.step_seconds * 1e6), now)
+        self.bodies = Bodies(plan.tensors, min(plan.ranks, SETS), int(plan.step_seconds * 1e6), now)
         self.record_bytes = len(self.bodies.stretch(0, 1, 0, 0))
         self.ranks = [Rank(number) for number in range(plan.ranks)]
         self.dead: list[dict[str, Any]] = []

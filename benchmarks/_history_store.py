@@ -36,7 +36,10 @@ def nothing(path: Path) -> None:
 
 @dataclass
 class Training:
-    """One run: every tensor's log walks at random, and each rank's norm, extremes and mean scatter around it."""
+    """One run: every tensor's log walks at random, and each rank's norm, extremes and mean scatter around it.
+
+    Every fiftieth step one tensor of one rank has a NaN, so that hardly a file can be passed over for its footer.
+    """
 
     ranks: int
     tensors: int
@@ -58,6 +61,7 @@ class Training:
         rank, step, tensor = (axis.ravel() for axis in np.indices(shape, np.int32))
         step = step.astype(np.int64) + first
         zeros = np.where(tensor % 4 == 0, self.random.poisson(1000, tensor.size), 0)
+        broken = (step % 50 == 0) & (rank == step // 50 % self.ranks) & (tensor == step * 7 % self.tensors)
         return pa.table(
             {
                 **_identity(self.run, rank, step, self.seconds_per_step),
@@ -67,7 +71,7 @@ class Training:
                 "min": (-scale * spread[0]).ravel(),
                 "max": (scale * spread[1]).ravel(),
                 "mean": (scale * self.random.normal(0, 0.3, shape)).astype(np.float32).ravel(),
-                "nans": np.zeros(tensor.size, np.int64),
+                "nans": broken.astype(np.int64),
                 "zeros": zeros,
                 "norm_baseline": np.tile(np.exp(walk[0]).astype(np.float32), (self.ranks, 1, 1)).ravel(),
             }

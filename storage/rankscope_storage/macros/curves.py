@@ -79,7 +79,8 @@ GROUP BY ALL ORDER BY step
 
 SCALAR_CURVE: Final = scalar_curve()
 """Buckets of equal length from the first step on: mean and range over all steps, ranks and micro-batches in each, of
-what stands. NaN in a bucket shows in `mean` and `highest`; what is rolled up lies where its first step was."""
+the attempts that stand; what one of them said again counts each time. NaN in a bucket shows in `mean` and `highest`;
+what is rolled up lies where its first step was."""
 
 
 def raw_curve(extents: str) -> str:

@@ -14,13 +14,15 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rankscope_contract.rollups import BUCKET_STEPS
 from rankscope_storage.care import maintenance, merges, sweeping
 from rankscope_storage.care.checking import check
 from rankscope_storage.care.compaction import compact
 from rankscope_storage.care.maintenance import maintain
 from rankscope_storage.care.repairing import repair
 from rankscope_storage.care.retention import Retention, retain
-from rankscope_storage.care.runs import rename
+from rankscope_storage.care.runs import merge as join
+from rankscope_storage.care.runs import remove, rename
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.log.checkpoints import write_checkpoint
 from rankscope_storage.log.delta import Log
@@ -35,17 +37,17 @@ _BEGAN: Final = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 _LATER: Final = _BEGAN + dt.timedelta(days=30)
 
 
-def rows(first: int, count: int) -> Batch:
-    """Records `first` to `first + count - 1` of each rank: a loss and two tensors."""
+def rows(first: int, count: int, *, run: str = "r", process: str = "i") -> Batch:
+    """Records `first` to `first + count - 1` of each rank, a loss and two tensors; ten are a bucket of rollups."""
     records = [(rank, seq) for rank in range(RANKS) for seq in range(first, first + count)]
     common = [
         {
-            "run": "r",
+            "run": run,
             "attempt": 0,
             "rank": rank,
-            "incarnation": f"i{rank}",
+            "incarnation": f"{process}{rank}",
             "seq": seq,
-            "step": seq,
+            "step": seq * BUCKET_STEPS // 10,
             "ts": _BEGAN + dt.timedelta(seconds=seq),
             "ts_origin": "rank",
         }
@@ -61,7 +63,7 @@ def rows(first: int, count: int) -> Batch:
     }
     return Batch(
         tables={name: pa.Table.from_pylist(listed) for name, listed in tables.items()},
-        watermarks={f"i{rank}": first + count - 1 for rank in range(RANKS)},
+        watermarks={f"{process}{rank}": first + count - 1 for rank in range(RANKS)},
     )
 
 
@@ -103,6 +105,12 @@ def roll_up(root: Path, say: Say) -> None:
     retain(root, Retention(raw_days=1, scalars_days=1), sync_to_disk, now=_LATER)
 
 
+def roll_up_in_part(root: Path, say: Say) -> None:
+    """Retention: the older bucket of each file becomes rollups, and the rest of the file is written anew."""
+    kept = Retention(raw_days=1 / 86_400, scalars_days=1 / 86_400)
+    retain(root, kept, sync_to_disk, now=_BEGAN + dt.timedelta(seconds=1 + 12))
+
+
 def expire(root: Path, say: Say) -> None:
     """Retention: rollups go."""
     retain(root, Retention(raw_days=1, scalars_days=1, rollup_days=2), sync_to_disk, now=_LATER)
@@ -112,6 +120,16 @@ def call_otherwise(root: Path, say: Say) -> None:
     """A run gets another name, unless it has that already."""
     if any(row["run"] == "r" for row in content(root)["scalars"]):
         rename(root, "r", "s", sync_to_disk)
+
+
+def take_away(root: Path, say: Say) -> None:
+    """A run is removed, another that shares its files stays."""
+    remove(root, "other", sync_to_disk)
+
+
+def put_together(root: Path, say: Say) -> None:
+    """A run is joined to another."""
+    join(root, "other", "r", sync_to_disk)
 
 
 def mend(root: Path, say: Say) -> None:
@@ -125,8 +143,11 @@ OPERATIONS: Final[dict[str, Callable[[Path, Say], None]]] = {
     "compact": merge,
     "maintain": clean,
     "roll up": roll_up,
+    "roll up in part": roll_up_in_part,
     "expire": expire,
     "rename": call_otherwise,
+    "remove": take_away,
+    "join": put_together,
     "repair": mend,
 }
 
@@ -149,6 +170,13 @@ def prepare(operation: str, root: Path) -> None:
         age(root)
     if operation == "expire":
         roll_up(root, silent)
+    if operation == "roll up in part":
+        merge(root, silent)
+    if operation in ("remove", "join"):
+        with Store.open(root).claim(owner="another") as writer:
+            writer.append(rows(0, RECORDS, run="other", process="j"))
+    if operation == "remove":
+        merge(root, silent)  # what is small and over shares files
     if operation == "repair":
         newest = max((root / LOG_FOLDER).glob("*.json"))
         newest.with_name(f"{int(newest.stem) + 1:020d}.json").write_bytes(newest.read_bytes()[:40])

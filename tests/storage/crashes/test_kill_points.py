@@ -18,6 +18,9 @@ ROWS = {"scalars": 1, "tensor_stats": 2}
 TIERS = (("scalars", "scalar_rollups"), ("tensor_stats", "tensor_rollups"))
 """Datasets that change together, in one commit."""
 
+ONE_COMMIT = ("rename", "remove", "join")
+"""Operations that change all datasets at once."""
+
 A_FEW = [("append", 24), ("compact", 10)]
 
 
@@ -58,6 +61,8 @@ def die(killer, before, operation, at, root):
         check_records(after["found"], max([0, *life.said]), where)
     else:
         check_tiers(after["found"], old, new, where)
+    if operation in ONE_COMMIT:
+        assert after["found"] in (old, new), where
     assert new == after["redone"], where
     assert RECORDS == after["watermark"], where
     assert after["whole in the end"], where
