@@ -23,6 +23,7 @@ from typing import Any, Final, Protocol
 
 from rankscope_ingest.config import ServiceConfig
 from rankscope_ingest.memory import MUCH_BYTES, resident_bytes, trim
+from rankscope_storage.care.compaction import CompactionReport
 from rankscope_storage.care.retention import RetentionReport, retain
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.errors import StoreError
@@ -44,7 +45,7 @@ Retain = Callable[[], RetentionReport]
 class Upkeep(Protocol):
     """The store as its upkeep sees it; both block, and appends go on meanwhile."""
 
-    def compact(self) -> Any:
+    def compact(self) -> CompactionReport:
         """Merge small files."""
         ...
 
@@ -70,13 +71,18 @@ class Turns:
         # Also by the clock: a run that is through and a day that is past make no more commits, but have files to merge.
         if maintained or commits - self._compacted_at >= COMPACT_EVERY_COMMITS:
             self._compacted_at = commits
-            yield self._store.compact
+            yield self._compact
         if maintained:
             self._maintained_at = now
             yield self._store.maintain
         if self._retain is not None and now >= self._retain_at:
             self._retain_at = now + self._retain_seconds
             yield self._retain_some
+
+    def _compact(self) -> None:
+        """Merge what is to be merged, unless somebody else is at it."""
+        if self._store.compact().refused:
+            log.info("another compaction is at work on the store: what is left to merge is left to it")
 
     def _retain_some(self) -> None:
         """Do one commit of retention; what is left of it comes after the others had their turn."""

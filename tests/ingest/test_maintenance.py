@@ -22,6 +22,7 @@ from rankscope_ingest.maintenance import (
     Turns,
     retaining,
 )
+from rankscope_storage.care.compaction import CompactionReport
 from rankscope_storage.care.retention import Retention, RetentionReport
 from rankscope_storage.connection import connect
 from rankscope_storage.schema import dataset_schema
@@ -37,9 +38,11 @@ class Store:
     def __init__(self, left: list[int] | None = None) -> None:
         self.done: list[str] = []
         self.left = left or []
+        self.refused = 0
 
-    def compact(self) -> None:
+    def compact(self) -> CompactionReport:
         self.done.append("compact")
+        return CompactionReport(refused=self.refused)
 
     def maintain(self) -> None:
         self.done.append("maintain")
@@ -76,6 +79,15 @@ def test_what_makes_no_more_commits_is_merged_by_the_clock():
     store = Store()
 
     assert ["compact", "maintain"] == done(store, turns(store), MAINTAIN_SECONDS)[:2]
+
+
+def test_who_lost_against_another_compaction_says_so(caplog):
+    store = Store()
+    store.refused = 1
+    with caplog.at_level("INFO"):
+        done(store, turns(store), MAINTAIN_SECONDS)
+
+    assert ["another compaction is at work on the store: what is left to merge is left to it"] == caplog.messages
 
 
 def test_what_is_left_of_retention_goes_on_at_once_behind_what_else_is_due():
@@ -180,8 +192,9 @@ async def test_upkeep_stands_back_behind_whatever_brings_records_in(monkeypatch)
     seen = []
 
     class Watched(Store):
-        def compact(self) -> None:
+        def compact(self) -> CompactionReport:
             seen.append((threading.get_ident(), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+            return super().compact()
 
     commits = itertools.count(COMPACT_EVERY_COMMITS, COMPACT_EVERY_COMMITS)
     keeping = asyncio.create_task(maintenance.keep_in_order(Watched(), lambda: next(commits)))

@@ -104,6 +104,7 @@ from pathlib import Path
 import numpy as np
 from rankscope_ingest import maintenance
 from rankscope_ingest.memory import keep_memory
+from rankscope_storage.care.compaction import CompactionReport
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
@@ -118,6 +119,7 @@ class Store:
         merged = [np.ones(1 << 20, np.uint8) for _ in range(SIZE)]
         self.kept.append(merged[-1])
         self.seen.append(resident())
+        return CompactionReport()
 
     def maintain(self):
         pass

@@ -51,7 +51,8 @@ class Exporters:
 
     def described(self) -> Iterable[Mapping[str, object]]:
         """Return how each exporter stands."""
-        return map(described, self._scraper.followed)
+        now = time.monotonic()
+        return [described(one, now) for one in self._scraper.followed]
 
     def show(self) -> None:
         """Bring the service's page up to date."""

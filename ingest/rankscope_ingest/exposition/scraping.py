@@ -71,10 +71,14 @@ class Sink(Protocol):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Followed:
-    """An exporter under way, and how its last scrape went; `is_up` is None before the first."""
+    """An exporter under way, and how its last scrape went; `is_up` is None before the first.
+
+    `read_at` is when the newest page that could be read was asked for, in monotonic seconds.
+    """
 
     exporter: Exporter
     is_up: bool | None = None
+    read_at: float | None = None
     last_error: str | None = None
     last_scrape_seconds: float | None = None
     last_samples: int | None = None
@@ -143,7 +147,7 @@ class Scraper:
             seconds = self._clock() - began
         fresh = followed.own_times.fresh(rows, ts)
         self._count(rows, fresh)
-        followed.is_up, followed.last_error = True, None
+        followed.is_up, followed.last_error, followed.read_at = True, None, began
         followed.last_scrape_seconds, followed.last_samples = seconds, rows.rows
         self._end(exporter, followed.shown.page(rows), ts)
         if rows.ts is None:
@@ -271,8 +275,8 @@ class _Reading:
         return self._reader.read(pages)
 
 
-def described(followed: Followed) -> Mapping[str, object]:
-    """Return how an exporter stands, for the service's own pages."""
+def described(followed: Followed, now: float) -> Mapping[str, object]:
+    """Return how an exporter stands at `now`, in monotonic seconds, for the service's own pages."""
     return {
         "name": followed.exporter.name,
         "url": followed.exporter.url,
@@ -280,5 +284,6 @@ def described(followed: Followed) -> Mapping[str, object]:
         "up": followed.is_up,
         "last_error": followed.last_error,
         "last_scrape_seconds": followed.last_scrape_seconds,
+        "lag_seconds": None if followed.read_at is None else round(now - followed.read_at, 3),
         "samples": followed.last_samples,
     }

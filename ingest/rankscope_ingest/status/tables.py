@@ -76,12 +76,16 @@ def exporter_table(exporters: Sequence[Mapping[str, object]], budget: Budget) ->
     """Yield the exporters that are not ours, those that fail first."""
     listed = sorted(exporters, key=lambda one: (one["up"] is not False, str(one["name"])))
     room = budget.take(len(listed))
-    yield '<div class="scroll"><table><tr><th>name<th>health<th class="n">samples<th class="rare">address<th>error</tr>'
+    yield (
+        '<div class="scroll"><table><tr><th>name<th>health<th class="n">samples<th class="n">lag, time'
+        '<th class="rare">address<th>error</tr>'
+    )
     for one in listed[:room]:
         word, colour = {True: ("up", "green"), False: ("down", "red")}.get(one["up"], ("pending", "grey"))  # type: ignore[call-overload]  # None is neither
         yield (
             f'<tr><td><bdi>{text(one["name"])}</bdi><td><span class="badge {colour}">{word}</span>'
-            f'<td class="n">{_samples(one["samples"])}<td class="rare">{text(one["url"])}'
+            f'<td class="n">{_samples(one["samples"])}<td class="n">{_lag(one["lag_seconds"])}'
+            f'<td class="rare">{text(one["url"])}'
             f'<td class="long">{text(one["last_error"] or "")}</tr>'
         )
     yield "</table></div>"
@@ -133,6 +137,10 @@ def _place(target: TargetStanding) -> tuple[int, int]:
 def _key(run: str) -> str:
     """Return what names the run in the page, so that what a reader has opened stays open."""
     return hashlib.sha256(run.encode(errors="surrogatepass")).hexdigest()[:12]
+
+
+def _lag(value: object) -> str:
+    return duration(value) if isinstance(value, float) else ""
 
 
 def _samples(value: object) -> str:

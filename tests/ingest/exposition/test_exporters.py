@@ -163,6 +163,24 @@ async def test_page_of_the_service_says_how_scraping_goes(start_service, eventua
     assert 'rankscope_ingest_exporter_samples_total{how="exact"} 1.0' in page
 
 
+async def test_an_exporter_lags_by_the_age_of_the_newest_page_that_could_be_read(start_service, eventually):
+    """And goes on lagging while it fails."""
+    async with FakeExporter() as exporter, start_service(exporters=[section(exporter)]) as service:
+
+        async def stands(up):
+            (found,) = await described(service)
+            return found["up"] is up and found
+
+        well = await eventually(lambda: stands(True))
+        exporter.answer = lambda _: web.Response(status=404)
+        failing = await eventually(lambda: stands(False))
+        await asyncio.sleep(1.0)
+        later = await stands(False)
+
+    assert 0 <= well["lag_seconds"] < 10
+    assert 1.0 <= later["lag_seconds"] - failing["lag_seconds"] < 10
+
+
 async def described(service):
     async with aiohttp.ClientSession() as session, session.get(f"{service.url}/api/v1/exporters") as response:
         return await response.json()

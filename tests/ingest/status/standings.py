@@ -133,6 +133,7 @@ def small() -> Standing:
                 "up": True,
                 "last_error": None,
                 "last_scrape_seconds": 0.02,
+                "lag_seconds": 4.2,
                 "samples": 1432,
             },
             {
@@ -142,6 +143,7 @@ def small() -> Standing:
                 "up": False,
                 "last_error": "connection refused",
                 "last_scrape_seconds": None,
+                "lag_seconds": 171.0,
                 "samples": None,
             },
         ),

@@ -87,7 +87,7 @@ def test_hostile_names_are_text_and_nothing_else():
         "failed", run=HOSTILE, reason=HOSTILE, tags={HOSTILE: HOSTILE}, note=f"{HOSTILE}\n{HOSTILE}", started_at=STARTED
     )
     rank = target(0, run=HOSTILE, host=HOSTILE, url=f"http://{HOSTILE}", last_error=HOSTILE, health="failing")
-    exporter = {"name": HOSTILE, "url": HOSTILE, "up": False, "samples": HOSTILE, "last_error": HOSTILE}
+    exporter = dict.fromkeys(("name", "url", "samples", "lag_seconds", "last_error"), HOSTILE) | {"up": False}
     service = dataclasses.replace(empty().service, reason=HOSTILE, store=HOSTILE, status="degraded")
     whole = dataclasses.replace(standing_of(hostile, targets=[rank]), service=service, exporters=[exporter])
     found = Reader(page(whole))
