@@ -164,27 +164,6 @@ def test_json_of_runs_is_whole(rankscope):
     assert ["completed", "failed"] == [row["state"] for row in rows]
 
 
-def test_store_check_and_stats_of_a_whole_store(rankscope):
-    checked, counted = rankscope("store", "check", "--deep"), rankscope("store", "stats", "--format", "json")
-    figures = {row["dataset"]: row["rows"] for row in json.loads(counted.stdout)}
-
-    assert (0, "") == (checked.returncode, checked.stderr)
-    assert checked.stdout.endswith("; whole\n")
-    assert 240 == figures["scalars"]
-
-
-def test_store_check_of_a_damaged_store_ends_with_1_and_repair_says_what_is_lost(rankscope, sample_store, tmp_path):
-    broken = tmp_path / "broken"
-    shutil.copytree(sample_store, broken)
-    next(broken.glob("dataset=events/*/*.parquet")).unlink()
-    checked = rankscope("store", "check", "--store", str(broken))
-    repaired = rankscope("store", "repair", "--store", str(broken))
-
-    assert (1, "") == (checked.returncode, checked.stderr)
-    assert "damage: missing file: dataset=events" in checked.stdout
-    assert repaired.stdout.startswith("taken out of the log, lost: dataset=events")
-
-
 def test_runs_are_joined_and_removed_by_hand(rankscope, sample_store, tmp_path):
     copy = str(tmp_path / "copy")
     shutil.copytree(sample_store, copy)
@@ -203,19 +182,3 @@ def test_runs_says_what_an_action_wants(rankscope):
     done = rankscope("runs", "rename", "my-run")
 
     assert (2, "rankscope: write: rankscope runs rename RUN NAME\n") == (done.returncode, done.stderr)
-
-
-def test_store_retain_takes_no_time_before_all_time(rankscope):
-    done = rankscope("store", "retain", "--days", "inf", "--dry-run")
-
-    text = "rankscope: one of the days is before all time: nothing is that old\n"
-    assert (2, text) == (done.returncode, done.stderr)
-
-
-def test_store_retain_says_what_would_go_and_asks_for_days(rankscope):
-    done, unsaid = rankscope("store", "retain", "--days", "36500", "--dry-run"), rankscope("store", "retain")
-
-    assert (0, "") == (done.returncode, done.stderr)
-    assert done.stdout.endswith("would go: 0 files, 0 rows, 0 bytes\n")
-    assert 2 == unsaid.returncode
-    assert "Give --days, --scalars-days, --samples-days or --rollup-days" in unsaid.stderr
