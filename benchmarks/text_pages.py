@@ -1,8 +1,12 @@
-"""Text pages of exporters to columns: by the cached layout, alone and joined, beside prometheus_client's parser."""
+"""Text pages of exporters to columns: by the cached layout, alone, joined, and with a surprise, beside the library."""
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from _rows import Row, cpu_seconds
@@ -13,21 +17,55 @@ from rankscope_ingest.exposition.pages import Page, PageReader
 SAMPLES = 300_000
 """Read for every figure, however large the pages are."""
 
+_PAUSE_SECONDS = 1e-4
+"""What is shorter is the work of the thread that looks for pauses."""
+
 
 def run() -> list[Row]:
     rows = []
     for series in (300, 2_000, 15_000):
-        alone, together, library = _figures(series)
+        alone, together, timed, library = _figures(series)
         rows += [
             Row(f"{series:,} series, page by page", alone, "CPU s/M samples", f"{library / alone:.0f}x less"),
             Row(f"{series:,} series, 32 pages at once", together, "CPU s/M samples", f"{library / together:.0f}x less"),
+            Row(f"{series:,} series, one has a time", timed, "CPU s/M samples", f"{library / timed:.1f}x less"),
             Row(f"{series:,} series, prometheus_client", library, "CPU s/M samples", "labels as dictionaries"),
         ]
-    return rows
+    held, longest, took = _lock_holds(300_000)
+    note = f"of {took:.0f} ms for 300,000 series; {longest:.1f} ms at once at most"
+    return [*rows, Row("holds the interpreter lock", held, "ms", note)]
 
 
-def _figures(series: int) -> tuple[float, float, float]:
-    """Return CPU seconds a million samples: page by page, many at once, and by the library."""
+def _lock_holds(series: int) -> tuple[float, float, float]:
+    """Return for how long another thread stood still while a page was read, at once at most, and all it took, in ms.
+
+    The least of five: the machine, too, lets threads wait. Python gives the lock away every 5 ms, here at once: what is
+    left is what single calls into C hold.
+    """
+    first, second = (_page("host:9100", series, seed) for seed in (1, 2))
+    reader = PageReader()
+    reader.read([first])
+    interval, found = sys.getswitchinterval(), []
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(5):
+            reading = threading.Thread(target=reader.read, args=([second],))
+            began, pauses = time.perf_counter(), [0.0]
+            reading.start()
+            seen = time.perf_counter()
+            while reading.is_alive():
+                now = time.perf_counter()
+                if now - seen > _PAUSE_SECONDS:
+                    pauses.append(now - seen)
+                seen = now
+            found.append((1000 * sum(pauses), 1000 * max(pauses), 1000 * (time.perf_counter() - began)))
+    finally:
+        sys.setswitchinterval(interval)
+    return min(found)
+
+
+def _figures(series: int) -> tuple[float, float, float, float]:
+    """Return CPU seconds a million samples: page by page, many at once, page by page with a time, by the library."""
     targets = [f"host-{number}:9100" for number in range(32)]
     first, second = ([_page(target, series, seed) for target in targets] for seed in (1, 2))
     reader = PageReader()
@@ -37,9 +75,11 @@ def _figures(series: int) -> tuple[float, float, float]:
     assert not any(rows.exact for rows in reader.read(second))  # type: ignore[union-attr]
     alone = cpu_seconds(lambda: [_one_by_one(reader, second) for _ in range(rounds)])
     together = cpu_seconds(lambda: [reader.read(second) for _ in range(rounds)])
+    surprising = [replace(page, body=page.body + b"seen_seconds 1 1700000000000\n") for page in second[:4]]
+    timed = cpu_seconds(lambda: _one_by_one(reader, surprising), rounds=3) / (4 * (series + 1) / 1e6)
     text = second[0].body.decode()
     library = cpu_seconds(lambda: list(text_string_to_metric_families(text)), rounds=3)
-    return alone / millions, together / millions, library / series * 1e6
+    return alone / millions, together / millions, timed, library / series * 1e6
 
 
 def _one_by_one(reader: PageReader, pages: Sequence[Page]) -> None:
