@@ -61,7 +61,7 @@ class Account:
     stored: int
     rolled_up: int  # of those, what retention has replaced
     wrong: int  # records torn or doubled; stretches whose norms are not those of their steps
-    lost: int  # of ranks whose process lived from the first step to the last, and of others what they knew as durable
+    lost: int  # of ranks whose process lived from the first step to the last, and what others had heard to be durable
     died_with: int  # of the others: published by processes that died, and never fetched
     told: int  # what the store says was lost
 

@@ -247,7 +247,12 @@ def _record_rows(account: Account) -> list[Row]:
     return [
         Row("records stored", account.stored, "", f"of {account.published:,}, {account.rolled_up:,} as rollups by now"),
         Row("records doubled or torn", account.wrong, "", whole),
-        Row("records lost of steady ranks", account.lost, "", _verdict(account.lost == 0, "none may be")),
+        Row(
+            "records lost of steady ranks, or acknowledged",
+            account.lost,
+            "",
+            _verdict(account.lost == 0, "none may be"),
+        ),
         Row(
             "records lost with processes that died",
             account.died_with,
