@@ -19,12 +19,19 @@ def sync_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
+_named: set[Path] = set()  # folders whose names this process has brought to the disk
+
+
 def make_folders(folder: Path, root: Path, sync: Sync) -> None:
-    """Create `folder` below `root`; each new name is synced in its parent, so that no synced file loses its path."""
-    missing = []
-    while folder != root and not folder.is_dir():
-        missing.append(folder)
+    """Create `folder` below `root`; each name is synced in its parent, so that no synced file loses its path.
+
+    Also that of a folder which is there, once in a process: who made it may have been killed before it was synced.
+    """
+    unsure = []
+    while folder != root and not (folder in _named and folder.is_dir()):
+        unsure.append(folder)
         folder = folder.parent
-    for new in reversed(missing):
+    for new in reversed(unsure):
         new.mkdir(exist_ok=True)
         sync(new.parent)
+        _named.add(new)

@@ -28,6 +28,7 @@ from rankscope_storage.log.errors import check_path, first_line, torn, translate
 from rankscope_storage.log.files import (
     ACTIONS,
     LOG_FOLDER,
+    NO_CHECKPOINT,
     checkpoint_files,
     entry,
     is_between,
@@ -82,6 +83,7 @@ class Log:
         self._table = table
         self._sync = sync
         self._base = base  # checkpoint that the handle was opened with, or an older one
+        self._synced = NO_CHECKPOINT  # what this handle itself knows to be on the disk: the log up to this version
 
     @classmethod
     def create(cls, root: Path, sync: Sync) -> Log:
@@ -100,7 +102,7 @@ class Log:
         except (DeltaError, OSError) as error:
             raise StoreError(f"cannot create a store in {root}: {first_line(error)}") from error
         log = cls.open(root, sync)
-        log.sync_entries(0)
+        log.make_durable()
         sync(root)
         return log
 
@@ -165,7 +167,6 @@ class Log:
         """
         if gone := [file.path for file in change.added if not (self.root / file.path).exists()]:
             raise ConflictError(f"{gone[0]} has gone: it lay there for hours without a commit")
-        before = self.version
         actions: list[AddAction | RemoveAction] = [*_removals(change), *_additions(change)]
         try:
             self._table.create_write_transaction(
@@ -183,7 +184,12 @@ class Log:
             raise ConflictError(f"commit to {self.root} refused: {first_line(error)}") from error
         except (DeltaError, OSError) as error:
             raise translated(error, self.root) from error
-        return self.sync_entries(before + 1)
+        return self.make_durable()
+
+    def trust(self) -> None:
+        """Have what the handle shows on the disk, before anybody is told of it: see `make_durable`."""
+        if self._synced < self.version:
+            self.make_durable()
 
     def changed_transactions(self, since: int) -> dict[str, int] | None:
         """Return the transactions committed after version `since`; None when an entry cannot be read any more."""
@@ -206,7 +212,6 @@ class Log:
         known = {column.name for column in self._table.schema().fields}
         missing = [column for column in Schema.from_arrow(table_schema()).fields if column.name not in known]
         if missing:
-            before = self.version
             try:
                 self._table.alter.add_columns(missing, post_commithook_properties=_HOOKS)
                 self._table.alter.set_table_properties(
@@ -217,21 +222,32 @@ class Log:
             except (DeltaError, OSError) as error:
                 raise translated(error, self.root) from error
             self.refresh()
-            self.sync_entries(before + 1)
+            self.make_durable()
         return [column.name for column in missing]
 
-    def sync_entries(self, first: int) -> int:
-        """Bring the entries from version `first` on, and their names, to the disk; return the newest of them."""
-        version = first
+    def make_durable(self) -> int:
+        """Bring the log, and the names in it, to the disk; return its newest version.
+
+        Entries that others wrote are synced again: who was killed between writing one and syncing it leaves an entry
+        that everybody sees and a loss of power takes away, and with it the sense of all that were committed behind it.
+        """
         try:
             # Asking the disk is 5 ms cheaper than refreshing the handle, and also finds what others have just added.
-            while entry(self.root, version).exists():
-                self._sync(entry(self.root, version))
+            checkpoint = newest_checkpoint(self.root)
+            if checkpoint > self._synced:  # it stands for the entries up to its own, which may be gone by now
+                for path in checkpoint_files(self.root, checkpoint):
+                    self._sync(path)
+                self._synced = checkpoint
+            version = self._synced
+            while (path := entry(self.root, version + 1)).exists() or version < self.version:
                 version += 1
+                if path.exists():  # a log whose hint was lost may have entries from anywhere on
+                    self._sync(path)
             self._sync(self.root / LOG_FOLDER)
         except OSError as error:
             raise StoreError(f"cannot bring the log of {self.root} to the disk: {error}") from error
-        return version - 1
+        self._synced = version
+        return version
 
     def checkpoint(self) -> None:
         """Write a checkpoint of the newest version: what opening need not read. Durable on return."""
@@ -259,7 +275,7 @@ class Log:
             self._table.cleanup_metadata()
         except (DeltaError, OSError) as error:
             raise translated(error, self.root) from error
-        self.sync_entries(self.version + 1)
+        self.make_durable()
 
     def unused_files(self, older_than_hours: int) -> list[Path]:
         """Return data files that no version needs: removed, or never committed, for `older_than_hours` at least."""

@@ -168,6 +168,7 @@ class Writer:
                 f"shard {self._shard} of {self._log.root} was taken over by {current_owner(self._log, self._shard)}: "
                 "this service must stop"
             )
+        self._log.trust()  # another shard may have stored what we are about to acknowledge, and been killed
         if moved is None:
             self._watermarks.clear()
         else:
@@ -188,7 +189,7 @@ class Writer:
         if landed is None:  # hours went by, and the entry with them
             landed = self._log.snapshot().contains([file.path for file in attempt.change.added]) and self._moved_once()
         if landed:
-            self._log.sync_entries(self._seen_version + 1)
+            self._log.make_durable()
             self._adopt(attempt)
             self._landed[id(attempt.batch)] = attempt  # kept until it comes again: others may append meanwhile
         self._unsettled = None

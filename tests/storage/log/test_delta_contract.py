@@ -172,7 +172,7 @@ def test_a_handle_stays_where_it_was_after_its_own_commit(tmp_path):
 
 
 def test_entries_have_twenty_digits_and_transactions_on_lines_of_their_own(tmp_path):
-    """`Log.changed_transactions` reads them so, and `sync_entries` finds them so."""
+    """`Log.changed_transactions` reads them so, and `make_durable` finds them so."""
     commit(create(tmp_path), add(tmp_path, "a"), transactions={"w:i": 7, "ingest:0/1": 2})
     lines = (tmp_path / "_delta_log" / "00000000000000000001.json").read_text().splitlines()
     found = [json.loads(line)["txn"] for line in lines if line.startswith('{"txn"')]

@@ -286,11 +286,11 @@ def test_a_commit_found_afterwards_is_on_the_disk_before_it_counts(writer, batch
     """Its entry was written by the failed commit, which did not get as far as bringing it to the disk."""
     synced = []
 
-    def unsynced(log: Log, first: int) -> int:
+    def unsynced(log: Log) -> int:
         raise StoreError("the disk hiccuped")
 
     rows = batch(range(3))
-    monkeypatch.setattr(Log, "sync_entries", unsynced)
+    monkeypatch.setattr(Log, "make_durable", unsynced)
     with pytest.raises(StoreError, match="hiccuped"):
         writer.append(rows)
     monkeypatch.undo()

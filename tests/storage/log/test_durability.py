@@ -1,0 +1,122 @@
+"""What was committed before must outlive a loss of power too, whoever wrote it and wherever that process was killed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rankscope_storage.durable import sync_to_disk
+from rankscope_storage.errors import StoreError
+from rankscope_storage.log.checkpoints import write_checkpoint
+from rankscope_storage.log.delta import CHECKPOINT_COMMITS, Change, Log
+from rankscope_storage.log.files import checkpoint_files, entry, newest_checkpoint
+from rankscope_storage.store import Store
+
+
+class Power:
+    """Syncs nothing, and remembers what was asked to be synced; `fails_at` is killed there, as far as others can see."""
+
+    def __init__(self, fails_at: str = "") -> None:
+        self.synced: list[Path] = []
+        self._fails_at = fails_at
+
+    def __call__(self, path: Path) -> None:
+        if self._fails_at and self._fails_at in path.as_posix():
+            raise OSError(5, "killed here")
+        self.synced.append(path)
+
+
+def killed_in_a_commit(root: Path) -> int:
+    """Leave an entry that everybody sees and nobody has synced; return its version."""
+    log = Log.open(root, Power(fails_at=".json"))
+    with pytest.raises(StoreError, match="killed here"):
+        log.commit(Change(transactions={"w:predecessor": 7}))
+    return log.version + 1
+
+
+def test_a_claim_brings_what_a_killed_predecessor_left_to_the_disk_before_anybody_hears_of_it(store):
+    """The watermark that the new owner tells its ranks comes from that entry; they forget what lies below it."""
+    left = killed_in_a_commit(store.root)
+    power = Power()
+    with Store(store.root, power).claim(owner="b") as writer:
+        assert entry(store.root, left) in power.synced
+        assert 7 == writer.watermark("predecessor")
+
+
+def test_a_commit_brings_to_the_disk_what_others_left_since_its_own_last_one(store, batch):
+    """Rows committed behind an entry that is lost would be lost with it: the log would have a gap."""
+    power = Power()
+    with Store(store.root, power).claim(owner="a") as writer:
+        writer.append(batch(range(3)))
+        left = killed_in_a_commit(store.root)
+        power.synced.clear()
+        writer.append(batch(range(6)))
+
+        assert [entry(store.root, left), entry(store.root, left + 1)] == [
+            path for path in power.synced if path.suffix == ".json"
+        ]
+
+
+def test_a_watermark_that_another_shard_left_is_on_the_disk_before_it_is_told(store):
+    power = Power()
+    with Store(store.root, power).claim(owner="a") as writer:
+        left = killed_in_a_commit(store.root)
+        power.synced.clear()
+
+        assert 7 == writer.watermark("predecessor")
+        assert [entry(store.root, left), store.root / "_delta_log"] == power.synced
+
+        writer.watermark("predecessor")
+
+        assert 2 == len(power.synced)
+
+
+def test_a_checkpoint_stands_for_the_entries_before_it_once_it_is_on_the_disk_itself(store, writer, batch):
+    writer._checkpoints.after_commit = lambda version: None
+    for seq in range(CHECKPOINT_COMMITS):
+        writer.append(batch([seq]))
+    write_checkpoint(store.root, lambda path: None)
+    writer.append(batch([CHECKPOINT_COMMITS]))
+    newest = newest_checkpoint(store.root)
+    power = Power()
+    version = Log.open(store.root, power).commit(Change())
+
+    assert version == newest + 2
+    assert [*checkpoint_files(store.root, newest), *(entry(store.root, newest + n) for n in (1, 2))] == power.synced[:4]
+
+
+def test_a_log_that_lost_its_hint_and_its_first_entries_is_committed_to_all_the_same(store, writer, batch):
+    writer._checkpoints.after_commit = lambda version: None
+    for seq in range(3):
+        writer.append(batch([seq]))
+    write_checkpoint(store.root, sync_to_disk)
+    newest = newest_checkpoint(store.root)
+    checkpoint_files(store.root, newest)[1].unlink()
+    for version in range(newest):
+        entry(store.root, version).unlink()
+    power = Power()
+
+    assert newest + 1 == Log.open(store.root, power).commit(Change())
+    assert entry(store.root, newest + 1) in power.synced
+
+
+def test_a_folder_that_a_killed_process_had_just_made_is_named_on_the_disk_by_who_writes_into_it(tmp_path, batch):
+    """It is there, so nobody makes it; its name was never synced."""
+    root = tmp_path / "store"
+    with Store.open(root, create=True).claim(owner="a") as writer:
+        writer.append(batch([0]))
+    (part,) = root.glob("dataset=scalars/part=*")
+    elsewhere = tmp_path / "same store, not known to this process"
+    shutil.copytree(root, elsewhere)
+    power = Power()
+    with Store.open(elsewhere, sync=power).claim(owner="b") as writer:
+        writer.append(batch(range(2)))
+        first = list(power.synced)
+        power.synced.clear()
+        writer.append(batch(range(3)))
+
+    assert {elsewhere, elsewhere / "dataset=scalars"} <= {*first}
+    assert elsewhere / "dataset=scalars" not in power.synced
+    assert elsewhere / part.relative_to(root) in power.synced
