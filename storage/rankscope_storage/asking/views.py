@@ -36,41 +36,40 @@ _LABELS: Final = ", ".join(
 
 _ROLLED_UP: Final = {rollups: dataset for dataset, rollups in ROLLUPS.items()}
 
-_TENSOR_GLOBAL: Final = """\
+_OF_A_TENSOR: Final = 'run, attempt, step, micro_step, vpp_stage, kind, tensor, "index", call_seq'
+_TENSOR_GLOBAL: Final = f"""\
 CREATE OR REPLACE VIEW tensor_global AS
 WITH part AS (
-  SELECT *,
-    -- Replicas of a shard form several groups: one of them is the whole tensor.
-    dense_rank() OVER (
-      PARTITION BY run, attempt, step, micro_step, vpp_stage, kind, tensor, "index", call_seq
-      ORDER BY CASE WHEN placement = 'shard' THEN shard_group END NULLS LAST
-    ) AS group_position,
-    row_number() OVER (
-      PARTITION BY run, attempt, step, micro_step, vpp_stage, kind, tensor, "index", call_seq, placement, shard_group
-      ORDER BY rank NULLS LAST
-    ) AS replica,
+  -- A rank that measures a step again within an attempt has gone back: its last word stands.
+  SELECT *, placement IS NOT DISTINCT FROM 'shard' AS sharded,
     numel - coalesce(nans, 0) - coalesce(infs, 0) AS finite
   FROM tensor_stats
+  QUALIFY row_number() OVER (
+    PARTITION BY {_OF_A_TENSOR}, rank ORDER BY coalesce(ordinal, seq) DESC NULLS LAST, ts DESC NULLS LAST) = 1
+),
+copy AS (
+  -- A replica is the whole tensor, and so is a group of shards; with hybrid sharding there are several of these.
+  SELECT {_OF_A_TENSOR},
+    CASE WHEN sharded THEN shard_group END AS of_group, CASE WHEN NOT sharded THEN rank END AS of_rank,
+    max(placement) AS placement, count(*) AS parts, min(ts) AS ts,
+    sqrt(sum(norm::DOUBLE * norm)) AS norm, min("min") AS "min", max("max") AS "max",
+    sum(mean::DOUBLE * finite) FILTER (finite > 0) / sum(finite) FILTER (finite > 0 AND mean IS NOT NULL) AS mean,
+    sum(nans)::BIGINT AS nans, sum(infs)::BIGINT AS infs, sum(zeros)::BIGINT AS zeros, sum(numel)::BIGINT AS numel
+  FROM part GROUP BY ALL
 )
-SELECT run, attempt, step, micro_step, vpp_stage, kind, tensor, "index", call_seq,
-  max(placement) AS placement,
-  count(*) AS parts,
-  sqrt(sum(norm::DOUBLE * norm) FILTER (counted)) AS norm,
-  min("min") FILTER (counted) AS "min",
-  max("max") FILTER (counted) AS "max",
-  sum(mean::DOUBLE * finite) FILTER (counted AND finite > 0)
-    / sum(finite) FILTER (counted AND finite > 0 AND mean IS NOT NULL) AS mean,
-  CASE WHEN bool_or(sharded) THEN sum(nans) FILTER (counted) ELSE max(nans) END AS nans,
-  CASE WHEN bool_or(sharded) THEN sum(infs) FILTER (counted) ELSE max(infs) END AS infs,
-  sum(zeros) FILTER (counted) AS zeros,
-  sum(numel) FILTER (counted) AS numel,
-  min(ts) AS ts
-FROM (
-  SELECT *, placement IS NOT DISTINCT FROM 'shard' AS sharded,
-    CASE WHEN placement = 'shard' THEN group_position = 1 ELSE replica = 1 END AS counted
-  FROM part
-)
-GROUP BY ALL
+SELECT {_OF_A_TENSOR}, placement,
+  (sum(parts) OVER all_copies)::BIGINT AS parts,
+  norm, "min", "max", mean,
+  -- What is not finite shows in whichever copy it is.
+  max(nans) OVER all_copies AS nans,
+  max(infs) OVER all_copies AS infs,
+  zeros, numel,
+  min(ts) OVER all_copies AS ts
+FROM copy
+WINDOW all_copies AS (PARTITION BY {_OF_A_TENSOR})
+-- A group of which a rank was not heard is smaller than a whole one.
+QUALIFY row_number() OVER (
+  PARTITION BY {_OF_A_TENSOR} ORDER BY numel DESC NULLS LAST, of_group NULLS LAST, of_rank NULLS LAST) = 1
 """
 
 

@@ -26,7 +26,7 @@ def append(writer, rows: list[dict]) -> None:
     writer.append(
         Batch(
             tables={"tensor_stats": pa.Table.from_pylist(rows, schema=dataset_schema("tensor_stats"))},
-            watermarks={"i": 0},
+            watermarks={"i": max(row["seq"] for row in rows)},
         )
     )
 
@@ -109,3 +109,62 @@ def test_a_tensor_without_finite_elements_has_no_norm(writer, connection):
     (found,) = combined(connection)
 
     assert (None, None, 8, 8) == (found["norm"], found["mean"], found["nans"], found["numel"])
+
+
+@pytest.mark.parametrize("placement", ["full", "shard"])
+def test_a_step_measured_twice_in_an_attempt_counts_once_with_its_last_word(writer, connection, placement):
+    group = "g" if placement == "shard" else None
+    append(
+        writer,
+        [
+            row(placement=placement, shard_group=group, rank=rank, seq=seq, ts=10 - seq, norm=norm, nans=nans)
+            for rank in range(2)
+            for seq, norm, nans in ((4, 100.0, 3), (9, 3.0, 0), (7, 50.0, 1))
+        ],
+    )
+    (found,) = combined(connection)
+
+    whole = {"norm": math.sqrt(18), "numel": 8} if placement == "shard" else {"norm": 3.0, "numel": 4}
+    assert_same({"parts": 2, "nans": 0, **whole}, found)
+
+
+def test_of_several_groups_of_shards_a_whole_one_is_shown(writer, connection):
+    """Of group a, first in the alphabet, one rank has not been heard."""
+    append(
+        writer,
+        [
+            row(placement="shard", shard_group=group, rank=rank, norm=3.0)
+            for rank, group in enumerate(["a", "b", "b", "c"])
+        ],
+    )
+    (found,) = combined(connection)
+
+    assert_same({"parts": 4, "norm": math.sqrt(18), "numel": 8}, found)
+
+
+def test_what_is_not_finite_shows_in_whichever_group_of_shards_it_is(writer, connection):
+    counts = {"a": (0, 1), "b": (2, 0)}
+    append(
+        writer,
+        [
+            row(placement="shard", shard_group=group, rank=2 * position + part, nans=nans, infs=infs)
+            for position, (group, (nans, infs)) in enumerate(counts.items())
+            for part in range(2)
+        ],
+    )
+    (found,) = combined(connection)
+
+    assert_same({"nans": 4, "infs": 2, "numel": 8}, found)
+
+
+def test_a_whole_copy_beside_shards_is_not_added_to_them(writer, connection):
+    append(
+        writer,
+        [
+            *(row(placement="shard", shard_group="g", rank=rank, norm=3.0, numel=2) for rank in range(2)),
+            row(rank=2, norm=5.0, numel=4),
+        ],
+    )
+    (found,) = combined(connection)
+
+    assert_same({"parts": 3, "numel": 4, "norm": math.sqrt(18)}, found)

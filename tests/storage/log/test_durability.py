@@ -16,7 +16,7 @@ from rankscope_storage.store import Store
 
 
 class Power:
-    """Syncs nothing, and remembers what was asked to be synced; `fails_at` is killed there, as far as others can see."""
+    """Syncs nothing, and remembers what it was asked for; at `fails_at` it fails, as if killed there."""
 
     def __init__(self, fails_at: str = "") -> None:
         self.synced: list[Path] = []
