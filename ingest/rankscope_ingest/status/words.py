@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
 from rankscope_contract.escaping import html_text
+
+_MILLENNIUM: Final = 31_556_952_000.0
+"""Seconds."""
 
 
 def text(value: object) -> str:
@@ -36,6 +40,8 @@ def duration(seconds: float) -> str:
     """Return a time in its two largest units."""
     if not math.isfinite(seconds):
         return "∞"
+    if seconds > _MILLENNIUM:  # who plans 2^63 - 1 steps wants no date
+        return "over 1,000 years"
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = round(seconds)

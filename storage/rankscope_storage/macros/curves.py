@@ -14,11 +14,33 @@ _HEAD: Final = (
     "CREATE OR REPLACE MACRO scalar_curve(of_run, of_name := 'loss', of_labels := NULL, points := 4000) AS TABLE"
 )
 
+_TELLING: Final = "run = of_run AND name IN (of_name, 'loss')"
 _SCANNED: Final = f"""\
-SELECT coalesce(attempt, 0) AS of_attempt, min(step) AS lowest_step, max(step) AS highest_step
-    FROM scalars WHERE {_CHOSEN} AND value IS NOT NULL GROUP BY of_attempt"""
+SELECT name, labels, coalesce(attempt, 0) AS of_attempt, min(step) AS first_step, max(step) AS last_step
+    FROM scalars WHERE {_TELLING} AND step IS NOT NULL AND value IS NOT NULL GROUP BY name, labels, of_attempt"""
 
 _STANDING: Final = f"""\
+own AS (
+  FROM told WHERE name = of_name AND labels IS NOT DISTINCT FROM of_labels
+),
+training AS (
+  SELECT of_attempt, min(first_step) AS first_step, max(last_step) AS last_step
+  FROM told WHERE name = 'loss' GROUP BY of_attempt
+),
+attempt_extent AS (
+  -- As `scalar_history` has it: where an attempt begins the loss tells, of what goes by the steps of the training.
+  SELECT of_attempt, min(first_step) AS first_step, max(last_step) AS last_step
+  FROM (
+    SELECT of_attempt, first_step, last_step FROM own
+    UNION ALL
+    FROM training WHERE (
+      SELECT coalesce(bool_and(coalesce(own.first_step >= training.first_step - 1
+        AND own.last_step <= training.last_step + 1, true)), true)
+      FROM own LEFT JOIN training USING (of_attempt)
+    )
+  )
+  GROUP BY of_attempt
+),
 standing AS (
   SELECT of_attempt, coalesce(min(first_step) OVER (ORDER BY of_attempt
     ROWS BETWEEN 1 FOLLOWING AND UNBOUNDED FOLLOWING) - 1, last_step) AS until
@@ -26,9 +48,8 @@ standing AS (
 ),
 span AS (
   SELECT origin, {_WIDTH}, attempts
-  FROM (
-    SELECT min(first_step) AS origin, max(last_step) AS final, count(*) AS attempts FROM attempt_extent
-  )
+  FROM (SELECT min(first_step) AS origin, max(last_step) AS final FROM own),
+    (SELECT count(*) AS attempts FROM attempt_extent)
 )"""
 
 
@@ -42,15 +63,15 @@ def scalar_curve(extents: str | None = None) -> str:
     # otherwise, and nothing is read for it.
     return f"""\
 {_HEAD}
-WITH attempt_extent AS MATERIALIZED (
-  SELECT of_attempt, min(lowest_step) AS first_step, max(highest_step) AS last_step
+WITH told AS MATERIALIZED (
+  SELECT name, labels, of_attempt, min(first_step) AS first_step, max(last_step) AS last_step
   FROM (
     {_SCANNED if extents is None else _known(extents)}
     UNION ALL
-    SELECT coalesce(attempt, 0), min(first_step), max(last_step)
-    FROM scalar_rollups WHERE {_CHOSEN} GROUP BY coalesce(attempt, 0)
+    SELECT name, labels, coalesce(attempt, 0), first_step, last_step
+    FROM scalar_rollups WHERE {_TELLING} AND step IS NOT NULL
   )
-  GROUP BY of_attempt
+  GROUP BY name, labels, of_attempt
 ),
 {_STANDING},
 bucket AS (
@@ -67,7 +88,7 @@ bucket AS (
   SELECT (first_step - origin) // width, CASE WHEN value_count > 0 THEN value_avg
       WHEN value_nans > 0 THEN 'nan'::DOUBLE WHEN value_infs > 0 THEN 'inf'::DOUBLE END AS average,
     value_min, coalesce(value_max, average), greatest(value_count, 1)
-  FROM scalar_rollups JOIN (FROM standing, span) ON coalesce(attempt, 0) = of_attempt AND first_step <= until
+  FROM scalar_rollups JOIN (FROM standing, span) ON coalesce(attempt, 0) = of_attempt AND last_step <= until
   WHERE {_CHOSEN}
 )
 SELECT origin + number * width AS step, sum(average * weight) / sum(weight) AS mean, min(least) AS lowest,
@@ -80,18 +101,15 @@ GROUP BY ALL ORDER BY step
 SCALAR_CURVE: Final = scalar_curve()
 """Buckets of equal length from the first step on: mean and range over all steps, ranks and micro-batches in each, of
 the attempts that stand; what one of them said again counts each time. NaN in a bucket shows in `mean` and `highest`;
-what is rolled up lies where its first step was."""
+what is rolled up lies where its first step was, and stands while all of its steps do."""
 
 
 def raw_curve(extents: str) -> str:
     """Return the statement for where nothing is rolled up: it takes two thirds of the time."""
     return f"""\
 {_HEAD}
-WITH attempt_extent AS MATERIALIZED (
-  SELECT of_attempt, lowest_step AS first_step, highest_step AS last_step
-  FROM (
-    {_known(extents)}
-  )
+WITH told AS MATERIALIZED (
+  {_known(extents)}
 ),
 {_STANDING},
 bucket AS (
@@ -118,7 +136,7 @@ def sole_attempt_curve(extents: str) -> str:
 {_HEAD}
 WITH span AS MATERIALIZED (
   SELECT origin, {_WIDTH}
-  FROM (SELECT min(lowest_step) AS origin, max(highest_step) AS final FROM ({_known(extents)}))
+  FROM (SELECT min(first_step) AS origin, max(last_step) AS final FROM {extents} WHERE {_NAMED})
 )
 SELECT origin + number * width AS step, mean, lowest, highest, parts
 FROM (
@@ -130,5 +148,4 @@ FROM (
 
 
 def _known(extents: str) -> str:
-    columns = "attempt AS of_attempt, first_step AS lowest_step, last_step AS highest_step"
-    return f"SELECT {columns} FROM {extents} WHERE {_NAMED}"
+    return f"SELECT name, labels, attempt AS of_attempt, first_step, last_step FROM {extents} WHERE {_TELLING}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from rankscope_contract.events import RunState
@@ -27,8 +28,52 @@ _AND_ROLLED: Final = f"""
   {ROLLED_STEPS}"""
 
 
-def _history(said: str, and_rolled: str) -> str:
-    """Return a query for the rows of `scalar_history` of what `said` selects, and of what is rolled up."""
+# Where a run's attempts begin and end, of each scalar. One that is logged seldom does not tell itself how far its
+# attempt went back: the loss does. One that counts otherwise, in epochs, say, goes by its own steps.
+_SPANS_OF_SCALARS: Final = f"""\
+extent AS NOT MATERIALIZED (  -- or a condition on the name would not reach the rows
+  SELECT run, name, labels, attempt, min(first_step) AS first_step, max(step) AS last_step
+  FROM per_step GROUP BY run, name, labels, attempt
+),
+training AS (
+  SELECT run, attempt, min(first_step) AS first_step, max(last_step) AS last_step
+  FROM (
+    SELECT run, coalesce(attempt, 0) AS attempt, step AS first_step, step AS last_step FROM scalars WHERE {LOSSES}
+    UNION ALL
+    SELECT run, coalesce(attempt, 0), first_step, last_step FROM scalar_rollups WHERE name = 'loss' AND step IS NOT NULL
+  )
+  GROUP BY run, attempt
+),
+following AS (
+  SELECT run, name, labels FROM extent LEFT JOIN training USING (run, attempt) GROUP BY run, name, labels
+  HAVING bool_and(coalesce(extent.first_step >= training.first_step - 1
+    AND extent.last_step <= training.last_step + 1, true))
+),
+span AS (
+  SELECT run, name, labels, attempt, min(first_step) AS goes_back_to,
+    coalesce(min(first_step) FILTER (is_training), min(first_step)) AS first_step,
+    coalesce(max(last_step) FILTER (is_training), max(last_step)) AS last_step
+  FROM (
+    SELECT *, false AS is_training FROM extent
+    UNION ALL BY NAME
+    SELECT *, true AS is_training FROM following JOIN training USING (run)
+  )
+  GROUP BY run, name, labels, attempt
+)"""
+
+_SPANS_OF_LOSSES: Final = """\
+span AS (
+  SELECT run, attempt, min(first_step) AS goes_back_to, min(first_step) AS first_step, max(step) AS last_step
+  FROM per_step GROUP BY run, attempt
+)"""
+
+
+def _history(said: str, and_rolled: str, spans: str, keys: Sequence[str]) -> str:
+    """Return a query for the rows of `scalar_history` of what `said` selects, and of what is rolled up.
+
+    `spans` is a query for where attempts begin and end, of what `keys` tell apart.
+    """
+    listed = ", ".join(keys)
     # An attempt that begins at or before the last step of an earlier one has gone back: what the earlier one has from
     # there on was trained anew.
     return f"""\
@@ -40,33 +85,37 @@ per_step AS (
     avg(value) AS value, min(value) AS lowest, max(value) AS highest
   FROM said GROUP BY run, name, labels, attempt, step{and_rolled}
 ),
-extent AS (
-  SELECT run, name, labels, attempt, min(first_step) AS first_step, max(step) AS last_step
-  FROM per_step GROUP BY run, name, labels, attempt
-),
+{spans},
 repeated AS (
   SELECT *, greatest(0, last_step + 1 - lead(first_step, 1, last_step + 1) OVER by_attempt) AS steps_again,
-    min(first_step) OVER (PARTITION BY run, name, labels ORDER BY attempt
+    min(goes_back_to) OVER (PARTITION BY {listed} ORDER BY attempt
       ROWS BETWEEN 1 FOLLOWING AND UNBOUNDED FOLLOWING) AS overwritten_from
-  FROM extent WINDOW by_attempt AS (PARTITION BY run, name, labels ORDER BY attempt)
+  FROM span WINDOW by_attempt AS (PARTITION BY {listed} ORDER BY attempt)
 ),
 counted AS (
-  SELECT run AS of_run, name AS of_name, labels AS of_labels, attempt AS of_attempt, overwritten_from,
-    coalesce(sum(steps_again) OVER (PARTITION BY run, name, labels ORDER BY attempt
+  SELECT {", ".join(f"{key} AS of_{key}" for key in keys)}, attempt AS of_attempt, overwritten_from,
+    coalesce(sum(steps_again) OVER (PARTITION BY {listed} ORDER BY attempt
       ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING), 0)::BIGINT AS steps_before
   FROM repeated
 )
 SELECT run, name, labels, attempt, step, step + steps_before AS cumulative_step, ts, parts, value, lowest, highest,
   coalesce(step < overwritten_from, true) AS stands, first_step
-FROM per_step JOIN counted
-  ON run = of_run AND name = of_name AND labels IS NOT DISTINCT FROM of_labels AND attempt = of_attempt
+FROM per_step JOIN counted ON attempt = of_attempt AND {" AND ".join(map(_same, keys))}
 """
 
 
-_SCALAR_HISTORY: Final = f"CREATE OR REPLACE VIEW scalar_history AS\n{_history(_LAST_WORDS, _AND_ROLLED)}"
+def _same(key: str) -> str:
+    """Return a condition of the join; DuckDB takes a condition of the question over to its other side only by =."""
+    return "labels IS NOT DISTINCT FROM of_labels" if key == "labels" else f"{key} = of_{key}"
+
+
+_SCALAR_HISTORY: Final = f"""\
+CREATE OR REPLACE VIEW scalar_history AS
+{_history(_LAST_WORDS, _AND_ROLLED, _SPANS_OF_SCALARS, ("run", "name", "labels"))}"""
 """A row per attempt and step, the mean of `parts` numbers, one of each rank and micro-batch; `cumulative_step` counts
 steps that were trained twice twice; `stands` is false for what a later attempt trained anew. Where steps are rolled up
-it is a row per hundred of them, `first_step` to `step`; elsewhere the two are equal."""
+it is a row per hundred of them, `first_step` to `step`, which stands while all of them do; elsewhere the two are
+equal."""
 
 _LOSS_CURVE_OF: Final = """\
 CREATE OR REPLACE VIEW loss_curve AS
@@ -76,7 +125,10 @@ FROM"""
 _LOSS_CURVE: Final = f"{_LOSS_CURVE_OF} scalar_history WHERE name = 'loss' AND stands\n"
 """The loss as it stands: one row per step, of the last attempt that trained it."""
 
-LOSS_SAID_ONCE: Final = f"{_LOSS_CURVE_OF} (\n{_history(_LOSSES_SAID_ONCE, '')}) WHERE stands\n"
+LOSS_SAID_ONCE: Final = f"""\
+{_LOSS_CURVE_OF} (
+{_history(_LOSSES_SAID_ONCE, "", _SPANS_OF_LOSSES, ("run",))}) WHERE stands
+"""
 """The same where no rank said the loss of a step twice within an attempt, and nothing is rolled up: in a third of the
 time, for which rank and micro-batch a number is of need not be told apart."""
 
@@ -87,6 +139,9 @@ SELECT run, labels, 0::INTEGER AS attempt, step, step AS cumulative_step, min(ts
 FROM scalars WHERE {LOSSES} GROUP BY run, labels, step
 """
 """The same where besides all is of attempt 0: in a fifth."""
+
+# Many plan 2^63 - 1 steps and stop when they have seen enough: there is no such date. A thousand years.
+_TOLD_SECONDS: Final = 31_556_952_000
 
 # From the clock, not from `step_seconds`: evaluation and checkpoints take their time too.
 _RUN_ETA: Final = f"""\
@@ -109,6 +164,7 @@ SELECT run, state, newest_step AS step, planned_steps, seconds_per_step, last_se
   CASE WHEN newest_step >= planned_steps THEN 0 WHEN state IN ({_ENDED}) THEN NULL
     ELSE (planned_steps - newest_step) * seconds_per_step END AS eta_seconds,
   CASE WHEN newest_step < planned_steps AND state NOT IN ({_ENDED})
+      AND (planned_steps - newest_step) * seconds_per_step < {_TOLD_SECONDS}
     THEN last_seen_at + to_microseconds(((planned_steps - newest_step) * seconds_per_step * 1e6)::BIGINT) END
     AS expected_end
 FROM speed LEFT JOIN runs USING (run)

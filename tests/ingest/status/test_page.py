@@ -179,6 +179,7 @@ def test_every_health_has_its_row():
         (61, "1 min 1 s"),
         (3600, "1 h"),
         (93_784, "1 d 2 h"),
+        (9.2e18, "over 1,000 years"),
         (float("inf"), "∞"),
     ],
 )

@@ -61,6 +61,82 @@ def test_the_last_attempt_that_trained_a_step_stands_and_steps_trained_twice_cou
         assert len(rows) == connection.sql("FROM scalar_history").count("*").fetchall()[0][0]
 
 
+def drawn(connection, name: str) -> list[tuple]:
+    """What `scalar_curve` has of each step."""
+    return connection.sql(f"SELECT step, mean FROM scalar_curve('r', of_name := '{name}') ORDER BY step").fetchall()
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ATTEMPTS, st.integers(1, 9), st.integers(0, 8), st.booleans())
+def test_a_scalar_that_is_logged_seldom_stands_and_counts_on_as_the_loss_does(
+    tmp_path_factory, attempts, every, offset, before
+):
+    """An attempt may end before it logs it at all; an evaluation before the first step has the number of the last."""
+    store = Store.open(tmp_path_factory.mktemp("store"), create=True)
+    rows, standing, trained = [], {}, 0
+    for attempt, (first, count) in enumerate(attempts):
+        last_before = attempts[attempt - 1][0] + attempts[attempt - 1][1] - 1 if attempt else first - 1
+        trained += max(0, last_before + 1 - first) if attempt else 0
+        steps = [step for step in range(first, first + count) if step % every == offset % every]
+        evaluated = sorted({*steps, first - 1} if before else steps)
+        standing = {
+            step: row for step, row in standing.items() if step < (first - 1 if first - 1 in evaluated else first)
+        }
+        rows += [
+            loss(attempt, step, 1.0, rank=None, labels=f'{{"of":"{step % 2}"}}') for step in range(first, first + count)
+        ]
+        for step in evaluated:
+            rows.append(loss(attempt, step, 100.0 * attempt + step, name="eval_loss"))
+            standing[step] = (step, attempt, step + trained, 100.0 * attempt + step)
+    with store.claim(owner="me") as writer, connect(store.root) as connection:
+        append(writer, "scalars", rows)
+        asked = "SELECT step, attempt, cumulative_step, value FROM scalar_history WHERE name = 'eval_loss' AND stands"
+
+        assert sorted(standing.values()) == sorted(connection.sql(asked).fetchall())
+        assert sorted((step, value) for step, *_, value in standing.values()) == drawn(connection, "eval_loss")
+
+
+def test_a_scalar_that_counts_epochs_goes_by_its_own_steps(writer, connection):
+    """Both attempts begin in the middle of an epoch; in the second, the loss begins far behind the last epoch."""
+    rows = [loss(attempt, step, 1.0) for attempt, first in ((0, 1), (1, 451)) for step in range(first, first + 500)]
+    rows += [loss(0, epoch, float(epoch), name="accuracy") for epoch in range(5)]
+    rows += [loss(1, epoch, 10.0 + epoch, name="accuracy") for epoch in range(4, 9)]
+    append(writer, "scalars", rows)
+    asked = "SELECT step, cumulative_step, value FROM scalar_history WHERE name = 'accuracy' AND stands ORDER BY 1"
+    expected = [(0, 0, 0.0), (1, 1, 1.0), (2, 2, 2.0), (3, 3, 3.0), *((n, n + 1, 10.0 + n) for n in range(4, 9))]
+
+    assert expected == connection.sql(asked).fetchall()
+    assert [(step, value) for step, _, value in expected] == drawn(connection, "accuracy")
+
+
+def test_a_run_without_a_loss_goes_by_each_scalar(writer, connection):
+    append(
+        writer, "scalars", [loss(attempt, step, 1.0 + attempt, name="lr") for attempt, step in ((0, 1), (0, 2), (1, 2))]
+    )
+
+    assert [(1, 1.0), (2, 2.0)] == drawn(connection, "lr")
+    asked = "SELECT step, value FROM scalar_history WHERE stands ORDER BY 1"
+    assert [(1, 1.0), (2, 2.0)] == connection.sql(asked).fetchall()
+
+
+def test_what_is_rolled_up_stands_while_all_of_its_steps_do(writer, connection):
+    """The next attempt began in the middle of the second hundred: why it went back may be in the mean of that."""
+    rolled = {"name": "loss", "rows": 9, "value_count": 9, "value_nans": 0, "rank": None}
+    buckets = ((0, 1, 99, 2.0), (100, 100, 199, 1e9))
+    append(
+        writer,
+        "scalar_rollups",
+        [
+            rolled | {"step": step, "first_step": first, "last_step": last, "value_avg": mean}
+            for step, first, last, mean in buckets
+        ],
+    )
+    append(writer, "scalars", [loss(1, step, 1.0) for step in range(151, 250)])
+
+    assert [(0, 99, 99, 2.0), (1, 151, 200, 1.0)] == curve(connection)[:2]
+    assert [(1, 2.0), (151, 1.0)] == drawn(connection, "loss")[:2]
+
+
 def test_a_step_written_again_within_an_attempt_is_what_it_was_last(writer, connection):
     append(writer, "scalars", [loss(0, 5, 1.0, ordinal=7), loss(0, 6, 2.0, ordinal=8), loss(0, 5, 9.0, ordinal=9)])
 
@@ -201,3 +277,11 @@ def test_without_a_plan_or_a_future_there_is_no_eta(writer, connection, run, exp
     append(writer, "runs", [run])
 
     assert [(10, 1.0, expected, None)] == eta(connection)
+
+
+@pytest.mark.parametrize("planned", [10**12, 2**63 - 1])
+def test_a_plan_without_an_end_has_no_date_of_one(writer, connection, planned):
+    append(writer, "scalars", [paced(step, step) for step in range(1, 11)])
+    append(writer, "runs", [run_row(planned_steps=planned)])
+
+    assert [(10, 1.0, pytest.approx(planned), None)] == eta(connection)
