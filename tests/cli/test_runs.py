@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -87,3 +88,26 @@ def test_the_list_is_chosen_by_tags(runs):
 )
 def test_what_cannot_be_is_said_with_the_form_that_is_wanted(runs, arguments, complaint):
     assert runs(*arguments).startswith(complaint)
+
+
+def test_rename_merge_and_rm_say_what_became_of_how_many_rows(runs):
+    """A run is followed by its rows and its labels wherever it goes."""
+    runs("tag", "before", "team=ours")
+    renamed = runs("rename", "before", "after")
+    facts = json.loads(runs("show", "after", "--format", "json"))
+    left = listed(runs("--format", "json"))
+    removed = runs("rm", "after", "--yes")
+
+    assert re.fullmatch(r"\d+ rows in \d+ files\n", renamed)
+    assert {"team": "ours"} == facts["tags"]
+    assert "after" in left
+    assert "before" not in left
+    assert re.fullmatch(r"\d+ rows in \d+ files; [\d,]+ bytes will be free after maintenance\n", removed)
+    assert "after" not in listed(runs("--format", "json"))
+
+
+def test_a_run_is_not_renamed_to_one_that_there_is(runs):
+    assert runs("rename", "before", "before").startswith(
+        "a run is called 'before' already: `rankscope runs merge` joins"
+    )
+    assert runs("merge", "before", "nobody").startswith("no run is called 'nobody'")

@@ -58,6 +58,17 @@ def test_store_check_of_a_damaged_store_ends_with_1_and_repair_says_what_is_lost
     assert repaired.stdout.startswith("taken out of the log, lost: dataset=events")
 
 
+def test_store_repair_gives_up_a_folder_that_is_away_only_when_it_is_forced_to(rankscope, in_flushes):
+    (in_flushes / "dataset=scalars").rename(in_flushes.parent / "away")
+    refused = rankscope("store", "repair", "--store", str(in_flushes))
+    forced = rankscope("store", "repair", "--force", "--store", str(in_flushes))
+
+    assert 1 == refused.returncode
+    assert "dataset=scalars is not there, with all files of scalars. A disk or a mount may be away" in refused.stderr
+    assert (0, FLUSHES) == (forced.returncode, forced.stdout.count("taken out of the log, lost: dataset=scalars"))
+    assert 0 == rows_of(in_flushes, "scalars")
+
+
 def test_store_retain_takes_no_time_before_all_time(rankscope):
     done = rankscope("store", "retain", "--days", "inf", "--dry-run")
 

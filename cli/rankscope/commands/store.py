@@ -48,6 +48,9 @@ def store(
     deep: Annotated[
         bool, typer.Option("--deep", help="check, repair: decode every value; check: look for rows stored twice.")
     ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="repair: give up files of a disk or mount that is away, too.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="retain, repair: only say what would be done.")] = False,
     days: Annotated[
         float | None, typer.Option(min=0, help="retain: days that raw statistics are kept.", show_default=False)
@@ -72,7 +75,8 @@ def store(
     tensors older than --days, and scalars older than --scalars-days, by one row per hundred steps; features,
     histograms, hashes and collectives older than --days go, as samples and rollups do after days of their own. What
     has no days given stays, events and runs always. repair moves a torn log entry and files that cannot be read to
-    _damaged/, says which rows are lost, and removes what dead processes left; it refuses while a service writes.
+    _damaged/, says which rows are lost, and removes what dead processes left; it refuses while a service writes, and,
+    without --force, where a disk or a mount may be away.
 
     [bold]Examples[/bold]
 
@@ -97,7 +101,7 @@ def store(
         elif action is Action.RETAIN:
             _retain(root, _policy(days, scalars_days, samples_days, rollup_days), form, output, dry_run=dry_run)
         else:
-            _repair(root, deep=deep, dry_run=dry_run)
+            _repair(root, deep=deep, dry_run=dry_run, force=force)
     except StoreError as error:
         raise CommandError(str(error)) from error
 
@@ -207,11 +211,11 @@ def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def _repair(root: Path, *, deep: bool, dry_run: bool) -> None:
+def _repair(root: Path, *, deep: bool, dry_run: bool, force: bool) -> None:
     from rankscope_storage.care.repairing import repair
     from rankscope_storage.durable import sync_to_disk
 
-    _tell_repair(repair(root, sync_to_disk, deep=deep, dry_run=dry_run), dry_run=dry_run)
+    _tell_repair(repair(root, sync_to_disk, deep=deep, dry_run=dry_run, force=force), dry_run=dry_run)
 
 
 def _tell_repair(report: RepairReport, *, dry_run: bool) -> None:

@@ -8,12 +8,12 @@ from typing import Final
 
 from rankscope_contract.records import DATASETS, DIMENSIONS, TENSOR_ROW_KEY
 from rankscope_contract.rollups import BUCKET_STEPS, ROLLUPS
-from rankscope_storage.care.files import examine
+from rankscope_storage.care.files import examine, size_of
 from rankscope_storage.care.findings import CheckReport, Fault, Finding
 from rankscope_storage.care.logs import entries, torn_entries
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.durable import sync_to_disk
-from rankscope_storage.errors import TornLogError
+from rankscope_storage.errors import StoreError, TornLogError
 from rankscope_storage.files.parquet import STAGING
 from rankscope_storage.log.delta import REMOVED_FILES_HOURS, Log
 from rankscope_storage.log.files import LOG_FOLDER
@@ -27,9 +27,21 @@ _SHOWN: Final = 20
 """Incarnations named where records are missing."""
 
 _DUPLICATES: Final = """\
-SELECT count(*) AS keys, coalesce(sum(copies - 1), 0)::BIGINT AS rows FROM (
+SELECT coalesce(sum(copies - 1), 0)::BIGINT AS rows FROM (
   SELECT count(*) AS copies FROM tensor_stats WHERE incarnation IS NOT NULL GROUP BY {key} HAVING count(*) > 1)
 """
+# Other datasets have no key: a script may log the same number twice. But not all that a record has of a dataset.
+_RECORDS_TWICE: Final = """\
+SELECT coalesce(sum(rows - rows // fold), 0)::BIGINT AS rows FROM (
+  SELECT sum(copies) AS rows, min(copies) AS fold
+  FROM (
+    SELECT incarnation, seq, hash({columns}, CASE WHEN ts_origin <> 'ingest' THEN ts END) AS content, count(*) AS copies
+    FROM {dataset} WHERE incarnation IS NOT NULL AND seq IS NOT NULL GROUP BY ALL
+  )
+  GROUP BY incarnation, seq HAVING fold > 1)
+"""
+_OF_THE_STORE: Final = {"run", "attempt", "rank", "incarnation", "seq", "ordinal", "ts", "ts_origin"}
+"""Columns in which copies of a row may differ: what its run is called, and when and as which it came."""
 _IMPOSSIBLE: Final = f"""\
 SELECT count(*) AS rows FROM {{rollups}}
 WHERE rows < 1 OR first_ts > ts OR first_step < step OR last_step < first_step OR last_step - step >= {BUCKET_STEPS}
@@ -89,14 +101,21 @@ def _leavings(log: Log, snapshot: Snapshot) -> Iterator[Finding]:
     used = {f"{snapshot.root}/{path}" for path in snapshot.files["path"].to_pylist()}
     unused = [path for path in snapshot.root.glob("dataset=*/part=*/*.parquet") if str(path) not in used]
     staged = list((snapshot.root / STAGING).glob("*"))
-    due = len(log.unused_files(REMOVED_FILES_HOURS))
+    due = _due(log)
     for fault, paths, when in (
-        (Fault.UNUSED, unused, f"maintenance removes them after {REMOVED_FILES_HOURS} hours; {due} are due"),
+        (Fault.UNUSED, unused, f"maintenance removes them after {REMOVED_FILES_HOURS} hours{due}"),
         (Fault.STAGED, staged, "maintenance removes them after an hour"),
     ):
         if paths:
-            size = sum(path.stat().st_size for path in paths if path.exists())
+            size = sum(map(size_of, paths))
             yield Finding(fault=fault, path=paths[0].parent.name, text=f"{len(paths)}, {size} bytes: {when}")
+
+
+def _due(log: Log) -> str:
+    try:
+        return f"; {len(log.unused_files(REMOVED_FILES_HOURS))} are due"
+    except StoreError:  # a file that is out of reach, which is told as such, is in the way
+        return ""
 
 
 def _duplicates(connection: Connection) -> Iterator[Finding]:
@@ -105,6 +124,12 @@ def _duplicates(connection: Connection) -> Iterator[Finding]:
     if found["rows"]:
         text = f"{found['rows']} rows more than there are keys ({', '.join(TENSOR_ROW_KEY)})"
         yield Finding(fault=Fault.DUPLICATES, path="tensor_stats", text=text)
+    for dataset in DATASETS.keys() - {"tensor_stats", *DIMENSIONS, *ROLLUPS.values()}:
+        columns = ", ".join(f'"{field.name}"' for field in DATASETS[dataset] if field.name not in _OF_THE_STORE)
+        (found,) = connection.query(_RECORDS_TWICE.format(columns=columns, dataset=dataset)).to_pylist()
+        if found["rows"]:
+            text = f"{found['rows']} rows more than their records have (incarnation, seq)"
+            yield Finding(fault=Fault.DUPLICATES, path=dataset, text=text)
 
 
 def _contradictions(connection: Connection) -> Iterator[Finding]:

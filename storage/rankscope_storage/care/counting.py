@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_contract.rollups import ROLLUPS
+from rankscope_storage.care.files import size_of
 from rankscope_storage.care.logs import entries
 from rankscope_storage.care.policy import RAW
 from rankscope_storage.files.rounding import coarsest
@@ -53,7 +54,7 @@ def count(log: Log, *, by: str) -> StoreStats:
     """Return the figures of the newest version, grouped by `by`: dataset, part, run or tier."""
     snapshot = log.snapshot()
     files = snapshot.files.to_pylist()
-    on_disk = sum(path.stat().st_size for path in log.root.glob("dataset=*/part=*/*.parquet"))
+    on_disk = sum(size_of(path) for path in log.root.glob("dataset=*/part=*/*.parquet"))
     size = sum(file["size_bytes"] for file in files)
     return StoreStats(
         version=snapshot.version,
@@ -61,7 +62,7 @@ def count(log: Log, *, by: str) -> StoreStats:
         rows=sum(file["rows"] for file in files),
         size_bytes=size,
         log_entries=len(entries(log.root)),
-        log_bytes=sum(path.stat().st_size for path in (log.root / LOG_FOLDER).iterdir()),
+        log_bytes=sum(size_of(path) for path in (log.root / LOG_FOLDER).iterdir()),
         unused_bytes=max(0, on_disk - size),
         oldest=pc.min(snapshot.files["ts_min"]).as_py(),
         newest=pc.max(snapshot.files["ts_max"]).as_py(),

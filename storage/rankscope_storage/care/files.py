@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -25,12 +27,16 @@ def examine(root: Path, file: Mapping[str, Any], *, deep: bool) -> Finding | Non
     except FileNotFoundError:
         return _finding(Fault.MISSING, file, "is not there")
     except OSError as error:
-        return _finding(Fault.UNREADABLE, file, f"cannot be read: {error.strerror}")
+        return _out_of_reach(file, error)
     if size != file["size_bytes"]:
         return _finding(Fault.OTHER_SIZE, file, f"has {size} bytes, {file['size_bytes']} in the log")
     try:
         return _examine_content(pq.ParquetFile(path), file, deep=deep)
+    except FileNotFoundError:
+        return _finding(Fault.MISSING, file, "is not there")
     except (OSError, pa.ArrowException) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # Arrow tells of damage by OSError without a number
+            return _out_of_reach(file, error)
         return _finding(Fault.UNREADABLE, file, f"cannot be decoded: {str(error).splitlines()[0]}")
 
 
@@ -77,6 +83,18 @@ def extent(file: Mapping[str, Any]) -> str:
     run = file["run_min"] if file["run_min"] == file["run_max"] else f"{file['run_min']} to {file['run_max']}"
     steps = "" if file["step_min"] is None else f", steps {file['step_min']} to {file['step_max']}"
     return f"{file['rows']} rows of {file['dataset']}, run {run}{steps}"
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes of the file at `path`, 0 where a service beside us has just removed it."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _out_of_reach(file: Mapping[str, Any], error: OSError) -> Finding:
+    return _finding(Fault.OUT_OF_REACH, file, f"cannot be read now ({os.strerror(error.errno or errno.EIO)})")
 
 
 def _finding(fault: Fault, file: Mapping[str, Any], text: str) -> Finding:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 
 class Fault(enum.StrEnum):
-    """What is the matter with a file or the log. The first six are damage, the others are only worth knowing."""
+    """What is the matter with a file or the log. The first seven are damage, the others are only worth knowing."""
 
     TORN_LOG = "torn log entry"
     MISSING = "missing file"
     UNREADABLE = "unreadable file"
+    OUT_OF_REACH = "file out of reach"
     OTHER_SIZE = "other size than the log says"
     OTHER_CONTENT = "other content than the log says"
     DUPLICATES = "rows stored twice"

@@ -8,14 +8,14 @@ Only a store that no service of this machine writes to is touched; the shard loc
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from rankscope_storage.care.compaction import MUTEX
 from rankscope_storage.care.files import examine, extent
-from rankscope_storage.care.findings import Fault
+from rankscope_storage.care.findings import Fault, Finding
 from rankscope_storage.care.logs import entries, torn_entries
 from rankscope_storage.care.sweeping import find_leavings, sweep
 from rankscope_storage.durable import Sync, make_folders
@@ -28,7 +28,8 @@ from rankscope_storage.writing.claim import all_shards
 DAMAGED: Final = "_damaged"
 
 _GONE: Final = (Fault.MISSING, Fault.UNREADABLE, Fault.OTHER_SIZE)
-"""What no reader can use. A file of other content is readable: a person has to judge it."""
+"""What no reader can use. A file of other content is readable: a person has to judge it. Of one out of reach a person
+has to say that it will not come back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +51,10 @@ class RepairReport:
         return bool(self.torn_entry or self.torn_checkpoint or self.lost or self.swept)
 
 
-def repair(root: Path, sync: Sync, *, dry_run: bool = False, deep: bool = False) -> RepairReport:
+def repair(root: Path, sync: Sync, *, dry_run: bool = False, deep: bool = False, force: bool = False) -> RepairReport:
     """Move a torn newest log entry or checkpoint away, and take files that cannot be read out of the log.
 
+    Files that may come back, with a disk or a mount, stay in it, unless with `force`.
     Raises ClaimError while a service of this machine writes, and StoreError for what no program should decide.
     """
     with all_shards(root, "rankscope store repair"):
@@ -62,7 +64,7 @@ def repair(root: Path, sync: Sync, *, dry_run: bool = False, deep: bool = False)
             return RepairReport(torn_entry=torn.name if torn else None, torn_checkpoint=checkpoint, lost=())
         if torn is not None:
             _set_aside(root, torn, sync)
-        lost = _drop(root, sync, dry_run=dry_run, deep=deep)
+        lost = _drop(root, sync, dry_run=dry_run, deep=deep, force=force)
         if torn or checkpoint or lost:
             # Not in the same breath: a person may want to look at what just fell out of the log.
             return RepairReport(torn_entry=torn.name if torn else None, torn_checkpoint=checkpoint, lost=lost)
@@ -106,21 +108,40 @@ def _torn_entry(root: Path) -> Path | None:
     return torn[0]
 
 
-def _drop(root: Path, sync: Sync, *, dry_run: bool, deep: bool) -> tuple[str, ...]:
+def _drop(root: Path, sync: Sync, *, dry_run: bool, deep: bool, force: bool) -> tuple[str, ...]:
     log = Log.open(root, sync)
-    gone = [(file, finding) for file, finding in _examined(log, deep=deep) if finding.fault in _GONE]
+    examined = list(_examined(log, deep=deep))
+    if not force:
+        _refuse_what_may_come_back(root, examined)
+    faults = {*_GONE, Fault.OUT_OF_REACH}
+    gone = [(file, finding) for file, finding in examined if finding.fault in faults]
     if gone and not dry_run:
         number = (log.transaction(MUTEX) or 0) + 1
         info = {"rankscopeRepair": "; ".join(finding.text for _, finding in gone)[:10_000]}
         removed = [_data_file(file) for file, _ in gone]
         log.commit(Change(removed=removed, transactions={MUTEX: number}, info=info))
         for file, _ in gone:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, *([OSError] if force else [])):
                 _set_aside(root, root / file["path"], sync)
     return tuple(f"{file['path']}: {extent(file)}" for file, _ in gone)
 
 
-def _examined(log: Log, *, deep: bool) -> Iterator[tuple[Mapping[str, Any], Any]]:
+def _refuse_what_may_come_back(root: Path, examined: Sequence[tuple[Mapping[str, Any], Finding]]) -> None:
+    for file, finding in examined:
+        folder = root / f"dataset={file['dataset']}"
+        away = None
+        if finding.fault == Fault.OUT_OF_REACH:
+            away = f"{file['path']} {finding.text}"
+        elif finding.fault == Fault.MISSING and not folder.exists():
+            away = f"{folder} is not there, with all files of {file['dataset']}"
+        if away:
+            raise StoreError(
+                f"{away}. A disk or a mount may be away: nothing was changed. Bring it back, or give up for ever "
+                "what lies there: `rankscope store repair --force`"
+            )
+
+
+def _examined(log: Log, *, deep: bool) -> Iterator[tuple[Mapping[str, Any], Finding]]:
     for file in log.snapshot().files.to_pylist():
         finding = examine(log.root, file, deep=deep)
         if finding is not None:

@@ -8,7 +8,7 @@ names. Appends of other runs go on meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,13 +28,19 @@ from rankscope_storage.writing.watermarks import watermark_transaction
 
 _ATTEMPTS: Final = 5
 
+RowChange = Callable[[pa.Table], pa.Table | None]
+"""Returns some rows of the run as they shall be, None when they go."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewrite:
-    """What becomes of the rows of `run`: `rows` returns them as they shall be, None when they go."""
+    """What becomes of the rows of `run`: `rows` says it of the version of the store that the commit builds on.
+
+    It raises StoreError where that cannot be done.
+    """
 
     run: str
-    rows: Callable[[pa.Table], pa.Table | None]
+    rows: Callable[[int], RowChange]
     part: str | None = None  # of files that hold no other run
     forgets: bool = False  # positions of its processes too, so that the same rows may be stored again
 
@@ -43,27 +49,44 @@ class Rewrite:
 class RewriteReport:
     """How many rows changed, and files; `bytes_freed` on the disk once maintenance has been."""
 
-    rows: int
-    files_removed: int
-    files_added: int
-    bytes_freed: int
+    rows: int = 0
+    files_removed: int = 0
+    files_added: int = 0
+    bytes_freed: int = 0
+
+    def __add__(self, other: RewriteReport) -> RewriteReport:
+        """Return what both did."""
+        return RewriteReport(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
 
 def carry_out(root: Path, rewrite: Rewrite, sync: Sync) -> RewriteReport:
-    """Commit `rewrite`; a compaction that comes between is let by. Raises ConflictError when it never ends."""
+    """Commit `rewrite`; a compaction that comes between is let by. Raises ConflictError when it never ends.
+
+    Rows of the run that a service appended meanwhile, from the rings of its last ranks, are changed as well.
+    """
     log = Log.open(root, sync)
-    for _ in range(_ATTEMPTS - 1):
+    change: RowChange | None = None
+    done = RewriteReport()
+    for attempt in range(_ATTEMPTS):
         try:
-            return _attempt(log, rewrite, sync)
+            report, change = _attempt(log, rewrite, change, sync)
         except ConflictError:
-            log.refresh()
-    return _attempt(log, rewrite, sync)
+            if attempt == _ATTEMPTS - 1:
+                raise
+        else:
+            done += report
+            if not report.files_removed:
+                break
+        log.refresh()
+    return done
 
 
-def _attempt(log: Log, rewrite: Rewrite, sync: Sync) -> RewriteReport:
+def _attempt(log: Log, rewrite: Rewrite, change: RowChange | None, sync: Sync) -> tuple[RewriteReport, RowChange]:
+    """Return what was done and how; what comes later must be changed in the same way."""
     # From here on the handle must not be refreshed: only so does the mutex cover what is looked at.
     mutex = (log.transaction(MUTEX) or 0) + 1
-    work = _Work(log.root, rewrite, sync)
+    changed = rewrite.rows(log.version) if change is None else change
+    work = _Work(log.root, rewrite, changed, sync)
     snapshot = log.snapshot()
     try:
         for dataset in DATASETS:
@@ -78,15 +101,16 @@ def _attempt(log: Log, rewrite: Rewrite, sync: Sync) -> RewriteReport:
     except (OSError, pa.ArrowException) as error:
         discard(log.root, work.added)
         raise StoreError(f"cannot rewrite files of {log.root}: {error}") from error
-    return work.report()
+    return work.report(), changed
 
 
 class _Work:
     """The files of one rewrite, as they come."""
 
-    def __init__(self, root: Path, rewrite: Rewrite, sync: Sync) -> None:
+    def __init__(self, root: Path, rewrite: Rewrite, change: RowChange, sync: Sync) -> None:
         self._root = root
         self._rewrite = rewrite
+        self._change = change
         self._sync = sync
         self._rows = 0
         self.removed: list[DataFile] = []
@@ -105,7 +129,7 @@ class _Work:
         self.incarnations.update(value for value in own.column("incarnation").unique().to_pylist() if value is not None)
         names = ("path", "dataset", "part", "rows", "size_bytes")
         self.removed.append(DataFile(**{name: file[name] for name in names}, modified_at_ms=0, statistics=""))
-        changed = self._rewrite.rows(own)
+        changed = self._change(own)
         rest = [rows for rows in (changed, others) if rows is not None and rows.num_rows]
         if rest:
             moves = not others.num_rows and not file["part"].startswith(SHARED_PREFIX) and file["dataset"] != "samples"

@@ -71,9 +71,11 @@ def is_between(root: Path, since: int, upto: int, transactions: Mapping[str, int
 def is_cut(text: bytes) -> bool:
     """Whether an entry has fewer lines than it says, as after a loss of power; one that does not say is taken as it is.
 
-    Raises ValueError for a line that is not whole.
+    Without a line it is cut, though delta-rs takes that for a commit. Raises ValueError for a line that is not whole.
     """
-    first, *others = text.splitlines() or [b"{}"]
+    if not text:
+        return True
+    first, *others = text.splitlines()
     said = json.loads(first).get("commitInfo", {}).get(ACTIONS)
     return said is not None and len(others) < int(said)
 

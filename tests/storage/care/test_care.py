@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_contract.records import DATASETS, DIMENSIONS
+from rankscope_contract.rollups import ROLLUPS
 from rankscope_storage.care import files, merges
 from rankscope_storage.care.checking import check
 from rankscope_storage.care.compaction import compact
@@ -23,6 +27,7 @@ from rankscope_storage.errors import ClaimError, StoreError
 from rankscope_storage.files.parquet import DataFile
 from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.log.files import LOG_FOLDER
+from rankscope_storage.schema import dataset_schema
 from rankscope_storage.store import Batch, Store
 
 
@@ -177,6 +182,63 @@ def test_what_just_fell_out_of_the_log_is_not_swept_in_the_same_breath(left):
     assert orphan.exists()
 
 
+def test_a_file_that_may_come_back_stays_in_the_log_unless_a_person_gives_it_up(left):
+    """A link to itself stands for a disk that is away: the system says something else than that the file is gone."""
+    path = data_files(left)[0]
+    path.unlink()
+    path.symlink_to(path.name)
+    (finding,) = check(left).findings
+
+    assert Fault.OUT_OF_REACH == finding.fault
+    assert "cannot be read now (Too many levels of symbolic links); 5 rows of scalars" in finding.text
+    for dry_run in (True, False):
+        with pytest.raises(StoreError, match=r"cannot be read now .* nothing was changed.*repair --force"):
+            repair(left, sync_to_disk, dry_run=dry_run)
+    assert [Fault.OUT_OF_REACH] == faults(left)
+    assert 1 == len(repair(left, sync_to_disk, force=True).lost)
+    assert 10 == rows(left)
+
+
+def test_a_disk_that_fails_while_a_file_is_decoded_is_no_damage_of_the_file(left, monkeypatch):
+    def failing(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(files.pq, "ParquetFile", failing)
+
+    assert [Fault.OUT_OF_REACH] * 3 == faults(left)
+    with pytest.raises(StoreError, match="nothing was changed"):
+        repair(left, sync_to_disk)
+
+
+def test_a_folder_that_is_not_there_at_all_is_not_taken_out_of_the_log(left):
+    """As when a mount is missing: whoever mounts it after the repair would have a store that knows nothing of it."""
+    away = (left / "dataset=scalars").rename(left / "elsewhere")
+    with pytest.raises(StoreError, match=r"dataset=scalars is not there, with all files of scalars"):
+        repair(left, sync_to_disk)
+    away.rename(left / "dataset=scalars")
+    assert check(left).is_whole
+    shutil.rmtree(left / "dataset=scalars")
+
+    assert 3 == len(repair(left, sync_to_disk, force=True).lost)
+    assert 0 == rows(left)
+
+
+def test_figures_and_findings_do_not_mind_files_that_a_service_removes_meanwhile(left, monkeypatch):
+    """Between the look at a folder and the look at a file, as compaction and maintenance do."""
+    genuine = Path.glob
+
+    def and_one_gone(path, pattern):
+        yield from genuine(path, pattern)
+        if pattern.endswith(".parquet") and "dataset" in pattern:
+            yield path / "dataset=scalars" / "part=r" / "gone.parquet"
+
+    before = count(Log.open(left, sync_to_disk), by="run").unused_bytes
+    monkeypatch.setattr(Path, "glob", and_one_gone)
+
+    assert before == count(Log.open(left, sync_to_disk), by="run").unused_bytes
+    assert check(left).is_whole
+
+
 def test_rollups_that_no_rows_can_have_said_are_damage(store, writer):
     row = {"run": ["r"], "name": ["loss"], "step": [100], "first_step": [100], "last_step": [199], "rows": [3]}
     writer.append(Batch(tables={"scalar_rollups": pa.table({**row, "value_count": [3]})}, watermarks={}))
@@ -201,6 +263,39 @@ def test_rows_stored_twice_and_records_that_are_missing_are_found(store, writer)
     found = check(store.root, deep=True)
     assert Fault.DUPLICATES in [finding.fault for finding in found.findings]
     assert not found.is_whole
+
+
+NUMBERED = sorted(DATASETS.keys() - {*DIMENSIONS, *ROLLUPS.values()})
+
+
+@pytest.mark.parametrize("dataset", NUMBERED)
+def test_a_record_stored_twice_is_found_in_every_dataset(store, writer, dataset):
+    """Its copy came later, in a run by another name. What a script says twice in a record is no copy."""
+    texts = {field.name: field.name for field in DATASETS[dataset] if field.type == "string"}
+    told = [
+        {**texts, "run": "r", "incarnation": "i", "seq": seq, "ts_origin": "ingest", "ts": 5, "ordinal": 1}
+        for seq in range(3)
+    ]
+    if dataset == "scalars":
+        told += [told[0], {**told[0], "name": "another"}]
+    writer.append(
+        Batch(tables={dataset: pa.Table.from_pylist(told, schema=dataset_schema(dataset))}, watermarks={"i": 2})
+    )
+    (path,) = data_files(store.root)
+
+    assert () == check(store.root, deep=True).findings
+    table = pq.ParquetFile(path).read()
+    for name, value in (("run", "s"), ("ts", 6), ("ordinal", 9)):
+        if name in table.column_names:
+            changed = pa.array([value] * table.num_rows).cast(table.schema.field(name).type)
+            table = table.set_column(table.schema.get_field_index(name), table.schema.field(name), changed)
+    copy = path.with_name(f"copy{path.name[4:]}")
+    pq.write_table(table, copy)
+    _add(store.root, copy)
+    (finding,) = check(store.root, deep=True).findings
+
+    assert (Fault.DUPLICATES, dataset) == (finding.fault, finding.path)
+    assert f"{len(told)} rows more than" in finding.text
 
 
 def _add(root, path) -> None:

@@ -7,12 +7,13 @@ from collections.abc import Callable
 import pyarrow as pa
 import pytest
 
-from rankscope_storage.care import merges, runs
+from rankscope_storage.care import merges, rewriting, runs
 from rankscope_storage.care.checking import check
 from rankscope_storage.care.compaction import compact
 from rankscope_storage.connection import connect
 from rankscope_storage.durable import sync_to_disk
-from rankscope_storage.errors import ClaimError, StoreError
+from rankscope_storage.errors import ClaimError, ConflictError, StoreError
+from rankscope_storage.log.delta import Log
 from rankscope_storage.schema import dataset_schema
 from rankscope_storage.store import Batch, Store
 
@@ -107,6 +108,81 @@ def test_a_service_goes_on_appending_other_runs_meanwhile(store, writer, batch):
     writer.append(batch(range(3, 5)))
 
     assert {"r": expected(0, "i0", 5)} == told(store.root)
+
+
+def test_no_service_begins_on_a_run_that_died_while_it_is_being_renamed(store, writer, batch, monkeypatch):
+    """Its rows would keep the old name. Afterwards one begins as ever."""
+    writer.append(batch(range(3)))
+    writer.append(run_version("r", "running"))
+    writer.close()
+    tried = []
+    genuine = rewriting.write_file
+
+    def meanwhile(*arguments, **options):
+        with pytest.raises(ClaimError, match="rankscope runs, which is alive"):
+            store.claim(owner="b")
+        tried.append(1)
+        return genuine(*arguments, **options)
+
+    monkeypatch.setattr(rewriting, "write_file", meanwhile)
+    runs.rename(store.root, "r", "new", sync_to_disk)
+
+    assert tried
+    assert ["new"] == list(told(store.root))
+    store.claim(owner="b").close()
+
+
+@pytest.mark.parametrize("act", ["rename", "merge", "remove"])
+def test_what_a_service_appends_of_the_run_meanwhile_follows_it(store, writer, batch, monkeypatch, act):
+    """The run has ended, as far as the store knows; a ring still had records of it."""
+    for run in ("r", "other"):
+        writer.append(batch(range(3), run=run, incarnation=f"i{run}"))
+        writer.append(run_version(run, "completed"))
+    genuine, late = Log.commit, iter([batch(range(3, 5), incarnation="ir")])
+
+    def commit(log, change):
+        if change.removed and (rows := next(late, None)) is not None:
+            writer.append(rows)
+        return genuine(log, change)
+
+    monkeypatch.setattr(Log, "commit", commit)
+    before = expected(0, "iother", 3)
+    if act == "rename":
+        done = runs.rename(store.root, "r", "new", sync_to_disk)
+    elif act == "merge":
+        done = runs.merge(store.root, "r", "other", sync_to_disk)
+    else:
+        done = runs.remove(store.root, "r", sync_to_disk)
+
+    after = {
+        "rename": {"new": expected(0, "ir", 5), "other": before},
+        "merge": {"other": before + expected(1, "ir", 5)},
+        "remove": {"other": before},
+    }
+    assert after[act] == told(store.root)
+    assert 6 == done.rows  # five scalars and what the store said of the run
+
+
+def test_a_run_joined_to_one_that_got_another_attempt_comes_behind_that_too(store, writer, batch, scalars, monkeypatch):
+    """A compaction came between as well, so that the first try was refused."""
+    for run in ("r", "other"):
+        writer.append(batch(range(3), run=run, incarnation=f"i{run}"))
+        writer.append(run_version(run, "completed"))
+    genuine = Log.commit
+    refusals = iter([True])
+
+    def commit(log, change):
+        if change.removed and next(refusals, False):
+            again = scalars([3], run="other", incarnation="iother")
+            again = again.set_column(1, "attempt", pa.array([1], pa.int32()))
+            writer.append(Batch(tables={"scalars": again}, watermarks={"iother": 3}))
+            raise ConflictError("a compaction was first")
+        return genuine(log, change)
+
+    monkeypatch.setattr(Log, "commit", commit)
+    runs.merge(store.root, "r", "other", sync_to_disk)
+
+    assert [*expected(0, "iother", 3), (1, "iother", 3), *expected(2, "ir", 3)] == told(store.root)["other"]
 
 
 @pytest.mark.parametrize(("kind", "again"), [("jsonl", 3), ("live", 0)])
