@@ -1,6 +1,7 @@
 """Moving averages, the tenth percentile and perplexity. SQL text.
 
-What is not finite is no part of any average, as with the rules; its row stays and shows the average of before.
+What is not finite is no part of any average, as with the rules; its row stays and shows the average of before. Rows of
+one x, as those of a step that two attempts trained, come in the order of y.
 """
 
 from __future__ import annotations
@@ -13,30 +14,31 @@ from typing import Final
 _EMA: Final = """\
 CREATE OR REPLACE MACRO ema(source, x, y, alpha, series := NULL) AS TABLE
 WITH numbered AS (
-  SELECT *, x AS ema_x, series AS ema_series, CASE WHEN isfinite(y) THEN y::DOUBLE END AS ema_y,
+  SELECT *, row_number() OVER (PARTITION BY series ORDER BY x, y) AS ema_row, series AS ema_series,
+    CASE WHEN isfinite(y) THEN y::DOUBLE END AS ema_y,
     CASE WHEN alpha > 0 AND alpha <= 1 THEN 1.0 - alpha::DOUBLE
       ELSE error('ema: alpha, the weight of a new value, lies above 0 and not above 1') END AS decay,
     CASE WHEN alpha < 1 THEN greatest(1, 200 / greatest(-ln(1.0 - alpha::DOUBLE), 1e-13))::BIGINT ELSE 1 END
-      AS block_length,
-    count(ema_y) OVER (PARTITION BY series ORDER BY x ROWS UNBOUNDED PRECEDING) - 1 AS position
+      AS block_length
   FROM query_table(source)
 ),
 placed AS (
-  SELECT *, greatest(position, 0) // block_length AS block, greatest(position, 0) % block_length AS place FROM numbered
+  SELECT *, count(ema_y) OVER (PARTITION BY ema_series ORDER BY ema_row ROWS UNBOUNDED PRECEDING) - 1 AS position,
+    greatest(position, 0) // block_length AS block, greatest(position, 0) % block_length AS place FROM numbered
 ),
 summed AS (
   SELECT *, pow(decay, place) * sum(CASE WHEN position = 0 THEN 1 ELSE alpha END * ema_y / pow(decay, place)) OVER (
-    PARTITION BY ema_series, block ORDER BY ema_x ROWS UNBOUNDED PRECEDING) AS own
+    PARTITION BY ema_series, block ORDER BY ema_row ROWS UNBOUNDED PRECEDING) AS own
   FROM placed
 ),
 block_end AS (
-  SELECT ema_series AS of_series, block + 1 AS next_block, arg_max(own, ema_x) AS inherited
+  SELECT ema_series AS of_series, block + 1 AS next_block, arg_max(own, ema_row) AS inherited
   FROM summed GROUP BY ema_series, block
 )
-SELECT summed.* EXCLUDE (ema_x, ema_series, ema_y, decay, block_length, position, block, place, own),
+SELECT summed.* EXCLUDE (ema_row, ema_series, ema_y, decay, block_length, position, block, place, own),
   own + coalesce(inherited * pow(decay, place + 1), 0) AS ema
 FROM summed LEFT JOIN block_end ON ema_series IS NOT DISTINCT FROM of_series AND block = next_block
-ORDER BY ema_series, ema_x
+ORDER BY ema_series, ema_row
 """
 
 _MOVING_AVERAGE: Final = """\
@@ -50,8 +52,9 @@ SELECT * EXCLUDE (average_series, average_x, average_y),
   min(average_y) OVER recent AS moving_min,
   max(average_y) OVER recent AS moving_max
 FROM chosen
-WINDOW recent AS (PARTITION BY average_series ORDER BY average_x ROWS BETWEEN (width - 1) PRECEDING AND CURRENT ROW)
-ORDER BY average_series, average_x
+WINDOW recent AS (
+  PARTITION BY average_series ORDER BY average_x, average_y ROWS BETWEEN (width - 1) PRECEDING AND CURRENT ROW)
+ORDER BY average_series, average_x, average_y
 """
 
 _P10: Final = """\

@@ -83,6 +83,24 @@ def test_each_series_has_an_ema_of_its_own_and_columns_stay(database):
     assert [(0, 0, 1.0, 1.0), (0, 2, 3.0, 2.0), (1, 1, 5.0, 5.0), (1, 3, 7.0, 6.0)] == rows
 
 
+TIES = st.lists(st.tuples(st.integers(0, 4), st.sampled_from([*map(float, range(5)), None])), min_size=1, max_size=30)
+
+
+@ONCE
+@given(TIES, st.sampled_from([0.01, 0.5, 0.9999, 1.0]), st.randoms(use_true_random=False))
+def test_rows_of_one_step_come_in_the_order_of_their_values_however_they_lie(database, points, alpha, order):
+    """As a step has several that two attempts trained. Powers of 0.0001 fill a block with 21 values."""
+    laid = order.sample(points, len(points))
+    database.register("curve", pa.table({"x": [x for x, _ in laid], "y": pa.array([y for _, y in laid], pa.float64())}))
+    values = [y for _, y in sorted(points, key=lambda point: (point[0], math.inf if point[1] is None else point[1]))]
+    averages = [value for (value,) in database.sql(f"SELECT ema FROM ema(curve, x, y, {alpha})").fetchall()]
+    recent = [v for (v,) in database.sql("SELECT moving_average FROM moving_average(curve, x, y, 3)").fetchall()]
+
+    assert_close(recursion(values, alpha), averages, scale=10)
+    finite = [[value for value in values[max(0, end - 2) : end + 1] if value is not None] for end in range(len(values))]
+    assert_close([sum(some) / len(some) if some else None for some in finite], recent, scale=10)
+
+
 @pytest.mark.parametrize("alpha", [0.0, -0.5, 1.5])
 def test_ema_refuses_a_weight_that_is_none(database, alpha):
     curve(database, [1.0, 2.0])
