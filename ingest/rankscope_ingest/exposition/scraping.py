@@ -272,7 +272,18 @@ class _Reading:
         kept, self._kept = self._kept, None
         if kept is not None:
             self._reader.forget(kept)
-        return self._reader.read(pages)
+        try:
+            return self._reader.read(pages)
+        except Exception:  # a fault of ours, in one of them; all others' scrapes wait for an answer
+            log.exception("%d pages could not be read together", len(pages))
+            return [self._alone(page) for page in pages]
+
+    def _alone(self, page: Page) -> PageRows | DecodeError:
+        try:
+            return self._reader.read([page])[0]
+        except Exception as error:
+            log.exception("the page of %s could not be read", page.target)
+            return DecodeError(f"the page cannot be read: {type(error).__name__}: {error}")
 
 
 def described(followed: Followed, now: float) -> Mapping[str, object]:

@@ -9,7 +9,7 @@ import pytest
 from rankscope_ingest.config import ExporterSection
 from rankscope_ingest.errors import FetchError
 from rankscope_ingest.exposition.fetch import Document
-from rankscope_ingest.exposition.pages import BATCH_BYTES
+from rankscope_ingest.exposition.pages import BATCH_BYTES, PageReader
 from rankscope_ingest.exposition.scraping import Followed, Scraper, _Reading
 from rankscope_ingest.exposition.targets import configured
 
@@ -243,6 +243,30 @@ async def test_exporters_that_hang_keep_no_healthy_one_waiting(eventually):
 
     assert fake.counts["healthy"] - before >= 8
     assert fake.counts["skipped"] > 200
+
+
+async def test_a_page_that_cannot_be_read_for_a_fault_of_ours_holds_up_no_other(monkeypatch, eventually, caplog):
+    """They are read together; the fault is told as that of one exporter, which is asked again."""
+    genuine = PageReader._exactly
+    monkeypatch.setattr(
+        PageReader, "_exactly", lambda self, page: 1 // 0 if b"bad" in page.body else genuine(self, page)
+    )
+
+    class Both(Fake):
+        async def got(self, url, then, *, accept, timeout_seconds, max_bytes):
+            return then(Document(b"bad 1\n" if "bad" in url else b"good 1\n", TEXT))
+
+    fake, time = Both(), asyncio.get_running_loop().time
+    scraper = Scraper(fake, fake, clock=time, wall=lambda: int(time() * 1e6))
+    sections = (ExporterSection(url=f"http://{name}:1/m", every_seconds=0.1) for name in ("bad", "good", "better"))
+    scraper.show("all", [configured(section) for section in sections])
+    await eventually(lambda: fake.counts["ok"] >= 6 and fake.counts["failed"] >= 3)
+    states = {one.exporter.name: (one.is_up, one.last_error) for one in scraper.followed}
+    scraper.show("all", [])
+
+    because = "the page cannot be read: ZeroDivisionError: integer division or modulo by zero"
+    assert {"bad:1": (False, because), "good:1": (True, None), "better:1": (True, None)} == states
+    assert "could not be read" in caplog.text
 
 
 async def test_first_of_two_with_one_name_is_scraped(caplog):
