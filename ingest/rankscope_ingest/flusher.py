@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import pyarrow as pa
 
@@ -122,8 +122,10 @@ class Flusher:
         clock: Callable[[], float],
         retry_seconds: tuple[float, ...] = RETRY_SECONDS,
         aside: Aside | None = None,
+        halves: Callable[[Any], tuple[PendingBatch, PendingBatch] | None] = halves,
     ) -> None:
         self._aside = aside
+        self._halves = halves
         self._appender = appender
         self._batcher = batcher
         self._on_commit = on_commit
@@ -208,7 +210,7 @@ class Flusher:
         if self._aside is None or flight.is_aside:
             self._retry_later(flight.pending, why)
             return
-        pair = halves(flight.pending)
+        pair = self._halves(flight.pending)
         if pair is not None:
             first, second = pair
             self._flights.popleft()

@@ -101,10 +101,10 @@ class Supervisor:
         self._tls = tls
         self._batcher = make_batcher(config)
         self._remote_read = RemoteRead(config.store.path, config.remote_read)
-        self._remote_write = RemoteWrite(
-            config.remote_write, writer, self._metrics, on_commit=self._on_pushed, clock=time.monotonic
-        )
         aside = Quarantine(Path(config.store.path), stamp=self._stamp, count=self._metrics.set_aside)
+        self._remote_write = RemoteWrite(
+            config.remote_write, writer, self._metrics, on_commit=self._on_pushed, clock=time.monotonic, aside=aside
+        )
         self._flusher = Flusher(writer, self._batcher, on_commit=self._on_commit, clock=time.monotonic, aside=aside)
         self._exporters = Exporters(config, self._batcher, self._metrics)
         self._goodput = GoodputWatch(lambda: read_goodput(config.store.path), lambda: self._commits_of_time)

@@ -35,6 +35,25 @@ class PendingSamples(PendingBatch):
         return {"samples": samples_table(self.requests)}
 
 
+def halves(batch: PendingSamples) -> tuple[PendingSamples, PendingSamples] | None:
+    """Return two batches of whole requests in the place of one, None for one of a single request."""
+    middle = len(batch.requests) // 2
+    if not middle:
+        return None
+    receipts = batch.info[RECEIPTS].split()
+    first, second = (
+        PendingSamples(
+            pieces={},
+            watermarks={},
+            rows=sum(request.rows for request in batch.requests[part]),
+            info={RECEIPTS: " ".join(receipts[part])},
+            requests=batch.requests[part],
+        )
+        for part in (slice(middle), slice(middle, None))
+    )
+    return first, second
+
+
 @dataclass(slots=True, kw_only=True)
 class SampleBatcher(Waiting):
     """Requests that wait for a commit. The clock is an argument."""

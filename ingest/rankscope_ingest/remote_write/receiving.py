@@ -16,9 +16,9 @@ from typing import Final, Protocol
 from rankscope_ingest.batch import PendingBatch
 from rankscope_ingest.config import RemoteWriteSection
 from rankscope_ingest.errors import BusyError, RegistrationError
-from rankscope_ingest.flusher import Appender, Committed, Flusher
+from rankscope_ingest.flusher import Appender, Aside, Committed, Flusher
 from rankscope_ingest.protobuf import unpacked
-from rankscope_ingest.remote_write.gathering import RECEIPTS, SampleBatcher
+from rankscope_ingest.remote_write.gathering import RECEIPTS, SampleBatcher, halves
 from rankscope_ingest.remote_write.reading import WriteReader, Written
 from rankscope_storage.errors import StoreError
 
@@ -71,6 +71,7 @@ class RemoteWrite:
         *,
         on_commit: Callable[[PendingBatch, Committed], None],
         clock: Callable[[], float],
+        aside: Aside | None = None,
     ) -> None:
         self._section = section
         self._store = store
@@ -84,7 +85,9 @@ class RemoteWrite:
             flush_after_seconds=section.hold_seconds,
             max_pending_rows=section.max_pending_samples,
         )
-        self._flusher = Flusher(store, self._batcher, on_commit=self._on_commit, clock=clock)
+        self._flusher = Flusher(
+            store, self._batcher, on_commit=self._on_commit, clock=clock, aside=aside, halves=halves
+        )
         self._open: dict[str, asyncio.Future[None]] = {}  # by receipt
         self._stored: dict[str, None] = {}  # receipts, the oldest first
         self._reading: set[asyncio.Task[None]] = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import pickle
 import sys
 import threading
 from collections import Counter
@@ -15,10 +16,11 @@ from tests.ingest.remote_write.messages import write_request
 from rankscope_ingest.config import RemoteWriteSection
 from rankscope_ingest.errors import BusyError, DecodeError
 from rankscope_ingest.protobuf import packed
-from rankscope_ingest.remote_write import receiving
+from rankscope_ingest.quarantine import Quarantine
+from rankscope_ingest.remote_write import gathering, receiving
 from rankscope_ingest.remote_write.reading import WriteReader
 from rankscope_ingest.remote_write.receiving import RemoteWrite
-from rankscope_storage.errors import StoreError
+from rankscope_storage.errors import BatchError, StoreError
 from rankscope_storage.writing.writer import Commit
 
 NOW = 1_770_000_000_000
@@ -38,6 +40,8 @@ class Memory:
     def append(self, batch):
         if self.fails:
             raise StoreError("the disk is full")
+        if not batch.tables:  # what was set aside: nothing is left to store
+            return Commit(version=len(self.batches), rows={}, files=0, seconds=0)
         self.batches.append(batch)
         return Commit(version=len(self.batches), rows={"samples": batch.tables["samples"].num_rows}, files=1, seconds=0)
 
@@ -67,11 +71,11 @@ class Counts:
 
 
 @contextlib.asynccontextmanager
-async def receiver(store, **section):
+async def receiver(store, *, aside=None, **section):
     counts = Counts()
     section = RemoteWriteSection(**{"hold_seconds": 0.0, **section})
     clock = asyncio.get_running_loop().time
-    one = RemoteWrite(section, store, counts, on_commit=lambda *_: None, clock=clock)
+    one = RemoteWrite(section, store, counts, on_commit=lambda *_: None, clock=clock, aside=aside)
     one.counts = counts
     await one.begin()
     flushing = asyncio.create_task(one.run())
@@ -96,6 +100,36 @@ async def test_a_request_is_answered_when_it_is_stored_and_not_before():
         assert ([1.0, 2.0], 1, 0) == (store.values, len(store.batches), one.pending_rows)
         with pytest.raises(BusyError, match="being stopped"):
             await one.take(body(3.0))
+
+
+async def test_a_request_that_no_store_takes_is_set_aside_and_all_others_are_stored(tmp_path, monkeypatch):
+    """Else it would be tried for ever, and all that Prometheus sends behind it refused."""
+    store, set_aside = Memory(), []
+    quarantine = Quarantine(tmp_path, stamp=None, count=set_aside.append)
+    genuine = gathering.samples_table
+
+    def table(requests):
+        rows = genuine(requests)
+        if 13.0 in rows["value"].to_pylist():
+            raise BatchError("rows cannot be written as Parquet: a fault of ours")
+        return rows
+
+    monkeypatch.setattr(gathering, "samples_table", table)
+    async with receiver(store, aside=quarantine, hold_seconds=15.0) as one:
+        waiting = [asyncio.create_task(one.take(body(float(value)))) for value in range(10, 17)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await one.finish()
+        await asyncio.gather(*waiting)
+
+        assert (None, 0) == (one.trouble, one.pending_rows)
+    (folder,) = (tmp_path / "_quarantine").iterdir()
+    kept = pickle.loads((folder / "as_it_came.pickle").read_bytes())
+
+    assert [10.0, 11.0, 12.0, 14.0, 15.0, 16.0] == store.values
+    assert [1] == set_aside
+    assert [13.0] == genuine(kept.requests)["value"].to_pylist()
+    assert "a fault of ours" in (folder / "why.json").read_text()
 
 
 async def test_a_request_that_comes_again_is_stored_once_while_it_waits_and_later_and_after_a_restart(monkeypatch):
