@@ -16,6 +16,9 @@ import pytest
 from deltalake import DeltaTable, Schema
 
 from rankscope_contract import SCHEMA_VERSION
+from rankscope_storage.care.checking import check
+from rankscope_storage.care.findings import Fault
+from rankscope_storage.care.repairing import repair
 from rankscope_storage.connection import connect
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.errors import (
@@ -161,10 +164,19 @@ def test_a_last_entry_of_no_bytes_is_a_commit_of_nothing(store, batch):
         writer.append(batch(range(3)))
         writer.append(batch(range(3, 6)))
     newest_entry(store.root).write_bytes(b"")
+    assert [Fault.EMPTY_ENTRY] == [
+        finding.fault for finding in check(store.root).findings if "_delta_log" in finding.path
+    ]
     with Store.open(store.root).claim(owner="me") as writer, connect(store.root) as connection:
         writer.append(batch(range(6)))
 
         assert [(6,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
+    # Commits build on it by now, and it is still no damage that somebody would have to repair.
+    report = check(store.root)
+
+    assert Fault.EMPTY_ENTRY in [finding.fault for finding in report.findings]
+    assert report.is_whole
+    assert None is repair(store.root, sync_to_disk).torn_entry
 
 
 def test_an_unreadable_log_tells_one_line_and_no_trace_of_rust(store):

@@ -10,7 +10,7 @@ from rankscope_contract.records import DATASETS, DIMENSIONS, TENSOR_ROW_KEY
 from rankscope_contract.rollups import BUCKET_STEPS, ROLLUPS
 from rankscope_storage.care.files import examine, size_of
 from rankscope_storage.care.findings import CheckReport, Fault, Finding
-from rankscope_storage.care.logs import entries, torn_entries
+from rankscope_storage.care.logs import empty_entries, entries, torn_entries
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.errors import StoreError, TornLogError
@@ -61,7 +61,7 @@ def check(root: Path, *, deep: bool = False, progress: Progress | None = None) -
     except TornLogError as error:
         return CheckReport(version=None, findings=torn or (_log_finding(root, str(error)),))
     snapshot = log.snapshot()
-    findings = [*torn, *_files(snapshot, deep=deep, progress=progress), *_leavings(log, snapshot)]
+    findings = [*torn, *_empty(root), *_files(snapshot, deep=deep, progress=progress), *_leavings(log, snapshot)]
     if deep and not any(finding.fault.is_damage for finding in findings):
         with connect(root, locked=True, version=snapshot.version) as connection:
             findings += [*_duplicates(connection), *_contradictions(connection), *_gaps(connection)]
@@ -81,6 +81,12 @@ def _torn(root: Path) -> Iterator[Finding]:
         last = entry == known[-1]
         text = "nothing in it was acknowledged: `rankscope store repair` moves it away" if last else "later ones exist"
         yield Finding(fault=Fault.TORN_LOG, path=f"{LOG_FOLDER}/{entry.name}", text=text)
+
+
+def _empty(root: Path) -> Iterator[Finding]:
+    for entry in empty_entries(root):
+        text = "a commit of nothing: power failed before it had content, and nothing of it was acknowledged"
+        yield Finding(fault=Fault.EMPTY_ENTRY, path=f"{LOG_FOLDER}/{entry.name}", text=text)
 
 
 def _log_finding(root: Path, text: str) -> Finding:

@@ -14,17 +14,25 @@ def entries(root: Path) -> list[Path]:
 
 
 def is_torn(entry: Path) -> bool:
-    """Whether `entry` is not a line of JSON per action, as after a loss of power."""
+    """Whether `entry` is cut, or no line of JSON per action, as after a loss of power. An empty one commits nothing."""
     try:
         text = entry.read_bytes()
-        lines = text.splitlines()
-        return not lines or not all(isinstance(json.loads(line), dict) for line in lines) or is_cut(text)
+        return not all(isinstance(json.loads(line), dict) for line in text.splitlines()) or is_cut(text)
     except ValueError:
         return True
 
 
 def torn_entries(root: Path) -> list[Path]:
     """Return the torn entries among those that a reader needs: the ones behind the newest checkpoint."""
+    return [entry for entry in _needed(root) if is_torn(entry)]
+
+
+def empty_entries(root: Path) -> list[Path]:
+    """Return the entries among those that have a name only: power failed before they had content."""
+    return [entry for entry in _needed(root) if not entry.stat().st_size]
+
+
+def _needed(root: Path) -> list[Path]:
     checkpoints = [int(path.name[:20]) for path in (root / LOG_FOLDER).glob("*.checkpoint*.parquet")]
     newest = max(checkpoints, default=-1)
-    return [entry for entry in entries(root) if int(entry.stem) > newest and is_torn(entry)]
+    return [entry for entry in entries(root) if int(entry.stem) > newest]

@@ -71,11 +71,9 @@ def is_between(root: Path, since: int, upto: int, transactions: Mapping[str, int
 def is_cut(text: bytes) -> bool:
     """Whether an entry has fewer lines than it says, as after a loss of power; one that does not say is taken as it is.
 
-    Without a line it is cut, though delta-rs takes that for a commit. Raises ValueError for a line that is not whole.
+    Raises ValueError for a line that is not whole.
     """
-    if not text:
-        return True
-    first, *others = text.splitlines()
+    first, *others = text.splitlines() or [b"{}"]
     said = json.loads(first).get("commitInfo", {}).get(ACTIONS)
     return said is not None and len(others) < int(said)
 

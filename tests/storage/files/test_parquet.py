@@ -60,13 +60,13 @@ def test_row_groups_have_the_size_that_duckdb_likes(root):
 
 
 def test_a_file_is_named_only_when_it_is_whole_and_on_the_disk(root):
-    """The name under `_staging/` is synced, then renamed; nothing stays behind."""
+    """The file under `_staging/` is synced, then renamed; so are the names of all folders on its way. Nothing stays."""
     seen = []
     file = write_file(root, "tensor_stats", "p", tensor_stats(step=[1]), seen.append)
 
     assert [] == list((root / STAGING).iterdir())
-    assert root / STAGING == seen[0].parent
-    assert (root / file.path).parent == seen[-1]
+    assert root / STAGING == seen.pop(1).parent
+    assert [root, root, root / "dataset=tensor_stats", root / "dataset=tensor_stats" / "part=p"] == seen
     assert (root / file.path).stat().st_size == file.size_bytes
 
 
