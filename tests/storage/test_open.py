@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import duckdb
@@ -333,6 +335,20 @@ def test_a_creation_that_a_full_disk_cut_short_is_finished_the_next_time(folder)
 
     assert folder == Store.open(folder, create=True).root
     assert 0 == Log.open(folder, sync_to_disk).version
+
+
+@pytest.mark.parametrize("before", ["its predecessor", ""])
+def test_a_shard_that_was_taken_a_moment_ago_is_told_by_the_name_of_who_has_it(store, before):
+    """The lock comes first and the name after it: between them stands the name of a dead process, or none."""
+    ShardLock.take(store.root, "0/1", before).release()
+    (path,) = (store.root / "_shards").glob("*.lock")
+    with path.open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        naming = threading.Timer(0.03, path.write_text, ["host-b pid 2"])
+        naming.start()
+        with pytest.raises(ClaimError, match="host-b pid 2, which is alive"):
+            store.claim(owner="me")
+        naming.join()
 
 
 def test_a_full_disk_takes_no_name_but_the_lock_holds(folder, monkeypatch):

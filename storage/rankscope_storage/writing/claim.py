@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +20,9 @@ _OWNER: Final = "rankscopeOwner"
 _SHARD: Final = "rankscopeShard"
 _HISTORY: Final = 200
 """Commits to look through for the name of an owner; every commit of a shard carries it."""
+_NAME_BYTES: Final = 1000
+_LOOKS: Final = 5
+_LOOK_SECONDS: Final = 0.1
 
 
 def shard_transaction(shard: str) -> str:
@@ -51,6 +55,15 @@ def all_shards(root: Path, owner: str) -> Iterator[None]:
         yield
 
 
+def _holder(descriptor: int) -> str:
+    """Return who holds the lock; it may have taken it a moment ago, and its predecessor's name may still be there."""
+    for _ in range(_LOOKS):
+        time.sleep(_LOOK_SECONDS)
+        if found := os.pread(descriptor, _NAME_BYTES, 0):
+            return found.decode(errors="replace")
+    return "an unnamed process"
+
+
 class ShardLock:
     """An advisory lock on `_shards/<shard>.lock`, which the kernel frees when its holder dies, even by kill -9.
 
@@ -73,17 +86,18 @@ class ShardLock:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = os.pread(descriptor, 1000, 0).decode(errors="replace") or "an unnamed process"
-            os.close(descriptor)
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                os.close(descriptor)
                 return cls.without_proof()
+            holder = _holder(descriptor)
+            os.close(descriptor)
             raise ClaimError(
                 f"shard {shard} of {root} belongs to {holder}, which is alive: "
                 "stop it, or give this service another shard"
             ) from error
         with contextlib.suppress(OSError):  # a full disk takes no name; the lock holds without one
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, owner.encode()[:1000], 0)
+            os.pwrite(descriptor, owner.encode()[:_NAME_BYTES], 0)
         return cls(descriptor)
 
     @classmethod
