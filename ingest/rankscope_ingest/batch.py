@@ -43,6 +43,10 @@ class PendingBatch:
     rows: int
     info: Mapping[str, str] = field(default_factory=dict)  # for the log, beside the commit
 
+    def as_it_came(self) -> object:
+        """Return what is worth keeping of a batch of which no tables can be made."""
+        return self
+
     def tables(self) -> dict[str, pa.Table]:
         """Return one table per dataset."""
         tables = decode(self.bodies) if self.bodies else {}

@@ -219,7 +219,7 @@ class Flusher:
         try:
             loop = asyncio.get_running_loop()
             folder = await loop.run_in_executor(self._thread, self._aside.keep, flight.pending, why)
-        except OSError as error:  # no room there either: nothing is given up before it is kept
+        except Exception as error:  # noqa: BLE001 - no room there either, or worse: nothing is given up before it is kept
             self._retry_later(flight.pending, f"{why}; and it cannot be set aside: {error}")
             return
         tables = self._aside.told(flight.pending, why, folder)

@@ -8,6 +8,7 @@ event in the store, a counter and a line in the log say so.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import logging
 import pickle
@@ -153,6 +154,8 @@ def _name(batch: PendingBatch) -> str:
     """Return the same name when the same records come again after a restart."""
     for incarnation, last in batch.watermarks.items():
         return f"{path_segment(incarnation)}-{last}"
+    for told in batch.info.values():  # the receipts of what was pushed
+        return f"pushed-{hashlib.blake2b(told.encode(), digest_size=12).hexdigest()}"
     return f"service-{uuid.uuid4().hex}"
 
 
@@ -162,7 +165,7 @@ def _files(batch: PendingBatch) -> Iterator[tuple[str, Callable[[Path], object]]
         tables: Mapping[str, pa.Table] = batch.tables()
     except Exception:  # that is what is the matter with these rows: they are kept as they came
         log.exception("rows could not be made of what a rank sent")
-        yield "as_it_came.pickle", lambda path: path.write_bytes(pickle.dumps(batch))
+        yield "as_it_came.pickle", lambda path: path.write_bytes(pickle.dumps(batch.as_it_came()))
         return
     for dataset, table in tables.items():
         yield f"{dataset}.arrow", functools.partial(_write, table)

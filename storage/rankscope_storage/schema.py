@@ -98,6 +98,8 @@ def conform(table: pa.Table, name: str) -> pa.Table:
     absent = _Absent(table.num_rows)
     try:
         columns = {field.name: _conform_column(table, field, name, absent) for field in schema}
+    except pa.ArrowMemoryError:  # which says nothing of the rows
+        raise
     except pa.ArrowException as error:
         raise BatchError(f"rows of {name} cannot be brought into the form of the store: {error}") from error
     return pa.table(columns)

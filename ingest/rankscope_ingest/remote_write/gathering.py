@@ -34,6 +34,20 @@ class PendingSamples(PendingBatch):
         """Return the rows of all requests."""
         return {"samples": samples_table(self.requests)}
 
+    def as_it_came(self) -> object:
+        """Return the samples with the texts of their series, and of no other that their book knows."""
+        return [
+            {
+                "target": part.book.targets.of(part.numbers).to_pylist(),
+                "metric": part.book.metrics.of(part.numbers).to_pylist(),
+                "labels": part.book.labels.of(part.numbers).to_pylist(),
+                "time_ms": part.times_ms.tolist(),
+                "value": part.values.tolist(),
+            }
+            for request in self.requests
+            for part in request.parts
+        ]
+
 
 def halves(batch: PendingSamples) -> tuple[PendingSamples, PendingSamples] | None:
     """Return two batches of whole requests in the place of one, None for one of a single request."""

@@ -30,10 +30,13 @@ _DUPLICATES: Final = """\
 SELECT coalesce(sum(copies - 1), 0)::BIGINT AS rows FROM (
   SELECT count(*) AS copies FROM tensor_stats WHERE incarnation IS NOT NULL GROUP BY {key} HAVING count(*) > 1)
 """
-# Other datasets have no key: a script may log the same number twice. But not all that a record has of a dataset.
+# Other datasets have no key: a script may log the same number twice. But not all that a record has of a dataset, unless
+# it has nothing else of it.
 _RECORDS_TWICE: Final = """\
-SELECT coalesce(sum(rows - rows // fold), 0)::BIGINT AS rows FROM (
-  SELECT sum(copies) AS rows, min(copies) AS fold
+SELECT coalesce(sum(rows - rows // fold) FILTER (contents > 1), 0)::BIGINT AS rows,
+  coalesce(sum(rows - rows // fold) FILTER (contents = 1), 0)::BIGINT AS perhaps
+FROM (
+  SELECT sum(copies) AS rows, min(copies) AS fold, count(*) AS contents
   FROM (
     SELECT incarnation, seq, hash({columns}, CASE WHEN ts_origin <> 'ingest' THEN ts END) AS content, count(*) AS copies
     FROM {dataset} WHERE incarnation IS NOT NULL AND seq IS NOT NULL GROUP BY ALL
@@ -136,6 +139,11 @@ def _duplicates(connection: Connection) -> Iterator[Finding]:
         if found["rows"]:
             text = f"{found['rows']} rows more than their records have (incarnation, seq)"
             yield Finding(fault=Fault.DUPLICATES, path=dataset, text=text)
+        if found["perhaps"]:
+            text = (
+                f"{found['perhaps']} rows repeat the only one that their record has of {dataset}: stored or said twice"
+            )
+            yield Finding(fault=Fault.ALIKE, path=dataset, text=text)
 
 
 def _contradictions(connection: Connection) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ class Fault(enum.StrEnum):
     OTHER_CONTENT = "other content than the log says"
     DUPLICATES = "rows stored twice"
     EMPTY_ENTRY = "empty log entry"
+    ALIKE = "rows alike"
     GAP = "records missing"
     UNUSED = "unused files"
     STAGED = "unfinished files"
@@ -24,7 +25,7 @@ class Fault(enum.StrEnum):
     @property
     def is_damage(self) -> bool:
         """Whether rows are lost, doubled, or cannot be found by who asks for them."""
-        return self not in (Fault.EMPTY_ENTRY, Fault.GAP, Fault.UNUSED, Fault.STAGED)
+        return self not in (Fault.EMPTY_ENTRY, Fault.ALIKE, Fault.GAP, Fault.UNUSED, Fault.STAGED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

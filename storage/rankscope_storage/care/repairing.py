@@ -64,7 +64,13 @@ def repair(root: Path, sync: Sync, *, dry_run: bool = False, deep: bool = False,
             return RepairReport(torn_entry=torn.name if torn else None, torn_checkpoint=checkpoint, lost=())
         if torn is not None:
             _set_aside(root, torn, sync)
-        lost = _drop(root, sync, dry_run=dry_run, deep=deep, force=force)
+        try:
+            lost = _drop(root, sync, dry_run=dry_run, deep=deep, force=force)
+        except StoreError as error:
+            moved = " and ".join(name for name in (torn and torn.name, checkpoint) if name)
+            if not moved:
+                raise
+            raise StoreError(f"{moved} moved to {DAMAGED}/. {error}") from error
         if torn or checkpoint or lost:
             # Not in the same breath: a person may want to look at what just fell out of the log.
             return RepairReport(torn_entry=torn.name if torn else None, torn_checkpoint=checkpoint, lost=lost)
@@ -132,11 +138,11 @@ def _refuse_what_may_come_back(root: Path, examined: Sequence[tuple[Mapping[str,
         away = None
         if finding.fault == Fault.OUT_OF_REACH:
             away = f"{file['path']} {finding.text}"
-        elif finding.fault == Fault.MISSING and not folder.exists():
-            away = f"{folder} is not there, with all files of {file['dataset']}"
+        elif finding.fault == Fault.MISSING and not any(folder.glob("part=*/*.parquet")):  # a mount point stays
+            away = f"no file of {file['dataset']} is left in {folder}"
         if away:
             raise StoreError(
-                f"{away}. A disk or a mount may be away: nothing was changed. Bring it back, or give up for ever "
+                f"{away}. A disk or a mount may be away: no file was given up. Bring it back, or give up for ever "
                 "what lies there: `rankscope store repair --force`"
             )
 

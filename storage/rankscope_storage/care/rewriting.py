@@ -27,6 +27,8 @@ from rankscope_storage.schema import conform
 from rankscope_storage.writing.watermarks import watermark_transaction
 
 _ATTEMPTS: Final = 5
+"""A commit may be refused so often in a row."""
+_ROUNDS: Final = 50
 
 RowChange = Callable[[pa.Table], pa.Table | None]
 """Returns some rows of the run as they shall be, None when they go."""
@@ -67,18 +69,26 @@ def carry_out(root: Path, rewrite: Rewrite, sync: Sync) -> RewriteReport:
     log = Log.open(root, sync)
     change: RowChange | None = None
     done = RewriteReport()
-    for attempt in range(_ATTEMPTS):
+    refused = 0
+    for _ in range(_ROUNDS):
         try:
             report, change = _attempt(log, rewrite, change, sync)
         except ConflictError:
-            if attempt == _ATTEMPTS - 1:
+            refused += 1
+            if refused == _ATTEMPTS and not done.rows:
                 raise
+            if refused == _ATTEMPTS:
+                break
         else:
+            refused = 0
             done += report
             if not report.files_removed:
-                break
+                return done
         log.refresh()
-    return done
+    raise StoreError(
+        f"{done.rows} rows of {rewrite.run!r} were changed; a service goes on appending others, which keep the name. "
+        "Stop it, and do the same with them: `rankscope runs rm` again, or `rankscope runs merge` into where they belong"
+    )
 
 
 def _attempt(log: Log, rewrite: Rewrite, change: RowChange | None, sync: Sync) -> tuple[RewriteReport, RowChange]:

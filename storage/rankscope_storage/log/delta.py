@@ -233,12 +233,11 @@ class Log:
         """
         try:
             # Asking the disk is 5 ms cheaper than refreshing the handle, and also finds what others have just added.
-            checkpoint = newest_checkpoint(self.root)
-            if checkpoint > self._synced:  # it stands for the entries up to its own, which may be gone by now
+            version, checkpoint = self._synced, newest_checkpoint(self.root)
+            if checkpoint > version:  # it stands for the entries up to its own, which may be gone by now
                 for path in checkpoint_files(self.root, checkpoint):
                     self._sync(path)
-                self._synced = checkpoint
-            version = self._synced
+                version = checkpoint
             while (path := entry(self.root, version + 1)).exists() or version < self.version:
                 version += 1
                 if path.exists():  # a log whose hint was lost may have entries from anywhere on

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from rankscope_storage.macros.histories import FOLLOWS
+
 MOST_POINTS: Final = 32_767
 """A curve has no more buckets: their numbers are of 16 bits, which DuckDB takes for places in an array of groups."""
 
@@ -34,9 +36,8 @@ attempt_extent AS (
     SELECT of_attempt, first_step, last_step FROM own
     UNION ALL
     FROM training WHERE (
-      SELECT coalesce(bool_and(coalesce(own.first_step >= training.first_step - 1
-        AND own.last_step <= training.last_step + 1, true)), true)
-      FROM own LEFT JOIN training USING (of_attempt)
+      SELECT coalesce({FOLLOWS.format(own="own", training="training")}, false)
+      FROM own JOIN training USING (of_attempt)
     )
   )
   GROUP BY of_attempt

@@ -28,8 +28,13 @@ _AND_ROLLED: Final = f"""
   {ROLLED_STEPS}"""
 
 
+FOLLOWS: Final = """\
+max_by({own}.last_step BETWEEN {training}.last_step / 2 AND 2 * {training}.last_step, {own}.last_step)"""
+"""Whether a scalar goes by the steps of the training, over its extents and the training's in the same attempts."""
+
 # Where a run's attempts begin and end, of each scalar. One that is logged seldom does not tell itself how far its
-# attempt went back: the loss does. One that counts otherwise, in epochs, say, goes by its own steps.
+# attempt went back: the loss does. One that counts otherwise, in epochs or in samples, goes by its own steps: where it
+# has come farthest, that is less than half or more than twice of what the loss has.
 _SPANS_OF_SCALARS: Final = f"""\
 extent AS NOT MATERIALIZED (  -- or a condition on the name would not reach the rows
   SELECT run, name, labels, attempt, min(first_step) AS first_step, max(step) AS last_step
@@ -45,9 +50,8 @@ training AS (
   GROUP BY run, attempt
 ),
 following AS (
-  SELECT run, name, labels FROM extent LEFT JOIN training USING (run, attempt) GROUP BY run, name, labels
-  HAVING bool_and(coalesce(extent.first_step >= training.first_step - 1
-    AND extent.last_step <= training.last_step + 1, true))
+  SELECT run, name, labels FROM extent JOIN training USING (run, attempt) GROUP BY run, name, labels
+  HAVING {FOLLOWS.format(own="extent", training="training")}
 ),
 span AS (
   SELECT run, name, labels, attempt, min(first_step) AS goes_back_to,

@@ -220,6 +220,9 @@ class Writer:
         except OSError as error:
             discard(self._log.root, files)
             raise StoreError(f"cannot write to {self._log.root}: {error.strerror or error}") from error
+        except pa.ArrowMemoryError as error:  # which says nothing of the rows
+            discard(self._log.root, files)
+            raise StoreError(f"no memory to write to {self._log.root}: {error}") from error
         except pa.ArrowException as error:
             discard(self._log.root, files)
             raise BatchError(f"rows cannot be written as Parquet: {error}") from error

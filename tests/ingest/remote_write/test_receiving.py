@@ -128,7 +128,7 @@ async def test_a_request_that_no_store_takes_is_set_aside_and_all_others_are_sto
 
     assert [10.0, 11.0, 12.0, 14.0, 15.0, 16.0] == store.values
     assert [1] == set_aside
-    assert [13.0] == genuine(kept.requests)["value"].to_pylist()
+    assert [{"target": ["a"], "metric": ["m"], "labels": [None], "time_ms": [NOW], "value": [13.0]}] == kept
     assert "a fault of ours" in (folder / "why.json").read_text()
 
 

@@ -192,7 +192,7 @@ def test_a_file_that_may_come_back_stays_in_the_log_unless_a_person_gives_it_up(
     assert Fault.OUT_OF_REACH == finding.fault
     assert "cannot be read now (Too many levels of symbolic links); 5 rows of scalars" in finding.text
     for dry_run in (True, False):
-        with pytest.raises(StoreError, match=r"cannot be read now .* nothing was changed.*repair --force"):
+        with pytest.raises(StoreError, match=r"cannot be read now .* no file was given up.*repair --force"):
             repair(left, sync_to_disk, dry_run=dry_run)
     assert [Fault.OUT_OF_REACH] == faults(left)
     assert 1 == len(repair(left, sync_to_disk, force=True).lost)
@@ -206,15 +206,19 @@ def test_a_disk_that_fails_while_a_file_is_decoded_is_no_damage_of_the_file(left
     monkeypatch.setattr(files.pq, "ParquetFile", failing)
 
     assert [Fault.OUT_OF_REACH] * 3 == faults(left)
-    with pytest.raises(StoreError, match="nothing was changed"):
+    with pytest.raises(StoreError, match="no file was given up"):
         repair(left, sync_to_disk)
 
 
 def test_a_folder_that_is_not_there_at_all_is_not_taken_out_of_the_log(left):
     """As when a mount is missing: whoever mounts it after the repair would have a store that knows nothing of it."""
     away = (left / "dataset=scalars").rename(left / "elsewhere")
-    with pytest.raises(StoreError, match=r"dataset=scalars is not there, with all files of scalars"):
+    with pytest.raises(StoreError, match=r"^no file of scalars is left in .*dataset=scalars\. A disk or a mount may"):
         repair(left, sync_to_disk)
+    (left / "dataset=scalars").mkdir()  # the mount point
+    with pytest.raises(StoreError, match=r"^no file of scalars is left in .*dataset=scalars\. A disk or a mount may"):
+        repair(left, sync_to_disk)
+    (left / "dataset=scalars").rmdir()
     away.rename(left / "dataset=scalars")
     assert check(left).is_whole
     shutil.rmtree(left / "dataset=scalars")
@@ -272,12 +276,14 @@ NUMBERED = sorted(DATASETS.keys() - {*DIMENSIONS, *ROLLUPS.values()})
 def test_a_record_stored_twice_is_found_in_every_dataset(store, writer, dataset):
     """Its copy came later, in a run by another name. What a script says twice in a record is no copy."""
     texts = {field.name: field.name for field in DATASETS[dataset] if field.type == "string"}
+    other = {name: f"another {name}" for name in texts}
     told = [
-        {**texts, "run": "r", "incarnation": "i", "seq": seq, "ts_origin": "ingest", "ts": 5, "ordinal": 1}
+        {**each, "run": "r", "incarnation": "i", "seq": seq, "ts_origin": "ingest", "ts": 5, "ordinal": 1}
         for seq in range(3)
+        for each in (texts, other)
     ]
     if dataset == "scalars":
-        told += [told[0], {**told[0], "name": "another"}]
+        told.append(told[0])
     writer.append(
         Batch(tables={dataset: pa.Table.from_pylist(told, schema=dataset_schema(dataset))}, watermarks={"i": 2})
     )
@@ -296,6 +302,26 @@ def test_a_record_stored_twice_is_found_in_every_dataset(store, writer, dataset)
 
     assert (Fault.DUPLICATES, dataset) == (finding.fault, finding.path)
     assert f"{len(told)} rows more than" in finding.text
+
+
+def test_a_record_that_says_one_thing_twice_and_nothing_else_is_worth_knowing_and_no_damage(store, writer):
+    row = {"run": "r", "incarnation": "i", "seq": 0, "name": "loss", "value": 1.0}
+    table = pa.Table.from_pylist([row, row], schema=dataset_schema("scalars"))
+    writer.append(Batch(tables={"scalars": table}, watermarks={"i": 0}))
+    report = check(store.root, deep=True)
+
+    assert [Fault.ALIKE] == [finding.fault for finding in report.findings]
+    assert report.is_whole
+
+
+def test_a_torn_entry_that_was_moved_away_is_told_also_where_a_disk_is_away(left):
+    torn = left / LOG_FOLDER / f"{int(newest_entry(left).stem) + 1:020d}.json"
+    torn.write_bytes(newest_entry(left).read_bytes()[:40])
+    (left / "dataset=scalars").rename(left / "elsewhere")
+    with pytest.raises(StoreError, match=rf"^{torn.name} moved to _damaged/\. no file of scalars is left"):
+        repair(left, sync_to_disk)
+
+    assert (left / DAMAGED / torn.name).exists()
 
 
 def _add(root, path) -> None:

@@ -163,6 +163,27 @@ def test_what_a_service_appends_of_the_run_meanwhile_follows_it(store, writer, b
     assert 6 == done.rows  # five scalars and what the store said of the run
 
 
+def test_refusals_count_anew_when_something_was_changed_and_what_is_left_is_told(store, writer, batch, monkeypatch):
+    """A compaction comes between again and again, and the service appends each time."""
+    writer.append(batch(range(1), incarnation="ir"))
+    writer.append(run_version("r", "completed"))
+    genuine, seqs = Log.commit, iter(range(1, 100))
+    tries = iter([False, False, False, True] * 3)
+
+    def commit(log, change):
+        if change.removed:
+            if not next(tries, False):
+                raise ConflictError("a compaction was first")
+            writer.append(batch([next(seqs)], incarnation="ir"))
+        return genuine(log, change)
+
+    monkeypatch.setattr(Log, "commit", commit)
+    with pytest.raises(StoreError, match=r"4 rows of 'r' were changed; a service goes on .*`rankscope runs merge`"):
+        runs.rename(store.root, "r", "new", sync_to_disk)
+
+    assert {"new": expected(0, "ir", 3), "r": [(0, "ir", 3)]} == told(store.root)
+
+
 def test_a_run_joined_to_one_that_got_another_attempt_comes_behind_that_too(store, writer, batch, scalars, monkeypatch):
     """A compaction came between as well, so that the first try was refused."""
     for run in ("r", "other"):

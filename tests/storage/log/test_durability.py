@@ -87,6 +87,17 @@ def test_a_checkpoint_stands_for_the_entries_before_it_once_it_is_on_the_disk_it
     assert [*checkpoint_files(store.root, newest), *(entry(store.root, newest + n) for n in (1, 2))] == power.synced[:4]
 
 
+def test_what_could_not_be_synced_is_tried_again_and_not_taken_for_done(store, writer, batch):
+    writer.append(batch([0]))
+    write_checkpoint(store.root, sync_to_disk)
+    log = Log.open(store.root, sync_to_disk)
+    refusing = Power(fails_at="/_delta_log")
+    log._sync = lambda path: refusing(path) if path.name == "_delta_log" else None
+    for _ in range(2):
+        with pytest.raises(StoreError, match="killed here"):
+            log.trust()
+
+
 def test_a_log_that_lost_its_hint_and_its_first_entries_is_committed_to_all_the_same(store, writer, batch):
     writer._checkpoints.after_commit = lambda version: None
     for seq in range(3):

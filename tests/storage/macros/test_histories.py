@@ -61,13 +61,16 @@ def test_the_last_attempt_that_trained_a_step_stands_and_steps_trained_twice_cou
         assert len(rows) == connection.sql("FROM scalar_history").count("*").fetchall()[0][0]
 
 
+FAR_ATTEMPTS = st.lists(st.tuples(st.integers(30, 60), st.integers(1, 20)), min_size=1, max_size=4)
+
+
 def drawn(connection, name: str) -> list[tuple]:
     """What `scalar_curve` has of each step."""
     return connection.sql(f"SELECT step, mean FROM scalar_curve('r', of_name := '{name}') ORDER BY step").fetchall()
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(ATTEMPTS, st.integers(1, 9), st.integers(0, 8), st.booleans())
+@given(FAR_ATTEMPTS, st.integers(1, 9), st.integers(0, 8), st.booleans())
 def test_a_scalar_that_is_logged_seldom_stands_and_counts_on_as_the_loss_does(
     tmp_path_factory, attempts, every, offset, before
 ):
@@ -107,6 +110,28 @@ def test_a_scalar_that_counts_epochs_goes_by_its_own_steps(writer, connection):
 
     assert expected == connection.sql(asked).fetchall()
     assert [(step, value) for step, _, value in expected] == drawn(connection, "accuracy")
+
+
+def test_epochs_go_by_their_own_steps_also_when_all_begins_anew(writer, connection):
+    rows = [loss(attempt, step, 1.0) for attempt in (0, 1) for step in range(1, 1001)]
+    rows += [loss(attempt, epoch, epoch + 10.0 * attempt, name="accuracy") for attempt in (0, 1) for epoch in range(3)]
+    append(writer, "scalars", rows)
+    asked = "SELECT step, cumulative_step, value FROM scalar_history WHERE name = 'accuracy' AND stands ORDER BY 1"
+
+    assert [(0, 3, 10.0), (1, 4, 11.0), (2, 5, 12.0)] == connection.sql(asked).fetchall()
+    assert [(0, 10.0), (1, 11.0), (2, 12.0)] == drawn(connection, "accuracy")
+
+
+@pytest.mark.parametrize("evaluated", [(500, 1000), (0, 500, 1000), (520, 1040)])
+def test_a_loss_that_is_logged_seldom_tells_of_others_all_the_same(writer, connection, evaluated):
+    """Before its first loss, and behind its last, an attempt trains too."""
+    rows = [loss(0, step, 1.0) for step in range(50, 1001, 50)] + [loss(1, step, 1.0) for step in range(850, 951, 50)]
+    append(writer, "scalars", rows + [loss(0, step, 1.0 * step, name="eval_loss") for step in evaluated])
+    expected = [(step, 1.0 * step) for step in evaluated if step < 850]
+
+    assert expected == drawn(connection, "eval_loss")
+    asked = "SELECT step, value FROM scalar_history WHERE name = 'eval_loss' AND stands ORDER BY 1"
+    assert expected == connection.sql(asked).fetchall()
 
 
 def test_a_run_without_a_loss_goes_by_each_scalar(writer, connection):
