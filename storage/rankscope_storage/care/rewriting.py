@@ -87,7 +87,7 @@ def carry_out(root: Path, rewrite: Rewrite, sync: Sync) -> RewriteReport:
         log.refresh()
     raise StoreError(
         f"{done.rows} rows of {rewrite.run!r} were changed; a service goes on appending others, which keep the name. "
-        "Stop it, and do the same with them: `rankscope runs rm` again, or `rankscope runs merge` into where they belong"
+        "Stop it, and do the same with them: `rankscope runs rm` again, or `rankscope runs merge` to where they belong"
     )
 
 
