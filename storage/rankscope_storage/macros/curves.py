@@ -35,7 +35,7 @@ attempt_extent AS (
   FROM (
     SELECT of_attempt, first_step, last_step FROM own
     UNION ALL
-    FROM training WHERE (
+    FROM training WHERE of_name = 'loss' OR (
       SELECT coalesce({FOLLOWS.format(own="own", training="training")}, false)
       FROM own JOIN training USING (of_attempt)
     )

@@ -51,7 +51,7 @@ training AS (
 ),
 following AS (
   SELECT run, name, labels FROM extent JOIN training USING (run, attempt) GROUP BY run, name, labels
-  HAVING {FOLLOWS.format(own="extent", training="training")}
+  HAVING name = 'loss' OR {FOLLOWS.format(own="extent", training="training")}
 ),
 span AS (
   SELECT run, name, labels, attempt, min(first_step) AS goes_back_to,

@@ -112,6 +112,22 @@ def test_a_scalar_that_counts_epochs_goes_by_its_own_steps(writer, connection):
     assert [(step, value) for step, _, value in expected] == drawn(connection, "accuracy")
 
 
+@pytest.mark.parametrize("is_said_again", [False, True])
+def test_every_loss_goes_by_all_losses_of_its_run(writer, connection, is_said_again):
+    """One of them ended early, and never came near the end of the other."""
+    rows = [loss(0, step, 1.0) for step in range(101)] + [loss(1, step, 2.0) for step in range(5, 51)]
+    rows += [loss(0, step, 3.0, labels='{"of":"b"}') for step in range(11)]
+    append(writer, "scalars", rows)
+    if is_said_again:
+        append(writer, "scalars", [loss(1, 5, 2.0, ordinal=1)])
+    asked = "SELECT step FROM loss_curve WHERE labels IS NOT NULL ORDER BY step"
+    drawn_of_b = "SELECT step FROM scalar_curve('r', of_labels := '{\"of\":\"b\"}') ORDER BY step"
+
+    assert [(step,) for step in range(5)] == connection.sql(asked).fetchall()
+    assert is_said_again != (connection._views.engine.defined["loss_curve"] == LOSS_SAID_ONCE)
+    assert [(step,) for step in range(5)] == connection.sql(drawn_of_b).fetchall()
+
+
 def test_epochs_go_by_their_own_steps_also_when_all_begins_anew(writer, connection):
     rows = [loss(attempt, step, 1.0) for attempt in (0, 1) for step in range(1, 1001)]
     rows += [loss(attempt, epoch, epoch + 10.0 * attempt, name="accuracy") for attempt in (0, 1) for epoch in range(3)]
