@@ -133,7 +133,7 @@ def _duplicates(connection: Connection) -> Iterator[Finding]:
     if found["rows"]:
         text = f"{found['rows']} rows more than there are keys ({', '.join(TENSOR_ROW_KEY)})"
         yield Finding(fault=Fault.DUPLICATES, path="tensor_stats", text=text)
-    for dataset in DATASETS.keys() - {"tensor_stats", *DIMENSIONS, *ROLLUPS.values()}:
+    for dataset in sorted(DATASETS.keys() - {"tensor_stats", *DIMENSIONS, *ROLLUPS.values()}):
         columns = ", ".join(f'"{field.name}"' for field in DATASETS[dataset] if field.name not in _OF_THE_STORE)
         (found,) = connection.query(_RECORDS_TWICE.format(columns=columns, dataset=dataset)).to_pylist()
         if found["rows"]:
