@@ -197,36 +197,3 @@ def test_a_forked_child_keeps_nothing_of_the_rank():
 
     assert "" == ran.stderr
     assert ["((-1, 0, None, None), [])", "200", "bound again"] == ran.stdout.splitlines()
-
-
-WITHOUT_NUMPY = """
-    import sys, urllib.request, warnings
-    sys.modules["numpy"] = None  # importing it fails from here on
-    warnings.simplefilter("ignore")  # torch says that it misses it
-    import pyarrow as pa
-    from rankscope_contract.identity import Identity
-    from rankscope_contract.records import Plan, PlanEntry
-    from rankscope_exporter.record import NamedPlan, Scalar, Statistics, StepRecord
-    from rankscope_exporter.serving.channel import Channel
-    from rankscope_exporter.serving.config import ServeConfig
-
-    channel = Channel(
-        Identity(run="r", launch_id="l", incarnation="i"), ServeConfig(), rules=(), settings={}, planned_steps=None,
-        on_fault=print, overhead=dict, dropped=dict, faults=int,
-    )
-    url = channel.start()
-    plan = NamedPlan.of(Plan((PlanEntry(kind="act_out", tensor="a"),)))
-    numbers = Statistics(plan, pa.array([1.0] * 6, pa.float32()), pa.array([0] * 4, pa.int64()))
-    channel.publish(StepRecord(ts=0, step=0, statistics=numbers, scalars=(Scalar("loss", 1.0),)))
-    body = urllib.request.urlopen(url + "/records?after=-1").read()
-    print(pa.ipc.open_stream(body).read_all().num_rows)
-    print(urllib.request.urlopen(url + "/metrics").read().decode().count('op="norm"'))
-    channel.close()
-"""
-
-
-def test_a_rank_without_numpy_serves():
-    script = textwrap.dedent(WITHOUT_NUMPY)
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-
-    assert ["1", "2"] == ran.stdout.splitlines(), ran.stderr
