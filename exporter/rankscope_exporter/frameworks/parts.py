@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rankscope_exporter.frameworks.base import Form, Framework, Holder, Hooking, Kept, Removable
+from rankscope_exporter.tracing import is_dynamo_compiling
 
 FROZEN: Final = -1
 
@@ -195,6 +196,8 @@ class Parted(Framework):
         """Hook each step of the inner optimizer; `updated` is called when the whole update is done."""
 
         def part_begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if is_dynamo_compiling():  # first, see `Entry`
+                return
             if self._moment is _IDLE:  # not from within the update that is watched
                 return
             self._moment = _STEPPING

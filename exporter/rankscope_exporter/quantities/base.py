@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from rankscope_exporter.naming import NamedParameter
 from rankscope_exporter.sampling.ops import chosen_ops
 from rankscope_exporter.sampling.targets import Targets, sentences
 
+BACKWARD: Final = "backward"
+"""A part of the training that may run inside compiled code, where no hook runs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Subject:
@@ -31,6 +34,8 @@ class Subject:
     world_size: int = 1
     retired: set[int] = field(default_factory=set)
     """Positions of parameters that the model has replaced since: the old tensor would repeat its last gradient."""
+    compiled: set[str] = field(default_factory=set)
+    """Parts of the training that run inside compiled code, as far as they were seen to be compiled."""
     positions: tuple[int, ...] | None = None
     """Where the parameters stand among those of the whole subject, when they are a part of them."""
     elsewhere: frozenset[int] = frozenset()
