@@ -18,7 +18,7 @@ from rankscope_exporter.guard import Guard
 from rankscope_exporter.quantities.base import BACKWARD, Gate, Hook, Subject
 from rankscope_exporter.recorder import Recorder
 from rankscope_exporter.replaced_optimizers import ReplacedOptimizers
-from rankscope_exporter.tracing import Entry, call_untraced, is_dynamo_compiling, is_stand_in, on_compilation
+from rankscope_exporter.tracing import Entry, call_untraced, is_dynamo_compiling, is_stand_in, on_compilation, uncompiled
 
 _NO_BACKWARD: Final = -1
 """What torch calls the graph task outside of a backward pass."""
@@ -186,6 +186,7 @@ class Hooks:
         pass_under_way = torch._C._current_graph_task_id  # noqa: SLF001 - see above
         was_compiled = self._backward_was_compiled
 
+        @uncompiled
         def ready(holder: Holder) -> None:
             if is_dynamo_compiling():  # first, see `Entry`
                 was_compiled()
@@ -234,10 +235,7 @@ class Hooks:
         if not self.active:
             return
         if backward != self._backward:
-            self._backward = backward
-            self._gradients.pass_begins()
-            self.beat()
-            self.clock.timed("a backward hook", self._backward_begins)
+            self.clock.timed("a backward hook", self._pass_begins, backward)
         is_witness = self._gradients.called(index)
         if not self._recorder.sampling:
             self._recorder.saw_gradient(index)
@@ -247,7 +245,16 @@ class Hooks:
         else:
             self._guard.call("a gradient hook", self._recorder.gradient_ready, index, holder)
 
-    def _backward_begins(self) -> None:
+    def gradient_arrives(self) -> None:
+        """Note that a gradient is on its way to a parameter; the backward pass, and a step, may begin with it."""
+        backward = torch._C._current_graph_task_id()  # noqa: SLF001 - as in _gradient_hook
+        if backward != self._backward:
+            self._guard.call("a backward hook", self._pass_begins, backward)
+
+    def _pass_begins(self, backward: int) -> None:
+        self._backward = backward
+        self._gradients.pass_begins()
+        self.beat()
         if self._recorder.backward_begins():
             self._gradients.stay()
         self._moments.tell("backward_begins")
@@ -312,7 +319,9 @@ class _Gated(Entry):
         self.was_called = False
         self.called_in_vain: Callable[[], None] = lambda: None
 
+    @uncompiled
     def __call__(self, *args: Any) -> None:
+        """Call the function while the gate is open."""
         if is_dynamo_compiling():  # first, see `Entry`: a graph would be compiled again when the gate opens or closes
             return
         self.was_called = True

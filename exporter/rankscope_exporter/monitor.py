@@ -34,7 +34,7 @@ from rankscope_exporter.sampling.measuring import SWITCH, measuring_of
 from rankscope_exporter.session import Session
 from rankscope_exporter.sinks import Sink
 from rankscope_exporter.sinks.api import Row
-from rankscope_exporter.tracing import is_dynamo_compiling, on_compilation
+from rankscope_exporter.tracing import is_dynamo_compiling, on_compilation, uncompiled
 
 PUBLISH_SECONDS = 3.0
 """The last steps are published even with exit_wait_seconds = 0: milliseconds, unless the machine is overloaded."""
@@ -50,6 +50,7 @@ _COMPILED_CALL: Final = (
 def _opaque(method: Callable[Concatenate[Monitor, P], None]) -> Callable[Concatenate[Monitor, P], None]:
     """Return `method` in a form that Dynamo does not look into: in compiled code it does nothing."""
 
+    @uncompiled
     @functools.wraps(method)
     def entry(self: Monitor, *args: P.args, **kwargs: P.kwargs) -> None:
         if is_dynamo_compiling():

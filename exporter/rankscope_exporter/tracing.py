@@ -11,7 +11,9 @@ Every function of ours that training calls is an `Entry`, or asks `is_plain` and
   sees an operation of ours.
 
 Dynamo compiles a hook into the frame that calls it. There the first line of the hook is all that it sees: the hook
-never runs afterwards, and adds no graph break and no guard. What such a hook would have reported is found out elsewhere
+never runs afterwards, and adds no graph break. Where C++ code calls a hook while a compiled function runs, as the
+autograd engine does, Dynamo would compile the hook as a frame of its own: `uncompiled` keeps it from that, and the hook
+runs. What a compiled hook would have reported is found out elsewhere
 (`unseen_updates`), for which `on_compilation` reports the compilation itself.
 """
 
@@ -19,9 +21,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
+from torch._C._dynamo import eval_frame
 from torch.fx import _symbolic_trace
 from torch.utils import _python_dispatch
 
@@ -38,6 +41,12 @@ _pop_function_mode: Final = torch._C._pop_torch_function_stack  # noqa: SLF001 -
 _push_function_mode: Final = torch._C._push_on_torch_function_stack  # noqa: SLF001 - see above
 _pre_dispatch_modes: Final = torch._ops._len_torch_dispatch_stack_pre_dispatch  # noqa: SLF001 - see above
 _compiler: Final = torch.compiler
+
+_skip: Final = eval_frame._FrameAction.SKIP  # noqa: SLF001 - see above
+_SKIPPED: Final = eval_frame._FrameExecStrategy(_skip, _skip)  # noqa: SLF001 - see above
+_set_strategy: Final = eval_frame.set_code_exec_strategy
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 is_dynamo_compiling: Final = torch.compiler.is_dynamo_compiling
 """Constant for Dynamo: True in a frame that it compiles, False in one that runs."""
@@ -91,6 +100,15 @@ def call_untraced(function: Callable[..., Any], *args: Any) -> Any:
     return None if is_traced() else call_outside_of_modes(function, *args)
 
 
+def uncompiled(function: F) -> F:
+    """Return `function`, whose frame, and those below it, Dynamo neither compiles nor looks at when they run.
+
+    Dynamo still looks into it from a frame that it compiles: the first line must ask `is_dynamo_compiling`.
+    """
+    _set_strategy(function.__code__, _SKIPPED)  # type: ignore[attr-defined]  # a function of Python's has one
+    return function
+
+
 def on_compilation(listener: Callable[[], object]) -> Callable[[], int]:
     """Return a function for the first line of a hook: Dynamo calls `listener` while it compiles the hook.
 
@@ -118,7 +136,9 @@ class Entry:
         self._function = function
         self._was_compiled = was_compiled
 
+    @uncompiled
     def __call__(self, *args: Any) -> Any:
+        """Call the function, unless a compiler or tracer follows."""
         # First, and a constant to the compiler: nothing below it becomes part of a graph.
         if is_dynamo_compiling():
             if self._was_compiled is not None:

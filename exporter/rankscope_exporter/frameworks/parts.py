@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rankscope_exporter.frameworks.base import Form, Framework, Holder, Hooking, Kept, Removable
-from rankscope_exporter.tracing import is_dynamo_compiling
+from rankscope_exporter.tracing import is_dynamo_compiling, uncompiled
 
 FROZEN: Final = -1
 
@@ -195,6 +195,7 @@ class Parted(Framework):
     ) -> list[Removable]:
         """Hook each step of the inner optimizer; `updated` is called when the whole update is done."""
 
+        @uncompiled
         def part_begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if is_dynamo_compiling():  # first, see `Entry`
                 return

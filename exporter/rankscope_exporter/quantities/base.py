@@ -186,6 +186,13 @@ class ModelHooking(Protocol):
         """
         ...
 
+    def gradient_arrives(self) -> None:
+        """Note that a gradient is on its way to a parameter, for a hook that comes before it is accumulated.
+
+        The step that was under way may end with it, and the next one begin.
+        """
+        ...
+
     def between(self, function: Callable[[], None]) -> None:
         """Call `function` while no step begins or ends: what comes long after an update may meet its end."""
         ...
@@ -194,10 +201,11 @@ class ModelHooking(Protocol):
 class Hooking(ModelHooking, Protocol):
     """What a quantity is given: the hooking of the model, with hooks that come and go with the quantity's own steps."""
 
-    def hook(self, hook: Hook, register: Callable[[], Removable | None]) -> None:
+    def hook(self, hook: Hook, register: Callable[[], Removable | None], *, stays: bool = False) -> None:
         """Have `register` put `hook` in its place, now and for every step that is measured; raises what it raises.
 
-        It returns None where that cannot be done this time, and is asked again for the next such step.
+        It returns None where that cannot be done this time, and is asked again for the next such step. A hook that
+        `stays` is not removed between these steps.
         """
         ...
 
