@@ -18,14 +18,21 @@ from rankscope_exporter.guard import Guard
 from rankscope_exporter.quantities.base import BACKWARD, Gate, Hook, Subject
 from rankscope_exporter.recorder import Recorder
 from rankscope_exporter.replaced_optimizers import ReplacedOptimizers
-from rankscope_exporter.tracing import Entry, call_untraced, is_dynamo_compiling, is_stand_in, on_compilation, uncompiled
+from rankscope_exporter.tracing import (
+    Entry,
+    call_untraced,
+    is_dynamo_compiling,
+    is_stand_in,
+    on_compilation,
+    uncompiled,
+)
 
 _NO_BACKWARD: Final = -1
 """What torch calls the graph task outside of a backward pass."""
 
 _COMPILED_UPDATE: Final = (
-    "the optimizer's step runs inside compiled code, where no hook runs: it is noticed at the next forward pass, by the "
-    "versions of the parameters. param_after, optimizer state and learning rates are read there; param_before, "
+    "the optimizer's step runs inside compiled code, where no hook runs: it is noticed at the next forward pass, by"
+    " the versions of the parameters. param_after, optimizer state and learning rates are read there; param_before, "
     "grad_clipped and the time of the update are absent"
 )
 _COMPILED_BACKWARD: Final = (
@@ -199,14 +206,15 @@ class Hooks:
     def _update_compiles(self) -> None:
         if self.active:
             self._guard.call("a compiled update", self._recorder.update_compiles)
-            self._tell_once(_COMPILED_UPDATE)
+            self.tell_once(_COMPILED_UPDATE)
 
     def _backward_compiles(self) -> None:
         if self.active:
             self._subject.compiled.add(BACKWARD)
-            self._tell_once(_COMPILED_BACKWARD)
+            self.tell_once(_COMPILED_BACKWARD)
 
-    def _tell_once(self, sentence: str) -> None:
+    def tell_once(self, sentence: str) -> None:
+        """Publish a note, the first time that it is given; also while code is compiled."""
         if sentence not in self._told:
             self._told.add(sentence)
             self._guard.call("a note", self.tell, sentence)
@@ -314,18 +322,24 @@ class _Gated(Entry):
     """A hook that is called at every step and does something at few: closed, it does next to nothing."""
 
     def __init__(self, call: Callable[..., None], gate: Gate) -> None:
-        super().__init__(call)
+        super().__init__(call, on_compilation(self._compiles))
         self._gate = gate
         self.was_called = False
+        self.is_compiled = False
         self.called_in_vain: Callable[[], None] = lambda: None
 
     @uncompiled
     def __call__(self, *args: Any) -> None:
         """Call the function while the gate is open."""
         if is_dynamo_compiling():  # first, see `Entry`: a graph would be compiled again when the gate opens or closes
+            if self._was_compiled is not None:
+                self._was_compiled()
             return
         self.was_called = True
         if self._gate.is_open:
             call_untraced(self._function, *args)
         else:
             self.called_in_vain()
+
+    def _compiles(self) -> None:
+        self.is_compiled = True

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Concatenate, Final, ParamSpec, Self
+from typing import Any, Final, Self, TypeVar, cast
 
 import torch
 
@@ -40,25 +40,25 @@ PUBLISH_SECONDS = 3.0
 """The last steps are published even with exit_wait_seconds = 0: milliseconds, unless the machine is overloaded."""
 
 
-P = ParamSpec("P")
+M = TypeVar("M", bound=Callable[..., None])
 
 _COMPILED_CALL: Final = (
     "a method of the monitor was called in code that torch.compile compiles, where it does nothing: call it outside"
 )
 
 
-def _opaque(method: Callable[Concatenate[Monitor, P], None]) -> Callable[Concatenate[Monitor, P], None]:
+def _opaque(method: M) -> M:
     """Return `method` in a form that Dynamo does not look into: in compiled code it does nothing."""
 
     @uncompiled
     @functools.wraps(method)
-    def entry(self: Monitor, *args: P.args, **kwargs: P.kwargs) -> None:
+    def entry(self: Monitor, *args: Any, **kwargs: Any) -> None:
         if is_dynamo_compiling():
-            self._was_compiled()  # noqa: SLF001 - of the same class
+            self._was_compiled()
         else:
             method(self, *args, **kwargs)
 
-    return entry
+    return cast("M", entry)
 
 
 class Monitor:
@@ -93,7 +93,12 @@ class Monitor:
         self._ending: Session | None = None  # while it says goodbye
         self._stop_asked: str | None = None  # the signal that asked for an end
         self._phases: list[str] = []
-        self._was_compiled = on_compilation(functools.partial(self.remark, _COMPILED_CALL))
+        self._was_compiled = on_compilation(self._call_compiles)
+
+    def _call_compiles(self) -> None:
+        session = self._session
+        if session is not None:
+            session.hooks.tell_once(_COMPILED_CALL)
 
     # Attaching and detaching.
 

@@ -1,4 +1,4 @@
-"""The gate at every entry: does training run now, or does a compiler or tracer only look at it?
+"""The gate at every entry of ours: whether training runs now, or a compiler or tracer only follows its code.
 
 Every function of ours that training calls is an `Entry`, or asks `is_plain` and `is_traced` itself. Three cases differ:
 
@@ -39,7 +39,7 @@ _INFRA_KEYS: Final = tuple(
 )
 _pop_function_mode: Final = torch._C._pop_torch_function_stack  # noqa: SLF001 - see above
 _push_function_mode: Final = torch._C._push_on_torch_function_stack  # noqa: SLF001 - see above
-_pre_dispatch_modes: Final = torch._ops._len_torch_dispatch_stack_pre_dispatch  # noqa: SLF001 - see above
+_pre_dispatch_modes: Final[Callable[[], int]] = torch._ops._len_torch_dispatch_stack_pre_dispatch  # noqa: SLF001 - see above
 _compiler: Final = torch.compiler
 
 _skip: Final = eval_frame._FrameAction.SKIP  # noqa: SLF001 - see above
@@ -105,7 +105,7 @@ def uncompiled(function: F) -> F:
 
     Dynamo still looks into it from a frame that it compiles: the first line must ask `is_dynamo_compiling`.
     """
-    _set_strategy(function.__code__, _SKIPPED)  # type: ignore[attr-defined]  # a function of Python's has one
+    _set_strategy(function.__code__, _SKIPPED)
     return function
 
 

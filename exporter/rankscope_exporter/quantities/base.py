@@ -140,6 +140,8 @@ class Hook(Protocol):
     """A guarded hook, which knows whether it is of use."""
 
     was_called: bool
+    is_compiled: bool
+    """Whether the hook was seen to be part of compiled code, where it does not run."""
     called_in_vain: Callable[[], None]
     """Called instead of reading anything at a step that is not measured."""
 
