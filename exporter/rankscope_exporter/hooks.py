@@ -254,10 +254,11 @@ class Hooks:
             self._guard.call("a gradient hook", self._recorder.gradient_ready, index, holder)
 
     def gradient_arrives(self) -> None:
-        """Note that a gradient is on its way to a parameter; the backward pass, and a step, may begin with it."""
-        backward = torch._C._current_graph_task_id()  # noqa: SLF001 - as in _gradient_hook
-        if backward != self._backward:
-            self._guard.call("a backward hook", self._pass_begins, backward)
+        """Note that a gradient is on its way to a parameter: where steps begin in a backward pass, one may begin now."""
+        if self._gradients.begin_steps:
+            backward = torch._C._current_graph_task_id()  # noqa: SLF001 - as in _gradient_hook
+            if backward != self._backward:
+                self._guard.call("a backward hook", self._pass_begins, backward)
 
     def _pass_begins(self, backward: int) -> None:
         self._backward = backward
@@ -300,7 +301,7 @@ class Hooks:
     def _observed(self, closure: Callable[[], Any]) -> Any:
         result = closure()
         if self.active:
-            self.clock.timed("an optimizer hook", self._recorder.gradients_computed)
+            self.call("an optimizer hook", self._recorder.gradients_computed)
         return result
 
     def _updated(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -182,7 +182,10 @@ class Parted(Framework):
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[Holder], None]) -> Removable:
         """Hook the gradient on its way to where the framework collects it."""
 
+        @uncompiled
         def passing(gradient: torch.Tensor) -> None:
+            if is_dynamo_compiling():  # first, see `Entry`
+                return
             again = id(parameter) in self._seen
             self._seen.add(id(parameter))
             summed = not (again and self.scatters)
