@@ -254,7 +254,7 @@ class Hooks:
             self._guard.call("a gradient hook", self._recorder.gradient_ready, index, holder)
 
     def gradient_arrives(self) -> None:
-        """Note that a gradient is on its way to a parameter: where steps begin in a backward pass, one may begin now."""
+        """Note that a gradient is on its way to a parameter; a step may begin with it."""
         if self._gradients.begin_steps:
             backward = torch._C._current_graph_task_id()  # noqa: SLF001 - as in _gradient_hook
             if backward != self._backward:
