@@ -4,8 +4,8 @@ Every function of ours that training calls is an `Entry`, or asks `is_plain` and
 
 - nothing special is active: the function runs. `is_plain` finds this out in about 0.2 µs;
 - a compiler or tracer follows the code (Dynamo, `torch.jit.trace`, `torch.fx`, `make_fx`, AOTAutograd, export, a fake
-  tensor mode): the function does nothing, because its operations would become part of the user's graph, and what runs
-  is no step of the training;
+  tensor mode): the function does nothing, because its operations would become part of the user's graph, and no step
+  of the training runs;
 - any other dispatch or function mode is active (FlopCounterMode, selective activation checkpointing, CommDebugMode,
   `torch.set_default_device`, a mode of the user's): the function runs with all modes switched off, so that no mode
   sees an operation of ours.
@@ -13,8 +13,8 @@ Every function of ours that training calls is an `Entry`, or asks `is_plain` and
 Dynamo compiles a hook into the frame that calls it. There the first line of the hook is all that it sees: the hook
 never runs afterwards, and adds no graph break. Where C++ code calls a hook while a compiled function runs, as the
 autograd engine does, Dynamo would compile the hook as a frame of its own: `uncompiled` keeps it from that, and the hook
-runs. What a compiled hook would have reported is found out elsewhere
-(`unseen_updates`), for which `on_compilation` reports the compilation itself.
+runs. Updates without a hook are found by other signs (`unseen_updates`), for which `on_compilation` reports the
+compilation itself.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def is_traced() -> bool:
 
 
 def is_stand_in(value: Any) -> bool:
-    """Return whether `value` is what a tracer passes in the place of a tensor: it has a shape and no numbers."""
+    """Return whether `value` is an object that a tracer passes in the place of a tensor: it has a shape and no numbers."""
     return type(value) is not torch.Tensor and type(value).__name__ in _STAND_INS
 
 
@@ -101,7 +101,7 @@ def call_untraced(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def uncompiled(function: F) -> F:
-    """Return `function`, whose frame, and those below it, Dynamo neither compiles nor looks at when they run.
+    """Mark `function` so that Dynamo neither compiles its frame nor a frame below it, and return it.
 
     Dynamo still looks into it from a frame that it compiles: the first line must ask `is_dynamo_compiling`.
     """
@@ -119,7 +119,7 @@ def on_compilation(listener: Callable[[], object]) -> Callable[[], int]:
         call_outside_of_modes(listener)
         return 0
 
-    # What `torch.compiler.assume_constant_result` sets, which itself would load the compiler: Dynamo calls the function
+    # The mark of `torch.compiler.assume_constant_result`, which itself would load the compiler: Dynamo calls the function
     # while it compiles, and takes its result for a constant.
     was_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001 - see above
     return was_compiled

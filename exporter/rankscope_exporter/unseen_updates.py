@@ -9,7 +9,7 @@ import torch
 
 
 class _Trace(NamedTuple):
-    """What an update changes. A fused kernel changes parameters and not their versions, but counts its steps."""
+    """Numbers that an update changes. A fused kernel changes parameters and not their versions, but counts its steps."""
 
     versions: int  # of all parameters, added up
     steps: int  # versions of the step counters that are tensors, and the values of those that are numbers
@@ -17,7 +17,7 @@ class _Trace(NamedTuple):
 
 
 class UnseenUpdates:
-    """Compares what updates change with what it was at the last look. Costs nothing until an update is compiled.
+    """Compares the traces of updates with those at the last look. Costs nothing until an update is compiled.
 
     Training thread only; some 0.1 µs a parameter and look.
     """

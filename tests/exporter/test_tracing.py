@@ -1,7 +1,7 @@
-"""Compilers, tracers and modes around the hooks: the training is the same to the bit, and what is published is right.
+"""Compilers, tracers and modes around the hooks: the training is the same to the bit, and the records are right.
 
-Each case trains twice, without and with a monitor that measures everything, and compares parameters, what the case
-itself collects (graphs, counted operations), the graphs and graph breaks of Dynamo, and the rows with the tensors.
+Each case trains twice, without and with a monitor that measures everything, and compares parameters, the objects
+that the case collects (graphs, counted operations), the graphs and graph breaks of Dynamo, and the rows with the tensors.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ IN_FORWARD = frozenset({"act_in", "act_out", "act_grad_in", "act_grad_out"})
 
 
 class Loop:
-    """A plain training loop, whose parts a case replaces."""
+    """A plain training loop; a case replaces parts of it."""
 
     absent: frozenset[str] = frozenset()
     """Kinds of rows that cannot be had."""
     names: str | None = None
-    """What the message says that names them."""
+    """A part of the message that names them."""
     quantities = EVERYTHING
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Loop:
         self.optimizer.step()
 
     def between(self) -> None:
-        """What happens between two steps."""
+        """Run between two steps."""
 
     def note(self, step: int) -> None:
         for name, parameter in self.net.named_parameters():
@@ -338,7 +338,7 @@ class CountedFunctions(TorchFunctionMode):
 
 
 class Moded(Loop):
-    """The whole step, with what the script asks of the monitor, runs under a mode of the user's."""
+    """The whole step, calls of the monitor included, runs under a mode of the user's."""
 
     def mode(self) -> Any:
         raise NotImplementedError
@@ -395,7 +395,7 @@ class ModesOfBothKinds(Moded):
 
 
 class MetaDevice(Moded):
-    """`with torch.device("meta")`: what is made without a device is no number."""
+    """`with torch.device("meta")`: a tensor that is made without a device has no numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -478,7 +478,7 @@ def test_training_is_the_same_and_its_rows_are_right(case, reader, eventually):
         faults = monitor.faults
 
     assert alone[0] == watched[0], "the trained bits differ"
-    assert alone[1] == watched[1], "the monitor shows in what the user collects"
+    assert alone[1] == watched[1], "the user collects operations of the monitor"
     assert alone[2] == watched[2], "graphs and graph breaks differ"
     assert 0 == faults
     assert list(range(1, STEPS + 1)) == sorted({row.step for row in rows})
@@ -501,7 +501,7 @@ def test_training_is_the_same_and_its_rows_are_right(case, reader, eventually):
         (FakeTensorMode, False, True),
     ],
 )
-def test_the_gate_tells_modes_from_tracers(how, plain, traced):
+def test_the_gate_distinguishes_modes_from_tracers(how, plain, traced):
     with how():
         seen = is_plain(), is_traced()
 
