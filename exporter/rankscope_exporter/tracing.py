@@ -119,8 +119,8 @@ def on_compilation(listener: Callable[[], object]) -> Callable[[], int]:
         call_outside_of_modes(listener)
         return 0
 
-    # The mark of `torch.compiler.assume_constant_result`, which itself would load the compiler: Dynamo calls the function
-    # while it compiles, and takes its result for a constant.
+    # The mark of `torch.compiler.assume_constant_result`, which itself would load the compiler: Dynamo calls the
+    # function while it compiles, and takes its result for a constant.
     was_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001 - see above
     return was_compiled
 

@@ -9,7 +9,7 @@ import torch
 
 
 class _Trace(NamedTuple):
-    """Numbers that an update changes. A fused kernel changes parameters and not their versions, but counts its steps."""
+    """Numbers that an update changes. A fused kernel leaves the versions of parameters, but counts its steps."""
 
     versions: int  # of all parameters, added up
     steps: int  # versions of the step counters that are tensors, and the values of those that are numbers

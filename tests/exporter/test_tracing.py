@@ -1,7 +1,7 @@
 """Compilers, tracers and modes around the hooks: the training is the same to the bit, and the records are right.
 
-Each case trains twice, without and with a monitor that measures everything, and compares parameters, the objects
-that the case collects (graphs, counted operations), the graphs and graph breaks of Dynamo, and the rows with the tensors.
+Each case trains twice, without and with a monitor that measures everything, and compares parameters, the objects that
+the case collects (graphs, counted operations), the graphs and graph breaks of Dynamo, and the rows with the tensors.
 """
 
 from __future__ import annotations
