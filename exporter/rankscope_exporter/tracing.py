@@ -76,7 +76,7 @@ def is_traced() -> bool:
 
 
 def is_stand_in(value: Any) -> bool:
-    """Return whether `value` is an object that a tracer passes in the place of a tensor: it has a shape and no numbers."""
+    """Return whether a tracer passes `value` in the place of a tensor: it has a shape and no numbers."""
     return type(value) is not torch.Tensor and type(value).__name__ in _STAND_INS
 
 
