@@ -1,7 +1,7 @@
-"""Which rank holds up the others, and the evidence that singles it out; nobody without such evidence. Pure.
+"""Which rank holds up the others, and the evidence that singles it out; no rank without such evidence. Pure.
 
-Three sources are evidence, each by itself: flight records, stacks, and the steps that ranks reported. A source that is
-missing, or shows several ranks alike, says nothing. Sources that single out different ranks cancel each other.
+Each of three sources can be sufficient: flight records, stacks, and the steps that ranks reported. A source that is
+missing, or shows several ranks alike, is no evidence. Sources that single out different ranks cancel each other.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def single_out(facts: Iterable[RankFacts], world_size: int) -> Verdict:
 
 
 def _by_steps(known: Mapping[int, RankFacts], world_size: int) -> Verdict | None:
-    """Return a verdict where steps tell that some ranks go on while others stand; None where they tell nothing."""
+    """Return a verdict where steps show that some ranks go on while others do not; None where steps show nothing."""
     steps = {rank: fact.last_step for rank, fact in known.items() if fact.last_step is not None}
     if len(steps) < 2 or max(steps.values()) - min(steps.values()) < STEPS_BEHIND:
         return None
@@ -81,7 +81,7 @@ def _by_steps(known: Mapping[int, RankFacts], world_size: int) -> Verdict | None
 def _by_stacks(
     flights: Mapping[int, FlightRecord], places: Mapping[int, Place], waits: Waits, world_size: int
 ) -> int | None:
-    """Return the one rank that stands outside of any collective, while every other rank waits or may wait in one."""
+    """Return the one rank that is outside of any collective, while every other rank waits or may wait in one."""
     pending = {rank: flight.pending for rank, flight in flights.items() if flight.pending is not None}
     outside = []
     for rank in range(world_size):
@@ -94,7 +94,7 @@ def _by_stacks(
         outside.append(rank)
     if len(outside) != 1:
         return None
-    # A rank whose record says for which ranks it waits must wait for this one; of messages it does not say so.
+    # A rank whose record shows for which ranks it waits must wait for this one; messages have no such record.
     awaited = (waits.reached.get(rank, ()) for rank, entry in pending.items() if not entry.is_p2p)
     return outside[0] if all(outside[0] in ranks for ranks in awaited) else None
 

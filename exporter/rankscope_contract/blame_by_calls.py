@@ -2,7 +2,7 @@
 
 A rank that waits in a collective waits for every rank of its group that has not entered it. Followed from rank to rank,
 all waits must end at one and the same rank. Where a record is missing, a call is new, or ranks called different things,
-the records single out nobody.
+the records single out no rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Waits:
 
 
 def waits_of(records: Records, places: Mapping[int, Place], world: Collection[int]) -> Waits:
-    """Return what the records tell; `places` are those of ranks that gave stacks, `world` the numbers of all ranks."""
+    """Return the waits in the records; `places` are those of ranks with stacks, `world` the numbers of all ranks."""
     calls = calls_of_note(records)
     mismatches = _mismatches(calls)
     if mismatches:
@@ -87,7 +87,7 @@ def _oldest(calls: Sequence[Call]) -> dict[tuple[int, str], Call]:
 
 
 def _members(records: Records) -> dict[str, set[str]]:
-    """Return the ranks of each group, as text, in all versions that ranks tell."""
+    """Return the ranks of each group as text, in every version that the records contain."""
     found: dict[str, set[str]] = {}
     for record in records.values():
         for group in record.groups:
@@ -101,7 +101,7 @@ def _awaited(
 ) -> frozenset[int] | None:
     """Return the ranks that `call` waits for; None where they are not all known."""
     if len(members) > 1 or (not members and not has_all):
-        return None  # one name for several groups, or a group of which nobody tells the ranks
+        return None  # one name for several groups, or a group whose ranks no record contains
     outside = {rank for rank in call.unknown if places.get(rank) is Place.OUTSIDE}
     waiting_elsewhere = {rank for rank in call.unknown if places.get(rank) is Place.IN_COLLECTIVE}
     if set(call.unknown) - outside - waiting_elsewhere:

@@ -175,7 +175,7 @@ def _forms(entries: Mapping[int, Collective]) -> tuple[tuple[str, tuple[int, ...
     """
     found: dict[tuple[object, ...], list[int]] = {}
     for rank, entry in sorted(entries.items(), key=lambda item: (not item[1].dtypes, item[0])):
-        form = (entry.op, entry.dtypes, entry.bytes if is_even(entry.op) else None)
+        form: tuple[object, ...] = (entry.op, entry.dtypes, entry.bytes if is_even(entry.op) else None)
         if not entry.dtypes:
             form = next((known for known in found if known[0] == entry.op), form)
         found.setdefault(form, []).append(rank)

@@ -182,7 +182,7 @@ LOST_RECORDS = MetricSpec(
     page="service",
 )
 UNKNOWN_RANK: Final = "unknown"
-"""Label `rank` of what no single rank caused, such as replicas that differ without a majority."""
+"""Label `rank` of events that single out no rank, such as replicas that differ without a majority."""
 
 ANOMALIES_INGESTED = MetricSpec(
     name="rankscope_ingest_anomaly_events_total",

@@ -1,4 +1,4 @@
-"""Where a rank's training thread stands with respect to the other ranks, as its stacks show it. Pure.
+"""Whether a rank waits for other ranks, as the stack of its training thread shows it. Pure.
 
 A Python stack shows the call in which a thread is, but not what C code below that call waits for. So a place is certain
 only where the innermost call names it; everything else is `Place.UNKNOWN`, which is no evidence for or against a rank.
@@ -18,7 +18,7 @@ from rankscope_contract.standing import is_library, is_standard_library
 
 
 class Place(enum.Enum):
-    """What the stacks of a rank say about waiting for other ranks."""
+    """Whether the stacks of a rank show that it waits for other ranks."""
 
     IN_COLLECTIVE = "in a collective"  # certain: the innermost call is one of torch.distributed
     MAY_WAIT = "in a call that may wait for other ranks"  # backward pass, .wait() of a work
@@ -50,7 +50,7 @@ _DISPATCHING: Final = frozenset(
 
 
 def place_of(dump: StackDump | None) -> Place:
-    """Return where the training thread of `dump` stands."""
+    """Return the place of the training thread of `dump`."""
     thread = None if dump is None else dump.training_thread
     if dump is None or thread is None or not thread.frames:
         return Place.UNKNOWN

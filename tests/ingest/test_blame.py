@@ -302,6 +302,22 @@ def test_places_of_many_ranks_stay_few_lines():
     assert len(message(told).body) < 6000
 
 
+def test_a_rank_that_hangs_while_the_others_make_steps_is_named_by_their_steps():
+    """What the others' stacks and records show is a moment of a training that runs."""
+    book = StallBook()
+    job = attempt_of((0, 60, 0.0), (1, 41, 0.0), (2, 61, 0.0))
+    job.state, job.progressed_at = RunState.RUNNING, 960.0
+    book.heard(KEY, 1, event("hang", json.dumps({"state": "began"}), "no sign of training for 240 s"), 950.0)
+    for one in (0, 2):
+        record = flight(41, is_pending=one == 0, world=3)
+        book.heard(KEY, one, event("flight_record", record.to_json()), 961.0)
+    book.look([job], 951.0)
+    (told,) = book.look([job], 970.0).due
+
+    assert 1 == told.first.rank
+    assert "rank 1: its last step is 41, and all other ranks made step 60 or a later one (steps)" == told.cause
+
+
 def test_equal_hangs_of_ranks_are_told_once_and_not_as_those_of_the_lowest():
     book = StallBook()
     job = attempt_of((0, 41, 0.0), (1, 41, 0.0))

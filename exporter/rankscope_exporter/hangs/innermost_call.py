@@ -30,7 +30,7 @@ _OF_THE_INTERPRETER: Final = ("JUMP_BACKWARD", "RESUME", "NOP")
 
 
 def innermost_call(thread: int) -> tuple[Frame, str | None] | None:
-    """Return the innermost frame of a thread and what it calls, see `ThreadStack.calls`; None without such a thread."""
+    """Return the innermost frame of a thread and its `ThreadStack.calls`; None without such a thread."""
     frame = sys._current_frames().get(thread)  # noqa: SLF001 - documented, in spite of its name
     if frame is None:
         return None
@@ -41,7 +41,7 @@ def innermost_call(thread: int) -> tuple[Frame, str | None] | None:
 
 
 def called(code: CodeType, offset: int, global_names: Mapping[str, Any]) -> str | None:
-    """Return what the instruction at `offset` calls; None where the names do not tell, or the function is very long."""
+    """Return the function that the instruction at `offset` calls; None where it is unknown, or the code very long."""
     if len(code.co_code) > MOST_BYTES:
         return None
     instructions = list(dis.get_instructions(code))
@@ -56,7 +56,7 @@ def called(code: CodeType, offset: int, global_names: Mapping[str, Any]) -> str 
 
 
 def _callee(instructions: Sequence[dis.Instruction]) -> list[dis.Instruction]:
-    """Return what loaded the function that the last instruction calls: the names, outermost first.
+    """Return the instructions that loaded the function of the last instruction, a call: its names, outermost first.
 
     The function begins where the call begins in the source: `time` in `time.sleep(1)`, whose argument begins later.
     """

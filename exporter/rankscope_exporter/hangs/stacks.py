@@ -37,7 +37,7 @@ def take_stacks(reason: str, training_thread: int) -> StackDump:
 
 
 def _with_call(dump: StackDump, found: tuple[Frame, str | None] | None) -> StackDump:
-    """Return `dump` with what the training thread calls, unless the thread has moved on since the dump."""
+    """Return `dump` with the call of the training thread, unless the thread has moved on since the dump."""
     thread = dump.training_thread
     if thread is None or found is None or thread.frames[:1] != found[:1]:
         return dump

@@ -51,7 +51,7 @@ class Report:
     refusal: str | None = None  # why it gave no stacks when it was asked
 
     def since(self, moment: float) -> Report:
-        """Return what is still true: reports since `moment`, or since the rank itself noticed that it hangs."""
+        """Return the report without stacks and flight record from before `moment`, or before the rank's own hang."""
         earliest = min(moment, self.hangs_since) if self.hangs else moment
         stacks = self.stacks if self.stacks_at >= earliest else None
         return replace(self, stacks=stacks, flight=self.flight if self.flight_at >= earliest else None)

@@ -1,4 +1,4 @@
-"""Which failed attempts are to be announced, once each, and not before the reports tell which rank was first. Pure."""
+"""Announces each failed attempt once, when no further report can change which rank failed first. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLEAR_SECONDS: Final = CLOCKS_DIFFER_MICROSECONDS / 1e6
 
 
 class FailureBook:
-    """Remembers what was announced. `told` are the keys of former services."""
+    """Remembers the announced failures. `told` are the keys of those that former services announced."""
 
     def __init__(self, told: Iterable[str], *, wait_seconds: float) -> None:
         """Wait at most `wait_seconds` for ranks that may have failed first or at the same time."""

@@ -11,7 +11,7 @@ from rankscope_ingest.lifecycle.lives import Attempt, Rank
 MOST_LINES: Final = 12
 
 _AGES: Final = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 21_600.0, 86_400.0)
-"""Ranks are polled at different moments: those whose ages lie between the same two of these share a line."""
+"""Limits between ages, in seconds. Ranks are polled at different moments; ages between the same limits share a line."""
 
 
 def last_reports(attempt: Attempt, now: float) -> tuple[str, ...]:
