@@ -57,8 +57,9 @@ def _counter() -> Alert:
         # `increase` alone would miss a counter that is born above zero.
         expression=f"{by} (increase({counter}[{WINDOW}])) > 0\n  or\n"
         f"{by} ({counter} unless {counter} offset {WINDOW}) > 0",
-        summary="rank {{ $labels.rank }} of run {{ $labels.run }} disagrees with its replicas in {{ $labels.kind }}",
-        description="The service compared the hashes that ranks sent of one step. " + _WHAT_TO_ASK,
+        summary="replicas of run {{ $labels.run }} differ in {{ $labels.kind }}, rank {{ $labels.rank }}",
+        description="The service compared the hashes that ranks sent of one step. The rank is unknown where more than "
+        "one differs from the others, or no majority is right. " + _WHAT_TO_ASK,
         severity=Severity.CRITICAL,
         runbook=REPLICA_DESYNC,
         rule=REPLICA_DESYNC,
