@@ -67,7 +67,8 @@ def _place(thread: ThreadStack) -> Place:
     if any(_has_parts(frame, "torch", "distributed") for frame in libraries):
         # A checkpoint that is written waits for a disk; nearly everything else of torch.distributed for a rank.
         return Place.UNKNOWN if _has_parts(top, "checkpoint") or is_standard_library(top.file) else Place.MAY_WAIT
-    if _has_parts(top, "torch", "autograd") and top.function in _BACKWARD:
+    is_backward = _has_parts(top, "torch", "autograd") and top.function in _BACKWARD
+    if is_backward or _has_parts(top, "torch", "nn", "parallel"):  # where DDP broadcasts buffers and rebuilds buckets
         return Place.MAY_WAIT
     if any(_has_parts(frame, "torch", "utils", "data") for frame in thread.frames):
         return Place.OUTSIDE

@@ -29,6 +29,7 @@ def dump(*frames: Frame, calls: str | None = None, others: tuple[ThreadStack, ..
         (dump(Frame(f"{TORCH}/distributed/_functional_collectives.py", 161, "wait_tensor"), OWN), Place.IN_COLLECTIVE),
         (dump(Frame(f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_param_group.py", 5, "wait"), OWN), Place.MAY_WAIT),
         (dump(Frame(f"{TORCH}/autograd/graph.py", 841, "_engine_run_backward"), OWN), Place.MAY_WAIT),
+        (dump(Frame(f"{TORCH}/nn/parallel/distributed.py", 1775, "_pre_forward"), OWN), Place.MAY_WAIT),
         (dump(OWN, calls=".wait"), Place.MAY_WAIT),
         (dump(OWN, calls="time.sleep"), Place.OUTSIDE),
         (dump(OWN, calls="posix.read"), Place.OUTSIDE),
