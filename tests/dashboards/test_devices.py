@@ -26,14 +26,14 @@ def test_one_slow_rank_shows_beside_the_mean(judge):
     given = {}
     for rank, mfu, clock in ((0, "0.4", 1980), (1, "0.2", 990)):
         gpu = GPU.format(rank=rank)
-        given[f'rankscope_mfu_ratio{{job="rankscope", run="r", rank="{rank}", method="counted"}}'] = f"{mfu}x30"
+        given[f'rankscope_mfu_ratio{{job="rankscope", run="r", rank="{rank}", method="formula"}}'] = f"{mfu}x30"
         given[f'rankscope_gpu_clock_hertz{{{gpu}, clock="sm"}}'] = f"{clock}000000x30"
         given[f'rankscope_gpu_clock_limit_hertz{{{gpu}, clock="sm"}}'] = "1980000000x30"
         given[f'rankscope_gpu_throttled{{{gpu}, reason="hw_thermal"}}'] = f"{rank}x30"
         given[f'rankscope_gpu_throttled{{{gpu}, reason="idle"}}'] = "0x30"
     checks = [
-        (f"round({asked('MFU')}, 0.001)", '{run="r", method="counted"}', 0.3),
-        (asked("MFU", 1), '{run="r", method="counted"}', 0.2),
+        (f"round({asked('MFU')}, 0.001)", '{run="r", method="formula"}', 0.3),
+        (asked("MFU", 1), '{run="r", method="formula"}', 0.2),
         (asked("SM clock"), '{run="r"}', 0.75),
         (asked("SM clock", 1), '{run="r"}', 0.5),
         (asked("Throttled GPUs"), '{run="r", reason="hw_thermal"}', 1),

@@ -25,7 +25,7 @@ from rankscope_dashboards.selectors import ALL_RANKS, RANKS, RUN, SERVICE_RANKS,
 
 UID: Final = "rankscope-run-overview"
 
-ONCE: Final = "attach|warm_up|throughput"
+ONCE: Final = "attach|warm_up"
 """Threads of the monitor that work at the beginning alone."""
 
 STATES: Final = {
