@@ -27,7 +27,7 @@ EXPRESSIONS: Final = {
     "'report', 'send' or 'state' instead of 'tell' or 'say'": r"\b(?:tells?|told|says?|said|saying)\b",
     "'is' or 'remains' instead of 'stands', 'lies' or 'stays'": r"\b(?:stands?|stood|lies|lay|stays?|stayed)\b",
     "the name of the actor instead of 'somebody'": r"\b(?:somebody|nobody|anybody|everybody|whoever)\b",
-    "'which' or 'that' for a thing instead of 'who'": r"\b(?:who|whom|whose)\b",
+    "'which' or 'that' for a thing instead of 'who'": r"\b(?:who|whom)\b",
     "'again', 'immediately' or 'continues'": r"\b(?:anew|at once|thereof|goes? on|went on|going on)\b",
 }
 PATTERNS: Final = {advice: re.compile(pattern, re.MULTILINE) for advice, pattern in EXPRESSIONS.items()}

@@ -21,7 +21,7 @@ STEPS_BEHIND: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """What is known of one rank at work. A rank that left its monitor may still enter collectives: it has no facts."""
+    """Facts about one rank at work. A rank that left its monitor may still enter collectives: it has no facts."""
 
     rank: int
     stacks: StackDump | None = None

@@ -83,7 +83,7 @@ def waiting(rank: int, world: int) -> Group:
     return Group(ranks=range(world), waits=others)
 
 
-# What must hold whatever is known: the three situations, every source removed from any rank.
+# This must hold whatever is known: the three situations, every source removed from any rank.
 
 WORLDS = [(world, rank) for world in (2, 3, 8) for rank in sorted({0, 1, world - 1})]
 
@@ -235,7 +235,7 @@ def test_one_name_for_different_groups_is_no_evidence():
     assert None is verdict(facts(flights(left) | flights(right)), world=4)
 
 
-def test_a_rank_that_waits_outside_of_what_is_recorded_is_not_named():
+def test_a_rank_that_waits_outside_of_the_record_is_not_named():
     """Gloo records neither messages between two ranks nor the making of a group, as its stack shows them."""
     dumps = {0: IN_REDUCE, 1: IN_RECV, 2: IN_REDUCE}
 
@@ -276,7 +276,7 @@ def test_a_rank_outside_by_its_stack_counts_like_one_outside_by_its_record():
         ((41, 42, 60), None),
     ],
 )
-def test_a_rank_that_stands_while_all_others_make_steps_is_named(steps, rank):
+def test_a_rank_that_stops_while_all_others_make_steps_is_named(steps, rank):
     known = [RankFacts(rank=one, last_step=step, hangs=step == min(steps)) for one, step in enumerate(steps)]
 
     assert rank == verdict(known)
@@ -289,7 +289,7 @@ def test_old_steps_of_a_rank_that_cannot_be_read_are_no_evidence():
     assert None is verdict([replace(known[0], hangs=True), known[1]])
 
 
-def test_evidence_names_its_source_and_what_is_missing_is_told():
+def test_evidence_names_its_source_and_each_missing_source():
     named = single_out(sleeping(3, 1), 3)
     unknown = [single_out(known, 3) for known in ([], in_an_earlier_call(3, 1)[:2])]
 

@@ -1,4 +1,4 @@
-"""What a stack shows of waiting for other ranks: certain only where its innermost call is."""
+"""Signs in a stack of waiting for other ranks: certain only where its innermost call is."""
 
 from __future__ import annotations
 

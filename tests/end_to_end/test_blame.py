@@ -75,7 +75,7 @@ def incident_of(service: Any) -> tuple[str, int | None]:
             None,
             "unknown: the stacks of ranks 0-2 single out no rank",
             rf"last reports:\n  ranks 0-2: step {STEP}, \d(-\d)? s ago\nwhere:\n  rank 1 in barrier ",
-            id="stacks do not tell which of two collectives is the right one",
+            id="stacks do not show which of two collectives is the right one",
         ),
     ],
 )
@@ -104,7 +104,7 @@ def test_the_cause_of_a_stall_is_named_or_unknown(
 def test_a_rank_that_died_is_named_though_the_others_report_first(
     service: Any, start_job: Callable[..., Any], tmp_path: Path, another_port: int
 ) -> None:
-    """Its peers lose the connection at once; that it is dead is found out seconds later."""
+    """Its peers lose the connection immediately; the service finds out seconds later that it is dead."""
     told = message_of(service, start_job, tmp_path, "dies", MASTER_PORT=str(another_port), **SILENT)
 
     assert re.search(f"blame: RunFailed, rank 1, step {STEP}", told.title), told.title

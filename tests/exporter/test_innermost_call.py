@@ -109,7 +109,7 @@ def test_the_call_under_way_has_the_name_of_its_function(function, name):
     assert name == found
 
 
-def test_the_name_stands_in_the_stacks_of_the_training_thread_alone():
+def test_the_name_is_in_the_stacks_of_the_training_thread_alone():
     with in_a_thread(read_by_module) as ident:
         seen(ident, read_by_module, lambda found: found is not None)
         dump = take_stacks("hang", ident)

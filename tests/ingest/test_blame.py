@@ -1,4 +1,4 @@
-"""Messages about runs that stand still or failed: a rank is named only where a source singles it out.
+"""Messages about runs that stalled or failed: a rank is named only where a source singles it out.
 
 Three situations, with every set of sources: a rank that sleeps, a rank in an earlier collective, a rank that died.
 """
@@ -31,9 +31,9 @@ LONGEST_WAIT = 2000
 
 
 class Job:
-    """`world` ranks that made 41 steps, of which `rank` does something else than the others, and what is known of it.
+    """`world` ranks that made 41 steps, of which `rank` does something else than the others, and the sources of facts about it.
 
-    The heartbeat is what tells the service of steps and of silence; without it every rank seems to answer.
+    The heartbeat reports steps and silence to the service; without it every rank seems to answer.
     """
 
     def __init__(self, world: int, rank: int, situation: str, sources: Collection[str]) -> None:
@@ -47,7 +47,7 @@ class Job:
                 self.runs.stepped(KEY, one, 41, 1.0)
 
     def first_message(self) -> Incident:
-        """Let time pass until people are told, and return what."""
+        """Let time pass until a message is sent, and return it."""
         for second in range(1, LONGEST_WAIT):
             for one in range(self.world):
                 if not self.is_silent(one):
@@ -57,7 +57,7 @@ class Job:
             told = [*self.failures.due(self.runs.attempts(), float(second)), *self.stalled(float(second))]
             if told:
                 return told[0]
-        raise AssertionError("nobody was told")
+        raise AssertionError("no message was sent")
 
     def is_silent(self, one: int) -> bool:
         return (self.situation, one) == ("died", self.rank) and "heartbeat" in self.sources
@@ -71,7 +71,7 @@ class Job:
         return news.due
 
     def answers(self, one: int) -> Iterator[tuple[str, str]]:
-        """Yield what a rank sends when it is asked where it stands; a dead one sends nothing."""
+        """Yield the stacks that a rank sends on request; a dead one sends nothing."""
         if (self.situation, one) == ("died", self.rank):
             return
         is_other = one != self.rank
@@ -206,7 +206,7 @@ def test_a_failure_names_the_one_rank_that_failed_by_itself(words, rank, cause):
     assert (rank is None) == bool(told.reports)
 
 
-def test_a_rank_that_vanished_beside_ranks_that_nobody_knows_is_not_named():
+def test_a_rank_that_vanished_beside_unknown_ranks_is_not_named():
     book = RunBook(TIMING)
     book.registered(registration(0, 3), 0, Vitals(last_sign=0.0), START)
     book.tick(25.0, START + 25_000_000)
@@ -266,7 +266,7 @@ def test_equal_ranks_share_a_line_and_those_behind_come_first():
     ) == last_reports(found, 1000.0)
 
 
-def test_a_rank_that_ended_and_one_of_before_a_restart_are_told_as_such():
+def test_an_ended_rank_and_one_from_before_a_restart_are_listed_as_such():
     ended = attempt_of((0, 12, 40.0), exit_reason="completed")
     restored = attempt_of((0, None, 40.0), is_restored=True)
 
@@ -274,7 +274,7 @@ def test_a_rank_that_ended_and_one_of_before_a_restart_are_told_as_such():
     assert ("rank 0: no step, not heard of since the service started 40 s ago",) == last_reports(restored, 1000.0)
 
 
-def test_reports_of_many_ranks_stay_few_lines():
+def test_reports_of_many_ranks_are_few_lines():
     alike = attempt_of(*((one, 12, one % 7) for one in range(1000)))
     scattered = attempt_of(*((one, one // 2, (one % 9) * 100.0) for one in range(1000)))
 
@@ -284,7 +284,7 @@ def test_reports_of_many_ranks_stay_few_lines():
     assert max(map(len, lines)) < 200
 
 
-def test_places_of_many_ranks_stay_few_lines():
+def test_places_of_many_ranks_are_few_lines():
     """A thousand ranks at a thousand places, and half of them gave nothing, for different reasons."""
     book = StallBook()
     job = attempt_of(*((one, 41, 0.0) for one in range(1000)))
@@ -303,7 +303,7 @@ def test_places_of_many_ranks_stay_few_lines():
 
 
 def test_a_rank_that_hangs_while_the_others_make_steps_is_named_by_their_steps():
-    """What the others' stacks and records show is a moment of a training that runs."""
+    """The stacks and records of the others show a moment of a training that runs."""
     book = StallBook()
     job = attempt_of((0, 60, 0.0), (1, 41, 0.0), (2, 61, 0.0))
     job.state, job.progressed_at = RunState.RUNNING, 960.0
@@ -318,7 +318,7 @@ def test_a_rank_that_hangs_while_the_others_make_steps_is_named_by_their_steps()
     assert "rank 1: its last step is 41, and all other ranks made step 60 or a later one (steps)" == told.cause
 
 
-def test_equal_hangs_of_ranks_are_told_once_and_not_as_those_of_the_lowest():
+def test_equal_hangs_are_reported_once_and_not_for_the_lowest_rank():
     book = StallBook()
     job = attempt_of((0, 41, 0.0), (1, 41, 0.0))
     job.state, job.progressed_at = RunState.RUNNING, 900.0

@@ -115,6 +115,6 @@ def test_each_rank_has_the_flops_of_its_own_device(kind, ranks):
         assert ([method], 0, []) == (methods, faults, notes)
 
 
-def test_absent_numbers_are_said_by_the_first_rank_alone(ranks):
+def test_the_first_rank_alone_reports_absent_numbers(ranks):
     assert [[], []] == [rank["images"][0] for rank in ranks]
     assert [1, 0] == [len(rank["images"][-1]) for rank in ranks]
