@@ -1,4 +1,4 @@
-"""The few panel shapes our boards are made of: each has a title, a description, a unit and its queries."""
+"""The four panel types of the boards: time series, stat, table and gauge."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ DATASOURCE: Final = common.DataSourceRef(type_val="prometheus", uid="${datasourc
 PanelBuilder = stat.Panel | timeseries.Panel | gauge.Panel | table.Panel
 P = TypeVar("P", stat.Panel, timeseries.Panel, gauge.Panel, table.Panel)
 
-PLAIN: Final = ((None, "green"),)
-"""One colour for all values: the SDK's default of red at 80 means nothing here."""
+ONE_COLOUR: Final = ((None, "green"),)
+"""One colour for all values. The SDK would otherwise set red from 80, which has no meaning for these quantities."""
 
-NONE_IS_GOOD: Final = ((None, "green"), (1, "red"))
-"""For counts of which a single one deserves a look."""
+ZERO_IS_GOOD: Final = ((None, "green"), (1, "red"))
+"""For counts where a single one needs attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One PromQL expression and what its lines are called."""
+    """A PromQL expression. `legend` is the name of its lines, and may contain labels such as `{{run}}`."""
 
     expression: str
     legend: str = ""
@@ -34,7 +34,7 @@ class Query:
     as_table: bool = False
 
     def build(self, position: int) -> prometheus.Dataquery:
-        """Return the query as target A, B, … of a panel."""
+        """Return the query as a target of a panel: A for position 0, B for position 1, and so on."""
         query = prometheus.Dataquery().expr(self.expression).ref_id(chr(ord("A") + position)).datasource(DATASOURCE)
         query = query.legend_format(self.legend) if self.legend else query
         query = query.format(prometheus_models.PromQueryFormat.TABLE) if self.as_table else query
@@ -42,8 +42,12 @@ class Query:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Words:
-    """What stands around the numbers. `description` says what it is, what is good, and what to do."""
+class PanelText:
+    """Title, description, unit, range and thresholds of a panel.
+
+    `description` defines the quantity, names good values and recommends an action for bad ones. `thresholds`: pairs of
+    (lowest value, colour); the first value is None.
+    """
 
     title: str
     description: str
@@ -52,12 +56,12 @@ class Words:
     minimum: float | None = None
     maximum: float | None = None
     decimals: float | None = None
-    steps: Sequence[tuple[float | None, str]] = PLAIN
+    thresholds: Sequence[tuple[float | None, str]] = ONE_COLOUR
 
 
-def lines(words: Words, *queries: Query, logarithmic: bool = False) -> timeseries.Panel:
-    """Return curves over time, raw: no smoothing between points, gaps stay gaps."""
-    panel = _worded(timeseries.Panel(), words, queries)
+def time_series_panel(text: PanelText, *queries: Query, logarithmic: bool = False) -> timeseries.Panel:
+    """Return a panel with one curve over time for each series. Values are not smoothed, and gaps are not connected."""
+    panel = _configured(timeseries.Panel(), text, queries)
     panel = panel.line_width(1).fill_opacity(0).show_points(common.VisibilityMode.NEVER).span_nulls(False)
     panel = panel.tooltip(common_builders.VizTooltipOptions().mode(common.TooltipDisplayMode.MULTI))
     legend = common_builders.VizLegendOptions().show_legend(True).placement(common.LegendPlacement.BOTTOM)
@@ -68,33 +72,33 @@ def lines(words: Words, *queries: Query, logarithmic: bool = False) -> timeserie
     return panel
 
 
-def number(words: Words, *queries: Query) -> stat.Panel:
-    """Return the latest value of each line, large and coloured by its thresholds or mappings."""
+def stat_panel(text: PanelText, *queries: Query) -> stat.Panel:
+    """Return a panel with the latest value of each series, coloured by the thresholds or mappings of `text`."""
     latest = common_builders.ReduceDataOptions().calcs(["lastNotNull"])
-    panel = _worded(stat.Panel(), words, queries).graph_mode(common.BigValueGraphMode.NONE).reduce_options(latest)
-    # The name stands beside the value even for a single line: with one run on the board it says which.
+    panel = _configured(stat.Panel(), text, queries).graph_mode(common.BigValueGraphMode.NONE).reduce_options(latest)
+    # Show the name next to the value even for a single series: it is the name of the selected run.
     return panel.color_mode(common.BigValueColorMode.BACKGROUND).text_mode(common.BigValueTextMode.VALUE_AND_NAME)
 
 
-def rows(words: Words, query: Query, columns: Mapping[str, str]) -> table.Panel:
-    """Return a table of the query's labels and its `Value`, in the order of `columns` and with its headings."""
-    panel = _worded(table.Panel(), words, (replace(query, instant=True, as_table=True),))
+def table_panel(text: PanelText, query: Query, columns: Mapping[str, str]) -> table.Panel:
+    """Return a table with one row for each series. `columns` maps labels, and `Value`, to headings, in table order."""
+    panel = _configured(table.Panel(), text, (replace(query, instant=True, as_table=True),))
     options = {
         "excludeByName": {"Time": True},
-        "indexByName": {label: place for place, label in enumerate(columns)},
+        "indexByName": {label: position for position, label in enumerate(columns)},
         "renameByName": dict(columns),
     }
     return panel.with_transformation(dashboard.DataTransformerConfig(id_val="organize", options=options))
 
 
-def share(words: Words, *queries: Query) -> gauge.Panel:
-    """Return a share of a whole as a gauge."""
+def gauge_panel(text: PanelText, *queries: Query) -> gauge.Panel:
+    """Return a gauge with the latest value of each series, for fractions of a whole."""
     latest = common_builders.ReduceDataOptions().calcs(["lastNotNull"])
-    return _worded(gauge.Panel(), words, queries).reduce_options(latest)
+    return _configured(gauge.Panel(), text, queries).reduce_options(latest)
 
 
 def value_texts(texts: dict[str, tuple[str, str]]) -> list[dashboard.ValueMapping]:
-    """Return the mapping of values to (text, colour), in the order given."""
+    """Return a Grafana value mapping from value to (text, colour)."""
     options = {
         value: dashboard.ValueMappingResult(text=text, color=color, index=index)
         for index, (value, (text, color)) in enumerate(texts.items())
@@ -102,25 +106,25 @@ def value_texts(texts: dict[str, tuple[str, str]]) -> list[dashboard.ValueMappin
     return [dashboard.ValueMap(options=options)]
 
 
-def only_this_run(panel: stat.Panel, uid: str) -> stat.Panel:
-    """Return the panel with a link on each value that narrows the board `uid` to its run."""
+def with_run_link(panel: stat.Panel, uid: str) -> stat.Panel:
+    """Add a link to each value of `panel` that opens the board `uid` with only the run of this value selected."""
     url = f"/d/{uid}?var-run=${{__field.labels.run}}&${{__url_time_range}}"
     return panel.data_links([dashboard_builders.DashboardLink("Only this run").url(url)])
 
 
-def _thresholds(steps: Sequence[tuple[float | None, str]]) -> dashboard_builders.ThresholdsConfig:
-    made = [dashboard.Threshold(value=value, color=colour) for value, colour in steps]
+def _thresholds(pairs: Sequence[tuple[float | None, str]]) -> dashboard_builders.ThresholdsConfig:
+    made = [dashboard.Threshold(value=value, color=colour) for value, colour in pairs]
     return dashboard_builders.ThresholdsConfig().mode(dashboard.ThresholdsMode.ABSOLUTE).steps(made)
 
 
-def _worded(panel: P, words: Words, queries: Sequence[Query]) -> P:
-    panel.title(words.title).description(words.description).unit(words.unit).datasource(DATASOURCE)
-    panel.thresholds(_thresholds(words.steps)).mappings(list(words.mappings)).no_value("-")
+def _configured(panel: P, text: PanelText, queries: Sequence[Query]) -> P:
+    panel.title(text.title).description(text.description).unit(text.unit).datasource(DATASOURCE)
+    panel.thresholds(_thresholds(text.thresholds)).mappings(list(text.mappings)).no_value("-")
     panel.targets([query.build(position) for position, query in enumerate(queries)])
-    if words.minimum is not None:
-        panel.min(words.minimum)
-    if words.maximum is not None:
-        panel.max(words.maximum)
-    if words.decimals is not None:
-        panel.decimals(words.decimals)
+    if text.minimum is not None:
+        panel.min(text.minimum)
+    if text.maximum is not None:
+        panel.max(text.maximum)
+    if text.decimals is not None:
+        panel.decimals(text.decimals)
     return panel
