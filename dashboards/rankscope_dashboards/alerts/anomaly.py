@@ -72,15 +72,15 @@ def anomaly_alerts(
 
 
 def rule_disagreement(rule: AnomalyRule) -> Alert:
-    """Return the alert that fires when PromQL and the rank evaluate `rule` differently on the same `/metrics` page.
+    """Return the alert that fires when PromQL and the rank evaluate `rule` differently for the same scrape.
 
-    The page contains value, baseline and threshold next to the rank's own result, all of one step, and one scrape reads
-    them together. The two results must therefore always be equal. Logged scalars are not compared: the page contains
-    the last value of each scalar, but the rank's result refers to the scalars of the latest record.
+    `/metrics` contains value, baseline and threshold together with the rank's own result, all of one step, and one
+    scrape reads them all. The two results must therefore always be equal. Logged scalars are not compared: `/metrics`
+    contains the last value of each scalar, but the rank's result refers to the scalars of the latest record.
     """
     name, tensors = label_value(rule.name), tensor_expression(rule)
     firing = f'{metrics.RULE_FIRING.name}{{rule="{name}", kind!=""}} == 1'
-    # If the page omits tensors because of the series limit, PromQL cannot see everything that the rank evaluated.
+    # If `/metrics` omits tensors because of the series limit, PromQL cannot see everything that the rank evaluated.
     omitted = f'{metrics.DROPPED.name}{{reason=~"series_.+"}} > 0'
     only_promql = f"group by {_BY_KIND} (\n{tensors}\n)\n  unless on {_BY_KIND}\n{firing}"
     only_rank = (
@@ -183,7 +183,7 @@ def _counting_alert(rule: AnomalyRule, window: str) -> Alert:
         expression=_any(counts),
         summary=f"{rule.name} fired in {_KIND_TEXT}, {_RANK_TEXT}",
         description=_description(
-            rule, f"The rank evaluates the rule at every step; it fired at least once within {window}."
+            rule, f"The rank counts firings at every step; the rule fired at least once within {window}."
         ),
         severity=str(rule.severity),
         runbook=rule.runbook or type(rule).__name__,

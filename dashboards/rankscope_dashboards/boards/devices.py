@@ -9,7 +9,16 @@ from grafana_foundation_sdk.builders import dashboard as builders
 from rankscope_contract import hardware_metrics, metrics
 from rankscope_contract.metric_spec import MetricSpec
 from rankscope_dashboards.boards.elements.board import Section, SizedPanel, make_board
-from rankscope_dashboards.boards.elements.panels import PanelBuilder, PanelText, Query, table_panel, time_series_panel
+from rankscope_dashboards.boards.elements.panels import (
+    PanelBuilder,
+    PanelText,
+    Query,
+    count_text,
+    fraction_text,
+    over_ranks,
+    table_panel,
+    time_series_panel,
+)
 from rankscope_dashboards.boards.elements.selectors import RANKS, increase, ranks, rate
 
 MAX_LINES: Final = 20
@@ -44,57 +53,47 @@ def board() -> builders.Dashboard:
 
 
 def _mfu() -> PanelBuilder:
-    text = PanelText(
-        title="MFU",
-        description="Model FLOPs utilisation: FLOPs of forward and backward pass, without recomputation, relative to "
-        "the peak of the devices. Mean of the ranks, and the lowest rank. `method` shows how the FLOPs "
-        "were determined. Compare a run with itself: if the level falls and does not recover, check for a "
-        "slow GPU, a slow link and a slow data loader.",
-        unit="percentunit",
-        minimum=0,
+    text = fraction_text(
+        "MFU",
+        "Model FLOPs utilisation: FLOPs of forward and backward pass, without recomputation, relative to the peak of "
+        "the devices. Mean of the ranks, and the lowest rank. `method` shows how the FLOPs were determined. Compare a "
+        "run with itself: if the level falls and does not recover, check for a slow GPU, a slow link and a slow data "
+        "loader.",
+        maximum=None,
     )
-    return time_series_panel(text, *_mean_and_lowest(hardware_metrics.MFU, "run, method", "{{run}} {{method}}"))
+    return time_series_panel(text, *_by_method(hardware_metrics.MFU))
 
 
 def _tflops() -> PanelBuilder:
     text = PanelText(
         title="TFLOP/s per GPU",
         description="Model FLOPs per second on one device, in TFLOP/s. Also available if the peak of the device is "
-        "unknown. Ranks wait for each other, so all slow down together. In pipeline parallelism each rank "
-        "counts only the FLOPs of its own stage.",
+        "unknown. Ranks wait for each other, so all slow down together. In pipeline parallelism each rank counts only "
+        "the FLOPs of its own stage.",
         unit="suffix: TFLOP/s",
         minimum=0,
     )
-    return time_series_panel(
-        text, *_mean_and_lowest(hardware_metrics.TFLOPS_PER_GPU, "run, method", "{{run}} {{method}}")
-    )
+    return time_series_panel(text, *_by_method(hardware_metrics.TFLOPS_PER_GPU))
 
 
 def _tokens() -> PanelBuilder:
     text = PanelText(
         title="Tokens per second and rank",
-        description="Tokens that a rank trains on per second, mean and lowest rank. If several ranks compute one copy "
-        "of the model, each of them counts the same tokens. Empty if training logs no tokens.",
+        description="Tokens that a rank trains on per second, mean and lowest rank. If several ranks compute one "
+        "copy of the model, each of them counts the same tokens. Empty if training logs no tokens.",
         unit="suffix: tok/s",
         minimum=0,
     )
-    speed = rate(metrics.TOKENS)
-    return time_series_panel(
-        text, Query(f"avg by (run) {speed}", "{{run}} mean"), Query(f"min by (run) {speed}", "{{run}} lowest")
-    )
+    return time_series_panel(text, *over_ranks(rate(metrics.TOKENS), "avg", "min"))
 
 
 def _utilization() -> PanelBuilder:
-    text = PanelText(
-        title="GPU utilisation",
-        description="Fraction of the time in which any kernel ran. At 100 % a kernel can still be slow, or wait for "
-        "another rank. Low on all ranks: check the data loader and the host CPU. Low on one rank: check "
-        "its host.",
-        unit="percentunit",
-        minimum=0,
-        maximum=1,
+    text = fraction_text(
+        "GPU utilisation",
+        "Fraction of the time in which any kernel ran. At 100 % a kernel can still be slow, or wait for another rank. "
+        "Low on all ranks: check the data loader and the host CPU. Low on one rank: check its host.",
     )
-    return time_series_panel(text, *_mean_and_lowest(hardware_metrics.GPU_UTILIZATION, "run", "{{run}}"))
+    return time_series_panel(text, *over_ranks(f"({hardware_metrics.GPU_UTILIZATION.name}{RANKS})", "avg", "min"))
 
 
 def _power() -> PanelBuilder:
@@ -106,7 +105,8 @@ def _power() -> PanelBuilder:
         minimum=0,
     )
     limit = Query(f"min by (run) ({hardware_metrics.GPU_POWER_LIMIT_WATTS.name}{RANKS})", "{{run}} limit")
-    return time_series_panel(text, *_mean_and_lowest(hardware_metrics.GPU_POWER_WATTS, "run", "{{run}}"), limit)
+    power = f"({hardware_metrics.GPU_POWER_WATTS.name}{RANKS})"
+    return time_series_panel(text, *over_ranks(power, "avg", "min"), limit)
 
 
 def _temperature() -> PanelBuilder:
@@ -121,66 +121,49 @@ def _temperature() -> PanelBuilder:
 
 
 def _clock() -> PanelBuilder:
-    text = PanelText(
-        title="SM clock",
-        description="SM clock as a fraction of its maximum, mean and lowest rank. One rank below the others delays "
-        "all ranks at every collective. At full load and the power limit, many GPUs are some percent "
-        "below 1.",
-        unit="percentunit",
-        minimum=0,
-        maximum=1,
+    text = fraction_text(
+        "SM clock",
+        "SM clock as a fraction of its maximum, mean and lowest rank. One rank below the others delays all ranks at "
+        "every collective. At full load and the power limit, many GPUs are some percent below 1.",
     )
     clock, limit = (
         metric.name + ranks('clock="sm"')
         for metric in (hardware_metrics.GPU_CLOCK_HERTZ, hardware_metrics.GPU_CLOCK_LIMIT_HERTZ)
     )
-    part = f"{clock} / {limit}"
-    return time_series_panel(
-        text, Query(f"avg by (run) ({part})", "{{run}} mean"), Query(f"min by (run) ({part})", "{{run}} lowest")
-    )
+    return time_series_panel(text, *over_ranks(f"({clock} / {limit})", "avg", "min"))
 
 
 def _throttled() -> PanelBuilder:
-    text = PanelText(
-        title="Throttled GPUs",
-        description="Number of GPUs with reduced clocks, by reason. `sw_power_cap` under full load and `idle` are "
-        "normal. `hw_slowdown`, `hw_thermal`, `hw_power_brake` and `sw_thermal` indicate a problem with "
-        "heat or power.",
-        unit="none",
+    text = count_text(
+        "Throttled GPUs",
+        "Number of GPUs with reduced clocks, by reason. `sw_power_cap` under full load and `idle` are normal. "
+        "`hw_slowdown`, `hw_thermal`, `hw_power_brake` and `sw_thermal` indicate a problem with heat or power.",
         minimum=0,
-        decimals=0,
     )
-    # With one `/node/metrics` page per host, live and stored samples of a GPU are two series. max() merges them.
+    # If Prometheus scrapes `/node/metrics` of each host, live and stored samples of a GPU are two series. max() merges
+    # them.
     gpus = f"max by (run, rank, gpu, reason) ({hardware_metrics.GPU_THROTTLED.name}{RANKS})"
     query = f"sum by (run, reason) ({gpus}) > 0"
     return time_series_panel(text, Query(query, "{{run}} {{reason}}"))
 
 
 def _gpu_memory() -> PanelBuilder:
-    text = PanelText(
-        title="GPU memory",
-        description="Fraction of the device memory that all processes use, mean and highest rank: memory reserved by "
-        "PyTorch, the CUDA context, NCCL buffers, and memory of other processes.",
-        unit="percentunit",
-        minimum=0,
-        maximum=1,
+    text = fraction_text(
+        "GPU memory",
+        "Fraction of the device memory that all processes use, mean and highest rank: memory reserved by PyTorch, the "
+        "CUDA context, NCCL buffers, and memory of other processes.",
     )
     used, total = hardware_metrics.GPU_MEMORY_USED_BYTES.name, hardware_metrics.GPU_MEMORY_TOTAL_BYTES.name
-    part = f"{used}{RANKS} / {total}{RANKS}"
-    return time_series_panel(
-        text, Query(f"avg by (run) ({part})", "{{run}} mean"), Query(f"max by (run) ({part})", "{{run}} highest")
-    )
+    return time_series_panel(text, *over_ranks(f"({used}{RANKS} / {total}{RANKS})", "avg", "max"))
 
 
 def _errors() -> PanelBuilder:
-    text = PanelText(
-        title="GPU errors",
-        description="New errors within each interval, of the GPUs with the most: XID errors reported by the driver, "
-        "and uncorrectable memory errors. Investigate every one; the event of type `xid` in the store "
-        "contains its number.",
-        unit="none",
+    text = count_text(
+        "GPU errors",
+        "New errors within each interval, of the GPUs with the most: XID errors reported by the driver, and "
+        "uncorrectable memory errors. Investigate every one; the event of type `xid` in the store contains its "
+        "number.",
         minimum=0,
-        decimals=0,
     )
     xid = f"sum by (run, rank) {increase(hardware_metrics.GPU_XID_ERRORS)} > 0"
     errors = increase(hardware_metrics.GPU_ECC_ERRORS, 'type="uncorrected"')
@@ -193,12 +176,10 @@ def _errors() -> PanelBuilder:
 
 
 def _error_counts() -> PanelBuilder:
-    text = PanelText(
-        title="GPUs with memory errors",
-        description="ECC errors since the driver was loaded, of the 20 GPUs with the most. Corrected errors cost "
-        "nothing, but a GPU with a growing number of them is likely to have uncorrectable errors later.",
-        unit="none",
-        decimals=0,
+    text = count_text(
+        "GPUs with memory errors",
+        "ECC errors since the driver was loaded, of the 20 GPUs with the most. Corrected errors cost nothing, but a "
+        "GPU with a growing number of them is likely to have uncorrectable errors later.",
     )
     columns = {"run": "Run", "rank": "Rank", "gpu": "GPU", "type": "Type"}
     counts = f"max by ({', '.join(columns)}) ({hardware_metrics.GPU_ECC_ERRORS.name}{RANKS})"
@@ -210,8 +191,8 @@ def _allocated() -> PanelBuilder:
     text = PanelText(
         title="PyTorch memory",
         description="Device memory that is allocated to tensors, and memory reserved by PyTorch's allocator, of the "
-        "rank with the highest value. A line that rises at every step is a leak, often a loss that is "
-        "stored together with its graph.",
+        "rank with the highest value. A line that rises at every step is a leak, often a loss that is stored together "
+        "with its graph.",
         unit="bytes",
         minimum=0,
     )
@@ -221,15 +202,12 @@ def _allocated() -> PanelBuilder:
 
 
 def _retries() -> PanelBuilder:
-    text = PanelText(
-        title="Allocation retries",
-        description="Number of times within each interval, over all ranks, that PyTorch freed its cache to get "
-        "memory, and that the allocation failed nevertheless. Each retry blocks the rank for "
-        "milliseconds, and the other ranks wait. Reduce the batch size, or set "
-        "`PYTORCH_ALLOC_CONF=expandable_segments:True`.",
-        unit="none",
+    text = count_text(
+        "Allocation retries",
+        "Number of times within each interval, over all ranks, that PyTorch freed its cache to get memory, and that "
+        "the allocation failed nevertheless. Each retry blocks the rank for milliseconds, and the other ranks wait. "
+        "Reduce the batch size, or set `PYTORCH_ALLOC_CONF=expandable_segments:True`.",
         minimum=0,
-        decimals=0,
     )
     retries, ooms = (
         f"sum by (run) {increase(metric)}"
@@ -239,15 +217,12 @@ def _retries() -> PanelBuilder:
 
 
 def _host_cpu() -> PanelBuilder:
-    text = PanelText(
-        title="Host CPU",
-        description="CPU utilisation of the hosts by all processes, mean and highest. At 100 % the data loader and "
-        "the launching of kernels delay each other.",
-        unit="percentunit",
-        minimum=0,
-        maximum=1,
+    text = fraction_text(
+        "Host CPU",
+        "CPU utilisation of the hosts by all processes, mean and highest. At 100 % the data loader and the launching "
+        "of kernels delay each other.",
     )
-    return time_series_panel(text, *_mean_and_highest(hardware_metrics.HOST_CPU_UTILIZATION, "{{run}}"))
+    return time_series_panel(text, *over_ranks(f"({hardware_metrics.HOST_CPU_UTILIZATION.name}{RANKS})", "avg", "max"))
 
 
 def _host_memory() -> PanelBuilder:
@@ -267,8 +242,8 @@ def _switches() -> PanelBuilder:
     text = PanelText(
         title="Contention",
         description="Involuntary context switches of a rank per second, mean and highest, and page faults that "
-        "required a read from disk. Thousands of switches on one rank: too many threads, or another job "
-        "on the host. Page faults: the host is short of memory.",
+        "required a read from disk. Thousands of switches on one rank: too many threads, or another job on the host. "
+        "Page faults: the host is short of memory.",
         unit="none",
         minimum=0,
     )
@@ -278,17 +253,11 @@ def _switches() -> PanelBuilder:
     )
     return time_series_panel(
         text,
-        Query(f"avg by (run) {switches}", "{{run}} switches, mean"),
-        Query(f"max by (run) {switches}", "{{run}} switches, highest"),
-        Query(f"max by (run) {faults}", "{{run}} faults, highest"),
+        *over_ranks(switches, "avg", "max", legend="{{run}} switches,"),
+        *over_ranks(faults, "max", legend="{{run}} faults,"),
     )
 
 
-def _mean_and_lowest(metric: MetricSpec, by: str, legend: str) -> tuple[Query, Query]:
-    series = f"by ({by}) ({metric.name}{RANKS})"
-    return Query(f"avg {series}", f"{legend} mean"), Query(f"min {series}", f"{legend} lowest")
-
-
-def _mean_and_highest(metric: MetricSpec, legend: str) -> tuple[Query, Query]:
-    series = f"by (run) ({metric.name}{RANKS})"
-    return Query(f"avg {series}", f"{legend} mean"), Query(f"max {series}", f"{legend} highest")
+def _by_method(metric: MetricSpec) -> list[Query]:
+    series = f"({metric.name}{RANKS})"
+    return over_ranks(series, "avg", "min", by="run, method", legend="{{run}} {{method}}")

@@ -14,7 +14,10 @@ from rankscope_dashboards.boards.elements.panels import (
     PanelBuilder,
     PanelText,
     Query,
+    count_text,
+    fraction_text,
     gauge_panel,
+    over_ranks,
     stat_panel,
     table_panel,
     time_series_panel,
@@ -90,9 +93,8 @@ def _state() -> PanelBuilder:
     text = PanelText(
         title="State",
         description="State of the run as the service determines it from registrations, records, exit events and "
-        "missing responses. Green: running. Blue: completed. Stalled: ranks respond but complete no step. "
-        "Failed: `rankscope summary RUN` shows the rank and the reason. Click a run to show only this "
-        "run.",
+        "missing responses. Green: running. Blue: completed. Stalled: ranks respond but complete no step. Failed: "
+        "`rankscope summary RUN` shows the rank and the reason. Click a run to show only this run.",
         unit="none",
         mappings=value_texts(texts),
     )
@@ -100,13 +102,10 @@ def _state() -> PanelBuilder:
 
 
 def _progress() -> PanelBuilder:
-    text = PanelText(
-        title="Progress",
-        description="Completed steps as a fraction of the planned steps (`total_steps`). Empty if training reports no "
-        "number of planned steps.",
-        unit="percentunit",
-        minimum=0,
-        maximum=1,
+    text = fraction_text(
+        "Progress",
+        "Completed steps as a fraction of the planned steps (`total_steps`). Empty if training reports no number of "
+        "planned steps.",
     )
     return gauge_panel(
         text, Query(f"max by (run) ({metrics.RUN_PROGRESS.name}{SERVICE_RUNS})", "{{run}}", instant=True)
@@ -117,8 +116,7 @@ def _time_left() -> PanelBuilder:
     text = PanelText(
         title="Time left",
         description="Time for the remaining steps at the speed of the last 30 s. It jumps after a checkpoint or an "
-        "evaluation. Empty if the number of planned steps is unknown, no step completes, or the run has "
-        "ended.",
+        "evaluation. Empty if the number of planned steps is unknown, no step completes, or the run has ended.",
         unit="dtdurations",
         decimals=0,
     )
@@ -126,13 +124,11 @@ def _time_left() -> PanelBuilder:
 
 
 def _ranks_up() -> PanelBuilder:
-    text = PanelText(
-        title="Ranks up",
-        description="Ranks that are alive, and below them the ranks that the launches should have. Completed and "
-        "stopped runs count in neither. Fewer than expected: some ranks never registered, ended early, or "
-        "stopped responding. `/api/v1/targets` of the service lists them.",
-        unit="none",
-        decimals=0,
+    text = count_text(
+        "Ranks up",
+        "Ranks that are alive, and below them the ranks that the launches should have. Completed and stopped runs "
+        "count in neither. Fewer than expected: some ranks never registered, ended early, or stopped responding. "
+        "`/api/v1/targets` of the service lists them.",
     )
     done = f'{metrics.RUN_STATE.name}{{run=~"$run", state=~"{RunState.COMPLETED}|{RunState.STOPPED}"}} == 1'
     up, expected = (
@@ -143,25 +139,21 @@ def _ranks_up() -> PanelBuilder:
 
 
 def _anomaly_count() -> PanelBuilder:
-    text = PanelText(
-        title="Anomaly count",
-        description="Number of rule firings, including those of ranks that have ended. 0 is normal. Above 0: the "
-        "panels below show the rule and the rank, and `rankscope anomalies RUN` shows the first cause.",
-        unit="none",
-        decimals=0,
+    text = count_text(
+        "Anomaly count",
+        "Number of rule firings, including those of ranks that have ended. 0 is normal. Above 0: the panels below "
+        "show the rule and the rank, and `rankscope anomalies RUN` shows the first cause.",
         thresholds=ZERO_IS_GOOD,
     )
     return stat_panel(text, Query(f"sum by (run) ({_firings()})", "{{run}}", instant=True))
 
 
 def _lost_records() -> PanelBuilder:
-    text = PanelText(
-        title="Lost records",
-        description="Records that were overwritten, or lost with their rank, before the service read them. Each one "
-        "is a gap in the history. 0 is normal. Above 0: check whether the service was down or is too "
-        "slow. A spool preserves the records of a killed rank.",
-        unit="none",
-        decimals=0,
+    text = count_text(
+        "Lost records",
+        "Records that were overwritten, or lost with their rank, before the service read them. Each one is a gap in "
+        "the history. 0 is normal. Above 0: check whether the service was down or is too slow. A spool preserves the "
+        "records of a killed rank.",
         thresholds=ZERO_IS_GOOD,
     )
     return stat_panel(text, Query(f"sum by (run) ({metrics.LOST_RECORDS.name}{SERVICE_RUNS})", "{{run}}", instant=True))
@@ -171,20 +163,21 @@ def _loss() -> PanelBuilder:
     text = PanelText(
         title="Loss",
         description="Loss as logged, without smoothing, of the rank with the highest and the rank with the lowest "
-        "value. Select one rank to see it alone. A gap means that no rank logged a loss. NaN is also a "
-        "gap here and counts as an anomaly. If the two curves diverge, the ranks see different data or "
-        "are no longer replicas.",
+        "value. Select one rank to see it alone. A gap means that no rank logged a loss. NaN is also a gap here and "
+        "counts as an anomaly. If the two curves diverge, the ranks see different data or are no longer replicas.",
         unit="none",
     )
-    return time_series_panel(text, *_extremes(metrics.LOSS, "run, loss", "{{run}} {{loss}}"))
+    return time_series_panel(
+        text, *over_ranks(f"({metrics.LOSS.name}{RANKS})", "max", "min", by="run, loss", legend="{{run}} {{loss}}")
+    )
 
 
 def _grad_norm() -> PanelBuilder:
     text = PanelText(
         title="Gradient norm",
         description="Highest and lowest value within each interval, so that a spike between two points is visible. "
-        "The norm often rises some steps before the loss. The scale is logarithmic: a tenfold increase is "
-        "one decade for every model.",
+        "The norm often rises some steps before the loss. The scale is logarithmic: a tenfold increase is one decade "
+        "for every model.",
         unit="none",
     )
     series = f"{metrics.GRAD_NORM.name}{RANKS}"
@@ -209,8 +202,8 @@ def _tokens_per_second() -> PanelBuilder:
     text = PanelText(
         title="Tokens per second",
         description="Sum of the selected ranks, and the slowest rank. Ranks wait for each other, so all slow down "
-        "together; the phase times show the slow rank, this panel does not. Dips at regular intervals are "
-        "checkpoints or evaluations.",
+        "together; the phase times show the slow rank, this panel does not. Dips at regular intervals are checkpoints "
+        "or evaluations.",
         unit="suffix: tok/s",
         minimum=0,
     )
@@ -221,37 +214,32 @@ def _tokens_per_second() -> PanelBuilder:
 def _step_time() -> PanelBuilder:
     text = PanelText(
         title="Step time",
-        description="Duration of the step at the latest scrape, of the slowest and the fastest rank. A single peak is "
-        "one slow step. A level that rises and does not fall has another cause: another job on the host, "
-        "a throttled GPU, or a slow data loader.",
+        description="Duration of the step at the latest scrape, of the slowest and the fastest rank. A single peak "
+        "is one slow step. A level that rises and does not fall has another cause: another job on the host, a "
+        "throttled GPU, or a slow data loader.",
         unit="s",
         minimum=0,
     )
-    return time_series_panel(text, *_extremes(metrics.STEP_SECONDS, "run", "{{run}}"))
+    return time_series_panel(text, *over_ranks(f"({metrics.STEP_SECONDS.name}{RANKS})", "max", "min"))
 
 
 def _anomalies() -> PanelBuilder:
-    text = PanelText(
-        title="Anomalies",
-        description="Number of firings of each rule on the 20 ranks with the most firings, counted at every step. "
-        "Ranks without firings have no line. An increase is an incident. If one rank is affected, check "
-        "its data and hardware. If all ranks are affected at the same time, check the model and the "
-        "learning rate schedule.",
-        unit="none",
+    text = count_text(
+        "Anomalies",
+        "Number of firings of each rule on the 20 ranks with the most firings, counted at every step. Ranks without "
+        "firings have no line. An increase is an incident. If one rank is affected, check its data and hardware. If "
+        "all ranks are affected at the same time, check the model and the learning rate schedule.",
         minimum=0,
-        decimals=0,
     )
     query = f"topk by (run, rule) (20, sum by (run, rank, rule) ({_firings()}) > 0)"
     return time_series_panel(text, Query(query, "{{run}} {{rule}} rank {{rank}}"))
 
 
 def _firing_tensors() -> PanelBuilder:
-    text = PanelText(
-        title="Tensors with firings",
-        description="Tensor statistics with the most rule firings, by rank. The first tensor that fires is the cause: "
-        "`rankscope anomalies RUN` lists the tensors in causal order.",
-        unit="none",
-        decimals=0,
+    text = count_text(
+        "Tensors with firings",
+        "Tensor statistics with the most rule firings, by rank. The first tensor that fires is the cause: `rankscope "
+        "anomalies RUN` lists the tensors in causal order.",
     )
     labels = {"run": "Run", "rank": "Rank", "rule": "Rule", "kind": "Kind", "tensor": "Tensor", "op": "Statistic"}
     by = ", ".join(labels)
@@ -260,14 +248,11 @@ def _firing_tensors() -> PanelBuilder:
 
 
 def _replica_divergence() -> PanelBuilder:
-    text = PanelText(
-        title="Replica divergence",
-        description="Number of replica groups whose ranks hold different parameters although these should be bit-"
-        "identical. 0 is normal. Empty: the quantity `hashes` is not measured. Above 0: `rankscope "
-        "anomalies RUN` shows step, tensor and ranks. From this step on, the ranks train different "
-        "models.",
-        unit="none",
-        decimals=0,
+    text = count_text(
+        "Replica divergence",
+        "Number of replica groups whose ranks hold different parameters although these should be bit-identical. 0 is "
+        "normal. Empty: the quantity `hashes` is not measured. Above 0: `rankscope anomalies RUN` shows step, tensor "
+        "and ranks. From this step on, the ranks train different models.",
     )
     value, step = (
         f"by (run, replicas) ({metric.name}{ALL_RANKS})" for metric in (metrics.REPLICA_HASH, metrics.REPLICA_HASH_STEP)
@@ -277,14 +262,12 @@ def _replica_divergence() -> PanelBuilder:
 
 
 def _lag() -> PanelBuilder:
-    text = PanelText(
-        title="Ingest lag",
-        description="Records that a rank has published and the service has not committed yet, for the rank with the "
-        "most. A sawtooth between two commits is normal. A line that only rises means that the service is "
-        "too slow and will lose records. A line that ends means that the service is down.",
-        unit="none",
+    text = count_text(
+        "Ingest lag",
+        "Records that a rank has published and the service has not committed yet, for the rank with the most. A "
+        "sawtooth between two commits is normal. A line that only rises means that the service is too slow and will "
+        "lose records. A line that ends means that the service is down.",
         minimum=0,
-        decimals=0,
     )
     return time_series_panel(
         text, Query(f"max by (run) ({metrics.LAG_RECORDS.name}{SERVICE_RANKS})", "{{run}} furthest behind")
@@ -305,12 +288,11 @@ def _since_commit() -> PanelBuilder:
 
 
 def _overhead() -> PanelBuilder:
-    text = PanelText(
-        title="Monitoring overhead",
-        description="CPU time of Rankscope per second, on the rank with the highest value, without one-time work at "
-        "the start. `max_overhead` limits this value by sampling fewer steps.",
-        unit="percentunit",
-        minimum=0,
+    text = fraction_text(
+        "Monitoring overhead",
+        "CPU time of Rankscope per second, on the rank with the highest value, without one-time work at the start. "
+        "`max_overhead` limits this value by sampling fewer steps.",
+        maximum=None,
     )
     own = rate(metrics.OVERHEAD_SECONDS, f'thread!~"{ONCE}"')
     share = Query(f"max by (run) (sum by (run, rank) {own})", "{{run}}")
@@ -318,14 +300,11 @@ def _overhead() -> PanelBuilder:
 
 
 def _sampling_interval() -> PanelBuilder:
-    text = PanelText(
-        title="Sampling interval factor",
-        description="1: the sampling interval is as configured. Above 1: monitoring exceeded `max_overhead`, and all "
-        "ranks multiply the interval by this factor. Events of type `budget` contain the time and the "
-        "reason.",
-        unit="none",
+    text = count_text(
+        "Sampling interval factor",
+        "1: the sampling interval is as configured. Above 1: monitoring exceeded `max_overhead`, and all ranks "
+        "multiply the interval by this factor. Events of type `budget` contain the time and the reason.",
         minimum=0,
-        decimals=0,
     )
     return time_series_panel(text, Query(f"max by (run) ({metrics.SAMPLING_STRETCH.name}{RANKS})", "{{run}}"))
 
@@ -338,12 +317,6 @@ def _firings() -> str:
     """
     both = f"{metrics.ANOMALY_EVENTS.name}{RANKS} or {metrics.ANOMALIES_INGESTED.name}{SERVICE_RANKS}"
     return f"max by (run, rank, rule, kind) ({both})"
-
-
-def _extremes(metric: metrics.MetricSpec, by: str, legend: str) -> tuple[Query, Query]:
-    """Return queries for the highest and the lowest value over the ranks. One line per rank would be unreadable."""
-    series = f"by ({by}) ({metric.name}{RANKS})"
-    return Query(f"max {series}", f"{legend} highest"), Query(f"min {series}", f"{legend} lowest")
 
 
 def _speed(by: str) -> str:

@@ -18,7 +18,15 @@ from rankscope_contract.phase_metrics import (
 )
 from rankscope_contract.phases import LABEL, Phase
 from rankscope_dashboards.boards.elements.board import Section, SizedPanel, make_board
-from rankscope_dashboards.boards.elements.panels import PanelBuilder, PanelText, Query, gauge_panel, time_series_panel
+from rankscope_dashboards.boards.elements.panels import (
+    PanelBuilder,
+    PanelText,
+    Query,
+    fraction_text,
+    gauge_panel,
+    over_ranks,
+    time_series_panel,
+)
 from rankscope_dashboards.boards.elements.selectors import RANKS, SERVICE_RUNS, rate
 
 MAX_LINES: Final = 10
@@ -36,26 +44,21 @@ def board() -> builders.Dashboard:
 
 
 def _goodput() -> PanelBuilder:
-    text = PanelText(
-        title="Goodput",
-        description="Time in steps that count, as a fraction of the time since the first start of the run. Repeated "
-        "steps, first steps, checkpoints, evaluations, hangs and the time between launches do not count; "
-        "`FROM goodput` shows the time in each. Updated at each commit.",
-        unit="percentunit",
-        minimum=0,
-        maximum=1,
+    text = fraction_text(
+        "Goodput",
+        "Time in steps that count, as a fraction of the time since the first start of the run. Repeated steps, first "
+        "steps, checkpoints, evaluations, hangs and the time between launches do not count; `FROM goodput` shows the "
+        "time in each. Updated at each commit.",
     )
     return gauge_panel(text, Query(f"max by (run) ({RUN_GOODPUT.name}{SERVICE_RUNS})", "{{run}}"))
 
 
 def _time_by_phase() -> PanelBuilder:
-    text = PanelText(
-        title="Time by phase",
-        description="Fraction of the time in each phase, mean of the ranks; the sum is 1. If `data_wait` grows, check "
-        "the data loader. If `collective` grows, a rank or a link is slow: see the last row of this "
-        "board.",
-        unit="percentunit",
-        minimum=0,
+    text = fraction_text(
+        "Time by phase",
+        "Fraction of the time in each phase, mean of the ranks; the sum is 1. If `data_wait` grows, check the data "
+        "loader. If `collective` grows, a rank or a link is slow: see the last row of this board.",
+        maximum=None,
     )
     query = f"avg by (run, {LABEL}) {rate(PHASE_SECONDS)}"
     return _stacked(time_series_panel(text, Query(query, f"{{{{run}}}} {{{{{LABEL}}}}}")))
@@ -65,8 +68,8 @@ def _latest_step() -> PanelBuilder:
     text = PanelText(
         title="Phases of the latest step",
         description="Seconds in each phase of the step at the latest scrape, mean of the ranks, measured by the "
-        "clocks of the ranks or their devices. Phases that cannot be distinguished with the framework in "
-        "use are missing.",
+        "clocks of the ranks or their devices. Phases that cannot be distinguished with the framework in use are "
+        "missing.",
         unit="s",
         minimum=0,
     )
@@ -75,39 +78,35 @@ def _latest_step() -> PanelBuilder:
 
 
 def _data_wait() -> PanelBuilder:
-    text = PanelText(
-        title="Wait for data",
-        description="Fraction of the time in which a rank waits for its next batch, of the rank with the highest and "
-        "the rank with the lowest value. One high rank: check its disk and its loader workers. All ranks "
-        "high: check the data source. Unannounced work of the script between an update and the next "
-        "forward pass counts as waiting.",
-        unit="percentunit",
-        minimum=0,
+    text = fraction_text(
+        "Wait for data",
+        "Fraction of the time in which a rank waits for its next batch, of the rank with the highest and the rank "
+        "with the lowest value. One high rank: check its disk and its loader workers. All ranks high: check the data "
+        "source. Unannounced work of the script between an update and the next forward pass counts as waiting.",
+        maximum=None,
     )
     waits = rate(PHASE_SECONDS, f'{LABEL}="{Phase.DATA_WAIT}"')
-    queries = [Query(f"{how} by (run) {waits}", f"{{{{run}}}} {how}") for how in ("max", "min")]
-    return time_series_panel(text, *queries)
+    return time_series_panel(text, *over_ranks(waits, "max", "min"))
 
 
 def _compute_time() -> PanelBuilder:
     text = PanelText(
         title="Compute time before the collective",
         description="Seconds of the latest step that a rank computed before it waited for the other ranks, highest "
-        "and lowest. Step times are equal on all ranks because ranks wait for each other; this time is "
-        "not. Empty if the framework does not allow this measurement.",
+        "and lowest. Step times are equal on all ranks because ranks wait for each other; this time is not. Empty if "
+        "the framework does not allow this measurement.",
         unit="s",
         minimum=0,
     )
-    series = f"({PRE_COLLECTIVE_SECONDS.name}{RANKS})"
-    return time_series_panel(text, *(Query(f"{how} by (run) {series}", f"{{{{run}}}} {how}") for how in ("max", "min")))
+    return time_series_panel(text, *over_ranks(f"({PRE_COLLECTIVE_SECONDS.name}{RANKS})", "max", "min"))
 
 
 def _slowest() -> PanelBuilder:
     text = PanelText(
         title="Slow ranks",
         description=f"Compute time of the {MAX_LINES} slowest ranks, relative to the median rank. Check ranks above "
-        "1.1. A rank at 1.25 can make each step of the whole job a quarter longer: check its clocks, other "
-        "jobs on its host, and its data.",
+        "1.1. A rank at 1.25 can make each step of the whole job a quarter longer: check its clocks, other jobs on "
+        "its host, and its data.",
         unit="none",
         minimum=0,
     )

@@ -50,7 +50,7 @@ class PrometheusSettings:
     `token_file`: a file that contains only the token of the service and the ranks.
     `tls`: TLS settings for the service; if set, Prometheus uses HTTPS for it.
     `ranks_tls`: TLS settings for ranks, used if service discovery lists them with the scheme https.
-    `per_node`: scrape one page per host instead of one per rank; requires ranks with `node_page`.
+    `per_node`: scrape `/node/metrics` of each host instead of `/metrics` of each rank. Ranks need `node_page`.
     `with_history`: also query the store of the service by remote read.
     """
 

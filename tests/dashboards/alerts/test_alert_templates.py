@@ -17,7 +17,7 @@ def description_error(judge, given, ending, rule="AnomalyNan"):
     labels = {"run": RUN, "rank": "0", "kind": "grad_reduced"}
     annotations = {
         "summary": f"{rule} fired in grad_reduced, run {RUN} rank 0",
-        "description": "The rank evaluates the rule at every step; it fired at least once within 2m. "
+        "description": "The rank counts firings at every step; the rule fired at least once within 2m. "
         f"`rankscope anomalies {RUN}` lists the affected tensors in causal order.{ending}",
         "runbook_url": "docs/runbooks.md#anomalynan",
     }

@@ -41,6 +41,15 @@ class Query:
         return query.instant() if self.instant else query.range()
 
 
+def over_ranks(expression: str, *aggregations: str, by: str = "run", legend: str = "{{run}}") -> list[Query]:
+    """Return one query for each aggregation (`avg`, `max`, `min`) of `expression`, which is enclosed in parentheses.
+
+    Use it instead of one line per rank, which would be unreadable. `by` are the labels to keep.
+    """
+    names = {"avg": "mean", "max": "highest", "min": "lowest"}
+    return [Query(f"{name} by ({by}) {expression}", f"{legend} {names[name]}") for name in aggregations]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PanelText:
     """Title, description, unit, range and thresholds of a panel.
@@ -57,6 +66,24 @@ class PanelText:
     maximum: float | None = None
     decimals: float | None = None
     thresholds: Sequence[tuple[float | None, str]] = ONE_COLOUR
+
+
+def fraction_text(title: str, description: str, *, maximum: float | None = 1) -> PanelText:
+    """Return the text of a panel for fractions, shown in percent from 0 up to `maximum`."""
+    return PanelText(title=title, description=description, unit="percentunit", minimum=0, maximum=maximum)
+
+
+def count_text(
+    title: str,
+    description: str,
+    *,
+    minimum: float | None = None,
+    thresholds: Sequence[tuple[float | None, str]] = ONE_COLOUR,
+) -> PanelText:
+    """Return the text of a panel for counts, shown without decimals."""
+    return PanelText(
+        title=title, description=description, unit="none", minimum=minimum, decimals=0, thresholds=thresholds
+    )
 
 
 def time_series_panel(text: PanelText, *queries: Query, logarithmic: bool = False) -> timeseries.Panel:
