@@ -1,28 +1,28 @@
-"""What the board of speed and devices makes of ranks' pages."""
+"""Board "Speed and devices"."""
 
 from __future__ import annotations
 
 import json
 
 import yaml
-from tests.dashboards.test_run_overview import VARIABLES, objection
+from tests.dashboards.boards.test_run_overview import VARIABLES, promql_error
 
-from rankscope_dashboards.generate import files
+from rankscope_dashboards.generate import generated_files
 
-FILES = files()
+FILES = generated_files()
 BOARD = json.loads(FILES["dashboards/devices.json"])
 PANELS = {panel["title"]: panel for panel in BOARD["panels"]}
 GPU = 'job="rankscope", run="r", gpu="GPU-{rank}", rank="{rank}"'
 
 
-def asked(title, position=0):
+def query(title, position=0):
     expression = PANELS[title]["targets"][position]["expr"]
     for variable, value in VARIABLES.items():
         expression = expression.replace(variable, value)
     return expression
 
 
-def test_one_slow_rank_shows_beside_the_mean(judge):
+def test_slow_rank_is_visible_next_to_the_mean(judge):
     given = {}
     for rank, mfu, clock in ((0, "0.4", 1980), (1, "0.2", 990)):
         gpu = GPU.format(rank=rank)
@@ -32,17 +32,17 @@ def test_one_slow_rank_shows_beside_the_mean(judge):
         given[f'rankscope_gpu_throttled{{{gpu}, reason="hw_thermal"}}'] = f"{rank}x30"
         given[f'rankscope_gpu_throttled{{{gpu}, reason="idle"}}'] = "0x30"
     checks = [
-        (f"round({asked('MFU')}, 0.001)", '{run="r", method="formula"}', 0.3),
-        (asked("MFU", 1), '{run="r", method="formula"}', 0.2),
-        (asked("SM clock"), '{run="r"}', 0.75),
-        (asked("SM clock", 1), '{run="r"}', 0.5),
-        (asked("Throttled GPUs"), '{run="r", reason="hw_thermal"}', 1),
+        (f"round({query('MFU')}, 0.001)", '{run="r", method="formula"}', 0.3),
+        (query("MFU", 1), '{run="r", method="formula"}', 0.2),
+        (query("SM clock"), '{run="r"}', 0.75),
+        (query("SM clock", 1), '{run="r"}', 0.5),
+        (query("Throttled GPUs"), '{run="r", reason="hw_thermal"}', 1),
     ]
 
-    assert objection(judge, given, checks) is None
+    assert promql_error(judge, given, checks) is None
 
 
-def test_alerts_on_gpus_lead_to_this_board():
+def test_gpu_alerts_link_to_the_devices_board():
     groups = yaml.safe_load(FILES["alerting/rules.yaml"])["groups"]
     (rules,) = [group["rules"] for group in groups if group["name"] == "rankscope-hardware"]
 

@@ -1,4 +1,4 @@
-"""Each alert fires, keeps quiet and resolves where it should, judged by promtool; and no change of one goes unseen."""
+"""promtool runs the scenarios of each alert, and the scenarios detect each mutation of an alert."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import subprocess
 import pytest
 import yaml
 
-from rankscope_dashboards.rules import alert_groups, rule_file
+from rankscope_dashboards.alerts.groups import alert_groups, rule_file
 
 TENSOR_PART = 'rankscope_tensor_value{op=~"nans|infs"} > 0'
 UNLESS = "  unless on (run, rank, kind)\n"
 
-# What a slip of the pen, or a well-meant simplification, could make of each alert: (field, from, to).
+# Mutations of each alert, such as typing errors and wrong simplifications: (field, old text, new text).
 MUTANTS = {
     "AnomalyTurbulence": [
         ("expr", "> on (run, rank, kind, tensor, op)", ">= on (run, rank, kind, tensor, op)"),
@@ -134,7 +134,7 @@ MUTANTS = {
 
 
 def grouped(suite, alert):
-    """Return the scenarios of `alert` by the rules they are about."""
+    """Return the scenarios of `alert`, grouped by their rules."""
     groups = {}
     for scenario in suite:
         if scenario.alert == alert:
@@ -143,20 +143,20 @@ def grouped(suite, alert):
 
 
 def alone(rules, name):
-    """Return the rule file without any other alert than `name`: promtool evaluates all that there are."""
+    """Return the rule file with only the alert `name`. promtool would evaluate all alerts of the file."""
     kept = [rule for group in rule_file(rules)["groups"] for rule in group["rules"] if rule["alert"] == name]
     return {"groups": [{"name": "alone", "rules": kept}]}
 
 
 def mutated(document, field, old, new):
-    """Return the rule file with its alerts changed, or None where there is nothing to change."""
+    """Return the rule file with `old` replaced in a field of its alerts, or None if nothing changed."""
     changed = copy.deepcopy(document)
     for rule in changed["groups"][0]["rules"]:
         rule[field] = rule[field].replace(old, new)
     return None if changed == document else changed
 
 
-def test_every_alert_does_what_its_scenarios_say(judge, scenarios):
+def test_every_alert_behaves_as_its_scenarios_specify(judge, scenarios):
     suite = scenarios.SUITE
     alerts = {scenario.alert for scenario in suite}
     cases = [
@@ -168,8 +168,8 @@ def test_every_alert_does_what_its_scenarios_say(judge, scenarios):
     assert [] == [objection for objection in judge(cases) if objection]
 
 
-def test_the_texts_of_an_alert_name_what_it_is_about(judge, scenarios):
-    """One scenario of each alert, of tensors and of logged numbers; promtool compares the annotations too."""
+def test_annotations_contain_the_labels_of_the_alert(judge, scenarios):
+    """Promtool compares the annotations for one scenario of each alert, with tensors and with logged scalars."""
     firing = [scenario for scenario in scenarios.SUITE if any(scenario.expected.values())]
     first = {
         (scenario.alert, "kind" in labels): scenario
@@ -185,7 +185,7 @@ def test_the_texts_of_an_alert_name_what_it_is_about(judge, scenarios):
     assert [] == [objection for objection in judge(cases) if objection]
 
 
-def test_every_alert_has_scenarios_in_which_it_stands_and_in_which_it_does_not(scenarios):
+def test_every_alert_has_scenarios_that_fire_and_scenarios_that_do_not(scenarios):
     for name in {alert.name for group in alert_groups() for alert in group.alerts}:
         moments = [at for scenario in scenarios.SUITE if scenario.alert == name for at in scenario.expected.values()]
 
@@ -194,7 +194,7 @@ def test_every_alert_has_scenarios_in_which_it_stands_and_in_which_it_does_not(s
 
 
 @pytest.mark.parametrize("alert", MUTANTS)
-def test_no_change_of_an_alert_goes_unseen(judge, promtool, scenarios, tmp_path, alert):
+def test_scenarios_detect_every_mutation_of_an_alert(judge, promtool, scenarios, tmp_path, alert):
     cases, names = [], []
     for mutant in MUTANTS[alert]:
         changed = [
@@ -202,10 +202,10 @@ def test_no_change_of_an_alert_goes_unseen(judge, promtool, scenarios, tmp_path,
             for rules, mine in grouped(scenarios.SUITE, alert).items()
             if (document := mutated(alone(rules, alert), *mutant))
         ]
-        assert changed, f"nothing to change: {mutant}"
+        assert changed, f"mutation changes nothing: {mutant}"
         cases += changed
         names += [mutant] * len(changed)
-    for number, (document, _) in enumerate(cases):  # a mutant that does not parse would prove nothing
+    for number, (document, _) in enumerate(cases):  # an invalid mutant would be detected without any scenario
         (tmp_path / f"mutant{number}.yml").write_text(yaml.safe_dump(document), encoding="utf-8")
     check = [promtool, "check", "rules", *sorted(tmp_path.glob("mutant*.yml"))]
     parsed = subprocess.run(check, capture_output=True, text=True, check=False)
@@ -215,8 +215,8 @@ def test_no_change_of_an_alert_goes_unseen(judge, promtool, scenarios, tmp_path,
     assert [] == [mutant for mutant in MUTANTS[alert] if mutant not in killed]
 
 
-def test_whatever_an_alert_leaves_over_is_above_zero(judge, scenarios):
-    """Prometheus takes any value for a firing one; Grafana's condition on the same expression asks for > 0."""
+def test_alert_expressions_return_only_values_above_zero(judge, scenarios):
+    """In Prometheus any value fires. Grafana evaluates the same expression and requires a value above zero."""
     cases = []
     for name in sorted({scenario.alert for scenario in scenarios.SUITE}):
         for rules, mine in grouped(scenarios.SUITE, name).items():

@@ -1,4 +1,4 @@
-"""Alerts on the GPUs under the ranks: what the driver calls an error, and what slows a board down for longer."""
+"""Alerts on the GPUs of the ranks: errors that the driver reports, and clocks that are reduced for minutes."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import Final
 
 from rankscope_contract import hardware_metrics
 from rankscope_contract.events import Severity
-from rankscope_dashboards.alerts import Alert
+from rankscope_dashboards.alerts.alert import Alert
 
 WINDOW: Final = "10m"
-"""How long an error stays an alert."""
+"""Time after an error during which the alert is active."""
 
 THROTTLED_FOR: Final = "5m"
 BAD_REASONS: Final = ("hw_slowdown", "hw_thermal", "hw_power_brake", "sw_thermal")
-"""Reasons that full load at the power limit does not have."""
+"""Throttling reasons that do not occur under normal full load at the power limit."""
 
 _BY: Final = "sum by (run, rank, gpu)"
-_NAMED: Final = "GPU {{ $labels.gpu }} of run {{ $labels.run }} rank {{ $labels.rank }}"
+_GPU_TEXT: Final = "GPU {{ $labels.gpu }} of run {{ $labels.run }} rank {{ $labels.rank }}"
 
 
 def hardware_alerts() -> tuple[Alert, ...]:
-    """Return the alerts, the most urgent first."""
+    """Return the GPU alerts, most urgent first."""
     return (_xid(), _uncorrected(), _throttled())
 
 
@@ -28,8 +28,8 @@ def _xid() -> Alert:
     return Alert(
         name="GpuXid",
         expression=_new(hardware_metrics.GPU_XID_ERRORS.name),
-        summary=f"the driver reports a critical error of {_NAMED}",
-        description="An XID: the event `xid` of the run has its number and what it means.",
+        summary=f"critical driver error (XID) on {_GPU_TEXT}",
+        description="The event of type `xid` in the store contains the XID number and its meaning.",
         severity=Severity.CRITICAL,
         runbook="GpuXid",
         panel="GPU errors",
@@ -40,8 +40,8 @@ def _uncorrected() -> Alert:
     return Alert(
         name="GpuEccUncorrected",
         expression=_new(f'{hardware_metrics.GPU_ECC_ERRORS.name}{{type="uncorrected"}}'),
-        summary=f"memory of {_NAMED} had an error that could not be corrected",
-        description="A number that training uses may be wrong, or the process that had it was killed by the driver.",
+        summary=f"uncorrectable memory error on {_GPU_TEXT}",
+        description="A value that training uses may be wrong, or the driver killed the process that used the memory.",
         severity=Severity.CRITICAL,
         runbook="GpuEccUncorrected",
         panel="GPU errors",
@@ -53,8 +53,8 @@ def _throttled() -> Alert:
     return Alert(
         name="GpuThrottled",
         expression=f"max by (run, rank, gpu) ({series}) == 1",
-        summary=f"{_NAMED} is held below its clocks",
-        description="By heat or by its power supply, for minutes; one slow rank slows all of them.",
+        summary=f"{_GPU_TEXT} is throttled by heat or power supply",
+        description=f"The clocks have been reduced for {THROTTLED_FOR}. One slow rank delays all other ranks.",
         severity=Severity.WARNING,
         runbook="GpuThrottled",
         hold_for=THROTTLED_FOR,
@@ -63,5 +63,8 @@ def _throttled() -> Alert:
 
 
 def _new(counter: str) -> str:
-    """Return what is true while a counter has risen; a board's own may be above zero when a run begins with it."""
+    """Return PromQL that holds while `counter` has increased within WINDOW.
+
+    The first sample does not count as an increase: the driver's counter can be above zero before a run starts.
+    """
     return f"{_BY} (increase({counter}[{WINDOW}])) > 0"

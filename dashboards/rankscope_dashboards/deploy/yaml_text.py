@@ -1,4 +1,4 @@
-"""Documents as YAML text that a person can read and a diff can show."""
+"""Write documents as YAML that is easy to read and to compare with diff."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import yaml
 
 
 def as_yaml(document: dict[str, Any]) -> str:
-    """Return `document` as text: keys in their order, expressions of several lines as blocks."""
+    """Return `document` as YAML. The order of keys is kept; strings with several lines become block scalars."""
     return yaml.dump(document, sort_keys=False, width=10_000, Dumper=_Dumper, allow_unicode=True)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes expressions of several lines as blocks, and every value where it is used rather than as an alias."""
+    """YAML dumper that writes strings with several lines as block scalars, and never writes aliases."""
 
-    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - the base class' signature
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - signature of the base class
         return True
 
 

@@ -1,4 +1,4 @@
-"""The alert rules as files: valid, complete, and each with a page that says what to do. Meaning: test_scenarios."""
+"""The rule file is valid and complete, and each alert has a runbook. `test_scenarios.py` tests when alerts fire."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import yaml
 from rankscope_contract.metrics import CATALOG
 from rankscope_contract.rules import rule_classes
 from rankscope_contract.rules.nan import AnomalyNan
+from rankscope_dashboards.alerts.anomaly import rule_expression
+from rankscope_dashboards.alerts.groups import DEFAULT_RULES, alert_groups, rule_file
 from rankscope_dashboards.generate import PROVISIONING
-from rankscope_dashboards.rules import DEFAULT_RULES, alert_groups, expression, rule_file
 
-RUNBOOKS = Path(__file__).parents[2] / "docs" / "runbooks.md"
+RUNBOOKS = Path(__file__).parents[3] / "docs" / "runbooks.md"
 ALERTS = [alert for group in alert_groups() for alert in group.alerts]
 NAMES = {
     "AnomalyNan",
@@ -50,27 +51,27 @@ def test_committed_prometheus_configuration_is_valid(promtool):
     assert 0 == done.returncode, done.stdout + done.stderr
 
 
-def test_jobs_that_alerts_name_are_scraped():
+def test_jobs_in_alert_expressions_are_scraped():
     config = yaml.safe_load((PROVISIONING / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))
-    named = {job for alert in ALERTS for job in re.findall(r'job="([^"]+)"', alert.expression)}
+    jobs = {job for alert in ALERTS for job in re.findall(r'job="([^"]+)"', alert.expression)}
 
-    assert {"rankscope-service"} == named
-    assert named <= {scrape["job_name"] for scrape in config["scrape_configs"]}
+    assert {"rankscope-service"} == jobs
+    assert jobs <= {scrape["job_name"] for scrape in config["scrape_configs"]}
 
 
-def test_default_rules_are_the_rank_s_own():
+def test_default_rules_equal_those_of_the_exporter():
     from rankscope_exporter.config import DEFAULT_RULES as RANK_RULES
 
     assert RANK_RULES == DEFAULT_RULES
 
 
-def test_every_rule_of_the_contract_has_a_prometheus_form():
+def test_every_rule_class_has_a_promql_form():
     arguments = {"AnomalyTurbulence": {"threshold": 0.5}}
     for name, rule in rule_classes().items():
-        assert expression(rule(**arguments.get(name, {})))
+        assert rule_expression(rule(**arguments.get(name, {})))
 
 
-def test_alerts_are_those_that_the_documentation_lists():
+def test_runbooks_page_has_one_heading_for_every_alert():
     listed = re.findall(r"^## (\w+)$", RUNBOOKS.read_text(encoding="utf-8"), re.MULTILINE)
 
     assert {alert.name for alert in ALERTS} == NAMES
@@ -78,7 +79,7 @@ def test_alerts_are_those_that_the_documentation_lists():
 
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name + alert.labels.get("judged_by", ""))
-def test_alert_says_what_happened_how_bad_it_is_and_what_to_do(alert):
+def test_alert_has_summary_description_severity_and_runbook(alert):
     document = alert.document()
     texts = document["annotations"]
     anchors = {f"#{name.lower()}" for name in re.findall(r"^## (\w+)$", RUNBOOKS.read_text(), re.MULTILINE)}
@@ -91,7 +92,7 @@ def test_alert_says_what_happened_how_bad_it_is_and_what_to_do(alert):
     assert set(re.findall(r"rankscope_\w+", alert.expression)) <= CATALOG.keys()
 
 
-def test_runbooks_may_stand_elsewhere():
+def test_runbooks_address_can_be_replaced():
     document = rule_file([AnomalyNan()], runbooks="https://wiki.example/rankscope")
 
     assert (
@@ -99,7 +100,7 @@ def test_runbooks_may_stand_elsewhere():
     )
 
 
-def test_a_rule_may_have_a_runbook_and_a_name_of_its_own():
+def test_rule_name_and_runbook_can_be_customized():
     document = rule_file([AnomalyNan(name="Blown", runbook="https://wiki.example/blown", summary="It blew up.")])
     first = document["groups"][0]["rules"][0]
 

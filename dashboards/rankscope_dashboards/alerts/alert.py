@@ -1,4 +1,4 @@
-"""One alert as a value. Prometheus' rule file and Grafana's are both written from it, so that both say the same."""
+"""An alert as a value. The rule files of Prometheus and Grafana are both generated from such values."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 RUNBOOKS: Final = "docs/runbooks.md"
-"""Where the runbooks stand unless told otherwise; `--runbooks https://…` makes it the page on one's own wiki."""
+"""Default address of the runbooks page. `--runbooks https://…` of the generator replaces it, for example by a wiki."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
-    """A condition, and what people are told when it holds.
+    """A PromQL condition, with the texts and labels of the notification that is sent when it holds.
 
-    `runbook` is the heading on the page of runbooks, or an address of its own; `panel` the title of the panel that
-    shows it. `looked_up` goes on where the description ends: Prometheus' templates can query, Grafana's cannot.
+    `runbook`: the heading on the runbooks page, or a complete URL.
+    `hold_for`: how long the condition must hold before the alert fires.
+    `panel`: the title of the panel that shows the condition.
+    `queried`: a template appended to the description that queries Prometheus. Grafana templates cannot query, so the
+    Grafana rule file does not contain it.
     """
 
     name: str
@@ -26,24 +29,24 @@ class Alert:
     runbook: str
     rule: str = ""
     labels: dict[str, str] = field(default_factory=dict)
-    hold_for: str | None = None  # how long the condition must hold first
+    hold_for: str | None = None
     keep_firing_for: str | None = None
     panel: str = "State"
-    looked_up: str = ""
+    queried: str = ""
 
     def all_labels(self) -> dict[str, str]:
-        """Return the labels of the alert: `rule` is what messages are grouped by."""
+        """Return the labels of the alert. Alertmanager groups notifications by `rule`."""
         return {"severity": str(self.severity), "rule": self.rule or self.name, **self.labels}
 
     def annotations(self, runbooks: str) -> dict[str, str]:
-        """Return the texts; `runbooks` is the address of the page of runbooks."""
+        """Return the texts of the alert without `queried`. `runbooks` is the address of the runbooks page."""
         link = self.runbook if "://" in self.runbook else f"{runbooks}#{self.runbook.lower()}"
         return {"summary": self.summary, "description": self.description, "runbook_url": link}
 
     def document(self, runbooks: str = RUNBOOKS) -> dict[str, Any]:
-        """Return the rule as it stands in a Prometheus rule file."""
+        """Return the alert as an entry of a Prometheus rule file."""
         texts = self.annotations(runbooks)
-        texts["description"] += self.looked_up
+        texts["description"] += self.queried
         entry: dict[str, Any] = {"alert": self.name, "expr": self.expression}
         if self.hold_for:
             entry["for"] = self.hold_for
@@ -54,11 +57,11 @@ class Alert:
 
 @dataclass(frozen=True, slots=True)
 class AlertGroup:
-    """Alerts that are evaluated together, one after another."""
+    """Alerts that Prometheus or Grafana evaluates together, one after the other."""
 
     name: str
     alerts: Sequence[Alert]
 
     def document(self, runbooks: str = RUNBOOKS) -> dict[str, Any]:
-        """Return the group as it stands in a Prometheus rule file."""
+        """Return the group as an entry of a Prometheus rule file."""
         return {"name": self.name, "rules": [alert.document(runbooks) for alert in self.alerts]}

@@ -1,14 +1,15 @@
-"""What tells a Grafana server, by files, where its data and its boards are.
+"""Build the provisioning files for Grafana's data source and for the folder of boards.
 
-Grafana replaces `${NAME}` in these files by variables of *its own* environment; an unset one becomes nothing.
+Grafana replaces `${NAME}` in these files by variables of the environment of the Grafana server. An unset variable
+becomes an empty string.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-from rankscope_dashboards.layout import LIVE_SOURCE
-from rankscope_dashboards.prometheus_config import PrometheusSettings, duration
+from rankscope_dashboards.boards.elements.board import LIVE_SOURCE
+from rankscope_dashboards.deploy.prometheus import PrometheusSettings, duration
 
 PROMETHEUS_URL: Final = "${RANKSCOPE_PROMETHEUS_URL}"
 DASHBOARDS_DIR: Final = "${RANKSCOPE_DASHBOARDS_DIR}"
@@ -20,11 +21,11 @@ ORGANISATION: Final = 1
 def data_sources(prometheus: PrometheusSettings) -> dict[str, Any]:
     """Return `datasources/rankscope.yaml`: the Prometheus that scrapes the ranks.
 
-    It is not made the default, which would take that place from another one in a Grafana that has more to show.
+    It is not the default data source, because a Grafana server may already have another default.
     """
     source = {
         "name": LIVE_SOURCE,
-        "uid": LIVE_SOURCE,  # alert rules name it: they know no variables
+        "uid": LIVE_SOURCE,  # alert rules refer to it, because they cannot use variables
         "type": "prometheus",
         "access": "proxy",
         "orgId": ORGANISATION,
@@ -33,10 +34,10 @@ def data_sources(prometheus: PrometheusSettings) -> dict[str, Any]:
         "editable": False,
         "jsonData": {
             "httpMethod": "POST",
-            # The pace of scrapes: a shorter one would leave rate() over `$__rate_interval` with a single sample.
+            # The scrape interval. With a lower value, rate() over `$__rate_interval` could see only one sample.
             "timeInterval": duration(prometheus.scrape_seconds),
             "prometheusType": "Prometheus",
-            # Lists of runs and ranks come from series, which reach what the store has: values of labels do not.
+            # Get lists of runs and ranks from series: remote read returns series from the store, but no label values.
             "seriesEndpoint": True,
             "manageAlerts": False,
         },
@@ -45,7 +46,7 @@ def data_sources(prometheus: PrometheusSettings) -> dict[str, Any]:
 
 
 def board_provider() -> dict[str, Any]:
-    """Return `dashboards/rankscope.yaml`: the folder on disk that holds the boards. The files are the truth."""
+    """Return `dashboards/rankscope.yaml`: the folder of the board files. Changes in the Grafana UI cannot be saved."""
     provider = {
         "name": "rankscope",
         "orgId": ORGANISATION,

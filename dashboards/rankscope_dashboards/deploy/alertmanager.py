@@ -1,7 +1,7 @@
-"""The configuration of an Alertmanager for the contract's rules, from values: who is told of what, and how often.
+"""Build the configuration of an Alertmanager: receivers, routes, grouping and inhibition of alerts.
 
-One message per run and rule, however many tensors fire: a bad step can fire hundreds. Where a tensor has NaN, that its
-norm also left its average is no news.
+Alerts are grouped by run and rule, because one bad step can make a rule fire for hundreds of tensors. While a tensor
+has NaN, the turbulence alert of the same tensor is inhibited as redundant.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ from rankscope_contract.events import Severity
 from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
-from rankscope_dashboards.prometheus_config import duration
-from rankscope_dashboards.rules import DEFAULT_RULES
+from rankscope_dashboards.deploy.prometheus import duration
 
 GROUP_BY: Final = ("run", "rule")
 SAME_TENSOR: Final = ("run", "rank", "tensor")
-MOST_ALERTS: Final = 20
-"""Alerts in one webhook message; Alertmanager counts the rest."""
+MAX_ALERTS: Final = 20
+"""Maximum number of alerts in one webhook message; Alertmanager adds the number of the alerts that it left out."""
 
 SUBJECT: Final = (
     "[{{ .Status | toUpper }}] {{ .GroupLabels.rule }}"
     '{{ with .GroupLabels.run }} in run "{{ . }}"{{ end }}{{ with .CommonLabels.rank }}, rank {{ . }}{{ end }}'
 )
-"""Of a mail. An alert on the service has no run, and one message may be about several ranks."""
+"""Subject of a mail. Run and rank are optional: service alerts have no run, and a message may cover several ranks."""
 
-NOBODY: Final = "nobody"
+NO_RECEIVER: Final = "none"
+"""Name of the default receiver. It sends no notifications."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Webhook:
-    """An address that takes Alertmanager's JSON, version 4."""
+    """An HTTP address that accepts the JSON messages of Alertmanager, version 4."""
 
     url: str
 
     def __post_init__(self) -> None:
         if not re.match(r"https?://[^/\s]", self.url):
-            raise ValueError("a webhook is an address such as https://alerts.example/hook")
+            raise ValueError("not a webhook address: write http(s)://host/path, such as https://alerts.example/hook")
 
     def document(self) -> dict[str, Any]:
         """Return one entry of `webhook_configs`."""
-        return {"url": self.url, "send_resolved": True, "max_alerts": MOST_ALERTS}
+        return {"url": self.url, "send_resolved": True, "max_alerts": MAX_ALERTS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mail:
-    """A mailbox, and the server that takes mail for it."""
+    """A mail recipient and the SMTP server that accepts mail for it. `smarthost` is host:port."""
 
     to: str
     sender: str
-    smarthost: str  # host:port
+    smarthost: str
     require_tls: bool = True
     username: str | None = None
     password: str | None = None
@@ -63,11 +63,11 @@ class Mail:
     def __post_init__(self) -> None:
         for name in ("to", "sender"):
             if "@" not in getattr(self, name):
-                raise ValueError(f"{name} is {getattr(self, name)!r}: write a mail address")
+                raise ValueError(f"{name} is {getattr(self, name)!r}: write a mail address such as oncall@mail.example")
         if not re.fullmatch(r".+:\d{1,5}", self.smarthost):
             raise ValueError(f"smarthost is {self.smarthost!r}: write host:port, such as mail.example:587")
         if self.username is None and (self.password or self.password_file):
-            raise ValueError("a password needs a username")
+            raise ValueError("a password needs a username: set username too")
 
     def document(self) -> dict[str, Any]:
         """Return one entry of `email_configs`."""
@@ -89,46 +89,55 @@ class Mail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receiver:
-    """Somebody who is told, by one or several ways; `severities` limits of what, empty means of everything."""
+    """A recipient of notifications, with one or several integrations (webhook, mail).
+
+    It receives alerts of the given `severities`, or all alerts if this is empty.
+    """
 
     name: str
-    ways: tuple[Webhook | Mail, ...]
+    integrations: tuple[Webhook | Mail, ...]
     severities: tuple[Severity, ...] = ()
 
     def document(self) -> dict[str, Any]:
         """Return one entry of `receivers`."""
-        webhooks = [way.document() for way in self.ways if isinstance(way, Webhook)]
-        mails = [way.document() for way in self.ways if isinstance(way, Mail)]
+        webhooks = [one.document() for one in self.integrations if isinstance(one, Webhook)]
+        mails = [one.document() for one in self.integrations if isinstance(one, Mail)]
         document: dict[str, Any] = {"name": self.name}
         return document | _unless_empty(webhook_configs=webhooks, email_configs=mails)
 
     def route(self) -> dict[str, Any]:
-        """Return the route to this receiver; the next one is asked too, since each tells somebody else."""
-        words = "|".join(self.severities)
-        limit = {"matchers": [f'severity=~"{words}"']} if self.severities else {}
+        """Return the route to this receiver. It sets `continue`, so that the other receivers get the alert too."""
+        severities = "|".join(self.severities)
+        limit = {"matchers": [f'severity=~"{severities}"']} if self.severities else {}
         return {"receiver": self.name, **limit, "continue": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertmanagerSettings:
-    """Who is told, and the pace: the first message of a group waits `group_wait_seconds` for others to join it."""
+    """Settings of the Alertmanager configuration.
 
+    `rules`: the rules of the rule file, for the inhibition.
+    `group_wait_seconds`: how long the first notification of a group waits for more alerts.
+    `group_interval_seconds`: minimum time until the next notification of the same group.
+    `repeat_seconds`: time until a notification about an active alert is sent again.
+    """
+
+    rules: Sequence[AnomalyRule]
     receivers: Sequence[Receiver] = ()
-    rules: Sequence[AnomalyRule] = DEFAULT_RULES
     group_wait_seconds: float = 2.0
     group_interval_seconds: float = 60.0
     repeat_seconds: float = 4 * 3600.0
 
     def __post_init__(self) -> None:
         names = [receiver.name for receiver in self.receivers]
-        if len({NOBODY, *names}) != len(names) + 1:
-            raise ValueError(f"receivers need names of their own, none of them {NOBODY!r}: {', '.join(names)}")
+        if len({NO_RECEIVER, *names}) != len(names) + 1:
+            raise ValueError(f"receiver names must be unique and different from {NO_RECEIVER!r}: {', '.join(names)}")
 
 
 def alertmanager_config(settings: AlertmanagerSettings) -> dict[str, Any]:
-    """Return the document. Without receivers alerts are taken and shown, and nobody is told."""
+    """Return `alertmanager.yml`. Without receivers, Alertmanager displays alerts but sends no notifications."""
     route: dict[str, Any] = {
-        "receiver": NOBODY,
+        "receiver": NO_RECEIVER,
         "group_by": list(GROUP_BY),
         "group_wait": duration(settings.group_wait_seconds),
         "group_interval": duration(settings.group_interval_seconds),
@@ -136,15 +145,16 @@ def alertmanager_config(settings: AlertmanagerSettings) -> dict[str, Any]:
     }
     return {
         "route": route | _unless_empty(routes=[receiver.route() for receiver in settings.receivers]),
-        "receivers": [{"name": NOBODY}, *(receiver.document() for receiver in settings.receivers)],
+        "receivers": [{"name": NO_RECEIVER}, *(receiver.document() for receiver in settings.receivers)],
         **_unless_empty(inhibit_rules=list(_inhibitions(settings.rules))),
     }
 
 
 def _inhibitions(rules: Sequence[AnomalyRule]) -> Iterable[dict[str, Any]]:
-    """Yield which alert hides which: of one tensor, NaN hides turbulence, as the first rule that fires names the alert.
+    """Yield the inhibition rules: a NaN alert mutes the turbulence alert of the same tensor.
 
-    Two alerts that both lack a label count as equal in it, so what names no tensor must be kept out by a matcher.
+    Alertmanager treats a label that both alerts lack as equal. The matcher `tensor!=""` therefore excludes alerts
+    without a tensor.
     """
     for first in rules:
         for second in rules:

@@ -1,7 +1,7 @@
-"""The files a Grafana server reads at its start. No server is here: keys and values are held against its documentation.
+"""The files that a Grafana server reads at its start, compared with lists of keys and values from its documentation.
 
-A wrong value in the alerting file keeps the whole server from starting, and an unknown key is dropped without a word:
-both are closed lists here.
+These tests run without a server. One invalid value in the alerting file prevents the server from starting, and unknown
+keys are ignored without a message.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import yaml
 
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
-from rankscope_dashboards.alerts import Alert, AlertGroup
-from rankscope_dashboards.generate import files
-from rankscope_dashboards.grafana_alerts import Shown, alert_rules
-from rankscope_dashboards.rules import alert_groups
+from rankscope_dashboards.alerts.alert import Alert, AlertGroup
+from rankscope_dashboards.alerts.groups import alert_groups
+from rankscope_dashboards.generate import generated_files
+from rankscope_dashboards.provisioning.alert_rules import PanelIndex, alert_rules
 
-FILES = files()
+FILES = generated_files()
 BOARDS = {json.loads(text)["uid"]: json.loads(text) for name, text in FILES.items() if name.endswith(".json")}
 SOURCES = yaml.safe_load(FILES["datasources/rankscope.yaml"])
 PROVIDERS = yaml.safe_load(FILES["dashboards/rankscope.yaml"])
@@ -27,9 +27,9 @@ ALERTING = yaml.safe_load(FILES["alerting/rules.yaml"])
 PROMETHEUS = yaml.safe_load(FILES["prometheus/prometheus.yml"])
 PROMETHEUS_RULES = yaml.safe_load(FILES["prometheus/rankscope.rules.yml"])
 RULES = [rule for group in ALERTING["groups"] for rule in group["rules"]]
-ANYWHERE = Shown(board="b", panels={"State": 1, "Anomalies": 2})
+ANYWHERE = PanelIndex(board="b", panels={"State": 1, "Anomalies": 2})
 
-# Keys of the file form, as Grafana's provisioning structures name them; the HTTP API spells some of them otherwise.
+# Keys of the provisioning file format. Some keys have other names in the HTTP API.
 GROUP_KEYS = {"orgId", "name", "folder", "interval", "rules"}
 RULE_KEYS = {
     "uid",
@@ -67,8 +67,8 @@ PROVIDER_KEYS = {
 
 
 def an_alert(**changes):
-    told = {"name": "A", "expression": "up", "summary": "s", "description": "d", "severity": "info", "runbook": "A"}
-    return Alert(**{**told, **changes})
+    values = {"name": "A", "expression": "up", "summary": "s", "description": "d", "severity": "info", "runbook": "A"}
+    return Alert(**{**values, **changes})
 
 
 def a_rule(**changes):
@@ -76,7 +76,7 @@ def a_rule(**changes):
     return group["rules"][0]
 
 
-def test_only_keys_that_grafana_knows_are_written():
+def test_files_contain_only_keys_that_grafana_reads():
     assert {"apiVersion", "groups"} == ALERTING.keys()
     assert {"apiVersion", "datasources"} == SOURCES.keys()
     assert {"apiVersion", "providers"} == PROVIDERS.keys()
@@ -94,11 +94,11 @@ def test_only_keys_that_grafana_knows_are_written():
         assert {"path", "foldersFromFilesStructure"} == provider["options"].keys()
 
 
-def test_intervals_are_multiples_of_grafana_s_ten_seconds():
+def test_evaluation_intervals_are_multiples_of_ten_seconds():
     assert ["30s"] * 5 == [group["interval"] for group in ALERTING["groups"]]
 
 
-def test_names_are_unique_and_not_too_long():
+def test_uids_and_titles_are_unique_and_within_the_length_limit():
     uids, titles = [rule["uid"] for rule in RULES], [rule["title"] for rule in RULES]
 
     assert len(RULES) == len(set(uids)) == len(set(titles))
@@ -109,7 +109,7 @@ def test_names_are_unique_and_not_too_long():
     assert "rankscope-anomaly-nan" in uids
 
 
-def test_states_and_conditions_are_among_those_that_exist():
+def test_rules_use_only_states_and_conditions_that_grafana_accepts():
     for rule in RULES:
         assert rule["noDataState"] in {"OK", "NoData", "Alerting", "KeepLast"}
         assert rule["execErrState"] in {"OK", "Error", "Alerting", "KeepLast"}
@@ -122,63 +122,65 @@ def test_states_and_conditions_are_among_those_that_exist():
         assert "__expr__" == condition["datasourceUid"]
 
 
-def without_look_ups(rule):
-    """Return a rule of Prometheus without what its description asks: Grafana's templates have no queries."""
+def without_queries(rule):
+    """Return a Prometheus rule without the queries at the end of its description: Grafana templates cannot query."""
     description = rule["annotations"]["description"].partition("{{ with printf")[0]
     return rule | {"annotations": rule["annotations"] | {"description": description}}
 
 
-def test_expressions_and_pauses_are_letter_for_letter_those_of_prometheus():
-    def said(rule, expression, title):
+def test_expressions_and_hold_times_equal_those_of_the_prometheus_file():
+    def content(rule, expression, title):
         return title, expression, rule.get("for", "0s").replace("0s", ""), rule["labels"], rule["annotations"]
 
-    ours = [said(rule, rule["data"][0]["model"]["expr"], rule["title"].split()[0]) for rule in RULES]
-    theirs = [
-        said(without_look_ups(rule), rule["expr"], rule["alert"])
+    grafana = [content(rule, rule["data"][0]["model"]["expr"], rule["title"].split()[0]) for rule in RULES]
+    prometheus = [
+        content(without_queries(rule), rule["expr"], rule["alert"])
         for group in PROMETHEUS_RULES["groups"]
         for rule in group["rules"]
     ]
     keep = [rule.get("keep_firing_for") for group in PROMETHEUS_RULES["groups"] for rule in group["rules"]]
 
-    assert theirs == ours
+    assert prometheus == grafana
     assert keep == [rule.get("keepFiringFor") for rule in RULES]
 
 
-def test_alerts_lead_to_a_panel_that_exists_and_shows_the_alert_s_metric():
+def test_alerts_link_to_an_existing_panel_with_queries():
     for rule in RULES:
         panels = {panel["id"]: panel for panel in BOARDS[rule["dashboardUid"]]["panels"]}
 
         assert panels[rule["panelId"]].get("targets"), rule["title"]
 
 
-def test_alerts_ask_the_data_source_that_is_provisioned():
+def test_alerts_and_boards_use_the_provisioned_data_source():
     (source,) = SOURCES["datasources"]
 
     assert {source["uid"]} == {rule["data"][0]["datasourceUid"] for rule in RULES}
     assert all(board["templating"]["list"][0]["current"]["value"] == source["uid"] for board in BOARDS.values())
 
 
-def test_the_data_source_knows_the_pace_of_scrapes():
+def test_data_source_has_the_scrape_interval_of_prometheus():
     (source,) = SOURCES["datasources"]
 
     assert PROMETHEUS["global"]["scrape_interval"] == source["jsonData"]["timeInterval"]
 
 
-def test_only_two_variables_of_the_environment_are_asked_for():
-    """Grafana replaces `$NAME` and `${NAME}` in values; anything else that begins with a dollar would be lost."""
-    own = {name: text for name, text in FILES.items() if name.startswith(("datasources/", "dashboards/rankscope.yaml"))}
-    asked = {found for text in own.values() for found in re.findall(r"\$\{?\w*\}?", text)}
+def test_provisioning_files_use_only_two_environment_variables():
+    """Grafana replaces `$NAME` and `${NAME}` in values by environment variables, and unset ones by an empty string."""
+    texts = {
+        name: text for name, text in FILES.items() if name.startswith(("datasources/", "dashboards/rankscope.yaml"))
+    }
+    variables = {found for text in texts.values() for found in re.findall(r"\$\{?\w*\}?", text)}
 
-    assert {"${RANKSCOPE_PROMETHEUS_URL}", "${RANKSCOPE_DASHBOARDS_DIR}"} == asked
+    assert {"${RANKSCOPE_PROMETHEUS_URL}", "${RANKSCOPE_DASHBOARDS_DIR}"} == variables
 
 
-def test_nothing_in_an_alert_is_taken_for_a_variable():
+def test_alert_texts_contain_nothing_that_grafana_replaces():
     for rule in RULES:
         assert "${" not in "".join(rule["annotations"].values())
         assert "$" not in "".join((rule["title"], rule["uid"], *rule["labels"].values()))
 
 
-def test_a_dollar_in_a_name_or_label_is_written_twice_and_a_brace_in_a_text_refused():
+def test_dollar_in_names_is_doubled_and_dollar_brace_in_texts_is_rejected():
     rule = a_rule(name="Cost$", labels={"team": "$x"})
 
     assert ("Cost$$ $$x", "$$x", "Cost$$") == (rule["title"], rule["labels"]["team"], rule["labels"]["rule"])
@@ -186,7 +188,7 @@ def test_a_dollar_in_a_name_or_label_is_written_twice_and_a_brace_in_a_text_refu
         a_rule(summary="it is ${HOME}")
 
 
-def test_long_and_foreign_names_get_a_uid_that_fits():
+def test_long_and_non_ascii_names_get_a_valid_unique_uid():
     rules = [a_rule(name=name) for name in ("x" * 41, "学习", "a_b", "a-b", "A B")]
 
     assert 5 == len({rule["uid"] for rule in rules})
@@ -196,10 +198,10 @@ def test_long_and_foreign_names_get_a_uid_that_fits():
         a_rule(name="x" * 191)
 
 
-def test_rules_of_one_s_own_become_alerts_too():
+def test_custom_rules_become_grafana_alerts():
     rules = [AnomalyNan(name="Mine", threshold=3.0), AnomalyTurbulence(threshold=2.0, direction="both")]
     panels = {alert.panel: 1 for group in alert_groups(rules) for alert in group.alerts}
-    document = alert_rules(alert_groups(rules), Shown(board="b", panels=panels), "https://wiki.example/r")
+    document = alert_rules(alert_groups(rules), PanelIndex(board="b", panels=panels), "https://wiki.example/r")
     first = document["groups"][0]["rules"][0]
 
     assert ("Mine", "https://wiki.example/r#anomalynan") == (first["title"], first["annotations"]["runbook_url"])

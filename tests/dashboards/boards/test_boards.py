@@ -1,4 +1,4 @@
-"""Boards say only what the contract has, in expressions that Prometheus understands. None of this is Grafana itself."""
+"""Boards use only metrics and labels of the catalog, in expressions that Prometheus parses. Runs without Grafana."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import yaml
 from rankscope_contract.metrics import CATALOG
 from rankscope_dashboards import boards as boards_package
 from rankscope_dashboards.boards import boards
-from rankscope_dashboards.generate import PROVISIONING, files, stale
+from rankscope_dashboards.generate import PROVISIONING, generated_files, stale_files
 
-BOARDS = {Path(name).stem: json.loads(text) for name, text in files().items() if name.endswith(".json")}
+BOARDS = {Path(name).stem: json.loads(text) for name, text in generated_files().items() if name.endswith(".json")}
 PANELS = [(name, panel) for name, board in BOARDS.items() for panel in board["panels"] if panel["type"] != "row"]
 EXPRESSIONS = [(panel["title"], target["expr"]) for _, panel in PANELS for target in panel["targets"]]
 VARIABLES = {"$__rate_interval": "1m", "$__interval": "30s", "$run": "demo", "$rank": ".+"}
@@ -25,7 +25,7 @@ SCRAPED_OR_STORED = re.compile(
     \ unless\ on\ \(run,\ rank\)\ present_over_time
     \( rankscope_step \{ run=~"\$run",\ rank=~"\$rank" \} \[\$__rate_interval\] \)"""
 )
-"""The rise of a counter: of what was scraped, and where nothing was, of what is stored."""
+"""Rate or increase of a counter: of the scraped samples, or of the stored samples for ranks that were not scraped."""
 UNITS = set(json.loads(Path(__file__).with_name("data").joinpath("grafana_units.json").read_text())["units"])
 
 
@@ -42,23 +42,25 @@ def cells(panel):
     ]
 
 
-def test_committed_files_are_what_the_code_makes():
-    assert [] == stale(PROVISIONING)
+def test_committed_files_equal_the_generated_ones():
+    assert [] == stale_files(PROVISIONING)
 
 
-def test_stale_names_a_changed_a_missing_and_a_left_over_file(tmp_path):
-    for name, text in files().items():
+def test_stale_files_lists_changed_missing_and_obsolete_files(tmp_path):
+    for name, text in generated_files().items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
     (tmp_path / "prometheus/prometheus.yml").write_text("changed", encoding="utf-8")
     (tmp_path / "prometheus/rankscope.rules.yml").unlink()
     (tmp_path / "dashboards/old.json").write_text("{}", encoding="utf-8")
 
-    assert ["dashboards/old.json", "prometheus/prometheus.yml", "prometheus/rankscope.rules.yml"] == stale(tmp_path)
+    assert ["dashboards/old.json", "prometheus/prometheus.yml", "prometheus/rankscope.rules.yml"] == stale_files(
+        tmp_path
+    )
 
 
 @pytest.mark.parametrize(("title", "expression"), EXPRESSIONS)
-def test_every_metric_of_a_panel_is_in_the_catalogue(title, expression):
+def test_panel_metrics_are_in_the_metric_catalog(title, expression):
     names = set(re.findall(r"rankscope_\w+", expression))
 
     assert names
@@ -66,7 +68,7 @@ def test_every_metric_of_a_panel_is_in_the_catalogue(title, expression):
 
 
 @pytest.mark.parametrize(("title", "expression"), EXPRESSIONS)
-def test_labels_of_a_panel_exist_on_its_metrics(title, expression):
+def test_panel_labels_exist_on_their_metrics(title, expression):
     for metric, selector in re.findall(r"(rankscope_\w+)\{([^}]*)\}", expression):
         used = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selector))
 
@@ -74,37 +76,37 @@ def test_labels_of_a_panel_exist_on_its_metrics(title, expression):
 
 
 @pytest.mark.parametrize(("title", "expression"), EXPRESSIONS)
-def test_what_ranks_tell_is_asked_of_the_store_too_and_what_the_service_tells_is_not(title, expression):
-    """The store is asked where the job is named. What was scraped alone is asked for without, beside the same with."""
+def test_only_queries_on_rank_metrics_name_the_job_and_read_the_store(title, expression):
+    """A selector with the job also reads the store. Rates are exempt: they query both kinds of samples separately."""
     without = re.sub(SCRAPED_OR_STORED, "", expression)
     for metric, selector in re.findall(r"(rankscope_\w+)\{([^}]*)\}", without):
         assert ('job="rankscope"' in selector) == (CATALOG[metric].page != "service"), metric
 
 
 @pytest.mark.parametrize(("title", "expression"), EXPRESSIONS)
-def test_no_rate_is_of_scraped_and_stored_samples_together(title, expression):
-    """What is stored is some milliseconds older than a page shows it: a counter would seem to fall and begin anew."""
+def test_rates_never_mix_scraped_and_stored_samples(title, expression):
+    """Stored samples are a few milliseconds older than scraped ones, so a merged counter would seem to reset."""
     without = re.sub(SCRAPED_OR_STORED, "", expression)
 
     assert not re.search(r"\b(rate|irate|increase)\(", without)
 
 
 @pytest.mark.parametrize(("title", "expression"), EXPRESSIONS)
-def test_every_query_is_about_the_run_that_is_chosen(title, expression):
+def test_every_query_selects_the_chosen_run(title, expression):
     for metric in re.findall(r"(rankscope_\w+)(?:$|[^\w{])", expression):
-        assert "run" not in CATALOG[metric].all_labels, f"{metric} is asked for without a run"
+        assert "run" not in CATALOG[metric].all_labels, f"{metric} is queried without a run"
     for selector in re.findall(r"rankscope_\w+\{([^}]*)\}", expression):
         assert 'run=~"$run"' in selector
 
 
-def test_every_panel_teaches_what_it_shows():
-    """What it is, what is good or what else it may be, and where it helps what to do: more than its title."""
+def test_every_panel_has_a_description_longer_than_80_characters():
+    """A description defines the quantity, names good values and recommends an action: it is longer than a title."""
     for _, panel in PANELS:
         assert len(panel["description"]) > 80, panel["title"]
         assert panel["description"].endswith("."), panel["title"]
 
 
-def test_units_are_grafana_s():
+def test_units_are_known_to_grafana():
     assert 273 == len(UNITS)
     for _, panel in PANELS:
         unit = panel["fieldConfig"]["defaults"]["unit"]
@@ -112,8 +114,8 @@ def test_units_are_grafana_s():
         assert unit in UNITS or re.fullmatch(r"(suffix|prefix|currency|time):.+", unit), (panel["title"], unit)
 
 
-def test_colours_have_a_meaning():
-    """Thresholds are one plain colour or "none is good"; the SDK and the editor put red at 80 on everything."""
+def test_thresholds_are_one_colour_or_zero_is_good():
+    """The SDK and the Grafana editor would otherwise set red from 80 on every panel."""
     for _, panel in PANELS:
         steps = panel["fieldConfig"]["defaults"]["thresholds"]["steps"]
 
@@ -121,7 +123,7 @@ def test_colours_have_a_meaning():
 
 
 @pytest.mark.parametrize("name", BOARDS)
-def test_board_has_a_stable_uid_and_finds_its_like(name):
+def test_board_has_a_stable_uid_and_links_to_the_other_boards(name):
     board = BOARDS[name]
     (link,) = board["links"]
 
@@ -136,8 +138,8 @@ def test_board_has_a_stable_uid_and_finds_its_like(name):
 
 
 @pytest.mark.parametrize("name", BOARDS)
-def test_run_and_rank_are_choices_of_several_among_what_made_steps_then(name):
-    """Also before Prometheus began: series, other than values of labels, are asked of the store too."""
+def test_run_and_rank_variables_allow_several_values_and_list_series(name):
+    """Lists also contain runs from before Prometheus started: remote read returns series, but no label values."""
     run, rank = BOARDS[name]["templating"]["list"][1:]
 
     runs, ranks = 'rankscope_step{job="rankscope"}', 'rankscope_step{job="rankscope", run=~"$run"}'
@@ -148,7 +150,7 @@ def test_run_and_rank_are_choices_of_several_among_what_made_steps_then(name):
 
 
 @pytest.mark.parametrize("name", BOARDS)
-def test_panels_fill_whole_lines_and_do_not_overlap(name):
+def test_panels_fill_the_grid_without_gaps_or_overlaps(name):
     taken = [cell for panel in BOARDS[name]["panels"] for cell in cells(panel)]
     height = max(y for _, y in taken) + 1
 
@@ -156,7 +158,7 @@ def test_panels_fill_whole_lines_and_do_not_overlap(name):
     assert {(x, y) for x in range(24) for y in range(height)} == set(taken)
 
 
-def test_panels_are_large_enough_to_be_read():
+def test_panels_have_the_minimum_size_of_their_type():
     for _, panel in PANELS:
         least = {"stat": (3, 4), "gauge": (4, 5), "timeseries": (8, 7), "table": (8, 7)}[panel["type"]]
 
@@ -172,8 +174,8 @@ def test_prometheus_parses_every_expression(promtool, tmp_path):
     assert 0 == done.returncode, done.stdout + done.stderr
 
 
-def test_a_board_is_added_by_adding_a_file(tmp_path, monkeypatch):
-    page = Path(__file__).parents[2] / "docs" / "dashboards.md"
+def test_module_with_a_board_function_adds_a_board(tmp_path, monkeypatch):
+    page = Path(__file__).parents[3] / "docs" / "dashboards.md"
     (example,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     (tmp_path / "my_board.py").write_text(example, encoding="utf-8")
     monkeypatch.setattr(boards_package, "__path__", [*boards_package.__path__, str(tmp_path)])

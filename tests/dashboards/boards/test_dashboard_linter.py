@@ -1,4 +1,4 @@
-"""The rules of Grafana's dashboard-linter, written anew from their descriptions, with the exceptions of our `.lint`."""
+"""The rules of Grafana's dashboard-linter, reimplemented from their descriptions, with the exceptions in `.lint`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from rankscope_contract.metrics import CATALOG
-from rankscope_dashboards.generate import files
+from rankscope_dashboards.generate import generated_files
 
-FILES = files()
+FILES = generated_files()
 BOARDS = {name: json.loads(text) for name, text in FILES.items() if name.endswith(".json")}
 EXCLUSIONS = yaml.safe_load(FILES["dashboards/.lint"])["exclusions"]
 WITH_UNITS = {"stat", "singlestat", "graph", "table", "timeseries", "gauge"}
@@ -132,9 +132,9 @@ RULES = {
     "target-counter-agg-rule": target_counter_agg,
     "uneditable-dashboard": uneditable_dashboard,
 }
-"""All but target-promql, which a real Prometheus judges elsewhere, and the two rules about logs."""
+"""All rules except the two about logs, and target-promql: `test_boards.py` parses all queries with promtool."""
 
-INSTEAD = {
+REPLACEMENTS = {
     "template-job-rule": template_of("run"),
     "template-instance-rule": template_of("rank"),
 }
@@ -147,17 +147,17 @@ def excluded(rule, where):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
-def test_board_follows_the_rule_or_says_why_not(rule, board):
+def test_board_follows_the_linter_rule_or_has_an_exception(rule, board):
     assert [] == [found for found in RULES[rule](board) if not excluded(rule, found[0])]
 
 
-@pytest.mark.parametrize("rule", INSTEAD)
+@pytest.mark.parametrize("rule", REPLACEMENTS)
 @pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
-def test_run_and_rank_follow_the_rules_for_job_and_instance(rule, board):
-    assert [] == list(INSTEAD[rule](board))
+def test_run_and_rank_variables_follow_the_rules_for_job_and_instance(rule, board):
+    assert [] == list(REPLACEMENTS[rule](board))
 
 
-def test_every_exception_is_needed_and_has_its_reason():
+def test_every_linter_exception_is_needed_and_has_a_reason():
     found = {(rule, where) for rule, check in RULES.items() for board in BOARDS.values() for where, _ in check(board)}
 
     for rule, entry in EXCLUSIONS.items():
@@ -167,8 +167,8 @@ def test_every_exception_is_needed_and_has_its_reason():
         assert rule in {name for name, _ in found}
 
 
-def test_exceptions_are_job_and_instance_and_counts_of_incidents():
-    """Besides: a counter that is shown as it is counts incidents, of which a single one matters; others are rates."""
+def test_exceptions_cover_only_job_instance_and_incident_counters():
+    """Panels show a rate of each counter, except for counters of incidents: a single incident matters."""
     assert {"template-job-rule", "template-instance-rule", "target-job-rule", "target-instance-rule"} == {
         rule for rule, entry in EXCLUSIONS.items() if "entries" not in entry
     }

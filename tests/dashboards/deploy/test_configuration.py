@@ -1,4 +1,4 @@
-"""What Prometheus and Alertmanager are given; promtool and amtool are the judges."""
+"""The configurations of Prometheus and Alertmanager are valid for promtool and amtool."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import yaml
 from rankscope_contract.events import Severity
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
-from rankscope_dashboards.alertmanager_config import (
+from rankscope_dashboards.alerts.groups import DEFAULT_RULES, rule_file
+from rankscope_dashboards.deploy.alertmanager import (
     SUBJECT,
     AlertmanagerSettings,
     Mail,
@@ -21,22 +22,21 @@ from rankscope_dashboards.alertmanager_config import (
     Webhook,
     alertmanager_config,
 )
+from rankscope_dashboards.deploy.prometheus import PrometheusSettings, Tls, duration, prometheus_config
+from rankscope_dashboards.deploy.yaml_text import as_yaml
 from rankscope_dashboards.generate import PROVISIONING
-from rankscope_dashboards.prometheus_config import PrometheusSettings, Tls, duration, prometheus_config
-from rankscope_dashboards.rules import rule_file
-from rankscope_dashboards.yaml_text import as_yaml
 
 HOOK = Webhook(url="https://alerts.example/hook?key=1")
 MAIL = Mail(to="me@example", sender="rankscope@example", smarthost="mail.example:587", username="u", password="p")
-CHAT = Receiver(name="chat", ways=(HOOK,))
-ON_CALL = Receiver(name="on-call", ways=(MAIL, HOOK), severities=(Severity.CRITICAL,))
-HISTORY_PAGE = Path(__file__).parents[2].joinpath("docs/prometheus.md").read_text(encoding="utf-8")
+CHAT = Receiver(name="chat", integrations=(HOOK,))
+ON_CALL = Receiver(name="on-call", integrations=(MAIL, HOOK), severities=(Severity.CRITICAL,))
+HISTORY_PAGE = Path(__file__).parents[3].joinpath("docs/prometheus.md").read_text(encoding="utf-8")
 HOSTILE = 'a"b\\c\n{{ .Evil }}'
 
 
 @pytest.fixture
 def checked(tmp_path, require_server):
-    """Return a function that has a document judged by the program that will read it."""
+    """Return a function that checks a document with promtool or amtool and returns the path of its file."""
 
     def check(document, program, package, *command):
         (tmp_path / "secret").write_text("token")
@@ -67,8 +67,10 @@ def test_committed_alertmanager_configuration_is_valid(by_amtool):
 @pytest.mark.parametrize(
     "settings",
     [
-        AlertmanagerSettings(),
-        AlertmanagerSettings(receivers=(CHAT, ON_CALL), group_wait_seconds=0.25, repeat_seconds=90),
+        AlertmanagerSettings(rules=DEFAULT_RULES),
+        AlertmanagerSettings(
+            rules=DEFAULT_RULES, receivers=(CHAT, ON_CALL), group_wait_seconds=0.25, repeat_seconds=90
+        ),
         AlertmanagerSettings(receivers=(CHAT,), rules=(AnomalyNan(name=HOSTILE), AnomalyTurbulence(threshold=2.0))),
     ],
 )
@@ -84,8 +86,8 @@ def test_every_alertmanager_configuration_is_valid(by_amtool, settings):
         ({"rule": "ServiceDown"}, {}, "[FIRING] ServiceDown"),
     ],
 )
-def test_subject_of_a_mail_says_what_there_is_to_say(require_server, tmp_path, group, common, subject):
-    """An alert on the service has no run; one message may be about several ranks."""
+def test_mail_subject_contains_run_and_rank_if_present(require_server, tmp_path, group, common, subject):
+    """Service alerts have no run, and a message about several ranks has no common rank."""
     data = tmp_path / "data.json"
     data.write_text(json.dumps({"status": "firing", "groupLabels": group, "commonLabels": common}))
     (tmp_path / "none.tmpl").write_text("")
@@ -95,11 +97,11 @@ def test_subject_of_a_mail_says_what_there_is_to_say(require_server, tmp_path, g
     assert subject == subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_who_is_told_of_what(by_amtool, require_server):
-    """One receiver hears everything, another critical alerts alone; without receivers nobody is told."""
-    path = by_amtool(alertmanager_config(AlertmanagerSettings(receivers=(CHAT, ON_CALL))))
+def test_receivers_get_only_alerts_of_their_severities(by_amtool, require_server):
+    """One receiver gets all alerts, the other only critical ones. Without receivers no notification is sent."""
+    path = by_amtool(alertmanager_config(AlertmanagerSettings(rules=DEFAULT_RULES, receivers=(CHAT, ON_CALL))))
 
-    def told(severity):
+    def receivers(severity):
         command = [
             require_server("amtool"),
             "config",
@@ -110,12 +112,12 @@ def test_who_is_told_of_what(by_amtool, require_server):
         ]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
-    assert "chat,on-call" == told("critical")
-    assert "chat" == told("warning")
-    assert "nobody" == alertmanager_config(AlertmanagerSettings())["route"]["receiver"]
+    assert "chat,on-call" == receivers("critical")
+    assert "chat" == receivers("warning")
+    assert "none" == alertmanager_config(AlertmanagerSettings(rules=DEFAULT_RULES))["route"]["receiver"]
 
 
-def test_nan_hides_turbulence_of_the_same_tensor_and_nothing_that_names_no_tensor():
+def test_nan_alert_inhibits_only_the_turbulence_alert_of_the_same_tensor():
     rules = (AnomalyNan(name="Broken"), AnomalyTurbulence(name="Wild", threshold=2.0))
     document = alertmanager_config(AlertmanagerSettings(rules=rules))
 
@@ -129,23 +131,23 @@ def test_nan_hides_turbulence_of_the_same_tensor_and_nothing_that_names_no_tenso
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: Webhook(url="ftp://x"), "https://alerts.example/hook"),
         (lambda: Mail(to="me", sender="a@b", smarthost="h:25"), "to is 'me'"),
         (lambda: Mail(to="me@x", sender="a@b", smarthost="h"), "host:port"),
         (lambda: Mail(to="me@x", sender="a@b", smarthost="h:25", password="p"), "needs a username"),
-        (lambda: AlertmanagerSettings(receivers=(CHAT, CHAT)), "names of their own"),
+        (lambda: AlertmanagerSettings(rules=DEFAULT_RULES, receivers=(CHAT, CHAT)), "must be unique"),
         (lambda: PrometheusSettings(scrape_seconds=0), "scrape_seconds is 0"),
         (lambda: Tls(cert_file="c"), "key_file"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_remedy(make, said):
-    with pytest.raises(ValueError, match=said):
+def test_invalid_settings_are_rejected_with_the_fix(make, message):
+    with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_prometheus_without_secrets_finds_ranks_through_the_service(by_promtool):
+def test_default_configuration_discovers_ranks_through_the_service(by_promtool):
     document = prometheus_config(PrometheusSettings(service="127.0.0.1:1", rule_files=()))
     by_promtool(document)
     ranks, service = document["scrape_configs"]
@@ -164,7 +166,7 @@ def test_prometheus_without_secrets_finds_ranks_through_the_service(by_promtool)
     assert "remote_read" not in prometheus_config(PrometheusSettings(with_history=False))
 
 
-def test_token_and_certificates_go_with_discovery_and_with_every_scrape(by_promtool):
+def test_discovery_scrapes_and_remote_read_use_token_and_certificates(by_promtool):
     tls = Tls(ca_file="secret", server_name="service")
     settings = PrometheusSettings(
         service="[::1]:9470", token_file="secret", tls=tls, ranks_tls=Tls(insecure_skip_verify=True), rule_files=()
@@ -191,20 +193,20 @@ def test_token_and_certificates_go_with_discovery_and_with_every_scrape(by_promt
     ("seconds", "text"),
     [(1, "1s"), (0.25, "250ms"), (60, "1m"), (90, "90s"), (3600, "1h"), (1.5, "1500ms"), (0, "0ms")],
 )
-def test_durations_are_written_as_prometheus_reads_them(seconds, text):
+def test_duration_uses_the_largest_unit_without_a_fraction(seconds, text):
     assert text == duration(seconds)
 
 
-def test_no_rule_asks_the_store():
-    """Only who names the job of the ranks is answered from history, and rules are evaluated every few seconds."""
+def test_no_alert_rule_reads_the_store():
+    """Selectors with the job of the ranks read the store. Rules must not: they are evaluated every few seconds."""
     expressions = [rule["expr"] for group in rule_file()["groups"] for rule in group["rules"]]
 
     assert expressions
     assert not [one for one in expressions if re.search(r"""job\s*=\s*['"]rankscope['"]""", one)]
 
 
-def test_what_is_written_for_a_prometheus_of_one_s_own_is_a_valid_configuration(by_promtool):
-    """For ranks under another job and of the rest; Debian's promtool knows no pods."""
+def test_configuration_examples_in_the_documentation_are_valid(by_promtool):
+    """The examples for ranks with another job name, and for remote read. Debian's promtool does not support pods."""
     (pods,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", HISTORY_PAGE, re.DOTALL)
     (history,) = re.findall(r"```yaml\n(remote_read:.*?)```", HISTORY_PAGE, re.DOTALL)
     found = yaml.safe_load(pods.replace("kubernetes_sd_configs: [{role: pod}]", "file_sd_configs: [{files: [a.json]}]"))
