@@ -58,8 +58,8 @@ class Run:
         self.took: list[float] = []
         with Monitor(config).attach(model, optimizer) as monitor:
             for _ in range(4):
-                began = time.monotonic()
                 optimizer.zero_grad()
+                began = time.monotonic()
                 for _ in range(forwards):
                     model(batch).sum().backward()
                 time.sleep(sleep)
