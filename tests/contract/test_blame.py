@@ -295,7 +295,7 @@ def test_evidence_names_its_source_and_each_missing_source():
 
     assert (
         "rank 1: it never entered all_reduce 41 (float32) of default_pg, in which ranks 0, 2 wait (flight records); "
-        "it stands in time.sleep, called at train.py:88 in main, and ranks 0, 2 wait in a collective (stacks)"
+        "it is in time.sleep, called at train.py:88 in main, and ranks 0, 2 wait in a collective (stacks)"
     ) == str(named)
     assert [
         "unknown: no rank gave stacks or a flight record",

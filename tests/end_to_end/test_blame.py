@@ -57,7 +57,7 @@ def incident_of(service: Any) -> tuple[str, int | None]:
             "sleeps",
             ASKED | NO_FLIGHT_RECORD,
             1,
-            rf"rank 1: it stands in time\.sleep, {CALLED} fall_behind, and ranks 0, 2 wait in a collective \(stacks\)",
+            rf"rank 1: it is in time\.sleep, {CALLED} fall_behind, and ranks 0, 2 wait in a collective \(stacks\)",
             rf"where:\n  rank 1 in time\.sleep, {CALLED} fall_behind\n  ranks 0, 2 in all_reduce",
             id="stacks name the rank that sleeps",
         ),

@@ -29,7 +29,7 @@ def line_of(comment: str) -> int:
 
 CAUSE = (
     r"rank 1: it never entered all_reduce \d+ \(4 B float32\) of default_pg, in which rank 0 waits \(flight records\); "
-    rf"it stands in time\.sleep, called at hanging_training\.py:{line_of('# rank 1 is found here')} in stand_still, "
+    rf"it is in time\.sleep, called at hanging_training\.py:{line_of('# rank 1 is found here')} in stand_still, "
     r"and rank 0 waits in a collective \(stacks\)"
 )
 

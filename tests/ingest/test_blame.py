@@ -31,7 +31,7 @@ LONGEST_WAIT = 2000
 
 
 class Job:
-    """`world` ranks that made 41 steps, of which `rank` does something else than the others, and the sources of facts about it.
+    """`world` ranks that made 41 steps, of which `rank` differs from the others, and the sources of facts about it.
 
     The heartbeat reports steps and silence to the service; without it every rank seems to answer.
     """
@@ -148,7 +148,7 @@ def test_a_rank_is_named_where_a_source_singles_it_out_and_no_other_ever(situati
 
 
 NEVER_ENTERED = "it never entered all_reduce 41 of dp, in which ranks 0, 2 wait"
-SLEEPS = "it stands in time.sleep, called at train.py:12 in main, and ranks 0, 2 wait in a collective"
+SLEEPS = "it is in time.sleep, called at train.py:12 in main, and ranks 0, 2 wait in a collective"
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,8 @@ def _counting_alert() -> Alert:
         expression=f"{by} (increase({counter}[{WINDOW}])) > 0\n  or\n"
         f"{by} ({counter} unless {counter} offset {WINDOW}) > 0",
         summary="replicas of run {{ $labels.run }} differ in {{ $labels.kind }}, rank {{ $labels.rank }}",
-        description="The service compared the hashes that the ranks sent for the same step. The rank is unknown where more "
-        "than one rank differs from the others, or no majority is right. " + _COMMANDS,
+        description="The service compared the hashes that the ranks sent for the same step. The rank is unknown where "
+        "more than one rank differs from the others, or no majority is right. " + _COMMANDS,
         severity=Severity.CRITICAL,
         runbook=REPLICA_DESYNC,
         rule=REPLICA_DESYNC,

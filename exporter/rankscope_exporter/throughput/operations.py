@@ -1,6 +1,6 @@
 """FLOPs of single operations while they run, by the formulas of `torch.utils.flop_counter` and by some of our own.
 
-`FlopCounterMode` of that module puts hooks on all modules of the process and counts computations that run a second time:
+`FlopCounterMode` of that module puts hooks on all modules of the process and counts repeated computations:
 checkpointed activations, and the scores in the backward pass of fused attention. It has no formula for fused attention
 on a CPU, for grouped products of experts and for recurrent layers.
 """

@@ -87,7 +87,7 @@ def trained(
     attach: Callable[[nn.Module, torch.optim.Optimizer], object],
     between: Callable[[int], object],
 ) -> list[Any]:
-    """Return the losses, the state and the objects left outside of the model; `between` runs after each forward pass."""
+    """Return losses, state and the objects left outside of the model; `between` runs after each forward pass."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     attach(model, optimizer)
     losses = []
