@@ -104,7 +104,7 @@ def _evidence_of_stacks(suspect: int, known: Mapping[int, RankFacts], places: Ma
     what = "wait" + "s" * (len(others) == 1) + " in a collective"
     if any(places.get(rank) is Place.MAY_WAIT for rank in others):
         what += " or in a call that may lead to one"
-    return f"it stands {Standing.of(suspect, known[suspect].stacks, None)}, and {ranks_text(others)} {what}"
+    return f"it is {Standing.of(suspect, known[suspect].stacks, None)}, and {ranks_text(others)} {what}"
 
 
 def _lack(known: Mapping[int, RankFacts]) -> str:
