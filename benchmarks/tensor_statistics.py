@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from _rows import Row, cpu_seconds, print_rows
 
@@ -102,9 +103,10 @@ def _overhead() -> list[Row]:
 def _judge(entries: int) -> list[Row]:
     rules = [AnomalyNan(), AnomalyTurbulence(threshold=0.5)]
     judge = Judge(rules, [PlanEntry(kind=f"kind{number % 6}", tensor=f"t{number}") for number in range(entries)])
-    counts = torch.zeros(len(COUNT_OPS), entries, dtype=torch.int64)
-    quiet = Finished(torch.rand(len(VALUE_OPS), entries) + 1, counts, torch.ones(entries, dtype=torch.bool))
-    burning = Finished(quiet.values * 1e6, counts + 1, quiet.present)
+    counts = np.zeros((len(COUNT_OPS), entries), np.int64)
+    values = np.random.default_rng(0).random((len(VALUE_OPS), entries), np.float32) + 1
+    quiet = Finished(values, counts, np.ones(entries, np.bool_))
+    burning = Finished(values * 1e6, counts + 1, quiet.present)
     judge.observe(quiet)
     return [
         Row(f"judge {entries:,} entries", cpu_seconds(lambda: _times(20, judge, quiet)) * 5e4, "µs", "nothing fires"),

@@ -1,4 +1,7 @@
-"""Numbers on a device that become rows of a dataset: taken now, read on the publisher's thread when they arrived."""
+"""Numbers on a device that become rows of a dataset: copied now, read on the publisher thread when they have arrived.
+
+Rows are made of numpy arrays: a torch operation on the publisher thread would start an OpenMP team (own_threads.py).
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy.typing as npt
 import torch
 
 Row = Mapping[str, Any]
 """One row of a dataset: field name -> value, as the contract names them; what is left out is null."""
+
+Numbers = npt.NDArray[Any]
+"""A deferred tensor on the host. Its element type is one that numpy has, so not bfloat16."""
 
 
 @dataclass(slots=True)
@@ -44,8 +51,8 @@ class Deferred:
 
     dataset: str | None  # None: no rows, the numbers are used otherwise
     transfer: Transfer
-    rows: Callable[[torch.Tensor], Iterable[Row]]
+    rows: Callable[[Numbers], Iterable[Row]]
 
     def read(self) -> list[Row]:
         """Return the rows; on the publisher's thread."""
-        return list(self.rows(self.transfer.wait()))
+        return list(self.rows(self.transfer.wait().cpu().numpy()))

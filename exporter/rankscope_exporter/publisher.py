@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
 
 from rankscope_contract.events import Event, EventType
 from rankscope_contract.records import PlanEntry
@@ -19,6 +20,7 @@ from rankscope_exporter.drafts import Draft, skipped_event
 from rankscope_exporter.frameworks.chunks import told_apart
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.judge import Firing, Judge, Judgement
+from rankscope_exporter.own_threads import OwnThread
 from rankscope_exporter.record import Scalar, Statistics, StepRecord
 from rankscope_exporter.sampling.plan_book import PlanBook
 from rankscope_exporter.sampling.published import Choices, Published
@@ -56,7 +58,7 @@ class Publisher:
         self._guard = guard
         self._on_firing = on_firing
         self._queue: queue.SimpleQueue[Draft | threading.Event | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="rankscope-publisher", daemon=True)
+        self._thread = OwnThread(target=self._run, name="rankscope-publisher")
         self._totals: dict[str, float] = {}
         self.pp_stage: int | None = None
         """Stage of the pipeline that anomalies are said to be of."""
@@ -162,7 +164,7 @@ class Publisher:
         values, counts = arrow_statistics(finished, judgement.baselines, published)
         if published is None:
             return Statistics(self._book.plan(known), values, counts), judgement
-        measured = arrow_counts(finished.counts, finished.present.expand_as(finished.counts))
+        measured = arrow_counts(finished.counts, np.broadcast_to(finished.present, finished.counts.shape))
         return Statistics(self._book.plan(known), values, counts, draft.ops, measured), judgement
 
     def _other_rows(self, draft: Draft) -> dict[str, Any]:
@@ -226,32 +228,27 @@ def _sentence(firing: Firing, entry: PlanEntry) -> str:
 
 
 def arrow_statistics(
-    finished: Finished, baselines: torch.Tensor, published: Published | None = None
+    finished: Finished, baselines: npt.NDArray[np.float32], published: Published | None = None
 ) -> tuple[pa.FloatArray, pa.Int64Array]:
     """Return a record's `values` and `counts`: statistic-major, null where a number does not exist.
 
     NaN stands for null up to here, which is safe because no statistic over finite elements is ever NaN.
     """
-    numbers = _arrow(torch.cat((finished.values, baselines)).reshape(-1), pa.float32())
+    numbers = _arrow(np.concatenate((finished.values, baselines)), pa.float32())
     values = pc.if_else(pc.is_nan(numbers), pa.scalar(None, pa.float32()), numbers)
-    exists = finished.present.expand_as(finished.counts)
+    exists: npt.NDArray[np.bool_] = np.broadcast_to(finished.present, finished.counts.shape)
     return values, arrow_counts(finished.counts, exists & published.counts if published is not None else exists)
 
 
-def arrow_counts(counts: torch.Tensor, exists: torch.Tensor) -> pa.Int64Array:
+def arrow_counts(counts: npt.NDArray[np.int64], exists: npt.NDArray[np.bool_]) -> pa.Int64Array:
     """Return counts statistic-major, null where `exists` is false."""
-    numbers = _arrow(counts.reshape(-1), pa.int64())
-    if bool(exists.all()):
+    numbers = _arrow(counts, pa.int64())
+    if exists.all():
         return numbers
-    told = _arrow(exists.to(torch.uint8).reshape(-1), pa.uint8()).cast(pa.bool_())
+    told = _arrow(exists.astype(np.uint8), pa.uint8()).cast(pa.bool_())
     return pc.if_else(told, numbers, pa.scalar(None, pa.int64()))
 
 
-def _arrow(tensor: torch.Tensor, arrow_type: pa.DataType) -> pa.Array:
-    """Return a one-dimensional host tensor as an Arrow array over the same memory: the rank may not have numpy."""
-    tensor = tensor.contiguous()
-    size = tensor.numel() * tensor.element_size()
-    if size == 0:
-        return pa.array([], arrow_type)
-    buffer = pa.foreign_buffer(tensor.data_ptr(), size, base=tensor)
-    return pa.Array.from_buffers(arrow_type, tensor.numel(), [None, buffer])
+def _arrow(numbers: npt.NDArray[Any], arrow_type: pa.DataType) -> pa.Array:
+    """Return the elements of `numbers` in row-major order as an Arrow array over the same memory."""
+    return pa.Array.from_buffers(arrow_type, numbers.size, [None, pa.py_buffer(np.ascontiguousarray(numbers))])

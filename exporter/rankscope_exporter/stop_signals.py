@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Final, Protocol
 
 from rankscope_exporter.errors import ConfigError
+from rankscope_exporter.own_threads import OwnThread
 
 STOP_WAIT_SECONDS: Final = 5.0
 """Whoever asks kills after some seconds: exit_wait_seconds is cut to this."""
@@ -158,7 +159,7 @@ def _start_worker() -> None:
     """Start the thread now: in a handler, starting one could wait for ever for what the main thread holds."""
     global _worker  # noqa: PLW0603 - see forget_after_fork
     if _worker is None:
-        _worker = threading.Thread(target=_run, name="rankscope-stop", daemon=True)
+        _worker = OwnThread(target=_run, name="rankscope-stop")
         _worker.start()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,11 @@ from rankscope_exporter.features.spectral import batches, lanczos_steps, norms, 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def norms_of(weights: list[torch.Tensor], tolerance: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return spectral and Frobenius norm of each weight, as the publisher makes them of what the device computed."""
+    return norms(spectral_numbers(weights, tolerance).numpy())
 
 
 def with_spectrum(values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -45,7 +51,7 @@ SPECTRA = {
 def test_spectral_norm_is_within_its_tolerance_and_never_too_high(name, tolerance):
     weight = SPECTRA[name].float()
     expected = float(torch.linalg.svdvals(weight.double())[0])
-    spectral, frobenius = norms(spectral_numbers([weight], tolerance))
+    spectral, frobenius = norms_of([weight], tolerance)
 
     assert (1 - tolerance) * expected <= float(spectral[0]) <= (1 + 2e-6) * expected
     assert float(torch.linalg.norm(weight.double())) == pytest.approx(float(frobenius[0]), rel=1e-6)
@@ -55,7 +61,7 @@ def test_spectral_norm_is_within_its_tolerance_and_never_too_high(name, toleranc
 def test_weights_of_any_type_are_computed_as_exactly(dtype):
     weights = [normal(40, 60, seed=seed).to(dtype) for seed in range(3)]
     with torch.autocast("cpu", torch.bfloat16):
-        spectral, _ = norms(spectral_numbers(weights, 1e-4))
+        spectral, _ = norms_of(weights, 1e-4)
 
     expected = [float(torch.linalg.svdvals(weight.double())[0]) for weight in weights]
     assert expected == pytest.approx(spectral.tolist(), rel=1e-4)
@@ -65,7 +71,7 @@ def test_zeros_and_what_is_not_finite():
     weights = [torch.zeros(6, 9), normal(6, 9), normal(6, 9), normal(6, 9)]
     weights[1][2, 3] = math.nan
     weights[2][2, 3] = -math.inf
-    spectral, frobenius = norms(spectral_numbers(weights, 0.01))
+    spectral, frobenius = norms_of(weights, 0.01)
 
     assert [0, math.nan, math.nan] == pytest.approx(spectral.tolist()[:3], nan_ok=True)
     assert [0, math.nan, math.nan] == pytest.approx(frobenius.tolist()[:3], nan_ok=True)
@@ -76,10 +82,30 @@ def test_a_large_weight_is_worked_on_in_blocks(monkeypatch):
     monkeypatch.setattr("rankscope_exporter.features.spectral.MAX_ELEMENTS", 1000)
     monkeypatch.setattr("rankscope_exporter.features.spectral._BLOCK", 500)
     for weight in (normal(70, 60).bfloat16(), normal(60, 70).bfloat16().t(), normal(400, 30).bfloat16()):
-        spectral, frobenius = norms(spectral_numbers([weight], 1e-3))
+        spectral, frobenius = norms_of([weight], 1e-3)
 
         assert float(torch.linalg.svdvals(weight.double())[0]) == pytest.approx(float(spectral[0]), rel=1e-3)
         assert float(torch.linalg.norm(weight.double())) == pytest.approx(float(frobenius[0]), rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 60, 300])
+@pytest.mark.parametrize("kind", ["random", "in parts", "zeros", "tiny", "equal"])
+def test_small_eigenproblem_is_solved_to_the_last_places(size, kind):
+    generator = np.random.default_rng(size)
+    diagonal, beside = generator.random((4, size)), generator.random((4, size)) / 2
+    if kind == "in parts":
+        beside[:, size // 2 :] = 0
+        diagonal[:, size // 2 :] = 0
+    if kind == "equal":
+        beside[:] = 0
+        diagonal[:] = 0.3
+    factor = {"zeros": 0.0, "tiny": 1e-150}.get(kind, 1.0)
+    ones = np.ones((4, 1))
+    found, _ = norms(np.concatenate([ones, ones, factor * diagonal, factor * beside], 1))
+
+    matrices = [np.diag(a) + np.diag(b[:-1], 1) + np.diag(b[:-1], -1) for a, b in zip(diagonal, beside, strict=True)]
+    expected = np.sqrt(factor * np.linalg.eigvalsh(np.stack(matrices))[:, -1])
+    assert expected == pytest.approx(found, rel=1e-14, abs=0)
 
 
 def test_the_number_of_steps_follows_from_size_and_tolerance():

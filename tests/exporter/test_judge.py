@@ -7,8 +7,8 @@ import math
 import pathlib
 import struct
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.properties import examples
@@ -60,11 +60,11 @@ def stories(draw):
 
 def finished(step) -> Finished:
     """Return one step's observations as they come from the statistics."""
-    present = torch.tensor([seen for seen, _, _ in step])
-    values = torch.tensor([values for _, values, _ in step], dtype=torch.float32).t().contiguous()
-    counts = torch.zeros(len(COUNT_OPS), len(step), dtype=torch.int64)
-    counts[:2] = torch.tensor([counts for _, _, counts in step]).t()
-    return Finished(values.masked_fill(~present, math.nan), counts.masked_fill(~present, 0), present)
+    present = np.array([seen for seen, _, _ in step])
+    values = np.array([values for _, values, _ in step], np.float32).T
+    counts = np.zeros((len(COUNT_OPS), len(step)), np.int64)
+    counts[:2] = np.array([counts for _, _, counts in step]).T
+    return Finished(np.where(present, values, np.float32(math.nan)), np.where(present, counts, 0), present)
 
 
 def plan(kinds):
@@ -184,7 +184,7 @@ def test_absence_leaves_the_baseline_alone():
 
 def test_an_absent_entry_never_fires():
     absent = Finished(
-        torch.full((len(VALUE_OPS), 1), math.nan), torch.full((len(COUNT_OPS), 1), 5), torch.tensor([False])
+        np.full((len(VALUE_OPS), 1), math.nan, np.float32), np.full((len(COUNT_OPS), 1), 5), np.array([False])
     )
 
     assert () == Judge([AnomalyNan(threshold=1.0)], plan(["act_out"])).observe(absent).firings
@@ -243,12 +243,12 @@ def test_scalars_are_judged_by_the_rules_for_scalars():
 
 
 def test_a_plan_without_entries_is_judged():
-    judgement = Judge([AnomalyNan(), AnomalyTurbulence(threshold=1)], []).observe(
-        Finished(torch.zeros(len(VALUE_OPS), 0), torch.zeros(len(COUNT_OPS), 0, dtype=torch.int64), torch.zeros(0) > 0)
-    )
+    values, counts = np.zeros((len(VALUE_OPS), 0), np.float32), np.zeros((len(COUNT_OPS), 0), np.int64)
+    empty = Finished(values, counts, np.zeros(0, np.bool_))
+    judgement = Judge([AnomalyNan(), AnomalyTurbulence(threshold=1)], []).observe(empty)
 
     assert () == judgement.firings
-    assert (len(JUDGED_OPS), 0) == tuple(judgement.baselines.shape)
+    assert (len(JUDGED_OPS), 0) == judgement.baselines.shape
 
 
 def test_a_judgement_is_not_changed_by_later_steps():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +11,9 @@ from typing import Any
 from rankscope_contract.events import Event, causal_key
 from rankscope_exporter.capture.chores import Chores
 from rankscope_exporter.guard import Guard
+from rankscope_exporter.own_threads import limit_this_thread
+
+log = logging.getLogger("rankscope")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +102,7 @@ class Callbacks:
             ordered = in_causal_order(step, events)
 
             def call() -> None:
+                _check_thread()
                 samples = tuple(self._samples(step))
                 function(Anomaly(run=run, rank=rank, step=step, events=ordered, samples=samples))
 
@@ -105,3 +111,13 @@ class Callbacks:
     def stop(self, timeout_seconds: float) -> bool:
         """Let the function see what waits, for so long at most; return whether it did."""
         return self._chores.stop(timeout_seconds)
+
+
+@functools.cache
+def _check_thread() -> None:
+    """Log once that the function may slow training, where torch uses several CPU threads on this thread."""
+    if not limit_this_thread():
+        log.warning(
+            "on_anomaly: torch could not be limited to one CPU thread there, since its OpenMP library was not found; "
+            "torch operations on CPU tensors in on_anomaly may slow the steps of training"
+        )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from rankscope_exporter.guard import Guard
+from rankscope_exporter.own_threads import OwnThread
 
 MOST_WAITING: Final = 64
 
@@ -28,9 +29,7 @@ class Chores:
         """Have `chore` done; never waits, from any thread."""
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name=f"rankscope-{self._name.replace('_', '-')}", daemon=True
-                )
+                self._thread = OwnThread(target=self._run, name=f"rankscope-{self._name.replace('_', '-')}")
                 self._thread.start()
         try:
             self._queue.put_nowait(chore)

@@ -28,6 +28,7 @@ from rankscope_exporter.collectives.totals import Totals
 from rankscope_exporter.drafts import Draft, now_microseconds
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.moments import Follower
+from rankscope_exporter.own_threads import OwnThread
 from rankscope_exporter.record import StepRecord
 
 MOST_WITH_STACKS: Final = 4096
@@ -95,7 +96,7 @@ class CollectiveReader(Follower):
     def _start(self) -> bool:
         if not has_groups():
             return False
-        self._thread = threading.Thread(target=self._run, name="rankscope-collectives", daemon=True)
+        self._thread = OwnThread(target=self._run, name="rankscope-collectives")
         self._thread.start()
         return True
 

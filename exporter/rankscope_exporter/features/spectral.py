@@ -5,7 +5,8 @@ uniform on the sphere, the largest eigenvalue is too low by a share of more than
 1.648 √n exp(-√ε (2k - 1)), whatever the spectrum is (Kuczyński and Woźniakowski 1992, theorem 4.1). It is never too
 high. The direction comes from a generator of its own with a fixed seed, so equal weights give equal numbers.
 
-On the device only products are made, a few numbers a step; the small eigenproblem is solved on the host, later.
+On the device only products are made, a few numbers a step. The small eigenproblem is solved on the host, later, by
+bisection in numpy. LAPACK would use threads of its own from about 100 steps on, and take CPU time from training.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from rankscope_exporter.features import without_autocast, working_type
@@ -24,8 +27,17 @@ MISSES: Final = 1e-6
 MAX_ELEMENTS: Final = 1 << 24
 """Of matrices that are worked on together: 64 MiB where they must be copied to float32. A larger one is not copied."""
 
+_POINTS: Final = 32
+"""How many points of an interval are compared with the eigenvalues at once."""
+
+_BISECTIONS: Final = 12
+"""Each leaves a 33rd of the interval: 33**-12 is 2**-60, less than the last place of a float64."""
+
 _BLOCK: Final = 1 << 22
 _SEED: Final = 2013
+
+
+Float64s = npt.NDArray[np.float64]
 
 
 def lanczos_steps(size: int, tolerance: float) -> int:
@@ -62,20 +74,50 @@ def spectral_numbers(weights: Sequence[torch.Tensor], tolerance: float) -> torch
     return torch.cat([torch.stack([scale.double(), frobenius], 1), diagonal.double(), beside.double()], 1)
 
 
-def norms(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def norms(numbers: Float64s) -> tuple[Float64s, Float64s]:
     """Return spectral and Frobenius norm of each weight, from `spectral_numbers` on the host.
 
     Both are NaN where the weight holds what is not finite.
     """
-    scale, frobenius = numbers[:, 0], numbers[:, 1]
-    diagonal, beside = numbers[:, 2:].chunk(2, 1)
-    finite = numbers.isfinite().all(1)
-    beside = beside[:, :-1]
-    small = torch.diag_embed(diagonal) + torch.diag_embed(beside, 1) + torch.diag_embed(beside, -1)
-    small[~finite] = 0
-    largest = torch.linalg.eigvalsh(small)[:, -1].clamp(min=0).sqrt() * scale
-    unknown = torch.full_like(largest, math.nan)
-    return torch.where(finite, largest, unknown), torch.where(finite, frobenius, unknown)
+    finite = np.isfinite(numbers).all(1)
+    known = np.where(finite[:, None], numbers, 0.0)
+    scale, frobenius = known[:, 0], known[:, 1]
+    diagonal, beside = np.split(known[:, 2:], 2, axis=1)
+    spectral = np.sqrt(_largest_eigenvalues(diagonal, beside[:, :-1])) * scale
+    return np.where(finite, spectral, np.nan), np.where(finite, frobenius, np.nan)
+
+
+def _largest_eigenvalues(diagonal: Float64s, beside: Float64s) -> Float64s:
+    """Return the largest eigenvalue, 0 at least, of symmetric tridiagonal matrices, to a few units of the last place.
+
+    `diagonal` is [matrices, size], `beside` [matrices, size - 1]. x is above all eigenvalues exactly if all pivots of
+    T - x are negative (Sturm).
+    """
+    magnitude = np.pad(np.abs(beside), ((0, 0), (1, 1)))
+    low = diagonal.max(1).clip(min=0)  # no eigenvalue on the diagonal is above the largest one
+    high = np.maximum((diagonal + magnitude[:, :-1] + magnitude[:, 1:]).max(1), low)  # Gershgorin
+    shares = np.linspace(0, 1, _POINTS + 2)
+    squares = np.square(beside)
+    for _ in range(_BISECTIONS):
+        points = low[:, None] + (high - low)[:, None] * shares
+        points[:, -1] = high
+        above = _above_all_eigenvalues(points[:, 1:-1], diagonal, squares)
+        place = (~above).sum(1)[:, None]
+        low = np.take_along_axis(points, place, 1)[:, 0]
+        high = np.take_along_axis(points, place + 1, 1)[:, 0]
+    return low
+
+
+def _above_all_eigenvalues(points: Float64s, diagonal: Float64s, squares: Float64s) -> npt.NDArray[np.bool_]:
+    above = np.ones(points.shape, np.bool_)
+    removed: Float64s | float = 0.0
+    with np.errstate(all="ignore"):  # behind a pivot of 0, which is not negative, nothing counts any more
+        for row in range(diagonal.shape[1]):
+            pivot = diagonal[:, row, None] - points - removed
+            above &= pivot < 0
+            if row < squares.shape[1]:
+                removed = squares[:, row, None] / pivot
+    return above
 
 
 def _tridiagonal(matrices: Sequence[_Matrix], factor: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,6 +19,7 @@ from rankscope_exporter.guard import Guard
 from rankscope_exporter.hangs.flight import take_flight_record
 from rankscope_exporter.hangs.stacks import read_stacks, take_stacks
 from rankscope_exporter.naming import encodable
+from rankscope_exporter.own_threads import OwnThread
 from rankscope_exporter.record import StepRecord
 
 MIN_SECONDS: Final = 2.0
@@ -124,10 +125,9 @@ class Diagnosis:
         if self._asking is not None and self._asking.is_alive():
             return None  # the device has not answered the last time, and one thread is enough to wait for it
         found: list[FlightRecord | None] = []
-        self._asking = threading.Thread(
+        self._asking = OwnThread(
             target=lambda: found.append(self._guard.call("the flight record", take_flight_record, reason)),
             name="rankscope-flight-record",
-            daemon=True,
         )
         self._asking.start()
         self._asking.join(FLIGHT_SECONDS)

@@ -15,6 +15,7 @@ from rankscope_exporter.guard import Guard
 from rankscope_exporter.hangs.diagnosis import Diagnosis
 from rankscope_exporter.hangs.hang import Hang, HangLimits, HangWatch, Resumed, Sign
 from rankscope_exporter.hangs.stack_signal import StackSignal
+from rankscope_exporter.own_threads import OwnThread
 
 _MOST_SECONDS: Final = 1.0
 _LOOKS_PER_LIMIT: Final = 8.0
@@ -49,7 +50,7 @@ class Watchdog:
         self._say = say
         self._heard_at = time.monotonic()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rankscope-watchdog", daemon=True)
+        self._thread = OwnThread(target=self._run, name="rankscope-watchdog")
         self._seconds = min(_MOST_SECONDS, limits.training / _LOOKS_PER_LIMIT) if limits.is_on else _MOST_SECONDS
         self.cpu_seconds = 0.0
         """CPU time of the thread so far."""

@@ -16,6 +16,7 @@ from rankscope_exporter.drafts import Draft, now_microseconds
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.hardware.gpu import Gpu, load_nvml, uuid_of
 from rankscope_exporter.hardware.host import Host, host_scalars
+from rankscope_exporter.own_threads import OwnThread
 
 _STOP_SECONDS: Final = 2.0
 """How long the end of training waits for a look that is under way."""
@@ -39,7 +40,7 @@ class HardwareWatch:
         self._guard = guard
         self._load_nvml = nvml
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rankscope-hardware", daemon=True)
+        self._thread = OwnThread(target=self._run, name="rankscope-hardware")
         self.cpu_seconds = 0.0
         """CPU time of the thread so far."""
 

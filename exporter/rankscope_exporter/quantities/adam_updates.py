@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from rankscope_exporter.deferred import Row
+from rankscope_exporter.deferred import Numbers, Row
 from rankscope_exporter.frameworks.base import Kept
 from rankscope_exporter.naming import local_tensor, real_parts
 from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Subject, Table
@@ -74,7 +74,7 @@ class AdamUpdates(Quantity):
         if counted:
             table.defer("histograms", torch.stack(counted), lambda numbers: self._rows(names, numbers))
 
-    def _rows(self, names: list[str], numbers: torch.Tensor) -> Iterable[Row]:
+    def _rows(self, names: list[str], numbers: Numbers) -> Iterable[Row]:
         for name, of_kinds in zip(names, numbers.tolist(), strict=True):
             for kind, (below, above, nonfinite, *counts) in zip(KINDS, of_kinds, strict=True):
                 yield {

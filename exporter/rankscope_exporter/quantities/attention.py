@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from rankscope_exporter.deferred import Row
+from rankscope_exporter.deferred import Numbers, Row
 from rankscope_exporter.features.attention import attention_sums
 from rankscope_exporter.features.masks import Mask, broadcast, hides_of
 from rankscope_exporter.modules import NamedModule
@@ -138,8 +138,8 @@ def _why_no_pair(query: torch.Tensor, key: torch.Tensor) -> str | None:
     return None if key.shape[2] else "key has no elements"
 
 
-def _rows(module: str, micro_step: int, sums: torch.Tensor) -> Iterable[Row]:
-    for head, (entropy, largest, count) in enumerate(sums.t().tolist()):
+def _rows(module: str, micro_step: int, sums: Numbers) -> Iterable[Row]:
+    for head, (entropy, largest, count) in enumerate(sums.T.tolist()):
         if count:
             for kind, total in ((ENTROPY, entropy), (SOFTMAX_MAX, largest)):
                 yield {"kind": kind, "module": module, "index": head, "micro_step": micro_step, "value": total / count}

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rankscope_contract.records import PlanEntry
-from rankscope_exporter.deferred import Row
+from rankscope_exporter.deferred import Numbers, Row
 from rankscope_exporter.frameworks import Framework
 from rankscope_exporter.frameworks.base import Holder, Removable
 from rankscope_exporter.frameworks.layout import Layout
@@ -105,7 +105,7 @@ class Table(Protocol):
         """
         ...
 
-    def defer(self, dataset: str, tensor: torch.Tensor, rows: Callable[[torch.Tensor], Iterable[Row]]) -> None:
+    def defer(self, dataset: str, tensor: torch.Tensor, rows: Callable[[Numbers], Iterable[Row]]) -> None:
         """Have `rows` make rows of `dataset` of `tensor` once it is on the host; nothing waits for the device."""
         ...
 
@@ -113,7 +113,7 @@ class Table(Protocol):
         """Forget what was deferred to `dataset` at this step: it is read anew."""
         ...
 
-    def later(self, tensor: torch.Tensor, use: Callable[[torch.Tensor], None]) -> None:
+    def later(self, tensor: torch.Tensor, use: Callable[[Numbers], None]) -> None:
         """Call `use` on the publisher's thread with what `tensor` holds now, once it is on the host."""
         ...
 

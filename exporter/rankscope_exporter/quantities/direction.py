@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 
+from rankscope_exporter.deferred import Numbers
 from rankscope_exporter.naming import local_tensor, real_parts
 from rankscope_exporter.quantities.base import Quantity, Subject, Table
 
@@ -55,7 +56,7 @@ def _agreement(gradient: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
     return ((same / max(1, gradient.numel()) + 1) / 2).float()
 
 
-def _rows(names: list[str], numbers: torch.Tensor) -> list[dict[str, Any]]:
+def _rows(names: list[str], numbers: Numbers) -> list[dict[str, Any]]:
     return [
         {"kind": KIND, "module": name, "index": None, "micro_step": None, "value": value}
         for name, value in zip(names, numbers.tolist(), strict=True)

@@ -8,6 +8,7 @@ import torch
 
 from rankscope_contract.kinds import Kind
 from rankscope_contract.records import PlanEntry
+from rankscope_exporter.deferred import Numbers
 from rankscope_exporter.frameworks.base import Holder
 from rankscope_exporter.naming import local_tensor
 from rankscope_exporter.quantities.base import BACKWARD, Gate, Hooking, Quantity, QuantityOptions, Subject, Table
@@ -154,7 +155,7 @@ class Gradients(Quantity):
             table.later(differs[unseen].any(), self._learn)
             self._changed_unseen = True  # until the answer is there
 
-    def _learn(self, unseen: torch.Tensor) -> None:
+    def _learn(self, unseen: Numbers) -> None:
         self._changed_unseen = bool(unseen)
 
     def _own(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:

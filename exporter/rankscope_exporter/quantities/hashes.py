@@ -16,7 +16,7 @@ from typing import ClassVar, Final, Literal
 import torch
 
 from rankscope_contract.kinds import COUNT_OPS, Kind
-from rankscope_exporter.deferred import Row
+from rankscope_exporter.deferred import Numbers, Row
 from rankscope_exporter.frameworks.layout import ranks_text
 from rankscope_exporter.frameworks.loaded import loaded
 from rankscope_exporter.naming import local_tensor, plain_name
@@ -199,7 +199,7 @@ class _Described:
         return cls(columns, elements.numel() * elements.element_size())
 
 
-def _rows(items: Sequence[_Described], numbers: torch.Tensor) -> Iterator[Row]:
+def _rows(items: Sequence[_Described], numbers: Numbers) -> Iterator[Row]:
     hashes, squares, *rest = numbers.tolist()
     counts = dict(zip(COUNT_OPS, rest[len(SUMS) - 1 :], strict=True))
     for position, described in enumerate(items):

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import nn
 
-from rankscope_exporter.deferred import Row
+from rankscope_exporter.deferred import Numbers, Row
 from rankscope_exporter.features.spectral import batches, norms, spectral_numbers
 from rankscope_exporter.modules import NamedModule
 from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Subject, Table
@@ -122,7 +122,7 @@ def _is_meant(named: NamedModule) -> bool:
     return isinstance(named.module, nn.Linear | nn.Embedding) or is_matrix(weight_of(named.module))
 
 
-def _rows(names: Sequence[Sequence[str]], numbers: torch.Tensor) -> Iterable[Row]:
+def _rows(names: Sequence[Sequence[str]], numbers: Numbers) -> Iterable[Row]:
     """Return the rows of some weights, each with the names of the modules that hold it."""
     spectral, frobenius = norms(numbers)
     for of_weight, largest, total in zip(names, spectral.tolist(), frobenius.tolist(), strict=True):

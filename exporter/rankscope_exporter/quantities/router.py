@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import nn
 
-from rankscope_exporter.deferred import Row
+from rankscope_exporter.deferred import Numbers, Row
 from rankscope_exporter.features.routing import product, routing_sums, similarity
 from rankscope_exporter.modules import NamedModule
 from rankscope_exporter.naming import entry
@@ -185,7 +185,7 @@ def _weight(module: nn.Module, experts: int) -> torch.Tensor | None:
     return None
 
 
-def _rows(module: str, micro_step: int, sums: torch.Tensor) -> Iterable[Row]:
+def _rows(module: str, micro_step: int, sums: Numbers) -> Iterable[Row]:
     tokens, entropy, known, *chosen = sums.tolist()
     common = {"module": module, "micro_step": micro_step}
     if tokens:
@@ -195,5 +195,5 @@ def _rows(module: str, micro_step: int, sums: torch.Tensor) -> Iterable[Row]:
             yield {**common, "kind": LOAD, "index": expert, "value": count / known}
 
 
-def _similarity_rows(module: str, value: torch.Tensor) -> Iterable[Row]:
+def _similarity_rows(module: str, value: Numbers) -> Iterable[Row]:
     yield {"kind": SIMILARITY, "module": module, "index": None, "micro_step": None, "value": value.item()}

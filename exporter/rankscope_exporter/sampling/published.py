@@ -1,11 +1,12 @@
-"""Takes out of the statistics of a step what is not published. On the publisher thread, tensors on the host."""
+"""Takes out of the statistics of a step what is not published. On the publisher thread, with numpy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_exporter.sampling.ops import ALL_OPS, EVERY_OP, Ops
@@ -16,13 +17,14 @@ from rankscope_exporter.statistics import Finished
 class Published:
     """By statistic and entry, whether it leaves the rank."""
 
-    values: torch.Tensor  # bool [len(VALUE_OPS), T]
-    counts: torch.Tensor  # bool [len(COUNT_OPS), T]
+    values: npt.NDArray[np.bool_]  # [len(VALUE_OPS), T]
+    counts: npt.NDArray[np.bool_]  # [len(COUNT_OPS), T]
 
     def only(self, finished: Finished) -> Finished:
         """Return `finished` as rules see it: without values that are left out, and with all counts."""
         present = finished.present & self.counts[-1]
-        return replace(finished, values=finished.values.masked_fill(~self.values, torch.nan), present=present)
+        values = np.where(self.values, finished.values, np.float32(np.nan))
+        return replace(finished, values=values, present=present)
 
 
 class Choices:
@@ -47,8 +49,6 @@ def _masks(ops: Sequence[Ops]) -> Published | None:
         return None
     place = {choice: position for position, choice in enumerate(distinct)}
     rows = [[op in choice for op in ALL_OPS] for choice in distinct]
-    with torch.inference_mode(False):
-        table = torch.tensor(rows, dtype=torch.bool, device="cpu")
-        mask = table[torch.tensor([place[choice] for choice in ops], dtype=torch.int64, device="cpu")].t().contiguous()
+    mask = np.array(rows, np.bool_).T[:, [place[choice] for choice in ops]]
     assert COUNT_OPS[-1] == "numel"
     return Published(mask[: len(VALUE_OPS)], mask[len(VALUE_OPS) :])

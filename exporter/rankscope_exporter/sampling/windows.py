@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rankscope_contract.records import PlanEntry
-from rankscope_exporter.deferred import Deferred, Row, Transfer
+from rankscope_exporter.deferred import Deferred, Numbers, Row, Transfer
 from rankscope_exporter.quantities.base import Table
 from rankscope_exporter.sampling.ops import Ops
 from rankscope_exporter.sampling.plan_book import PlanBook
@@ -107,7 +107,7 @@ class TableWindow(Table):
         """Make those of `rows` absent whose statistics are, bit for bit, those of the entry beside them in `others`."""
         return self._sheet.table.forget_equal(self._shifted(rows), self._shifted(others))
 
-    def defer(self, dataset: str, tensor: torch.Tensor, rows: Callable[[torch.Tensor], Iterable[Row]]) -> None:
+    def defer(self, dataset: str, tensor: torch.Tensor, rows: Callable[[Numbers], Iterable[Row]]) -> None:
         """Have `rows` make rows of `dataset` of `tensor` once it is on the host; nothing waits for the device."""
         self._sheet.deferred.append(Deferred(dataset, Transfer.of(tensor), rows))
 
@@ -115,10 +115,10 @@ class TableWindow(Table):
         """Forget what was deferred to `dataset` at this step: it is read anew."""
         self._sheet.deferred = [item for item in self._sheet.deferred if item.dataset != dataset]
 
-    def later(self, tensor: torch.Tensor, use: Callable[[torch.Tensor], None]) -> None:
+    def later(self, tensor: torch.Tensor, use: Callable[[Numbers], None]) -> None:
         """Call `use` on the publisher's thread with what `tensor` holds now, once it is on the host."""
 
-        def no_rows(numbers: torch.Tensor) -> tuple[()]:
+        def no_rows(numbers: Numbers) -> tuple[()]:
             use(numbers)
             return ()
 

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from rankscope_contract.tls import MakeContext, explain_to_server
 from rankscope_exporter.errors import ServeError
+from rankscope_exporter.own_threads import OwnThread
 from rankscope_exporter.serving.addresses import Address
 from rankscope_exporter.serving.meter import CpuMeter
 from rankscope_exporter.serving.sockets import REQUEST_BODY_READ, TEXT, hang_up, refuse, resolve, see_off, send_raw
@@ -127,6 +128,11 @@ class HttpServer(socketserver.ThreadingTCPServer):
             connection.close()
             raise
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer on a thread of its own."""
+        target, args = self.process_request_thread, (request, client_address)
+        OwnThread(target=target, args=args, name="rankscope-http-client").start()
+
     def complain(self, client: str, why: str) -> None:
         """Say once of each client what is wrong with its handshakes."""
         text = f"{client} could not speak to this rank: {why}"
@@ -138,7 +144,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
 
     def start(self) -> None:
         """Serve from a daemon thread."""
-        self._thread = threading.Thread(target=self._serve, name="rankscope-http", daemon=True)
+        self._thread = OwnThread(target=self._serve, name="rankscope-http")
         self._thread.start()
 
     def stop(self) -> None:

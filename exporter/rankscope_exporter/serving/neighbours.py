@@ -13,7 +13,6 @@ import socket
 import stat
 import struct
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import Final
 
 from rankscope_contract.identity import Identity
 from rankscope_exporter.errors import ServeError
+from rankscope_exporter.own_threads import OwnThread
 from rankscope_exporter.serving.meter import CpuMeter
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Neighbours:
             self._socket = _listening(self._folder / self._name)
         except OSError as error:
             raise ServeError(f"node_page: {self._folder}: {error.strerror or error}") from error
-        threading.Thread(target=self._serve, args=(self._socket,), name="rankscope-node", daemon=True).start()
+        OwnThread(target=self._serve, args=(self._socket,), name="rankscope-node").start()
 
     def gather(self, seconds: float = GATHER_SECONDS) -> Gathered:
         """Return the pages of all other ranks of this launch on this host."""

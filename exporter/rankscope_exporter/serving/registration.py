@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from rankscope_contract.channel import Registration, RegistrationReply
+from rankscope_exporter.own_threads import OwnThread
 from rankscope_exporter.serving.meter import CpuMeter
 from rankscope_exporter.serving.service_client import RefusedError, UnreachableError
 
@@ -72,7 +73,7 @@ class RegistrationLoop:
         self._spoke_at = self._polled_at = -math.inf
         self._logged: set[str] = set()
         self._attempted = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rankscope-registration", daemon=True)
+        self._thread = OwnThread(target=self._run, name="rankscope-registration")
 
     def start(self) -> None:
         """Begin to register."""

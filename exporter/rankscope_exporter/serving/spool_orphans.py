@@ -18,6 +18,7 @@ from typing import Final
 from rankscope_contract.channel import STATE_DRAINING, Registration
 from rankscope_contract.spool import Orphan, SpoolError
 from rankscope_contract.spool.layout import folders, read_service
+from rankscope_exporter.own_threads import OwnThread
 from rankscope_exporter.serving.registration import Client, retry_seconds
 from rankscope_exporter.serving.service_client import RefusedError, UnreachableError
 from rankscope_exporter.serving.spool import needed_plans
@@ -64,7 +65,7 @@ class Orphans:
         self._told: set[str] = set()
         self._stopping = threading.Event()
         self._looked = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rankscope-spool", daemon=True)
+        self._thread = OwnThread(target=self._run, name="rankscope-spool")
 
     def start(self) -> None:
         """Begin to look, and to register what is found."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from rankscope_contract.channel import NOTHING, Registration
+from rankscope_exporter.own_threads import OwnThread
 from rankscope_exporter.record import StepRecord
 from rankscope_exporter.serving.meter import CpuMeter
 from rankscope_exporter.serving.spool import FAILED, Spool
@@ -110,7 +111,7 @@ class SpoolWriter:
         """Start with the first record and not at attach: before, there is nothing to keep."""
         if self._thread is not None or self._closing:
             return
-        thread = threading.Thread(target=self._run, name="rankscope-spool-writer", daemon=True)
+        thread = OwnThread(target=self._run, name="rankscope-spool-writer")
         try:
             thread.start()
         except RuntimeError as error:  # no thread is to be had, above all at the end of the interpreter

@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from rankscope_exporter.own_threads import OwnThread
+
 log = logging.getLogger(__name__)
 
 _FORK_WAITS_SECONDS: Final = 10.0
@@ -46,7 +48,7 @@ def warm_up() -> threading.Thread | None:
         if _kernel is not None or importlib.util.find_spec("numba") is None:
             return None
         if _thread is None:
-            _thread = threading.Thread(target=_load, name="rankscope-warm-up", daemon=True)
+            _thread = OwnThread(target=_load, name="rankscope-warm-up")
             # A child forked during an import would find its lock held for ever, and an exit during a compilation
             # would take the compiler's memory away under it.
             os.register_at_fork(before=_wait)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
@@ -26,11 +28,14 @@ _UNKNOWN: Final = object()
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Statistics of one step on the host. `values` is NaN where an entry has no finite element or is absent."""
+    """Statistics of one step on the host. `values` is NaN where an entry has no finite element or is absent.
 
-    values: torch.Tensor  # float32 [len(VALUE_OPS), T]
-    counts: torch.Tensor  # int64 [len(COUNT_OPS), T], 0 where absent
-    present: torch.Tensor  # bool [T]
+    The arrays are numpy's: a torch operation on the publisher thread would start an OpenMP team (own_threads.py).
+    """
+
+    values: npt.NDArray[np.float32]  # [len(VALUE_OPS), T]
+    counts: npt.NDArray[np.int64]  # [len(COUNT_OPS), T], 0 where absent
+    present: npt.NDArray[np.bool_]  # [T]
 
 
 class StatisticsTable:
@@ -120,7 +125,7 @@ class StatisticsTable:
 
     def look(self, used: int) -> Finished:
         """Return the first `used` entries as they are now, and leave them; waits for the device."""
-        return _finished(self.buffer.to("cpu"), used)
+        return _finished(self.buffer.cpu().numpy(), used)
 
     def take_host_buffer(self) -> torch.Tensor:
         """Return a free buffer on the host, pinned where the device copies to it by itself."""
@@ -204,26 +209,25 @@ class HostCopy:
 def finish(host: HostCopy) -> Finished:
     """Return the statistics of a copy that is ready, and free its buffer. On the publisher thread, once per copy."""
     host.wait()
-    finished = _finished(host.buffer, host.used)
+    finished = _finished(host.buffer.numpy(), host.used)
     host.table.give_host_buffer(host.buffer)
     return finished
 
 
-def _finished(buffer: torch.Tensor, used: int) -> Finished:
-    with torch.inference_mode(False), torch.no_grad():
-        counts = buffer[len(SUMS) :, :used].clone()
-        sums = buffer[: len(SUMS)].view(torch.float64)[:, :used].clone()
-        numel = counts[COUNT_OPS.index("numel")]
-        present = numel >= 0
-        counts.masked_fill_(~present, 0)
-        finite = numel - counts[COUNT_OPS.index("nans")] - counts[COUNT_OPS.index("infs")]
-        total = dict(zip(SUMS, sums, strict=True))
-        by_op = {
-            "norm": total["sum_of_squares"].sqrt(),
-            "min": total["min"],
-            "max": total["max"],
-            "mean": total["sum"] / finite,
-        }
-        values = torch.stack([by_op[op] for op in VALUE_OPS]).to(torch.float32)
-        values.masked_fill_(finite <= 0, torch.nan)
+def _finished(buffer: npt.NDArray[np.int64], used: int) -> Finished:
+    """Return the statistics of the first `used` entries; nothing of the result shares memory with `buffer`."""
+    counts = buffer[len(SUMS) :, :used].copy()
+    total = dict(zip(SUMS, buffer[: len(SUMS)].view(np.float64)[:, :used], strict=True))
+    numel = counts[COUNT_OPS.index("numel")]
+    present = numel >= 0
+    counts[:, ~present] = 0
+    finite = numel - counts[COUNT_OPS.index("nans")] - counts[COUNT_OPS.index("infs")]
+    values = np.empty((len(VALUE_OPS), used), np.float32)
+    # Absent entries hold anything, and a norm beyond float32 is Inf.
+    with np.errstate(all="ignore"):
+        values[VALUE_OPS.index("norm")] = np.sqrt(total["sum_of_squares"])
+        values[VALUE_OPS.index("min")] = total["min"]
+        values[VALUE_OPS.index("max")] = total["max"]
+        values[VALUE_OPS.index("mean")] = total["sum"] / finite
+    values[:, finite <= 0] = np.nan
     return Finished(values, counts, present)

@@ -19,6 +19,7 @@ from typing import Any, Final
 from rankscope_exporter.config import MonitorConfig
 from rankscope_exporter.errors import ConfigError
 from rankscope_exporter.guard import Guard
+from rankscope_exporter.own_threads import OwnThread
 from rankscope_exporter.sampling.measuring import Measuring, Part, as_text, measuring_of
 from rankscope_exporter.switching.agreement import Agreement, Proposal
 from rankscope_exporter.switching.asides import Aside
@@ -86,7 +87,7 @@ class Switching:
         self._woken = threading.Event()
         self._agreeing = threading.Lock()  # held from what the store says until the board has it
         self._is_held_up = False  # training has waited for that lock in vain
-        self._thread = threading.Thread(target=self._run, name="rankscope-switch", daemon=True)
+        self._thread = OwnThread(target=self._run, name="rankscope-switch")
         self._complaint: str | None = None
         self._written_off = False
         self._wants_on = False  # what was asked for last

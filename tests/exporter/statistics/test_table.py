@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,8 +27,8 @@ def test_a_fresh_table_is_all_absent():
     finished = finish(HostCopy(StatisticsTable(3, CPU)))
 
     assert not finished.present.any()
-    assert finished.values.isnan().all()
-    assert (torch.float32, torch.int64) == (finished.values.dtype, finished.counts.dtype)
+    assert np.isnan(finished.values).all()
+    assert (np.float32, np.int64) == (finished.values.dtype, finished.counts.dtype)
 
 
 def test_what_is_absent_now_never_shows_an_older_value(compiled):
@@ -39,7 +40,7 @@ def test_what_is_absent_now_never_shows_an_older_value(compiled):
     finished = finish(HostCopy(table))
 
     assert [True, False] == finished.present.tolist()
-    assert finished.values[:, 1].isnan().all()
+    assert np.isnan(finished.values[:, 1]).all()
 
 
 def test_a_copy_under_way_is_not_touched_by_later_steps(compiled):
@@ -122,7 +123,7 @@ def test_entries_known_to_be_equal_are_copied_absence_included(source, target):
     after = finish(HostCopy(table))
     for left, right in zip(source, target, strict=True):
         assert bool(before.present[left]) == bool(after.present[right])
-        assert torch.equal(before.values[:, left].nan_to_num(), after.values[:, right].nan_to_num())
+        assert np.array_equal(before.values[:, left], after.values[:, right], equal_nan=True)
 
 
 def finish_without_emptying(table):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,7 +50,6 @@ def test_nothing_joins_the_autograd_graph_and_backward_still_works(compiled):
 
     assert not table.buffer.requires_grad
     assert torch.equal(weight.detach().exp(), weight.grad)
-    assert not finish(HostCopy(table)).values.requires_grad
 
 
 def test_inside_an_autograd_hook(compiled, check):
@@ -121,8 +121,8 @@ def test_measuring_twice_gives_the_same_bits(measured):
     made = tensors()
     first, second = measured(made), measured(made)
 
-    assert torch.equal(first.values.nan_to_num(), second.values.nan_to_num())
-    assert torch.equal(first.counts, second.counts)
+    assert np.array_equal(first.values, second.values, equal_nan=True)
+    assert np.array_equal(first.counts, second.counts)
 
 
 @pytest.fixture
