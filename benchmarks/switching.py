@@ -33,7 +33,7 @@ def run() -> list[Row]:
     logging.getLogger("rankscope").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    # FLOPs are counted once, behind the first step, and would be all that is seen of such short trainings.
+    # TFLOP/s has a benchmark of its own: benchmarks/throughput.py.
     common = {"console": False, "exit_wait_seconds": 0, "throughput": ThroughputConfig(method="off")}
     off = MonitorConfig(quantities=("parameters", "gradients"), **common)
     idle = MonitorConfig(quantities=("parameters", "gradients", "activations"), every=1_000_000, **common)

@@ -13,7 +13,7 @@ from rankscope_contract import __version__
 if TYPE_CHECKING:
     from rankscope_contract.rules.nan import AnomalyNan
     from rankscope_contract.rules.turbulence import AnomalyTurbulence
-    from rankscope_exporter import Anomaly, CaptureConfig, Monitor, MonitorConfig
+    from rankscope_exporter import Anomaly, CaptureConfig, Monitor, MonitorConfig, count_flops
     from rankscope_exporter.msprobe import TrainerMon
     from rankscope_storage.connection import connect
 
@@ -27,6 +27,7 @@ __all__ = [
     "TrainerMon",
     "__version__",
     "connect",
+    "count_flops",
 ]
 
 _HOMES: Final = {
@@ -38,6 +39,7 @@ _HOMES: Final = {
     "MonitorConfig": "rankscope_exporter",
     "TrainerMon": "rankscope_exporter.msprobe",
     "connect": "rankscope_storage.connection",
+    "count_flops": "rankscope_exporter",
 }
 
 

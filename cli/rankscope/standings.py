@@ -1,4 +1,4 @@
-"""The answer of `POST /api/v1/stacks` as somebody on call wants to read it: who stands where, the cause first. Pure."""
+"""The answer of `POST /api/v1/stacks` as text: which rank holds up the others, if known, and where all stand. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rankscope_contract.blame import RankFacts, single_out
 from rankscope_contract.collective_calls import sentences, sites_of
+from rankscope_contract.events import RunState
 from rankscope_contract.stacks import FlightRecord, Frame, StackDump, ThreadStack
 from rankscope_contract.standing import Group, Standing, grouped, is_library, ranks_text
 
@@ -20,6 +22,7 @@ class Asked:
     pid: int
     stacks: StackDump | None = None
     flight: FlightRecord | None = None
+    step: int | None = None  # the last one that the rank published
     error: str | None = None
 
     @classmethod
@@ -32,6 +35,7 @@ class Asked:
             pid=int(entry.get("pid", 0)),
             stacks=StackDump.of(entry["stacks"]) if error is None else None,
             flight=FlightRecord.of(flight) if flight else None,
+            step=None if entry.get("step") is None else int(entry["step"]),
             error=None if error is None else str(error),
         )
 
@@ -41,6 +45,11 @@ def lines(answer: Mapping[str, Any], *, all_threads: bool = False) -> Iterator[s
     asked = [Asked.of(entry) for entry in answer["ranks"]]
     given = {each.rank: each for each in asked if each.stacks is not None}
     yield from _head(answer, len(given), len(asked))
+    if answer["state"] == RunState.STALLED:
+        facts = [
+            RankFacts(rank=each.rank, stacks=each.stacks, flight=each.flight, last_step=each.step) for each in asked
+        ]
+        yield f"cause: {single_out(facts, int(answer['world_size']))}"
     standings = [Standing.of(each.rank, each.stacks, each.flight) for each in given.values()]
     flights = {each.rank: each.flight for each in given.values() if each.flight is not None}
     if told := sentences(flights, sites_of(standings)):

@@ -1,1 +1,1 @@
-"""Grafana boards and Prometheus rules, rendered from the contract."""
+"""Grafana boards, alert rules and configuration of Prometheus and Alertmanager, generated from `rankscope_contract`."""

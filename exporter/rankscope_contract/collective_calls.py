@@ -26,6 +26,7 @@ class Call:
     """The collective `seq` of a group. Every member is in exactly one of the four tuples, each ascending."""
 
     group: str
+    group_id: str
     seq: int
     missing: tuple[int, ...] = ()  # never entered it
     waiting: tuple[int, ...] = ()  # entered it and are not through
@@ -34,6 +35,11 @@ class Call:
     forms: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """What ranks called, and which did; more than one where they differ."""
     seconds: float = 0.0  # since the first of those that wait entered it
+
+    @property
+    def name(self) -> str:
+        """Return `all_reduce 41 (4.0 MiB float32) of dp`, as the first rank calls it."""
+        return _numbered(f"{self.forms[0][0]} of {self.group}" if self.forms else "", self.seq)
 
     @property
     def is_mismatch(self) -> bool:
@@ -57,8 +63,7 @@ class Call:
         return self._matter(_called_at(self.waiting, sites or {})) + silent
 
     def _matter(self, site: str) -> str:
-        what, since = f"{self.forms[0][0]} of {self.group}" if self.forms else "", f"since {self.seconds:,.0f} s"
-        what = _numbered(what, self.seq)
+        what, since = self.name, f"since {self.seconds:,.0f} s"
         in_it = f"{ranks_text(self.waiting)} {_verb(self.waiting, 'are')} in it {since}{site}" if self.waiting else ""
         if self.is_mismatch:
             forms = ", ".join(f"{ranks_text(ranks)} {form}" for form, ranks in self.forms)
@@ -123,6 +128,7 @@ def _call(
     some = next(iter(entries.values()))
     return Call(
         group=some.group,
+        group_id=group,
         seq=seq,
         forms=_forms(entries),
         seconds=max((entries[rank].age_seconds for rank in where["waiting"]), default=0.0),
@@ -142,12 +148,12 @@ def _standing_of(
 
 
 def _members(records: Records) -> dict[str, set[int]]:
-    """Return who is of each group: as any rank says, else those that have used it."""
+    """Return the ranks of each group: as any rank reports them, else the ranks that have used it."""
     told: dict[str, set[int]] = {}
     seen: dict[str, set[int]] = {}
+    for name, ranks in {(group.id, group.ranks) for record in records.values() for group in record.groups}:
+        told.setdefault(name, set()).update(ranks_in(ranks))
     for rank, record in records.items():
-        for group in record.groups:
-            told.setdefault(group.id, set()).update(ranks_in(group.ranks))
         for entry in record.collectives:
             seen.setdefault(entry.group_key, set()).add(rank)
     return {group: told.get(group) or seen.get(group, set()) for group in {*told, *seen}}
@@ -163,11 +169,18 @@ def _latest(record: FlightRecord) -> dict[str, int]:
 
 
 def _forms(entries: Mapping[int, Collective]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return what ranks called; equal but for sizes that may differ is one form, named by its first rank."""
+    """Return what ranks called, each form named by the first rank that has it.
+
+    Sizes that may differ make no second form, nor does an entry without tensors: in a scatter only the source has any.
+    """
     found: dict[tuple[object, ...], list[int]] = {}
-    for rank, entry in sorted(entries.items()):
-        found.setdefault((entry.op, entry.dtypes, entry.bytes if is_even(entry.op) else None), []).append(rank)
-    return tuple((_form(entries[ranks[0]]), tuple(ranks)) for ranks in found.values())
+    for rank, entry in sorted(entries.items(), key=lambda item: (not item[1].dtypes, item[0])):
+        form: tuple[object, ...] = (entry.op, entry.dtypes, entry.bytes if is_even(entry.op) else None)
+        if not entry.dtypes:
+            form = next((known for known in found if known[0] == entry.op), form)
+        found.setdefault(form, []).append(rank)
+    forms = ((_form(entries[ranks[0]]), tuple(sorted(ranks))) for ranks in found.values())
+    return tuple(sorted(forms, key=lambda form: form[1]))
 
 
 def _form(entry: Collective) -> str:

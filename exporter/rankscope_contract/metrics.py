@@ -181,6 +181,9 @@ LOST_RECORDS = MetricSpec(
     labels=("run",),
     page="service",
 )
+UNKNOWN_RANK: Final = "unknown"
+"""Label `rank` of events that single out no rank, such as replicas that differ without a majority."""
+
 ANOMALIES_INGESTED = MetricSpec(
     name="rankscope_ingest_anomaly_events_total",
     type="counter",

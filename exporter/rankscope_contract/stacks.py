@@ -43,6 +43,11 @@ class ThreadStack:
     name: str | None = None
     is_training: bool = False
     is_ours: bool = False
+    calls: str | None = None
+    """The C function that the innermost frame is in: `time.sleep`, or `.wait` for a method of an object.
+
+    Empty while the frame executes Python code itself; None where it is not known.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +59,15 @@ class StackDump:
     left_out: int = 0  # threads beyond the size cap
 
     @property
+    def training_thread(self) -> ThreadStack | None:
+        """Return the thread that trains; None when it is not among the threads."""
+        return next((thread for thread in self.threads if thread.is_training), None)
+
+    @property
     def training(self) -> tuple[Frame, ...]:
-        """Return the frames of the thread that trains; empty when it is not among them."""
-        return next((thread.frames for thread in self.threads if thread.is_training), ())
+        """Return the frames of the thread that trains; empty when it is not among the threads."""
+        thread = self.training_thread
+        return () if thread is None else thread.frames
 
     def document(self) -> dict[str, Any]:
         """Return what `to_json` writes: a frame is [file, line, function], and flags that do not hold are left out."""
@@ -64,6 +75,7 @@ class StackDump:
         for thread in self.threads:
             entry: dict[str, Any] = {"ident": thread.ident, "name": thread.name}
             entry |= {flag: True for flag in ("is_training", "is_ours") if getattr(thread, flag)}
+            entry |= {} if thread.calls is None else {"calls": thread.calls}
             threads.append(entry | {"frames": [[f.file, f.line, f.function] for f in thread.frames]})
         return {"reason": self.reason, "threads": threads, "left_out": self.left_out}
 
@@ -81,6 +93,7 @@ class StackDump:
                     name=None if entry.get("name") is None else str(entry["name"]),
                     is_training=bool(entry.get("is_training")),
                     is_ours=bool(entry.get("is_ours")),
+                    calls=None if entry.get("calls") is None else str(entry["calls"]),
                     frames=tuple(Frame(str(file), int(line), str(what)) for file, line, what in entry["frames"]),
                 )
                 for entry in document["threads"]

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Final
 
-from rankscope_contract.collectives import spans
+from rankscope_contract.collectives import ranks_in, spans
 from rankscope_contract.stacks import Collective, FlightRecord, Frame, StackDump
+
+MOST_SPANS: Final = 16
+"""Spans of ranks in one text: a job of 1,000 ranks may have every second rank at one place."""
 
 _LIBRARIES: Final = ("site-packages", "dist-packages")
 _NO_SEQ: Final = -1
@@ -21,19 +24,22 @@ _NO_SEQ: Final = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Where one rank stands. `frames` are those of its training thread, the innermost call first."""
+    """Where one rank stands. `frames` and `calls` are those of its training thread, the innermost call first."""
 
     rank: int
     frames: tuple[Frame, ...] = ()
+    calls: str | None = None
     pending: Collective | None = None
     latest: Collective | None = None
 
     @classmethod
     def of(cls, rank: int, stacks: StackDump | None, flight: FlightRecord | None) -> Standing:
         """Return what both tell; either may be missing."""
+        thread = stacks.training_thread if stacks else None
         return cls(
             rank=rank,
-            frames=stacks.training if stacks else (),
+            frames=thread.frames if thread else (),
+            calls=thread.calls if thread else None,
             pending=flight.pending if flight else None,
             latest=flight.latest if flight else None,
         )
@@ -42,7 +48,7 @@ class Standing:
     def key(self) -> tuple[object, ...]:
         """Return what is equal for ranks that stand at the same place."""
         pending = None if self.pending is None else (self.pending.op, self.pending.group, self.pending.seq)
-        return pending, tuple(frame.short for frame in self.frames)
+        return pending, self.calls, tuple(frame.short for frame in self.frames)
 
     def __str__(self) -> str:
         own = own_frame(self.frames)
@@ -50,9 +56,14 @@ class Standing:
             return f"in {self.pending}" + (f", called at {own}" if own else "")
         if own is None:
             return "in no Python code"
-        top = self.frames[0]
-        where = f"at {own}" if own is top else f"in {top.function} ({top.short[0]}:{top.line}), called at {own}"
+        where = self._place(own)
         return where if self.latest is None else f"{where}; its last collective was {self.latest.op} {self.latest.seq}"
+
+    def _place(self, own: Frame) -> str:
+        top = self.frames[0]
+        if own is not top:
+            return f"in {top.function} ({top.short[0]}:{top.line}), called at {own}"
+        return f"in {self.calls.removeprefix('.')}, called at {own}" if self.calls else f"at {own}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +96,26 @@ def own_frame(frames: Sequence[Frame]) -> Frame | None:
 
 def is_library(file: str) -> bool:
     """Return whether `file` is installed rather than written for this training."""
+    return any(part in _LIBRARIES for part in PurePath(file).parts) or is_standard_library(file)
+
+
+def is_standard_library(file: str) -> bool:
+    """Return whether `file` is part of Python itself, such as /usr/lib/python3.11/threading.py."""
     parts = PurePath(file).parts
-    if file.startswith("<frozen") or any(part in _LIBRARIES for part in parts):
-        return True
-    # Python's own: …/lib/python3.11/threading.py
-    return any(one == "lib" and two.startswith("python3") for one, two in itertools.pairwise(parts))
+    if any(part in _LIBRARIES for part in parts):
+        return False
+    return file.startswith("<frozen") or any(
+        one == "lib" and two.startswith("python3") for one, two in itertools.pairwise(parts)
+    )
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return `rank 3` or `ranks 0-2, 5`."""
-    return f"rank{'' if len(ranks) == 1 else 's'} {spans(ranks).replace(',', ', ')}"
+    """Return `rank 3` or `ranks 0-2, 5`; of many separate spans the first ones, and how many ranks are left out."""
+    found = spans(ranks).split(",")
+    text = ", ".join(found[:MOST_SPANS])
+    if len(found) > MOST_SPANS:
+        text += f" and {len(set(ranks)) - len(ranks_in(','.join(found[:MOST_SPANS]))):,} more"
+    return f"rank{'' if len(ranks) == 1 else 's'} {text}"
 
 
 def _order(group: Group) -> tuple[object, ...]:

@@ -1,4 +1,4 @@
-"""What can go wrong before training starts. Later than that nothing of ours is ever raised into training."""
+"""Errors that are raised before training starts. After `attach` nothing of ours is raised into training."""
 
 from __future__ import annotations
 
@@ -13,3 +13,7 @@ class ConfigError(RankscopeError, ValueError):
 
 class ServeError(ConfigError):
     """Serving cannot start as configured; the text names the fix."""
+
+
+class CountError(RankscopeError, ValueError):
+    """The FLOPs of a model cannot be counted; the text names the reason and the fix."""

@@ -32,12 +32,22 @@ class Followers:
         *,
         device: torch.device,
         parallel: Parallel,
+        rank: int,
         hand_over: Callable[[Draft], None],
         publish: Callable[[StepRecord], object],
         tell: Callable[[str], None],
+        mention: Callable[[str], None],
     ) -> None:
         self.memory = Memory(device)
-        self.throughput = Throughput(subject.framework, config.throughput, parallel, device=device, tell=tell)
+        self.throughput = Throughput(
+            subject.framework,
+            config.throughput,
+            parallel,
+            device=device,
+            tell=tell,
+            mention=mention,
+            is_first=rank == 0,
+        )
         self.phases = Phases.of(subject, device, hand_over, times_steps=config.phases)
         self.collectives = CollectiveReader(config.collectives_share, publish, guard)
         self.hardware = HardwareWatch(device, config.hardware.every_seconds, hand_over, guard)
@@ -56,7 +66,6 @@ class Followers:
         """Return CPU seconds by who spent them off the training thread."""
         return {
             "hardware": self.hardware.cpu_seconds,
-            "throughput": self.throughput.cpu_seconds,
             "collectives": self.collectives.cpu_seconds,
         }
 

@@ -25,7 +25,8 @@ class GradientHooks:
         self._seen: set[int] = set()  # whose hooks were called in any
         self._witnesses: set[int] = set()
         self._are_few = False
-        self._stay = False
+        self.begin_steps = False
+        """Whether a step was seen to begin with the first gradient of a backward pass."""
 
     def hook_all(self) -> None:
         """Register on every parameter that takes gradients now and has no hook."""
@@ -37,7 +38,7 @@ class GradientHooks:
     def keep_few(self) -> None:
         """Take away what a step that is not measured does not need; called when one begins."""
         self._learn()
-        if self._are_few or self._stay:
+        if self._are_few or self.begin_steps:
             return
         self._are_few = True
         for index in (self._seen - self._witnesses) & self._handles.keys():
@@ -45,7 +46,7 @@ class GradientHooks:
 
     def stay(self) -> None:
         """Keep all hooks from now on: steps begin in a backward pass, whose first gradients would be missed."""
-        self._stay = True
+        self.begin_steps = True
 
     def pass_begins(self) -> None:
         """Note that another backward pass is under way."""

@@ -15,18 +15,35 @@ from rankscope_exporter.changed_model import REMEDY, ChangedModel
 from rankscope_exporter.frameworks.base import Holder, Removable
 from rankscope_exporter.gradient_hooks import GradientHooks
 from rankscope_exporter.guard import Guard
-from rankscope_exporter.quantities.base import Gate, Hook, Subject
+from rankscope_exporter.quantities.base import BACKWARD, Gate, Hook, Subject
 from rankscope_exporter.recorder import Recorder
 from rankscope_exporter.replaced_optimizers import ReplacedOptimizers
+from rankscope_exporter.tracing import (
+    Entry,
+    call_untraced,
+    is_dynamo_compiling,
+    is_stand_in,
+    on_compilation,
+    uncompiled,
+)
 
 _NO_BACKWARD: Final = -1
 """What torch calls the graph task outside of a backward pass."""
 
-_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_COMPILED_UPDATE: Final = (
+    "the optimizer's step runs inside compiled code, where no hook runs: it is noticed at the next forward pass, by"
+    " the versions of the parameters. param_after, optimizer state and learning rates are read there; param_before, "
+    "grad_clipped and the time of the update are absent"
+)
+_COMPILED_BACKWARD: Final = (
+    "the backward pass runs inside compiled code, where no hook runs: gradients are read when the optimizer steps, and "
+    "those that were changed since the backward pass are grad_clipped alone. Gradients of activations, micro_gradients "
+    "and the time of the backward pass are absent; call end_step(skipped=True) where the optimizer is not run"
+)
 
 
 class Hooks:
-    """The only code that training calls. Each entry goes through the guard; `clock` tells what they cost.
+    """The only code that training calls. Each entry goes through `tracing` and the guard; `clock` adds up their cost.
 
     `active` is cleared to make all hooks inert at once, as a forked child must.
     """
@@ -55,12 +72,15 @@ class Hooks:
         """Whether gradients were enabled where the guarded hook that is running was called."""
         self.tell: Callable[[str], None] = lambda _message: None
         """Says something that its reader should know."""
+        self._told: set[str] = set()
+        self._update_was_compiled = on_compilation(self._update_compiles)
+        self._backward_was_compiled = on_compilation(self._backward_compiles)
 
     def install(self) -> None:
         """Register on the forward of the whole model, every parameter that takes gradients, and every optimizer."""
         self.clock.start()
-        self._handles.append(self._subject.framework.on_forward(_Uncopied(self._forward_begins)))
-        self._handles.append(self._subject.framework.on_forward_end(_Uncopied(self._forward_ended)))
+        self._handles.append(self._subject.framework.on_forward(Entry(self._forward_begins)))
+        self._handles.append(self._subject.framework.on_forward_end(Entry(self._forward_ended)))
         self._guard.call("hooks of the framework", self._subject.framework.install, self)
         self._recorder.install(self)
         self._handles.append(self._gradients)
@@ -95,7 +115,7 @@ class Hooks:
         """Return `function` as a hook that is called while `gate` is open."""
 
         def call(*args: Any) -> None:
-            if self.active and not torch.compiler.is_compiling():
+            if self.active:
                 self.grad_enabled = torch.is_grad_enabled()
                 with torch.no_grad():
                     self.clock.timed_reading(where, function, *args)
@@ -110,12 +130,14 @@ class Hooks:
         """Return `function` as a hook that is called at every step, measured or not."""
 
         def call(*args: Any) -> None:
-            if torch.compiler.is_dynamo_compiling():
-                return
-            if self.active and not torch.compiler.is_compiling():
+            if self.active:
                 self._guard.call(where, function, *args)
 
-        return _Uncopied(call)
+        return Entry(call)
+
+    def call(self, where: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Return `function(*args)`, which the script asks for; None where it raises or a tracer is active."""
+        return call_untraced(self.clock.timed, where, function, *args)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -130,7 +152,7 @@ class Hooks:
         """Note that a framework has reduced gradients outside of a backward pass."""
         if self.active:
             self._moments.tell("reduced")
-            self.clock.timed("reading reduced gradients", self._recorder.backward_ended)
+            self.call("reading reduced gradients", self._recorder.backward_ended)
 
     def look_again(self) -> None:
         """Hook all gradients, and notice parameters that were thawed or replaced; called when a measured step begins.
@@ -153,7 +175,8 @@ class Hooks:
         self._gradients.keep_few()
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
-        self._handles += self._subject.framework.on_update(optimizer, self._update_begins, self._updated)
+        begins, updated = Entry(self._update_begins, self._update_was_compiled), Entry(self._updated)
+        self._handles += self._subject.framework.on_update(optimizer, begins, updated)
 
     def _replaced(self, optimizer: torch.optim.Optimizer) -> None:
         """Follow an optimizer that has just made its first step in the place of others."""
@@ -168,30 +191,47 @@ class Hooks:
     def _gradient_hook(self, index: int) -> Callable[[Holder], None]:
         # A number for each backward pass, nested ones included; no public name for it exists.
         pass_under_way = torch._C._current_graph_task_id  # noqa: SLF001 - see above
+        was_compiled = self._backward_was_compiled
 
+        @uncompiled
         def ready(holder: Holder) -> None:
+            if is_dynamo_compiling():  # first, see `Entry`
+                was_compiled()
             # Where nothing is measured the first gradient has told all: the others come by at every step.
-            if pass_under_way() != self._idle:
-                self._gradient_ready(index, holder, pass_under_way())
+            elif pass_under_way() != self._idle:
+                call_untraced(self._gradient_ready, index, holder, pass_under_way())
 
         return ready
 
-    def _forward_begins(self, module: torch.nn.Module, _inputs: Any) -> None:
-        if torch.compiler.is_compiling():  # while a graph is made nothing runs, and tracing us would break it
-            return
+    def _update_compiles(self) -> None:
         if self.active:
-            self.beat()
+            self._guard.call("a compiled update", self._recorder.update_compiles)
+            self.tell_once(_COMPILED_UPDATE)
+
+    def _backward_compiles(self) -> None:
+        if self.active:
+            self._subject.compiled.add(BACKWARD)
+            self.tell_once(_COMPILED_BACKWARD)
+
+    def tell_once(self, sentence: str) -> None:
+        """Publish a note, the first time that it is given; also while code is compiled."""
+        if sentence not in self._told:
+            self._told.add(sentence)
+            self._guard.call("a note", self.tell, sentence)
+
+    def _forward_begins(self, module: torch.nn.Module, inputs: Any) -> None:
+        if not self.active or any(map(is_stand_in, inputs)):
+            return
+        self.beat()
         # The user's own module: Lightning leaves a wrapper in evaluation mode after the first validation.
-        if self.active and self._subject.framework.module.training and torch.is_grad_enabled():
+        if self._subject.framework.module.training and torch.is_grad_enabled():
             self.in_forward = True
             self.clock.timed("a forward hook", self._recorder.forward_begins, self._subject.framework.chunk(module))
-        elif self.active:
+        else:
             self._in_evaluation = True
-            self._moments.tell("evaluation_begins")
+            self.clock.timed("a forward hook", self._recorder.evaluation_begins)
 
     def _forward_ended(self, *_: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
         was_training, self.in_forward = self.in_forward, False
         was_evaluation, self._in_evaluation = self._in_evaluation, False
         if self.active and was_training:
@@ -203,10 +243,7 @@ class Hooks:
         if not self.active:
             return
         if backward != self._backward:
-            self._backward = backward
-            self._gradients.pass_begins()
-            self.beat()
-            self.clock.timed("a backward hook", self._backward_begins)
+            self.clock.timed("a backward hook", self._pass_begins, backward)
         is_witness = self._gradients.called(index)
         if not self._recorder.sampling:
             self._recorder.saw_gradient(index)
@@ -216,11 +253,21 @@ class Hooks:
         else:
             self._guard.call("a gradient hook", self._recorder.gradient_ready, index, holder)
 
-    def _backward_begins(self) -> None:
+    def gradient_arrives(self) -> None:
+        """Note that a gradient is on its way to a parameter; a step may begin with it."""
+        if self._gradients.begin_steps:
+            backward = torch._C._current_graph_task_id()  # noqa: SLF001 - as in _gradient_hook
+            if backward != self._backward:
+                self._guard.call("a backward hook", self._pass_begins, backward)
+
+    def _pass_begins(self, backward: int) -> None:
+        self._backward = backward
+        self._gradients.pass_begins()
+        self.beat()
         if self._recorder.backward_begins():
             self._gradients.stay()
         self._moments.tell("backward_begins")
-        _when_backward_ends(self._backward_ends)
+        _when_backward_ends(Entry(self._backward_ends))
 
     def _backward_ends(self) -> None:
         # Callbacks run in the order in which they were queued. DDP queues its own with its last gradient, so this
@@ -228,7 +275,7 @@ class Hooks:
         self._moments.tell("backward_ends")
         if self._recorder.sampling:
             self.clock.timed("reading local gradients", self._recorder.backward_ends)
-        self._guard.call("the end of backward", _when_backward_ends, self._backward_ended)
+        self._guard.call("the end of backward", _when_backward_ends, Entry(self._backward_ended))
 
     def _backward_ended(self) -> None:
         self._moments.tell("backward_ended")
@@ -254,7 +301,7 @@ class Hooks:
     def _observed(self, closure: Callable[[], Any]) -> Any:
         result = closure()
         if self.active:
-            self.clock.timed("an optimizer hook", self._recorder.gradients_computed)
+            self.call("an optimizer hook", self._recorder.gradients_computed)
         return result
 
     def _updated(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -272,40 +319,28 @@ def _when_backward_ends(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)  # noqa: SLF001 - see above
 
 
-class _Uncopied:
-    """A hook that stays behind when its module is copied or saved: a copy is another model, and not watched.
-
-    What a copy gets in its place is from the standard library, so a saved model loads where Rankscope is not installed.
-    """
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> None:
-        self._call(*args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return contextlib.nullcontext().__exit__  # does nothing, whatever it is given
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-class _Gated(_Uncopied):
-    """Such a hook that is called at every step and does something at few: closed, it does next to nothing."""
+class _Gated(Entry):
+    """A hook that is called at every step and does something at few: closed, it does next to nothing."""
 
     def __init__(self, call: Callable[..., None], gate: Gate) -> None:
-        super().__init__(call)
+        super().__init__(call, on_compilation(self._compiles))
         self._gate = gate
         self.was_called = False
+        self.is_compiled = False
         self.called_in_vain: Callable[[], None] = lambda: None
 
+    @uncompiled
     def __call__(self, *args: Any) -> None:
-        # First, and a constant to the compiler: it would compile again whenever the gate opens or closes.
-        if _is_dynamo_compiling():
+        """Call the function while the gate is open."""
+        if is_dynamo_compiling():  # first, see `Entry`: a graph would be compiled again when the gate opens or closes
+            if self._was_compiled is not None:
+                self._was_compiled()
             return
         self.was_called = True
         if self._gate.is_open:
-            self._call(*args)
+            call_untraced(self._function, *args)
         else:
             self.called_in_vain()
+
+    def _compiles(self) -> None:
+        self.is_compiled = True

@@ -6,12 +6,14 @@ Whatever goes wrong after construction is caught here, counted and named once: t
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self, TypeVar, cast
 
 import torch
 
@@ -32,9 +34,31 @@ from rankscope_exporter.sampling.measuring import SWITCH, measuring_of
 from rankscope_exporter.session import Session
 from rankscope_exporter.sinks import Sink
 from rankscope_exporter.sinks.api import Row
+from rankscope_exporter.tracing import is_dynamo_compiling, on_compilation, uncompiled
 
 PUBLISH_SECONDS = 3.0
 """The last steps are published even with exit_wait_seconds = 0: milliseconds, unless the machine is overloaded."""
+
+
+M = TypeVar("M", bound=Callable[..., None])
+
+_COMPILED_CALL: Final = (
+    "a method of the monitor was called in code that torch.compile compiles, where it does nothing: call it outside"
+)
+
+
+def _opaque(method: M) -> M:
+    """Return `method` in a form that Dynamo does not look into: in compiled code it does nothing."""
+
+    @uncompiled
+    @functools.wraps(method)
+    def entry(self: Monitor, *args: Any, **kwargs: Any) -> None:
+        if is_dynamo_compiling():
+            self._was_compiled()
+        else:
+            method(self, *args, **kwargs)
+
+    return cast("M", entry)
 
 
 class Monitor:
@@ -69,6 +93,12 @@ class Monitor:
         self._ending: Session | None = None  # while it says goodbye
         self._stop_asked: str | None = None  # the signal that asked for an end
         self._phases: list[str] = []
+        self._was_compiled = on_compilation(self._call_compiles)
+
+    def _call_compiles(self) -> None:
+        session = self._session
+        if session is not None:
+            session.hooks.tell_once(_COMPILED_CALL)
 
     # Attaching and detaching.
 
@@ -198,6 +228,7 @@ class Monitor:
 
     # What the training script says.
 
+    @_opaque
     def log(self, *, step: int | None = None, **values: Any) -> None:
         """Log numbers of the current step: `log(loss=loss, grad_norm=norm, tokens=n)`.
 
@@ -210,8 +241,9 @@ class Monitor:
         session = self._session
         if session is not None:
             session.watchdog.beat()
-            session.hooks.clock.timed("log()", session.recorder.log, values, step)
+            session.hooks.call("log()", session.recorder.log, values, step)
 
+    @_opaque
     def batch(self, ids: Any) -> None:
         """Name the samples of the batch whose forward pass comes next: numbers, names, or a tensor of numbers.
 
@@ -220,26 +252,33 @@ class Monitor:
         """
         session = self._session
         if session is not None:
-            session.hooks.clock.timed("batch()", session.alongside.batches.say, ids)
+            session.hooks.call("batch()", session.alongside.batches.say, ids)
 
+    @_opaque
     def event(self, type: str, message: str = "", **details: Any) -> None:  # noqa: A002 - the field's own word
         """Record that something happened, with JSON-able details; it is handed over at once."""
         session = self._session
         if session is not None:
             session.watchdog.beat()
-            session.hooks.clock.timed("event()", self._event, session, type, message, details)
+            session.hooks.call("event()", self._event, session, type, message, details)
 
     def _event(self, session: Session, kind: str, message: str, details: Mapping[str, Any]) -> None:
         text = encodable(json.dumps(details, default=str, ensure_ascii=False)) if details else None
         session.recorder.event(Event(type=str(kind), message=encodable(str(message)), details=text))
 
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """Say what training is doing, so that a long evaluation or checkpoint is not taken for a hang.
 
         Phases may be nested; the innermost one is shown, and the time is its own. `data_wait`, `forward`, `backward`,
         `collective`, `optimizer` and `other` say of a part of a step what was only concluded, and are no events.
         """
+        if is_dynamo_compiling():
+            self._was_compiled()
+            return contextlib.nullcontext()
+        return self._phase(name)
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
         began = time.monotonic()
         self._phases.append(name)
         self._timed("phase()", self._phase_begins, name)
@@ -252,7 +291,7 @@ class Monitor:
 
     def _timed(self, where: str, function: Callable[..., None], *args: Any) -> None:
         if self._session is not None:
-            self._session.hooks.clock.timed(where, function, *args)
+            self._session.hooks.call(where, function, *args)
 
     def _phase_begins(self, name: str) -> None:
         session = self._session
@@ -275,6 +314,7 @@ class Monitor:
         shown = [name for name in self._phases if name not in WITHIN_A_STEP]
         session.channel.set_phase(shown[-1] if shown else None)
 
+    @_opaque
     def end_step(self, *, skipped: bool | None = None) -> None:
         """End the current step explicitly, for loops whose end cannot be seen from outside.
 
@@ -284,8 +324,9 @@ class Monitor:
         session = self._session
         if session is not None:
             session.watchdog.beat()
-            session.hooks.clock.timed("end_step()", lambda: session.recorder.end_step(skipped=skipped))
+            session.hooks.call("end_step()", lambda: session.recorder.end_step(skipped=skipped))
 
+    @_opaque
     def switch(self, config: Mapping[str, Any] | None = None, *, on: bool = True) -> None:
         """Change what is measured, from the next step on; where there are ranks, from a step they agree on.
 
@@ -297,7 +338,7 @@ class Monitor:
         measuring_of(document, self._config, on=on)
         session = self._session
         if session is not None:
-            session.hooks.clock.timed("switch()", session.switch, document)
+            session.hooks.call("switch()", session.switch, document)
 
     def dump_stacks(self) -> str | None:
         """Record where all threads of this process stand, and return it as text; None while not attached.
@@ -339,7 +380,7 @@ class Monitor:
         For the training thread.
         """
         session = self._session
-        rows = None if session is None else session.hooks.clock.timed("current()", session.current, kinds)
+        rows = None if session is None else session.hooks.call("current()", session.current, kinds)
         return rows or ()
 
     @property
@@ -348,11 +389,12 @@ class Monitor:
         session = self._session
         return {} if session is None else session.board.state()
 
+    @_opaque
     def remark(self, sentence: str) -> None:
         """Say something on the console, and as an event `note`."""
         session = self._session
         if session is not None:
-            session.hooks.clock.timed("remark()", session.hooks.tell, sentence)
+            session.hooks.call("remark()", session.hooks.tell, sentence)
 
     def sink(self, name: str) -> Sink | None:
         """Return the live sink called `name`, also after detaching; None where there is none."""

@@ -25,6 +25,7 @@ from rankscope_exporter.record import Scalar
 from rankscope_exporter.sampling.collection import Collection
 from rankscope_exporter.statistics import Finished
 from rankscope_exporter.steps import Ended, Stage, StepTracker
+from rankscope_exporter.unseen_updates import UnseenUpdates
 
 LOGGING_SECONDS: Final = 10.0
 """How long a step waits behind its update for what is still logged: an evaluation may go on logging for hours."""
@@ -71,6 +72,7 @@ class Recorder:
         self._updated_at = 0.0
         self._late: _Timing | None = None
         self._updated_by: set[int] = set()
+        self._unseen = UnseenUpdates(subject.optimizers)
         self._awaits_gradients = False
         self._witness: torch.nn.Parameter | None = None
         self._gradients_seen = 0
@@ -97,16 +99,26 @@ class Recorder:
     def forward_begins(self, chunk: int = 0) -> None:
         """A training forward of the whole model begins, or of one of its chunks on this rank."""
         with self._lock:
+            self._notice_updates()
             self._after(self._tracker.forward_begins(self._gradients_cleared), "forward")
             self.micro_step = self._forwards.get(chunk, -1) + 1
             self._forwards[chunk] = self.micro_step
             self.moments.tell("forward_begins")
 
+    def evaluation_begins(self) -> None:
+        """A forward of the whole model begins in evaluation mode or without gradients."""
+        with self._lock:
+            self._notice_updates()
+            self.moments.tell("evaluation_begins")
+
     def backward_begins(self) -> bool:
         """The first gradient of a backward pass has arrived; return whether a step begins with it."""
         with self._lock:
+            self._notice_updates()
             before = self._attempts
             self._after(self._tracker.backward_begins(self._gradients_cleared), "backward")
+            if self._unseen.are_expected:  # no hook reads them at the update
+                self._note_learning_rates()
             return self._attempts > before
 
     @property
@@ -140,6 +152,7 @@ class Recorder:
     def update_begins(self, optimizer: torch.optim.Optimizer, *, computes_gradients: bool = False) -> None:
         """An optimizer is about to step; `gradients_computed` follows where it first calls a closure."""
         with self._lock:
+            self._notice_updates()
             self._after(self._tracker.update_begins(repeated=id(optimizer) in self._updated_by), "update")
             self.moments.tell("update_begins")
             first = not self._updated_by
@@ -164,10 +177,17 @@ class Recorder:
             self._each("after_update")
             self._guard.call("switching", self.after_update)
             self._tracker.updated()
+            self._unseen.look()
             self._last_seen = self._updated_at = time.monotonic()
             found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer skips by itself, on the device
             if self._draft is not None and isinstance(found_inf, torch.Tensor):
                 self._draft.found_inf += take("found_inf", found_inf)
+
+    def update_compiles(self) -> None:
+        """The step of an optimizer is compiled and runs next; no hook will run in it, now or later."""
+        with self._lock:
+            self._unseen.expect()
+            self._note_learning_rates()
 
     # What the training script says.
 
@@ -179,6 +199,7 @@ class Recorder:
         """
         pending = [item for name, value in values.items() for item in take(name, value)]
         with self._lock:
+            self._notice_updates()
             now = time.monotonic()
             if now - self._updated_at < LOGGING_SECONDS:
                 self._last_seen = now
@@ -213,11 +234,13 @@ class Recorder:
     def end_step(self, *, skipped: bool | None) -> None:
         """End the step under way because the script says so."""
         with self._lock:
+            self._notice_updates()
             self._after(self._tracker.end(skipped=skipped), "script")
 
     def finish(self) -> int | None:
         """Hand over what is left and return the number of the last step that got gradients; None without one."""
         with self._lock:
+            self._notice_updates()
             before, begun_only = self._last_step, self._tracker.stage is Stage.OPEN
             self.moments.tell("training_ends")
             self._after(self._tracker.end(skipped=False), "script")
@@ -305,7 +328,7 @@ class Recorder:
         self.moments.tell("step_ends", draft)
         if timed is not None:
             self.moments.tell("step_timed", draft, timed[1])
-        if ended is not None and ended.skipped:
+        if ended is not None and ended.skipped and not self._unseen.may_leave_no_trace:
             draft.events.append(skipped_event())
         if draft.sampled:
             self._collection.end(draft)
@@ -317,6 +340,18 @@ class Recorder:
             self._collection.each(moment)
             self.moments.tell("reading_ended")
 
+    def _notice_updates(self) -> None:
+        """Take in the updates that have run since the last look and in which no hook ran."""
+        for optimizer in self._unseen.look():
+            self._after(self._tracker.update_begins(repeated=id(optimizer) in self._updated_by), "update")
+            if not self._updated_by and self._draft is not None and not self._draft.learning_rates:
+                self._note_learning_rates()
+            self._updated_by.add(id(optimizer))
+            self._each("after_update")
+            self._guard.call("switching", self.after_update)
+            self._tracker.updated()
+            self._updated_at = time.monotonic()
+
     def _gradients_cleared(self) -> bool:
         return self._witness is not None and not self._subject.framework.holds_gradient(self._witness)
 
@@ -327,4 +362,4 @@ class Recorder:
         for optimizer in self._subject.optimizers:
             for group in self._subject.framework.groups_of(optimizer):
                 rates[str(len(rates))] = group.get("lr")
-        self._draft.learning_rates += take("learning_rate", rates)
+        self._draft.learning_rates = list(take("learning_rate", rates))

@@ -57,7 +57,7 @@ BYTES_PER_ENTRY = 4 * len(WIRE_VALUE_OPS) + 8 * len(COUNT_OPS)
 WARM_UP_AT_STEP = 3
 """The compiled kernel is made once training really runs: a script that only looks at its model need not wait for it."""
 
-ONCE = ("attach", "warm_up", "throughput")
+ONCE = ("attach", "warm_up")
 """What costs CPU time at the beginning alone: no fewer samples would make it less."""
 
 
@@ -101,9 +101,11 @@ class Session:
             guard,
             device=device,
             parallel=parallel,
+            rank=self.identity.rank,
             hand_over=self._hand_over,
             publish=self._send,
             tell=self._tell,
+            mention=self._say,
         )
         self.followers.follow(self.recorder.moments)
         self.attach_seconds = 0.0

@@ -209,6 +209,8 @@ def _incidents(reader: Reader, now: float) -> list[tuple[Incident, str]]:
             last_step=details.get("last_step"),
             events=details.get("events", 1),
             ranks=set(details.get("ranks", ())),
+            cause=None if details.get("cause") is None else str(details["cause"]),
+            reports=tuple(map(str, details.get("reports", ()))),
             lines=tuple(map(str, details.get("where", ()))),
             is_settled=True,
             fixed_key=str(details.get("key")),

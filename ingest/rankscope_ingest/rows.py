@@ -85,7 +85,10 @@ def found_row(target: Target, first: int, last: int, stamp: Stamp) -> Row:
 
 
 def incident_row(incident: Incident, state: str, stamp: Stamp) -> Row:
-    """Return the event that an incident reached `state`: opened, notified, undelivered, muted or resolved."""
+    """Return the event that an incident reached `state`: opened, notified, undelivered, muted or resolved.
+
+    Its rank is null where the incident singles out none.
+    """
     first = incident.first
     details = {
         "key": incident.key,
@@ -93,6 +96,8 @@ def incident_row(incident: Incident, state: str, stamp: Stamp) -> Row:
         "events": incident.events,
         "ranks": sorted(incident.ranks),
         "last_step": incident.last_step,
+        **({"cause": incident.cause} if incident.cause else {}),
+        **({"reports": incident.reports} if incident.reports else {}),
         **({"where": incident.lines} if incident.lines else {}),
     }
     return {

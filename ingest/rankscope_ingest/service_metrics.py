@@ -45,6 +45,7 @@ from rankscope_contract.metrics import (
     RUN_STEPS_PLANNED,
     SCRAPE_FAILURES,
     TARGETS,
+    UNKNOWN_RANK,
     MetricSpec,
 )
 from rankscope_contract.phase_metrics import RUN_GOODPUT
@@ -138,10 +139,13 @@ class ServiceMetrics:
         self._counter(LOST_RECORDS, run).inc(records)
         self._lost_runs.add(run)
 
-    def fired(self, run: str, rank: int, firings: Mapping[tuple[str, str], int]) -> None:
-        """Count firings by rule and kind; of a rank that is gone, nobody but this page can tell Prometheus."""
+    def fired(self, run: str, rank: int | None, firings: Mapping[tuple[str, str], int]) -> None:
+        """Count firings by rule and kind: the page of a rank that ended no longer shows them to Prometheus.
+
+        The label `rank` is `UNKNOWN_RANK` where no single rank is meant: boards and alerts choose series that have one.
+        """
         for (rule, kind), count in firings.items():
-            labels = (run, str(rank), rule, kind)
+            labels = (run, UNKNOWN_RANK if rank is None else str(rank), rule, kind)
             self._counter(ANOMALIES_INGESTED, *labels).inc(count)
             self._fired[run].add(labels)
 

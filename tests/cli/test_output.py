@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import datetime as dt
 import io
 import json
@@ -14,8 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rankscope.commands.anomalies import anomaly_table
 from rankscope.errors import CommandError, nearest
 from rankscope.output import Format, as_text, cell, distinct_names, write_rows
+from rankscope_storage.asking.reports import AnomalyRow
 
 ROWS = pa.table(
     {
@@ -131,3 +134,13 @@ def test_cell(value, shown):
 def test_nearest_name():
     assert " Did you mean 'my-run'?" == nearest("my-rum", ["other", "my-run"])
     assert "" == nearest("zzz", ["other", "my-run"])
+
+
+@pytest.mark.parametrize(("form", "start"), [(Format.CSV, "step,rank,rule\n5,,ReplicaDesync\n"), (Format.JSON, "[\n")])
+def test_an_anomaly_of_no_single_rank_has_no_number(form, start):
+    nothing = dict.fromkeys(field.name for field in dataclasses.fields(AnomalyRow))
+    row = AnomalyRow(**{**nothing, "step": 5, "rule": "ReplicaDesync"})
+    text = as_text(anomaly_table([row], ("step", "rank", "rule")), form)
+
+    assert text.startswith(start)
+    assert form is Format.CSV or None is json.loads(text)[0]["rank"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import http.server
 import json
 import os
@@ -61,6 +62,7 @@ ANSWER = {
     "state": "stalled",
     "reason": "alive, but no step for 312 s",
     "step": 4812,
+    "world_size": 4,
     "ranks": [
         rank(0, WAITS, seq=41, is_pending=True),
         rank(1, LOADS, seq=40, is_pending=False),
@@ -110,7 +112,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     made.server.server_close()
 
 
-def test_who_stands_where_the_cause_first(service, capsys):
+def test_ranks_are_shown_where_they_stand_those_outside_of_collectives_first(service, capsys):
     stacks("pretrain", service=service.url)
     said = capsys.readouterr().out
     path = GOLDEN / "stacks.txt"
@@ -119,6 +121,31 @@ def test_who_stands_where_the_cause_first(service, capsys):
 
     assert path.read_text(encoding="utf-8") == said
     assert [("Bearer secret", {"run": "pretrain", "ranks": None})] == service.asked
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        (
+            {"world_size": 3},
+            "cause: rank 1: it never entered all_reduce 41 (32.0 MiB bfloat16) of default_pg, in which",
+        ),
+        ({}, "cause: unknown: the flight records of ranks 0-2 and the stacks of ranks 0-2 single out no rank"),
+        ({"state": "running"}, None),
+    ],
+)
+def test_the_cause_of_a_stall_is_named_where_it_is_known(service, capsys, changes, cause):
+    """Of rank 3, which does not answer, nothing is known: it may be in the collective as well."""
+    answer = copy.deepcopy(ANSWER | changes)
+    answer["ranks"] = [entry for entry in answer["ranks"] if entry["rank"] < answer["world_size"]]
+    for entry in answer["ranks"]:
+        if "flight" in entry:
+            entry["flight"]["groups"][0]["ranks"] = f"0-{answer['world_size'] - 1}"
+    service.answers["/api/v1/stacks"] = (200, answer)
+    stacks("pretrain", service=service.url)
+    found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("cause: ")]
+
+    assert ([] if cause is None else [cause]) == [line[: len(cause or "")] for line in found]
 
 
 def test_all_threads_and_single_ranks_on_request(service, capsys):

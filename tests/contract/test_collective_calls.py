@@ -112,6 +112,16 @@ def test_sizes_may_differ_where_ranks_have_different_parts():
     assert not only(records).is_mismatch
 
 
+def test_a_scatter_is_one_call_though_only_its_source_has_tensors():
+    """As gloo records it: other ranks are through as soon as they have their part."""
+    source = entry(41, pending=True, op="scatter")
+    others = entry(41, op="scatter", dtypes=(), sizes=(), bytes=None)
+    records = {0: record(others), 1: record(source), 2: record(others), 3: record(entry(40))}
+
+    assert not only(records).is_mismatch
+    assert (3,) == only(records).missing
+
+
 def test_what_others_wait_for_comes_first():
     """Rank 1 never entered dp's call since it waits in one of tp, which rank 3 never entered: rank 3 is the cause."""
     records = {

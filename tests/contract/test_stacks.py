@@ -14,7 +14,13 @@ TEXT = st.text(max_size=20).filter(lambda text: text.isprintable())
 COUNT = st.integers(0, 1 << 40)
 FRAMES = st.lists(st.builds(Frame, TEXT, COUNT, TEXT), max_size=4).map(tuple)
 THREADS = st.builds(
-    ThreadStack, ident=COUNT, frames=FRAMES, name=st.none() | TEXT, is_training=st.booleans(), is_ours=st.booleans()
+    ThreadStack,
+    ident=COUNT,
+    frames=FRAMES,
+    name=st.none() | TEXT,
+    is_training=st.booleans(),
+    is_ours=st.booleans(),
+    calls=st.none() | TEXT,
 )
 COLLECTIVES = st.builds(
     Collective,

@@ -75,6 +75,19 @@ def test_own_code_is_what_no_library_brought(frames, own):
     assert own is own_frame(frames)
 
 
+@pytest.mark.parametrize(
+    ("frames", "calls", "text"),
+    [
+        ((LOOP,), "time.sleep", "in time.sleep, called at train.py:40 in main"),
+        ((LOOP,), ".item", "in item, called at train.py:40 in main"),
+        ((LOOP,), "", "at train.py:40 in main"),
+        ((NEXT, LOOP), ".get", "in __next__ (dataloader.py:701), called at train.py:40 in main"),
+    ],
+)
+def test_the_call_of_own_code_is_named(frames, calls, text):
+    assert text == str(Standing(rank=0, frames=frames, calls=calls))
+
+
 def test_a_rank_of_which_nothing_is_known_stands_in_no_python_code():
     assert "rank 3 in no Python code" == f"{grouped([Standing.of(3, None, None)])[0]}"
 
@@ -91,6 +104,12 @@ def test_a_standing_is_the_training_thread_and_the_oldest_unfinished_collective(
     flight = FlightRecord(reason="hang", collectives=(done, first, second), recorded=3)
 
     assert Standing(rank=0, frames=(STEP,), pending=first, latest=second) == Standing.of(0, dump, flight)
+
+
+def test_of_many_separate_ranks_the_first_are_written_and_the_others_counted():
+    assert "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30 and 484 more" == ranks_text(
+        range(0, 1000, 2)
+    )
 
 
 @pytest.mark.parametrize(

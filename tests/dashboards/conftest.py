@@ -1,4 +1,4 @@
-"""promtool as the judge of alerts."""
+"""Fixtures that evaluate alert rules and queries with promtool."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def promtool(require_server: Callable[..., str]) -> str:
 
 @pytest.fixture
 def judge(promtool: str, tmp_path: Path) -> Judge:
-    """Return what runs many (rule file, test file) at once and gives promtool's objection to each, or None."""
+    """Return a function that runs `promtool test rules` on pairs of (rule file, test file).
+
+    It returns one item for each pair: promtool's error text, or None if the test passed.
+    """
 
     def run(cases: Sequence[tuple[Document, Document]]) -> list[str | None]:
         names = [f"case{number}.yml" for number in range(len(cases))]
@@ -35,22 +38,23 @@ def judge(promtool: str, tmp_path: Path) -> Judge:
                 yaml.safe_dump({**tests, "rule_files": [f"rules-of-{name}"]}), encoding="utf-8"
             )
         command = [promtool, "test", "rules", *names]
-        # One stream: objections go to the other one than the names they belong to.
+        # Merge stdout and stderr: promtool prints file names to one and the errors of the file to the other.
         done = subprocess.run(
             command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
         )
         text = done.stdout
-        said = dict(re.findall(r"Unit Testing: +(\S+)\n(.*?)(?=\nUnit Testing:|\Z)", text, re.DOTALL))
-        assert names == list(said), text
-        return [None if said[name].strip() == "SUCCESS" else said[name] for name in names]
+        output = dict(re.findall(r"Unit Testing: +(\S+)\n(.*?)(?=\nUnit Testing:|\Z)", text, re.DOTALL))
+        assert names == list(output), text
+        return [None if output[name].strip() == "SUCCESS" else output[name] for name in names]
 
     return run
 
 
 @pytest.fixture(scope="session")
 def scenarios() -> ModuleType:
-    """Return the module beside this file: test folders are no packages, so it cannot be imported by name."""
-    spec = importlib.util.spec_from_file_location("alert_scenarios", Path(__file__).with_name("scenarios.py"))
+    """Return the module `alerts/scenarios.py`. Test folders are not packages, so it cannot be imported by name."""
+    path = Path(__file__).parent / "alerts" / "scenarios.py"
+    spec = importlib.util.spec_from_file_location("alert_scenarios", path)
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)

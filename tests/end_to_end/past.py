@@ -17,7 +17,7 @@ import pyarrow as pa
 from rankscope_contract.metric_spec import MetricSpec
 from rankscope_contract.metrics import CATALOG
 from rankscope_contract.records import canonical_labels
-from rankscope_dashboards.generate import files
+from rankscope_dashboards.generate import generated_files
 from rankscope_storage.schema import dataset_schema
 from rankscope_storage.store import Batch, Store
 
@@ -28,7 +28,9 @@ CHOSEN = {"clock": "sm", "type": "uncorrected", "phase": "data_wait"}
 
 SCALARS = [spec for spec in CATALOG.values() if (spec.stored_as or "").startswith("scalars:")]
 BOARDS = {
-    name: json.loads(text) for name, text in files().items() if name.startswith("dashboards/") and ".json" in name
+    name: json.loads(text)
+    for name, text in generated_files().items()
+    if name.startswith("dashboards/") and ".json" in name
 }
 VARIABLES = {"$__rate_interval": "1m", "$__interval": "30s", "$run": f"{RUN}|other", "$rank": ".+"}
 

@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from rankscope_contract.tls import client_context
-from rankscope_dashboards.prometheus_config import PrometheusSettings, Tls, prometheus_config
+from rankscope_dashboards.deploy.prometheus import PrometheusSettings, Tls, prometheus_config
 from rankscope_storage.connection import connect
 
 RANKS = Path(__file__).with_name("node_ranks.py")

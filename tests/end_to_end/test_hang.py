@@ -27,6 +27,13 @@ def line_of(comment: str) -> int:
     return next(number for number, line in enumerate(SCRIPT.read_text().splitlines(), 1) if line.endswith(comment))
 
 
+CAUSE = (
+    r"rank 1: it never entered all_reduce \d+ \(4 B float32\) of default_pg, in which rank 0 waits \(flight records\); "
+    rf"it is in time\.sleep, called at hanging_training\.py:{line_of('# rank 1 is found here')} in stand_still, "
+    r"and rank 0 waits in a collective \(stacks\)"
+)
+
+
 @pytest.fixture
 def hanging(start_job: Start, tmp_path: Path, another_port: int) -> Start:
     """Return what starts both ranks of the training; `environment` is added to that of each."""
@@ -55,14 +62,15 @@ def assert_message_names_both_places(text: str) -> None:
     lines = text.splitlines()
     where = lines.index("where:")
 
-    # What is the matter comes first, then the rank that the other one waits for.
+    assert re.fullmatch(rf"cause: {CAUSE}", lines[where - 1]), text
+    # The collective comes first, then the rank that the other one waits for.
     assert re.fullmatch(
         r"  rank 1 never entered all_reduce \d+ \(4 B float32\) of default_pg; rank 0 is in it since \d+ s,"
         rf" called at hanging_training\.py\[{line_of('# rank 0 waits here')}\]",
         lines[where + 1],
     ), text
     assert re.fullmatch(
-        rf"  rank 1 at hanging_training\.py:{line_of('# rank 1 is found here')} in stand_still;"
+        rf"  rank 1 in time\.sleep, called at hanging_training\.py:{line_of('# rank 1 is found here')} in stand_still;"
         r" its last collective was all_reduce \d+",
         lines[where + 2],
     ), text
@@ -118,7 +126,7 @@ def assert_printed_groups(text: str) -> None:
     head, matter, first, second = text.split("\n\n")
 
     assert head.startswith("run hangs (attempt 0) is stalled: alive, but no step for ")
-    assert head.endswith("last step 5; 2 of 2 ranks say where they stand")
+    assert re.search(rf"last step 5; 2 of 2 ranks say where they stand\ncause: {CAUSE}$", head), head
     assert re.fullmatch(
         r"rank 1 never entered all_reduce \d+ \(4 B float32\) of default_pg; rank 0 is in it since \d+ s,"
         rf" called at hanging_training\.py\[{line_of('# rank 0 waits here')}\]",

@@ -13,7 +13,7 @@ from tests.exporter.conftest import Reader, wait_until
 from tests.exporter.hardware.recorded_nvml import RecordedNvml
 from torch import nn
 
-from rankscope_exporter import Monitor
+from rankscope_exporter import Monitor, count_flops
 from rankscope_exporter.hardware import watch
 from rankscope_exporter.hardware.watch import HardwareWatch
 
@@ -36,7 +36,7 @@ def test_clocks_meet_steps_by_time_and_slow_ranks_are_found_as_the_pages_say(mon
         "console": False,
         "exit_wait_seconds": 0,
         "hardware": {"every_seconds": 0.01},
-        "throughput": {"peak_tflops": 1e-6},
+        "throughput": {"peak_tflops": 1e-6, "flops_per_sample": count_flops(model, torch.ones(1, 8))},
     }
     with Monitor(config).attach(model, optimizer) as monitor:
         assert monitor.address is not None

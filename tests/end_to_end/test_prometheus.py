@@ -20,10 +20,10 @@ import yaml
 from tests.programs import start_script
 
 from rankscope_contract.metrics import TOKENS
-from rankscope_dashboards.generate import files
-from rankscope_dashboards.prometheus_config import DEFAULT_SERVICE
-from rankscope_dashboards.rules import alert_groups
-from rankscope_dashboards.selectors import RANKS, RATE_WINDOW, SERVICE_RANKS, rate
+from rankscope_dashboards.alerts.groups import alert_groups
+from rankscope_dashboards.boards.elements.selectors import RANKS, RATE_WINDOW, SERVICE_RANKS, rate
+from rankscope_dashboards.deploy.prometheus import DEFAULT_SERVICE
+from rankscope_dashboards.generate import generated_files
 
 TRAINING = Path(__file__).with_name("troubled_training.py")
 RUN = "watched"
@@ -36,7 +36,7 @@ WHAT_A_STEP_WAITS_FOR = {
 }
 ALL = ".+"
 VARIABLES = {"$__rate_interval": "10s", "$__interval": "10s", "$run": RUN, "$rank": ALL}
-FILES = files()
+FILES = generated_files()
 BOARDS = [json.loads(text) for name, text in FILES.items() if name.endswith(".json")]
 ALERTS = {" ".join((alert.name, *alert.labels.values())): alert for group in alert_groups() for alert in group.alerts}
 

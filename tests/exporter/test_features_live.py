@@ -286,7 +286,7 @@ def test_odd_weights():
 def test_what_is_compiled_is_named_and_weights_are_measured_all_the_same():
     model = net()
     for block in model.blocks:
-        block.core.compile(backend="eager", fullgraph=True)
+        block.compile(backend="eager", fullgraph=True)
     run = train(model, losses(), {"attention": {"targets": ["*.core"]}, "linear": {}}, steps=2)
 
     assert {"spectral_norm", "stable_rank"} == {key.kind for key in run.rows[2]}

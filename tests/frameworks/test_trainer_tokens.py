@@ -67,4 +67,4 @@ def test_tokens_of_a_step_are_those_that_trainer_has_counted(tmp_path):
     tokens = BATCH * LENGTH * ACCUMULATED
     assert [(1, tokens), (2, tokens)] == told["tokens"]
     assert [tokens * 6 * VOCABULARY * WIDTH] * 2 == pytest.approx(told["flops"])
-    assert [{"method": "counted"}] == [json.loads(text) for text in told["labels"]]
+    assert [{"method": "6n"}] == [json.loads(text) for text in told["labels"]]

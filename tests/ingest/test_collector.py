@@ -163,7 +163,7 @@ def test_a_dead_process_that_is_heard_of_hours_later_keeps_its_attempt_and_what_
     assert 0 == book._meter(("r", 0)).records_lost
 
 
-def test_of_dead_processes_that_are_heard_of_one_after_the_other_the_one_that_died_first_is_named():
+def test_of_dead_processes_the_first_is_named_once_all_ranks_are_known():
     """The spool of another host may be found when the run is said to have failed already."""
     now = [0.0]
     book = collector(lambda: 10**15 + int(now[0] * 1e6), clock=lambda: now[0])
@@ -177,4 +177,4 @@ def test_of_dead_processes_that_are_heard_of_one_after_the_other_the_one_that_di
         book.judge()
         named.append(book.runs.get(("r", 0)).culprit)
 
-    assert [0, 1] == named
+    assert [None, 1] == named

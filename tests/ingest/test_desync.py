@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankscope_contract.events import REPLICA_DESYNC
+from rankscope_ingest.alerting.incidents import IncidentBook
 from rankscope_ingest.desync.book import WAIT_SECONDS, DesyncBook
 from rankscope_ingest.desync.history import read_apart
-from rankscope_ingest.desync.watch import _symptom
-from rankscope_ingest.rows import headline
+from rankscope_ingest.desync.watch import _symptom, apart_row
+from rankscope_ingest.rows import Stamp, headline, incident_row
+from rankscope_ingest.service_metrics import ServiceMetrics
 from rankscope_storage.schema import dataset_schema
 
 RUN = ("r", 0)
@@ -65,6 +67,35 @@ def test_two_ranks_have_no_majority_and_are_both_named():
     news = look(book)
     assert [(5, "a", (0, 1))] == found(news)
     assert "ReplicaDesync in param_after of a, ranks 0-1, step 5" == headline(_symptom(news.apart))
+    assert (None, None) == (_symptom(news.apart).rank, apart_row(news.apart[0], Stamp(0, 0))["rank"])
+
+
+@pytest.mark.parametrize(
+    ("hashes", "rank", "ranks"),
+    [((7, 7, 8), 2, [2]), ((7, 8), None, [0, 1]), ((7, 8, 9, 7), None, [1, 2]), ((8, 7, 9), None, [0, 1, 2])],
+)
+def test_an_event_has_a_rank_where_one_alone_disagrees(hashes, rank, ranks):
+    """The lowest of several is no more to blame than the others."""
+    book = DesyncBook()
+    for one, value in enumerate(hashes):
+        book.heard(rows(one, 5, f"0-{len(hashes) - 1}", a=value), 0.0)
+    (item,) = look(book, WAIT_SECONDS).apart
+    row = apart_row(item, Stamp(0, 0))
+    incident = IncidentBook(group_wait_seconds=1, quiet_steps=20).observe(_symptom([item]), 0.0)
+
+    assert (rank, ranks) == (row["rank"], json.loads(row["details"])["ranks"])
+    assert rank == incident_row(incident, "opened", Stamp(0, 0))["rank"]
+    assert (rank is not None) == (f", rank {rank}," in headline(incident.first))
+
+
+def test_firings_without_a_rank_are_counted_as_those_of_an_unknown_one():
+    metrics = ServiceMetrics()
+    metrics.fired("r", None, {(REPLICA_DESYNC, "param_after"): 1})
+    series = (
+        f'rankscope_ingest_anomaly_events_total{{kind="param_after",rank="unknown",rule="{REPLICA_DESYNC}",run="r"}}'
+    )
+
+    assert f"{series} 1.0" in metrics.page().decode()
 
 
 def test_a_rank_that_is_late_is_waited_for_some_seconds_and_judged_when_it_comes():

@@ -87,6 +87,19 @@ def exit_row(rank, reason):
     }
 
 
+def failure_of_unknown_rank():
+    return run_failed(
+        run="r",
+        attempt=0,
+        rank=None,
+        step=7,
+        reason="ranks 0-1 on h vanished without a word",
+        cause="unknown: ranks 0-1 vanished, and the order is not known",
+        reports=("ranks 0-1: step 7, 31 s ago, vanished",),
+        opened_at=0.0,
+    )
+
+
 def some_incident(step=60, severity="critical"):
     first = Symptom(
         run="r",
@@ -131,8 +144,11 @@ def test_ranks_of_an_unfinished_attempt_must_speak_up_or_the_run_has_failed(keep
 
     assert [] == early
     assert "failed" == runs.get(("r", 0)).state
-    lost = "rank 0 on node0 was not heard of again since the service came back: it ended or was killed meanwhile"
-    assert lost == runs.get(("r", 0)).reason
+    assert None is runs.get(("r", 0)).culprit
+    assert (
+        "rank 0 on node0, rank 1 on node1 were not heard of again since the service came back: "
+        "they ended or were killed meanwhile; which rank failed first is unknown"
+    ) == runs.get(("r", 0)).reason
 
 
 def test_last_words_that_were_stored_before_the_service_died_still_count(keep):
@@ -229,11 +245,24 @@ def test_rank_that_writes_incidents_or_launches_itself_is_not_believed(keep):
 
 def test_failure_that_was_told_is_known(keep):
     store, read = keep
-    failure = run_failed(run="r", attempt=0, rank=1, step=7, reason="gone", opened_at=0.0)
+    failure = failure_of_unknown_rank()
     store(events=[incident_row(failure, "opened", stamp(0)), incident_row(failure, "notified", stamp(1))])
 
     assert {failure.key} == read().failures_told
     assert "look closer: rankscope summary r" in message(failure).body.splitlines()
+
+
+def test_failure_of_an_unknown_rank_is_stored_and_sent_again_without_one(keep):
+    store, read = keep
+    failure = failure_of_unknown_rank()
+    store(events=[incident_row(failure, "opened", stamp(0))])
+    (found,) = read().unsent
+
+    assert (None, set()) == (found.first.rank, found.ranks)
+    # The row does not repeat the reason, which stands in the tables of runs.
+    assert [line for line in message(failure).body.splitlines() if not line.startswith("said:")] == [
+        line for line in message(found).body.splitlines() if line != AGAIN
+    ]
 
 
 class ListNotifier:

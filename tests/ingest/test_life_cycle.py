@@ -13,7 +13,11 @@ from tests.properties import examples
 from rankscope_contract.events import RunState
 
 LOST = "rank {} on h vanished without a word"
-UNHEARD = "rank {} on h was not heard of again since the service came back: it ended or was killed meanwhile"
+PEER = "rank 0: RuntimeError: Connection closed by peer [127.0.0.1]:4; which rank failed first is unknown"
+OPEN = "; which rank failed first is unknown"
+UNHEARD = (
+    "ranks 0-1 on h were not heard of again since the service came back: they ended or were killed meanwhile" + OPEN
+)
 
 # (what it shows, what happens, states it goes through, reason at the end)
 TABLE = [
@@ -30,16 +34,18 @@ TABLE = [
     ("one is done, the other works on", "step 0;done 0;wait 60", "running", None),
     ("one is done, the other never says so", "step 0;done 0;mute 1", "running stopped", "ended without saying that it was done"),  # noqa: E501
     ("one is done, the other drained mutely", "step 0;done 0;close 1", "running stopped", "ended without saying that it was done"),  # noqa: E501
-    ("sys.exit(0) before the plan is made", "step 0;exit0 *", "running stopped", "rank 0: sys.exit(0) at step 4 of 100 planned"),  # noqa: E501
-    ("asked to end, with a word", "step 0;term *", "running stopped", "rank 0: SIGTERM"),
+    ("sys.exit(0) before the plan is made", "step 0;exit0 *", "running stopped", "ranks 0-1: sys.exit(0) at step 4 of 100 planned"),  # noqa: E501
+    ("asked to end, with a word", "step 0;term *", "running stopped", "ranks 0-1: SIGTERM"),
     ("one is asked, the other loses its peer", "step 0;term 1;peer 0", "running stopped", "rank 1: SIGTERM"),
     ("one is asked and the other works on", "step 0;term 1;wait 60", "running", None),
     ("one is asked, the other killed in the end", "step 0;term 1;wait 30;refuse 0;wait 11", "running stopped", "rank 1: SIGTERM"),  # noqa: E501
     ("one is asked, the other fails by itself", "step 0;term 1;wait 5;raise 0", "running failed", "rank 0: ValueError: no"),  # noqa: E501
-    ("Ctrl-C", "step 0;int *", "running stopped", "rank 0: KeyboardInterrupt"),
+    ("Ctrl-C", "step 0;int *", "running stopped", "ranks 0-1: KeyboardInterrupt"),
     ("an exception", "step 0;raise 1", "running failed", "rank 1: ValueError: no"),
     ("before any step", "raise 1", "failed", "rank 1: ValueError: no"),
     ("an exception, and the launcher ends the other", "step 0;raise 1;term 0", "running failed", "rank 1: ValueError: no"),  # noqa: E501
+    ("all raise the same", "step 0;raise *", "running failed", "ranks 0-1: ValueError: no" + OPEN),
+    ("one lost a peer that is not known", "step 0;peer 0;wait 60", "running failed", PEER),
     ("the other's loss is told first", "step 0;peer 0;raise 1", "running failed failed", "rank 1: ValueError: no"),
     ("the other is killed and never speaks", "step 0;raise 1;vanish 0;wait 60", "running failed", "rank 1: ValueError: no"),  # noqa: E501
     ("killed: the port is closed", "step 0;refuse 1;wait 10", "running failed", LOST.format(1)),
@@ -49,7 +55,8 @@ TABLE = [
     ("silent: a host is down", "step 0;vanish 1;wait 25", "running failed", LOST.format(1)),
     ("silent, but not yet for long", "step 0;vanish 1;wait 24", "running", None),
     ("silent, then back", "step 0;vanish 1;wait 30;back 1", "running failed running", None),
-    ("all silent, one back", "step 0;vanish *;wait 30;back 1", "running failed", LOST.format(0)),
+    ("all silent", "step 0;vanish *;wait 30", "running failed", "ranks 0-1 on h vanished without a word" + OPEN),
+    ("all silent, one back", "step 0;vanish *;wait 30;back 1", "running failed failed", LOST.format(0)),
     ("silent, but it was done", "step 0;vanish 1;done 0;wait 30;done 1", "running failed completed", "ended at step 1 of 100 planned"),  # noqa: E501
     ("replaced by another process", "step 0;vanish 1;wait 30;replace 1", "running failed running", None),
     ("what raised stays failed", "step 0;raise 1;back 0;step 0;wait 60", "running failed", "rank 1: ValueError: no"),
@@ -60,7 +67,7 @@ TABLE = [
     ("the service is started again", "step 0;restart;wait 60", "running", None),
     ("stalled, and the service is started again", "step 0;wait 300;restart;wait 20", "running stalled", "alive, but no step for 300 s"),  # noqa: E501
     ("stalled under the new one", "step 0;restart;wait 300", "running stalled", "alive, but no step for 300 s"),
-    ("ended while the service was down", "step 0;vanish *;restart;wait 25", "running failed", UNHEARD.format(0)),
+    ("ended while the service was down", "step 0;vanish *;restart;wait 25", "running failed", UNHEARD),
     ("the last word came before the service went", "step 0;done 0;restart;done 1", "running completed", "ended at step 1 of 100 planned"),  # noqa: E501
     ("drains while the service goes", "step 0;done *;restart;back 0;close 0;wait 60", "running completed", "ended at step 1 of 100 planned"),  # noqa: E501
     ("failed, and the service is started again", "step 0;raise 1;restart;back 0;wait 5", "running failed", "rank 1: ValueError: no"),  # noqa: E501

@@ -1,4 +1,4 @@
-"""The store's upkeep: what is due when, and that none of it stands in the way of another."""
+"""The store's upkeep: what is due when, and that none of it is in the way of another."""
 
 from __future__ import annotations
 

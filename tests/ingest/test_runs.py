@@ -154,7 +154,7 @@ def test_signal_stops_a_run_and_so_does_an_end_without_a_word_of_success():
     by_signal.tick()
     silent.tick()
 
-    assert ("stopped", "rank 0: SIGTERM") == (by_signal.state, by_signal.attempt.reason)
+    assert ("stopped", "ranks 0-1: SIGTERM") == (by_signal.state, by_signal.attempt.reason)
     assert ("stopped", "ended without saying that it was done") == (silent.state, silent.attempt.reason)
 
 

@@ -167,7 +167,7 @@ def test_details_that_make_no_sense_are_passed_over():
     book.look([run], 201)
     (told,) = book.look([run], 201 + WAIT_SECONDS).due
 
-    assert ("rank 0 gave no stacks: it did not answer",) == told.lines
+    assert ("rank 0 gave no stacks: no answer",) == told.lines
 
 
 def test_an_attempt_that_is_known_no_more_is_forgotten():
@@ -193,6 +193,7 @@ run: r (attempt 0)
 rank: 1
 step: 41
 said: alive, but no step for 300 s
+cause: rank 1: it never entered all_reduce 41 of default_pg, in which rank 0 waits (flight records)
 where:
   rank 1 never entered all_reduce 41 of default_pg; rank 0 is in it since 300 s, called at train.py[88]
   rank 1 at train.py:12 in main; its last collective was all_reduce 40

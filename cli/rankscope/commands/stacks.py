@@ -26,9 +26,10 @@ def stacks(
     all_threads: Annotated[bool, typer.Option("--all-threads", help="Show the other threads too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what the service answers, as it is.")] = False,
 ) -> None:
-    """Ask the ranks of a run where they stand: Python stacks and collectives, equal ones together, the cause first.
+    """Ask the ranks of a run where they stand: Python stacks and collectives, equal ones together.
 
-    Whoever waits in a collective waits for those that are not in it, so these come first. It works for a training that
+    A rank that waits in a collective waits for those that are not in it, so these come first. Of a run that stalls the
+    cause is named where flight records or stacks single out one rank. It works for a training that
     hangs as well as for one that runs, which it does not disturb; each answer is recorded as an event. A token is
     needed: the service's own, in RANKSCOPE_TOKEN or the file that RANKSCOPE_TOKEN_FILE names. For TLS
     RANKSCOPE_CA_FILE, RANKSCOPE_CERT_FILE and RANKSCOPE_KEY_FILE are read as by a rank.

@@ -13,7 +13,7 @@ from rankscope.live.ports import any_free
 from rankscope.live.programs import ALERTMANAGER, PROMETHEUS
 from rankscope.live.stack import SERVICE, ServiceWish, Wish, files, pieces
 from rankscope.live.supervision import Requests, Supervision
-from rankscope_dashboards.alertmanager_config import Receiver, Webhook
+from rankscope_dashboards.deploy.alertmanager import Receiver, Webhook
 
 SCRAPE_SECONDS: Final = 1.0
 GROUP_WAIT_SECONDS: Final = 2.0  # ranks are scraped at different moments, and one message should name all of them
@@ -48,7 +48,7 @@ def _wish(store: Path, service_url: str, webhook_url: str) -> Wish:
         ports=ports,
         prometheus=PROMETHEUS.find(),
         alertmanager=ALERTMANAGER.find(),
-        receivers=[Receiver(name="demo", ways=(Webhook(url=webhook_url),))],
+        receivers=[Receiver(name="demo", integrations=(Webhook(url=webhook_url),))],
         scrape_seconds=SCRAPE_SECONDS,
         group_wait_seconds=GROUP_WAIT_SECONDS,
         group_interval_seconds=5.0,

@@ -13,7 +13,7 @@ from rankscope.examination.surroundings import Surroundings
 from rankscope.live.http_client import UnreachableError
 from rankscope.output import printable
 from rankscope_contract.channel import SERVICE_DISCOVERY_PATH
-from rankscope_dashboards.prometheus_config import RANKS_JOB, SERVICE_JOB
+from rankscope_dashboards.deploy.prometheus import RANKS_JOB, SERVICE_JOB
 
 PROMETHEUS: Final = "Prometheus"
 ALERTMANAGER: Final = "Alertmanager"

@@ -11,7 +11,7 @@ from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from rankscope.errors import USAGE, CommandError
 from rankscope_contract.events import Severity
-from rankscope_dashboards.alertmanager_config import Mail, Receiver, Webhook
+from rankscope_dashboards.deploy.alertmanager import Mail, Receiver, Webhook
 
 FORMS: Final = (
     "https://host/path for a webhook, or smtp://[user:password@]host:port?to=ADDRESS[&from=ADDRESS][&tls=no] for mail; "
@@ -40,7 +40,7 @@ def _receiver(number: int, address: str) -> Receiver:
             'The service itself understands all of Apprise: [notify] mode = "embedded"',
             code=USAGE,
         )
-    return Receiver(name=f"address-{number}", ways=(way,), severities=(severity,) if severity else ())
+    return Receiver(name=f"address-{number}", integrations=(way,), severities=(severity,) if severity else ())
 
 
 def _severity(address: str) -> tuple[Severity | None, str]:

@@ -19,8 +19,8 @@ from rankscope.live.ports import Ports
 from rankscope.live.programs import ALERTMANAGER, PROMETHEUS, required
 from rankscope.live.stack import LOOPBACK, SERVICE, TOKEN_FILE, Piece, ServiceWish, Wish, files, pace, pieces
 from rankscope.live.trust import service_trust
-from rankscope_dashboards.alertmanager_config import Mail, Webhook
-from rankscope_dashboards.prometheus_config import RANKS_JOB, Tls, duration
+from rankscope_dashboards.deploy.alertmanager import Mail, Webhook
+from rankscope_dashboards.deploy.prometheus import RANKS_JOB, Tls, duration
 
 if TYPE_CHECKING:
     from rankscope_ingest.config import ServiceConfig
@@ -79,7 +79,9 @@ class Arrangement:
     def shown(self) -> dict[str, str]:
         """Return the generated files as they would be without secrets: what is quoted in YAML is hard to find there."""
         service = replace(self.wish.service, token=None if self.token is None else _HIDDEN)
-        told = [replace(one, ways=tuple(map(_without_secrets, one.ways))) for one in self.wish.receivers]
+        told = [
+            replace(one, integrations=tuple(map(_without_secrets, one.integrations))) for one in self.wish.receivers
+        ]
         return files(replace(self.wish, service=service, receivers=told), self.folder)
 
     def prepare(self) -> None:
@@ -229,7 +231,7 @@ def _facts(wish: Wish, settings: ServiceConfig) -> list[str]:
     service = f"{told}, by itself" if mode == "embedded" and count else f'nobody ([notify] mode = "{mode}")'
     lines = [f"the service tells    {service}"]
     if wish.alertmanager is not None:
-        ways = ", ".join(_words(receiver.ways[0]) for receiver in wish.receivers)
+        ways = ", ".join(_words(receiver.integrations[0]) for receiver in wish.receivers)
         lines.append(f"Alertmanager tells   {ways or 'nobody: name somebody with --notify'} ({pace(wish)})")
     if wish.prometheus is not None:
         lines.append(

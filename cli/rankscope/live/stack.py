@@ -13,10 +13,10 @@ from typing import Final
 
 from rankscope.live.folder import Folder
 from rankscope_contract.channel import HEALTH_PATH
-from rankscope_dashboards.alertmanager_config import AlertmanagerSettings, Receiver, alertmanager_config
-from rankscope_dashboards.prometheus_config import RULE_FILE, PrometheusSettings, Tls, duration, prometheus_config
-from rankscope_dashboards.rules import rule_file
-from rankscope_dashboards.yaml_text import as_yaml
+from rankscope_dashboards.alerts.groups import DEFAULT_RULES, rule_file
+from rankscope_dashboards.deploy.alertmanager import AlertmanagerSettings, Receiver, alertmanager_config
+from rankscope_dashboards.deploy.prometheus import RULE_FILE, PrometheusSettings, Tls, duration, prometheus_config
+from rankscope_dashboards.deploy.yaml_text import as_yaml
 
 LOOPBACK: Final = "127.0.0.1"
 SERVICE, PROMETHEUS, ALERTMANAGER = "service", "prometheus", "alertmanager"
@@ -95,6 +95,7 @@ def files(wish: Wish, folder: Folder) -> dict[str, str]:
         made[RULE_FILE] = HEADER + as_yaml(rules)
     if wish.alertmanager is not None:
         settings = AlertmanagerSettings(
+            rules=DEFAULT_RULES,
             receivers=wish.receivers,
             group_wait_seconds=wish.group_wait_seconds,
             group_interval_seconds=wish.group_interval_seconds,

@@ -1,4 +1,4 @@
-"""The boards. One is added by adding a file here with a function `board()`; the file's name becomes the board's uid."""
+"""The boards. To add one, add a module here with a function `board()`. The module name becomes the uid of the board."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from grafana_foundation_sdk.builders.dashboard import Dashboard
 
 
 def boards() -> dict[str, Dashboard]:
-    """Return every board by the name of its file; links to `rankscope-<name>` stay stable as long as the file does."""
+    """Return all boards by module name. Each uid is `rankscope-<module name>`, so links to a board do not change."""
     found = {}
-    for module in sorted(pkgutil.iter_modules(__path__), key=lambda module: module.name):
-        board: Dashboard = importlib.import_module(f"{__name__}.{module.name}").board()
-        found[module.name] = board.uid(f"rankscope-{module.name.replace('_', '-')}").readonly()
+    modules = (module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg)
+    for name in sorted(modules):
+        board: Dashboard = importlib.import_module(f"{__name__}.{name}").board()
+        found[name] = board.uid(f"rankscope-{name.replace('_', '-')}").readonly()
     return found

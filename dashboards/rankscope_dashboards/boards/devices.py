@@ -1,4 +1,4 @@
-"""Speed and devices: how much of its peak the hardware gives, what GPUs and hosts do, and what ails them."""
+"""Board "Speed and devices": model FLOPs, utilisation and errors of GPUs, and load of the hosts."""
 
 from __future__ import annotations
 
@@ -8,254 +8,242 @@ from grafana_foundation_sdk.builders import dashboard as builders
 
 from rankscope_contract import hardware_metrics, metrics
 from rankscope_contract.metric_spec import MetricSpec
-from rankscope_dashboards.layout import Place, Section, make_board
-from rankscope_dashboards.panels import PanelBuilder, Query, Words, lines, rows
-from rankscope_dashboards.selectors import RANKS, increase, ranks, rate
+from rankscope_dashboards.boards.elements.board import Section, SizedPanel, make_board
+from rankscope_dashboards.boards.elements.panels import (
+    PanelBuilder,
+    PanelText,
+    Query,
+    count_text,
+    fraction_text,
+    over_ranks,
+    table_panel,
+    time_series_panel,
+)
+from rankscope_dashboards.boards.elements.selectors import RANKS, increase, ranks, rate
 
-MOST: Final = 20
-"""The most lines of a panel that shows single ranks."""
+MAX_LINES: Final = 20
+"""Maximum number of lines in a panel with one line per rank."""
 
 
 def board() -> builders.Dashboard:
-    """Return the board."""
-    description = "Arithmetic, GPUs and hosts under the ranks of training runs."
+    """Return the board without its uid, which is set by `boards()`."""
+    description = "Compute throughput, GPUs and hosts of the ranks of training runs."
     sections = (
-        Section("How fast is the arithmetic", (Place(_mfu(), 8, 8), Place(_tflops(), 8, 8), Place(_tokens(), 8, 8))),
         Section(
-            "What the GPUs do",
+            "Compute throughput", (SizedPanel(_mfu(), 8, 8), SizedPanel(_tflops(), 8, 8), SizedPanel(_tokens(), 8, 8))
+        ),
+        Section(
+            "GPUs",
             (
-                Place(_utilization(), 8, 8),
-                Place(_power(), 8, 8),
-                Place(_temperature(), 8, 8),
-                Place(_clock(), 8, 8),
-                Place(_throttled(), 8, 8),
-                Place(_gpu_memory(), 8, 8),
+                SizedPanel(_utilization(), 8, 8),
+                SizedPanel(_power(), 8, 8),
+                SizedPanel(_temperature(), 8, 8),
+                SizedPanel(_clock(), 8, 8),
+                SizedPanel(_throttled(), 8, 8),
+                SizedPanel(_gpu_memory(), 8, 8),
             ),
         ),
-        Section("What ails a GPU", (Place(_errors(), 12, 8), Place(_error_counts(), 12, 8))),
-        Section("What torch holds", (Place(_allocated(), 12, 8), Place(_retries(), 12, 8))),
-        Section("What the hosts do", (Place(_host_cpu(), 8, 8), Place(_host_memory(), 8, 8), Place(_switches(), 8, 8))),
+        Section("GPU errors", (SizedPanel(_errors(), 12, 8), SizedPanel(_error_counts(), 12, 8))),
+        Section("PyTorch memory", (SizedPanel(_allocated(), 12, 8), SizedPanel(_retries(), 12, 8))),
+        Section(
+            "Hosts", (SizedPanel(_host_cpu(), 8, 8), SizedPanel(_host_memory(), 8, 8), SizedPanel(_switches(), 8, 8))
+        ),
     )
     return make_board("Speed and devices", description, sections)
 
 
 def _mfu() -> PanelBuilder:
-    words = Words(
-        title="MFU",
-        description="Model FLOPs utilisation: what forward and backward need, without what is computed a second time, "
-        "over the peak of the devices. Mean of the ranks and the lowest; `method` says how the FLOPs are known. "
-        "Compare a run with itself: a level that falls and stays is a slow GPU, a slow link or a loader.",
-        unit="percentunit",
-        minimum=0,
+    text = fraction_text(
+        "MFU",
+        "Model FLOPs utilisation: FLOPs of forward and backward pass, without recomputation, relative to the peak of "
+        "the devices. Mean of the ranks, and the lowest rank. `method` shows how the FLOPs were determined. Compare a "
+        "run with itself: if the level falls and does not recover, check for a slow GPU, a slow link and a slow data "
+        "loader.",
+        maximum=None,
     )
-    return lines(words, *_mean_and_lowest(hardware_metrics.MFU, "run, method", "{{run}} {{method}}"))
+    return time_series_panel(text, *_by_method(hardware_metrics.MFU))
 
 
 def _tflops() -> PanelBuilder:
-    words = Words(
+    text = PanelText(
         title="TFLOP/s per GPU",
-        description="The same in TFLOP/s of the model on one device, also where no peak is known. Ranks in lockstep "
-        "fall together; of the ranks of a pipeline each has what its own stage needs.",
+        description="Model FLOPs per second on one device, in TFLOP/s. Also available if the peak of the device is "
+        "unknown. Ranks wait for each other, so all slow down together. In pipeline parallelism each rank counts only "
+        "the FLOPs of its own stage.",
         unit="suffix: TFLOP/s",
         minimum=0,
     )
-    return lines(words, *_mean_and_lowest(hardware_metrics.TFLOPS_PER_GPU, "run, method", "{{run}} {{method}}"))
+    return time_series_panel(text, *_by_method(hardware_metrics.TFLOPS_PER_GPU))
 
 
 def _tokens() -> PanelBuilder:
-    words = Words(
+    text = PanelText(
         title="Tokens per second and rank",
-        description="What a rank trains on, mean and lowest. Where several ranks compute one copy of the model each of "
-        "them counts the same tokens. Empty when training logs none.",
+        description="Tokens that a rank trains on per second, mean and lowest rank. If several ranks compute one "
+        "copy of the model, each of them counts the same tokens. Empty if training logs no tokens.",
         unit="suffix: tok/s",
         minimum=0,
     )
-    speed = rate(metrics.TOKENS)
-    return lines(
-        words, Query(f"avg by (run) {speed}", "{{run}} mean"), Query(f"min by (run) {speed}", "{{run}} lowest")
-    )
+    return time_series_panel(text, *over_ranks(rate(metrics.TOKENS), "avg", "min"))
 
 
 def _utilization() -> PanelBuilder:
-    words = Words(
-        title="GPU utilisation",
-        description="Share of the time in which any kernel ran: 100 % can still be a slow kernel, or one that waits "
-        "for another rank. Low on all ranks: the loader or the host. Low on one: look at its host.",
-        unit="percentunit",
-        minimum=0,
-        maximum=1,
+    text = fraction_text(
+        "GPU utilisation",
+        "Fraction of the time in which any kernel ran. At 100 % a kernel can still be slow, or wait for another rank. "
+        "Low on all ranks: check the data loader and the host CPU. Low on one rank: check its host.",
     )
-    return lines(words, *_mean_and_lowest(hardware_metrics.GPU_UTILIZATION, "run", "{{run}}"))
+    return time_series_panel(text, *over_ranks(f"({hardware_metrics.GPU_UTILIZATION.name}{RANKS})", "avg", "min"))
 
 
 def _power() -> PanelBuilder:
-    words = Words(
+    text = PanelText(
         title="GPU power",
-        description="What the boards draw, mean and lowest, and the lowest limit. The best sign of real work: a GPU "
-        "that waits in a collective is fully utilised at half the power.",
+        description="Power draw, mean and lowest GPU, and the lowest power limit. This is the best indicator of real "
+        "work: a GPU that waits in a collective shows full utilisation at half the power.",
         unit="watt",
         minimum=0,
     )
     limit = Query(f"min by (run) ({hardware_metrics.GPU_POWER_LIMIT_WATTS.name}{RANKS})", "{{run}} limit")
-    return lines(words, *_mean_and_lowest(hardware_metrics.GPU_POWER_WATTS, "run", "{{run}}"), limit)
+    power = f"({hardware_metrics.GPU_POWER_WATTS.name}{RANKS})"
+    return time_series_panel(text, *over_ranks(power, "avg", "min"), limit)
 
 
 def _temperature() -> PanelBuilder:
-    words = Words(
+    text = PanelText(
         title="GPU temperature",
-        description="The hottest board, by sensor. Near the limit of the board its clocks go down; one that is hotter "
-        "than its neighbours has a fan, a heat sink or a place in the rack to look at.",
+        description="Temperature of the hottest GPU, by sensor. Near its limit a GPU reduces its clocks. If one GPU "
+        "is hotter than its neighbours, check its fan, heat sink and position in the rack.",
         unit="celsius",
     )
     query = f"max by (run, sensor) ({hardware_metrics.GPU_TEMPERATURE_CELSIUS.name}{RANKS})"
-    return lines(words, Query(query, "{{run}} {{sensor}}"))
+    return time_series_panel(text, Query(query, "{{run}} {{sensor}}"))
 
 
 def _clock() -> PanelBuilder:
-    words = Words(
-        title="SM clock",
-        description="Share of the highest clock, mean and lowest rank. One rank below the others holds all of them up "
-        "at every collective. Full load at the power limit lies some percent below 1 on many boards.",
-        unit="percentunit",
-        minimum=0,
-        maximum=1,
+    text = fraction_text(
+        "SM clock",
+        "SM clock as a fraction of its maximum, mean and lowest rank. One rank below the others delays all ranks at "
+        "every collective. At full load and the power limit, many GPUs are some percent below 1.",
     )
     clock, limit = (
         metric.name + ranks('clock="sm"')
         for metric in (hardware_metrics.GPU_CLOCK_HERTZ, hardware_metrics.GPU_CLOCK_LIMIT_HERTZ)
     )
-    part = f"{clock} / {limit}"
-    return lines(
-        words, Query(f"avg by (run) ({part})", "{{run}} mean"), Query(f"min by (run) ({part})", "{{run}} lowest")
-    )
+    return time_series_panel(text, *over_ranks(f"({clock} / {limit})", "avg", "min"))
 
 
 def _throttled() -> PanelBuilder:
-    words = Words(
-        title="Throttled GPUs",
-        description="How many GPUs are held below their clocks, by reason. `sw_power_cap` under full load and `idle` "
-        "are usual; `hw_slowdown`, `hw_thermal`, `hw_power_brake` and `sw_thermal` mean heat or power.",
-        unit="none",
+    text = count_text(
+        "Throttled GPUs",
+        "Number of GPUs with reduced clocks, by reason. `sw_power_cap` under full load and `idle` are normal. "
+        "`hw_slowdown`, `hw_thermal`, `hw_power_brake` and `sw_thermal` indicate a problem with heat or power.",
         minimum=0,
-        decimals=0,
     )
-    # Of a host's common page, what is live and what is stored are series beside each other: each GPU counts once.
+    # If Prometheus scrapes `/node/metrics` of each host, live and stored samples of a GPU are two series. max() merges
+    # them.
     gpus = f"max by (run, rank, gpu, reason) ({hardware_metrics.GPU_THROTTLED.name}{RANKS})"
     query = f"sum by (run, reason) ({gpus}) > 0"
-    return lines(words, Query(query, "{{run}} {{reason}}"))
+    return time_series_panel(text, Query(query, "{{run}} {{reason}}"))
 
 
 def _gpu_memory() -> PanelBuilder:
-    words = Words(
-        title="GPU memory",
-        description="Share of the device memory in use by all processes, mean and highest rank: what torch reserves, "
-        "CUDA's own context, NCCL's buffers, and whoever else is there.",
-        unit="percentunit",
-        minimum=0,
-        maximum=1,
+    text = fraction_text(
+        "GPU memory",
+        "Fraction of the device memory that all processes use, mean and highest rank: memory reserved by PyTorch, the "
+        "CUDA context, NCCL buffers, and memory of other processes.",
     )
     used, total = hardware_metrics.GPU_MEMORY_USED_BYTES.name, hardware_metrics.GPU_MEMORY_TOTAL_BYTES.name
-    part = f"{used}{RANKS} / {total}{RANKS}"
-    return lines(
-        words, Query(f"avg by (run) ({part})", "{{run}} mean"), Query(f"max by (run) ({part})", "{{run}} highest")
-    )
+    return time_series_panel(text, *over_ranks(f"({used}{RANKS} / {total}{RANKS})", "avg", "max"))
 
 
 def _errors() -> PanelBuilder:
-    words = Words(
-        title="GPU errors",
-        description="New errors within each interval, of the GPUs with most: XIDs that the driver reported, and memory "
-        "errors that could not be corrected. Any of them is a reason to look; the event `xid` in the store has its "
+    text = count_text(
+        "GPU errors",
+        "New errors within each interval, of the GPUs with the most: XID errors reported by the driver, and "
+        "uncorrectable memory errors. Investigate every one; the event of type `xid` in the store contains its "
         "number.",
-        unit="none",
         minimum=0,
-        decimals=0,
     )
     xid = f"sum by (run, rank) {increase(hardware_metrics.GPU_XID_ERRORS)} > 0"
     errors = increase(hardware_metrics.GPU_ECC_ERRORS, 'type="uncorrected"')
     ecc = f"sum by (run, rank) {errors} > 0"
-    return lines(
-        words,
-        Query(f"topk by (run) ({MOST // 2}, {xid})", "{{run}} rank {{rank}} XID"),
-        Query(f"topk by (run) ({MOST // 2}, {ecc})", "{{run}} rank {{rank}} ECC"),
+    return time_series_panel(
+        text,
+        Query(f"topk by (run) ({MAX_LINES // 2}, {xid})", "{{run}} rank {{rank}} XID"),
+        Query(f"topk by (run) ({MAX_LINES // 2}, {ecc})", "{{run}} rank {{rank}} ECC"),
     )
 
 
 def _error_counts() -> PanelBuilder:
-    words = Words(
-        title="GPUs with memory errors",
-        description="ECC errors since the driver was loaded, of the 20 GPUs with most. Corrected ones cost nothing; a "
-        "board that gathers many is on its way to uncorrected ones.",
-        unit="none",
-        decimals=0,
+    text = count_text(
+        "GPUs with memory errors",
+        "ECC errors since the driver was loaded, of the 20 GPUs with the most. Corrected errors cost nothing, but a "
+        "GPU with a growing number of them is likely to have uncorrectable errors later.",
     )
     columns = {"run": "Run", "rank": "Rank", "gpu": "GPU", "type": "Type"}
     counts = f"max by ({', '.join(columns)}) ({hardware_metrics.GPU_ECC_ERRORS.name}{RANKS})"
     query = Query(f"topk(20, {counts} > 0)")
-    return rows(words, query, {**columns, "Value": "Errors"})
+    return table_panel(text, query, {**columns, "Value": "Errors"})
 
 
 def _allocated() -> PanelBuilder:
-    words = Words(
-        title="Memory of torch",
-        description="Device memory that tensors hold, and that torch's allocator has reserved, of the rank with most. "
-        "A line that climbs from step to step is a leak, often a loss that is kept with its graph.",
+    text = PanelText(
+        title="PyTorch memory",
+        description="Device memory that is allocated to tensors, and memory reserved by PyTorch's allocator, of the "
+        "rank with the highest value. A line that rises at every step is a leak, often a loss that is stored together "
+        "with its graph.",
         unit="bytes",
         minimum=0,
     )
     held = Query(f"max by (run) ({hardware_metrics.DEVICE_ALLOCATED_BYTES.name}{RANKS})", "{{run}} allocated")
     kept = Query(f"max by (run) ({hardware_metrics.DEVICE_RESERVED_BYTES.name}{RANKS})", "{{run}} reserved")
-    return lines(words, held, kept)
+    return time_series_panel(text, held, kept)
 
 
 def _retries() -> PanelBuilder:
-    words = Words(
-        title="Allocation retries",
-        description="How often torch had to give its cache back to find memory, and failed to, within each interval, "
-        "on all ranks. Each retry stops the rank for milliseconds and all others with it: lower the batch, or set "
-        "`PYTORCH_ALLOC_CONF=expandable_segments:True`.",
-        unit="none",
+    text = count_text(
+        "Allocation retries",
+        "Number of times within each interval, over all ranks, that PyTorch freed its cache to get memory, and that "
+        "the allocation failed nevertheless. Each retry blocks the rank for milliseconds, and the other ranks wait. "
+        "Reduce the batch size, or set `PYTORCH_ALLOC_CONF=expandable_segments:True`.",
         minimum=0,
-        decimals=0,
     )
     retries, ooms = (
         f"sum by (run) {increase(metric)}"
         for metric in (hardware_metrics.DEVICE_ALLOC_RETRIES, hardware_metrics.DEVICE_OOMS)
     )
-    return lines(words, Query(retries, "{{run}} retries"), Query(ooms, "{{run}} out of memory"))
+    return time_series_panel(text, Query(retries, "{{run}} retries"), Query(ooms, "{{run}} out of memory"))
 
 
 def _host_cpu() -> PanelBuilder:
-    words = Words(
-        title="Host CPU",
-        description="How busy the processors of the hosts are, mean and busiest, by all that runs there. At 100 % the "
-        "loader and the launching of kernels wait for each other.",
-        unit="percentunit",
-        minimum=0,
-        maximum=1,
+    text = fraction_text(
+        "Host CPU",
+        "CPU utilisation of the hosts by all processes, mean and highest. At 100 % the data loader and the launching "
+        "of kernels delay each other.",
     )
-    return lines(words, *_mean_and_highest(hardware_metrics.HOST_CPU_UTILIZATION, "{{run}}"))
+    return time_series_panel(text, *over_ranks(f"({hardware_metrics.HOST_CPU_UTILIZATION.name}{RANKS})", "avg", "max"))
 
 
 def _host_memory() -> PanelBuilder:
-    words = Words(
+    text = PanelText(
         title="Host memory",
-        description="Memory that the host with least can still give, and the resident memory of the rank with most. "
-        "When the first reaches zero the kernel kills a process, mostly a rank: the run ends without a word.",
+        description="Available memory of the host with the least, and resident memory of the largest rank. At 0 the "
+        "kernel kills a process, in most cases a rank, and the run ends without an exit event.",
         unit="bytes",
         minimum=0,
     )
     left = Query(f"min by (run) ({hardware_metrics.HOST_MEMORY_AVAILABLE_BYTES.name}{RANKS})", "{{run}} available")
     held = Query(f"max by (run) ({hardware_metrics.RESIDENT_BYTES.name}{RANKS})", "{{run}} largest rank")
-    return lines(words, left, held)
+    return time_series_panel(text, left, held)
 
 
 def _switches() -> PanelBuilder:
-    words = Words(
+    text = PanelText(
         title="Contention",
-        description="How often per second a rank had to give its processor to somebody else, mean and highest, and "
-        "page faults that had to read from disk. Thousands on one rank: too many threads or a neighbour; faults: "
-        "memory is short.",
+        description="Involuntary context switches of a rank per second, mean and highest, and page faults that "
+        "required a read from disk. Thousands of switches on one rank: too many threads, or another job on the host. "
+        "Page faults: the host is short of memory.",
         unit="none",
         minimum=0,
     )
@@ -263,19 +251,13 @@ def _switches() -> PanelBuilder:
         rate(metric)
         for metric in (hardware_metrics.PROCESS_INVOLUNTARY_SWITCHES, hardware_metrics.PROCESS_MAJOR_FAULTS)
     )
-    return lines(
-        words,
-        Query(f"avg by (run) {switches}", "{{run}} switches, mean"),
-        Query(f"max by (run) {switches}", "{{run}} switches, highest"),
-        Query(f"max by (run) {faults}", "{{run}} faults, highest"),
+    return time_series_panel(
+        text,
+        *over_ranks(switches, "avg", "max", legend="{{run}} switches,"),
+        *over_ranks(faults, "max", legend="{{run}} faults,"),
     )
 
 
-def _mean_and_lowest(metric: MetricSpec, by: str, legend: str) -> tuple[Query, Query]:
-    series = f"by ({by}) ({metric.name}{RANKS})"
-    return Query(f"avg {series}", f"{legend} mean"), Query(f"min {series}", f"{legend} lowest")
-
-
-def _mean_and_highest(metric: MetricSpec, legend: str) -> tuple[Query, Query]:
-    series = f"by (run) ({metric.name}{RANKS})"
-    return Query(f"avg {series}", f"{legend} mean"), Query(f"max {series}", f"{legend} highest")
+def _by_method(metric: MetricSpec) -> list[Query]:
+    series = f"({metric.name}{RANKS})"
+    return over_ranks(series, "avg", "min", by="run, method", legend="{{run}} {{method}}")

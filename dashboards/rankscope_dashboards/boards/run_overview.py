@@ -1,4 +1,4 @@
-"""Run overview: is it alive, how far is it, is it learning, how fast, did something break, is the telemetry whole."""
+"""Board "Run overview": state, progress, convergence, speed, anomalies, and completeness of the telemetry."""
 
 from __future__ import annotations
 
@@ -8,25 +8,28 @@ from grafana_foundation_sdk.builders import dashboard as builders
 
 from rankscope_contract import metrics
 from rankscope_contract.events import RunState
-from rankscope_dashboards.layout import Place, Section, make_board
-from rankscope_dashboards.panels import (
-    NONE_IS_GOOD,
+from rankscope_dashboards.boards.elements.board import Section, SizedPanel, make_board
+from rankscope_dashboards.boards.elements.panels import (
+    ZERO_IS_GOOD,
     PanelBuilder,
+    PanelText,
     Query,
-    Words,
-    lines,
-    number,
-    only_this_run,
-    rows,
-    share,
+    count_text,
+    fraction_text,
+    gauge_panel,
+    over_ranks,
+    stat_panel,
+    table_panel,
+    time_series_panel,
     value_texts,
+    with_run_link,
 )
-from rankscope_dashboards.selectors import ALL_RANKS, RANKS, RUN, SERVICE_RANKS, rate
+from rankscope_dashboards.boards.elements.selectors import ALL_RANKS, RANKS, SERVICE_RANKS, SERVICE_RUNS, rate
 
 UID: Final = "rankscope-run-overview"
 
-ONCE: Final = "attach|warm_up|throughput"
-"""Threads of the monitor that work at the beginning alone."""
+ONCE: Final = "attach|warm_up"
+"""Values of the label `thread` for work that the monitor does once, at the start. A regular expression."""
 
 STATES: Final = {
     RunState.PENDING: "yellow",
@@ -39,279 +42,281 @@ STATES: Final = {
 
 
 def board() -> builders.Dashboard:
-    """Return the board."""
+    """Return the board without its uid, which is set by `boards()`."""
     description = "State, progress and health of training runs."
     sections = (
         Section(
-            "How it stands",
+            "Status",
             (
-                Place(_state(), 6, 5),
-                Place(_progress(), 5, 5),
-                Place(_time_left(), 4, 5),
-                Place(_ranks_up(), 3, 5),
-                Place(_anomaly_count(), 3, 5),
-                Place(_lost_records(), 3, 5),
+                SizedPanel(_state(), 6, 5),
+                SizedPanel(_progress(), 5, 5),
+                SizedPanel(_time_left(), 4, 5),
+                SizedPanel(_ranks_up(), 3, 5),
+                SizedPanel(_anomaly_count(), 3, 5),
+                SizedPanel(_lost_records(), 3, 5),
             ),
         ),
-        Section("Is it learning", (Place(_loss(), 12, 9), Place(_grad_norm(), 12, 9), Place(_learning_rate(), 24, 7))),
-        Section("Is it fast", (Place(_tokens_per_second(), 12, 8), Place(_step_time(), 12, 8))),
         Section(
-            "Did something break",
-            (Place(_anomalies(), 12, 9), Place(_broken_tensors(), 12, 9), Place(_replicas_apart(), 24, 6)),
+            "Convergence",
+            (SizedPanel(_loss(), 12, 9), SizedPanel(_grad_norm(), 12, 9), SizedPanel(_learning_rate(), 24, 7)),
+        ),
+        Section("Speed", (SizedPanel(_tokens_per_second(), 12, 8), SizedPanel(_step_time(), 12, 8))),
+        Section(
+            "Anomalies and replicas",
+            (
+                SizedPanel(_anomalies(), 12, 9),
+                SizedPanel(_firing_tensors(), 12, 9),
+                SizedPanel(_replica_divergence(), 24, 6),
+            ),
         ),
         Section(
-            "Is the telemetry whole",
-            (Place(_lag(), 12, 8), Place(_since_commit(), 12, 8), Place(_cost(), 12, 8), Place(_stretch(), 12, 8)),
+            "Telemetry",
+            (
+                SizedPanel(_lag(), 12, 8),
+                SizedPanel(_since_commit(), 12, 8),
+                SizedPanel(_overhead(), 12, 8),
+                SizedPanel(_sampling_interval(), 12, 8),
+            ),
         ),
     )
     return make_board("Run overview", description, sections)
 
 
 def _state() -> PanelBuilder:
-    # The state is a label; its place in the list is the number that a value mapping can turn back into a word.
+    # The state is a label, but a stat panel shows numbers. The query returns the position of the state in STATES; the
+    # value mapping replaces the position by the name of the state.
     numbered = " or ".join(
         f'max by (run) ({metrics.RUN_STATE.name}{{run=~"$run", state="{state}"}} == 1) * {position}'
         for position, state in enumerate(STATES)
     )
     texts = {str(position): (state.value, colour) for position, (state, colour) in enumerate(STATES.items())}
-    words = Words(
+    text = PanelText(
         title="State",
-        description="What the service makes of registrations, records, last words and silence. Green runs, blue is "
-        "done. Stalled: ranks live and make no step. Failed: `rankscope summary RUN` says which rank and why. "
-        "A click on a run shows it alone.",
+        description="State of the run as the service determines it from registrations, records, exit events and "
+        "missing responses. Green: running. Blue: completed. Stalled: ranks respond but complete no step. Failed: "
+        "`rankscope summary RUN` shows the rank and the reason. Click a run to show only this run.",
         unit="none",
         mappings=value_texts(texts),
     )
-    return only_this_run(number(words, Query(numbered, "{{run}}", instant=True)), UID)
+    return with_run_link(stat_panel(text, Query(numbered, "{{run}}", instant=True)), UID)
 
 
 def _progress() -> PanelBuilder:
-    words = Words(
-        title="Progress",
-        description="Steps made, of the steps that training said it plans (`total_steps`). Empty when it did not say.",
-        unit="percentunit",
-        minimum=0,
-        maximum=1,
+    text = fraction_text(
+        "Progress",
+        "Completed steps as a fraction of the planned steps (`total_steps`). Empty if training reports no number of "
+        "planned steps.",
     )
-    return share(words, Query(f"max by (run) ({metrics.RUN_PROGRESS.name}{RUN})", "{{run}}", instant=True))
+    return gauge_panel(
+        text, Query(f"max by (run) ({metrics.RUN_PROGRESS.name}{SERVICE_RUNS})", "{{run}}", instant=True)
+    )
 
 
 def _time_left() -> PanelBuilder:
-    words = Words(
+    text = PanelText(
         title="Time left",
-        description="What the remaining steps take at the speed of the last half minute. It jumps after a checkpoint "
-        "or an evaluation; empty when the steps are not planned, nothing moves, or the run ended.",
+        description="Time for the remaining steps at the speed of the last 30 s. It jumps after a checkpoint or an "
+        "evaluation. Empty if the number of planned steps is unknown, no step completes, or the run has ended.",
         unit="dtdurations",
         decimals=0,
     )
-    return number(words, Query(f"max by (run) ({metrics.RUN_ETA.name}{RUN})", "{{run}}", instant=True))
+    return stat_panel(text, Query(f"max by (run) ({metrics.RUN_ETA.name}{SERVICE_RUNS})", "{{run}}", instant=True))
 
 
 def _ranks_up() -> PanelBuilder:
-    words = Words(
-        title="Ranks up",
-        description="Ranks that live, above the ranks the launches are made of; runs that are done count for neither. "
-        "Fewer than expected: some never registered, ended early, or vanished; `/api/v1/targets` of the service names "
-        "them.",
-        unit="none",
-        decimals=0,
+    text = count_text(
+        "Ranks up",
+        "Ranks that are alive, and below them the ranks that the launches should have. Completed and stopped runs "
+        "count in neither. Fewer than expected: some ranks never registered, ended early, or stopped responding. "
+        "`/api/v1/targets` of the service lists them.",
     )
     done = f'{metrics.RUN_STATE.name}{{run=~"$run", state=~"{RunState.COMPLETED}|{RunState.STOPPED}"}} == 1'
     up, expected = (
-        Query(f"sum(max by (run) ({metric.name}{RUN}) unless on (run) ({done}))", legend, instant=True)
+        Query(f"sum(max by (run) ({metric.name}{SERVICE_RUNS}) unless on (run) ({done}))", legend, instant=True)
         for metric, legend in ((metrics.RANKS_UP, "up"), (metrics.RANKS_EXPECTED, "expected"))
     )
-    return number(words, up, expected)
+    return stat_panel(text, up, expected)
 
 
 def _anomaly_count() -> PanelBuilder:
-    words = Words(
-        title="Anomaly count",
-        description="Firings of rules, also of ranks that are gone by now. None is normal. Above: see below which rule "
-        "and rank, and `rankscope anomalies RUN` for the first cause.",
-        unit="none",
-        decimals=0,
-        steps=NONE_IS_GOOD,
+    text = count_text(
+        "Anomaly count",
+        "Number of rule firings, including those of ranks that have ended. 0 is normal. Above 0: the panels below "
+        "show the rule and the rank, and `rankscope anomalies RUN` shows the first cause.",
+        thresholds=ZERO_IS_GOOD,
     )
-    return number(words, Query(f"sum by (run) ({_firings()})", "{{run}}", instant=True))
+    return stat_panel(text, Query(f"sum by (run) ({_firings()})", "{{run}}", instant=True))
 
 
 def _lost_records() -> PanelBuilder:
-    words = Words(
-        title="Lost records",
-        description="Steps of ranks that were overwritten or died before the service had them: holes in history. None "
-        "is normal. Otherwise look whether the service was away or is too slow; a spool keeps what a killed rank had.",
-        unit="none",
-        decimals=0,
-        steps=NONE_IS_GOOD,
+    text = count_text(
+        "Lost records",
+        "Records that were overwritten, or lost with their rank, before the service read them. Each one is a gap in "
+        "the history. 0 is normal. Above 0: check whether the service was down or is too slow. A spool preserves the "
+        "records of a killed rank.",
+        thresholds=ZERO_IS_GOOD,
     )
-    return number(words, Query(f"sum by (run) ({metrics.LOST_RECORDS.name}{RUN})", "{{run}}", instant=True))
+    return stat_panel(text, Query(f"sum by (run) ({metrics.LOST_RECORDS.name}{SERVICE_RUNS})", "{{run}}", instant=True))
 
 
 def _loss() -> PanelBuilder:
-    words = Words(
+    text = PanelText(
         title="Loss",
-        description="As logged, not smoothed, of the highest and the lowest rank; choose one rank to see it alone. A "
-        "gap is a loss that no rank logged; NaN is a gap here too, and counts among the anomalies. Ranks that drift "
-        "apart see different data, or are no replicas any more.",
+        description="Loss as logged, without smoothing, of the rank with the highest and the rank with the lowest "
+        "value. Select one rank to see it alone. A gap means that no rank logged a loss. NaN is also a gap here and "
+        "counts as an anomaly. If the two curves diverge, the ranks see different data or are no longer replicas.",
         unit="none",
     )
-    return lines(words, *_extremes(metrics.LOSS, "run, loss", "{{run}} {{loss}}"))
+    return time_series_panel(
+        text, *over_ranks(f"({metrics.LOSS.name}{RANKS})", "max", "min", by="run, loss", legend="{{run}} {{loss}}")
+    )
 
 
 def _grad_norm() -> PanelBuilder:
-    words = Words(
+    text = PanelText(
         title="Gradient norm",
-        description="Highest and lowest within each interval, so that a spike between two points is not lost. It often "
-        "rises some steps before the loss does. Logarithmic: ten times higher is one decade, whatever the model.",
+        description="Highest and lowest value within each interval, so that a spike between two points is visible. "
+        "The norm often rises some steps before the loss. The scale is logarithmic: a tenfold increase is one decade "
+        "for every model.",
         unit="none",
     )
     series = f"{metrics.GRAD_NORM.name}{RANKS}"
     high = Query(f"max by (run) (max_over_time({series}[$__interval]))", "{{run}} highest")
     low = Query(f"min by (run) (min_over_time({series}[$__interval]))", "{{run}} lowest")
-    return lines(words, high, low, logarithmic=True)
+    return time_series_panel(text, high, low, logarithmic=True)
 
 
 def _learning_rate() -> PanelBuilder:
-    words = Words(
+    text = PanelText(
         title="Learning rate",
-        description="Per parameter group. A jump that no schedule planned, or a warm-up that begins again after a "
-        "restart, is worth a look.",
+        description="Learning rate of each parameter group. Check a jump that is not in the schedule, and a warm-up "
+        "that starts again after a restart.",
         unit="sci",
     )
-    return lines(words, Query(f"max by (run, group) ({metrics.LEARNING_RATE.name}{RANKS})", "{{run}} {{group}}"))
+    return time_series_panel(
+        text, Query(f"max by (run, group) ({metrics.LEARNING_RATE.name}{RANKS})", "{{run}} {{group}}")
+    )
 
 
 def _tokens_per_second() -> PanelBuilder:
-    words = Words(
+    text = PanelText(
         title="Tokens per second",
-        description="The ranks chosen together, and the slowest of them. Ranks in lockstep fall together: the slow one "
-        "sets the pace, so look for it in phase times, not here. Dips at a regular distance are checkpoints or "
-        "evaluations.",
+        description="Sum of the selected ranks, and the slowest rank. Ranks wait for each other, so all slow down "
+        "together; the phase times show the slow rank, this panel does not. Dips at regular intervals are checkpoints "
+        "or evaluations.",
         unit="suffix: tok/s",
         minimum=0,
     )
     slowest = f"min by (run) ({_speed('run, rank')})"
-    return lines(words, Query(_speed("run"), "{{run}} all"), Query(slowest, "{{run}} slowest rank"))
+    return time_series_panel(text, Query(_speed("run"), "{{run}} all"), Query(slowest, "{{run}} slowest rank"))
 
 
 def _step_time() -> PanelBuilder:
-    words = Words(
+    text = PanelText(
         title="Step time",
-        description="Duration of the step that a scrape saw last, of the slowest and the fastest rank. A single high "
-        "point is one slow step; a level that rises and stays is a neighbour, a throttled device or a loader that "
-        "falls behind.",
+        description="Duration of the step at the latest scrape, of the slowest and the fastest rank. A single peak "
+        "is one slow step. A level that rises and does not fall has another cause: another job on the host, a "
+        "throttled GPU, or a slow data loader.",
         unit="s",
         minimum=0,
     )
-    return lines(words, *_extremes(metrics.STEP_SECONDS, "run", "{{run}}"))
+    return time_series_panel(text, *over_ranks(f"({metrics.STEP_SECONDS.name}{RANKS})", "max", "min"))
 
 
 def _anomalies() -> PanelBuilder:
-    words = Words(
-        title="Anomalies",
-        description="Firings of each rule on the 20 ranks where it fired most, counted at every step; ranks without "
-        "any have no line. A step in the line is an incident; one rank alone points at its data or hardware, all at "
-        "once at the model or its schedule.",
-        unit="none",
+    text = count_text(
+        "Anomalies",
+        "Number of firings of each rule on the 20 ranks with the most firings, counted at every step. Ranks without "
+        "firings have no line. An increase is an incident. If one rank is affected, check its data and hardware. If "
+        "all ranks are affected at the same time, check the model and the learning rate schedule.",
         minimum=0,
-        decimals=0,
     )
     query = f"topk by (run, rule) (20, sum by (run, rank, rule) ({_firings()}) > 0)"
-    return lines(words, Query(query, "{{run}} {{rule}} rank {{rank}}"))
+    return time_series_panel(text, Query(query, "{{run}} {{rule}} rank {{rank}}"))
 
 
-def _broken_tensors() -> PanelBuilder:
-    words = Words(
-        title="Tensors that fired",
-        description="The statistics of tensors on which rules fired most often, by rank. What fires first is the "
-        "cause: `rankscope anomalies RUN` puts them in causal order.",
-        unit="none",
-        decimals=0,
+def _firing_tensors() -> PanelBuilder:
+    text = count_text(
+        "Tensors with firings",
+        "Tensor statistics with the most rule firings, by rank. The first tensor that fires is the cause: `rankscope "
+        "anomalies RUN` lists the tensors in causal order.",
     )
     labels = {"run": "Run", "rank": "Rank", "rule": "Rule", "kind": "Kind", "tensor": "Tensor", "op": "Statistic"}
     by = ", ".join(labels)
     query = Query(f"topk(20, sum by ({by}) ({metrics.TENSOR_ANOMALY_EVENTS.name}{RANKS}))")
-    return rows(words, query, {**labels, "Value": "Firings"})
+    return table_panel(text, query, {**labels, "Value": "Firings"})
 
 
-def _replicas_apart() -> PanelBuilder:
-    words = Words(
-        title="Replicas apart",
-        description="Groups of ranks that do not hold the same parameters bit for bit although they should. Zero is "
-        "normal; nothing at all means that `hashes` is not among the quantities. Above: `rankscope anomalies RUN` "
-        "names step, tensor and ranks; from there on they train models that are no longer one.",
-        unit="none",
-        decimals=0,
+def _replica_divergence() -> PanelBuilder:
+    text = count_text(
+        "Replica divergence",
+        "Number of replica groups whose ranks hold different parameters although these should be bit-identical. 0 is "
+        "normal. Empty: the quantity `hashes` is not measured. Above 0: `rankscope anomalies RUN` shows step, tensor "
+        "and ranks. From this step on, the ranks train different models.",
     )
     value, step = (
         f"by (run, replicas) ({metric.name}{ALL_RANKS})" for metric in (metrics.REPLICA_HASH, metrics.REPLICA_HASH_STEP)
     )
     differs, comparable = f"max {value} != bool min {value}", f"max {step} == bool min {step}"
-    return lines(words, Query(f"sum by (run) (({differs}) * ({comparable}))", "{{run}}"))
+    return time_series_panel(text, Query(f"sum by (run) (({differs}) * ({comparable}))", "{{run}}"))
 
 
 def _lag() -> PanelBuilder:
-    words = Words(
-        title="Ingest lag",
-        description="Records that a rank has published and the store does not have yet, for the rank that is furthest "
-        "behind. It saws between two commits; a line that only rises is a service that is too slow, and ends in lost "
-        "records; a line that ends is one that is away.",
-        unit="none",
+    text = count_text(
+        "Ingest lag",
+        "Records that a rank has published and the service has not committed yet, for the rank with the most. A "
+        "sawtooth between two commits is normal. A line that only rises means that the service is too slow and will "
+        "lose records. A line that ends means that the service is down.",
         minimum=0,
-        decimals=0,
     )
-    return lines(words, Query(f"max by (run) ({metrics.LAG_RECORDS.name}{SERVICE_RANKS})", "{{run}} furthest behind"))
+    return time_series_panel(
+        text, Query(f"max by (run) ({metrics.LAG_RECORDS.name}{SERVICE_RANKS})", "{{run}} furthest behind")
+    )
 
 
 def _since_commit() -> PanelBuilder:
-    words = Words(
+    text = PanelText(
         title="Since last commit",
-        description="Age of the newest rows in the store, for all runs of the service. Seconds while something trains; "
-        "it grows when nothing does, when the disk is full, or when the service is away.",
+        description="Time since the last commit to the store, over all runs of the service. A few seconds are normal "
+        "during training. The time grows if nothing trains, the disk is full, or the service is down.",
         unit="s",
         minimum=0,
     )
-    # Of the last hour, since a service that is away shows nothing: that is when this line must go on.
+    # Use the last value of the past hour: a service that is down exports nothing, and the line must continue to rise.
     last = f"last_over_time({metrics.LAST_COMMIT.name}[1h])"
-    return lines(words, Query(f"time() - max({last} > 0)", "since last commit"))
+    return time_series_panel(text, Query(f"time() - max({last} > 0)", "since last commit"))
 
 
-def _cost() -> PanelBuilder:
-    words = Words(
-        title="Cost of monitoring",
-        description="CPU time of Rankscope for each second of the rank on which it costs most, what is made once at "
-        "the beginning left out. `max_overhead` keeps it below a share, by measuring fewer steps.",
-        unit="percentunit",
-        minimum=0,
+def _overhead() -> PanelBuilder:
+    text = fraction_text(
+        "Monitoring overhead",
+        "CPU time of Rankscope per second, on the rank with the highest value, without one-time work at the start. "
+        "`max_overhead` limits this value by sampling fewer steps.",
+        maximum=None,
     )
     own = rate(metrics.OVERHEAD_SECONDS, f'thread!~"{ONCE}"')
     share = Query(f"max by (run) (sum by (run, rank) {own})", "{{run}}")
-    return lines(words, share)
+    return time_series_panel(text, share)
 
 
-def _stretch() -> PanelBuilder:
-    words = Words(
-        title="Chosen steps for each that is measured",
-        description="1 is as was asked for. More: the monitor came to cost more than `max_overhead` allows, and one in "
-        "so many of the chosen steps is measured, on all ranks; events of type `budget` say since when and why.",
-        unit="none",
+def _sampling_interval() -> PanelBuilder:
+    text = count_text(
+        "Sampling interval factor",
+        "1: the sampling interval is as configured. Above 1: monitoring exceeded `max_overhead`, and all ranks "
+        "multiply the interval by this factor. Events of type `budget` contain the time and the reason.",
         minimum=0,
-        decimals=0,
     )
-    return lines(words, Query(f"max by (run) ({metrics.SAMPLING_STRETCH.name}{RANKS})", "{{run}}"))
+    return time_series_panel(text, Query(f"max by (run) ({metrics.SAMPLING_STRETCH.name}{RANKS})", "{{run}}"))
 
 
 def _firings() -> str:
-    """Return the firings of each rank: its own page is the newest while it lives, the service's count outlives it."""
+    """Return PromQL for the number of firings of each rank, rule and kind.
+
+    The rank's own counter is the most recent one while the rank is alive. The service's counter remains after its end.
+    The maximum of the two counts each firing once.
+    """
     both = f"{metrics.ANOMALY_EVENTS.name}{RANKS} or {metrics.ANOMALIES_INGESTED.name}{SERVICE_RANKS}"
     return f"max by (run, rank, rule, kind) ({both})"
-
-
-def _extremes(metric: metrics.MetricSpec, by: str, legend: str) -> tuple[Query, Query]:
-    """Return the highest and the lowest rank: a thousand lines are none. One rank that is chosen is both."""
-    series = f"by ({by}) ({metric.name}{RANKS})"
-    return Query(f"max {series}", f"{legend} highest"), Query(f"min {series}", f"{legend} lowest")
 
 
 def _speed(by: str) -> str:

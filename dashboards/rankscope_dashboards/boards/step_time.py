@@ -1,4 +1,4 @@
-"""Step time: what it is spent on, how much of it counts, and which rank the others wait for."""
+"""Board "Step time": goodput, time by phase, and the ranks that delay the others."""
 
 from __future__ import annotations
 
@@ -17,100 +17,106 @@ from rankscope_contract.phase_metrics import (
     STEP_PHASE_SECONDS,
 )
 from rankscope_contract.phases import LABEL, Phase
-from rankscope_dashboards.layout import Place, Section, make_board
-from rankscope_dashboards.panels import PanelBuilder, Query, Words, lines, share
-from rankscope_dashboards.selectors import RANKS, RUN, rate
+from rankscope_dashboards.boards.elements.board import Section, SizedPanel, make_board
+from rankscope_dashboards.boards.elements.panels import (
+    PanelBuilder,
+    PanelText,
+    Query,
+    fraction_text,
+    gauge_panel,
+    over_ranks,
+    time_series_panel,
+)
+from rankscope_dashboards.boards.elements.selectors import RANKS, SERVICE_RUNS, rate
 
-MOST: Final = 10
-"""The most lines of a panel that shows single ranks."""
+MAX_LINES: Final = 10
+"""Maximum number of lines in a panel with one line per rank."""
 
 
 def board() -> builders.Dashboard:
-    """Return the board."""
+    """Return the board without its uid, which is set by `boards()`."""
     sections = (
-        Section("How much of the time counts", (Place(_goodput(), 6, 8), Place(_phases(), 18, 8))),
-        Section("What a step is made of", (Place(_step(), 12, 9), Place(_data_wait(), 12, 9))),
-        Section("Which rank the others wait for", (Place(_computing(), 12, 9), Place(_slowest(), 12, 9))),
+        Section("Goodput and phases", (SizedPanel(_goodput(), 6, 8), SizedPanel(_time_by_phase(), 18, 8))),
+        Section("Within a step", (SizedPanel(_latest_step(), 12, 9), SizedPanel(_data_wait(), 12, 9))),
+        Section("Slow ranks", (SizedPanel(_compute_time(), 12, 9), SizedPanel(_slowest(), 12, 9))),
     )
-    return make_board("Step time", "What the time of training runs is spent on.", sections)
+    return make_board("Step time", "Goodput, phases and slow ranks of training runs.", sections)
 
 
 def _goodput() -> PanelBuilder:
-    words = Words(
-        title="Goodput",
-        description="Time in steps that count over all time since the run first began. Not in it: steps that were "
-        "made again, first steps, checkpoints, evaluations, hangs, the time between launches; `FROM goodput` says "
-        "where that went. As old as the last commit.",
-        unit="percentunit",
-        minimum=0,
-        maximum=1,
+    text = fraction_text(
+        "Goodput",
+        "Time in steps that count, as a fraction of the time since the first start of the run. Repeated steps, first "
+        "steps, checkpoints, evaluations, hangs and the time between launches do not count; `FROM goodput` shows the "
+        "time in each. Updated at each commit.",
     )
-    return share(words, Query(f"max by (run) ({RUN_GOODPUT.name}{RUN})", "{{run}}"))
+    return gauge_panel(text, Query(f"max by (run) ({RUN_GOODPUT.name}{SERVICE_RUNS})", "{{run}}"))
 
 
-def _phases() -> PanelBuilder:
-    words = Words(
-        title="Where the time goes",
-        description="Share of each phase, mean of the ranks; together they are all the time. A wait for data that "
-        "grows is a loader; collectives that grow are a slow rank or link, and the board's last row says which.",
-        unit="percentunit",
-        minimum=0,
+def _time_by_phase() -> PanelBuilder:
+    text = fraction_text(
+        "Time by phase",
+        "Fraction of the time in each phase, mean of the ranks; the sum is 1. If `data_wait` grows, check the data "
+        "loader. If `collective` grows, a rank or a link is slow: see the last row of this board.",
+        maximum=None,
     )
     query = f"avg by (run, {LABEL}) {rate(PHASE_SECONDS)}"
-    return _stacked(lines(words, Query(query, f"{{{{run}}}} {{{{{LABEL}}}}}")))
+    return _stacked(time_series_panel(text, Query(query, f"{{{{run}}}} {{{{{LABEL}}}}}")))
 
 
-def _step() -> PanelBuilder:
-    words = Words(
-        title="Seconds of the latest step",
-        description="What the step that a scrape saw last was made of, mean of the ranks, as the ranks' own clocks or "
-        "their devices have it. What is not there cannot be told with the framework in use.",
+def _latest_step() -> PanelBuilder:
+    text = PanelText(
+        title="Phases of the latest step",
+        description="Seconds in each phase of the step at the latest scrape, mean of the ranks, measured by the "
+        "clocks of the ranks or their devices. Phases that cannot be distinguished with the framework in use are "
+        "missing.",
         unit="s",
         minimum=0,
     )
     query = f"avg by (run, {LABEL}) ({STEP_PHASE_SECONDS.name}{RANKS})"
-    return _stacked(lines(words, Query(query, f"{{{{run}}}} {{{{{LABEL}}}}}")))
+    return _stacked(time_series_panel(text, Query(query, f"{{{{run}}}} {{{{{LABEL}}}}}")))
 
 
 def _data_wait() -> PanelBuilder:
-    words = Words(
-        title="Wait for data",
-        description="Share of the time in which a rank waits for its next batch, highest and lowest rank. One rank "
-        "alone is its disk or its workers; all together is the source. What a script does between an update and the "
-        "next forward and does not announce is in it.",
-        unit="percentunit",
-        minimum=0,
+    text = fraction_text(
+        "Wait for data",
+        "Fraction of the time in which a rank waits for its next batch, of the rank with the highest and the rank "
+        "with the lowest value. One high rank: check its disk and its loader workers. All ranks high: check the data "
+        "source. Unannounced work of the script between an update and the next forward pass counts as waiting.",
+        maximum=None,
     )
     waits = rate(PHASE_SECONDS, f'{LABEL}="{Phase.DATA_WAIT}"')
-    queries = [Query(f"{how} by (run) {waits}", f"{{{{run}}}} {how}") for how in ("max", "min")]
-    return lines(words, *queries)
+    return time_series_panel(text, *over_ranks(waits, "max", "min"))
 
 
-def _computing() -> PanelBuilder:
-    words = Words(
-        title="Computing before ranks meet",
-        description="Seconds of the latest step that a rank computed until it met the others, highest and lowest. "
-        "Whole steps are as long on all ranks, since they wait for each other; this is not. Empty where none can tell.",
+def _compute_time() -> PanelBuilder:
+    text = PanelText(
+        title="Compute time before the collective",
+        description="Seconds of the latest step that a rank computed before it waited for the other ranks, highest "
+        "and lowest. Step times are equal on all ranks because ranks wait for each other; this time is not. Empty if "
+        "the framework does not allow this measurement.",
         unit="s",
         minimum=0,
     )
-    series = f"({PRE_COLLECTIVE_SECONDS.name}{RANKS})"
-    return lines(words, *(Query(f"{how} by (run) {series}", f"{{{{run}}}} {how}") for how in ("max", "min")))
+    return time_series_panel(text, *over_ranks(f"({PRE_COLLECTIVE_SECONDS.name}{RANKS})", "max", "min"))
 
 
 def _slowest() -> PanelBuilder:
-    words = Words(
+    text = PanelText(
         title="Slow ranks",
-        description=f"Computing of the {MOST} slowest ranks over that of the one in the middle. 1.1 is worth a look, "
-        "1.25 costs the whole job a quarter of its speed: see its clocks, its neighbours on the host, its data.",
+        description=f"Compute time of the {MAX_LINES} slowest ranks, relative to the median rank. Check ranks above "
+        "1.1. A rank at 1.25 can make each step of the whole job a quarter longer: check its clocks, other jobs on "
+        "its host, and its data.",
         unit="none",
         minimum=0,
     )
     computing = rate(PRE_COLLECTIVE_TOTAL)
     middle = f"quantile by (run) (0.5, {computing})"
-    return lines(
-        words,
-        Query(f"topk by (run) ({MOST}, {computing} / on (run) group_left () ({middle} > 0))", "{{run}} rank {{rank}}"),
+    return time_series_panel(
+        text,
+        Query(
+            f"topk by (run) ({MAX_LINES}, {computing} / on (run) group_left () ({middle} > 0))", "{{run}} rank {{rank}}"
+        ),
     )
 
 

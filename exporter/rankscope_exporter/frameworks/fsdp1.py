@@ -15,6 +15,7 @@ from rankscope_exporter.frameworks.gathered import Gathered
 from rankscope_exporter.frameworks.layout import Layout, sharded_over
 from rankscope_exporter.frameworks.loaded import loaded
 from rankscope_exporter.naming import NamedParameter
+from rankscope_exporter.tracing import uncompiled
 
 # The flat parameter knows which parameters are views of it; there is no public way to ask.
 
@@ -157,6 +158,7 @@ class _Viewed:
             self._last = weakref.ref(view)
             view.register_hook(self._called)
 
+    @uncompiled
     def _called(self, gradient: torch.Tensor) -> None:
         for hook in list(self._hooks.values()):
             hook(gradient)

@@ -13,6 +13,7 @@ from rankscope_exporter.frameworks.gathered import Gathered
 from rankscope_exporter.frameworks.layout import Layout
 from rankscope_exporter.frameworks.loaded import loaded
 from rankscope_exporter.naming import NamedParameter, local_tensor
+from rankscope_exporter.tracing import uncompiled
 
 # FSDP2 has no public way from a sharded parameter to the gathered one, whose gradient is this rank's own. Its state
 # has, and a test runs against the pinned torch. A hook on the sharded parameter would be public, but with offloaded
@@ -88,7 +89,8 @@ class FullyShard(Gathered, Framework):
 
         def register(gathered: nn.Parameter, source: Any) -> Removable:
             holder = _Gathered(gathered, source)
-            handle: Removable = gathered.register_post_accumulate_grad_hook(lambda _gathered: hook(holder))  # type: ignore[no-untyped-call]
+            accumulated = uncompiled(lambda _gathered: hook(holder))
+            handle: Removable = gathered.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
             return handle
 
         return self._later(parameter, register)

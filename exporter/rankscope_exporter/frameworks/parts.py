@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rankscope_exporter.frameworks.base import Form, Framework, Holder, Hooking, Kept, Removable
+from rankscope_exporter.tracing import is_dynamo_compiling, uncompiled
 
 FROZEN: Final = -1
 
@@ -181,7 +182,10 @@ class Parted(Framework):
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[Holder], None]) -> Removable:
         """Hook the gradient on its way to where the framework collects it."""
 
+        @uncompiled
         def passing(gradient: torch.Tensor) -> None:
+            if is_dynamo_compiling():  # first, see `Entry`
+                return
             again = id(parameter) in self._seen
             self._seen.add(id(parameter))
             summed = not (again and self.scatters)
@@ -194,7 +198,10 @@ class Parted(Framework):
     ) -> list[Removable]:
         """Hook each step of the inner optimizer; `updated` is called when the whole update is done."""
 
+        @uncompiled
         def part_begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if is_dynamo_compiling():  # first, see `Entry`
+                return
             if self._moment is _IDLE:  # not from within the update that is watched
                 return
             self._moment = _STEPPING

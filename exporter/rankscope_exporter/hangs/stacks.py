@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from rankscope_contract.stacks import MAX_DETAILS_BYTES, Frame, StackDump, ThreadStack
+from rankscope_exporter.hangs.innermost_call import innermost_call
 
 OUR_THREADS: Final = "rankscope-"
 _OUR_CODE: Final = str(Path(__file__).parents[1])
@@ -29,7 +30,19 @@ _FRAME_CAPS: Final = (100, 40, 15, 5)  # of threads beside the training one, unt
 
 def take_stacks(reason: str, training_thread: int) -> StackDump:
     """Return where every thread stands now; of the calling thread, without the calls that lead here."""
-    return read_stacks(_dumped(), reason, training_thread, _names())
+    dump = read_stacks(_dumped(), reason, training_thread, _names())
+    if training_thread == threading.get_ident():
+        return dump
+    return _with_call(dump, innermost_call(training_thread))
+
+
+def _with_call(dump: StackDump, found: tuple[Frame, str | None] | None) -> StackDump:
+    """Return `dump` with the call of the training thread, unless the thread has moved on since the dump."""
+    thread = dump.training_thread
+    if thread is None or found is None or thread.frames[:1] != found[:1]:
+        return dump
+    called = replace(thread, calls=found[1])
+    return replace(dump, threads=tuple(called if other is thread else other for other in dump.threads))
 
 
 def read_stacks(text: str, reason: str, training_thread: int, names: dict[int, str] | None = None) -> StackDump:

@@ -21,7 +21,7 @@ from rankscope_exporter.quantities.activations_calls import Call, Calls
 from rankscope_exporter.quantities.activations_gaps import Gaps
 from rankscope_exporter.quantities.activations_options import ActivationOptions
 from rankscope_exporter.quantities.activations_rows import SIDES, Memory, Rows, Site
-from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Subject, Table
+from rankscope_exporter.quantities.base import Gate, Hook, Hooking, Quantity, QuantityOptions, Subject, Table
 from rankscope_exporter.quantities.handles import Handles, hook_after, hook_before
 from rankscope_exporter.statistics.tensors import why_not_measurable
 
@@ -68,7 +68,7 @@ class Activations(Quantity):
         self._rows = Rows()
         self._gaps = Gaps()
         self._looked_for_silence = False
-        self._followed: list[tuple[NamedModule, _Followed]] = []
+        self._followed: list[tuple[NamedModule, Hook]] = []
         self._hooking: Hooking
         self._gate: Gate
 
@@ -103,14 +103,14 @@ class Activations(Quantity):
         def after(module: torch.nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
             self._ended(followed, module, output)
 
+        first = hooking.guarded("inputs of modules", before, gate)
         try:
-            first = hooking.guarded("inputs of modules", before, gate)
             hook_before(hooking, named.module, first)
             last = hooking.guarded("outputs of modules", after, gate)
             hook_after(hooking, named.module, last)
         except (RuntimeError, AttributeError) as error:  # scripted modules and other things that only look like modules
             self._gaps.add(f"no hook can be registered ({type(error).__name__})", named.name)
-        self._followed.append((named, followed))
+        self._followed.append((named, first))
 
     def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
         """Nothing of this step has been called yet."""
@@ -235,11 +235,11 @@ class Activations(Quantity):
             return
         self._looked_for_silence = True
         whole = self.subject.framework.is_compiled
-        for named, followed in self._followed:
-            if followed.name not in self._step.calls.called:
-                compiled = named.compiled or whole
+        for named, hook in self._followed:
+            if named.name not in self._step.calls.called:
+                compiled = named.compiled or whole or hook.is_compiled
                 why = "is part of compiled code" if compiled else "was not called in a forward of the model"
-                self._gaps.add(f"{why}, so it has no activations", followed.name)
+                self._gaps.add(f"{why}, so it has no activations", named.name)
 
 
 class _AtDetach:

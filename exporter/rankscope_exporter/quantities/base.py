@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from rankscope_exporter.naming import NamedParameter
 from rankscope_exporter.sampling.ops import chosen_ops
 from rankscope_exporter.sampling.targets import Targets, sentences
 
+BACKWARD: Final = "backward"
+"""A part of the training that may run inside compiled code, where no hook runs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Subject:
@@ -31,6 +34,8 @@ class Subject:
     world_size: int = 1
     retired: set[int] = field(default_factory=set)
     """Positions of parameters that the model has replaced since: the old tensor would repeat its last gradient."""
+    compiled: set[str] = field(default_factory=set)
+    """Parts of the training that run inside compiled code, as far as they were seen to be compiled."""
     positions: tuple[int, ...] | None = None
     """Where the parameters stand among those of the whole subject, when they are a part of them."""
     elsewhere: frozenset[int] = frozenset()
@@ -135,6 +140,8 @@ class Hook(Protocol):
     """A guarded hook, which knows whether it is of use."""
 
     was_called: bool
+    is_compiled: bool
+    """Whether the hook was seen to be part of compiled code, where it does not run."""
     called_in_vain: Callable[[], None]
     """Called instead of reading anything at a step that is not measured."""
 
@@ -181,6 +188,13 @@ class ModelHooking(Protocol):
         """
         ...
 
+    def gradient_arrives(self) -> None:
+        """Note that a gradient is on its way to a parameter, for a hook that comes before it is accumulated.
+
+        The step that was under way may end with it, and the next one begin.
+        """
+        ...
+
     def between(self, function: Callable[[], None]) -> None:
         """Call `function` while no step begins or ends: what comes long after an update may meet its end."""
         ...
@@ -189,10 +203,11 @@ class ModelHooking(Protocol):
 class Hooking(ModelHooking, Protocol):
     """What a quantity is given: the hooking of the model, with hooks that come and go with the quantity's own steps."""
 
-    def hook(self, hook: Hook, register: Callable[[], Removable | None]) -> None:
+    def hook(self, hook: Hook, register: Callable[[], Removable | None], *, stays: bool = False) -> None:
         """Have `register` put `hook` in its place, now and for every step that is measured; raises what it raises.
 
-        It returns None where that cannot be done this time, and is asked again for the next such step.
+        It returns None where that cannot be done this time, and is asked again for the next such step. A hook that
+        `stays` is not removed between these steps.
         """
         ...
 

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Mapping
 from types import FrameType, MethodType
 from typing import Any, Final, Protocol
 
-import torch
 import torch.distributed as dist
+
+from rankscope_exporter.tracing import is_dynamo_compiling
 
 
 class Call:
@@ -49,8 +50,6 @@ class Listener(Protocol):
         """Somebody has waited for `work`."""
         ...
 
-
-_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 WAIT: Final = "wait"
 
@@ -87,7 +86,7 @@ class _FunctionTap(_Tap):
         self._sends = name == "isend"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _is_dynamo_compiling():
+        if is_dynamo_compiling():
             return self.original(*args, **kwargs)
         if self._sends and "group_src" in kwargs:
             # A batch takes a P2POp for a receiving one when its function is not, by identity, the original isend.

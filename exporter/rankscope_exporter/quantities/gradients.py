@@ -11,7 +11,7 @@ from rankscope_contract.records import PlanEntry
 from rankscope_exporter.deferred import Numbers
 from rankscope_exporter.frameworks.base import Holder
 from rankscope_exporter.naming import local_tensor
-from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Subject, Table
+from rankscope_exporter.quantities.base import BACKWARD, Gate, Hooking, Quantity, QuantityOptions, Subject, Table
 from rankscope_exporter.quantities.gradients_sums import GradientsOptions, LocalSums
 
 
@@ -132,8 +132,13 @@ class Gradients(Quantity):
         elif self._left:
             self._read_clipped(gradients, table)
         elif self._assigned_by_loop:
-            table.measure(gradients, self._unreduced)
-            table.measure(self._own(gradients), self._reduced)
+            whole = gradients
+            if BACKWARD in self.subject.compiled:  # what was changed since the backward pass is what clipping has left
+                whole = [gradient if _is_fresh(gradient) else None for gradient in gradients]
+                changed = [None if _is_fresh(gradient) else gradient for gradient in gradients]
+                table.measure(self._own(changed), self._clipped)
+            table.measure(whole, self._unreduced)
+            table.measure(self._own(whole), self._reduced)
 
     def _read_clipped(self, gradients: list[torch.Tensor | None], table: Table) -> None:
         pairs = zip(gradients, self._left, strict=True)
@@ -170,6 +175,11 @@ class Gradients(Quantity):
 def _is_partial(gradient: torch.Tensor | None) -> bool:
     """Return whether a gradient is a term of a sum that nobody has made yet, whatever its parameter is."""
     return any(placement.is_partial() for placement in getattr(gradient, "placements", ()))
+
+
+def _is_fresh(gradient: torch.Tensor | None) -> bool:
+    """Return whether a gradient is as a first backward pass has made it: nothing was added or multiplied in place."""
+    return gradient is not None and local_tensor(gradient)._version == 0  # noqa: SLF001 - torch has no public name
 
 
 def _same(gradient: torch.Tensor | None, left: tuple[int, int] | None) -> bool:

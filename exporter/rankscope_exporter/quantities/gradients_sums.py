@@ -121,6 +121,8 @@ class LocalSums:
                 hook_gradient(self._hooking, self._subject.framework, parameter, hook)
 
     def _add(self, index: int, dtype: torch.dtype, gradient: torch.Tensor) -> None:
+        if self._hooking is not None:
+            self._hooking.gradient_arrives()
         if not self.are_kept:
             return
         own, earlier = local_tensor(gradient).detach(), self._sums.get(index)

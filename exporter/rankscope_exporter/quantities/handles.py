@@ -45,7 +45,5 @@ def hook_gradient(hooking: Hooking, framework: Framework, parameter: nn.Paramete
 
 
 def _hook(hooking: Hooking, module: nn.Module, hook: Hook, register: Callable[[], Removable]) -> None:
-    if hooking.begins_steps(module):  # a hook that comes with the step would come too late
-        hooking.keep(register())
-    else:
-        hooking.hook(hook, register)
+    # A hook of the module with which steps begin would be registered too late if it came with the step.
+    hooking.hook(hook, register, stays=hooking.begins_steps(module))

@@ -52,6 +52,9 @@ class MicroGradients(Quantity):
     def _read(self, index: int, gradient: torch.Tensor) -> None:
         assert self._hooking is not None
         assert self._gate is not None  # both are set before any hook exists
+        self._hooking.gradient_arrives()
+        if not self._gate.is_open:
+            return
         micro_step = self._passes[index] if self._interleaved else self._hooking.micro_step
         self._passes[index] += 1
         table = self._gate.table

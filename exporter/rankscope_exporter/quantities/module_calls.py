@@ -13,7 +13,7 @@ from torch import nn
 
 from rankscope_exporter.modules import NamedModule, named_modules, selected, unmatched
 from rankscope_exporter.quantities.activations_gaps import Gaps
-from rankscope_exporter.quantities.base import Gate, Hooking
+from rankscope_exporter.quantities.base import Gate, Hook, Hooking
 from rankscope_exporter.quantities.handles import hook_after, hook_before
 from rankscope_exporter.sampling.targets import Targets
 
@@ -32,7 +32,7 @@ class ModuleCalls:
         self._hooking = hooking
         self._gate = gate
         self._gaps = Gaps()
-        self._hooked: list[NamedModule] = []
+        self._hooked: list[tuple[NamedModule, Hook]] = []
         self._called: set[str] = set()
         self._seen: set[tuple[str, int]] = set()
         self._looked_for_silence = False
@@ -67,7 +67,7 @@ class ModuleCalls:
                 read(named, self._hooking.micro_step, args, kwargs)
 
         hook = self._hooking.guarded(f"{self._name} of modules", begins, self._gate)
-        self._hook(named, lambda: hook_before(self._hooking, named.module, hook))
+        self._hook(named, hook, lambda: hook_before(self._hooking, named.module, hook))
 
     def after(self, named: NamedModule, read: Returned) -> None:
         """Have `read` called after the first call of a module in each micro-batch."""
@@ -77,7 +77,7 @@ class ModuleCalls:
                 read(named, self._hooking.micro_step, output)
 
         hook = self._hooking.guarded(f"{self._name} of modules", ended, self._gate)
-        self._hook(named, lambda: hook_after(self._hooking, named.module, hook))
+        self._hook(named, hook, lambda: hook_after(self._hooking, named.module, hook))
 
     def step_begins(self) -> None:
         """Nothing of this step has been called yet."""
@@ -89,9 +89,10 @@ class ModuleCalls:
         """Say what was missing."""
         if not self._looked_for_silence:
             self._looked_for_silence = True
-            for named in self._hooked:
+            for named, hook in self._hooked:
                 if named.name not in self._called:
-                    why = "is part of compiled code" if named.compiled else "was not called in a forward of the model"
+                    compiled = named.compiled or hook.is_compiled
+                    why = "is part of compiled code" if compiled else "was not called in a forward of the model"
                     self.missing(f"{why}, so it is not measured", named)
         self._tell_gaps()
 
@@ -109,10 +110,10 @@ class ModuleCalls:
         self._called.add(named.name)
         return True
 
-    def _hook(self, named: NamedModule, register: Callable[[], None]) -> None:
+    def _hook(self, named: NamedModule, hook: Hook, register: Callable[[], None]) -> None:
         try:
             register()
-            self._hooked.append(named)
+            self._hooked.append((named, hook))
         except (RuntimeError, AttributeError) as error:  # scripted modules and other things that only look like modules
             self.missing(f"no hook can be registered ({type(error).__name__})", named)
 

@@ -34,7 +34,7 @@ class Described:
         return cls(slot.path, slot.index, *shape_and_type(slot.tensor))
 
     def row(self) -> dict[str, Any]:
-        """Return it as it stands in the columns `inputs` and `outputs`."""
+        """Return it as it is in the columns `inputs` and `outputs`."""
         row: dict[str, Any] = {"shape": list(self.shape), "dtype": self.dtype}
         if self.index is not None:
             row |= {"index": self.index, "path": self.path}

@@ -1,4 +1,4 @@
-"""The hooks of one quantity that come with a step that it measures and go with the next that it does not."""
+"""Hooks of one quantity, registered when a step that it measures begins and removed when the next other step begins."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ class _Coming:
     hook: Hook
     register: Callable[[], Removable | None]
     handle: Removable | None
+    stays: bool
 
     def come(self) -> None:
         if self.handle is None:
@@ -29,8 +30,8 @@ class _Coming:
 class ComingHooks:
     """Knows how each hook is registered, and which are there.
 
-    A hook that was not called stays until it is: it costs nothing meanwhile. Its module may be part of compiled code,
-    which would be compiled again without it.
+    A hook that was not called since it was registered is not removed before detach: it costs nothing. Its module may be
+    part of compiled code, which Dynamo would compile again without the hook.
     """
 
     def __init__(self) -> None:
@@ -39,13 +40,15 @@ class ComingHooks:
         self.some_may_go = False
         """Whether `go` would look for hooks to take away."""
 
-    def add(self, hook: Hook, register: Callable[[], Removable | None]) -> None:
+    def add(self, hook: Hook, register: Callable[[], Removable | None], *, stays: bool = False) -> None:
         """Register a hook, now and whenever they come again; `register` returns None where it cannot come this time.
 
-        Raises what `register` raises, and forgets the hook.
+        One that `stays` is also there at the steps that are not measured. Raises what `register` raises, and forgets
+        the hook.
         """
-        hook.called_in_vain = self._called_in_vain
-        self._all.append(_Coming(hook, register, register()))
+        if not stays:
+            hook.called_in_vain = self._called_in_vain
+        self._all.append(_Coming(hook, register, register(), stays))
         self.some_may_go = self._some_are_away = True
 
     def come(self) -> None:
@@ -61,9 +64,17 @@ class ComingHooks:
         if self.some_may_go:
             self.some_may_go = False
             for coming in self._all:
-                if coming.hook.was_called:
+                if coming.hook.was_called and not coming.stays:
                     coming.go()
                     self._some_are_away = True
+
+    def retire(self) -> None:
+        """Remove all that were called, for good; the others stay until `remove`."""
+        for coming in self._all:
+            if coming.hook.was_called:
+                coming.go()
+        self._all = [coming for coming in self._all if coming.handle is not None]
+        self._some_are_away = self.some_may_go = False
 
     def remove(self) -> None:
         """Take all away for good."""

@@ -103,13 +103,20 @@ class Member:
             self.coming.go()
 
     def retire(self) -> None:
-        """Take the hooks away for good: nothing is measured any more, and a quantity hooks a model only once."""
+        """Remove the hooks for good: nothing is measured any more, and a quantity hooks a model only once.
+
+        Those that were never called stay until `unhook`, see `ComingHooks`.
+        """
         self.is_retired = True
-        self.unhook()
+        self.coming.retire()
+        self._remove_handles()
 
     def unhook(self) -> None:
-        """Take the hooks away."""
+        """Remove all hooks."""
         self.coming.remove()
+        self._remove_handles()
+
+    def _remove_handles(self) -> None:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
@@ -170,9 +177,9 @@ class OwnHooking:
         """Remove `handle` when the quantity leaves."""
         self._handles.append(handle)
 
-    def hook(self, hook: Hook, register: Callable[[], Removable | None]) -> None:
-        """Have `register` put `hook` in its place for every step that is measured."""
-        self._coming.add(hook, register)
+    def hook(self, hook: Hook, register: Callable[[], Removable | None], *, stays: bool = False) -> None:
+        """Have `register` put `hook` in its place for every step that is measured, or for all if it `stays`."""
+        self._coming.add(hook, register, stays=stays)
 
     def begins_steps(self, module: nn.Module) -> bool:
         """Return whether a step begins with the forward of `module`."""
@@ -185,6 +192,10 @@ class OwnHooking:
     def guarded(self, where: str, function: Callable[..., None], gate: Gate) -> Hook:
         """Return `function` as a hook."""
         return self._hooking.guarded(where, function, gate)
+
+    def gradient_arrives(self) -> None:
+        """Note that a gradient is on its way to a parameter."""
+        self._hooking.gradient_arrives()
 
     def between(self, function: Callable[[], None]) -> None:
         """Call `function` while no step begins or ends."""

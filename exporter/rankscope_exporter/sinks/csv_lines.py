@@ -107,7 +107,7 @@ def texts(numbers: pa.Array, digits: int | None) -> pa.StringArray:
 
 
 def quoted(cell: str) -> str:
-    """Return a cell as it stands in a line."""
+    """Return a cell as it is in a line."""
     return '"' + cell.replace('"', '""') + '"' if any(sign in cell for sign in ',"\n') else cell
 
 

@@ -1,35 +1,31 @@
-"""What a token, a sample or a forward costs on this rank, found once: counted, by formula, or by the parameters."""
+"""FLOPs of a token, a sample or a forward pass on this rank, by formula. No code of the user runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from rankscope_exporter.frameworks import Framework
 from rankscope_exporter.throughput.captured import Inputs
-from rankscope_exporter.throughput.counting import NotCountedError, count
 from rankscope_exporter.throughput.formulas import (
     decoder_flops_per_token,
     parameter_and_attention_flops,
     parameter_flops,
 )
-from rankscope_exporter.throughput.model_shape import decoder_of, sizes_of
-from rankscope_exporter.throughput.parameters import Parallel, parameters_met
+from rankscope_exporter.throughput.model_shape import decoder_of, has_two_sequences, sizes_of
+from rankscope_exporter.throughput.parameters import Parallel, convolution_in, parameters_met, why_not_six_n
 
-COUNTED: Final = "counted"
 FORMULA: Final = "formula"
 SIX_N: Final = "6n"
 
-_NOT_COUNTED: Final = {
-    "megatron": "Megatron-Core's modules change random generators and communicate",
-    "fsdp1": "FSDP1 keeps its parameters in flat shards",
-}
+
+class NoFormulaError(ValueError):
+    """No formula fits the model; the text is the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """FLOPs on this rank's device, forward and backward; None for what they are not known of."""
+    """FLOPs on this rank's device, forward and backward; None where they are not known."""
 
     method: str
     per_token: float | None = None
@@ -37,63 +33,29 @@ class Cost:
     per_forward: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """What was found, and what a reader should know of it when it is not what was wanted."""
+def cost_of(framework: Framework, parallel: Parallel, inputs: Inputs | None, method: str) -> Cost:
+    """Return the cost by the formula for the model's configuration, otherwise by 6 N. Raises NoFormulaError.
 
-    cost: Cost | None
-    remark: str | None = None
-
-    @classmethod
-    def of(
-        cls,
-        framework: Framework,
-        parallel: Parallel,
-        inputs: Inputs | str,
-        *,
-        method: str,
-        spent: Callable[[float], None],
-    ) -> Costs:
-        """Return the cost by the best method that can be had; `inputs` is a text that says why none were seen.
-
-        `spent` is told the CPU seconds of counting.
-        """
-        if method not in (FORMULA, SIX_N):
-            try:
-                return cls(_counted(framework, parallel, inputs, spent))
-            except NotCountedError as error:
-                why = f"the model could not be counted ({error})"
-        else:
-            why = ""
-        seen = None if isinstance(inputs, str) else inputs
-        cost = None if method == SIX_N else _by_formula(framework, parallel, seen)
-        cost = cost or _by_parameters(framework, parallel, seen)
-        return cls(cost, f"TFLOP/s and MFU are by {_WORDS[cost.method]}: {why}" if why else None)
-
-
-_WORDS: Final = {FORMULA: "the formula for its configuration", SIX_N: "6 FLOPs for each parameter and token"}
-
-
-def _counted(framework: Framework, parallel: Parallel, inputs: Inputs | str, spent: Callable[[float], None]) -> Cost:
-    if framework.name in _NOT_COUNTED:
-        raise NotCountedError(_NOT_COUNTED[framework.name])
-    if len(framework.chunks) > 1:
-        raise NotCountedError("this rank has several chunks of it")
-    if isinstance(inputs, str):
-        raise NotCountedError(inputs)
-    # The copy has its parameters whole, and of a pipeline this rank's stage.
-    flops = count(framework.module, inputs, spent=spent) / parallel.tensor
-    return _of_forward(COUNTED, flops, inputs)
-
-
-def _of_forward(method: str, flops: float, inputs: Inputs, *, chunks: int = 1) -> Cost:
-    """Return the cost of what `inputs` were part of; each of the chunks that share `flops` has a forward of its own."""
-    return Cost(
-        method=method,
-        per_token=flops / inputs.tokens if inputs.tokens else None,
-        per_sample=flops / inputs.samples if inputs.samples else None,
-        per_forward=flops / chunks,
-    )
+    `inputs` is None where no training forward of the whole model was seen. "formula" and "6n" as `method` allow only
+    this one.
+    """
+    convolution = convolution_in(framework.module)
+    if convolution is not None:
+        raise NoFormulaError(f"{convolution} is a convolution")
+    if has_two_sequences(framework.module):
+        raise NoFormulaError("an encoder and a decoder have tokens of their own")
+    if inputs is not None and not inputs.tokens and not inputs.are_embeddings:
+        raise NoFormulaError("its forward pass takes no tokens")
+    cost = None if method == SIX_N else _by_formula(framework, parallel, inputs)
+    if cost is not None:
+        return cost
+    if method == FORMULA:
+        seen = inputs is not None and inputs.tokens
+        raise NoFormulaError("its configuration names no decoder" if seen else "the length of a sequence is not known")
+    misfit = why_not_six_n(framework.module)
+    if misfit is not None:
+        raise NoFormulaError(misfit)
+    return _by_parameters(framework, parallel, inputs)
 
 
 def _by_formula(framework: Framework, parallel: Parallel, inputs: Inputs | None) -> Cost | None:
@@ -101,21 +63,29 @@ def _by_formula(framework: Framework, parallel: Parallel, inputs: Inputs | None)
         return None
     decoder, sizes = decoder_of(framework.module), sizes_of(framework.module)
     if decoder is not None:
-        per_token = decoder_flops_per_token(decoder, inputs.sequence) / parallel.ranks
-    elif {"layers", "hidden"} <= sizes.keys():
+        met = parameters_met(framework, parallel)
+        frozen = met.frozen / ((met.trained + met.frozen) or 1)
+        per_token = decoder_flops_per_token(decoder, inputs.sequence, frozen) / parallel.ranks
+    elif {"layers", "hidden"} <= sizes.keys() and why_not_six_n(framework.module) is None:
         met = parameters_met(framework, parallel)
         layers, hidden = sizes["layers"], sizes["hidden"]
         attended = parameter_and_attention_flops(0, 0, layers=layers, hidden=hidden, sequence=inputs.sequence)
         per_token = parameter_flops(met.trained, met.frozen) + attended / parallel.ranks
     else:
         return None
-    return _of_forward(FORMULA, per_token * inputs.tokens, inputs, chunks=len(framework.chunks))
+    return _of_forward(FORMULA, per_token, inputs, chunks=len(framework.chunks))
 
 
 def _by_parameters(framework: Framework, parallel: Parallel, inputs: Inputs | None) -> Cost:
     met = parameters_met(framework, parallel)
     per_token = parameter_flops(met.trained, met.frozen)
-    if inputs is None or not inputs.rows:
+    if inputs is None or not inputs.tokens:  # only steps that log their tokens have an amount
         return Cost(method=SIX_N, per_token=per_token)
-    made = _of_forward(SIX_N, per_token * inputs.rows, inputs, chunks=len(framework.chunks))
-    return replace(made, per_token=per_token)
+    return _of_forward(SIX_N, per_token, inputs, chunks=len(framework.chunks))
+
+
+def _of_forward(method: str, per_token: float, inputs: Inputs, *, chunks: int) -> Cost:
+    """Return the cost of a forward pass with `inputs`; each of the chunks of a rank has a forward pass of its own."""
+    flops = per_token * (inputs.tokens or 0)
+    per_sample = flops / inputs.samples if inputs.samples else None
+    return Cost(method=method, per_token=per_token, per_sample=per_sample, per_forward=flops / chunks)

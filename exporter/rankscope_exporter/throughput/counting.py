@@ -1,141 +1,205 @@
-"""FLOPs of one training forward and its backward, counted on a meta copy by the formulas of torch's own flop counter.
+"""Counts the FLOPs of one forward and backward pass of a model, where the user asks for it before training.
 
-`torch.utils.flop_counter.FlopCounterMode` itself would put hooks on all modules of the process while it counts, also
-on those that train, so its formulas are used from a mode of our own. Attention counts whole, masked or not.
+Nothing else in Rankscope runs code of the user: TFLOP/s and MFU use a number that is given, or a formula.
 """
 
 from __future__ import annotations
 
-import functools
-import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+import contextlib
+import importlib
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Final, Self
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
 
-from rankscope_exporter.throughput.bare_copy import bare_copy
+from rankscope_exporter.errors import CountError
+from rankscope_exporter.frameworks import framework_of
+from rankscope_exporter.frameworks.plain import Plain
+from rankscope_exporter.naming import plain_name
 from rankscope_exporter.throughput.captured import Inputs
-from rankscope_exporter.throughput.isolation import MOST_SECONDS, RefusedError, isolated, refuse_operation, unwatched
+from rankscope_exporter.throughput.restoring import restored
 
-_TORCHS_OWN: Final = frozenset({"aten", "prim", "prims", "profiler"})
-
-
-class NotCountedError(ValueError):
-    """The model cannot be counted; the text says why."""
+_WRAPPERS: Final = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
-def count(
-    model: nn.Module,
-    inputs: Inputs,
-    most_seconds: float = MOST_SECONDS,
-    spent: Callable[[float], None] = lambda _cpu_seconds: None,
-) -> float:
-    """Return the FLOPs of a forward and backward of `model`, which is only read. Raises NotCountedError.
+class FlopCount(float):
+    """FLOPs of one forward pass and its backward pass; a number, which knows for how many tokens and samples."""
 
-    Whatever is computed a second time for want of memory counts once. A model that checkpoints its activations
-    unconditionally is counted forward alone, the backward taken for twice of it. `spent` is told what that has cost.
+    tokens: int | None
+    """Token ids of the arguments; None where they have none."""
+    samples: int | None
+    unknown: tuple[str, ...]
+    """Operations that ran and are not in the count, because no formula for them is registered."""
+
+    def __new__(
+        cls, flops: float, tokens: int | None = None, samples: int | None = None, unknown: tuple[str, ...] = ()
+    ) -> Self:
+        """Return a number with its amounts."""
+        made = super().__new__(cls, flops)
+        made.tokens, made.samples, made.unknown = tokens, samples, unknown
+        return made
+
+    def per_token(self, tokens: int | None = None) -> float:
+        """Return the value for `throughput.flops_per_token`; without `tokens`, those of the arguments count.
+
+        Raises CountError where their number is not known.
+        """
+        return self._per("tokens", self.tokens if tokens is None else tokens)
+
+    def per_sample(self, samples: int | None = None) -> float:
+        """Return the value for `throughput.flops_per_sample`; without `samples`, those of the arguments count.
+
+        Raises CountError where their number is not known.
+        """
+        return self._per("samples", self.samples if samples is None else samples)
+
+    def _per(self, name: str, amount: int | None) -> float:
+        if amount is None or amount < 1:
+            raise CountError(f"the number of {name} is a whole number from 1 on, not {amount!r}: pass it")
+        return float(self) / amount
+
+
+def count_flops(model: nn.Module, /, *args: Any, **kwargs: Any) -> FlopCount:
+    """Run `model(*args, **kwargs)` and its backward pass once, and return the FLOPs that they needed.
+
+    Call it before `Monitor.attach()` and before the model is wrapped (DDP, FSDP, …), with a batch as in training:
+
+        counted = rankscope.count_flops(model, input_ids, labels=labels)
+        monitor = rankscope.Monitor({"throughput": {"flops_per_token": counted.per_token()}})
+
+    The result is a float; `per_token()` and `per_sample()` divide it for `flops_per_token` and `flops_per_sample`.
+    Operations count by the formulas of `torch.utils.flop_counter`, a multiplication with its addition as two FLOPs.
+    Frozen parameters need no gradients and count less; activations that are computed a second time to save memory do
+    not count. An operation without a formula, such as a custom kernel, is named in a warning and in `unknown`; a kernel
+    that does not pass torch's dispatcher is not seen at all. `register_flop_formula` of torch adds a formula.
+
+    The backward pass begins at `loss` if the output has one, otherwise at all outputs that need a gradient. A loss that
+    multiplies matrices outside of the model is not counted: pass a module that computes it. A model on the meta device
+    with inputs there is counted without memory and without computing anything.
+
+    Restored afterwards, also after an error: the random states of Python, numpy and torch (all devices in use), the
+    buffers, their values and which tensors they are, the gradients of the parameters, and the training mode of every
+    module. The model runs in training mode, without compilation, on copies of the tensors among the arguments.
+
+    Not restored, because nobody can know of it: lists, counters, queues, caches, files and other objects that the
+    forward pass changes outside of the model's buffers, plain attributes of modules, parameters that the forward pass
+    itself changes, generators other than the default ones, and what hooks of others do.
+
+    Raises CountError for a model that is wrapped, divided, monitored or communicates with other ranks, that has lazy
+    parameters or hooks which update it in the backward pass, or without an output that needs a gradient. Errors of the
+    model pass through.
     """
-    if _hooks_of_all_modules():
-        raise NotCountedError("the process has hooks on all modules")
-    reasons: list[str] = []
-    for whole, training in ((True, True), (True, False), (False, True)):
-        try:
-            attempt = functools.partial(_isolated, model, inputs, most_seconds, whole=whole, training=training)
-            return _alone(attempt, spent)
-        except (Exception, RefusedError) as error:  # noqa: BLE001 - the user's own code, on tensors without numbers
-            reasons.append(_sentence(error))
-    raise NotCountedError(reasons[0])
+    _check(model)
+    counter = _counter()
+    with restored(model), _without_compilation(), torch.inference_mode(mode=False), torch.enable_grad():
+        if not model.training:
+            model.train()
+        own_args, own_kwargs = pytree.tree_map(_copy, (args, kwargs))
+        with counter:
+            ends = [tensor for tensor in _ends(model(*own_args, **own_kwargs)) if tensor.requires_grad]
+            if not ends:
+                raise CountError("no output of the model needs a gradient, so there is no backward pass to count")
+            counter.in_backward = True
+            torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+    if counter.unknown:
+        warnings.warn(
+            f"rankscope.count_flops: no formula for {', '.join(counter.unknown)}, whose FLOPs are missing: register "
+            "one with torch.utils.flop_counter.register_flop_formula",
+            stacklevel=2,
+        )
+    inputs = Inputs.of(args, kwargs)
+    return FlopCount(counter.flops, inputs.tokens, inputs.samples, counter.unknown)
 
 
-def _alone(function: Callable[[], float], spent: Callable[[float], None]) -> float:
-    """Return what `function` returns on a thread of its own: what a failure leaves of a mode goes with the thread."""
-    with ThreadPoolExecutor(1, thread_name_prefix="rankscope-flops") as pool:
-        try:
-            return pool.submit(function).result()
-        finally:
-            spent(pool.submit(time.thread_time).result())
+def _check(model: Any) -> None:
+    """Raise CountError for a model that cannot be counted, or not without an effect on training."""
+    if not isinstance(model, nn.Module):
+        raise CountError(f"count_flops takes a torch.nn.Module and its arguments, not a {type(model).__name__}")
+    if type(torch.empty(0)) is not torch.Tensor:
+        raise CountError("a mode such as FakeTensorMode is active: leave it, and count a model on the meta device")
+    if not isinstance(framework_of(model), Plain) or any(isinstance(module, _WRAPPERS) for module in model.modules()):
+        raise CountError(
+            "the model is wrapped or divided, and its passes communicate: count it before that on one rank, on the "
+            "meta device if it is too large"
+        )
+    lazy = next((name for name, tensor in _tensors_of(model) if is_lazy(tensor)), None)
+    if lazy is not None:
+        raise CountError(f"{plain_name(lazy)} has no shape yet: run a forward pass before count_flops()")
+    after_gradient = {name: _hooks_after_gradient(parameter) for name, parameter in model.named_parameters()}
+    before_forward = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]  # noqa: SLF001 - torch has no list of hooks
+    if any(_is_ours(hook) for hooks in (before_forward, *after_gradient.values()) for hook in hooks):
+        raise CountError("the model is monitored, and its steps would be counted: call count_flops() before attach()")
+    hooked = next((name for name, hooks in after_gradient.items() if hooks), None)
+    if hooked is not None:
+        raise CountError(
+            f"{plain_name(hooked)} has a hook that runs when its gradient is complete, as an optimizer in the backward "
+            "pass has: call count_flops() before it is registered"
+        )
 
 
-def _isolated(model: nn.Module, inputs: Inputs, most_seconds: float, *, whole: bool, training: bool) -> float:
-    with isolated(model, most_seconds):
-        return _counted(model, inputs, whole=whole, training=training)
+def _hooks_after_gradient(parameter: nn.Parameter) -> list[Any]:
+    hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - as above
+    return [] if hooks is None else list(hooks.values())
 
 
-def _counted(model: nn.Module, inputs: Inputs, *, whole: bool, training: bool) -> float:
-    copied = bare_copy(model)
-    if not training:
-        copied.eval()  # where models leave out what is random, and what is computed a second time
-    args, kwargs = inputs.made()
-    counter = _Counter()
-    with torch.set_grad_enabled(whole), counter:
-        output = copied(*args, **kwargs)
-        if not whole:
-            return 3.0 * counter.flops
-        ends = [tensor for tensor in _ends(output) if tensor.requires_grad]
-        if not ends:
-            raise NotCountedError("its outputs have no gradient")
-        torch.autograd.backward(ends, [torch.empty_like(end) for end in ends])
-    return counter.flops
+def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
-class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
-    """Adds up what each operation costs; one that is no operation of torch's must have a formula."""
+def _is_ours(hook: Any) -> bool:
+    own = __name__.partition(".")[0]
+    return any(str(getattr(item, "__module__", "")).partition(".")[0] == own for item in (hook, type(hook)))
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
-        self.flops = 0.0
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        refuse_operation(func, args, kwargs)
-        with unwatched():
-            return self._run(func, args, kwargs)
+def _counter() -> Any:
+    # torch's formulas take a fifth of a second to import, and most programs never count.
+    operations = importlib.import_module("rankscope_exporter.throughput.operations")
+    dist = torch.distributed
+    in_group = dist.is_available() and dist.is_initialized()
+    return operations.OperationCounter(alone=not in_group or dist.get_world_size() == 1)
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        formula = flop_registry.get(func._overloadpacket)  # noqa: SLF001 - the key of torch's registry
-        if formula is None:
-            with self:
-                simpler = func.decompose(*args, **kwargs)
-            if simpler is not NotImplemented:
-                return simpler
-            if func.namespace not in _TORCHS_OWN:
-                raise RefusedError(f"nobody says what {func} costs")
-        out = func(*args, **kwargs)
-        if formula is not None:
-            self.flops += formula(*args, **kwargs, out_val=out)
-        return out
+
+@contextlib.contextmanager
+def _without_compilation() -> Iterator[None]:
+    """Run compiled code as it is written within the block, so that each of its operations is seen."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to import it takes seconds
+        yield
+    else:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+
+
+def _copy(value: Any) -> Any:
+    """Return a copy of a tensor that needs a gradient where it does, and belongs to no graph; others as they are."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)
 
 
 def _ends(output: Any) -> Iterator[torch.Tensor]:
-    """Yield where a backward begins: at a loss if the model has one, else at all that it returns."""
+    """Yield the tensors at which the backward pass begins: the loss if there is one, otherwise all."""
     if isinstance(output, torch.Tensor):
         yield output
-    elif isinstance(output, Mapping):
-        loss = output.get("loss")
-        for item in output.values() if loss is None else (loss,):
-            yield from _ends(item)
     elif isinstance(output, list | tuple):
         for item in output:
             yield from _ends(item)
+    else:
+        named = _named(output)
+        loss = named.get("loss")
+        for item in named.values() if loss is None else (loss,):
+            yield from _ends(item)
 
 
-def _hooks_of_all_modules() -> bool:
-    module = nn.modules.module
-    names = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
-    return any(getattr(module, name, None) for name in (*names, "_global_backward_pre_hooks"))
-
-
-def _sentence(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    told = text if isinstance(error, ValueError | RefusedError) else f"{type(error).__name__}: {text}"
-    return told if len(told) <= 200 else f"{told[:200]}…"
+def _named(output: Any) -> Mapping[str, Any]:
+    if isinstance(output, Mapping):
+        return output
+    if is_dataclass(output):
+        return {field.name: getattr(output, field.name) for field in fields(output)}
+    return {}

@@ -37,11 +37,12 @@ class Decoder:
     """Width of what every token goes through beside the experts."""
 
 
-def decoder_flops_per_token(decoder: Decoder, sequence: int) -> float:
-    """Return the FLOPs of a token in a sequence of so many: Megatron's formula, also for grouped queries and experts.
+def decoder_flops_per_token(decoder: Decoder, sequence: int, frozen: float = 0) -> float:
+    """Return the FLOPs of one token by Megatron's formula, extended to grouped queries, gated MLPs and experts.
 
-    With as many key heads as query heads and an MLP four times as wide as the model this is, for B sequences of s
-    tokens, 72 B s l h² (1 + s/6h + V/12lh).
+    `sequence` is the number of tokens in one sequence; `frozen` is the share of the weights, from 0 to 1, for which
+    the backward pass computes no gradient. With as many key heads as query heads, an MLP four times as wide as the
+    model and no frozen weights, B sequences of s tokens need 72 B s l h² (1 + s/6h + V/12lh) FLOPs.
     """
     hidden, queries = decoder.hidden, decoder.heads * decoder.head_width
     keys = decoder.kv_heads * decoder.head_width
@@ -49,9 +50,9 @@ def decoder_flops_per_token(decoder: Decoder, sequence: int) -> float:
     scores = 2 * sequence * queries
     matrices = 3 if decoder.gated else 2
     width = decoder.feed_forward * decoder.active_experts + decoder.shared_feed_forward
-    layer = projections + scores + matrices * hidden * width + hidden * decoder.experts
-    multiplications = decoder.layers * layer + hidden * decoder.vocabulary
-    return float(TRAINING * FLOPS_PER_MULTIPLICATION * multiplications)
+    layer = projections + matrices * hidden * width + hidden * decoder.experts
+    weights = decoder.layers * layer + hidden * decoder.vocabulary
+    return FLOPS_PER_MULTIPLICATION * ((TRAINING - frozen) * weights + TRAINING * decoder.layers * scores)
 
 
 def parameter_flops(trained: float, frozen: float = 0) -> float:

@@ -1,7 +1,8 @@
 """TFLOP/s of this rank's device and their share of its peak, for each step that was timed; off the training thread.
 
-What a step costs is what one token, sample or forward costs, times how many the step had. Recomputed activations do not
-count: this is MFU, not the use of the hardware. Nothing is published where an amount, or a peak, is not known.
+The cost of a step is the cost of one token, sample or forward pass, times their number in the step. It is given or
+follows from a formula: no code of the user runs for it. Recomputed activations do not count: this is MFU, not the use
+of the hardware. Nothing is published where an amount, a cost or a peak is not known.
 """
 
 from __future__ import annotations
@@ -22,11 +23,21 @@ from rankscope_exporter.moments import Cause, Follower
 from rankscope_exporter.record import Scalar
 from rankscope_exporter.throughput.captured import Inputs
 from rankscope_exporter.throughput.config import ThroughputConfig
-from rankscope_exporter.throughput.costs import Cost, Costs
+from rankscope_exporter.throughput.costs import Cost, NoFormulaError, cost_of
 from rankscope_exporter.throughput.parameters import Parallel, compute_dtype, multiplies_in_tf32
 from rankscope_exporter.throughput.peaks import peak_tflops
 
 GIVEN: Final = "given"
+
+_COUNT: Final = (
+    "call rankscope.count_flops() before attach() and set throughput.flops_per_token or throughput.flops_per_sample to "
+    "the result, or set throughput.method to 'off'"
+)
+_LOG_GIVEN: Final = "call monitor.log(tokens=…) or monitor.log(samples=…), by which the given number is multiplied"
+_LOG: Final = (
+    "call monitor.log(tokens=…) at each step, or set throughput.flops_per_sample to a result of "
+    "rankscope.count_flops() and call monitor.log(samples=…)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,41 +64,43 @@ class Throughput(Follower):
         *,
         device: torch.device,
         tell: Callable[[str], None],
+        mention: Callable[[str], None] = lambda _message: None,
+        is_first: bool = True,
     ) -> None:
+        """Take the parts that the cost of a step depends on.
+
+        `tell` writes an event and a line on the console, `mention` the line alone. `is_first` is true on rank 0.
+        """
         self._framework = framework
         self._config = config
         self._parallel = replace(parallel, ranks=config.model_parallel or parallel.ranks)
         self._device = device
         self._tell = tell
+        self._mention = mention
+        self._reports_absence = is_first or parallel.pipeline > 1  # otherwise the reason is the same on all ranks
         self._inputs: Inputs | None = None
-        self._unseen = "no training forward of the whole model was seen"
-        self._costs: Costs | None = None
+        self._cost: Cost | None = None
+        self._cost_is_known = False
+        self._absence = f"the step logs no tokens, and its forward pass does not show their number; {_LOG}"
+        self._has_reported = False
         self._peak: float | None = config.peak_tflops
         self._peak_is_known = self._peak is not None
-        self.cpu_seconds = 0.0
-        """CPU time of counting, which has a thread of its own."""
         self._forwards = 0
         self._work = Work(0, ())
 
     def install(self, hooking: Hooking) -> None:
-        """Have a look at the arguments of the first training forward."""
+        """Read the shapes of the arguments of the first training forward."""
         if self._config.method == "off" or self._framework.announced is not None:
             return
 
         def look(_module: torch.nn.Module, args: Any, kwargs: Any) -> None:
             if self._framework.module.training and torch.is_grad_enabled():
                 handle.remove()
-                self._see(args, kwargs)
+                self._inputs = Inputs.of(args, kwargs, _autocast(self._device))
 
         hook = hooking.always("the shapes of a forward", look)
         handle = self._framework.model.register_forward_pre_hook(hook, with_kwargs=True)
         hooking.keep(handle)
-
-    def _see(self, args: Any, kwargs: Any) -> None:
-        try:
-            self._inputs = Inputs.of(args, kwargs, _autocast(self._device))
-        except ValueError as error:
-            self._unseen = str(error)
 
     # On the training thread.
 
@@ -133,28 +146,31 @@ class Throughput(Follower):
             return config.flops_per_sample * samples / ranks, GIVEN
         if config.method == GIVEN or (tokens is None and samples is None and not work.forwards):
             return None
-        costs = self._known_costs()
-        flops = None if costs.cost is None else _flops_of(costs.cost, work.forwards, tokens, samples)
-        if costs.cost is None or flops is None:
+        self._find_cost()
+        flops = None if self._cost is None else _flops_of(self._cost, work.forwards, tokens, samples)
+        if self._cost is None or flops is None:
+            self._report_absence(is_expected=tokens is not None or samples is not None)
             return None
-        if costs.remark and (tokens is not None or samples is not None):  # to whoever has asked by logging an amount
-            self._costs = replace(costs, remark=None)
-            self._tell(costs.remark)
-        return flops, costs.cost.method
+        return flops, self._cost.method
 
-    def _known_costs(self) -> Costs:
-        if self._costs is None:
-            self._costs = Costs.of(
-                self._framework,
-                self._parallel,
-                self._unseen if self._inputs is None else self._inputs,
-                method=self._config.method,
-                spent=self._count_took,
-            )
-        return self._costs
+    def _find_cost(self) -> None:
+        if self._cost_is_known:
+            return
+        self._cost_is_known = True
+        try:
+            self._cost = cost_of(self._framework, self._parallel, self._inputs, self._config.method)
+        except NoFormulaError as error:
+            given = self._config.flops_per_token or self._config.flops_per_sample
+            self._absence = f"no formula fits the model ({error}); {_LOG_GIVEN if given else _COUNT}"
 
-    def _count_took(self, cpu_seconds: float) -> None:
-        self.cpu_seconds += cpu_seconds
+    def _report_absence(self, *, is_expected: bool) -> None:
+        """Report once why there are no numbers; as an event too, where the script or the machine lets expect them."""
+        if self._has_reported or not self._reports_absence:
+            return
+        self._has_reported = True
+        is_expected = is_expected or self._device.type != "cpu" or self._config != ThroughputConfig()
+        report = self._tell if is_expected else self._mention
+        report(f"TFLOP/s and MFU are absent: {self._absence}")
 
     def _known_peak(self) -> float | None:
         if not self._peak_is_known:

@@ -23,6 +23,8 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
     "shared_width": ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
 }
 _GATES: Final = ("gate_proj", "gate_up_proj", "w3")
+_HUGGING_FACE: Final = "model_type"
+"""Every configuration of Hugging Face has it; the same one serves models with an output layer and without."""
 
 
 def sizes_of(module: nn.Module) -> dict[str, int]:
@@ -38,7 +40,11 @@ def sizes_of(module: nn.Module) -> dict[str, int]:
 
 
 def decoder_of(module: nn.Module) -> Decoder | None:
-    """Return the decoder that the configuration of `module` describes; None where it names too little."""
+    """Return the decoder that the configuration of `module` describes; None where it names too little.
+
+    An encoder of tokens counts as a decoder: no mask makes attention cheaper here. The vocabulary is 0 where a model of
+    Hugging Face has no output layer, for example a classifier of sequences.
+    """
     sizes = sizes_of(module)
     if not {"layers", "hidden", "heads", "vocabulary"} <= sizes.keys():
         return None
@@ -53,11 +59,22 @@ def decoder_of(module: nn.Module) -> Decoder | None:
         head_width=sizes.get("head_width", hidden // heads),
         feed_forward=sizes.get("expert_width", dense) if experts else dense,
         gated=_is_gated(module),
-        vocabulary=sizes["vocabulary"],
+        vocabulary=sizes["vocabulary"] if _has_output_layer(module, sizes["vocabulary"]) else 0,
         active_experts=sizes.get("active_experts", 1) if experts else 1,
         experts=experts,
         shared_feed_forward=sizes.get("shared_width", 0),
     )
+
+
+def has_two_sequences(module: nn.Module) -> bool:
+    """Return whether the configuration describes an encoder and a decoder, each with tokens of its own."""
+    return getattr(_config(module), "is_encoder_decoder", False) is True
+
+
+def _has_output_layer(module: nn.Module, vocabulary: int) -> bool:
+    if not isinstance(getattr(_config(module), _HUGGING_FACE, None), str):
+        return True
+    return any(vars(child).get("out_features") == vocabulary for child in module.modules())
 
 
 def _config(module: nn.Module) -> Any:
@@ -75,4 +92,6 @@ def _is_gated(module: nn.Module) -> bool:
     told = getattr(_config(module), "gated_linear_unit", None)
     if isinstance(told, bool):
         return told
-    return any(name.rpartition(".")[2] in _GATES for name, _ in module.named_modules())
+    # Experts that are computed together have their matrices as parameters of one module.
+    named = (*module.named_modules(), *module.named_parameters())
+    return any(name.rpartition(".")[2] in _GATES for name, _ in named)

@@ -1,4 +1,8 @@
-"""What the parameters of a model say of its arithmetic: how many a token meets, in which type, on how many ranks."""
+"""Facts about the parameters of a model that FLOP formulas need: how many a token meets, in which type, on which ranks.
+
+Parameters are read from the modules' own tables: a parametrized weight is a property, and reading it would run code of
+the user that may change buffers.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,12 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from rankscope_exporter.frameworks import Framework
 from rankscope_exporter.frameworks.loaded import loaded
 from rankscope_exporter.identity import place_in
-from rankscope_exporter.naming import named_parameters
-from rankscope_exporter.throughput.bare_copy import whole_shape
+from rankscope_exporter.naming import named_parameters, plain_name
 from rankscope_exporter.throughput.model_shape import sizes_of
 
 _LOCAL: Final = frozenset({"megatron"})
@@ -73,34 +77,62 @@ def parameters_met(framework: Framework, parallel: Parallel) -> Met:
     sizes = sizes_of(module)
     share = min(1.0, sizes["active_experts"] / sizes["experts"]) if {"active_experts", "experts"} <= sizes.keys() else 1
     counts = [0.0, 0.0]
-    flat = [*_flat(framework.model)]
-    for name, parameter in flat or _met_alone(module):
-        part = share if ".experts." in f".{name}." else 1
-        counts[not parameter.requires_grad] += part * _elements(parameter)
+    for name, elements, is_frozen in [*_of_flat_parameters(framework.model)] or _multiplied(module):
+        counts[is_frozen] += (share if ".experts." in f".{name}." else 1) * elements
     ranks = 1 if framework.name in _LOCAL else parallel.tensor
     return Met(counts[0] / ranks, counts[1] / ranks)
 
 
-def _flat(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield FSDP1's flat parameters, which stand for all that its modules show shards of."""
-    for child in module.modules():
-        flat = getattr(getattr(child, "_handle", None), "flat_param", None)
-        if isinstance(flat, torch.Tensor) and hasattr(flat, "_unpadded_unsharded_size"):
-            yield "", flat
+def _of_flat_parameters(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
+    """Yield name and whole size of the parameters that FSDP1 holds in flat ones, and whether they are frozen."""
+    for child in model.modules():
+        flat = getattr(vars(child).get("_handle"), "flat_param", None)
+        if flat is None or not hasattr(flat, "_param_infos"):
+            continue
+        tied = {(id(shared.prim_module), shared.prim_param_name) for shared in flat._shared_param_infos}  # noqa: SLF001 - FSDP1 has no public way
+        for info, shape in zip(flat._param_infos, flat._shapes, strict=True):  # noqa: SLF001 - as above
+            if not isinstance(info.module, nn.Embedding) or (id(info.module), info.param_name) in tied:
+                yield f"{info.module_name}.{info.param_name}", shape.numel(), not flat.requires_grad
 
 
-def _met_alone(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters that are multiplied, not looked up."""
-    tables = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
+def _multiplied(module: nn.Module) -> Iterator[tuple[str, int, bool]]:
+    """Yield the same of the parameters that are multiplied, not looked up."""
+    tables = {
+        id(parameter)
+        for child in module.modules()
+        if isinstance(child, nn.Embedding)
+        for parameter in child.parameters()
+    }
     for named in named_parameters(module):
         # A table that is tied to the last layer is multiplied there, as its other name tells.
         if id(named.parameter) not in tables or named.aliases:
-            yield named.name, named.parameter
+            yield named.name, whole_shape(named.parameter).numel(), not named.parameter.requires_grad
 
 
-def _elements(parameter: torch.Tensor) -> int:
-    flat = getattr(parameter, "_unpadded_unsharded_size", None)
-    return int(flat.numel() if flat is not None else whole_shape(parameter).numel())
+def why_not_six_n(module: nn.Module) -> str | None:
+    """Return why a token does not meet each parameter of `module` once, so that 6 N is wrong; None where it may."""
+    sizes = sizes_of(module)
+    for name, child in module.named_modules():
+        if isinstance(child, nn.EmbeddingBag):
+            return f"{plain_name(name)} makes one row of many tokens"
+    for named in named_parameters(module):
+        shape = [size for size in whole_shape(named.parameter) if size > 1]
+        if ".experts." in f".{named.name}.":
+            if not {"active_experts", "experts"} <= sizes.keys():
+                return f"no configuration says how many experts a token is sent to ({named.name})"
+        elif len(shape) > 2:  # neither a matrix nor a vector: kernels of a convolution, or experts
+            return f"{named.name} has {len(shape)} dimensions"
+    return None
+
+
+def convolution_in(module: nn.Module) -> str | None:
+    """Return the name of a convolution in `module`; None where there is none."""
+    return next((plain_name(name) for name, child in module.named_modules() if isinstance(child, _ConvNd)), None)
+
+
+def whole_shape(parameter: torch.Tensor) -> torch.Size:
+    """Return the shape of a parameter over all ranks that hold shards of it, as far as the tensor knows it."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def compute_dtype(framework: Framework, autocast: torch.dtype | None) -> torch.dtype:

@@ -47,7 +47,9 @@ class Incident:
     is_settled: bool = False
     is_muted: bool = False
     is_last_before_mute: bool = False
-    lines: tuple[str, ...] = ()  # what the message says beyond the first cause: which ranks wait where
+    cause: str | None = None  # the evidence against the rank, or why none is singled out
+    reports: tuple[str, ...] = ()  # the last step and report of each rank, where no rank is singled out
+    lines: tuple[str, ...] = ()  # which ranks wait where
     fixed_key: str | None = None  # set when it settles, so that a later first cause does not rename it
 
     @property
@@ -93,7 +95,11 @@ class IncidentBook:
         if any(incident.attempt_key == key and self._belongs(symptom, incident) for incident in self._over):
             return None
         incident = Incident(
-            first=symptom, severity=symptom.severity, opened_at=now, last_step=symptom.step, ranks={symptom.rank}
+            first=symptom,
+            severity=symptom.severity,
+            opened_at=now,
+            last_step=symptom.step,
+            ranks=set() if symptom.rank is None else {symptom.rank},
         )
         incident.events = symptom.events
         incidents.append(incident)
@@ -177,7 +183,8 @@ def _is_worse(symptom: Symptom, incident: Incident) -> bool:
 
 def _join(incident: Incident, symptom: Symptom) -> None:
     incident.events += symptom.events
-    incident.ranks.add(symptom.rank)
+    if symptom.rank is not None:
+        incident.ranks.add(symptom.rank)
     if symptom.step is not None:
         incident.last_step = symptom.step if incident.last_step is None else max(incident.last_step, symptom.step)
     if not incident.is_settled and symptom.causal < incident.first.causal:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 from rankscope_contract.events import Severity
+from rankscope_contract.standing import ranks_text
 from rankscope_ingest.alerting.incidents import Incident
 from rankscope_ingest.alerting.symptoms import Symptom
 from rankscope_ingest.lifecycle.lives import AttemptKey
@@ -35,16 +37,17 @@ def message(incident: Incident, *, again: bool = False) -> Message:
         *_line("baseline", first.baseline),
         *_line("threshold", first.threshold),
         *_line("said", first.message),
+        *_line("cause", incident.cause),
+        *_section("last reports", incident.reports),
+        *_section("where", incident.lines),
     ]
-    if incident.lines:
-        lines += ["where:", *(f"  {line}" for line in incident.lines)]
     if first.rule == RUN_STALLED:
         lines.append(f"look closer: rankscope stacks {first.run}")
     elif first.rule == RUN_FAILED:
         lines.append(f"look closer: rankscope summary {first.run}")
     else:
-        ranks = ", ".join(map(str, sorted(incident.ranks)))
-        lines.append(f"so far: {incident.events} anomaly events on rank {ranks}")
+        where = f" on {ranks_text(sorted(incident.ranks))}" if incident.ranks else ""
+        lines.append(f"so far: {incident.events} anomaly events{where}")
         lines.append(f"look closer: rankscope anomalies {first.run}")
     lines.append(f"incident: {incident.key}")
     lines += [AGAIN] if again else []
@@ -57,10 +60,25 @@ def message(incident: Incident, *, again: bool = False) -> Message:
     )
 
 
-def run_failed(*, run: str, attempt: int, rank: int, step: int | None, reason: str, opened_at: float) -> Incident:
-    """Return the incident that an attempt failed; its key does not depend on when or how that was found."""
+def run_failed(
+    *,
+    run: str,
+    attempt: int,
+    rank: int | None,
+    step: int | None,
+    reason: str,
+    cause: str,
+    reports: tuple[str, ...],
+    opened_at: float,
+) -> Incident:
+    """Return the incident that an attempt failed; its key does not depend on when or how that was found.
+
+    `rank` is the one that failed first, None where it is unknown; `cause` is the evidence for either.
+    """
     first = _of_a_run(RUN_FAILED, (run, attempt), rank, step, reason)
-    return _settled(first, failure_key(run, attempt), opened_at)
+    incident = _settled(first, failure_key(run, attempt), opened_at)
+    incident.cause, incident.reports = cause, reports
+    return incident
 
 
 def goes_on(incident: Incident) -> Message:
@@ -79,18 +97,25 @@ def run_stalled(
     *,
     run: str,
     attempt: int,
-    rank: int,
+    rank: int | None,
     step: int | None,
     reason: str,
+    cause: str,
+    reports: tuple[str, ...],
     lines: tuple[str, ...],
     opened_at: float,
 ) -> Incident:
-    """Return the incident that an attempt stands still, `rank` being the first of those that the others wait for."""
+    """Return the incident that an attempt stands still.
+
+    `rank` is the one that the others wait for, None where it is unknown; `cause` is the evidence for either.
+    """
     first = _of_a_run(RUN_STALLED, (run, attempt), rank, step, reason)
-    return _settled(first, f"{RUN_STALLED}:{attempt}:{step}:{run}", opened_at, lines)
+    incident = _settled(first, f"{RUN_STALLED}:{attempt}:{step}:{run}", opened_at)
+    incident.cause, incident.reports, incident.lines = cause, reports, lines
+    return incident
 
 
-def _of_a_run(rule: str, key: AttemptKey, rank: int, step: int | None, reason: str) -> Symptom:
+def _of_a_run(rule: str, key: AttemptKey, rank: int | None, step: int | None, reason: str) -> Symptom:
     run, attempt = key
     return Symptom(
         run=run,
@@ -104,16 +129,15 @@ def _of_a_run(rule: str, key: AttemptKey, rank: int, step: int | None, reason: s
     )
 
 
-def _settled(first: Symptom, key: str, opened_at: float, lines: tuple[str, ...] = ()) -> Incident:
-    """Return an incident that needs nothing to be waited for."""
+def _settled(first: Symptom, key: str, opened_at: float) -> Incident:
+    """Return an incident that is complete from the start."""
     return Incident(
         first=first,
         severity=first.severity,
         opened_at=opened_at,
         last_step=first.step,
         events=1,
-        ranks={first.rank},
-        lines=lines,
+        ranks=set() if first.rank is None else {first.rank},
         is_settled=True,
         fixed_key=key,
     )
@@ -122,6 +146,11 @@ def _settled(first: Symptom, key: str, opened_at: float, lines: tuple[str, ...] 
 def failure_key(run: str, attempt: int) -> str:
     """Return what identifies the failure of an attempt."""
     return f"{RUN_FAILED}:{attempt}:{run}"
+
+
+def _section(label: str, lines: Iterable[str]) -> list[str]:
+    indented = [f"  {line}" for line in lines]
+    return [f"{label}:", *indented] if indented else []
 
 
 def _line(label: str, value: object) -> list[str]:

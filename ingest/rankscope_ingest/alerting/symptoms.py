@@ -25,7 +25,7 @@ class Symptom:
 
     run: str
     attempt: int
-    rank: int
+    rank: int | None  # None where nothing singles out one rank
     step: int | None
     severity: str  # the worst at this step
     causal: tuple[float, ...]
@@ -42,8 +42,8 @@ class Symptom:
 
     @property
     def who(self) -> str:
-        """Return the ranks to name."""
-        return self.ranks or f"rank {self.rank}"
+        """Return the ranks to name: `rank 3`, `ranks 0-1`, or `rank unknown`."""
+        return self.ranks or f"rank {'unknown' if self.rank is None else self.rank}"
 
     @property
     def urgency(self) -> int:

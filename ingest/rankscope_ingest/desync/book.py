@@ -55,6 +55,11 @@ class Apart:
         wrong = self.camps[1:] if self.has_majority else self.camps
         return tuple(sorted(rank for _, ranks in wrong for rank in ranks))
 
+    @property
+    def rank(self) -> int | None:
+        """Return the one rank that disagrees with all others; None where it is not one alone."""
+        return self.ranks[0] if len(self.ranks) == 1 else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Again:

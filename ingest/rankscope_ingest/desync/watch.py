@@ -56,7 +56,7 @@ class ReplicaWatch:
             found = sorted((item for item in news.apart if item.attempt_key == key), key=_causal)
             for item in found[:MOST_EVENTS]:
                 self._add(apart_row(item, self._stamp()))
-                self._metrics.fired(key[0], item.ranks[0], {(REPLICA_DESYNC, item.kind): 1})
+                self._metrics.fired(key[0], item.rank, {(REPLICA_DESYNC, item.kind): 1})
             if key in news.opened and self._incidents.observe(_symptom(found), now) is not None:
                 self._urge(key[0])
 
@@ -64,7 +64,7 @@ class ReplicaWatch:
 def apart_row(item: Apart, stamp: Stamp) -> Row:
     """Return the event that a tensor is not the same on its replicas."""
     return _columns(item, stamp) | {
-        "rank": item.ranks[0],
+        "rank": item.rank,
         "type": EventType.ANOMALY,
         "severity": Severity.CRITICAL,
         "op": "hash",
@@ -112,7 +112,7 @@ def _symptom(found: Sequence[Apart]) -> Symptom:
     return Symptom(
         run=run,
         attempt=attempt,
-        rank=first.ranks[0],
+        rank=first.rank,
         step=first.step,
         severity=Severity.CRITICAL,
         causal=_causal(first),

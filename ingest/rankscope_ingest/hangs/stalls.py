@@ -1,25 +1,27 @@
-"""Attempts that stand still: which ranks wait where, told once when enough of them have said so, and once at its end.
+"""Attempts that stand still: which rank holds up the others, if reports single one out, and where all of them stand.
 
-An attempt stands still when it is judged stalled, or when a rank says that its training hangs. What the ranks say comes
-as events of their records, by themselves or because the service asked them. Pure, the clock is an argument.
+An attempt stands still when it is judged stalled, or when a rank reports that its training hangs. The reports come as
+events of the ranks' records, by themselves or because the service asked for them. Pure, the clock is an argument.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rankscope_contract.blame import RankFacts, single_out
 from rankscope_contract.collective_calls import sentences, sites_of
 from rankscope_contract.events import EventType, RunState
 from rankscope_contract.stacks import FlightRecord, StackDump
-from rankscope_contract.standing import Standing, grouped
+from rankscope_contract.standing import Standing, grouped, ranks_text
 from rankscope_ingest.alerting.details import parse_details
 from rankscope_ingest.alerting.incidents import Incident
 from rankscope_ingest.alerting.messages import run_stalled
+from rankscope_ingest.lifecycle.last_reports import last_reports
 from rankscope_ingest.lifecycle.lives import Attempt, AttemptKey
 
 WAIT_SECONDS: Final = 10.0
@@ -31,15 +33,28 @@ QUIET_SECONDS: Final = 2.0
 _TYPES: Final = pa.array([EventType.HANG, EventType.STACKS, EventType.FLIGHT_RECORD])
 
 
+MOST_PLACES: Final = 12
+"""Places of ranks in a message, the ones that others may wait for first, and reasons why ranks gave no stacks."""
+
+
 @dataclass(slots=True)
 class Report:
-    """What one rank has said of where it stands, the latest of each."""
+    """The latest reports of one rank on where it stands. Times are those of their arrival."""
 
-    at: float  # when the last of it arrived
+    at: float  # of the last one
     stacks: StackDump | None = None
+    stacks_at: float = 0.0
     flight: FlightRecord | None = None
-    hangs: str | None = None  # its own words, while it gives no sign of training
+    flight_at: float = 0.0
+    hangs: str | None = None  # the message of its own hang event, until training goes on
+    hangs_since: float = 0.0
     refusal: str | None = None  # why it gave no stacks when it was asked
+
+    def since(self, moment: float) -> Report:
+        """Return the report without stacks and flight record from before `moment`, or before the rank's own hang."""
+        earliest = min(moment, self.hangs_since) if self.hangs else moment
+        stacks = self.stacks if self.stacks_at >= earliest else None
+        return replace(self, stacks=stacks, flight=self.flight if self.flight_at >= earliest else None)
 
 
 @dataclass(slots=True)
@@ -71,13 +86,13 @@ class StallBook:
             self._stalls[incident.attempt_key] = Stall(incident.opened_at, incident.opened_at, True, incident)
 
     def heard(self, key: AttemptKey, rank: int, events: pa.Table | None, now: float) -> None:
-        """Take what the events of one body, all of one rank, say of where it stands."""
+        """Take the events of one body, all of one rank, that tell where it stands."""
         if events is None:
             return
         for row in events.filter(pc.is_in(events["type"], _TYPES)).select(["type", "message", "details"]).to_pylist():
             report = self._reports.setdefault(key, {}).setdefault(rank, Report(now))
             report.at = now
-            _note(report, row)
+            _note(report, row, now)
 
     def refused(self, key: AttemptKey, rank: int, why: str, now: float) -> None:
         """Note that a rank that was asked gave no stacks."""
@@ -133,9 +148,9 @@ class StallBook:
             news.due.append(stall.told)
 
     def _reports_since(self, key: AttemptKey, since: float) -> dict[int, Report]:
-        """Return what was said of this standstill; a rank that hangs may do so while others still make steps."""
+        """Return the reports of this standstill; a rank may hang while others still make steps."""
         known = self._reports.get(key, {}).items()
-        return {number: report for number, report in known if report.at >= since or report.hangs}
+        return {number: report.since(since) for number, report in known if report.at >= since or report.hangs}
 
 
 def _went_on(attempt: Attempt, told: Incident) -> bool:
@@ -144,37 +159,76 @@ def _went_on(attempt: Attempt, told: Incident) -> bool:
     return further or not attempt.has_ended
 
 
-def _note(report: Report, row: Mapping[str, Any]) -> None:
+def _note(report: Report, row: Mapping[str, Any], now: float) -> None:
     details = parse_details(row["details"])
     try:
         if row["type"] == EventType.STACKS:
-            report.stacks, report.refusal = StackDump.of(details), None
+            report.stacks, report.stacks_at, report.refusal = StackDump.of(details), now, None
         elif row["type"] == EventType.FLIGHT_RECORD:
-            report.flight = FlightRecord.of(details)
+            report.flight, report.flight_at = FlightRecord.of(details), now
         else:
             report.hangs = str(row["message"]) if details.get("state") == "began" else None
+            report.hangs_since = now
     except ValueError:
-        return  # of a rank that speaks otherwise: its event is stored as it came, and says nothing here
+        return  # of a rank of another release: its event is stored as it came, and is no evidence
 
 
 def _incident(attempt: Attempt, reports: Mapping[int, Report], now: float) -> Incident:
-    told = {number: report for number, report in reports.items() if report.stacks or report.flight}
-    standings = [Standing.of(number, report.stacks, report.flight) for number, report in told.items()]
-    flights = {number: report.flight for number, report in told.items() if report.flight is not None}
-    groups = grouped(standings)
-    lines = [*sentences(flights, sites_of(standings)), *map(str, groups)]
-    for rank in sorted(attempt.live_ranks, key=lambda rank: rank.number):
-        if rank.number not in told:
-            refusal = reports[rank.number].refusal if rank.number in reports else None
-            lines.append(f"rank {rank.number} gave no stacks: {refusal or 'it did not answer'}")
-    hung = next((f"rank {number}: {report.hangs}" for number, report in sorted(reports.items()) if report.hangs), None)
-    reason = attempt.reason if attempt.state is RunState.STALLED else hung
+    live = {rank.number: rank for rank in attempt.live_ranks}
+    reports = {number: report for number, report in reports.items() if number in live}
+    facts = [_facts(number, rank.last_step, reports.get(number)) for number, rank in live.items()]
+    verdict = single_out(facts, attempt.world_size)
     return run_stalled(
         run=attempt.run,
         attempt=attempt.number,
-        rank=groups[0].ranks[0] if groups else min(attempt.ranks, default=0),
+        rank=verdict.rank,
         step=attempt.last_step,
-        reason=reason or "no step",
-        lines=tuple(lines),
+        reason=(attempt.reason if attempt.state is RunState.STALLED else _hung(reports)) or "no step",
+        cause=str(verdict),
+        reports=() if verdict.rank is not None else last_reports(attempt, now),
+        lines=_places(sorted(live), reports),
         opened_at=now,
     )
+
+
+def _facts(number: int, last_step: int | None, report: Report | None) -> RankFacts:
+    if report is None:
+        return RankFacts(rank=number, last_step=last_step)
+    return RankFacts(
+        rank=number,
+        stacks=report.stacks,
+        flight=report.flight,
+        last_step=last_step,
+        hangs=report.hangs is not None,
+    )
+
+
+def _hung(reports: Mapping[int, Report]) -> str | None:
+    """Return the ranks that reported a hang of their own, equal messages together."""
+    found: dict[str, list[int]] = {}
+    for number, report in sorted(reports.items()):
+        if report.hangs:
+            found.setdefault(report.hangs, []).append(number)
+    return "; ".join(_bounded([f"{ranks_text(numbers)}: {message}" for message, numbers in found.items()])) or None
+
+
+def _places(live: Iterable[int], reports: Mapping[int, Report]) -> tuple[str, ...]:
+    """Return the collectives that ranks wait in, where ranks stand, and which ranks gave no stacks, and why."""
+    told = {number: report for number, report in reports.items() if report.stacks or report.flight}
+    standings = [Standing.of(number, report.stacks, report.flight) for number, report in told.items()]
+    flights = {number: report.flight for number, report in told.items() if report.flight is not None}
+    refusals: dict[str, list[int]] = {}
+    for number in live:
+        if number not in told:
+            refusal = reports[number].refusal if number in reports else None
+            refusals.setdefault(refusal or "no answer", []).append(number)
+    return (
+        *sentences(flights, sites_of(standings)),
+        *_bounded([str(group) for group in grouped(standings)]),
+        *_bounded([f"{ranks_text(numbers)} gave no stacks: {why}" for why, numbers in refusals.items()]),
+    )
+
+
+def _bounded(lines: list[str]) -> list[str]:
+    left = len(lines) - MOST_PLACES
+    return [*lines[:MOST_PLACES], f"and {left:,} more"] if left > 0 else lines

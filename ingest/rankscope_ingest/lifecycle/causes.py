@@ -1,22 +1,30 @@
-"""Which rank failed first, and how an attempt ended: read off what its ranks said last and since when they are silent.
+"""Which rank failed first, and how an attempt ended: from the last reports of its ranks and the time of their silence.
 
-When one rank fails the others follow within moments: they lose their peer, or the launcher ends them. Their words may
-arrive first, so that order of arrival decides nothing. Pure.
+When one rank fails the others follow within moments: they lose their peer, or the launcher ends them. Their reports may
+arrive first, so the order of arrival decides nothing. Where nothing tells which rank was first, none is named. Pure.
 """
 
 from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from rankscope_contract.blame import STEPS_BEHIND
 from rankscope_contract.events import ExitReason, RunState
+from rankscope_contract.standing import ranks_text
 from rankscope_ingest.lifecycle.lives import Attempt, Rank
 
 CLOCKS_DIFFER_MICROSECONDS: Final = 2_000_000
 """Moments on two hosts that are nearer to each other than this are in no known order."""
+
+SIGNS_DIFFER_MICROSECONDS: Final = 30_000_000
+"""A rank at work gives a sign more often than this: by a heartbeat, an answer, or a record in its spool."""
+
+MOST_GROUPS: Final = 3
+"""Groups of ranks that ended alike and are named in a reason: 1,000 ranks may end in as many ways."""
 
 _PEER_LOST: Final = re.compile(
     r"closed by peer|reset by peer|connection (was )?(closed|reset|refused|aborted|lost)|broken pipe|gloo|nccl"
@@ -35,25 +43,13 @@ class Kind(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
-    """Why a rank ended otherwise than it should, and when: somewhere between two moments in UTC µs."""
+class RankEnd:
+    """How one rank ended otherwise than it should, and when: somewhere between two moments in UTC µs."""
 
     kind: Kind
     rank: Rank
-    earliest: int | None  # None: nobody knows
+    earliest: int | None  # None: unknown
     latest: int
-
-    @property
-    def words(self) -> str:
-        """Return rank and reason for people."""
-        rank = self.rank
-        if self.kind is not Kind.VANISHED:
-            silent = "ended by a signal" if self.kind is Kind.SIGNALLED else "ended with an exception"
-            return f"rank {rank.number}: {rank.error or silent}"
-        where = f"rank {rank.number} on {rank.host}"
-        if rank.is_unheard:
-            return f"{where} was not heard of again since the service came back: it ended or was killed meanwhile"
-        return f"{where} vanished without a word"
 
     @property
     def moment(self) -> int:
@@ -61,22 +57,83 @@ class Cause:
         return self.latest if self.earliest is None else self.earliest
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """The ranks that may have failed first: `ends` are of one kind, and none is known to have come before another."""
+
+    ends: tuple[RankEnd, ...]
+    unregistered: int  # ranks of the attempt of which nothing is known
+
+    @property
+    def kind(self) -> Kind:
+        """Return what happened to all of them."""
+        return self.ends[0].kind
+
+    @property
+    def culprit(self) -> int | None:
+        """Return the rank that failed first; None where the reports do not single it out.
+
+        A rank that lost its peer tells of another one. A rank that vanished may have been killed for a rank that was
+        never registered.
+        """
+        if len(self.ends) > 1 or self.kind is Kind.LOST_PEER or (self.kind is Kind.VANISHED and self.unregistered):
+            return None
+        return self.ends[0].rank.number
+
+    @property
+    def evidence(self) -> str:
+        """Return why the culprit is named, or why none is."""
+        who, one = ranks_text([end.rank.number for end in self.ends]), len(self.ends) == 1
+        if self.culprit is not None:
+            what = {Kind.RAISED: "raised an exception of its own", Kind.VANISHED: "vanished without a last report"}
+            return f"rank {self.culprit}: it is the first that {what.get(self.kind, 'was ended by a signal')}"
+        match self.kind:
+            case Kind.LOST_PEER:
+                return f"unknown: {who} lost a peer, and no rank is known to have failed before"
+            case Kind.VANISHED if one:
+                return f"unknown: {who} vanished, and nothing is known of {self.unregistered} ranks: never registered"
+            case Kind.VANISHED:
+                return f"unknown: {who} vanished, and the order is not known"
+            case _:
+                return f"unknown: {who} ended within {CLOCKS_DIFFER_MICROSECONDS / 1e6:g} s of each other"
+
+    @property
+    def words(self) -> str:
+        """Return ranks and reasons for people."""
+        ranks = [end.rank for end in self.ends]
+        if self.kind is Kind.VANISHED:
+            unheard = [rank for rank in ranks if rank.is_unheard]
+            silent = [rank for rank in ranks if not rank.is_unheard]
+            text = "; ".join([*_vanished(silent), *_not_heard_again(unheard)])
+        else:
+            text = last_words_of(ranks, "ended by a signal" if self.kind is Kind.SIGNALLED else "exception")
+        is_open = self.culprit is None and self.kind is not Kind.SIGNALLED
+        return f"{text}; which rank failed first is unknown" if is_open else text
+
+    @property
+    def moment(self) -> int:
+        """Return when the first of them failed, as near as is known."""
+        return min(end.moment for end in self.ends)
+
+
 def first_cause(attempt: Attempt, wall: int) -> Cause | None:
-    """Return what ended the first of the ranks that did not end as they should; None while there is none."""
-    causes = [cause for rank in attempt.ranks.values() if (cause := _cause(rank, wall)) is not None]
-    candidates = [cause for cause in causes if not any(_precedes(other, cause) for other in causes)]
-    return min(candidates, key=lambda cause: (cause.kind, cause.earliest or 0, cause.rank.number), default=None)
+    """Return which ranks may have failed first, of those that did not end as they should; None while there is none."""
+    ends = [end for rank in attempt.ranks.values() if (end := _end(rank, wall)) is not None]
+    candidates = [end for end in ends if not any(_precedes(other, end) for other in ends)]
+    if not candidates:
+        return None
+    kind = min(end.kind for end in candidates)
+    firsts = sorted((end for end in candidates if end.kind is kind), key=lambda end: end.rank.number)
+    return Cause(ends=tuple(firsts), unregistered=max(0, attempt.world_size - len(attempt.ranks)))
 
 
 def ending(attempt: Attempt) -> tuple[RunState, str | None]:
     """Return how an attempt ended of which no rank lives and none failed."""
-    ranks = sorted(attempt.ranks.values(), key=lambda rank: (rank.exited_at or 0, rank.number))
+    ranks = list(attempt.ranks.values())
     if all(rank.exit_reason == ExitReason.COMPLETED for rank in ranks):
         return RunState.COMPLETED, _short_of_plan(attempt)
-    said = next((rank for rank in ranks if rank.error), None)
-    if said is not None:
-        return RunState.STOPPED, f"rank {said.number}: {said.error}"
-    return RunState.STOPPED, "ended without saying that it was done"
+    told = [rank for rank in ranks if rank.error]
+    return RunState.STOPPED, last_words_of(told) if told else "ended without saying that it was done"
 
 
 def end_of(ranks: Iterable[Rank], wall: int) -> int:
@@ -84,14 +141,47 @@ def end_of(ranks: Iterable[Rank], wall: int) -> int:
     return max((rank.exited_at for rank in ranks if rank.exited_at is not None), default=wall)
 
 
-def _cause(rank: Rank, wall: int) -> Cause | None:
+def last_words_of(ranks: Sequence[Rank], without: str = "ended") -> str:
+    """Return `ranks 0-1: ValueError: no; rank 3: …`, equal reports together; `without` is for ranks that gave none."""
+    groups = _grouped(ranks, lambda rank: rank.error or without)
+    return "; ".join(f"{ranks_text(numbers)}: {error}" for error, numbers in groups[:MOST_GROUPS]) + _more(groups)
+
+
+def _vanished(ranks: Sequence[Rank]) -> list[str]:
+    hosts = _grouped(ranks, lambda rank: rank.host)
+    where = ", ".join(f"{ranks_text(numbers)} on {host}" for host, numbers in hosts[:MOST_GROUPS]) + _more(hosts)
+    return [f"{where} vanished without a word"] if hosts else []
+
+
+def _not_heard_again(ranks: Sequence[Rank]) -> list[str]:
+    hosts = _grouped(ranks, lambda rank: rank.host)
+    where = ", ".join(f"{ranks_text(numbers)} on {host}" for host, numbers in hosts[:MOST_GROUPS]) + _more(hosts)
+    was, it, killed = ("was", "it", "was") if len(ranks) == 1 else ("were", "they", "were")
+    text = f"{where} {was} not heard of again since the service came back: {it} ended or {killed} killed meanwhile"
+    return [text] if hosts else []
+
+
+def _grouped(ranks: Iterable[Rank], key: Callable[[Rank], str]) -> list[tuple[str, list[int]]]:
+    """Return the numbers of ranks by `key`, in order of the lowest number."""
+    found: dict[str, list[int]] = {}
+    for rank in sorted(ranks, key=lambda rank: rank.number):
+        found.setdefault(key(rank), []).append(rank.number)
+    return list(found.items())
+
+
+def _more(groups: Sequence[tuple[str, Sequence[int]]]) -> str:
+    left = sum(len(numbers) for _, numbers in groups[MOST_GROUPS:])
+    return f" and {left:,} more ranks" if left else ""
+
+
+def _end(rank: Rank, wall: int) -> RankEnd | None:
     kind = _kind(rank)
     if kind is None:
         return None
     if kind is Kind.VANISHED:
-        return Cause(kind=kind, rank=rank, earliest=rank.silent_from, latest=rank.silent_until or wall)
+        return RankEnd(kind=kind, rank=rank, earliest=rank.silent_from, latest=rank.silent_until or wall)
     moment = wall if rank.exited_at is None else rank.exited_at
-    return Cause(kind=kind, rank=rank, earliest=moment, latest=moment)
+    return RankEnd(kind=kind, rank=rank, earliest=moment, latest=moment)
 
 
 def _kind(rank: Rank) -> Kind | None:
@@ -102,10 +192,24 @@ def _kind(rank: Rank) -> Kind | None:
     return Kind.VANISHED if rank.is_lost else None
 
 
-def _precedes(one: Cause, other: Cause) -> bool:
+def _precedes(one: RankEnd, other: RankEnd) -> bool:
     if one.kind is Kind.SIGNALLED and other.kind is Kind.RAISED:
         return False  # being asked to end excuses a lost peer, no error of the rank's own
+    if one.kind is other.kind is Kind.VANISHED and _fell_silent_before(one, other):
+        return True
     return other.earliest is not None and one.latest + CLOCKS_DIFFER_MICROSECONDS <= other.earliest
+
+
+def _fell_silent_before(one: RankEnd, other: RankEnd) -> bool:
+    """Return whether `one` was silent already while the other made steps, though both were found dead much later.
+
+    One step proves nothing: of two ranks that died together, one may have recorded the end of a long step just before.
+    """
+    if one.earliest is None or other.earliest is None:
+        return False
+    first, second = one.rank.last_step, other.rank.last_step
+    is_behind = first is None or second is None or second - first >= STEPS_BEHIND
+    return is_behind and other.earliest - one.earliest >= SIGNS_DIFFER_MICROSECONDS
 
 
 def _short_of_plan(attempt: Attempt) -> str | None:

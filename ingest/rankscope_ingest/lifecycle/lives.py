@@ -74,8 +74,9 @@ class Attempt:
     ranks: dict[int, Rank] = field(default_factory=dict)
     state: RunState = RunState.PENDING
     reason: str | None = None
-    culprit: int | None = None  # the rank that failed first
-    is_culprit_sure: bool = True  # no other rank may still turn out to have been first
+    culprit: int | None = None  # the rank that failed first, where the reports single it out
+    evidence: str | None = None  # why that rank is named, or why none is
+    judged_at: float | None = None  # when the service found the present reason of its end
     ended_at: int | None = None  # UTC µs
     settled_at: float | None = None  # when the service found that it had ended
     progressed_at: float = 0.0  # when a rank last stepped, registered or changed its phase

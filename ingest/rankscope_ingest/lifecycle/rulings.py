@@ -24,12 +24,12 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ruling:
-    """Where an attempt stands. `moment` is when it ended, in UTC µs; `culprit` the rank that failed first."""
+    """Where an attempt stands. `moment` is when it ended, in UTC µs; `culprit` the rank that failed first, if known."""
 
     state: RunState
     reason: str | None = None
     culprit: int | None = None
-    is_culprit_sure: bool = True
+    evidence: str | None = None  # why that rank is named, or why none is; of an attempt that failed
     moment: int | None = None
 
 
@@ -45,20 +45,18 @@ def judge(attempt: Attempt, now: float, wall: int, timing: Timing) -> Ruling | N
         return None
     cause = first_cause(attempt, wall)
     if cause is not None and cause.kind is not Kind.SIGNALLED:
-        return _failed(attempt, cause)
+        return _failed(cause)
     if attempt.ranks and not attempt.live_ranks:
         return _ended(attempt, cause, wall)
     return _at_work(attempt, now, timing)
 
 
-def _failed(attempt: Attempt, cause: Cause) -> Ruling:
-    # Who lost a peer can name no culprit: the peer is found to have vanished, or says more, within moments.
-    is_sure = cause.kind is not Kind.LOST_PEER or not attempt.live_ranks
+def _failed(cause: Cause) -> Ruling:
     return Ruling(
         state=RunState.FAILED,
         reason=cause.words,
-        culprit=cause.rank.number,
-        is_culprit_sure=is_sure,
+        culprit=cause.culprit,
+        evidence=cause.evidence,
         moment=cause.moment,
     )
 

@@ -224,12 +224,13 @@ def _follow(attempt: Attempt, ruling: Ruling, now: float, wall: int) -> bool:
     """Let `attempt` be as `ruling` says; return whether that is worth a new version."""
     has_ended = ruling.state in ENDED
     is_change = ruling.state is not attempt.state or (has_ended and ruling.reason != attempt.reason)
-    attempt.culprit, attempt.is_culprit_sure = ruling.culprit, ruling.is_culprit_sure
+    attempt.culprit, attempt.evidence = ruling.culprit, ruling.evidence
     attempt.judged()
     if not is_change:
         return False
     if not (has_ended and attempt.has_ended):
         attempt.settled_at = now if has_ended else None
+    attempt.judged_at = now if has_ended else None
     attempt.state, attempt.reason = ruling.state, ruling.reason
     # A rank's clock may be off, and an end is never before the start nor in the future.
     moment = min(wall, max(attempt.started_at, wall if ruling.moment is None else ruling.moment))

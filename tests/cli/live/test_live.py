@@ -20,7 +20,7 @@ from rankscope.live.restarts import MOST_RESTARTS, WITHIN_SECONDS, Restarts
 from rankscope.live.stack import Piece, ServiceWish, Wish, files, pieces, told_within_seconds
 from rankscope.live.table import exports, overview
 from rankscope_contract.events import Severity
-from rankscope_dashboards.alertmanager_config import Mail, Webhook
+from rankscope_dashboards.deploy.alertmanager import Mail, Webhook
 
 FOLDER = Folder(Path("/state"))
 SERVICE = ServiceWish(config=None, store="/data/history", host="127.0.0.1")
@@ -31,9 +31,9 @@ WISH = Wish(service=SERVICE, ports=PORTS, prometheus=Path("/bin/prometheus"), al
 def test_addresses_become_receivers():
     chat, mail = receivers(["https://chat.example/hook?a=b", "critical=smtp://u:p%40ss@mail:587?to=me@x&from=r@x"])
 
-    assert (Webhook(url="https://chat.example/hook?a=b"),) == chat.ways
+    assert (Webhook(url="https://chat.example/hook?a=b"),) == chat.integrations
     assert () == chat.severities
-    assert (Mail(to="me@x", sender="r@x", smarthost="mail:587", username="u", password="p@ss"),) == mail.ways
+    assert (Mail(to="me@x", sender="r@x", smarthost="mail:587", username="u", password="p@ss"),) == mail.integrations
     assert (Severity.CRITICAL,) == mail.severities
 
 
@@ -42,7 +42,7 @@ def test_mail_may_go_without_encryption_to_several_and_has_a_usual_port():
 
     assert (
         Mail(to="a@x, b@x", sender="rankscope@localhost", smarthost="[::1]:25", require_tls=False),
-    ) == receiver.ways
+    ) == receiver.integrations
 
 
 @pytest.mark.parametrize(
@@ -263,8 +263,8 @@ def test_addresses_of_the_configuration_go_to_alertmanager_in_its_mode(service_t
     told = arranged(Choices(config=service_toml('[notify]\nmode = "alertmanager"\nurls = ["http://h/x"]\n')))
     embedded = arranged(Choices(config=service_toml('[notify]\nurls = ["json://h/x"]\n'), notify=("http://h/y",)))
 
-    assert ["http://h/x"] == [receiver.ways[0].url for receiver in told.wish.receivers]
-    assert ["http://h/y"] == [receiver.ways[0].url for receiver in embedded.wish.receivers]
+    assert ["http://h/x"] == [receiver.integrations[0].url for receiver in told.wish.receivers]
+    assert ["http://h/y"] == [receiver.integrations[0].url for receiver in embedded.wish.receivers]
     assert 'the service tells    nobody ([notify] mode = "alertmanager")' == told.facts[0]
     assert "the service tells    1 address, by itself" == embedded.facts[0]
     assert told.folder.path == service_toml("").parent / "rankscope-live"

@@ -1,10 +1,15 @@
-"""FLOPs counted on a meta copy, against counts by hand and by torch's own counter, and without a trace in training."""
+"""FLOPs that the user has counted, against counts by hand and by torch, and what is as before afterwards."""
 
 from __future__ import annotations
 
-import contextlib
+import copy
+import functools
+import math
+import pickle
 import random
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,14 +17,23 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from tests.exporter.throughput import small_models
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
-from rankscope_exporter.throughput.captured import Inputs, NotCapturedError
-from rankscope_exporter.throughput.counting import NotCountedError, count
+import rankscope
+from rankscope_exporter import ConfigError, CountError, Monitor, MonitorConfig, count_flops
+from rankscope_exporter.throughput import FlopCount
+from rankscope_exporter.throughput.captured import Inputs
 
 BATCH = 5
 FIRST, SECOND = 8 * 16, 16 * 4
@@ -41,352 +55,502 @@ class Mlp(nn.Module):
         return self.drop(torch.relu(self.first(x)))
 
 
-def counted(model: nn.Module, *args: Any, **kwargs: Any) -> float:
-    before = states()
-    try:
-        return count(model, Inputs.of(args or (torch.zeros(BATCH, 8),), kwargs))
-    finally:
-        assert before == states(), "training would draw other numbers"
+def rows(**options: Any) -> torch.Tensor:
+    return torch.ones(BATCH, 8, **options)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# How much is counted.
 
 
 def by_torch(model: nn.Module, *args: Any) -> float:
-    """Return what torch's own counter says of the model itself; attention on its plain path, which it knows."""
+    """Return what FlopCounterMode counts of a copy; attention as single products, for which it has formulas."""
+    model = copy.deepcopy(model)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(*args).sum().backward()
     return counter.get_total_flops()
 
 
-def states() -> tuple[Any, ...]:
-    return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())  # noqa: NPY002 - the process's own numbers
+@pytest.mark.parametrize(
+    "make",
+    [small_models.gpt, small_models.llama, small_models.mixture_of_experts, small_models.frozen_with_adapters],
+)
+def test_decoders_are_within_a_tenth_of_flop_counter_mode(make):
+    model, ids = make(), torch.randint(0, small_models.VOCABULARY, (2, 32))
+
+    assert by_torch(model, ids) == pytest.approx(count_flops(model, ids), rel=0.1)
 
 
-def test_linear_layer():
-    assert 2 * 2 * BATCH * FIRST == counted(nn.Linear(8, 16))
+@pytest.mark.parametrize("make", [small_models.Vit, small_models.resnet])
+def test_vision_models_are_within_a_tenth_of_flop_counter_mode(make):
+    model, images = make(), torch.randn(2, 3, 32, 32)
+
+    assert by_torch(model, images) == pytest.approx(count_flops(model, images), rel=0.1)
 
 
-def test_mlp():
-    assert MLP == counted(Mlp())
+def test_linear_layer_by_hand():
+    assert 2 * 2 * BATCH * FIRST == count_flops(nn.Linear(8, 16), rows())
 
 
-def test_frozen_layers_need_no_gradient_of_their_weights():
+def test_frozen_layer_needs_no_gradient_of_its_weight():
     model = Mlp()
     model.last.requires_grad_(requires_grad=False)
 
-    assert 2 * BATCH * (2 * FIRST + 2 * SECOND) == counted(model)
+    assert 2 * BATCH * (2 * FIRST + 2 * SECOND) == count_flops(model, rows())
 
 
-def test_an_input_that_needs_a_gradient_as_in_a_later_stage_of_a_pipeline():
-    assert 2 * 3 * BATCH * (FIRST + SECOND) == counted(Mlp(), torch.zeros(BATCH, 8, requires_grad=True))
+def test_input_that_needs_a_gradient_costs_one_product_more():
+    assert 2 * 3 * BATCH * (FIRST + SECOND) == count_flops(Mlp(), rows(requires_grad=True))
 
 
-def test_transformer_layer():
+def test_fused_attention_counts_its_backward_pass_as_twice_its_forward_pass():
     batch, sequence, hidden, between = 2, 16, 32, 64
     layer = nn.TransformerEncoderLayer(hidden, 4, between, batch_first=True)
     projections = 4 * hidden * hidden + 2 * hidden * between
     by_hand = 3 * 2 * batch * sequence * (projections + 2 * sequence * hidden) - 2 * batch * sequence * 3 * hidden**2
 
-    assert by_hand == counted(layer, torch.zeros(batch, sequence, hidden))
-    assert by_hand == by_torch(layer, torch.zeros(batch, sequence, hidden))
+    assert by_hand == count_flops(layer, torch.zeros(batch, sequence, hidden))
 
 
-def test_convolution():
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 10))
-    images = torch.zeros(2, 3, 16, 16)
-
-    assert by_torch(model, images) == counted(model, images)
-
-
-def test_recurrent_layer():
+def test_recurrent_layer_by_hand():
     class Last(nn.LSTM):
         def forward(self, x):
             return super().forward(x)[0]
 
     steps, width, gates = 5, 16, 4 * 16
-    inputs, states = 2 * BATCH * steps * 8 * gates, 2 * BATCH * steps * width * gates
-    by_hand = 2 * (inputs + states) + states * (steps - 1) / steps  # the first state needs no gradient
+    by_hand = 3 * 2 * BATCH * steps * (8 + width) * gates
 
-    assert by_hand == counted(Last(8, width, batch_first=True), torch.zeros(BATCH, steps, 8))
-
-
-def test_a_loss_among_the_outputs_is_where_the_backward_begins():
-    class WithLoss(Mlp):
-        def forward(self, x, labels):
-            scores = super().forward(x)
-            return {"loss": nn.functional.cross_entropy(scores, labels), "scores": scores, "first": self.first(x)}
-
-    model = WithLoss()
-
-    assert MLP + 2 * BATCH * FIRST == counted(model, torch.zeros(BATCH, 8), labels=torch.zeros(BATCH).long())
+    assert by_hand == count_flops(Last(8, width, batch_first=True), torch.zeros(BATCH, steps, 8))
 
 
-def test_wrappers_and_hooks_are_left_out_of_the_copy_and_shards_are_whole():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        sharded = Mlp()
-        fully_shard(sharded.first)
-        fully_shard(sharded)
-        compiled = torch.compile(Mlp())
-
-        assert MLP == counted(sharded)
-        assert MLP == counted(compiled)
-        assert "FSDP" in type(sharded).__name__
-    finally:
-        dist.destroy_process_group()
-
-
-def test_no_hook_of_the_model_runs_and_nothing_in_it_changes():
-    model, called = Mlp(), []
-    for module in model.modules():
-        module.register_forward_hook(lambda *_: called.append("forward"))
-        module.register_full_backward_hook(lambda *_: called.append("backward"))
-    model.calls = []
-    model.first.register_forward_pre_hook(lambda *_: called.append("before"))
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-    counted(model)
-
-    assert [] == called == model.calls
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_what_the_forward_keeps_is_kept_by_the_copy():
-    class Keeping(Mlp):
+def test_grouped_products_count_each_row_once():
+    class Grouped(nn.Module):
         def __init__(self):
             super().__init__()
-            self.seen, self.steps = [], 0
-            self.register_buffer("sums", torch.zeros(4))
+            self.matrices = nn.Parameter(torch.randn(4, 16, 32, dtype=torch.bfloat16))
 
+        def forward(self, x, ends):
+            return nn.functional.grouped_mm(x, self.matrices, offs=ends)
+
+    x, ends = torch.randn(24, 16, dtype=torch.bfloat16), torch.tensor([4, 8, 20, 24], dtype=torch.int32)
+
+    assert 2 * 2 * 24 * 16 * 32 == count_flops(Grouped(), x, ends)
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor | None
+    scores: torch.Tensor
+
+
+@pytest.mark.parametrize("form", [dict, Output])
+def test_backward_pass_begins_at_the_loss_where_there_is_one(form):
+    class WithLoss(Mlp):
+        def forward(self, x, labels):
+            loss = nn.functional.cross_entropy(super().forward(x), labels)
+            return form(loss=loss, scores=self.first(x))
+
+    count = count_flops(WithLoss(), rows(), labels=torch.zeros(BATCH).long())
+
+    assert MLP + 2 * BATCH * FIRST == count
+
+
+def test_backward_pass_begins_at_all_outputs_without_a_loss():
+    class Two(Mlp):
         def forward(self, x):
-            self.seen.append(x)
-            self.steps += 1
-            scores = super().forward(x)
-            self.sums += scores.detach().sum(0)
-            return scores
+            return {"scores": [super().forward(x)], "more": (self.first(x), None, "text")}
 
-    model = Keeping()
-
-    assert MLP == counted(model)
-    assert ([], 0, 0) == (model.seen, model.steps, model.sums.sum())
+    assert MLP + 2 * 2 * BATCH * FIRST == count_flops(Two(), rows())
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_activations_that_are_checkpointed_count_once(reentrant):
-    class Checkpointing(Mlp):
-        def forward(self, x):
-            return self.last(checkpoint(self.hidden, x, use_reentrant=reentrant))
-
-    # Counted forward, and the backward taken for twice of it.
-    assert 3 * 2 * BATCH * (FIRST + SECOND) == counted(Checkpointing(), torch.zeros(BATCH, 8, requires_grad=True))
-
-
-def test_what_is_checkpointed_in_training_alone_is_counted_exactly():
-    class Checkpointing(Mlp):
-        def forward(self, x):
-            hidden = checkpoint(self.hidden, x, use_reentrant=False) if self.training else self.hidden(x)
-            return self.last(hidden)
-
-    assert MLP == counted(Checkpointing())
-
-
-def test_a_model_that_drops_layers_at_random_is_counted_with_all_of_them():
-    class Dropping(Mlp):
-        def forward(self, x):
-            if self.training and torch.rand([]) < 0.5:
-                return x
-            return super().forward(x)
-
-    assert MLP == counted(Dropping())
-
-
-class Drawing(Mlp):
-    def forward(self, x):
-        random.random()
-        return super().forward(x)
-
-
-class DrawingFromNumpy(Mlp):
-    def forward(self, x):
-        np.random.rand()  # noqa: NPY002 - what models do
-        return super().forward(x)
-
-
-class DrawingFromTorch(Mlp):
-    def forward(self, x):
-        return super().forward(x) + torch.rand(4)
-
-
-class Forking(Mlp):
-    def forward(self, x):
-        with torch.random.fork_rng(devices=[]):
-            return super().forward(x)
-
-
-class Seeding(Mlp):
-    def forward(self, x):
-        torch.manual_seed(0)
-        return super().forward(x)
-
-
-class Reducing(Mlp):
-    def forward(self, x):
-        dist.all_reduce(torch.zeros(1))
-        return super().forward(x)
-
-
-class Waiting(Mlp):
-    def forward(self, x):
-        dist.barrier()
-        return super().forward(x)
-
-
-class Deciding(Mlp):
-    def forward(self, x):
-        scores = super().forward(x)
-        return scores if scores.sum().item() > 0 else -scores
-
-
-class Unknown(Mlp):
-    def forward(self, x):
-        return super().forward(x) + torch.ops.rankscope_test.fused(x, self.first.weight).sum()
-
-
-class Endless(Mlp):
-    def forward(self, x):
-        while True:
-            x = x.relu()
-
-
-class Compiled(Mlp):
-    def forward(self, x):
-        return compiled_relu(super().forward(x))
-
-
-class LeadingBack(Mlp):
-    def __init__(self):
-        super().__init__()
-        self.again = lambda x: self.first(x)  # noqa: PLW0108 - it leads back to this very model
-        self.first.register_forward_pre_hook(lambda *_: pytest.fail("a hook of the model ran"))
-
-    def forward(self, x):
-        return self.last(self.again(x))
-
-
-compiled_relu = torch.compile(torch.relu)
-
-
-@torch.library.custom_op("rankscope_test::fused", mutates_args=())
-def fused(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x @ weight.T
-
-
-@fused.register_fake
-def _(x, weight):
-    return x.new_empty(x.shape[0], weight.shape[0])
+def keep_products(_context, operation, *_args, **_kwargs):
+    kept = operation is torch.ops.aten.addmm.default
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @pytest.mark.parametrize(
-    ("cls", "why"),
+    "options",
     [
-        (Drawing, "random numbers"),
-        (DrawingFromNumpy, "random numbers"),
-        (DrawingFromTorch, "random numbers"),
-        (Forking, "random numbers"),
-        (Seeding, "random numbers"),
-        (Reducing, "communicates"),
-        (Waiting, "communicates"),
-        (Deciding, "meta"),
-        (Unknown, "nobody says what rankscope_test.fused"),
-        (LeadingBack, "calls the model that is trained"),
-        (Compiled, "compiled"),
+        {"use_reentrant": True},
+        {"use_reentrant": False},
+        {
+            "use_reentrant": False,
+            "context_fn": functools.partial(create_selective_checkpoint_contexts, keep_products),
+        },
+    ],
+    ids=["reentrant", "not reentrant", "selective"],
+)
+def test_recomputed_activations_count_once(options):
+    class Checkpointing(Mlp):
+        def forward(self, x):
+            return self.last(checkpoint(self.hidden, x, **options))
+
+    assert count_flops(Mlp(), rows(requires_grad=True)) == count_flops(Checkpointing(), rows(requires_grad=True))
+
+
+def test_gradient_penalty_within_the_forward_pass_counts():
+    class Penalty(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 16, bias=False)
+
+        def forward(self, x):
+            (slope,) = torch.autograd.grad(self.layer(x).square().sum(), x, create_graph=True)
+            return slope.square().sum()
+
+    # The layer, the slope at its input, and both of their backward passes with two products each.
+    assert 6 * 2 * BATCH * FIRST == count_flops(Penalty(), rows(requires_grad=True))
+
+
+def test_compiled_model_counts_as_it_is_written():
+    model = torch.compile(Mlp())
+    in_place = Mlp()
+    in_place.compile()
+
+    assert [MLP, MLP] == [count_flops(model, rows()), count_flops(in_place, rows())]
+
+
+def test_model_on_the_meta_device_is_counted():
+    with torch.device("meta"):
+        model = Mlp()
+
+    assert MLP == count_flops(model, rows(device="meta"))
+
+
+def test_model_in_evaluation_mode_is_counted_in_training_mode():
+    class Auxiliary(Mlp):
+        def forward(self, x):
+            return super().forward(x) + (self.last(self.first(x)) if self.training else 0)
+
+    model = Auxiliary().eval()
+
+    assert MLP + 2 * BATCH * 2 * FIRST + 2 * BATCH * 3 * SECOND == count_flops(model, rows())
+    assert not any(module.training for module in model.modules())
+
+
+@torch.library.custom_op("rankscope_test::fused", mutates_args=())
+def fused(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+fused.register_autograd(lambda _context, gradient: gradient * 2)
+
+
+def test_operation_without_a_formula_is_named():
+    class Unknown(Mlp):
+        def forward(self, x):
+            return fused(super().forward(x))
+
+    with pytest.warns(UserWarning, match=r"no formula for rankscope_test\.fused"):
+        count = count_flops(Unknown(), rows())
+
+    assert (MLP, ("rankscope_test.fused",)) == (count, count.unknown)
+
+
+# What the result is good for.
+
+
+def test_count_of_token_ids_is_divided_by_tokens_and_samples():
+    model, ids = small_models.gpt(), torch.zeros(3, 7, dtype=torch.long)
+    count = count_flops(model, ids)
+
+    assert (21, 3) == (count.tokens, count.samples)
+    assert (float(count) / 21, float(count) / 3) == (count.per_token(), count.per_sample())
+    assert float(count) / 14 == count.per_token(14)
+
+
+def test_count_of_images_has_no_tokens():
+    count = count_flops(small_models.Vit(), torch.randn(2, 3, 32, 32))
+
+    assert float(count) / 2 == count.per_sample()
+    with pytest.raises(CountError, match="number of tokens"):
+        count.per_token()
+
+
+def test_result_is_taken_by_the_configuration():
+    count = rankscope.count_flops(Mlp(), rows())
+    config = MonitorConfig.from_mapping({"throughput": {"flops_per_sample": count}})
+
+    assert MLP == config.throughput.flops_per_sample
+
+
+def test_result_can_be_copied_and_pickled():
+    count = FlopCount(12.0, 3, 2, ("a",))
+
+    for other in (copy.copy(count), copy.deepcopy(count), pickle.loads(pickle.dumps(count))):
+        assert (12.0, 3, 2, ("a",)) == (other, other.tokens, other.samples, other.unknown)
+
+
+# What is as before afterwards.
+
+
+class Lively(nn.Module):
+    """Draws from every generator, and changes and replaces buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer, self.drop = nn.BatchNorm1d(8), nn.Linear(8, 4), nn.Dropout(0.5)
+        self.register_buffer("replaced", torch.zeros(3))
+        self.register_buffer("nothing", None)
+        self.register_buffer("grown", torch.zeros(2))
+        self.register_buffer("gap", torch.tensor([math.nan, 1.0]).expand(3, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.replaced = self.replaced + 1
+        self.nothing = torch.ones(2)
+        self.grown.resize_(4).zero_()
+        self.register_buffer("made", torch.ones(1))
+        scale = random.random() + np.random.rand() + torch.rand([])  # noqa: NPY002 - as models do
+        self.drop.eval()
+        return self.layer(self.drop(self.norm(x))) * scale
+
+
+def test_training_after_a_count_has_the_bits_of_one_without():
+    def trained(*, counts: bool) -> list[Any]:
+        random.seed(1)
+        np.random.seed(1)  # noqa: NPY002 - as above
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(8, 8), Lively())
+        optimizer = torch.optim.AdamW(model.parameters())
+        if counts:
+            count_flops(model, torch.ones(BATCH, 8))
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(BATCH, 8)).square().sum().backward()
+            optimizer.step()
+        state = [*model.state_dict().values(), torch.get_rng_state()]
+        return [tensor.nan_to_num().tolist() for tensor in state] + [random.getstate(), str(np.random.get_state())]  # noqa: NPY002
+
+    assert trained(counts=False) == trained(counts=True)
+
+
+def test_buffers_are_the_same_tensors_with_the_same_values():
+    model = Lively()
+    before = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
+
+    count_flops(model, rows())
+
+    after = dict(model.named_buffers())
+    assert before.keys() == after.keys()
+    assert model.nothing is None
+    for name, (buffer, values) in before.items():
+        assert buffer is after[name]
+        assert torch.equal(values.nan_to_num(), buffer.nan_to_num())
+
+
+def test_gradients_are_the_same_tensors_with_the_same_values():
+    model = Mlp()
+    model.first.weight.grad = gradient = torch.full((16, 8), 3.0)
+
+    count_flops(model, rows())
+
+    assert gradient is model.first.weight.grad
+    assert torch.equal(torch.full((16, 8), 3.0), gradient)
+    assert model.last.weight.grad is None
+
+
+def test_each_module_has_its_own_training_mode_again():
+    model = nn.Sequential(Lively(), nn.Dropout())
+    model[1].eval()
+    before = [module.training for module in model.modules()]
+
+    count_flops(nn.Sequential(model, nn.Linear(4, 1)), rows())
+
+    assert before == [module.training for module in model.modules()]
+
+
+def test_state_is_restored_after_an_error_of_the_model():
+    class Failing(Lively):
+        def forward(self, x):
+            super().forward(x)
+            raise RuntimeError("out of range")
+
+    model = Failing()
+    model.layer.weight.grad = gradient = torch.ones(4, 8)
+    random_before, modes = torch.get_rng_state(), [module.training for module in model.modules()]
+
+    with pytest.raises(RuntimeError, match="out of range"):
+        count_flops(model, rows())
+
+    assert torch.equal(random_before, torch.get_rng_state())
+    assert modes == [module.training for module in model.modules()]
+    assert gradient is model.layer.weight.grad
+    assert 0 == model.norm.num_batches_tracked
+
+
+def test_random_states_of_all_devices_in_use_are_restored(monkeypatch):
+    """No accelerator is here: its generators are a double."""
+    states, put = [torch.ones(1), torch.zeros(1)], []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", put.append)
+
+    count_flops(Mlp(), rows())
+
+    assert [states] == put
+
+
+def test_arguments_and_their_graph_are_not_touched():
+    class InPlace(Mlp):
+        def forward(self, x, more):
+            more["mask"].zero_()
+            return super().forward(x)
+
+    leaf = torch.ones(BATCH, 8, requires_grad=True)
+    x, mask = leaf * 2, torch.ones(3)
+
+    count_flops(InPlace(), x, {"mask": mask})
+    x.sum().backward()
+
+    assert torch.equal(torch.ones(3), mask)
+    assert torch.equal(torch.full((BATCH, 8), 2.0), leaf.grad)
+
+
+def test_count_within_no_grad_and_inference_mode():
+    with torch.no_grad():
+        first = count_flops(Mlp(), rows())
+    with torch.inference_mode():
+        second = count_flops(Mlp_outside, rows())
+        assert torch.is_inference_mode_enabled()
+
+    assert [MLP, MLP] == [first, second]
+    assert torch.is_grad_enabled()
+
+
+Mlp_outside = Mlp()
+
+
+def test_no_hook_on_all_modules_is_used():
+    seen = []
+
+    class Looking(Mlp):
+        def forward(self, x):
+            own = sys.modules["torch.nn.modules.module"]
+            seen.extend([*own._global_forward_hooks, *own._global_forward_pre_hooks])
+            return super().forward(x)
+
+    count_flops(Looking(), rows())
+
+    assert [] == seen
+
+
+# What is refused.
+
+
+def test_wrapped_and_divided_models_are_refused(group):
+    copied, sharded = DistributedDataParallel(Mlp()), Mlp()
+    fully_shard(sharded.first)
+
+    for model in (copied, nn.Sequential(copied), nn.DataParallel(Mlp()), sharded):
+        with pytest.raises(CountError, match="wrapped or divided"):
+            count_flops(model, rows())
+
+
+def test_communication_with_other_ranks_is_refused_before_it_happens(group, monkeypatch):
+    class Reducing(Mlp):
+        def forward(self, x):
+            calls.append(x)
+            dist.all_reduce(x)
+            calls.append(x)
+            return super().forward(x)
+
+    calls: list[Any] = []
+    assert MLP == count_flops(Reducing(), rows())
+
+    calls.clear()
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
+    with pytest.raises(CountError, match="communicates with other ranks"):
+        count_flops(Reducing(), rows())
+
+    assert 1 == len(calls)
+
+
+def test_monitored_model_is_refused(quiet):
+    model = Mlp()
+    with Monitor(quiet).attach(model), pytest.raises(CountError, match=r"before attach\(\)"):
+        count_flops(model, rows())
+
+    assert MLP == count_flops(model, rows())
+
+
+def test_optimizer_in_the_backward_pass_is_refused_and_does_not_step():
+    model = Mlp()
+    before = model.first.weight.detach().clone()
+    optimizer = torch.optim.SGD([model.first.weight], lr=1.0)
+    model.first.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+
+    with pytest.raises(CountError, match=r"first\.weight has a hook"):
+        count_flops(model, rows())
+
+    assert torch.equal(before, model.first.weight)
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (nn.LazyLinear(4), "has no shape yet"),
+        (nn.Linear(8, 4).requires_grad_(requires_grad=False), "no output of the model needs a gradient"),
+        (lambda x: x, "takes a torch.nn.Module"),
     ],
 )
-def test_a_model_that_would_leave_a_trace_or_cannot_be_known_is_not_counted(cls, why):
-    model = cls()
-    if cls in (Reducing, Waiting):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(NotCountedError, match=why):
-            counted(model)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+def test_models_without_a_backward_pass_or_a_shape_are_refused(model, why):
+    with pytest.raises(CountError, match=why):
+        count_flops(model, rows())
 
 
-def test_a_model_that_holds_its_data_is_not_copied_with_it():
-    model = Mlp()
-    model.data = np.zeros((1 << 26) + 1, dtype=np.uint8)
+def test_fake_tensors_are_counted_and_their_mode_is_refused():
+    with FakeTensorMode():
+        model, x = Mlp(), rows()
+        with pytest.raises(CountError, match="meta device"):
+            count_flops(model, x)
 
-    with pytest.raises(NotCountedError, match="large array"):
-        counted(model)
-
-
-class Trained(Mlp):
-    """Knows who trains it, as Lightning's modules do: somebody who holds the model in a wrapper."""
-
-    def __init__(self):
-        super().__init__()
-        self.trainer = SimpleNamespace(strategy=SimpleNamespace(model=Wrapper(self)), data=range(10), names=["a"])
-        self.scale = SimpleNamespace(value=1.0, layers=[self.first])
-
-    def forward(self, x):
-        return super().forward(x) * self.scale.value
+    assert MLP == count_flops(model, x)
 
 
-class Wrapper(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
+def test_scripted_and_nested_tensors_are_counted():
+    class Rows(Mlp):
+        def forward(self, x):
+            return self.first(x).values()
 
-    def __setstate__(self, state):
-        pytest.fail("the wrapper was copied")
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16)))
+    nested = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
 
-
-def test_who_trains_the_model_is_not_copied_with_it():
-    assert MLP == counted(Trained())
-
-
-def test_what_takes_too_long_is_given_up():
-    with pytest.raises(NotCountedError, match="takes too long"):
-        count(Endless(), Inputs.of((torch.zeros(BATCH, 8),), {}), most_seconds=0.05)
+    assert [2 * 2 * 5 * FIRST] * 2 == [count_flops(scripted, rows()), count_flops(Rows(), nested)]
+    assert 0 == scripted[1].num_batches_tracked
 
 
-def test_hooks_on_all_modules_of_the_process_are_not_run_for_a_copy():
-    handle = nn.modules.module.register_module_forward_hook(lambda *_: pytest.fail("a hook on all modules ran"))
-    try:
-        with pytest.raises(NotCountedError, match="hooks on all modules"):
-            counted(Mlp())
-    finally:
-        handle.remove()
+def test_method_that_counted_automatically_names_the_function():
+    with pytest.raises(ConfigError, match=r"rankscope\.count_flops\(\)"):
+        Monitor({"throughput": {"method": "counted"}})
 
 
-def test_the_thread_is_as_it_was_afterwards():
-    for model in (Mlp(), Deciding()):
-        with contextlib.suppress(NotCountedError):
-            counted(model)
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-            assert torch.is_grad_enabled()
-        assert sys.getprofile() is None
+# Amounts of a batch.
 
 
-def test_inputs_are_known_by_shape_and_no_tensor_is_held():
+def test_amounts_of_a_batch_follow_from_its_token_ids():
     ids = torch.zeros(3, 7, dtype=torch.long)
-    inputs = Inputs.of((), {"input_ids": ids, "attention_mask": ids.bool(), "extra": [{"a": torch.ones(2)}, None, 3]})
+    inputs = Inputs.of((), {"attention_mask": ids.bool(), "input_ids": ids})
 
-    assert (3, 21, 21, 7) == (inputs.samples, inputs.tokens, inputs.rows, inputs.sequence)
-    assert "tensor(" not in repr(inputs)
-    made = inputs.made()[1]
-    assert made["input_ids"].is_meta
-    assert (3, 7) == tuple(made["input_ids"].shape)
-    assert [(2,), None, 3] == [tuple(made["extra"][0]["a"].shape), *made["extra"][1:]]
+    assert (3, 21, 7) == (inputs.samples, inputs.tokens, inputs.sequence)
+    assert inputs == Inputs.of(({"labels": ids[0], "input_ids": ids},), {})
 
 
 def test_images_have_samples_and_no_tokens():
     inputs = Inputs.of((torch.zeros(4, 3, 32, 32),), {})
 
-    assert (4, None, None) == (inputs.samples, inputs.tokens, inputs.rows)
+    assert (4, None, False) == (inputs.samples, inputs.tokens, inputs.are_embeddings)
 
 
-def test_an_argument_that_cannot_be_made_again_is_named():
-    with pytest.raises(NotCapturedError, match="Generator"):
-        Inputs.of((torch.Generator(),), {})
+def test_arguments_without_a_tensor_or_within_themselves_have_no_amount():
+    endless: list[Any] = []
+    endless.append(endless)
+
+    for value in (endless, SimpleNamespace(x=torch.ones(2)), None):
+        inputs = Inputs.of((value,), {})
+        assert (None, None) == (inputs.samples, inputs.tokens)

@@ -1,4 +1,4 @@
-"""FLOPs of each rank where a model is copied, sharded or divided, against counts by hand: a real group of two."""
+"""FLOPs of each rank where a model is copied, sharded or divided, against 6 N by hand: a real group of two."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank,
 
 def measured(kind):
     torch.manual_seed(0)
-    first, last = nn.Linear(8, 16), nn.Linear(16, 4)
-    model, options, step = nn.Sequential(first, nn.ReLU(), last), {}, None
+    table, first, last = nn.Embedding(50, 8), nn.Linear(8, 16), nn.Linear(16, 4)
+    model, options, step = nn.Sequential(table, first, nn.ReLU(), last), {}, None
+    ids = torch.zeros(2, 5, dtype=torch.long)
     config = {"console": False, "exit_wait_seconds": 0, "statistics": "torch", "quantities": ["gradients"]}
     if kind == "ddp":
         model = DistributedDataParallel(model)
@@ -38,33 +39,36 @@ def measured(kind):
     elif kind == "fsdp1":
         model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     elif kind == "tp":
-        parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        parallelize_module(model, init_device_mesh("cpu", (2,)), {"1": ColwiseParallel(), "3": RowwiseParallel()})
     elif kind == "groups":
         options = {"tp_group": dist.group.WORLD}
         config["throughput"] = {"flops_per_sample": 1000, "method": "given"}
+    elif kind == "images":
+        model, ids = DistributedDataParallel(nn.Conv2d(3, 4, 3)), torch.zeros(2, 3, 8, 8)
     elif kind == "pp":
-        part = nn.Sequential(first, nn.ReLU()) if rank == 0 else last
+        part = nn.Sequential(table, first, nn.ReLU()) if rank == 0 else last
         model = PipelineStage(part, rank, 2, torch.device("cpu"))
         schedule = ScheduleGPipe(model, 2, loss_fn=lambda output, target: output.sum())
-        arguments, keywords = ((torch.zeros(10, 8),), {}) if rank == 0 else ((), {"target": torch.zeros(10, 4)})
+        arguments, keywords = ((ids,), {}) if rank == 0 else ((), {"target": ids})
         step = lambda: schedule.step(*arguments, **keywords)
     owner = part if kind == "pp" else model
     optimizer = torch.optim.SGD(owner.parameters(), lr=0.0)
     monitor = Monitor(config).attach(model, optimizer, **options)
     for _ in range(2):
         optimizer.zero_grad()
-        step() if step else model(torch.zeros(10, 8)).sum().backward()
+        step() if step else model(ids).sum().backward()
         optimizer.step()
-        monitor.log(samples=10)
+        monitor.log(**({"samples": 2} if kind == "images" else {"tokens": ids.numel(), "samples": 2}))
     monitor.end_step()
     reader = Reader(monitor.address)
     wait_until(lambda: len(reader.scalars("step_seconds")) == 2)
     rates, seconds = reader.scalars("tflops_per_gpu"), reader.scalars("step_seconds")
     methods = sorted({json.loads(scalar["labels"])["method"] for record in reader.records()
                       for scalar in record["scalars"] or () if scalar["name"] == "tflops_per_gpu"})
+    notes = [event["message"] for event in reader.events() if "TFLOP/s" in event["message"]]
     dist.barrier()
     monitor.detach()
-    return [rate * took * 1e12 for (_, rate), (_, took) in zip(rates, seconds)], methods, monitor.faults
+    return [rate * took * 1e12 for (_, rate), (_, took) in zip(rates, seconds)], methods, monitor.faults, notes
 
 
 found = {kind: measured(kind) for kind in os.environ["KINDS"].split()}
@@ -76,27 +80,27 @@ if rank == 0:
     os.wait()
 """
 
-BATCH = 10
-FIRST, LAST = 2 * BATCH * 8 * 16, 2 * BATCH * 16 * 4
-WHOLE = 2 * FIRST + 3 * LAST
-PARAMETERS = 8 * 16 + 16 + 16 * 4 + 4
+TOKENS = 10
+FIRST, LAST = 8 * 16 + 16, 16 * 4 + 4
+WHOLE = 6 * (FIRST + LAST) * TOKENS
+"""The table is looked up, not multiplied."""
 
 
 # By kind: the method, and the FLOPs of each rank.
 EXPECTED = {
-    "ddp": ("counted", (WHOLE, WHOLE)),  # each has a batch of its own
-    "fsdp2": ("counted", (WHOLE, WHOLE)),
-    "fsdp1": ("6n", (6 * PARAMETERS * BATCH, 6 * PARAMETERS * BATCH)),
-    "tp": ("counted", (WHOLE / 2, WHOLE / 2)),  # both have the same batch, each half of the matrices
-    "groups": ("given", (1000 * BATCH / 2, 1000 * BATCH / 2)),
-    "pp": ("counted", (2 * FIRST, 3 * LAST)),  # each has its stage; the second returns a gradient to the first
+    "ddp": ("6n", (WHOLE, WHOLE)),  # each has a batch of its own
+    "fsdp2": ("6n", (WHOLE, WHOLE)),
+    "fsdp1": ("6n", (WHOLE, WHOLE)),
+    "tp": ("6n", (WHOLE / 2, WHOLE / 2)),  # both have the same batch, each half of the matrices
+    "groups": ("given", (1000 * 2 / 2, 1000 * 2 / 2)),
+    "pp": ("6n", (6 * FIRST * TOKENS, 6 * LAST * TOKENS)),  # each has its stage
 }
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    done = run_program(PROGRAM, seconds=240, FOLDER=str(folder), KINDS=" ".join(EXPECTED))
+    done = run_program(PROGRAM, seconds=240, FOLDER=str(folder), KINDS=" ".join([*EXPECTED, "images"]))
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / str(rank)).read_text()) for rank in range(2)]
 
@@ -106,6 +110,11 @@ def test_each_rank_has_the_flops_of_its_own_device(kind, ranks):
     method, expected = EXPECTED[kind]
 
     for flops, rank in zip(expected, ranks, strict=True):
-        found, methods, faults = rank[kind]
+        found, methods, faults, notes = rank[kind]
         assert [flops] * 2 == pytest.approx(found)
-        assert ([method], 0) == (methods, faults)
+        assert ([method], 0, []) == (methods, faults, notes)
+
+
+def test_the_first_rank_alone_reports_absent_numbers(ranks):
+    assert [[], []] == [rank["images"][0] for rank in ranks]
+    assert [1, 0] == [len(rank["images"][-1]) for rank in ranks]

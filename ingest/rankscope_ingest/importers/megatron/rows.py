@@ -63,7 +63,7 @@ class Printer:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row as it stands in the log. `is_closed` tells that nothing is missing at its end, as far as the bar tells."""
+    """A row as it is in the log. `is_closed` tells that nothing is missing at its end, as far as the bar tells."""
 
     printer: Printer
     ts: int | None

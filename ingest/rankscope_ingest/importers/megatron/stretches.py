@@ -109,7 +109,7 @@ class Lines:
         return int((~(self.is_row | self.is_companion | self.too_long)).sum())
 
     def raw(self, line: int) -> bytes:
-        """Return a line as it stands in the log, with its end."""
+        """Return a line as it is in the log, with its end."""
         found: bytes = self.lines[line].as_py()
         return found
 

@@ -1,0 +1,1 @@
+"""Alerts on training runs, ranks, GPUs and the service, as values."""

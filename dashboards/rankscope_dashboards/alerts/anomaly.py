@@ -1,0 +1,243 @@
+"""Alerts on the anomaly rules of the contract, each rule as PromQL.
+
+A rank exports the value, baseline and threshold of each series that it evaluates. PromQL only repeats the comparison.
+Each rule gets three alerts:
+
+- The comparison, evaluated on the latest scrape. It names the affected series, but a scrape sees only one step of many.
+- The counter of firings, which the rank increments at every step. It misses no step.
+- The self-check: the comparison in PromQL and the rank's own result must be equal.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import singledispatch
+from typing import Final
+
+from rankscope_contract import metrics
+from rankscope_contract.escaping import label_value
+from rankscope_contract.events import Severity
+from rankscope_contract.kinds import VALUE_OPS
+from rankscope_contract.rules import AnomalyRule
+from rankscope_contract.rules.nan import AnomalyNan
+from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_dashboards.alerts.alert import Alert
+
+WINDOW: Final = "2m"
+"""Time after a firing during which the counting alert is active."""
+
+KEEP_FIRING_FOR: Final = "1m"
+"""Time during which the comparison alert remains active after the comparison became false."""
+
+MAX_TENSORS: Final = 5
+"""Number of tensors that an alert text names."""
+
+_SERIES: Final = "on (run, rank, kind, tensor, op)"
+_SCALARS: Final = (metrics.LOSS, metrics.GRAD_NORM, metrics.LEARNING_RATE, metrics.SCALAR)
+
+# Templates that Prometheus and Grafana both expand. Logged scalars have no labels `kind` and `tensor`.
+_RANK_TEXT: Final = "run {{ $labels.run }} rank {{ $labels.rank }}"
+_KIND_TEXT: Final = "{{ if $labels.kind }}{{ $labels.kind }}{{ else }}logged scalars{{ end }}"
+_SERIES_TEXT: Final = (
+    "{{ if $labels.kind }}{{ $labels.kind }} of {{ $labels.tensor }} ({{ $labels.op }})"
+    "{{ else }}a logged scalar{{ end }}"
+)
+
+_RANK_LABELS: Final = ("run", "rank")
+_KIND_LABELS: Final = (*_RANK_LABELS, "kind")
+_BY_KIND: Final = "(run, rank, kind)"
+
+
+@dataclass(frozen=True, slots=True)
+class RulePromql:
+    """A rule as PromQL. The rule fires if any of the expressions over tensor statistics or logged scalars holds."""
+
+    tensors: Sequence[str]
+    scalars: Sequence[str] = ()
+
+
+def anomaly_alerts(
+    rules: Sequence[AnomalyRule], *, window: str = WINDOW, keep_firing_for: str = KEEP_FIRING_FOR
+) -> tuple[Alert, ...]:
+    """Return two alerts for each rule: the comparison and the counter of firings.
+
+    A firing keeps the counting alert active for `window`, which must contain at least two scrapes. The comparison alert
+    remains active for `keep_firing_for` after the comparison became false.
+    """
+    return tuple(
+        alert for rule in rules for alert in (_comparison_alert(rule, keep_firing_for), _counting_alert(rule, window))
+    )
+
+
+def rule_disagreement(rule: AnomalyRule) -> Alert:
+    """Return the alert that fires when PromQL and the rank evaluate `rule` differently for the same scrape.
+
+    `/metrics` contains value, baseline and threshold together with the rank's own result, all of one step, and one
+    scrape reads them all. The two results must therefore always be equal. Logged scalars are not compared: `/metrics`
+    contains the last value of each scalar, but the rank's result refers to the scalars of the latest record.
+    """
+    name, tensors = label_value(rule.name), tensor_expression(rule)
+    firing = f'{metrics.RULE_FIRING.name}{{rule="{name}", kind!=""}} == 1'
+    # If `/metrics` omits tensors because of the series limit, PromQL cannot see everything that the rank evaluated.
+    omitted = f'{metrics.DROPPED.name}{{reason=~"series_.+"}} > 0'
+    only_promql = f"group by {_BY_KIND} (\n{tensors}\n)\n  unless on {_BY_KIND}\n{firing}"
+    only_rank = (
+        f"group by {_BY_KIND} ({firing})\n  unless on {_BY_KIND}\n(\n{tensors}\n)\n  unless on (run, rank)\n{omitted}"
+    )
+    return Alert(
+        name="RuleDisagreement",
+        expression=f"(\n{only_promql}\n)\n  or\n(\n{only_rank}\n)",
+        summary="rank {{ $labels.rank }} of run {{ $labels.run }} and Prometheus disagree on "
+        f"{rule.name} in {{{{ $labels.kind }}}}",
+        description="The rank's result and the alert's expression differ for the same scrape. Usual cause: the rank is "
+        "configured with other rules than the rule file was generated for.",
+        severity=Severity.WARNING,
+        runbook="RuleDisagreement",
+        labels={"judged_by": rule.name},
+        keep_firing_for="5m",
+        panel="Anomalies",
+    )
+
+
+def rule_expression(rule: AnomalyRule) -> str:
+    """Return PromQL that selects the series on which `rule` fires."""
+    promql = rule_promql(rule)
+    return _any((*promql.tensors, *promql.scalars))
+
+
+def tensor_expression(rule: AnomalyRule) -> str:
+    """Return PromQL that selects the tensor statistics on which `rule` fires, without logged scalars."""
+    return _any(rule_promql(rule).tensors)
+
+
+@singledispatch
+def rule_promql(rule: AnomalyRule) -> RulePromql:
+    """Return the PromQL form of `rule`. Add the form of a new rule class with `rule_promql.register`."""
+    raise NotImplementedError(f"{type(rule).__name__} has no PromQL form: register one with rule_promql.register")
+
+
+@rule_promql.register
+def _(rule: AnomalyTurbulence) -> RulePromql:
+    series = _selector(rule, rule.ops)
+    value, baseline = f"abs({metrics.TENSOR_VALUE.name}{series})", f"{metrics.TENSOR_BASELINE.name}{series}"
+    factor = f"on (run, rank) group_left () (1 + {_threshold(rule)})"
+    high = f"{value} > {_SERIES} ({baseline} * {factor})"
+    low = f"{value} < {_SERIES} ({baseline} / {factor})"
+    return RulePromql([high] if rule.direction == "up" else [high, low])
+
+
+@rule_promql.register
+def _(rule: AnomalyNan) -> RulePromql:
+    tensors = [f"{metrics.TENSOR_VALUE.name}{_selector(rule, ('nans', *(('infs',) if rule.infs else ())))} > 0"]
+    if rule.threshold is not None:
+        values = _selector(rule, VALUE_OPS)
+        tensors.append(f"abs({metrics.TENSOR_VALUE.name}{values}) > on (run, rank) group_left () {_threshold(rule)}")
+    return RulePromql(tensors, [part for scalar in _SCALARS for part in _nonfinite(rule, scalar.name)])
+
+
+def _nonfinite(rule: AnomalyNan, scalar: str) -> Iterable[str]:
+    if rule.kinds is not None:
+        return
+    # `v != v` selects NaN samples, and their value is NaN. The alert's group() replaces it by 1.
+    yield f"{scalar} != {scalar}"
+    if rule.infs:
+        yield f"abs({scalar}) == Inf"
+    if rule.threshold is not None:
+        yield f"abs({scalar}) > on (run, rank) group_left () {_threshold(rule)}"
+
+
+def _any(parts: Iterable[str]) -> str:
+    return "\n  or\n".join(parts)
+
+
+def _comparison_alert(rule: AnomalyRule, keep_firing_for: str) -> Alert:
+    return Alert(
+        name=rule.name,
+        expression=f"group by (run, rank, kind, tensor, op) (\n{rule_expression(rule)}\n)",
+        summary=f"{rule.name} in {_SERIES_TEXT}, {_RANK_TEXT}",
+        description=_description(rule, "The rule holds for this series at the step of the last scrape."),
+        severity=str(rule.severity),
+        runbook=rule.runbook or type(rule).__name__,
+        rule=rule.name,
+        keep_firing_for=keep_firing_for,  # a spike is visible in one scrape only; without this the alert would flap
+        panel="Anomalies",
+    )
+
+
+def _counting_alert(rule: AnomalyRule, window: str) -> Alert:
+    """Return the alert on firings, including those between two scrapes.
+
+    It uses the rank's own counter and the service's counter of the firings that it received: a rank that dies at the
+    firing step cannot be scraped any more. `increase` alone would miss a counter with a first sample above zero, so
+    the second expression covers counters that are new within `window`.
+    """
+    by, counts = "sum by (run, rank, kind)", []
+    for metric in (metrics.ANOMALY_EVENTS, metrics.ANOMALIES_INGESTED):
+        counter = f'{metric.name}{{rule="{label_value(rule.name)}"}}'
+        counts.append(f"{by} (increase({counter}[{window}])) > 0")
+        counts.append(f"{by} ({counter} unless {counter} offset {window}) > 0")
+    return Alert(
+        name=f"{rule.name}Events",
+        expression=_any(counts),
+        summary=f"{rule.name} fired in {_KIND_TEXT}, {_RANK_TEXT}",
+        description=_description(
+            rule, f"The rank counts firings at every step; the rule fired at least once within {window}."
+        ),
+        severity=str(rule.severity),
+        runbook=rule.runbook or type(rule).__name__,
+        rule=rule.name,
+        panel="Anomalies",
+        queried=_fired_tensors(rule.name, window) + _latest_step(),
+    )
+
+
+def _description(rule: AnomalyRule, sentence: str) -> str:
+    return (
+        f"{rule.summary} {sentence}".strip()
+        + " `rankscope anomalies {{ $labels.run }}` lists the affected tensors in causal order."
+    )
+
+
+def _selector(rule: AnomalyRule, ops: Sequence[str]) -> str:
+    kinds = "" if rule.kinds is None else f'kind=~"{"|".join(rule.kinds)}", '
+    return f'{{{kinds}op=~"{"|".join(ops)}"}}'
+
+
+def _threshold(rule: AnomalyRule) -> str:
+    return f'{metrics.RULE_THRESHOLD.name}{{rule="{label_value(rule.name)}"}}'
+
+
+# Templates that query Prometheus while it evaluates the alert. If a query returns nothing, for example because the rank
+# is gone, the template adds no text. Every active alert runs its queries at each evaluation: use them only in alerts
+# with few instances, one per rank and kind and not one per tensor.
+
+
+def _latest_step() -> str:
+    """Return a template for the rank's latest step. The counters do not contain the step of a firing."""
+    text = ' The rank is at step {{ . | first | value | printf "%.0f" }}.'
+    return _with_query(_series_format(metrics.STEP, _RANK_LABELS), _RANK_LABELS, text)
+
+
+def _fired_tensors(rule: str, window: str) -> str:
+    """Return a template for the tensors on which the rule fired most often within `window`.
+
+    The counter of a tensor appears at its first firing, so `increase` alone would miss this firing.
+    """
+    fixed = f'rule="{label_value(rule)}", '.replace("%", "%%")
+    series = _series_format(metrics.TENSOR_ANOMALY_EVENTS, _KIND_LABELS, fixed)
+    new = f"{series} unless {series} offset {window}"
+    query = f"topk({MAX_TENSORS}, increase({series}[{window}]) > 0 or ({new}))"
+    names = "{{ range $at, $one := . }}{{ if $at }},{{ end }} {{ .Labels.tensor }} ({{ .Labels.op }}){{ end }}"
+    return _with_query(query, _KIND_LABELS * 3, f" Tensors:{names}.")
+
+
+def _series_format(metric: metrics.MetricSpec, labels: tuple[str, ...], fixed: str = "") -> str:
+    """Return a selector as a printf format with %q for the value of each label; %q quotes strings as PromQL does."""
+    return f"{metric.name}{{{fixed}{', '.join(f'{name}=%q' for name in labels)}}}"
+
+
+def _with_query(query: str, labels: tuple[str, ...], text: str) -> str:
+    values = " ".join(f"$labels.{name}" for name in labels)
+    return f"{{{{ with printf {json.dumps(query)} {values} | query }}}}{text}{{{{ end }}}}"

@@ -1,0 +1,70 @@
+"""Alerts on replica divergence: ranks that should hold equal parameters and do not. No rank can detect this alone.
+
+Each rank exports one hash over all tensors that must be bit-identical in its replica group, and the step of this hash.
+Two scrapes may read different steps, so the alert compares only hashes of the same step. In addition the service
+compares every step that the ranks send, and counts the differences.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from rankscope_contract import metrics
+from rankscope_contract.events import REPLICA_DESYNC, Severity
+from rankscope_dashboards.alerts.alert import Alert
+
+WINDOW: Final = "2m"
+"""Time after a difference found by the service during which the alert is active."""
+
+_GROUP: Final = "(run, replicas)"
+_COMMANDS: Final = (
+    "`rankscope anomalies {{ $labels.run }}` shows the first divergent tensor and its ranks. "
+    "`rankscope diff {{ $labels.run }} --ranks A B` shows the size of the difference between two ranks."
+)
+
+
+def replica_alerts() -> tuple[Alert, ...]:
+    """Return the alert on the scraped hashes and the alert on the service's comparison of every step."""
+    return _comparison_alert(), _counting_alert()
+
+
+def divergence_expression() -> str:
+    """Return PromQL with one sample for each replica group whose ranks export different hashes of the same step."""
+    value, step = metrics.REPLICA_HASH.name, metrics.REPLICA_HASH_STEP.name
+    return (
+        f"group by {_GROUP} (\n"
+        f"  max by {_GROUP} ({value}) != min by {_GROUP} ({value})\n"
+        f"  and max by {_GROUP} ({step}) == min by {_GROUP} ({step})\n)"
+    )
+
+
+def _comparison_alert() -> Alert:
+    return Alert(
+        name=REPLICA_DESYNC,
+        expression=divergence_expression(),
+        summary="replica divergence on ranks {{ $labels.replicas }} of run {{ $labels.run }}",
+        description="Tensors that must be bit-identical on these ranks have different hashes at the same step. "
+        + _COMMANDS,
+        severity=Severity.CRITICAL,
+        runbook=REPLICA_DESYNC,
+        keep_firing_for="1m",  # the hashes are not comparable while one rank already exports the next step
+        panel="Replica divergence",
+    )
+
+
+def _counting_alert() -> Alert:
+    counter = f'{metrics.ANOMALIES_INGESTED.name}{{rule="{REPLICA_DESYNC}"}}'
+    by = "sum by (run, rank, kind)"
+    return Alert(
+        name=f"{REPLICA_DESYNC}Events",
+        # `increase` alone would miss a counter with a first sample above zero.
+        expression=f"{by} (increase({counter}[{WINDOW}])) > 0\n  or\n"
+        f"{by} ({counter} unless {counter} offset {WINDOW}) > 0",
+        summary="replicas of run {{ $labels.run }} differ in {{ $labels.kind }}, rank {{ $labels.rank }}",
+        description="The service compared the hashes that the ranks sent for the same step. The rank is unknown where "
+        "more than one rank differs from the others, or no majority is right. " + _COMMANDS,
+        severity=Severity.CRITICAL,
+        runbook=REPLICA_DESYNC,
+        rule=REPLICA_DESYNC,
+        panel="Replica divergence",
+    )

@@ -1,0 +1,1 @@
+"""Parts that all boards are built from: board frame, panels, selectors."""

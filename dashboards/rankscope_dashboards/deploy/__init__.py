@@ -1,0 +1,1 @@
+"""Configuration files of Prometheus and Alertmanager, built from settings."""

@@ -1,0 +1,170 @@
+"""Build the configuration of an Alertmanager: receivers, routes, grouping and inhibition of alerts.
+
+Alerts are grouped by run and rule, because one bad step can make a rule fire for hundreds of tensors. While a tensor
+has NaN, the turbulence alert of the same tensor is inhibited as redundant.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rankscope_contract.escaping import label_value
+from rankscope_contract.events import Severity
+from rankscope_contract.rules import AnomalyRule
+from rankscope_contract.rules.nan import AnomalyNan
+from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_dashboards.deploy.prometheus import duration
+
+GROUP_BY: Final = ("run", "rule")
+SAME_TENSOR: Final = ("run", "rank", "tensor")
+MAX_ALERTS: Final = 20
+"""Maximum number of alerts in one webhook message; Alertmanager adds the number of the alerts that it left out."""
+
+SUBJECT: Final = (
+    "[{{ .Status | toUpper }}] {{ .GroupLabels.rule }}"
+    '{{ with .GroupLabels.run }} in run "{{ . }}"{{ end }}{{ with .CommonLabels.rank }}, rank {{ . }}{{ end }}'
+)
+"""Subject of a mail. Run and rank are optional: service alerts have no run, and a message may cover several ranks."""
+
+NO_RECEIVER: Final = "none"
+"""Name of the default receiver. It sends no notifications."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Webhook:
+    """An HTTP address that accepts the JSON messages of Alertmanager, version 4."""
+
+    url: str
+
+    def __post_init__(self) -> None:
+        if not re.match(r"https?://[^/\s]", self.url):
+            raise ValueError("not a webhook address: write http(s)://host/path, such as https://alerts.example/hook")
+
+    def document(self) -> dict[str, Any]:
+        """Return one entry of `webhook_configs`."""
+        return {"url": self.url, "send_resolved": True, "max_alerts": MAX_ALERTS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mail:
+    """A mail recipient and the SMTP server that accepts mail for it. `smarthost` is host:port."""
+
+    to: str
+    sender: str
+    smarthost: str
+    require_tls: bool = True
+    username: str | None = None
+    password: str | None = None
+    password_file: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("to", "sender"):
+            if "@" not in getattr(self, name):
+                raise ValueError(f"{name} is {getattr(self, name)!r}: write a mail address such as oncall@mail.example")
+        if not re.fullmatch(r".+:\d{1,5}", self.smarthost):
+            raise ValueError(f"smarthost is {self.smarthost!r}: write host:port, such as mail.example:587")
+        if self.username is None and (self.password or self.password_file):
+            raise ValueError("a password needs a username: set username too")
+
+    def document(self) -> dict[str, Any]:
+        """Return one entry of `email_configs`."""
+        secrets = {
+            "auth_username": self.username,
+            "auth_password": self.password,
+            "auth_password_file": self.password_file,
+        }
+        return {
+            "to": self.to,
+            "from": self.sender,
+            "smarthost": self.smarthost,
+            "require_tls": self.require_tls,
+            **{name: value for name, value in secrets.items() if value is not None},
+            "headers": {"Subject": SUBJECT},
+            "send_resolved": True,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receiver:
+    """A recipient of notifications, with one or several integrations (webhook, mail).
+
+    It receives alerts of the given `severities`, or all alerts if this is empty.
+    """
+
+    name: str
+    integrations: tuple[Webhook | Mail, ...]
+    severities: tuple[Severity, ...] = ()
+
+    def document(self) -> dict[str, Any]:
+        """Return one entry of `receivers`."""
+        webhooks = [one.document() for one in self.integrations if isinstance(one, Webhook)]
+        mails = [one.document() for one in self.integrations if isinstance(one, Mail)]
+        document: dict[str, Any] = {"name": self.name}
+        return document | _unless_empty(webhook_configs=webhooks, email_configs=mails)
+
+    def route(self) -> dict[str, Any]:
+        """Return the route to this receiver. It sets `continue`, so that the other receivers get the alert too."""
+        severities = "|".join(self.severities)
+        limit = {"matchers": [f'severity=~"{severities}"']} if self.severities else {}
+        return {"receiver": self.name, **limit, "continue": True}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlertmanagerSettings:
+    """Settings of the Alertmanager configuration.
+
+    `rules`: the rules of the rule file, for the inhibition.
+    `group_wait_seconds`: how long the first notification of a group waits for more alerts.
+    `group_interval_seconds`: minimum time until the next notification of the same group.
+    `repeat_seconds`: time until a notification about an active alert is sent again.
+    """
+
+    rules: Sequence[AnomalyRule]
+    receivers: Sequence[Receiver] = ()
+    group_wait_seconds: float = 2.0
+    group_interval_seconds: float = 60.0
+    repeat_seconds: float = 4 * 3600.0
+
+    def __post_init__(self) -> None:
+        names = [receiver.name for receiver in self.receivers]
+        if len({NO_RECEIVER, *names}) != len(names) + 1:
+            raise ValueError(f"receiver names must be unique and different from {NO_RECEIVER!r}: {', '.join(names)}")
+
+
+def alertmanager_config(settings: AlertmanagerSettings) -> dict[str, Any]:
+    """Return `alertmanager.yml`. Without receivers, Alertmanager displays alerts but sends no notifications."""
+    route: dict[str, Any] = {
+        "receiver": NO_RECEIVER,
+        "group_by": list(GROUP_BY),
+        "group_wait": duration(settings.group_wait_seconds),
+        "group_interval": duration(settings.group_interval_seconds),
+        "repeat_interval": duration(settings.repeat_seconds),
+    }
+    return {
+        "route": route | _unless_empty(routes=[receiver.route() for receiver in settings.receivers]),
+        "receivers": [{"name": NO_RECEIVER}, *(receiver.document() for receiver in settings.receivers)],
+        **_unless_empty(inhibit_rules=list(_inhibitions(settings.rules))),
+    }
+
+
+def _inhibitions(rules: Sequence[AnomalyRule]) -> Iterable[dict[str, Any]]:
+    """Yield the inhibition rules: a NaN alert mutes the turbulence alert of the same tensor.
+
+    Alertmanager treats a label that both alerts lack as equal. The matcher `tensor!=""` therefore excludes alerts
+    without a tensor.
+    """
+    for first in rules:
+        for second in rules:
+            if isinstance(first, AnomalyNan) and isinstance(second, AnomalyTurbulence):
+                yield {
+                    "source_matchers": [f'rule="{label_value(first.name)}"', 'tensor!=""'],
+                    "target_matchers": [f'rule="{label_value(second.name)}"', 'tensor!=""'],
+                    "equal": list(SAME_TENSOR),
+                }
+
+
+def _unless_empty(**parts: list[Any]) -> dict[str, Any]:
+    return {name: part for name, part in parts.items() if part}

@@ -1,0 +1,144 @@
+"""Build the configuration of a Prometheus that finds the ranks through the service. Reads and writes no files.
+
+The configuration contains no secrets, only the path of the file that contains the token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rankscope_contract.channel import REMOTE_READ_PATH, SERVICE_DISCOVERY_PATH
+
+DEFAULT_SERVICE: Final = "127.0.0.1:9470"
+DEFAULT_ALERTMANAGER: Final = "127.0.0.1:9093"
+RULE_FILE: Final = "rankscope.rules.yml"
+
+RANKS_JOB: Final = "rankscope"
+SERVICE_JOB: Final = "rankscope-service"
+"""Values of the label `job` for scrapes of the ranks and of the service."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """TLS settings of a scrape: how the server's certificate is verified, and which client certificate is sent.
+
+    Without `ca_file`, the certificate authorities of the operating system apply.
+    """
+
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+    server_name: str | None = None
+    insecure_skip_verify: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("cert_file and key_file belong together: set both or neither")
+
+    def document(self) -> dict[str, Any]:
+        """Return the value of `tls_config`."""
+        named = {name: getattr(self, name) for name in ("ca_file", "cert_file", "key_file", "server_name")}
+        found = {name: value for name, value in named.items() if value is not None}
+        return found | ({"insecure_skip_verify": True} if self.insecure_skip_verify else {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrometheusSettings:
+    """Settings of the Prometheus configuration. Addresses are host:port.
+
+    `token_file`: a file that contains only the token of the service and the ranks.
+    `tls`: TLS settings for the service; if set, Prometheus uses HTTPS for it.
+    `ranks_tls`: TLS settings for ranks, used if service discovery lists them with the scheme https.
+    `per_node`: scrape `/node/metrics` of each host instead of `/metrics` of each rank. Ranks need `node_page`.
+    `with_history`: also query the store of the service by remote read.
+    """
+
+    service: str = DEFAULT_SERVICE
+    token_file: str | None = None
+    tls: Tls | None = None
+    ranks_tls: Tls | None = None
+    per_node: bool = False
+    alertmanager: str | None = None
+    rule_files: tuple[str, ...] = (RULE_FILE,)
+    scrape_seconds: float = 5.0
+    evaluation_seconds: float = 5.0
+    discovery_seconds: float = 5.0
+    with_history: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("scrape_seconds", "evaluation_seconds", "discovery_seconds"):
+            if not 0.1 <= getattr(self, name) <= 3600:
+                raise ValueError(f"{name} is {getattr(self, name):g}: set a value between 0.1 and 3600")
+
+
+def prometheus_config(settings: PrometheusSettings | None = None) -> dict[str, Any]:
+    """Return `prometheus.yml`: scrapes of ranks and service, rule files, Alertmanager, and remote read of the store."""
+    chosen = settings or PrometheusSettings()
+    document: dict[str, Any] = {
+        "global": {
+            "scrape_interval": duration(chosen.scrape_seconds),
+            # Prometheus requires a timeout of at most the interval. If both are equal, the next scrape of a target that
+            # hangs starts directly after the timeout.
+            "scrape_timeout": duration(min(chosen.scrape_seconds, 10.0)),
+            "evaluation_interval": duration(chosen.evaluation_seconds),
+        },
+        "rule_files": list(chosen.rule_files),
+    }
+    if chosen.alertmanager is not None:
+        document["alerting"] = {"alertmanagers": [{"static_configs": [{"targets": [chosen.alertmanager]}]}]}
+    document["scrape_configs"] = [_ranks(chosen), _service(chosen)]
+    return document | ({"remote_read": [_history(chosen)]} if chosen.with_history else {})
+
+
+def duration(seconds: float) -> str:
+    """Return `seconds` as a duration of Prometheus or Alertmanager: a whole number of hours, minutes, seconds or ms."""
+    milliseconds = round(seconds * 1000)
+    for unit, size in (("h", 3_600_000), ("m", 60_000), ("s", 1000)):
+        if milliseconds and milliseconds % size == 0:
+            return f"{milliseconds // size}{unit}"
+    return f"{milliseconds}ms"
+
+
+def _ranks(settings: PrometheusSettings) -> dict[str, Any]:
+    scheme = "http" if settings.tls is None else "https"
+    discovery = {
+        "url": f"{scheme}://{settings.service}{SERVICE_DISCOVERY_PATH}" + ("?per=node" if settings.per_node else ""),
+        "refresh_interval": duration(settings.discovery_seconds),
+        **_authentication(settings, settings.tls),
+    }
+    return {"job_name": RANKS_JOB, "http_sd_configs": [discovery], **_authentication(settings, settings.ranks_tls)}
+
+
+def _history(settings: PrometheusSettings) -> dict[str, Any]:
+    """Return the `remote_read` entry for samples that Prometheus does not have, or has deleted.
+
+    It applies only to selectors that contain the job of the ranks. Without this limit, a Prometheus reads from remote
+    storage for all queries during the first hours after its start, and alert rules query every tensor at each
+    evaluation. The rules do not contain the job. So alerts never wait for the store, and stored samples never make an
+    alert fire.
+    """
+    scheme = "http" if settings.tls is None else "https"
+    return {
+        "url": f"{scheme}://{settings.service}{REMOTE_READ_PATH}",
+        "name": SERVICE_JOB,
+        "required_matchers": {"job": RANKS_JOB},
+        **_authentication(settings, settings.tls),
+    }
+
+
+def _service(settings: PrometheusSettings) -> dict[str, Any]:
+    return {
+        "job_name": SERVICE_JOB,
+        **({} if settings.tls is None else {"scheme": "https"}),
+        "static_configs": [{"targets": [settings.service]}],
+        **_authentication(settings, settings.tls),
+    }
+
+
+def _authentication(settings: PrometheusSettings, tls: Tls | None) -> dict[str, Any]:
+    """Return the authentication and TLS settings of a request."""
+    token = settings.token_file
+    authorization = {} if token is None else {"authorization": {"type": "Bearer", "credentials_file": token}}
+    tls_config = {} if tls is None else {"tls_config": tls.document()}
+    return {**authorization, **tls_config}

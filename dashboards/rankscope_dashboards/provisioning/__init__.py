@@ -1,0 +1,1 @@
+"""Files that a Grafana server reads at its start."""

@@ -1,0 +1,139 @@
+"""Build Grafana's alert rules file. Its expressions are identical to those of the Prometheus rule file.
+
+One invalid value in this file prevents the Grafana server from starting, and Grafana ignores unknown keys without a
+message. This module therefore checks values, and the tests compare the keys with a complete list.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rankscope_dashboards.alerts.alert import RUNBOOKS, Alert, AlertGroup
+from rankscope_dashboards.boards.elements.board import LIVE_SOURCE
+from rankscope_dashboards.provisioning.datasources import ORGANISATION
+
+FOLDER: Final = "Training alerts"
+"""Different from the folder of the boards, which has a fixed uid: some Grafana versions reject a second folder with the
+same title."""
+
+INTERVAL: Final = "30s"
+"""Evaluation interval. Grafana accepts only multiples of 10 s."""
+
+MISSING_EVALUATIONS: Final = 2
+"""Number of evaluations without a series until an alert resolves. Our conditions are filters: if they do not hold, they
+return no series at all."""
+
+MAX_UID_LENGTH: Final = 40
+MAX_TITLE_LENGTH: Final = 190
+QUERY, CONDITION = "A", "C"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PanelIndex:
+    """The panels of a board: title to panel id. `others` are searched for panels that this board does not have."""
+
+    board: str
+    panels: Mapping[str, int]
+    others: Sequence[PanelIndex] = ()
+
+    def find(self, panel: str) -> tuple[str, int]:
+        """Return (uid of the board, id of the panel) for a panel title. Raise LookupError if no board has the panel."""
+        for index in (self, *self.others):
+            if panel in index.panels:
+                return index.board, index.panels[panel]
+        raise LookupError(f"no board has a panel with the title {panel!r}")
+
+
+def alert_rules(groups: Sequence[AlertGroup], index: PanelIndex, runbooks: str = RUNBOOKS) -> dict[str, Any]:
+    """Return `alerting/rules.yaml`. Raise ValueError for a text that Grafana would reject or modify."""
+    return {"apiVersion": 1, "groups": [_group(group, index, runbooks) for group in groups]}
+
+
+def _group(group: AlertGroup, index: PanelIndex, runbooks: str) -> dict[str, Any]:
+    return {
+        "orgId": ORGANISATION,
+        "name": _escaped(group.name),
+        "folder": FOLDER,
+        "interval": INTERVAL,
+        "rules": [_rule(alert, index, runbooks) for alert in group.alerts],
+    }
+
+
+def _rule(alert: Alert, index: PanelIndex, runbooks: str) -> dict[str, Any]:
+    keep = {"keepFiringFor": alert.keep_firing_for} if alert.keep_firing_for else {}
+    board, panel = index.find(alert.panel)
+    return {
+        "uid": _uid(alert),
+        "title": _escaped(_title(alert)),
+        "condition": CONDITION,
+        "for": alert.hold_for or "0s",
+        **keep,
+        "missing_series_evals_to_resolve": MISSING_EVALUATIONS,
+        "noDataState": "OK",  # no series: the condition does not hold; missing scrapes have a separate alert
+        "execErrState": "Error",
+        "isPaused": False,
+        "dashboardUid": board,
+        "panelId": panel,
+        "labels": {name: _escaped(value) for name, value in alert.all_labels().items()},
+        "annotations": {name: _checked(text) for name, text in alert.annotations(runbooks).items()},
+        "data": [_query(alert.expression), _above_zero()],
+    }
+
+
+def _query(expression: str) -> dict[str, Any]:
+    return {
+        "refId": QUERY,
+        "datasourceUid": LIVE_SOURCE,
+        "relativeTimeRange": {"from": 300, "to": 0},
+        "model": {"refId": QUERY, "instant": True, "range": False, "expr": expression},
+    }
+
+
+def _above_zero() -> dict[str, Any]:
+    """Return the condition that Grafana requires. All values that our expressions return are above zero."""
+    return {
+        "refId": CONDITION,
+        "datasourceUid": "__expr__",
+        "relativeTimeRange": {"from": 0, "to": 0},
+        "model": {
+            "refId": CONDITION,
+            "type": "threshold",
+            "expression": QUERY,
+            "conditions": [{"evaluator": {"type": "gt", "params": [0]}}],
+        },
+    }
+
+
+def _title(alert: Alert) -> str:
+    """Return the title, which is unique among all alerts: the name and the values of the additional labels."""
+    title = " ".join((alert.name, *alert.labels.values()))
+    if len(title) > MAX_TITLE_LENGTH:
+        raise ValueError(
+            f"{title!r} has {len(title)} characters; Grafana accepts titles of up to {MAX_TITLE_LENGTH} characters"
+        )
+    return title
+
+
+def _uid(alert: Alert) -> str:
+    """Return the permanent uid of the rule: the words of its title, or a hash of the title if these are not allowed."""
+    title = _title(alert)
+    uid = "-".join(("rankscope", *re.findall(r"[A-Z]+[a-z0-9]*|[a-z0-9]+", title))).lower()
+    if re.fullmatch(r"[A-Za-z0-9 ]+", title) and len(uid) <= MAX_UID_LENGTH:
+        return uid
+    return f"rankscope-{hashlib.sha256(title.encode()).hexdigest()[:20]}"
+
+
+def _escaped(text: str) -> str:
+    """Return `text` with each dollar doubled, for values in which Grafana replaces variables."""
+    return text.replace("$", "$$")
+
+
+def _checked(text: str) -> str:
+    """Return an annotation unchanged. Raise ValueError if it contains `${`, which Grafana would replace."""
+    if "${" in text:
+        raise ValueError(f"Grafana would replace '${{' in {text!r}: write $ without the brace")
+    return text

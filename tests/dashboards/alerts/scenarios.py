@@ -1,0 +1,423 @@
+"""Scenarios for each alert: input series as ranks and service export them, and the alerts that must be active when."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rankscope_contract.evaluate import SeriesEvaluator, to_float32
+from rankscope_contract.events import RunState
+from rankscope_contract.rules import rule_from_config
+from rankscope_contract.rules.nan import AnomalyNan
+from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_dashboards.alerts.alert import RUNBOOKS
+from rankscope_dashboards.alerts.groups import DEFAULT_RULES, alert_groups
+
+VECTORS = json.loads((Path(__file__).parents[2] / "contract/data/anomaly_vectors.json").read_text())["series"]
+SCALAR_VECTORS = {"N01", "N02"}  # contain NaN values: tested as logged scalars, because tensor statistics are finite
+SECONDS = 10  # interval of samples and of evaluations
+
+RANK = {"run": "r", "rank": "0"}
+OF_W = {**RANK, "kind": "grad_unreduced", "tensor": "w"}
+NORM = {**OF_W, "op": "norm"}
+NAN_KIND = {**RANK, "rule": "AnomalyNan", "kind": "exp_avg"}
+SERVICE = {"job": "rankscope-service", "instance": "127.0.0.1:9470"}
+
+
+def series(metric, **labels):
+    return metric + "{" + ", ".join(f'{name}="{value}"' for name, value in labels.items()) + "}"
+
+
+def written(value):
+    return "NaN" if math.isnan(value) else f"{value:+}".title() if math.isinf(value) else repr(value)
+
+
+def without(labels, *names):
+    return {name: value for name, value in labels.items() if name not in names}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """Input series in promtool's notation, and the labels of the active alerts at some of the samples.
+
+    `expected` maps the index of a sample to the labels of the alerts that are active at its time.
+    """
+
+    alert: str
+    title: str
+    given: Mapping[str, str]
+    expected: Mapping[int, Sequence[Mapping[str, str]]]
+    rules: Sequence = field(default=DEFAULT_RULES)
+
+    def document(self):
+        checks = [
+            {
+                "eval_time": f"{SECONDS * at}s",
+                "alertname": self.alert,
+                "exp_alerts": [self.expected_alert(one) for one in alerts],
+            }
+            for at, alerts in self.expected.items()
+        ]
+        given = [{"series": name, "values": values} for name, values in self.given.items()]
+        return {"name": self.title, "interval": f"{SECONDS}s", "input_series": given, "alert_rule_test": checks}
+
+    def expected_alert(self, labels):
+        """Return the alert as Prometheus sends it: all labels, and annotations with the labels filled in."""
+        alerts = [alert for group in alert_groups(self.rules) for alert in group.alerts if alert.name == self.alert]
+        alert = next(one for one in alerts if one.labels.get("judged_by") == labels.get("judged_by"))
+        whole = {**labels, **alert.all_labels()}
+        # Queries in annotations return nothing for these series, and must then add no text.
+        texts = {name: filled_in(text, whole) for name, text in alert.annotations(RUNBOOKS).items()}
+        return {"exp_labels": whole, "exp_annotations": texts}
+
+
+def filled_in(text, labels):
+    """Return the annotation that Prometheus makes from the template `text`."""
+    choice = r"\{\{ if \$labels\.(\w+) \}\}(.*?)\{\{ else \}\}(.*?)\{\{ end \}\}"
+    text = re.sub(choice, lambda found: found[2] if labels.get(found[1]) else found[3], text)
+    return re.sub(r"\{\{ \$labels\.(\w+) \}\}", lambda found: labels.get(found[1], ""), text)
+
+
+def test_file(scenarios):
+    """Return the scenarios as a promtool test file. As many as possible share one test: each test creates a storage."""
+    packed, single = _packable(scenarios)
+    tests = [*([_side_by_side(packed)] if packed else []), *(scenario.document() for scenario in single)]
+    return {"evaluation_interval": f"{SECONDS}s", "tests": tests}
+
+
+def values_above_zero(expression, scenarios):
+    """Return a promtool test file that fails if `expression` returns a value that is not above zero, such as NaN."""
+    packed, single = _packable(scenarios)
+    tests = [*([_side_by_side(packed)] if packed else []), *(scenario.document() for scenario in single)]
+    never = f"({expression}) unless (({expression}) > 0)"
+    times = sorted({at for scenario in scenarios for at in scenario.expected})
+    checks = [{"expr": never, "eval_time": f"{SECONDS * at}s", "exp_samples": []} for at in times]
+    checked = [{**test, "alert_rule_test": [], "promql_expr_test": checks} for test in tests]
+    return {"evaluation_interval": f"{SECONDS}s", "tests": checked}
+
+
+def _packable(scenarios):
+    """Return (scenarios in which all series have a label `run`, other scenarios). Only the former can share a test."""
+    packed = [scenario for scenario in scenarios if all('run="' in name for name in scenario.given)]
+    return packed, [scenario for scenario in scenarios if scenario not in packed]
+
+
+def _side_by_side(scenarios):
+    """Return one test for all scenarios. The runs of each scenario get a unique prefix, so alerts do not mix."""
+    given, checks = [], []
+    for number, scenario in enumerate(scenarios):
+        own = {re.sub('run="', f'run="{number}.', name): values for name, values in scenario.given.items()}
+        given += [{"series": name, "values": values} for name, values in own.items()]
+        firing = f'ALERTS{{alertname="{scenario.alert}", alertstate="firing", run=~"{number}[.].*"}}'
+        for at, alerts in scenario.expected.items():
+            labels = [scenario.expected_alert({**one, "run": f"{number}.{one['run']}"})["exp_labels"] for one in alerts]
+            active = [series("ALERTS", alertname=scenario.alert, alertstate="firing", **one) for one in labels]
+            samples = [{"labels": name, "value": 1} for name in active]
+            checks.append({"expr": firing, "eval_time": f"{SECONDS * at}s", "exp_samples": samples})
+    return {"interval": f"{SECONDS}s", "input_series": given, "promql_expr_test": checks}
+
+
+# The series that a rank exports for one tensor statistic that a rule evaluates.
+
+
+def page(values, baselines="1x30", thresholds="0.5x30", **labels):
+    tensor = {**NORM, **labels}
+    return {
+        series("rankscope_tensor_value", **tensor): values,
+        series("rankscope_tensor_baseline", **tensor): baselines,
+        series("rankscope_rule_threshold", run="r", rank=tensor["rank"], rule="AnomalyTurbulence"): thresholds,
+    }
+
+
+def turbulence():
+    def scenario(title, given, expected, rules=DEFAULT_RULES):
+        return Scenario(alert="AnomalyTurbulence", title=title, given=given, expected=expected, rules=rules)
+
+    both = [AnomalyTurbulence(threshold=0.5, direction="both", ops=("norm", "mean"))]
+    yield scenario(
+        "equal to the threshold does not fire, slightly above fires", page("1.5 1.5000001"), {0: [], 1: [NORM]}
+    )
+    yield scenario("stays active for a minute, then resolves", page("9 1x20"), {0: [NORM], 5: [NORM], 9: []})
+    yield scenario("a fall does not fire with the default direction", page("0.1"), {0: []})
+    yield scenario("infinity fires, NaN does not", page("NaN Inf"), {0: [], 1: [NORM]})
+    yield scenario("does not fire without a threshold", page("9", thresholds="NaN"), {0: []})
+    yield scenario("does not fire without a baseline", page("0 9", baselines="NaN NaN"), {0: [], 1: []})
+    yield scenario("baseline 0: value 0 does not fire, value 1 fires", page("0 1", baselines="0 0"), {0: [], 1: [NORM]})
+    yield scenario("a kind that the rule does not include", page("9", kind="exp_avg"), {0: []})
+    yield scenario("kind grad_reduced", page("9", kind="grad_reduced"), {0: [{**NORM, "kind": "grad_reduced"}]})
+    yield scenario("an op that the rule does not include", page("9", op="mean"), {0: []})
+    ranks = page("2", thresholds="0.5") | page("2", thresholds="3", rank="1")
+    yield scenario("each rank is compared with its own threshold", ranks, {0: [NORM]})
+    tensors = page("2", baselines="1") | page("2", baselines="3", tensor="v")
+    yield scenario("each tensor is compared with its own baseline", tensors, {0: [NORM]})
+    gone = page("9 _ stale", baselines="1 _ stale")
+    yield scenario("a tensor that is no longer exported", gone, {0: [NORM], 9: []})
+    mean = {**NORM, "op": "mean"}
+    yield scenario("the absolute value is compared", page("-2", op="mean"), {0: [mean]}, both)
+    fall = page("0.5 0.4999999", thresholds="1 1")
+    yield scenario("a fall with direction both", fall, {0: [], 1: [NORM]}, both)
+    yield scenario("a rise with direction both", page("1.5 1.6"), {0: [], 1: [NORM]}, both)
+
+
+def nan():
+    def scenario(title, given, expected, rules=DEFAULT_RULES):
+        return Scenario(alert="AnomalyNan", title=title, given=given, expected=expected, rules=rules)
+
+    for op in ("nans", "infs"):
+        count = series("rankscope_tensor_value", **OF_W, op=op)
+        yield scenario(f"one element in {op}", {count: "0 1 0x20"}, {0: [], 1: [{**OF_W, "op": op}], 9: []})
+    norm = series("rankscope_tensor_value", **NORM)
+    yield scenario("AnomalyNan does not evaluate the norm", {norm: "NaN Inf 9e30"}, {0: [], 1: [], 2: []})
+    scalars = {
+        "rankscope_loss": {"loss": "lm"},
+        "rankscope_grad_norm": {},
+        "rankscope_learning_rate": {"group": "0"},
+        "rankscope_scalar": {"name": "z"},
+    }
+    for metric, labels in scalars.items():
+        for value in ("NaN", "Inf", "-Inf"):
+            given = {series(metric, **RANK, **labels): f"2.5 {value} 2.5x20"}
+            yield scenario(f"{metric} is {value}, and recovers", given, {0: [], 1: [RANK], 6: [RANK], 9: []})
+    yield scenario("a scalar that is no longer exported", {series("rankscope_loss", **RANK): "stale"}, {0: []})
+    limited = [AnomalyNan(threshold=1000.0)]
+    limit = {series("rankscope_rule_threshold", **RANK, rule="AnomalyNan"): "1000x9"}
+    yield scenario(
+        "equal to the threshold does not fire, above fires",
+        {norm: "1000 -1000.1", **limit},
+        {0: [], 1: [NORM]},
+        limited,
+    )
+    loss = {series("rankscope_loss", **RANK, loss="lm"): "1000 -1001", **limit}
+    yield scenario("a logged scalar above the threshold", loss, {0: [], 1: [RANK]}, limited)
+    seed = [AnomalyNan(infs=False)]
+    given = {series("rankscope_tensor_value", **OF_W, op="infs"): "3", series("rankscope_loss", **RANK): "Inf"}
+    yield scenario("msprobe's rule ignores infinity", given, {0: []}, seed)
+
+
+def vectors():
+    """Yield series recorded from msprobe, one scenario for each rule. Each step is exported as a separate rank.
+
+    The expected firings are those of the reference evaluator. Tests of the contract compare the evaluator with msprobe.
+    """
+    rules = [AnomalyNan(infs=False, threshold=1.0), AnomalyTurbulence(threshold=1.0)]
+    given, fires = {}, {rule.name: [] for rule in rules}
+    for vector in VECTORS:
+        kind, op = (None, "value") if vector["id"] in SCALAR_VECTORS else ("grad_reduced", vector["op"])
+        for entry in vector["rules"]:
+            arguments = {**(entry.get("args") or {}), **({"infs": False} if entry["rule_name"] == "AnomalyNan" else {})}
+            rule = rule_from_config({**entry, "args": arguments})
+            evaluator = SeriesEvaluator([rule], kind, op)
+            for step, raw in enumerate(float(value) for value in vector["series"]):
+                before = evaluator.baseline
+                firing = evaluator.observe(raw)
+                rank = {"run": vector["id"], "rank": str(step)}
+                against = evaluator.baseline if math.isnan(before) else before
+                labels = {**rank, "kind": kind, "tensor": "w", "op": op} if kind else rank
+                shown = to_float32(raw) if kind else raw
+                given |= _shown(labels, shown, against, rank, rule)
+                # Tensor statistics cover finite elements only. Where msprobe has NaN, the statistic is missing here,
+                # and the op `nans` counts these elements.
+                fires[rule.name] += [labels] if firing and not (kind and math.isnan(raw)) else []
+    for rule in rules:
+        yield Scenario(
+            alert=rule.name, title="recorded vectors", given=given, expected={0: fires[rule.name]}, rules=rules
+        )
+
+
+def _shown(labels, value, baseline, rank, rule):
+    limit = math.nan if rule.limit() is None else rule.limit()
+    threshold = {series("rankscope_rule_threshold", **rank, rule=rule.name): written(limit)}
+    if "op" not in labels:
+        return {series("rankscope_loss", **labels): written(value), **threshold}
+    shown = {series("rankscope_tensor_value", **labels): written(value)}
+    if labels["op"] in {"norm", "mean"}:
+        shown[series("rankscope_tensor_baseline", **labels)] = written(baseline)
+    return {**shown, **threshold}
+
+
+def events():
+    fired = {**without(NAN_KIND, "rule")}
+    for metric in ("rankscope_anomaly_events_total", "rankscope_ingest_anomaly_events_total"):
+        counter, other = series(metric, **NAN_KIND), series(metric, **{**NAN_KIND, "rule": "AnomalyTurbulence"})
+
+        def scenario(title, values, expected, name=counter):
+            return Scenario(alert="AnomalyNanEvents", title=title, given={name: values}, expected=expected)
+
+        yield scenario("one firing between two scrapes", "0x19 1x40", {19: [], 20: [fired], 31: [fired], 33: []})
+        yield scenario(
+            "a counter with a first sample above zero", "_ _ _ 1x40", {2: [], 3: [fired], 12: [fired], 16: []}
+        )
+        yield scenario("a counter that is 0", "0x40", {0: [], 20: []})
+        yield scenario("firings before the window", "7x40", {20: []})
+        yield scenario("counter reset after a restart", "7x30 0x20 1x20", {29: [], 45: [], 52: [fired]})
+        yield scenario("firings of another rule", "0 1", {1: []}, other)
+    two = {
+        series("rankscope_anomaly_events_total", **{**NAN_KIND, "kind": kind}): "0 1" for kind in ("exp_avg", "act_out")
+    }
+    each = [fired, {**fired, "kind": "act_out"}]
+    yield Scenario(alert="AnomalyNanEvents", title="one alert for each kind", given=two, expected={1: each})
+    logged = {series("rankscope_anomaly_events_total", **{**NAN_KIND, "kind": ""}): "0 1"}
+    yield Scenario(alert="AnomalyNanEvents", title="a logged scalar", given=logged, expected={0: [], 1: [RANK]})
+    turbulent = series("rankscope_anomaly_events_total", **{**NAN_KIND, "rule": "AnomalyTurbulence"})
+    expected = {0: [], 1: [fired]}
+    yield Scenario(alert="AnomalyTurbulenceEvents", title="turbulence", given={turbulent: "0 1"}, expected=expected)
+
+
+def lifecycle():
+    for alert, state in (("RunFailed", "failed"), ("RunStalled", "stalled")):
+        for other in RunState:
+            given = {series("rankscope_run_state", **SERVICE, run="r", state=other): "0 1 0"}
+            when = [{"run": "r"}] if other == state else []
+            yield Scenario(alert=alert, title=f"{alert}: {other}", given=given, expected={0: [], 1: when, 2: []})
+        forgotten = {series("rankscope_run_state", **SERVICE, run="r", state=state): "1 stale"}
+        yield Scenario(
+            alert=alert,
+            title="the service no longer exports the run",
+            given=forgotten,
+            expected={0: [{"run": "r"}], 1: []},
+        )
+        two = {series("rankscope_run_state", **SERVICE, run=run, state=state): "1" for run in "rs"}
+        each = [{"run": "r"}, {"run": "s"}]
+        yield Scenario(alert=alert, title="an alert for each run", given=two, expected={0: each})
+    given = {
+        series("rankscope_rank_vanished", **SERVICE, run="r", rank=rank): v
+        for rank, v in (("0", "0x9"), ("1", "0 1 0"))
+    }
+    gone = [{"run": "r", "rank": "1"}]
+    yield Scenario(
+        alert="RankGone", title="one of two ranks, responds again later", given=given, expected={0: [], 1: gone, 2: []}
+    )
+    lost = series("rankscope_ingest_lost_records_total", **SERVICE, run="r")
+    run = [{"run": "r"}]
+    for title, values, expected in (
+        ("no lost records", "0x60", {0: [], 50: []}),
+        ("one lost record, resolves after five minutes", "0x39 1x60", {39: [], 40: run, 69: run, 71: []}),
+        ("a counter with a first sample above zero", "_ 3x60", {1: run, 29: run, 40: []}),
+        ("losses before the window", "5x60", {50: []}),
+    ):
+        yield Scenario(alert="IngestLosing", title=title, given={lost: values}, expected=expected)
+    two = {series("rankscope_ingest_lost_records_total", **SERVICE, run=run): "0 1" for run in "rs"}
+    yield Scenario(
+        alert="IngestLosing", title="one alert for each run", given=two, expected={1: [{"run": "r"}, {"run": "s"}]}
+    )
+    up = series("up", **SERVICE)
+    for title, given, expected in (
+        ("the service responds", {up: "1x9"}, {0: [], 9: []}),
+        ("no response for 30 s, then a response", {up: "0x6 1"}, {0: [], 2: [], 3: [SERVICE], 7: []}),
+        ("no response for less than 30 s", {up: "1 0 0 1x9"}, {1: [], 2: [], 3: [], 9: []}),
+        ("the service is not scraped", {"up{job='rankscope'}": "1x9"}, {2: [], 3: [without(SERVICE, "instance")]}),
+    ):
+        yield Scenario(alert="ServiceDown", title=title, given=given, expected=expected)
+
+
+def hardware():
+    gpu = {**RANK, "gpu": "GPU-1"}
+    for alert, errors in (
+        ("GpuXid", series("rankscope_gpu_xid_errors_total", **gpu)),
+        ("GpuEccUncorrected", series("rankscope_gpu_ecc_errors_total", **gpu, type="uncorrected")),
+    ):
+        yield Scenario(alert=alert, title="no errors", given={errors: "0x40"}, expected={0: [], 40: []})
+        active = {19: [], 20: [gpu], 79: [gpu], 81: []}
+        yield Scenario(
+            alert=alert, title="one error, active for ten minutes", given={errors: "0x19 1x80"}, expected=active
+        )
+    corrected = series("rankscope_gpu_ecc_errors_total", **gpu, type="corrected")
+    yield Scenario(alert="GpuEccUncorrected", title="corrected errors", given={corrected: "0 1 2"}, expected={2: []})
+    old = series("rankscope_gpu_ecc_errors_total", **gpu, type="uncorrected")
+    yield Scenario(
+        alert="GpuEccUncorrected", title="errors of earlier runs", given={old: "7x40"}, expected={0: [], 40: []}
+    )
+    for reason, expected in (("hw_thermal", [gpu]), ("sw_thermal", [gpu]), ("sw_power_cap", []), ("idle", [])):
+        slow = {series("rankscope_gpu_throttled", **gpu, reason=reason): "1x40"}
+        when = {29: [], 30: expected, 40: expected}
+        yield Scenario(alert="GpuThrottled", title=f"{reason} for five minutes", given=slow, expected=when)
+    short = {series("rankscope_gpu_throttled", **gpu, reason="hw_slowdown"): "1x20 0 1x20"}
+    yield Scenario(
+        alert="GpuThrottled", title="twice for less than five minutes", given=short, expected={20: [], 41: []}
+    )
+
+
+def self_check():
+    def scenario(rule, title, given, expected):
+        alerts = [{**one, "judged_by": rule} for one in ({**RANK, "kind": "grad_unreduced"},)]
+        when = {at: alerts if differs else [] for at, differs in expected.items()}
+        return Scenario(alert="RuleDisagreement", title=title, given=given, expected=when)
+
+    nans = series("rankscope_tensor_value", **OF_W, op="nans")
+    verdict = series("rankscope_rule_firing", **RANK, rule="AnomalyNan", kind="grad_unreduced")
+    dropped = series("rankscope_dropped_total", **RANK, reason="series_budget")
+    overrun = series("rankscope_dropped_total", **RANK, reason="ring_overrun")
+    yield scenario("AnomalyNan", "both fire, neither fires", {nans: "0 1 0", verdict: "0 1 0"}, {0: 0, 1: 0, 2: 0})
+    yield scenario("AnomalyNan", "only PromQL fires", {nans: "0 1 0x50", verdict: "0x50"}, {0: 0, 1: 1, 20: 1, 40: 0})
+    yield scenario("AnomalyNan", "the rank does not export the rule", {nans: "0 1"}, {0: 0, 1: 1})
+    yield scenario("AnomalyNan", "only the rank fires", {nans: "0x50", verdict: "0 1 0x50"}, {0: 0, 1: 1, 20: 1, 40: 0})
+    left_out = {nans: "0 0", verdict: "1 1", dropped: "1 1"}
+    yield scenario("AnomalyNan", "not compared if series are omitted", left_out, {0: 0, 1: 0})
+    records = {nans: "0 0", verdict: "0 1", overrun: "1 1", dropped: "0 0"}
+    yield scenario("AnomalyNan", "other drop reasons do not omit series", records, {0: 0, 1: 1})
+    scalar = {series("rankscope_rule_firing", **RANK, rule="AnomalyNan", kind=""): "1"}
+    yield scenario("AnomalyNan", "logged scalars are not compared", scalar, {0: 0})
+    neighbours = {nans: "1", verdict: "0"}
+    for labels in ({"rank": "1"}, {"kind": "grad_reduced"}):
+        neighbour = {**OF_W, **labels}
+        neighbours[series("rankscope_tensor_value", **neighbour, op="nans")] = "1"
+        neighbours[series("rankscope_rule_firing", **without(neighbour, "tensor"), rule="AnomalyNan")] = "1"
+    yield scenario("AnomalyNan", "agreement on other ranks and kinds does not count", neighbours, {0: 1})
+    turbulent = series("rankscope_rule_firing", **RANK, rule="AnomalyTurbulence", kind="grad_unreduced")
+    yield scenario("AnomalyTurbulence", "both fire", {**page("1 9"), turbulent: "0 1"}, {0: 0, 1: 0})
+    yield scenario("AnomalyTurbulence", "only PromQL fires", {**page("1 9"), turbulent: "0 0"}, {0: 0, 1: 1})
+    yield scenario("AnomalyTurbulence", "only the rank fires", {**page("1 1"), turbulent: "0 1"}, {0: 0, 1: 1})
+
+
+def replicas():
+    group = {"run": "r", "replicas": "0-2"}
+
+    def hashes(*values, steps=("100x30",) * 3, **labels):
+        own = {**group, **labels}
+        shown = {series("rankscope_replica_hash", **own, rank=rank): value for rank, value in enumerate(values)}
+        shown |= {series("rankscope_replica_hash_step", **own, rank=rank): step for rank, step in enumerate(steps)}
+        return shown
+
+    large = 2**48 - 1
+    for title, given, expected in (
+        ("all hashes are equal", hashes("7x30", "7x30", "7x30"), {0: [], 9: []}),
+        ("one hash differs", hashes("7x30", "7 8x29", "7x30"), {0: [], 1: [group], 9: [group]}),
+        ("48-bit hashes that differ by one", hashes(f"{large}x9", f"{large - 1}x9", f"{large}x9"), {1: [group]}),
+        (
+            "hashes of different steps are not compared",
+            hashes("7 9x29", "7x30", "7x30", steps=("100 200x29",) + ("100x30",) * 2),
+            {1: []},
+        ),
+        (
+            "stays active for a minute while one rank is a step ahead",
+            hashes("7 9 9x60", "8x60", "7x60", steps=("100 200x60",) + ("100x60",) * 2),
+            {1: [group], 7: []},
+        ),
+        ("a rank is no longer exported", hashes("7x30", "7x30", "stale"), {1: []}),
+        ("equal again, resolves after a minute", hashes("7x30", "8 7x29", "7x30"), {0: [group], 5: [group], 8: []}),
+    ):
+        yield Scenario(alert="ReplicaDesync", title=title, given=given, expected=expected)
+    others = (
+        hashes("7x9", "7x9", "7x9") | hashes("5x9", "5x9", "5x9", replicas="3-5") | hashes("6x9", "6x9", "6x9", run="s")
+    )
+    yield Scenario(
+        alert="ReplicaDesync", title="groups and runs are compared separately", given=others, expected={1: []}
+    )
+    fired = {"run": "r", "rank": "1", "kind": "param_after"}
+    counter = series("rankscope_ingest_anomaly_events_total", **SERVICE, **fired, rule="ReplicaDesync")
+    other = series("rankscope_ingest_anomaly_events_total", **SERVICE, **fired, rule="AnomalyNan")
+    for title, given, expected in (
+        ("no firings", {counter: "0x60"}, {0: [], 50: []}),
+        ("one firing, resolves after two minutes", {counter: "0x9 1x60"}, {9: [], 10: [fired], 20: [fired], 23: []}),
+        ("a counter with a first sample above zero", {counter: "_ 3x60"}, {1: [fired], 11: [fired], 20: []}),
+        ("firings before the window", {counter: "5x60"}, {50: []}),
+        ("firings of other rules", {counter: "0x9", other: "0 9x9"}, {2: []}),
+    ):
+        yield Scenario(alert="ReplicaDesyncEvents", title=title, given=given, expected=expected)
+
+
+SUITE = [*replicas(), *turbulence(), *nan(), *vectors(), *events(), *lifecycle(), *hardware(), *self_check()]

@@ -1,0 +1,109 @@
+"""The rule file is valid and complete, and each alert has a runbook. `test_scenarios.py` tests when alerts fire."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rankscope_contract.metrics import CATALOG
+from rankscope_contract.rules import rule_classes
+from rankscope_contract.rules.nan import AnomalyNan
+from rankscope_dashboards.alerts.anomaly import rule_expression
+from rankscope_dashboards.alerts.groups import DEFAULT_RULES, alert_groups, rule_file
+from rankscope_dashboards.generate import PROVISIONING
+
+RUNBOOKS = Path(__file__).parents[3] / "docs" / "runbooks.md"
+ALERTS = [alert for group in alert_groups() for alert in group.alerts]
+NAMES = {
+    "AnomalyNan",
+    "AnomalyNanEvents",
+    "AnomalyTurbulence",
+    "AnomalyTurbulenceEvents",
+    "ReplicaDesync",
+    "ReplicaDesyncEvents",
+    "RunFailed",
+    "RunStalled",
+    "RankGone",
+    "IngestLosing",
+    "ServiceDown",
+    "GpuXid",
+    "GpuEccUncorrected",
+    "GpuThrottled",
+    "RuleDisagreement",
+}
+
+
+def test_committed_rule_file_is_valid(promtool):
+    path = PROVISIONING / "prometheus" / "rankscope.rules.yml"
+    done = subprocess.run([promtool, "check", "rules", path], capture_output=True, text=True, check=False)
+
+    assert 0 == done.returncode, done.stdout + done.stderr
+
+
+def test_committed_prometheus_configuration_is_valid(promtool):
+    path = PROVISIONING / "prometheus" / "prometheus.yml"
+    done = subprocess.run([promtool, "check", "config", path], capture_output=True, text=True, check=False)
+
+    assert 0 == done.returncode, done.stdout + done.stderr
+
+
+def test_jobs_in_alert_expressions_are_scraped():
+    config = yaml.safe_load((PROVISIONING / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))
+    jobs = {job for alert in ALERTS for job in re.findall(r'job="([^"]+)"', alert.expression)}
+
+    assert {"rankscope-service"} == jobs
+    assert jobs <= {scrape["job_name"] for scrape in config["scrape_configs"]}
+
+
+def test_default_rules_equal_those_of_the_exporter():
+    from rankscope_exporter.config import DEFAULT_RULES as RANK_RULES
+
+    assert RANK_RULES == DEFAULT_RULES
+
+
+def test_every_rule_class_has_a_promql_form():
+    arguments = {"AnomalyTurbulence": {"threshold": 0.5}}
+    for name, rule in rule_classes().items():
+        assert rule_expression(rule(**arguments.get(name, {})))
+
+
+def test_runbooks_page_has_one_heading_for_every_alert():
+    listed = re.findall(r"^## (\w+)$", RUNBOOKS.read_text(encoding="utf-8"), re.MULTILINE)
+
+    assert {alert.name for alert in ALERTS} == NAMES
+    assert sorted(name for name in NAMES if not name.endswith("Events")) == sorted(listed)
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name + alert.labels.get("judged_by", ""))
+def test_alert_has_summary_description_severity_and_runbook(alert):
+    document = alert.document()
+    texts = document["annotations"]
+    anchors = {f"#{name.lower()}" for name in re.findall(r"^## (\w+)$", RUNBOOKS.read_text(), re.MULTILINE)}
+
+    assert {"summary", "description", "runbook_url"} == texts.keys()
+    assert all(len(text) > 15 for text in texts.values())
+    assert document["labels"]["severity"] in {"info", "warning", "critical"}
+    assert document["labels"]["rule"]
+    assert texts["runbook_url"].removeprefix("docs/runbooks.md") in anchors
+    assert set(re.findall(r"rankscope_\w+", alert.expression)) <= CATALOG.keys()
+
+
+def test_runbooks_address_can_be_replaced():
+    document = rule_file([AnomalyNan()], runbooks="https://wiki.example/rankscope")
+
+    assert (
+        "https://wiki.example/rankscope#anomalynan" == document["groups"][0]["rules"][0]["annotations"]["runbook_url"]
+    )
+
+
+def test_rule_name_and_runbook_can_be_customized():
+    document = rule_file([AnomalyNan(name="Blown", runbook="https://wiki.example/blown", summary="It blew up.")])
+    first = document["groups"][0]["rules"][0]
+
+    assert "https://wiki.example/blown" == first["annotations"]["runbook_url"]
+    assert ("Blown", "Blown") == (first["alert"], first["labels"]["rule"])
+    assert first["annotations"]["description"].startswith("It blew up. ")

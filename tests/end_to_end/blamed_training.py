@@ -1,0 +1,51 @@
+"""Three ranks on gloo; at step 6 rank 1 sleeps, waits in a barrier of its own, or dies, before the others' collective.
+
+blamed_training.py FOLDER sleeps|barrier|dies, for each rank with its environment
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import rankscope
+
+BLAMED_RANK, BLAMED_STEP, LAST_STEP = 1, 6, 8
+
+
+def fall_behind(situation: str, until: Path) -> None:
+    if situation == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if situation == "barrier":
+        dist.barrier()
+    while not until.exists():
+        time.sleep(0.5)
+
+
+def main() -> None:
+    folder, situation = Path(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with rankscope.Monitor(total_steps=LAST_STEP).attach(net, optimizer):
+        for step in range(1, LAST_STEP + 1):
+            loss = net(torch.ones(3, 4)).square().mean()
+            loss.backward()
+            if (step, dist.get_rank()) == (BLAMED_STEP, BLAMED_RANK):
+                fall_behind(situation, folder / "go-on")
+            dist.all_reduce(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Real jobs with fewer sources than usual: the message names the right rank, with the evidence, or none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankscope.demonstration.receiver import Alert, Receiver
+from rankscope_storage.connection import connect
+
+SCRIPT = Path(__file__).with_name("blamed_training.py")
+TOKEN = "a-token-of-both"
+NO_FLIGHT_RECORD = {"TORCH_FR_BUFFER_SIZE": "0"}
+ASKED = {"RANKSCOPE_TOKEN": TOKEN, "RANKSCOPE_HANG_AFTER_SECONDS": "0"}
+SILENT = {"RANKSCOPE_HANG_AFTER_SECONDS": "0"}  # no token: the service may not ask
+STEP = "[56]"
+"""The last whole step, or the one that has begun, to which the end of a process and a fault of the monitor belong."""
+CALLED = r"called at blamed_training\.py:\d+ in"
+
+
+def message_of(service: Any, start_job: Callable[..., Any], folder: Path, situation: str, **environment: str) -> Alert:
+    """Return the first message about a job in `situation`."""
+    with Receiver() as receiver:
+        service.urls = (receiver.notify_url,)
+        service.start()
+        group = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "RANKSCOPE_RUN": "blame"}
+        ranks = [
+            start_job(SCRIPT, folder, situation, RANK=rank, LOCAL_RANK=rank, **group, **environment) for rank in "012"
+        ]
+        told: Alert = service.wait_for(lambda: receiver.alerts and receiver.alerts[0])
+        (folder / "go-on").touch()
+        if situation == "sleeps":
+            assert [0, 0, 0] == [rank.wait(60) for rank in ranks], (folder / "training.log").read_text()
+        else:
+            for rank in ranks:
+                rank.kill()
+    assert 0 == service.stop(), service.log()
+    return told
+
+
+def incident_of(service: Any) -> tuple[str, int | None]:
+    """Return rule and rank of the one incident in the store."""
+    with connect(service.store) as connection:
+        (found,) = connection.sql("select distinct rule, rank from events where type = 'incident'").fetchall()
+    rule, rank = found
+    return rule, rank
+
+
+@pytest.mark.parametrize(
+    ("situation", "environment", "rank", "cause", "more"),
+    [
+        pytest.param(
+            "sleeps",
+            ASKED | NO_FLIGHT_RECORD,
+            1,
+            rf"rank 1: it is in time\.sleep, {CALLED} fall_behind, and ranks 0, 2 wait in a collective \(stacks\)",
+            rf"where:\n  rank 1 in time\.sleep, {CALLED} fall_behind\n  ranks 0, 2 in all_reduce",
+            id="stacks name the rank that sleeps",
+        ),
+        pytest.param(
+            "sleeps",
+            SILENT,
+            None,
+            "unknown: no rank gave stacks or a flight record",
+            rf"last reports:\n  ranks 0-2: step {STEP}, \d(-\d)? s ago\nwhere:\n  ranks 0-2 gave no stacks: ",
+            id="without any source no rank is named",
+        ),
+        pytest.param(
+            "barrier",
+            ASKED | NO_FLIGHT_RECORD,
+            None,
+            "unknown: the stacks of ranks 0-2 single out no rank",
+            rf"last reports:\n  ranks 0-2: step {STEP}, \d(-\d)? s ago\nwhere:\n  rank 1 in barrier ",
+            id="stacks do not show which of two collectives is the right one",
+        ),
+    ],
+)
+def test_the_cause_of_a_stall_is_named_or_unknown(
+    service: Any,
+    start_job: Callable[..., Any],
+    tmp_path: Path,
+    another_port: int,
+    situation: str,
+    environment: dict[str, str],
+    rank: int | None,
+    cause: str,
+    more: str,
+) -> None:
+    service.token, service.stalled_after_seconds = environment.get("RANKSCOPE_TOKEN"), 2.0
+    told = message_of(service, start_job, tmp_path, situation, MASTER_PORT=str(another_port), **environment)
+
+    title = f"blame: RunStalled, rank {'unknown' if rank is None else rank}, step {STEP}"
+    assert re.search(title, told.title), told.title
+    assert re.search(rf"^cause: {cause}$", told.text, re.MULTILINE), told.text
+    assert re.search(more, told.text), told.text
+    assert ("last reports:" in told.text) == (rank is None)
+    assert ("RunStalled", rank) == incident_of(service)
+
+
+def test_a_rank_that_died_is_named_though_the_others_report_first(
+    service: Any, start_job: Callable[..., Any], tmp_path: Path, another_port: int
+) -> None:
+    """Its peers lose the connection immediately; the service finds out seconds later that it is dead."""
+    told = message_of(service, start_job, tmp_path, "dies", MASTER_PORT=str(another_port), **SILENT)
+
+    assert re.search(f"blame: RunFailed, rank 1, step {STEP}", told.title), told.title
+    assert "cause: rank 1: it is the first that vanished without a last report" in told.text.splitlines()
+    assert ("RunFailed", 1) == incident_of(service)

@@ -1,0 +1,131 @@
+"""FLOPs of models of Hugging Face, counted and by formula, against torch's FlopCounterMode on its own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tests.exporter.throughput.small_models import Adapted
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from rankscope_exporter import count_flops
+from rankscope_exporter.frameworks import framework_of
+from rankscope_exporter.throughput.captured import Inputs
+from rankscope_exporter.throughput.costs import FORMULA, NoFormulaError, cost_of
+from rankscope_exporter.throughput.parameters import ALONE
+
+transformers = pytest.importorskip("transformers", reason="pip install -e '.[trainers]'")
+
+BATCH, SEQUENCE, VOCABULARY = 2, 32, 200
+DECODER = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def gpt() -> Any:
+    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+
+
+def llama() -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER))
+
+
+def mixture() -> Any:
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**DECODER, num_local_experts=4, num_experts_per_tok=2)
+    )
+
+
+def adapted() -> Any:
+    model = llama().requires_grad_(requires_grad=False)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
+        layer.self_attn.v_proj = Adapted(layer.self_attn.v_proj)
+    return model
+
+
+def vit() -> Any:
+    sizes = {name: DECODER[name] for name in ("num_hidden_layers", "hidden_size", "intermediate_size")}
+    config = transformers.ViTConfig(**sizes, num_attention_heads=4, image_size=32, patch_size=8)
+    return transformers.ViTForImageClassification(config)
+
+
+def resnet() -> Any:
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic")
+    return transformers.ResNetForImageClassification(config)
+
+
+def classifier() -> Any:
+    sizes = {name: value for name, value in DECODER.items() if name != "num_key_value_heads"}
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**sizes))
+
+
+def translator() -> Any:
+    config = transformers.T5Config(vocab_size=VOCABULARY, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def batch_of(model: Any) -> dict[str, torch.Tensor]:
+    if model.main_input_name == "pixel_values":
+        return {"pixel_values": torch.randn(BATCH, 3, 32, 32)}
+    ids = torch.randint(3, VOCABULARY, (BATCH, SEQUENCE))
+    return (
+        {"input_ids": ids}
+        if isinstance(model, transformers.BertForSequenceClassification)
+        else {
+            "input_ids": ids,
+            "labels": ids,
+        }
+    )
+
+
+def by_torch(model: nn.Module, batch: dict[str, torch.Tensor]) -> float:
+    """Return torch's own count, with experts and attention as the single products for which torch has formulas."""
+    model.train()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        output = model(**batch)
+        (output.logits.sum() if output.get("loss") is None else output.loss).backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("make", [gpt, llama, mixture, adapted, vit, resnet])
+def test_count_is_within_a_tenth_of_flop_counter_mode(make):
+    model = make()
+    batch = batch_of(model)
+
+    assert by_torch(copy.deepcopy(model), batch) == pytest.approx(count_flops(model, **batch), rel=0.1)
+
+
+@pytest.mark.parametrize("make", [gpt, llama, mixture, adapted, classifier])
+def test_formula_for_a_configuration_is_within_a_tenth_of_flop_counter_mode(make):
+    model = make()
+    batch = batch_of(model)
+    cost = cost_of(framework_of(model), ALONE, Inputs.of((), batch), "auto")
+
+    assert FORMULA == cost.method
+    assert by_torch(model, batch) == pytest.approx(cost.per_forward, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"), [(vit, "convolution"), (resnet, "convolution"), (translator, "tokens of their own")]
+)
+def test_no_formula_is_applied_to_images_and_to_pairs_of_sequences(make, why):
+    model = make()
+
+    with pytest.raises(NoFormulaError, match=why):
+        cost_of(framework_of(model), ALONE, Inputs.of((), batch_of(model)), "auto")

@@ -1,0 +1,51 @@
+"""The check of plain English finds an expression wherever a reader meets text."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def check() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_language", ROOT / "docs" / "check_language.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""Return what it was told."""\n',
+        "# it is told of the change\nX = 1\n",
+        'raise ValueError("the rank was told to stop")\n',
+        "def test_the_rank_is_told():\n    pass\n",
+    ],
+)
+def test_an_expression_is_found_in_each_place(check, tmp_path, source):
+    path = tmp_path / "module.py"
+    path.write_text(source)
+
+    assert "told" in [expression for _, expression, _ in check.findings_in(path)]
+
+
+def test_a_finding_names_its_line(check, tmp_path):
+    path = tmp_path / "page.md"
+    path.write_text("# Page\n\n```\nwho is told\n```\n\nThe service is told.\n")
+
+    assert [(7, "told")] == [(line, expression) for line, expression, _ in check.findings_in(path)]
+
+
+def test_plain_text_and_code_have_no_finding(check, tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text('"""Return the last step."""\nwho = {"what": "told"}\n')
+
+    assert [] == check.findings_in(path)
