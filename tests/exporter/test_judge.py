@@ -182,6 +182,14 @@ def test_absence_leaves_the_baseline_alone():
     assert [1.0, 1.0] == shown[2:]
 
 
+def test_infinite_values_and_large_thresholds_never_raise():
+    steps = [norm_of(1.0), norm_of(math.inf), norm_of(3.4e38), norm_of(NULL)]
+    with np.errstate(all="raise"):
+        judged = one_entry([AnomalyTurbulence(threshold=1e300), AnomalyNan(threshold=10**300)], steps)
+
+    assert [0, 1, 0, 0] == [len(judgement.firings) for judgement in judged]
+
+
 def test_an_absent_entry_never_fires():
     absent = Finished(
         np.full((len(VALUE_OPS), 1), math.nan, np.float32), np.full((len(COUNT_OPS), 1), 5), np.array([False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SERVING_SIDE = ("deltalake", "duckdb", "aiohttp", "pydantic", "apprise", "typer", "rich")
+STARTS_THREADS = re.compile(r"threading\.(Thread|Timer)\(|ThreadPoolExecutor|_thread\.start_new_thread")
 
 
 def loaded_after(statement: str) -> set[str]:
@@ -33,6 +35,15 @@ def test_import_rankscope_alone_loads_nothing_heavy():
 @pytest.mark.parametrize("name", ["Monitor", "MonitorConfig"])
 def test_training_api_never_loads_the_serving_side(name):
     assert not loaded_after(f"import rankscope; rankscope.{name}") & set(SERVING_SIDE)
+
+
+def test_every_thread_of_the_monitor_limits_torch_on_itself():
+    """One that is started by another way would open an OpenMP team beside that of training."""
+    exporter = ROOT / "exporter" / "rankscope_exporter"
+    own = exporter / "own_threads.py"
+    others = [path for path in exporter.rglob("*.py") if path != own and STARTS_THREADS.search(path.read_text())]
+
+    assert [] == others
 
 
 def test_connect_never_loads_torch():

@@ -18,8 +18,8 @@ import torch
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.moments import Follower
 
-_ELEMENTS: Final = 1 << 20
-"""Enough for torch to divide an operation."""
+_ELEMENTS_PER_THREAD: Final = 1 << 16
+"""torch gives a thread at least 2**15 elements of an operation (at::internal::GRAIN_SIZE)."""
 
 _ROUNDS: Final = 2
 _TASKS: Final = Path("/proc/self/task")
@@ -107,7 +107,7 @@ class TrainingClock:
 
 def _pool() -> tuple[int, ...]:
     """Return the clocks of the threads that one divided operation moves, each time it is made."""
-    source = torch.ones(_ELEMENTS, device="cpu")
+    source = torch.ones(_ELEMENTS_PER_THREAD * torch.get_num_threads(), device="cpu")
     source.add(source)  # the pool is there from now on
     ours = {thread.native_id for thread in threading.enumerate()}
     moved = {_clock(int(task.name)) for task in _TASKS.iterdir() if int(task.name) not in ours}

@@ -28,7 +28,7 @@ MAX_ELEMENTS: Final = 1 << 24
 """Of matrices that are worked on together: 64 MiB where they must be copied to float32. A larger one is not copied."""
 
 _POINTS: Final = 32
-"""How many points of an interval are compared with the eigenvalues at once."""
+"""How many points of an interval are compared with the eigenvalues together."""
 
 _BISECTIONS: Final = 12
 """Each leaves a 33rd of the interval: 33**-12 is 2**-60, less than the last place of a float64."""

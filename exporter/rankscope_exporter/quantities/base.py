@@ -106,7 +106,10 @@ class Table(Protocol):
         ...
 
     def defer(self, dataset: str, tensor: torch.Tensor, rows: Callable[[Numbers], Iterable[Row]]) -> None:
-        """Have `rows` make rows of `dataset` of `tensor` once it is on the host; nothing waits for the device."""
+        """Have `rows` make rows of `dataset` of `tensor` once it is on the host; nothing waits for the device.
+
+        `rows` is called on the publisher thread with a numpy array: `tensor` has an element type of numpy's.
+        """
         ...
 
     def withdraw(self, dataset: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -41,6 +43,16 @@ def test_what_is_absent_now_never_shows_an_older_value(compiled):
 
     assert [True, False] == finished.present.tolist()
     assert np.isnan(finished.values[:, 1]).all()
+
+
+def test_numbers_beyond_float32_are_inf_also_where_numpy_raises():
+    table = StatisticsTable(3, CPU)
+    measure([torch.full((3,), 1e300, dtype=torch.float64), torch.full((2,), torch.nan), None], range(3), table)
+    with np.errstate(all="raise"):
+        finished = finish(HostCopy(table))
+
+    assert [math.inf] * 4 == finished.values[:, 0].tolist()
+    assert np.isnan(finished.values[:, 1:]).all()
 
 
 def test_a_copy_under_way_is_not_touched_by_later_steps(compiled):
