@@ -79,7 +79,7 @@ def norms(numbers: Float64s) -> tuple[Float64s, Float64s]:
 
     Both are NaN where the weight holds what is not finite.
     """
-    finite: npt.NDArray[np.bool_] = np.isfinite(numbers).all(1)
+    finite = np.asarray(np.isfinite(numbers).all(axis=1))
     known = np.where(finite[:, None], numbers, 0.0)
     scale, frobenius = known[:, 0], known[:, 1]
     diagonal, beside = np.split(known[:, 2:], 2, axis=1)
