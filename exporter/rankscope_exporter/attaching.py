@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from rankscope_contract.events import Event
+from rankscope_exporter.borrowed import Borrowed
 from rankscope_exporter.capture.callbacks import OnAnomaly
 from rankscope_exporter.config import MonitorConfig
 from rankscope_exporter.frameworks import Framework, Stage, framework_of
@@ -46,15 +46,17 @@ def attached(
     framework.pp_stage = place[0] if place else framework.pp_stage
     parameters, targets = named_parameters(framework.module), Targets(config.tensors)
     selected = [item for item in parameters if targets.selects(item.name, *item.aliases)]
-    chosen = tuple(item for item in selected if not is_lazy(item.parameter))
+    lazy = [item.name for item in selected if item.is_lazy]
+    chosen = tuple(item for item in selected if not item.is_lazy)
     mates = find_mates(framework, chosen, {DP: groups["dp_group"], TP: groups["tp_group"]})
     given = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
     world_size = torch.distributed.get_world_size() if _in_process_group() else 1
-    subject = Subject(framework, chosen, list(framework.optimizers(given)), world_size, elsewhere=mates.positions)
+    optimizers = Borrowed(framework.optimizers(given))
+    subject = Subject(framework, chosen, optimizers, world_size, elsewhere=mates.positions)
     names = [name for item in parameters for name in (item.name, *item.aliases)]
     complaints = [f"tensors: {sentence}" for sentence in sentences(targets, names, "parameter")]
-    if len(chosen) < len(selected):
-        complaints.append(_of_lazy([item.name for item in selected if is_lazy(item.parameter)]))
+    if lazy:
+        complaints.append(_of_lazy(lazy))
     session = Session(
         subject,
         config,

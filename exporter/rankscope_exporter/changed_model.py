@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import dataclass
 from typing import Final
 
 from torch import nn
@@ -32,7 +34,7 @@ class ChangedModel:
         """Return the positions of parameters that the model uses no more, and retire them: each is told once."""
         retired, is_in_place = self._subject.retired, self._subject.framework.is_in_place
         found = {i for i, named in enumerate(self._subject.parameters) if not is_in_place(named)}
-        if any(entry(holder, key) is not module for holder, key, module in self._tree):
+        if any(branch.has_changed for branch in self._tree):
             self._tree = _tree(self._subject.framework.module)
             found |= self._left_behind()
         gone = sorted(found - retired)
@@ -41,10 +43,9 @@ class ChangedModel:
 
     def _left_behind(self) -> set[int]:
         """Return the parameters of modules that are no part of the model any more."""
-        # The dictionaries, which exist as long as their module: a parameter itself may be another one for a moment.
-        held = {id(module._parameters) for module in self._subject.framework.module.modules()}  # noqa: SLF001 - as in naming
+        held = {id(module) for module in self._subject.framework.module.modules()}
         parameters = enumerate(self._subject.parameters)
-        return {i for i, named in parameters if named.holder and id(named.holder) not in held}
+        return {i for i, named in parameters if id(named.owner()) not in held}
 
     def _count(self) -> int:
         groups = (group for optimizer in self._subject.optimizers for group in optimizer.param_groups)
@@ -52,16 +53,32 @@ class ChangedModel:
 
     def _strangers(self) -> int:
         """Return how many of them are not among those that were found at attach: layers are often thawed one by one."""
-        known = {id(named.parameter) for named in self._subject.parameters}
+        known = {named.identity for named in self._subject.parameters}
         groups = (group for optimizer in self._subject.optimizers for group in optimizer.param_groups)
         return sum(id(parameter) not in known for group in groups for parameter in group["params"])
 
 
-def _tree(root: nn.Module) -> list[tuple[dict[str, nn.Module | None], str, nn.Module]]:
-    """Return each module of the model with the dictionary that holds it."""
+@dataclass(frozen=True, slots=True)
+class _Branch:
+    """A module and where it is held; neither is kept alive."""
+
+    holder: weakref.ref[nn.Module]
+    key: str
+    module: weakref.ref[nn.Module]
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the holder holds something else now. One that is gone was itself held by another."""
+        holder, module = self.holder(), self.module()
+        # The dictionary itself: `__getattr__` may be the user's.
+        return holder is not None and (module is None or entry(holder._modules, self.key) is not module)  # noqa: SLF001 - see above
+
+
+def _tree(root: nn.Module) -> list[_Branch]:
+    """Return each module of the model with the module that holds it."""
     return [
-        (module._modules, key, child)  # noqa: SLF001 - the dictionary itself, to see it change
+        _Branch(weakref.ref(module), key, weakref.ref(child))
         for module in root.modules()
-        for key, child in module._modules.items()  # noqa: SLF001 - see above
+        for key, child in module._modules.items()  # noqa: SLF001 - the dictionary itself, to see it change
         if child is not None
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import os
@@ -156,6 +157,12 @@ class MonitorConfig:
         share_of(self.max_overhead)
         remake = functools.partial(replace, self, capture=None)
         object.__setattr__(self, "capture", checked_capture(self.capture, self.rules, self.options, remake))
+
+    def without_secrets(self) -> MonitorConfig:
+        """Return the configuration without the token, as a file or another process may have it."""
+        found = copy.copy(self)  # not checked again: without a token this rank could not be served as configured
+        object.__setattr__(found, "serve", self.serve.without_secrets())
+        return found
 
     def _check_switching(self) -> None:
         times = self.times

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
-from rankscope_exporter.frameworks.base import Holder, Removable
+from rankscope_exporter.frameworks.base import Holder
+from rankscope_exporter.frameworks.parameter_hooks import ParameterHook
 from rankscope_exporter.quantities.base import Subject
 
 
@@ -20,7 +22,7 @@ class GradientHooks:
     def __init__(self, subject: Subject, hook_of: Callable[[int], Callable[[Holder], None]]) -> None:
         self._subject = subject
         self._hook_of = hook_of
-        self._handles: dict[int, Removable] = {}
+        self._handles: dict[int, ParameterHook] = {}
         self._pass: list[int] = []  # whose hooks were called in the backward pass under way, in this order
         self._seen: set[int] = set()  # whose hooks were called in any
         self._witnesses: set[int] = set()
@@ -31,18 +33,26 @@ class GradientHooks:
     def hook_all(self) -> None:
         """Register on every parameter that takes gradients now and has no hook."""
         self._are_few = False
-        for index, named in enumerate(self._subject.parameters):
-            if named.parameter.requires_grad and index not in self._handles:
-                self._handles[index] = self._subject.framework.on_accumulated(named.parameter, self._hook_of(index))
+        for index, parameter in enumerate(self._subject.found()):
+            if parameter is not None and parameter.requires_grad:
+                if index not in self._handles:
+                    self._handles[index] = self._handle_of(index)
+                self._handles[index].renew(parameter)
+
+    def _handle_of(self, index: int) -> ParameterHook:
+        framework, hook = self._subject.framework, self._hook_of(index)
+        find = functools.partial(self._subject.parameter, index)
+        return ParameterHook(find, lambda parameter: framework.on_accumulated(parameter, hook))
 
     def keep_few(self) -> None:
         """Take away what a step that is not measured does not need; called when one begins."""
         self._learn()
-        if self._are_few or self.begin_steps:
-            return
-        self._are_few = True
-        for index in (self._seen - self._witnesses) & self._handles.keys():
-            self._handles.pop(index).remove()
+        if not (self._are_few or self.begin_steps):
+            self._are_few = True
+            for index in (self._seen - self._witnesses) & self._handles.keys():
+                self._handles.pop(index).remove()
+        for handle in self._handles.values():
+            handle.renew_found()
 
     def stay(self) -> None:
         """Keep all hooks from now on: steps begin in a backward pass, whose first gradients would be missed."""

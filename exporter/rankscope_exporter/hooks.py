@@ -50,8 +50,7 @@ class Hooks:
 
     def __init__(self, subject: Subject, recorder: Recorder, guard: Guard) -> None:
         self.active = True
-        on_cpu = not subject.parameters or subject.parameters[0].parameter.device.type == "cpu"
-        self.clock = TrainingClock(guard, on_cpu=on_cpu)
+        self.clock = TrainingClock(guard, on_cpu=subject.device.type == "cpu")
         recorder.moments.follow(self.clock.team)
         self._subject = subject
         self._recorder = recorder
@@ -60,7 +59,7 @@ class Hooks:
         self._handles: list[Removable] = []
         self._gradients = GradientHooks(subject, self._gradient_hook)
         self._changed = ChangedModel(subject)
-        self._replacing = ReplacedOptimizers(subject.optimizers, self._replaced)
+        self._replacing = ReplacedOptimizers(subject.optimizers, self._replaced, subject.in_model)
         self._backward = self._idle = _NO_BACKWARD
         self.beat: Callable[[], None] = lambda: None
         """Called at every sign that training goes on: a forward, also of an evaluation, a backward, an update."""
@@ -338,7 +337,7 @@ class _Gated(Entry):
             return
         self.was_called = True
         if self._gate.is_open:
-            call_untraced(self._function, *args)
+            call_untraced(self._call, *args)
         else:
             self.called_in_vain()
 

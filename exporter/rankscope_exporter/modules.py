@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,12 +15,20 @@ from rankscope_exporter.sampling.targets import Targets, sentences
 
 @dataclass(frozen=True, slots=True)
 class NamedModule:
-    """A module that can be called, the name shown for it (empty for the model itself), and its other names."""
+    """A module that can be called, the name shown for it (empty for the model itself), and its other names.
+
+    It is not kept alive: a layer that the training drops is freed.
+    """
 
     name: str
-    module: nn.Module
+    reference: weakref.ref[nn.Module]
     aliases: tuple[str, ...] = ()
     compiled: bool = False  # it is part of compiled code, where no hook is called
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module; None once it is gone."""
+        return self.reference()
 
 
 def named_modules(root: nn.Module) -> tuple[NamedModule, ...]:
@@ -46,7 +55,9 @@ def named_modules(root: nn.Module) -> tuple[NamedModule, ...]:
     for name, (module, _) in under.items():
         if _can_be_called(module):
             names.setdefault(id(module), []).append(name)
-    return tuple(NamedModule(own[0], under[own[0]][0], tuple(own[1:]), under[own[0]][1]) for own in names.values())
+    return tuple(
+        NamedModule(own[0], weakref.ref(under[own[0]][0]), tuple(own[1:]), under[own[0]][1]) for own in names.values()
+    )
 
 
 def selected(modules: Iterable[NamedModule], targets: Targets) -> tuple[NamedModule, ...]:

@@ -6,11 +6,12 @@ Whatever goes wrong after construction is caught here, counted and named once: t
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar, cast
@@ -25,11 +26,13 @@ from rankscope_exporter.attaching import Optimizers, attached
 from rankscope_exporter.capture.callbacks import OnAnomaly
 from rankscope_exporter.config import MonitorConfig
 from rankscope_exporter.config_given import Given, config_of
+from rankscope_exporter.copies import CopiesDoNothing, StaysBehind
 from rankscope_exporter.errors import ConfigError
 from rankscope_exporter.frameworks import Framework, Stage
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.hangs.diagnosis import Taken
 from rankscope_exporter.naming import encodable
+from rankscope_exporter.phase import Phase, Phases
 from rankscope_exporter.sampling.measuring import SWITCH, measuring_of
 from rankscope_exporter.session import Session
 from rankscope_exporter.sinks import Sink
@@ -61,12 +64,15 @@ def _opaque(method: M) -> M:
     return cast("M", entry)
 
 
-class Monitor:
+class Monitor(CopiesDoNothing):
     """Watches one model: `with Monitor(total_steps=1000) as monitor: monitor.attach(model, optimizer); …`.
 
     Construction checks the configuration and raises ConfigError; nothing after it raises into training. No socket is
     opened and no thread started before `attach`. All methods are cheap no-ops on a monitor that is not attached,
     disabled, or in a forked child.
+
+    A model may hold its monitor and be copied or saved with it. The copy of a monitor does nothing, and `is_copy` is
+    True: it has the configuration, without the token, and is never attached. The original goes on.
     """
 
     def __init__(
@@ -92,13 +98,28 @@ class Monitor:
         self._sinks: Mapping[str, Sink] = {}
         self._ending: Session | None = None  # while it says goodbye
         self._stop_asked: str | None = None  # the signal that asked for an end
-        self._phases: list[str] = []
+        self._phases = Phases(self._phase_begins, self._phase_ended)
         self._was_compiled = on_compilation(self._call_compiles)
 
     def _call_compiles(self) -> None:
         session = self._session
         if session is not None:
             session.hooks.tell_once(_COMPILED_CALL)
+
+    def _unattached(self) -> dict[str, Any]:
+        return {
+            "_on_anomaly": None,
+            "_guard": Guard(),
+            "_session": None,
+            "_ending": None,
+            "_stop_asked": None,
+            "_phases": Phases(),
+            "_was_compiled": on_compilation(lambda: None),
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        sinks = {name: copy.copy(sink) for name, sink in self._sinks.items()}
+        return {**super().__getstate__(), "_config": self._config.without_secrets(), "_sinks": sinks}
 
     # Attaching and detaching.
 
@@ -122,7 +143,7 @@ class Monitor:
         all of them by construction: parameters, reduced gradients, optimizer state. Ranks that drift apart go unseen.
         `pp_group`, the ranks of a pipeline from first stage to last, puts anomalies in order where no stage is given.
         """
-        if self._config.enabled and self._session is None:
+        if self._config.enabled and self._session is None and not self._refuses("attach()"):
             groups = {"dp_group": dp_group, "tp_group": tp_group, "pp_group": pp_group}
             self._guard.call("attach()", self._attach, model, optimizer, groups)
         return self
@@ -141,7 +162,7 @@ class Monitor:
             on_anomaly=self._on_anomaly,
         )
         self._sinks = session.sinks.by_name
-        for name in self._phases:
+        for name in self._phases.names:
             session.recorder.moments.tell("phase_begins", name)
         lifecycle.watch(self)
         self._stop_asked = None
@@ -187,14 +208,14 @@ class Monitor:
         """Let go of training and record the end; return what waits for the service and stops serving."""
         session, self._session = self._session, None
         if session is None:
-            return lambda: None
+            return StaysBehind(lambda: None)
         self._ending = session
         deadline = time.monotonic() + wait_seconds
         self._guard.call("detach()", session.hooks.remove)
         self._guard.call("detach()", session.watchdog.stop)
         self._guard.call("detach()", session.followers.hardware.stop)
         self._guard.call("end of training", self._record_end, session, reason, error)
-        return lambda: self._see_off(session, deadline, wait_seconds)
+        return StaysBehind(lambda: self._see_off(session, deadline, wait_seconds))
 
     def _record_end(self, session: Session, reason: ExitReason, error: str | None) -> None:
         last_step = session.recorder.finish()
@@ -266,43 +287,33 @@ class Monitor:
         text = encodable(json.dumps(details, default=str, ensure_ascii=False)) if details else None
         session.recorder.event(Event(type=str(kind), message=encodable(str(message)), details=text))
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
+    def phase(self, name: str) -> Phase | AbstractContextManager[None]:
         """Say what training is doing, so that a long evaluation or checkpoint is not taken for a hang.
 
-        Phases may be nested; the innermost one is shown, and the time is its own. `data_wait`, `forward`, `backward`,
-        `collective`, `optimizer` and `other` say of a part of a step what was only concluded, and are no events.
+        Use the result in a `with` statement, or as a decorator of a function. Phases may be nested; the innermost one
+        is shown, and the time is its own. `data_wait`, `forward`, `backward`, `collective`, `optimizer` and `other` say
+        of a part of a step what was only concluded, and are no events.
         """
         if is_dynamo_compiling():
             self._was_compiled()
             return contextlib.nullcontext()
-        return self._phase(name)
-
-    @contextlib.contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        began = time.monotonic()
-        self._phases.append(name)
-        self._timed("phase()", self._phase_begins, name)
-        try:
-            yield
-        finally:
-            # The last one of this name: a checkpoint on another thread may have begun since, and goes on.
-            del self._phases[len(self._phases) - 1 - self._phases[::-1].index(name)]
-            self._timed("phase()", self._phase_ended, name, time.monotonic() - began)
-
-    def _timed(self, where: str, function: Callable[..., None], *args: Any) -> None:
-        if self._session is not None:
-            self._session.hooks.call(where, function, *args)
+        return Phase(name, self._phases)
 
     def _phase_begins(self, name: str) -> None:
         session = self._session
         if session is not None:
-            session.recorder.moments.tell("phase_begins", name)
-            self._show_phase(session)
+            session.hooks.call("phase()", self._tell_phase, session, name)
+
+    def _tell_phase(self, session: Session, name: str) -> None:
+        session.recorder.moments.tell("phase_begins", name)
+        self._show_phase(session)
 
     def _phase_ended(self, name: str, seconds: float) -> None:
         session = self._session
-        if session is None:
-            return
+        if session is not None:
+            session.hooks.call("phase()", self._end_phase, session, name, seconds)
+
+    def _end_phase(self, session: Session, name: str, seconds: float) -> None:
         session.recorder.moments.tell("phase_ended", name)
         self._show_phase(session)
         if name not in WITHIN_A_STEP:
@@ -311,7 +322,7 @@ class Monitor:
 
     def _show_phase(self, session: Session) -> None:
         session.watchdog.beat()
-        shown = [name for name in self._phases if name not in WITHIN_A_STEP]
+        shown = [name for name in self._phases.names if name not in WITHIN_A_STEP]
         session.channel.set_phase(shown[-1] if shown else None)
 
     @_opaque
@@ -334,6 +345,8 @@ class Monitor:
         attach. `on=False` measures nothing until the next call. Call it on every rank. What cannot be meant is refused
         with a ConfigError, as at construction: it is a mistake of the script, not of the run.
         """
+        if self.is_copy:
+            return
         document = {SWITCH: on, **(config or {})}
         measuring_of(document, self._config, on=on)
         session = self._session

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import math
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 # DDP, FSDP1, torch.compile, activation checkpointing: each inserts its own level into the name.
 WRAPPER_LEVELS: Final = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
@@ -15,23 +18,53 @@ WRAPPER_LEVELS: Final = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkp
 
 @dataclass(frozen=True, slots=True)
 class NamedParameter:
-    """A parameter, the name shown for it, and the other names of the same tensor (tied weights)."""
+    """The name shown for a parameter, the other names of the same tensor (tied weights), and where the model holds it.
+
+    Holds no reference to the parameter, so a parameter that the model replaces is freed immediately. Holds none that is
+    weak either: torch.utils.swap_tensors refuses a tensor with a weak reference.
+    """
 
     name: str
-    parameter: nn.Parameter
+    owner: weakref.ref[nn.Module]
+    """The module that holds it in its `_parameters`."""
+    key: str
+    """Its key there."""
+    identity: int
+    """The id() of the parameter when it was found."""
+    shape: tuple[int, ...]
+    """Its shape on this rank when it was found."""
+    dtype: torch.dtype
     aliases: tuple[str, ...] = ()
-    holder: Mapping[str, nn.Parameter | None] = field(default_factory=dict, repr=False)
-    """The `_parameters` of the module that owns it, where it stands under `key`."""
-    key: str = ""
+    is_lazy: bool = False
+    """Whether it had no shape yet."""
+
+    @property
+    def parameter(self) -> nn.Parameter | None:
+        """Return the parameter; None while the module holds something else in its place, and once it is gone."""
+        current = self.current()
+        # A module that replaces its parameter creates the new one while it still holds the old one: the ids differ.
+        return current if id(current) == self.identity else None  # type: ignore[return-value]  # the very parameter
 
     def current(self) -> torch.Tensor | None:
         """Return what the module uses under this name now."""
-        return entry(self.holder, self.key) if self.holder else self.parameter
+        owner = self.owner()
+        return None if owner is None else entry(owner._parameters, self.key)  # noqa: SLF001 - see named_parameters
 
     @property
     def module(self) -> str:
         """Return the name of the module that owns the parameter."""
         return self.name.rpartition(".")[0]
+
+
+def found_in_place(parameters: Iterable[NamedParameter]) -> list[nn.Parameter | None]:
+    """Return the `parameter` of each, in a third of the time."""
+    found: list[Any] = []
+    for named in parameters:
+        owner = named.owner()
+        table: Any = () if owner is None else owner._parameters  # noqa: SLF001 - see named_parameters
+        current = table[named.key] if named.key in table else None  # noqa: SIM401 - see entry
+        found.append(current if id(current) == named.identity else None)
+    return found
 
 
 def entry(table: Any, key: str) -> Any:
@@ -55,16 +88,27 @@ def named_parameters(module: nn.Module) -> tuple[NamedParameter, ...]:
     A tensor that several modules share appears once, under its first name, with the others as aliases.
     """
     names: dict[int, list[str]] = {}
-    found: dict[int, tuple[nn.Parameter, Mapping[str, nn.Parameter | None], str]] = {}
+    found: dict[int, tuple[nn.Module, str, nn.Parameter]] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
         # A parametrized weight is computed, not held: what is trained are the tensors behind it, found as modules.
         for key, parameter in owner._parameters.items():  # noqa: SLF001 - the dictionary itself, to see it change
             if parameter is not None:
                 names.setdefault(id(parameter), []).append(plain_name(f"{prefix}.{key}" if prefix else key))
-                found.setdefault(id(parameter), (parameter, owner._parameters, key))  # noqa: SLF001 - see above
-    return tuple(
-        NamedParameter(own[0], found[number][0], tuple(own[1:]), found[number][1], found[number][2])
-        for number, own in names.items()
+                found.setdefault(id(parameter), (owner, key, parameter))
+    return tuple(_named(own, *found[number]) for number, own in names.items())
+
+
+def _named(names: list[str], owner: nn.Module, key: str, parameter: nn.Parameter) -> NamedParameter:
+    lazy = is_lazy(parameter)
+    return NamedParameter(
+        names[0],
+        weakref.ref(owner),
+        key,
+        id(parameter),
+        shape=() if lazy else tuple(local_tensor(parameter).shape),
+        dtype=parameter.dtype,
+        aliases=tuple(names[1:]),
+        is_lazy=lazy,
     )
 
 
@@ -82,4 +126,4 @@ def real_parts(tensor: torch.Tensor) -> torch.Tensor:
 
 def element_count(parameters: Iterable[NamedParameter]) -> int:
     """Return how many elements the parameters have together on this rank."""
-    return sum(local_tensor(named.parameter).numel() for named in parameters)
+    return sum(math.prod(named.shape) for named in parameters)

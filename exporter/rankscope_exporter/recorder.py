@@ -74,7 +74,7 @@ class Recorder:
         self._updated_by: set[int] = set()
         self._unseen = UnseenUpdates(subject.optimizers)
         self._awaits_gradients = False
-        self._witness: torch.nn.Parameter | None = None
+        self._witness: int | None = None  # position of the parameter that got a gradient last
         self._gradients_seen = 0
         self.moments = Moments(guard)
         """Tells parts beside this one what comes by."""
@@ -128,11 +128,11 @@ class Recorder:
 
     def saw_gradient(self, index: int) -> None:
         """Parameter `index` is the first to get a gradient of a backward pass in a step that is not measured."""
-        self._witness = self._subject.parameters[index].parameter
+        self._witness = index
 
     def gradient_ready(self, index: int, holder: Holder) -> None:
         """Parameter `index` has accumulated its gradient, which stands in `holder`."""
-        self._witness = self._subject.parameters[index].parameter
+        self._witness = index
         draft = self._draft
         if draft is None or not draft.sampled:
             return
@@ -353,7 +353,10 @@ class Recorder:
             self._updated_at = time.monotonic()
 
     def _gradients_cleared(self) -> bool:
-        return self._witness is not None and not self._subject.framework.holds_gradient(self._witness)
+        if self._witness is None:
+            return False
+        witness = self._subject.parameter(self._witness)
+        return witness is None or not self._subject.framework.holds_gradient(witness)
 
     def _note_learning_rates(self) -> None:
         if self._draft is None:

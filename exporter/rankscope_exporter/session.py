@@ -7,8 +7,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from rankscope_contract.events import Event, EventType, Severity
 from rankscope_contract.kinds import COUNT_OPS
 from rankscope_contract.records import WIRE_VALUE_OPS
@@ -78,7 +76,7 @@ class Session:
         self.subject = subject
         self.config = config
         self.identity = resolve_identity(os.environ, config.run)
-        device = subject.parameters[0].parameter.device if subject.parameters else torch.device("cpu")
+        device = subject.device
         self.console = Console(self.identity.rank, enabled=config.console)
         explicit = config.steps == "explicit"
         self._collection = Collection(

@@ -19,7 +19,6 @@ compilation itself.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -27,6 +26,8 @@ import torch
 from torch._C._dynamo import eval_frame
 from torch.fx import _symbolic_trace
 from torch.utils import _python_dispatch
+
+from rankscope_exporter.copies import StaysBehind
 
 # None of these has a public name. Missing ones fail at import, which the tests of a new release of torch show.
 _dispatch_modes: Final = torch._C._len_torch_dispatch_stack  # noqa: SLF001 - see above
@@ -125,15 +126,14 @@ def on_compilation(listener: Callable[[], object]) -> Callable[[], int]:
     return was_compiled
 
 
-class Entry:
+class Entry(StaysBehind):
     """A hook as torch calls it. A copy of its module, saved or not, gets a function that does nothing in its place.
 
-    What a copy gets is from the standard library, so a saved model loads where Rankscope is not installed.
     `was_compiled`, from `on_compilation`, is called when Dynamo compiles the hook.
     """
 
     def __init__(self, function: Callable[..., Any], was_compiled: Callable[[], int] | None = None) -> None:
-        self._function = function
+        super().__init__(function)
         self._was_compiled = was_compiled
 
     @uncompiled
@@ -144,10 +144,4 @@ class Entry:
             if self._was_compiled is not None:
                 self._was_compiled()
             return None
-        return call_untraced(self._function, *args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return contextlib.nullcontext().__exit__  # does nothing, whatever it is given
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (contextlib.nullcontext(), "__exit__")
+        return call_untraced(self._call, *args)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self, TypeVar
+from typing import Any, Final, Never, Self, TypeVar
 
 import duckdb
 import pyarrow as pa
@@ -62,7 +62,10 @@ def connect(
 
 
 class Connection:
-    """A DuckDB connection with fresh views of a store. Use as a context manager, or `close()` it."""
+    """A DuckDB connection with fresh views of a store. Use as a context manager, or `close()` it.
+
+    A copy, also a pickled one, is a closed connection: it has `path` and `version`, and raises QueryError when asked.
+    """
 
     def __init__(self, engine: Engine, snapshot: Snapshot, log: Log | None) -> None:
         """Ask `snapshot`, or without being pinned to it whatever is the newest version of `log`."""
@@ -167,6 +170,9 @@ class Connection:
         else:
             self._views.engine.database.close()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Closed, (self.path, self.version)
+
     def __enter__(self) -> Self:
         return self
 
@@ -242,3 +248,30 @@ class Connection:
             raise QueryError(
                 "only a SELECT that changes nothing may be asked here: this one may write or set something"
             )
+
+
+class _Closed(Connection):
+    """A copy of a connection: DuckDB and the handle on the log belong to one process and one thread."""
+
+    def __init__(self, path: Path, version: int) -> None:
+        self._path = path
+        self._version = version
+
+    @property
+    def path(self) -> Path:
+        """Return the folder of the store."""
+        return self._path
+
+    @property
+    def version(self) -> int:
+        """Return the version that the last question saw."""
+        return self._version
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def _refresh(self) -> Never:
+        raise QueryError(f"a copy of a connection is closed: open another one with connect({str(self._path)!r})")
+
+    def _fresh(self, query: str, parameters: object, run: Callable[[], T]) -> Never:  # noqa: ARG002 - as the base has it
+        self._refresh()

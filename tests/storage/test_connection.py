@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from pathlib import Path
 
 import duckdb
@@ -12,7 +14,7 @@ import pytest
 
 from rankscope_contract.records import DATASETS, TENSOR_ROW_KEY
 from rankscope_storage.care import merges
-from rankscope_storage.connection import connect
+from rankscope_storage.connection import Connection, connect
 from rankscope_storage.errors import FilesGoneError, QueryError
 from rankscope_storage.schema import dataset_schema
 from rankscope_storage.store import Batch
@@ -39,6 +41,28 @@ def test_each_question_sees_what_was_appended_before_it(connection, writer, batc
         seen.extend(connection.sql("SELECT count(*) FROM scalars").fetchall())
 
     assert [(1,), (2,), (3,)] == seen
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
+def test_a_copy_is_a_closed_connection_and_the_original_goes_on(connection, writer, batch, way):
+    writer.append(batch([1]))
+    before = connection.query("FROM scalars")
+    with way(connection) as copied:
+        copied.close()
+        questions = [
+            *(lambda name=name: getattr(copied, name)("FROM scalars") for name in ("sql", "execute", "query")),
+            *(lambda name=name: getattr(copied, name)("scalars") for name in ("files", "files_table", "relation")),
+            lambda: list(copied.stream("FROM scalars")),
+            copied.snapshot,
+        ]
+        for ask in questions:
+            with pytest.raises(QueryError, match="open another one with connect"):
+                ask()
+
+    assert isinstance(copied, Connection)
+    assert (connection.path, connection.version) == (copied.path, copied.version)
+    assert {name for name in dir(connection) if name[0] != "_"} == {name for name in dir(copied) if name[0] != "_"}
+    assert before == connection.query("FROM scalars")
 
 
 def test_nan_infinity_null_and_zero_are_four_things_in_sql(connection, writer, scalars):

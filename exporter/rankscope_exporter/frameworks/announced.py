@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -20,19 +21,19 @@ class Announced:
     """Stands for the forward hooks of a model: a loop calls `begins` and `ends` around each training forward."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._model = weakref.ref(model)
         self._before: list[Callable[..., None]] = []
         self._after: list[Callable[..., None]] = []
 
     def begins(self) -> None:
         """Say that a training forward begins."""
         for hook in tuple(self._before):
-            hook(self._model, ())
+            hook(self._model(), ())
 
     def ends(self) -> None:
         """Say that it is over."""
         for hook in tuple(self._after):
-            hook(self._model, (), None)
+            hook(self._model(), (), None)
 
     def before(self, hook: Callable[..., None]) -> Removable:
         """Register `hook` for the beginnings."""

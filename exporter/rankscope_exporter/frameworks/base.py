@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeGuard, TypeVar
 
 import torch
 from torch import nn
 
 from rankscope_exporter.frameworks.announced import Announced, Removable
 from rankscope_exporter.frameworks.layout import Layout, is_replicated_over, layout_of, replicas_of
+from rankscope_exporter.frameworks.parameter_hooks import ACCUMULATED, GRADIENT, TensorHook
 from rankscope_exporter.frameworks.wrapped import unwrapped
-from rankscope_exporter.naming import NamedParameter, entry, local_tensor
+from rankscope_exporter.naming import NamedParameter, entry, found_in_place, local_tensor
 
 __all__ = ["Form", "Framework", "Holder", "Hooking", "Kept", "Removable"]
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def alive(reference: weakref.ref[M]) -> M:
+    """Return the module of a reference. Raises ReferenceError once it is gone."""
+    module = reference()
+    if module is None:
+        raise ReferenceError("the model that was attached is gone: attach a new Monitor to the next one")
+    return module
+
+
+def is_stood_in_for(current: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    """Return whether a plain tensor replaces a parameter for the moment, as in `torch.func.functional_call`."""
+    return current is not None and not isinstance(current, nn.Parameter)
 
 
 class Together:
@@ -88,12 +106,23 @@ class Framework:
     """Whether `model` may be a list of the parts that this rank has of a model."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        """What training calls: its forward is the forward of the whole model."""
+        self._model = weakref.ref(model)
         self.announced: Announced | None = None
         """Who says when a training forward begins, where training never calls the whole model."""
         self.pp_stage: int | None = None
         """Which stage of a pipeline the model is, by which anomalies are put in order; None for no part of one."""
+
+    @property
+    def model(self) -> nn.Module:
+        """What training calls: its forward is the forward of the whole model.
+
+        The training owns it, and the monitor does not keep it alive. Raises ReferenceError once it is gone.
+        """
+        return alive(self._model)
+
+    @model.setter
+    def model(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
@@ -164,7 +193,20 @@ class Framework:
         A plain tensor in its place is there for one forward pass: `torch.func.functional_call` has put it there.
         """
         current = named.current()
-        return current is named.parameter or (current is not None and not isinstance(current, nn.Parameter))
+        return id(current) == named.identity or is_stood_in_for(current)
+
+    def parameter(self, named: NamedParameter) -> nn.Parameter | None:
+        """Return the parameter that `named` was found as, wherever it is now; None once the model has replaced it.
+
+        Also None while it cannot be reached, as in `torch.func.functional_call`.
+        """
+        return named.parameter
+
+    def found(self, parameters: Sequence[NamedParameter]) -> list[nn.Parameter | None]:
+        """Return what `parameter` returns of each of them. Called several times in a measured step."""
+        if type(self).parameter is Framework.parameter:
+            return found_in_place(parameters)
+        return [self.parameter(named) for named in parameters]
 
     # When gradients are what.
 
@@ -292,10 +334,8 @@ class Framework:
 
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[Holder], None]) -> Removable:
         """Have `hook` called whenever a backward pass has added all it has to this rank's own gradient."""
-        handle: Removable = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        return handle
+        return TensorHook(parameter, hook, table=ACCUMULATED)
 
     def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Removable:
         """Have `hook` called with what one backward pass is about to add to this rank's own gradient."""
-        handle: Removable = parameter.register_hook(hook)  # type: ignore[no-untyped-call]  # untyped in torch
-        return handle
+        return TensorHook(parameter, hook, table=GRADIENT)

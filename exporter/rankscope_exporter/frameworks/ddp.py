@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope_exporter.frameworks.base import Framework
+from rankscope_exporter.frameworks.base import Framework, alive
 
 
 class DistributedData(Framework):
@@ -26,7 +27,11 @@ class DistributedData(Framework):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         assert isinstance(model, DistributedDataParallel)
-        self._ddp = model
+        self._wrapper = weakref.ref(model)
+
+    @property
+    def _ddp(self) -> DistributedDataParallel:
+        return alive(self._wrapper)
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:

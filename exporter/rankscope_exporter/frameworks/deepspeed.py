@@ -13,7 +13,8 @@ from rankscope_exporter.frameworks.base import Form, Framework, Hooking
 from rankscope_exporter.frameworks.deepspeed_stages import Stage, stage_of
 from rankscope_exporter.frameworks.layout import Layout, sharded_over
 from rankscope_exporter.frameworks.loaded import loaded
-from rankscope_exporter.frameworks.parts import Parted, Replaced
+from rankscope_exporter.frameworks.parts import Parted
+from rankscope_exporter.frameworks.replaced import Replaced
 from rankscope_exporter.frameworks.wrapped import unwrapped
 
 # The engine calls this one method, at the boundary of an accumulation only, to clip and to step. There is no public
@@ -103,11 +104,10 @@ class DeepSpeed(_OfEngine, Framework):
 
         before = hooking.always("the beginning of an update", reduced)
 
-        def update(_engine: Any, *args: Any, **kwargs: Any) -> Any:
+        def update(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             before()
             return original(*args, **kwargs)
 
-        original: Callable[..., Any] = getattr(self._engine, _UPDATE)
         hooking.keep(Replaced(self._engine, _UPDATE, update))
 
 

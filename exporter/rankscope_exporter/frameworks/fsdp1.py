@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import unserializable_hook
 
-from rankscope_exporter.frameworks.base import Form, Framework, Holder, Hooking, Removable
+from rankscope_exporter.frameworks.base import Form, Framework, Holder, Hooking, Removable, alive, is_stood_in_for
 from rankscope_exporter.frameworks.gathered import Gathered
 from rankscope_exporter.frameworks.layout import Layout, sharded_over
 from rankscope_exporter.frameworks.loaded import loaded
@@ -32,9 +33,9 @@ class FullyShardedData(Gathered, Framework):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._sharded = model
-        self._viewed = {
-            id(parameter): _Viewed(unit, unit._handle.flat_param, position)  # noqa: SLF001 - see above
+        self._root = weakref.ref(model)
+        self._views = {
+            id(parameter): _Viewed(unit, position)
             for unit in self._units()
             for position, parameter in enumerate(unit._handle.flat_param._params or ())  # noqa: SLF001 - see above
         }
@@ -47,7 +48,7 @@ class FullyShardedData(Gathered, Framework):
     @property
     def module(self) -> nn.Module:
         """Return the outermost module that is no wrapper of FSDP."""
-        root: Any = self._sharded
+        root: Any = alive(self._root)
         module: nn.Module = root.module if _is_unit(root) else root
         return module
 
@@ -80,7 +81,7 @@ class FullyShardedData(Gathered, Framework):
 
     def local_form(self, parameter: torch.Tensor) -> Form | None:
         """Return the form of the gathered gradient: whole, in the type of the forward pass."""
-        viewed = self._viewed.get(id(parameter))
+        viewed = self._viewed(parameter)
         if viewed is None:
             return None
         mixed = viewed.unit.mixed_precision
@@ -89,7 +90,15 @@ class FullyShardedData(Gathered, Framework):
     def is_in_place(self, named: NamedParameter) -> bool:
         """Return whether the module holds the parameter, or a view for the moment."""
         current = named.current()
-        return current is named.parameter or (id(named.parameter) in self._viewed and _is_view(current))
+        if id(current) == named.identity:
+            return True
+        return self.parameter(named) is not None and is_stood_in_for(current)
+
+    def parameter(self, named: NamedParameter) -> nn.Parameter | None:
+        """Return the parameter, which its flat parameter keeps while the module holds a view."""
+        viewed = self._views.get(named.identity)
+        found = None if viewed is None else viewed.parameter
+        return found if id(found) == named.identity else super().parameter(named)
 
     def holds_gradient(self, parameter: nn.Parameter) -> bool:
         """Return whether any parameter of its unit has one: this rank may hold nothing of `parameter` itself."""
@@ -102,30 +111,35 @@ class FullyShardedData(Gathered, Framework):
     def install(self, hooking: Hooking) -> None:
         """Hook the views of each unit in every forward pass, once FSDP has made them."""
         for unit in self._units():
-            views = [viewed for viewed in self._viewed.values() if viewed.unit is unit]
+            views = [viewed for viewed in self._views.values() if viewed.is_of(unit)]
             if views:
                 hook = hooking.always("hooking gathered parameters", lambda *_, views=views: _hook_all(views))
                 hooking.keep(unit.module.register_forward_pre_hook(hook))
 
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[Holder], None]) -> Removable:
         """Hook the views, whose gradient is complete before it joins that of the flat parameter."""
-        viewed = self._viewed.get(id(parameter))
+        viewed = self._viewed(parameter)
         if viewed is None:
             return super().on_accumulated(parameter, hook)
-        return viewed.keep(lambda gradient: hook(_Passing(parameter, gradient)))
+        return viewed.keep(lambda gradient: hook(_Passing(viewed, gradient)))
 
     def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Removable:
         """Hook the views."""
-        viewed = self._viewed.get(id(parameter))
+        viewed = self._viewed(parameter)
         return super().on_gradient(parameter, hook) if viewed is None else viewed.keep(hook)
 
     def _units(self) -> Iterator[Any]:
-        for module in self._sharded.modules():
+        for module in alive(self._root).modules():
             if _is_unit(module) and module._handle is not None:  # noqa: SLF001 - see above
                 yield module
 
+    def _viewed(self, tensor: torch.Tensor) -> _Viewed | None:
+        viewed = self._views.get(id(tensor))
+        # Another tensor may have the id() of a parameter that is gone.
+        return viewed if viewed is not None and viewed.parameter is tensor else None
+
     def _unit_of(self, parameter: torch.Tensor) -> Any:
-        viewed = self._viewed.get(id(parameter))
+        viewed = self._viewed(parameter)
         if viewed is not None:
             return viewed.unit
         flat = (unit for unit in self._units() if unit._handle.flat_param is parameter)  # noqa: SLF001 - see above
@@ -133,16 +147,38 @@ class FullyShardedData(Gathered, Framework):
 
 
 class _Viewed:
-    """A parameter that is a view of its unit's flat parameter while the unit computes, and the hooks on that view."""
+    """A parameter that is a view of its unit's flat parameter while the unit computes, and the hooks on that view.
 
-    def __init__(self, unit: Any, flat: Any, position: int) -> None:
-        self.unit = unit
+    Holds neither: the unit and the owner are modules of the training.
+    """
+
+    def __init__(self, unit: Any, position: int) -> None:
+        flat = unit._handle.flat_param  # noqa: SLF001 - see the top of the module
+        info = flat._param_infos[position]  # noqa: SLF001 - see the top of the module
         self.shape: torch.Size = flat._shapes[position]  # noqa: SLF001 - see the top of the module
-        self._owner = flat._param_infos[position].module  # noqa: SLF001 - see the top of the module
-        self._key = flat._param_infos[position].param_name  # noqa: SLF001 - see the top of the module
+        self._unit = weakref.ref(unit)
+        self._owner = weakref.ref(info.module)
+        self._key = info.param_name
+        self._position = position
         self._hooks: dict[int, Callable[[torch.Tensor], None]] = {}
         self._made = 0
-        self._last: weakref.ref[torch.Tensor] | None = None
+
+    @property
+    def unit(self) -> Any:
+        """The FSDP module that manages the parameter."""
+        return alive(self._unit)
+
+    def is_of(self, unit: nn.Module) -> bool:
+        """Return whether `unit` manages the parameter."""
+        return self._unit() is unit
+
+    @property
+    def parameter(self) -> nn.Parameter | None:
+        """The parameter; None once the unit has no such parameter any more."""
+        unit: Any = self._unit()
+        flat = None if unit is None else unit._handle.flat_param  # noqa: SLF001 - see the top of the module
+        parameters = getattr(flat, "_params", None) or ()
+        return parameters[self._position] if self._position < len(parameters) else None
 
     def keep(self, hook: Callable[[torch.Tensor], None]) -> Removable:
         """Call `hook` with the gradient of every view from now on."""
@@ -151,17 +187,21 @@ class _Viewed:
         return _Kept(self._hooks, self._made)
 
     def hook_view(self) -> None:
-        view = getattr(self._owner, self._key)
-        if not self._hooks or not _is_view(view) or not view.requires_grad:
-            return
-        if self._last is None or self._last() is not view:  # checkpointing computes on the same view again
-            self._last = weakref.ref(view)
-            view.register_hook(self._called)
+        """Hook the view that the module holds now, once: checkpointing computes on the same view again."""
+        view = getattr(self._owner(), self._key, None)
+        if self._hooks and is_stood_in_for(view) and view.requires_grad and self._called not in _hooks_on(view):
+            view.register_hook(self._called)  # type: ignore[no-untyped-call]  # untyped in torch
 
     @uncompiled
+    @unserializable_hook  # type: ignore[untyped-decorator]  # else torch warns when the view is saved
     def _called(self, gradient: torch.Tensor) -> None:
         for hook in list(self._hooks.values()):
             hook(gradient)
+
+
+def _hooks_on(view: torch.Tensor) -> Collection[Any]:
+    hooks: dict[int, Any] | None = view._backward_hooks  # noqa: SLF001 - no public name tells which hooks a tensor has
+    return () if hooks is None else hooks.values()
 
 
 class _Kept:
@@ -176,13 +216,15 @@ class _Kept:
 class _Passing:
     """A view's gradient on its way to the flat one, with what was accumulated there before."""
 
-    def __init__(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        self._parameter = parameter
+    def __init__(self, viewed: _Viewed, gradient: torch.Tensor) -> None:
+        self._viewed = viewed
         self._gradient = gradient
 
     @property
     def grad(self) -> torch.Tensor:
-        earlier = self._parameter.grad  # inside `no_sync()` a view of the gathered gradient, else a shard or None
+        parameter = self._viewed.parameter
+        # Inside `no_sync()` a view of the gathered gradient, else a shard or None.
+        earlier = None if parameter is None else parameter.grad
         if earlier is None or earlier.shape != self._gradient.shape:
             return self._gradient
         return earlier + self._gradient
@@ -192,10 +234,6 @@ def _hook_all(views: list[_Viewed]) -> None:
     if torch.is_grad_enabled():
         for viewed in views:
             viewed.hook_view()
-
-
-def _is_view(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and not isinstance(tensor, nn.Parameter)
 
 
 def _is_unit(module: nn.Module) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from rankscope_exporter.frameworks.base import Form, Framework, Holder, Hooking, Removable
+from rankscope_exporter.frameworks.base import Form, Framework, Holder, Hooking, Removable, alive
 from rankscope_exporter.frameworks.gathered import Gathered
 from rankscope_exporter.frameworks.layout import Layout
 from rankscope_exporter.frameworks.loaded import loaded
@@ -32,11 +33,13 @@ class FullyShard(Gathered, Framework):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._sharded = model
+        self._root = weakref.ref(model)
         self._waiting: list[tuple[int, _Late]] = []  # hooks of sharded parameters, by identity, to be registered
         # Found once: a model has thousands of modules, and this is asked for each parameter.
-        self._managed = {
-            id(source.sharded_param): (group, source) for group in self._groups() for source in group.fsdp_params
+        self._sources = {
+            id(source.sharded_param): (weakref.ref(group), weakref.ref(source))
+            for group in self._groups()
+            for source in group.fsdp_params
         }
 
     @classmethod
@@ -50,32 +53,32 @@ class FullyShard(Gathered, Framework):
 
     def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
         """Return that each rank has a share of every element, of its own data."""
-        managed = id(parameter) in self._managed
+        managed = self._source(parameter) is not None
         return Layout("partial") if managed else super().local_layout(parameter, world_size)
 
     def local_form(self, parameter: torch.Tensor) -> Form | None:
         """Return the form of the gathered gradient: whole, in the type of the forward pass."""
-        found = self._managed.get(id(parameter))
-        if found is None:
+        source = self._source(parameter)
+        if source is None:
             return None
-        policy = getattr(found[0], "mp_policy", None)
-        shape = getattr(found[1], "_orig_size", parameter.shape)
+        policy = getattr(self._sources[id(parameter)][0](), "mp_policy", None)
+        shape = getattr(source, "_orig_size", parameter.shape)
         return Form(tuple(shape), getattr(policy, "param_dtype", None) or parameter.dtype)
 
     def is_in_place(self, named: NamedParameter) -> bool:
         """Return whether the module holds the parameter, or what FSDP has gathered it to for the moment."""
-        current = named.current()
-        if current is named.parameter:
-            return True
-        # A sharded parameter on the same mesh is another one; what was gathered lies on fewer dimensions, or on none.
-        mesh = getattr(named.parameter, "device_mesh", None)
-        return mesh is not None and current is not None and getattr(current, "device_mesh", None) != mesh
+        return self.parameter(named) is not None or super().is_in_place(named)
+
+    def parameter(self, named: NamedParameter) -> nn.Parameter | None:
+        """Return the sharded parameter, which FSDP keeps while the module holds the gathered one."""
+        source = self._source_of(named.identity)
+        return super().parameter(named) if source is None else source.sharded_param
 
     def holds_gradient(self, parameter: nn.Parameter) -> bool:
         """Return True also while the gradient is that of the gathered parameter, not reduced yet."""
-        _, source = self._managed.get(id(parameter), (None, None))
+        source = self._source(parameter)
         gathered = getattr(source, "_unsharded_param", None)
-        return parameter.grad is not None or (gathered is not None and _Gathered(gathered, source).grad is not None)
+        return parameter.grad is not None or (gathered is not None and _gradient_of(gathered, source) is not None)
 
     def install(self, hooking: Hooking) -> None:
         """Look for gathered parameters whenever a forward pass has ended, until all are found."""
@@ -84,11 +87,11 @@ class FullyShard(Gathered, Framework):
 
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[Holder], None]) -> Removable:
         """Hook the gathered parameter, whose gradient is this rank's own."""
-        if id(parameter) not in self._managed:
+        if self._source(parameter) is None:
             return super().on_accumulated(parameter, hook)
 
         def register(gathered: nn.Parameter, source: Any) -> Removable:
-            holder = _Gathered(gathered, source)
+            holder = _Gathered(weakref.ref(source))
             accumulated = uncompiled(lambda _gathered: hook(holder))
             handle: Removable = gathered.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
             return handle
@@ -97,7 +100,7 @@ class FullyShard(Gathered, Framework):
 
     def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Removable:
         """Hook the gathered parameter."""
-        if id(parameter) not in self._managed:
+        if self._source(parameter) is None:
             return super().on_gradient(parameter, hook)
         base = super().on_gradient
         return self._later(parameter, lambda gathered, _source: base(gathered, hook))
@@ -114,9 +117,9 @@ class FullyShard(Gathered, Framework):
         """Register what can be registered, and return the others."""
         left = []
         for number, late in waiting:
-            if late.is_removed:
+            source = self._source_of(number)
+            if late.is_removed or source is None:
                 continue
-            _, source = self._managed[number]
             gathered = getattr(source, "_unsharded_param", None)
             if gathered is None or not gathered.requires_grad:
                 left.append((number, late))
@@ -124,8 +127,19 @@ class FullyShard(Gathered, Framework):
                 late.register(gathered, source)
         return left
 
+    def _source(self, parameter: torch.Tensor) -> Any:
+        """Return FSDP's record of a sharded parameter; None of any other tensor."""
+        source = self._source_of(id(parameter))
+        # Another tensor may have the id() of a parameter that is gone.
+        return source if source is not None and source.sharded_param is parameter else None
+
+    def _source_of(self, identity: int) -> Any:
+        _, reference = self._sources.get(identity, (None, None))
+        source = None if reference is None else reference()
+        return source if source is not None and id(source.sharded_param) == identity else None
+
     def _groups(self) -> Iterator[Any]:
-        for module in self._sharded.modules():
+        for module in alive(self._root).modules():
             if _is_sharded(module):
                 state: Any = module._get_fsdp_state()  # type: ignore[operator]  # noqa: SLF001 - see the top of the module
                 yield from state._fsdp_param_groups  # noqa: SLF001 - see the top of the module
@@ -134,17 +148,21 @@ class FullyShard(Gathered, Framework):
 class _Gathered:
     """The gradient of a gathered parameter, with what FSDP keeps of earlier micro-batches in another type."""
 
-    def __init__(self, gathered: nn.Parameter, source: Any) -> None:
-        self._gathered = gathered
+    def __init__(self, source: weakref.ref[Any]) -> None:
         self._source = source
 
     @property
     def grad(self) -> torch.Tensor | None:
-        own = self._gathered.grad
-        earlier = self._source.unsharded_accumulated_grad
-        if own is None or earlier is None:
-            return earlier if own is None else own
-        return local_tensor(earlier) + local_tensor(own).to(earlier.dtype)
+        source = self._source()
+        gathered = getattr(source, "_unsharded_param", None)
+        return None if gathered is None else _gradient_of(gathered, source)
+
+
+def _gradient_of(gathered: nn.Parameter, source: Any) -> torch.Tensor | None:
+    own, earlier = gathered.grad, source.unsharded_accumulated_grad
+    if own is None or earlier is None:
+        return earlier if own is None else own
+    return local_tensor(earlier) + local_tensor(own).to(earlier.dtype)
 
 
 class _Late:

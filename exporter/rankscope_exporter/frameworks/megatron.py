@@ -34,6 +34,7 @@ class Megatron(Parted):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
+        self._list = model  # a list of chunks that framework_of() has made belongs to nobody else
         self._chunks: list[Any] = list(model) if isinstance(model, nn.ModuleList) else [model]
         modules = [_unwrapped(chunk.module) for chunk in self._chunks]
         self._module = as_one(modules)

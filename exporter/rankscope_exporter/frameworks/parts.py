@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from rankscope_exporter.frameworks.base import Form, Framework, Holder, Hooking, Kept, Removable
+from rankscope_exporter.frameworks.replaced import Replaced
 from rankscope_exporter.tracing import is_dynamo_compiling, uncompiled
 
 FROZEN: Final = -1
@@ -216,7 +216,7 @@ class Parted(Framework):
         before = hooking.always("the beginning of an update", self._update_begins)
         after = hooking.always("the end of an update", self._update_ended)
 
-        def watched(_owner: Any, *args: Any, **kwargs: Any) -> Any:
+        def watched(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             before(hooking)
             try:
                 result = original(*args, **kwargs)
@@ -227,7 +227,6 @@ class Parted(Framework):
                 self._stepped.clear()
                 self._seen.clear()
 
-        original = getattr(owner, method)
         hooking.keep(Replaced(owner, method, watched))
 
     @functools.cached_property
@@ -261,26 +260,6 @@ class _Passing:
     @property
     def grad(self) -> torch.Tensor | None:
         return self._local_sum()
-
-
-class Replaced:
-    """A method of an object, behind one of the same name that is bound to it as the first was."""
-
-    def __init__(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        self._owner = owner
-        self._name = name
-        self._before = owner.__dict__.get(name)
-        self._after = types.MethodType(method, owner)
-        setattr(owner, name, self._after)
-
-    def remove(self) -> None:
-        """Put back what was there."""
-        if self._owner.__dict__.get(self._name) is not self._after:  # someone has put another one around it
-            return
-        if self._before is None:
-            del self._owner.__dict__[self._name]
-        else:
-            setattr(self._owner, self._name, self._before)
 
 
 def _lies_as(value: Any, tensor: torch.Tensor) -> bool:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final, Protocol
 
 import torch
 from torch import nn
 
+from rankscope_exporter.borrowed import Borrowed
 from rankscope_exporter.frameworks.base import Form, Framework, Holder, Hooking, Removable
 from rankscope_exporter.frameworks.chunks import as_one, numbers_of
 from rankscope_exporter.frameworks.layout import Layout
 from rankscope_exporter.frameworks.loaded import loaded
+from rankscope_exporter.frameworks.replaced import Replaced
 from rankscope_exporter.naming import NamedParameter
 
 # Before its first step a stage runs forward and backward on memory that nobody has filled, to learn shapes.
@@ -41,12 +42,10 @@ class Pipeline(Framework):
 
     def __init__(self, stages: Sequence[Any], inner: Sequence[Framework]) -> None:
         super().__init__(stages[0].submod)
-        self.stages = tuple(stages)
+        self.stages: Sequence[Any] = Borrowed(stages)
         self.pp_stage = getattr(stages[0], "stage_index" if len(stages) == 1 else "group_rank", None)
         self._inner = tuple(inner)
-        modules = [framework.module for framework in inner]
-        self._module = as_one(modules)
-        self._numbers = numbers_of(modules)
+        self._numbers = numbers_of([framework.module for framework in inner])
         self._finished: set[int] = set()  # positions of the stages that have had their last backward pass
         self._finishing = False
 
@@ -58,11 +57,11 @@ class Pipeline(Framework):
     @property
     def module(self) -> nn.Module:
         """Return the user's own module of this stage, or a list of those of all stages."""
-        first = self._inner[0].module
-        if len(self._inner) == 1:
-            return first
-        self._module.training = first.training  # a list is not told
-        return self._module
+        # Created for each use: a list that is kept would keep the modules alive.
+        module = as_one([framework.module for framework in self._inner])
+        if len(self._inner) > 1:
+            module.training = self._inner[0].module.training  # a list is not told
+        return module
 
     @property
     def numbers_of_chunks(self) -> Mapping[int, int]:
@@ -75,7 +74,10 @@ class Pipeline(Framework):
         return [stage.submod for stage in self.stages]
 
     def _of(self, parameter: torch.Tensor) -> Framework:
-        return self._inner[self._numbers.get(id(parameter), 0)]
+        return self._of_identity(id(parameter))
+
+    def _of_identity(self, identity: int) -> Framework:
+        return self._inner[self._numbers.get(identity, 0)]
 
     @property
     def replicated(self) -> bool:
@@ -104,7 +106,11 @@ class Pipeline(Framework):
 
     def is_in_place(self, named: NamedParameter) -> bool:
         """Return what the inner framework says."""
-        return self._of(named.parameter).is_in_place(named)
+        return self._of_identity(named.identity).is_in_place(named)
+
+    def parameter(self, named: NamedParameter) -> nn.Parameter | None:
+        """Return what the inner framework says."""
+        return self._of_identity(named.identity).parameter(named)
 
     @property
     def local_until_backward_ends(self) -> bool:
@@ -160,9 +166,10 @@ class Pipeline(Framework):
             with hooking.paused():
                 return original(*args, **kwargs)
 
-        hooking.keep(_Replaced(stage, "perform_reduce_grad", finish))
+        hooking.keep(Replaced(stage, "perform_reduce_grad", finish))
         for name in _TRIALS:
-            hooking.keep(_Replaced(stage, name, see_nothing))
+            if hasattr(stage, name):
+                hooking.keep(Replaced(stage, name, see_nothing))
 
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[Holder], None]) -> Removable:
         """Do what the inner framework does."""
@@ -171,20 +178,6 @@ class Pipeline(Framework):
     def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Removable:
         """Do what the inner framework does."""
         return self._of(parameter).on_gradient(parameter, hook)
-
-
-class _Replaced:
-    """The stage's own method, behind one of the same name on the object. A method that is not there is left alone."""
-
-    def __init__(self, stage: Any, name: str, around: Callable[..., Any]) -> None:
-        self._stage = stage
-        self._name = name
-        original = getattr(stage, name, None)
-        if original is not None:
-            setattr(stage, name, functools.partial(around, original))
-
-    def remove(self) -> None:
-        self._stage.__dict__.pop(self._name, None)
 
 
 def is_stage(model: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,12 +11,14 @@ from rankscope_contract.events import ExitReason
 from rankscope_exporter.attaching import Optimizers
 from rankscope_exporter.config import MonitorConfig
 from rankscope_exporter.config_given import Given
+from rankscope_exporter.copies import CopiesDoNothing
 from rankscope_exporter.frameworks import Framework
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.monitor import Monitor
+from rankscope_exporter.phase import Phase
 
 
-class Attended:
+class Attended(CopiesDoNothing):
     """The monitor of the training under way; before and after it nothing happens.
 
     The configuration is checked at construction and raises ConfigError; nothing after it raises into training.
@@ -27,12 +28,19 @@ class Attended:
         self._config = Monitor(config).config
         self._guard = Guard()
         self.monitor: Monitor | None = None
-        self._phase: AbstractContextManager[None] | None = None
+        self._phase: Phase | None = None
         self._phase_name: str | None = None
 
+    def _unattached(self) -> dict[str, Any]:
+        return {"_guard": Guard(), "monitor": None, "_phase": None, "_phase_name": None}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_config": self._config.without_secrets()}
+
     def safely(self, where: str, function: Callable[..., None], *args: Any) -> None:
-        """Call `function(*args)`; what it raises is named once and never reaches training."""
-        self._guard.call(where, function, *args)
+        """Call `function(*args)`; an error in it is logged once and never reaches training. A copy calls nothing."""
+        if not self.is_copy:
+            self._guard.call(where, function, *args)
 
     def begin(
         self,

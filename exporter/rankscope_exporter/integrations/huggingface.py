@@ -13,16 +13,18 @@ from torch import nn
 from transformers import TrainerCallback
 
 from rankscope_exporter.config_given import Given
+from rankscope_exporter.copies import CopiesDoNothing
 from rankscope_exporter.integrations.attended import Attended
 from rankscope_exporter.modules import defines_forward
 
 _NOTED_BY_THE_MONITOR = frozenset({"learning_rate"})  # per parameter group
 
 
-class RankscopeCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]  # transformers may be missing where types are checked
+class RankscopeCallback(CopiesDoNothing, TrainerCallback):  # type: ignore[misc,unused-ignore]  # transformers may be missing where types are checked
     """Attaches a monitor when training begins, numbers steps by `global_step`, and detaches at the end.
 
-    What Trainer logs is logged under its own names: its loss is the mean since it logged last.
+    What Trainer logs is logged under its own names: its loss is the mean since it logged last. A copy of the callback,
+    also a pickled one, does nothing.
     """
 
     def __init__(self, config: Given = None) -> None:
@@ -34,6 +36,8 @@ class RankscopeCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]  #
         self, _args: Any, state: Any, _control: Any, *, model: nn.Module, optimizer: Any, **_kwargs: Any
     ) -> None:
         """Attach; a resumed training goes on with the step after its checkpoint's."""
+        if self._refuses("on_train_begin()"):
+            return
         self._attended.safely("on_train_begin", self._begin, state, model, optimizer)
 
     def _begin(self, state: Any, model: nn.Module, optimizer: Any) -> None:

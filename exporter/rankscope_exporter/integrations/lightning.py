@@ -10,13 +10,14 @@ from lightning.pytorch.callbacks import Callback
 
 from rankscope_exporter.config import MonitorConfig
 from rankscope_exporter.config_given import Given
+from rankscope_exporter.copies import CopiesDoNothing
 from rankscope_exporter.frameworks import Framework, framework_of
 from rankscope_exporter.frameworks.announced import Announced
 from rankscope_exporter.integrations.attended import Attended
 
 
-class RankscopeCallback(Callback):  # type: ignore[misc,unused-ignore]  # lightning may be missing where types are checked
-    """Attaches a monitor when fitting begins, and detaches at its end, saying why.
+class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-ignore]  # lightning may be missing where types are checked
+    """Attaches a monitor when fitting begins, and detaches at its end, saying why. A copy of the callback does nothing.
 
     Steps go on from `trainer.global_step`. With automatic optimization a step is one update; where a module optimizes
     by itself it may use several optimizers for one batch, and a step is one batch.
@@ -30,8 +31,13 @@ class RankscopeCallback(Callback):  # type: ignore[misc,unused-ignore]  # lightn
         self._before_evaluation: set[str] = set()
         self._of_evaluation: set[str] = set()
 
+    def _unattached(self) -> dict[str, Any]:
+        return {"_announced": None, "_before_evaluation": set(), "_of_evaluation": set()}
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach what the strategy has made of the module."""
+        if self._refuses("on_train_start()"):
+            return
         self._attended.safely("on_train_start", self._begin, trainer, pl_module)
 
     def _begin(self, trainer: Any, pl_module: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Final
 from rankscope_contract.kinds import Kind
 from rankscope_exporter.config import MonitorConfig, setting_names
 from rankscope_exporter.config_files import read_settings
+from rankscope_exporter.copies import CopiesDoNothing
 from rankscope_exporter.errors import ConfigError
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.identity import place_in, rank_here
@@ -31,10 +32,11 @@ DYNAMIC_VARIABLE: Final = "DYNAMIC_MONITOR"
 _ACTIVATIONS: Final = "activations"
 
 
-class TrainerMon:
+class TrainerMon(CopiesDoNothing):
     """One model's monitor: `TrainerMon("monitor_config.json")`, then `set_monitor(model, optimizer=optimizer)`.
 
     `monitor` is the Monitor behind it, with all that it can do beside: `log`, `phase`, `switch`, `detach`.
+    A copy does nothing, like a copy of the Monitor.
     """
 
     def __init__(self, config_file_path: str | os.PathLike[str], *positional: Any, **named: Any) -> None:
@@ -53,6 +55,12 @@ class TrainerMon:
         self._guard = Guard()
         self._told: dict[str, None] = {}  # what is said once, in order
 
+    def _unattached(self) -> dict[str, Any]:
+        return {"_said": Construction(), "_optimizer": None, "_guard": Guard(), "_told": {}}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_config": self._config.without_secrets(), "_document": {}}
+
     @property
     def monitor(self) -> Monitor | None:
         """The Monitor, once a model is attached."""
@@ -70,19 +78,25 @@ class TrainerMon:
 
         That is `(model, grad_acc_steps, optimizer, dp_group, tp_group, start_iteration)`; names always work.
         """
+        if self._refuses("set_monitor()"):
+            return
         self._attach("set_monitor", Attachment.of("set_monitor", positional, named))
 
     def monitor_gnorm_with_ad(self, *positional: Any, **named: Any) -> None:
         """Attach, as older scripts do; the optimizer may have been given to `set_wrapped_optimizer`."""
+        if self._refuses("monitor_gnorm_with_ad()"):
+            return
         self._deprecated("monitor_gnorm_with_ad", "call set_monitor, which takes the same")
         given = Attachment.of("monitor_gnorm_with_ad", positional, named)
         optimizer = self._optimizer if given.optimizer is None else given.optimizer
+        self._optimizer = None  # which the training owns
         self._attach("monitor_gnorm_with_ad", replace(given, optimizer=optimizer))
 
     def set_wrapped_optimizer(self, optimizer: Any) -> None:
         """Keep the optimizer for `monitor_gnorm_with_ad`."""
-        self._deprecated("set_wrapped_optimizer", "give the optimizer to set_monitor")
-        self._optimizer = optimizer
+        if not self.is_copy:
+            self._deprecated("set_wrapped_optimizer", "give the optimizer to set_monitor")
+            self._optimizer = optimizer
 
     def detach(self) -> None:
         """Take every hook away, and publish what is left; the end of the process does it too."""
@@ -146,6 +160,8 @@ class TrainerMon:
 
     @ops.setter
     def ops(self, names: Sequence[str]) -> None:
+        if self.is_copy:
+            return
         self._deprecated("monitor.ops = […]", "call monitor.monitor.switch({'ops': […]}), or edit the watched file")
         self._guard.call("ops", self._change_ops, names)
 
@@ -160,6 +176,8 @@ class TrainerMon:
 
     def reload_xy(self, xy_distribution: bool = False) -> None:  # noqa: FBT001, FBT002 - as the tool has it
         """Switch activations on or off, with the targets of the configuration."""
+        if self.is_copy:
+            return
         self._deprecated("reload_xy", f"set {DYNAMIC_VARIABLE}=True and edit the file, or call monitor.monitor.switch")
         self._guard.call("reload_xy()", self._reload_activations, bool(xy_distribution))
 

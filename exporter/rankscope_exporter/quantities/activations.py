@@ -19,8 +19,9 @@ from rankscope_exporter.object_specs import Specs
 from rankscope_exporter.objects import Found, Slot, received, returned
 from rankscope_exporter.quantities.activations_calls import Call, Calls
 from rankscope_exporter.quantities.activations_gaps import Gaps
+from rankscope_exporter.quantities.activations_memory import Leaves, Memory
 from rankscope_exporter.quantities.activations_options import ActivationOptions
-from rankscope_exporter.quantities.activations_rows import SIDES, Memory, Rows, Site
+from rankscope_exporter.quantities.activations_rows import SIDES, Rows, Site
 from rankscope_exporter.quantities.base import Gate, Hook, Hooking, Quantity, QuantityOptions, Subject, Table
 from rankscope_exporter.quantities.handles import Handles, hook_after, hook_before
 from rankscope_exporter.statistics.tensors import why_not_measurable
@@ -38,19 +39,32 @@ class _Step:
     """What is known of the sampled step under way."""
 
     calls: Calls = field(default_factory=Calls)
+    micro_step: int = -1
     open: dict[str, list[Call | None]] = field(default_factory=dict)  # calls under way, by module; None: not measured
     measured: Memory[range] = field(default_factory=Memory)
+    leaves: Leaves[range] = field(default_factory=Leaves)
+    gradients: Memory[range] = field(default_factory=Memory)  # of the backward pass under way
     watched: Memory[list[Site]] = field(default_factory=Memory)
+    watched_leaves: dict[int, list[Site]] = field(default_factory=dict)  # by the number of our hook on the leaf
+
+    def let_go(self) -> None:
+        """Forget all tensors."""
+        for memory in (self.measured, self.leaves, self.gradients, self.watched, self.watched_leaves):
+            memory.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class _Followed:
     """A module with hooks, and what of it is measured."""
 
-    name: str
-    module: torch.nn.Module
+    named: NamedModule
     objects: frozenset[str]
     specs: Specs
+
+    @property
+    def name(self) -> str:
+        """The name of the module."""
+        return self.named.name
 
 
 class Activations(Quantity):
@@ -64,11 +78,12 @@ class Activations(Quantity):
     def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
         super().__init__(subject, options)
         self._step = _Step()
-        self._handles = Handles()
+        self._handles = Handles(subject)
         self._rows = Rows()
         self._gaps = Gaps()
         self._looked_for_silence = False
         self._followed: list[tuple[NamedModule, Hook]] = []
+        self._is_compiled = subject.framework.is_compiled
         self._hooking: Hooking
         self._gate: Gate
 
@@ -93,8 +108,8 @@ class Activations(Quantity):
     def _follow(self, named: NamedModule, objects: frozenset[str]) -> None:
         specs = self.options.specs_of(named.name, *named.aliases)
         wanted = objects & specs.keys() if specs else objects
-        followed = _Followed(named.name, named.module, wanted, specs)
-        self._rows.vpp_stages[named.name] = self.subject.framework.vpp_stage(named.module)
+        followed, module = _Followed(named, wanted, specs), named.module
+        self._rows.vpp_stages[named.name] = None if module is None else self.subject.framework.vpp_stage(module)
         hooking, gate = self._hooking, self._gate
 
         def before(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -105,9 +120,9 @@ class Activations(Quantity):
 
         first = hooking.guarded("inputs of modules", before, gate)
         try:
-            hook_before(hooking, named.module, first)
+            hook_before(hooking, named, first)
             last = hooking.guarded("outputs of modules", after, gate)
-            hook_after(hooking, named.module, last)
+            hook_after(hooking, named, last)
         except (RuntimeError, AttributeError) as error:  # scripted modules and other things that only look like modules
             self._gaps.add(f"no hook can be registered ({type(error).__name__})", named.name)
         self._followed.append((named, first))
@@ -122,10 +137,19 @@ class Activations(Quantity):
         self._look_for_silence()
         self._release()
 
+    def backward_ended(self, table: Table) -> None:  # noqa: ARG002 - see above
+        """Let go of gradients: other ones come by in the next pass."""
+        self._step.gradients.clear()
+
+    def step_ended(self) -> None:
+        """Let go of all tensors, also where no optimizer has stepped."""
+        self._handles.remove()
+        self._step.let_go()
+
     def _begins(
         self, followed: _Followed, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        if module is not followed.module:  # a replica of DataParallel, on a thread of its own
+        if module is not followed.named.module:  # a replica of DataParallel, on a thread of its own
             self._step.calls.called.add(followed.name)
             self._gaps.add("runs as replicas, which are not measured", followed.name)
             return
@@ -138,7 +162,9 @@ class Activations(Quantity):
         call = self._call(followed, found, again=again)
         frames[-1] = call
         if call is not None:
+            self._step.leaves.call_begins()
             self._read(followed, Kind.ACT_IN, call, found, again=again)
+            self._step.leaves.arguments_read()
 
     def _call(self, followed: _Followed, found: Found, *, again: bool) -> Call | None:
         enabled = self._hooking.grad_enabled
@@ -148,13 +174,17 @@ class Activations(Quantity):
         if again:
             return self._step.calls.again(followed.name, pointer)
         micro_step = self._hooking.micro_step
+        if micro_step != self._step.micro_step:  # calls of a forward that raised have not ended
+            self._step.micro_step = micro_step
+            self._step.leaves.clear()
         return self._step.calls.begins(followed.name, micro_step, with_gradients=enabled, pointer=pointer)
 
     def _ended(self, followed: _Followed, module: torch.nn.Module, output: Any) -> None:
-        frames = self._step.open.get(followed.name) if module is followed.module else None
+        frames = self._step.open.get(followed.name) if module is followed.named.module else None
         call = frames.pop() if frames else None
         if call is not None:
             self._read(followed, Kind.ACT_OUT, call, returned(output), again=_in_backward())
+            self._step.leaves.call_ended()
 
     def _read(self, followed: _Followed, kind: Kind, call: Call, found: Found, *, again: bool) -> None:
         side = SIDES[kind]
@@ -162,7 +192,8 @@ class Activations(Quantity):
             self._gaps.add(f"{side} holds what is not looked into: {unknown}", followed.name)
         if not again:
             for slot in self._chosen(followed, kind, found):
-                self._measure(Site.of(kind, call, slot), slot.tensor)
+                memory = self._step.leaves if slot.tensor.is_leaf else self._step.measured
+                self._measure(Site.of(kind, call, slot), slot.tensor, memory)
         if self._hooking.grad_enabled:
             for slot in self._chosen(followed, _GRADIENT[kind], found):
                 if slot.tensor.requires_grad:
@@ -183,7 +214,7 @@ class Activations(Quantity):
             return ()
         return slots
 
-    def _measure(self, site: Site, tensor: torch.Tensor) -> None:
+    def _measure(self, site: Site, tensor: torch.Tensor, memory: Memory[range] | Leaves[range]) -> None:
         reason = why_not_measurable(tensor)
         if reason is not None:
             self._gaps.add(f"{SIDES[site.kind]}{site.path} is {reason}", site.call.module)
@@ -192,15 +223,15 @@ class Activations(Quantity):
         row = self._rows.row(table, site, tensor)
         if row is None:
             return
-        known = self._step.measured.get(tensor)
+        known = memory.get(tensor)
         if known is None:
             table.measure([tensor], row)
-            self._step.measured.keep(tensor, row)
         else:
             table.copy(known, row)
+        memory.keep(tensor, row)
 
     def _watch(self, site: Site, tensor: torch.Tensor) -> None:
-        sites = self._step.watched.get(tensor)
+        sites = self._watched_leaf(tensor) if tensor.is_leaf else self._step.watched.get(tensor)
         if sites is not None:
             sites.append(site)
             return
@@ -214,17 +245,27 @@ class Activations(Quantity):
                 self._arrived(sites, gradient)
 
         hook = self._hooking.guarded("gradients of activations", arrived, self._gate)
-        self._handles.hook(tensor, hook)
-        self._step.watched.keep(tensor, sites)
+        number = self._handles.hook(tensor, hook)
+        if tensor.is_leaf:
+            self._step.watched_leaves[number] = sites
+        else:
+            self._step.watched.keep(tensor, sites)
+
+    def _watched_leaf(self, tensor: torch.Tensor) -> list[Site] | None:
+        """Return the sites of a leaf that has our hook; only this very tensor has it."""
+        hooks: Mapping[int, Any] = tensor._backward_hooks or {}  # noqa: SLF001 - torch has no other name for it
+        watched = self._step.watched_leaves
+        return next((watched[number] for number in hooks if number in watched), None)
 
     def _arrived(self, sites: Sequence[Site], gradient: torch.Tensor) -> None:
         self._step.calls.gradient_arrived()
         for site in sites:
-            self._measure(site, gradient)
+            self._measure(site, gradient, self._step.gradients)
 
     def _release(self) -> None:
         """Take hooks off tensors: those of a leaf outlive the graph."""
         self._handles.remove()
+        self._step.let_go()
         if self._step.calls.called:
             self._look_for_silence()
         self._gaps.tell(lambda message: self._hooking.tell(f"activations: {message}"))
@@ -234,10 +275,9 @@ class Activations(Quantity):
         if self._looked_for_silence:
             return
         self._looked_for_silence = True
-        whole = self.subject.framework.is_compiled
         for named, hook in self._followed:
             if named.name not in self._step.calls.called:
-                compiled = named.compiled or whole or hook.is_compiled
+                compiled = named.compiled or self._is_compiled or hook.is_compiled
                 why = "is part of compiled code" if compiled else "was not called in a forward of the model"
                 self._gaps.add(f"{why}, so it has no activations", named.name)
 

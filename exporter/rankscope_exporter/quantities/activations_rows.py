@@ -1,10 +1,9 @@
-"""Where activations stand in the table: their entries, and which tensors of the step have been measured already."""
+"""Entries of activations in the plan, created as they are needed."""
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
-from typing import Final, Generic, TypeVar
+from typing import Final
 
 import torch
 
@@ -14,8 +13,6 @@ from rankscope_exporter.naming import local_tensor
 from rankscope_exporter.objects import Slot
 from rankscope_exporter.quantities.activations_calls import Call
 from rankscope_exporter.quantities.base import Table
-
-T = TypeVar("T")
 
 SIDES: Final = {
     Kind.ACT_IN: "input",
@@ -84,35 +81,3 @@ def placement_of(tensor: torch.Tensor) -> str:
     if any(placement.is_shard() for placement in placements):
         return "shard"
     return "partial" if any(placement.is_partial() for placement in placements) else "replica"
-
-
-class Memory(Generic[T]):
-    """Remembers something of tensors as long as they live and are not written to."""
-
-    def __init__(self) -> None:
-        self._by_id: dict[int, tuple[weakref.ref[torch.Tensor], int, T]] = {}
-
-    def get(self, tensor: torch.Tensor) -> T | None:
-        """Return what was kept of this very tensor with its present content."""
-        known = self._by_id.get(id(tensor))
-        if known is None or known[0]() is not tensor or known[1] != _version(tensor):
-            return None
-        return known[2]
-
-    def before(self, tensor: torch.Tensor) -> T | None:
-        """Return what was kept of this very tensor when it had another content."""
-        known = self._by_id.get(id(tensor))
-        return None if known is None or known[0]() is not tensor or known[1] == _version(tensor) else known[2]
-
-    def keep(self, tensor: torch.Tensor, what: T) -> None:
-        """Remember `what`; nothing of a tensor that counts no changes."""
-        version = _version(tensor)
-        if version is not None:
-            self._by_id[id(tensor)] = weakref.ref(tensor), version, what
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    if tensor.is_inference():
-        return None
-    version: int = tensor._version  # noqa: SLF001 - the count of in-place changes; torch has no other name for it
-    return version

@@ -11,11 +11,10 @@ import torch
 from rankscope_exporter.deferred import Numbers, Row
 from rankscope_exporter.features.attention import attention_sums
 from rankscope_exporter.features.masks import Mask, broadcast, hides_of
-from rankscope_exporter.modules import NamedModule
 from rankscope_exporter.quantities.attention_multihead import is_multihead, projected
 from rankscope_exporter.quantities.attention_options import Arguments, AttentionOptions
 from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Subject, Table
-from rankscope_exporter.quantities.module_calls import ModuleCalls
+from rankscope_exporter.quantities.module_calls import ModuleCalls, Running
 from rankscope_exporter.statistics.tensors import why_not_measurable
 
 ENTROPY: Final = "attention_entropy"
@@ -50,7 +49,9 @@ class Attention(Quantity):
         self._gate = gate
         self._calls = ModuleCalls(self.name, hooking, gate)
         for named in self._calls.find(self.subject.framework.module, self.targets):
-            self._calls.before(named, functools.partial(self._read, Arguments(named.module, self.options)))
+            module = named.module
+            if module is not None:
+                self._calls.before(named, functools.partial(self._read, Arguments(module, self.options)))
 
     def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
         """Nothing of this step has been called yet."""
@@ -60,31 +61,25 @@ class Attention(Quantity):
         """Say what was missing."""
         self._calls.step_ended()
 
-    def _read(
-        self,
-        arguments: Arguments,
-        named: NamedModule,
-        micro_step: int,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> None:
-        if is_multihead(named.module):
-            found = projected(named.module, args, kwargs)
+    def _read(self, arguments: Arguments, call: Running, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        module = call.module
+        if is_multihead(module):
+            found = projected(module, args, kwargs)
         else:
             found = _found(arguments, self.options.permutation, args, kwargs)
         if isinstance(found, str):
-            self._calls.missing(found, named)
+            self._calls.missing(found, call.named)
             return
         query, key, mask = found
-        own = is_multihead(named.module)  # whose masks already say what is causal
+        own = is_multihead(module)  # whose masks already say what is causal
         sums = attention_sums(
             query,
             key,
-            Mask(mask, causal=not own and arguments.causal(args, kwargs)),
+            Mask(mask, causal=not own and arguments.causal(module, args, kwargs)),
             scale=None if own else arguments.scale(args, kwargs),
             rows=self.options.rows,
         )
-        self._gate.table.defer("features", sums, functools.partial(_rows, named.name, micro_step))
+        self._gate.table.defer("features", sums, functools.partial(_rows, call.named.name, call.micro_step))
 
 
 def _found(

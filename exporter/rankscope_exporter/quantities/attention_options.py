@@ -80,7 +80,7 @@ class Arguments:
     """What is where in the calls of one module."""
 
     def __init__(self, module: nn.Module, options: AttentionOptions) -> None:
-        self._module = module
+        self._home = type(module).__module__
         self._options = options
         self._names = _parameter_names(module)
 
@@ -103,17 +103,17 @@ class Arguments:
         """Return whether True in a mask lets a key be seen."""
         meaning = self._options.mask_true
         if meaning == AUTO:
-            return not f"{type(self._module).__module__}.".startswith(_TRUE_HIDES)
+            return not f"{self._home}.".startswith(_TRUE_HIDES)
         return meaning == "attends"
 
-    def causal(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether later keys are hidden."""
+    def causal(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether later keys are hidden in a call of `module`."""
         wanted = self._options.causal
         if isinstance(wanted, bool):
             return wanted
         said = [self._get(name, args, kwargs) for name in _CAUSAL]
         # The dictionary itself: a property could compute anything.
-        said += [vars(self._module).get(name) for name in _CAUSAL]
+        said += [vars(module).get(name) for name in _CAUSAL]
         return next((answer for answer in map(_says_causal, said) if answer is not None), False)
 
     def scale(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from rankscope_contract.records import PlanEntry
+from rankscope_exporter.borrowed import Borrowed
 from rankscope_exporter.deferred import Numbers, Row
 from rankscope_exporter.frameworks import Framework
-from rankscope_exporter.frameworks.base import Holder, Removable
+from rankscope_exporter.frameworks.base import Form, Holder, Removable, is_stood_in_for
 from rankscope_exporter.frameworks.layout import Layout
 from rankscope_exporter.frameworks.loaded import loaded
 from rankscope_exporter.naming import NamedParameter
@@ -29,7 +30,7 @@ class Subject:
 
     framework: Framework
     parameters: tuple[NamedParameter, ...]
-    optimizers: list[torch.optim.Optimizer]
+    optimizers: Borrowed[torch.optim.Optimizer]
     """One that takes the place of another while training runs does so here."""
     world_size: int = 1
     retired: set[int] = field(default_factory=set)
@@ -41,12 +42,43 @@ class Subject:
     elsewhere: frozenset[int] = frozenset()
     """Positions, in the whole subject, of parameters of which another rank publishes what both have in common."""
 
-    def tensors(self) -> list[torch.nn.Parameter | None]:
-        """Return the parameters by position, None where one is retired."""
+    def parameter(self, index: int) -> nn.Parameter | None:
+        """Return parameter number `index`; None once the model has replaced it, or is gone."""
+        named = self.parameters[index]
+        found = self.framework.parameter(named)
+        return self._stood_in_for(named) if found is None else found
+
+    def found(self) -> list[nn.Parameter | None]:
+        """Return the parameters by position, as `parameter` does. Not to be kept: the list would keep them alive."""
+        found = self.framework.found(self.parameters)
+        if any(item is None for item in found):
+            pairs = zip(self.parameters, found, strict=True)
+            return [self._stood_in_for(named) if item is None else item for named, item in pairs]
+        return found
+
+    def tensors(self) -> list[nn.Parameter | None]:
+        """Return the parameters by position, None where one is retired or gone. Not to be kept, as `found`."""
+        found = self.found()
         if not self.retired:
-            return [named.parameter for named in self.parameters]
-        owners = zip(self.owners(), self.parameters, strict=True)
-        return [None if owner in self.retired else named.parameter for owner, named in owners]
+            return found
+        return [None if owner in self.retired else item for owner, item in zip(self.owners(), found, strict=True)]
+
+    def _stood_in_for(self, named: NamedParameter) -> nn.Parameter | None:
+        """Return from the optimizers a parameter that `torch.func.functional_call` has replaced for the moment."""
+        if not is_stood_in_for(named.current()):
+            return None
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        return next((item for group in groups for item in group["params"] if id(item) == named.identity), None)
+
+    def in_model(self) -> set[int]:
+        """Return the identities of the parameters that the model has now, where it had those that were found."""
+        return {id(named.current()) for named in self.parameters}
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the first parameter; the CPU without one."""
+        first = self.parameter(0) if self.parameters else None
+        return torch.device("cpu") if first is None else first.device
 
     def owners(self) -> Sequence[int]:
         """Return the position of each parameter among those of the whole subject."""
@@ -56,10 +88,6 @@ class Subject:
     def copies(self) -> int:
         """Return how many ranks compute gradients of the same elements from different data."""
         return self.framework.copies(self.world_size)
-
-    def local_layout(self, index: int) -> Layout:
-        """Return how this rank's own gradient of parameter `index` relates to those of the others."""
-        return self.framework.local_layout(self.parameters[index].parameter, self.world_size)
 
     @property
     def state_elsewhere(self) -> frozenset[int]:
@@ -336,15 +364,19 @@ class Quantity:
         self, kind: str, index: int, *, local: bool = False, reduced: bool = False, micro_step: int | None = None
     ) -> PlanEntry:
         """Return the entry of `kind` for parameter `index`."""
-        named, framework = self.subject.parameters[index], self.subject.framework
-        layout = self.subject.local_layout(index) if local else framework.layout(named.parameter)
-        form = framework.local_form(named.parameter) if local else None
-        if form is None:
-            form = (framework.reduced_form if reduced else framework.form)(named.parameter)
+        framework = self.subject.framework
+        named, parameter = self.subject.parameters[index], self.subject.parameter(index)
+        layout, form = Layout("full"), Form(named.shape, named.dtype)  # of one that is gone, which has no rows
+        if parameter is not None and local:
+            layout = framework.local_layout(parameter, self.subject.world_size)
+            form = framework.local_form(parameter) or framework.form(parameter)
+        elif parameter is not None:
+            layout = framework.layout(parameter)
+            form = (framework.reduced_form if reduced else framework.form)(parameter)
         return PlanEntry(
             kind=kind,
             tensor=named.name,
-            vpp_stage=framework.vpp_stage(named.parameter),
+            vpp_stage=None if parameter is None else framework.vpp_stage(parameter),
             micro_step=micro_step,
             placement=layout.placement,
             shard_group=layout.shard_group,

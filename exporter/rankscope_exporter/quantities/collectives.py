@@ -86,7 +86,7 @@ class Collectives(Quantity):
 
     def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
         super().__init__(subject, options)
-        self._device = next((item.parameter.device for item in subject.parameters), torch.device("cpu"))
+        self._device = subject.device
         self._sites = Sites(self.options.call_sites)
         self._step = _Step()
         self._rows: dict[tuple[Kind, str, int | None, int | None], range | None] = {}
@@ -140,6 +140,10 @@ class Collectives(Quantity):
     def after_update(self, table: Table) -> None:  # noqa: ARG002 - see above
         """Tell what was called so far."""
         self._log.tell(self._say)
+
+    def step_ended(self) -> None:
+        """Let go of the tensors of calls that were not waited for."""
+        self._step.works.let_go()
 
     def _undisturbed(self, function: Callable[..., None]) -> Callable[..., None]:
         """Return `function` for calls at any time: long after the update the publisher may just be closing the step."""

@@ -60,6 +60,11 @@ class Works:
         awaited.works -= 1
         return () if awaited.works else awaited.outputs
 
+    def let_go(self) -> None:
+        """Keep no tensor any more, only the names of the calls that were not waited for."""
+        self._lost += [awaited.name for _, awaited in self._awaited.values()]
+        self._awaited.clear()
+
     def missed(self) -> list[str]:
         """Return the names of the calls that nobody has waited for."""
         return [*self._lost, *(awaited.name for _, awaited in [*self._awaited.values()])]

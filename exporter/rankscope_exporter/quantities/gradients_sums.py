@@ -118,7 +118,7 @@ class LocalSums:
                 self._hooked.add(index)
                 add = functools.partial(self._add, index, self._dtype_of(parameter))
                 hook = self._hooking.guarded("a gradient to be summed up", add, self._gate)
-                hook_gradient(self._hooking, self._subject.framework, parameter, hook)
+                hook_gradient(self._hooking, self._subject, index, hook)
 
     def _add(self, index: int, dtype: torch.dtype, gradient: torch.Tensor) -> None:
         if self._hooking is not None:

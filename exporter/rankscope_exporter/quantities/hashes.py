@@ -84,9 +84,9 @@ class Hashes(Quantity):
         self._groups: dict[int, str | None] = {}  # parameter -> its replicas, as text
         self._measures: dict[torch.device, Measure] = {}
         self._buffers = Targets(self.options.buffers)
-        for index, named in enumerate(self.subject.parameters):
-            ranks = self._ranks_of(named.parameter)
-            if len(ranks) > 1 or self.options.of == "all":
+        for index, parameter in enumerate(self.subject.tensors()):
+            ranks = () if parameter is None else self._ranks_of(parameter)
+            if parameter is not None and (len(ranks) > 1 or self.options.of == "all"):
                 self._groups[index] = ranks_text(ranks) if len(ranks) > 1 else None
 
     def complaints(self) -> list[str]:

@@ -15,7 +15,7 @@ from rankscope_exporter.deferred import Numbers, Row
 from rankscope_exporter.features.spectral import batches, norms, spectral_numbers
 from rankscope_exporter.modules import NamedModule
 from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Subject, Table
-from rankscope_exporter.quantities.module_calls import ModuleCalls
+from rankscope_exporter.quantities.module_calls import ModuleCalls, Running
 from rankscope_exporter.quantities.module_weights import is_matrix, may_become_whole, weight_of, whole_matrix
 
 SPECTRAL_NORM: Final = "spectral_norm"
@@ -74,7 +74,7 @@ class Linear(Quantity):
         if not found:
             self._calls.tell("no module of the targets has a 2-D weight, so nothing is measured")
         for named in found:
-            weight = weight_of(named.module)
+            weight = _weight_of(named)
             whole = whole_matrix(weight)
             if isinstance(whole, torch.Tensor):
                 self._whole.append(named)
@@ -93,16 +93,18 @@ class Linear(Quantity):
         """Say what was missing."""
         self._calls.step_ended()
 
-    def _called(self, named: NamedModule, *_: Any) -> None:
-        if named.name not in self._measured:
-            self._measured.add(named.name)
-            self._measure([named], self._gate.table)
+    def _called(self, call: Running, *_: Any) -> None:
+        if call.named.name not in self._measured:
+            self._measured.add(call.named.name)
+            self._measure([call.named], self._gate.table)
 
     def _measure(self, modules: Iterable[NamedModule], table: Table) -> None:
         names: dict[int, list[str]] = {}
         weights: list[torch.Tensor] = []
         for named in modules:
-            weight = weight_of(named.module)
+            if named.module is None:  # the training has dropped the layer
+                continue
+            weight = _weight_of(named)
             whole = whole_matrix(weight)
             if isinstance(whole, str):
                 self._calls.missing(whole, named)
@@ -119,7 +121,12 @@ class Linear(Quantity):
 
 def _is_meant(named: NamedModule) -> bool:
     # FSDP leaves a part of a flat tensor, or nothing, where the matrix was.
-    return isinstance(named.module, nn.Linear | nn.Embedding) or is_matrix(weight_of(named.module))
+    return isinstance(named.module, nn.Linear | nn.Embedding) or is_matrix(_weight_of(named))
+
+
+def _weight_of(named: NamedModule) -> torch.Tensor | None:
+    module = named.module
+    return None if module is None else weight_of(module)
 
 
 def _rows(names: Sequence[Sequence[str]], numbers: Numbers) -> Iterable[Row]:

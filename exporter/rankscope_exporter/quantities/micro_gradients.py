@@ -47,7 +47,7 @@ class MicroGradients(Quantity):
                 self._hooked.add(index)
                 read = functools.partial(self._read, index)
                 hook = hooking.guarded("a micro-batch's gradient", read, gate)
-                hook_gradient(hooking, self.subject.framework, parameter, hook)
+                hook_gradient(hooking, self.subject, index, hook)
 
     def _read(self, index: int, gradient: torch.Tensor) -> None:
         assert self._hooking is not None

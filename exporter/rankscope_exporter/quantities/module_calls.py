@@ -6,6 +6,7 @@ A dataset of features tells micro-batches apart, and not the calls within one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,11 +18,21 @@ from rankscope_exporter.quantities.base import Gate, Hook, Hooking
 from rankscope_exporter.quantities.handles import hook_after, hook_before
 from rankscope_exporter.sampling.targets import Targets
 
-Received = Callable[[NamedModule, int, Sequence[Any], Mapping[str, Any]], None]
-"""Called with a module, the number of the micro-batch, and the arguments of the call, before it begins."""
 
-Returned = Callable[[NamedModule, int, Any], None]
-"""Called with a module, the number of the micro-batch, and what the call gave back."""
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A call of a module that is under way. Not to be kept, because it holds the module."""
+
+    named: NamedModule
+    module: nn.Module
+    micro_step: int
+
+
+Received = Callable[[Running, Sequence[Any], Mapping[str, Any]], None]
+"""Called with the call and its arguments, before it begins."""
+
+Returned = Callable[[Running, Any], None]
+"""Called with the call and its result."""
 
 
 class ModuleCalls:
@@ -64,20 +75,20 @@ class ModuleCalls:
 
         def begins(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             if self._takes(named, module):
-                read(named, self._hooking.micro_step, args, kwargs)
+                read(Running(named, module, self._hooking.micro_step), args, kwargs)
 
         hook = self._hooking.guarded(f"{self._name} of modules", begins, self._gate)
-        self._hook(named, hook, lambda: hook_before(self._hooking, named.module, hook))
+        self._hook(named, hook, lambda: hook_before(self._hooking, named, hook))
 
     def after(self, named: NamedModule, read: Returned) -> None:
         """Have `read` called after the first call of a module in each micro-batch."""
 
         def ended(module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
             if self._takes(named, module):
-                read(named, self._hooking.micro_step, output)
+                read(Running(named, module, self._hooking.micro_step), output)
 
         hook = self._hooking.guarded(f"{self._name} of modules", ended, self._gate)
-        self._hook(named, hook, lambda: hook_after(self._hooking, named.module, hook))
+        self._hook(named, hook, lambda: hook_after(self._hooking, named, hook))
 
     def step_begins(self) -> None:
         """Nothing of this step has been called yet."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
@@ -17,7 +18,7 @@ from rankscope_exporter.naming import entry
 from rankscope_exporter.object_specs import ObjectSpec
 from rankscope_exporter.objects import Found, received, returned
 from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Subject, Table
-from rankscope_exporter.quantities.module_calls import ModuleCalls
+from rankscope_exporter.quantities.module_calls import ModuleCalls, Running
 from rankscope_exporter.quantities.module_weights import weight_of, whole_matrix
 from rankscope_exporter.statistics.tensors import why_not_measurable
 
@@ -80,7 +81,7 @@ class Router(Quantity):
         self._calls = ModuleCalls(self.name, hooking, gate)
         root = self.subject.framework.module
         for named in self._calls.find(root, self.targets):
-            holder = _holder(root, named.module)
+            holder = _holder(root, named)
             if self.options.logits == "computed":
                 self._calls.before(named, functools.partial(self._called, holder))
             else:
@@ -95,33 +96,27 @@ class Router(Quantity):
         """Say what was missing."""
         self._calls.step_ended()
 
-    def _called(
-        self,
-        holder: nn.Module | None,
-        named: NamedModule,
-        micro_step: int,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> None:
-        self._read(holder, named, micro_step, _computed(named.module, received(args, kwargs)))
+    def _called(self, holder: _Holder, call: Running, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._read(holder, call, _computed(call.module, received(args, kwargs)))
 
-    def _returned(self, holder: nn.Module | None, named: NamedModule, micro_step: int, output: Any) -> None:
-        self._read(holder, named, micro_step, self._logits(output))
+    def _returned(self, holder: _Holder, call: Running, output: Any) -> None:
+        self._read(holder, call, self._logits(output))
 
-    def _read(self, holder: nn.Module | None, named: NamedModule, micro_step: int, logits: torch.Tensor | str) -> None:
+    def _read(self, holder: _Holder, call: Running, logits: torch.Tensor | str) -> None:
+        named = call.named
         if isinstance(logits, str):
             self._calls.missing(logits, named)
             return
-        top_k = self.options.top_k or _top_k(named.module) or _top_k(holder)
+        top_k = self.options.top_k or _top_k(call.module) or _top_k(None if holder is None else holder())
         if top_k is None:
             self._calls.missing(
                 "has no router_load, since how many experts a token goes to is not known: set top_k", named
             )
         sums = routing_sums(logits, top_k)
-        self._gate.table.defer("features", sums, functools.partial(_rows, named.name, micro_step))
+        self._gate.table.defer("features", sums, functools.partial(_rows, named.name, call.micro_step))
         if named.name not in self._compared:
             self._compared.add(named.name)
-            self._compare(named, logits.shape[-1])
+            self._compare(call, logits.shape[-1])
 
     def _logits(self, output: Any) -> torch.Tensor | str:
         found = returned(output)
@@ -131,8 +126,8 @@ class Router(Quantity):
         reason = _why_not(slots[0].tensor)
         return slots[0].tensor if reason is None else f"returns what is {reason}"
 
-    def _compare(self, named: NamedModule, experts: int) -> None:
-        weight = _weight(named.module, experts)
+    def _compare(self, call: Running, experts: int) -> None:
+        named, weight = call.named, _weight(call.module, experts)
         if weight is None or experts == 1:
             self._calls.missing("has no router_similarity: it holds no whole weight of two experts or more", named)
             return
@@ -164,8 +159,14 @@ def _computed(module: nn.Module, found: Found) -> torch.Tensor | str:
     return product(given, weight if weight.shape[1] == given.shape[-1] else weight.t(), bias)
 
 
-def _holder(root: nn.Module, module: nn.Module) -> nn.Module | None:
-    return next((parent for parent in root.modules() if any(child is module for child in parent.children())), None)
+_Holder = weakref.ref[nn.Module] | None
+"""The module that holds a router."""
+
+
+def _holder(root: nn.Module, named: NamedModule) -> _Holder:
+    module = named.module
+    parents = (parent for parent in root.modules() if any(child is module for child in parent.children()))
+    return next(map(weakref.ref, parents), None)
 
 
 def _top_k(module: nn.Module | None) -> int | None:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -79,7 +79,7 @@ class Structure(Quantity):
         self._modules: tuple[NamedModule, ...] = ()
         self._seen: dict[str, Seen] = {}
         self._open: set[str] = set()  # modules whose first call is under way
-        self._handles = Handles()
+        self._handles = Handles(subject)
         self._tell: Callable[[str], None] = lambda _message: None
 
     def install(self, hooking: Hooking, gate: Gate) -> None:
@@ -105,9 +105,9 @@ class Structure(Quantity):
 
         try:
             first = hooking.guarded("structure of inputs", before, gate)
-            hook_before(hooking, named.module, first)
+            hook_before(hooking, named, first)
             last = hooking.guarded("structure of outputs", after, gate)
-            hook_after(hooking, named.module, last)
+            hook_after(hooking, named, last)
         except (RuntimeError, AttributeError) as error:
             self._tell(f"{named.name}: no hook can be registered ({type(error).__name__})")
 
@@ -115,13 +115,15 @@ class Structure(Quantity):
         """Begin anew; what this step shows is put together once it is over."""
         self._handles.remove()
         self._open.clear()
-        seen = self._seen = {item.name: self._unseen(item) for item in self._modules}
+        seen = self._seen = dict(self._unseen_modules())
         table.defer("modules", torch.empty(0), lambda _nothing: self._report(list(seen.values())))
 
-    def _unseen(self, named: NamedModule) -> Seen:
-        placement = _placement(named.module, self.placement)
-        vpp_stage = self.subject.framework.vpp_stage(named.module)
-        return Seen(named.name, type(named.module).__name__, placement, vpp_stage=vpp_stage)
+    def _unseen_modules(self) -> Iterator[tuple[str, Seen]]:
+        for named in self._modules:
+            module = named.module
+            if module is not None:
+                placement, vpp_stage = _placement(module, self.placement), self.subject.framework.vpp_stage(module)
+                yield named.name, Seen(named.name, type(module).__name__, placement, vpp_stage=vpp_stage)
 
     def after_update(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
         """Let go of tensors that outlive their graph."""

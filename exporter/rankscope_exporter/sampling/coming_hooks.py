@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rankscope_exporter.frameworks.base import Removable
+from rankscope_exporter.frameworks.parameter_hooks import ParameterHook
 from rankscope_exporter.quantities.base import Hook
 
 
@@ -20,6 +21,8 @@ class _Coming:
         if self.handle is None:
             self.hook.was_called = False
             self.handle = self.register()
+        elif isinstance(self.handle, ParameterHook):
+            self.handle.renew_found()
 
     def go(self) -> None:
         if self.handle is not None:
@@ -37,6 +40,7 @@ class ComingHooks:
     def __init__(self) -> None:
         self._all: list[_Coming] = []
         self._some_are_away = False
+        self._are_on_parameters = False
         self.some_may_go = False
         """Whether `go` would look for hooks to take away."""
 
@@ -48,13 +52,15 @@ class ComingHooks:
         """
         if not stays:
             hook.called_in_vain = self._called_in_vain
-        self._all.append(_Coming(hook, register, register(), stays))
+        handle = register()
+        self._all.append(_Coming(hook, register, handle, stays))
+        self._are_on_parameters |= isinstance(handle, ParameterHook)
         self.some_may_go = self._some_are_away = True
 
     def come(self) -> None:
-        """Register those that are away."""
+        """Register those that are away, and renew those on parameters."""
         self.some_may_go = True
-        if self._some_are_away:
+        if self._some_are_away or self._are_on_parameters:
             for coming in self._all:
                 coming.come()
             self._some_are_away = any(coming.handle is None for coming in self._all)

@@ -51,11 +51,12 @@ def find_mates(framework: Framework, parameters: Sequence[NamedParameter], group
 
 
 def _is_same(framework: Framework, named: NamedParameter, name: str, ranks: Sequence[int]) -> bool:
-    if framework.is_same_on(named.parameter, ranks):
-        return True
+    parameter = framework.parameter(named)
+    if parameter is None or framework.is_same_on(parameter, ranks):
+        return parameter is not None
     # Megatron marks every parameter; those of experts are reduced over another group.
-    of_tp = name == TP and getattr(named.parameter, "tensor_model_parallel", None) is False
-    return of_tp and getattr(named.parameter, "allreduce", True) is not False
+    of_tp = name == TP and getattr(parameter, "tensor_model_parallel", None) is False
+    return of_tp and getattr(parameter, "allreduce", True) is not False
 
 
 def _event(name: str, ranks: Sequence[int], same: int, all_: int) -> Event:

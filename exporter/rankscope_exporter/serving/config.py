@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -142,6 +143,12 @@ class ServeConfig:
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
                 raise ServeError(f"{name} {path}: no such file")
+
+    def without_secrets(self) -> ServeConfig:
+        """Return the configuration without the token."""
+        found = copy.copy(self)
+        object.__setattr__(found, "token", None)
+        return found
 
     @property
     def address(self) -> Address:

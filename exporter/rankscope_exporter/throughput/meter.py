@@ -146,7 +146,10 @@ class Throughput(Follower):
             return config.flops_per_sample * samples / ranks, GIVEN
         if config.method == GIVEN or (tokens is None and samples is None and not work.forwards):
             return None
-        self._find_cost()
+        try:
+            self._find_cost()
+        except ReferenceError:  # the script has dropped its model
+            return None
         flops = None if self._cost is None else _flops_of(self._cost, work.forwards, tokens, samples)
         if self._cost is None or flops is None:
             self._report_absence(is_expected=tokens is not None or samples is not None)

@@ -105,8 +105,9 @@ def _multiplied(module: nn.Module) -> Iterator[tuple[str, int, bool]]:
     }
     for named in named_parameters(module):
         # A table that is tied to the last layer is multiplied there, as its other name tells.
-        if id(named.parameter) not in tables or named.aliases:
-            yield named.name, whole_shape(named.parameter).numel(), not named.parameter.requires_grad
+        parameter = named.parameter
+        if parameter is not None and (id(parameter) not in tables or named.aliases):
+            yield named.name, whole_shape(parameter).numel(), not parameter.requires_grad
 
 
 def why_not_six_n(module: nn.Module) -> str | None:

@@ -52,9 +52,8 @@ def group(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("group")
 def test_a_stage_of_a_pipeline_answers_as_its_wrapper_does() -> None:
     net = nn.Linear(4, 2)
-    bare, wrapped = (
-        framework_of(PipelineStage(part, 0, 1, torch.device("cpu"))) for part in (net, DistributedDataParallel(net))
-    )
+    stages = [PipelineStage(part, 0, 1, torch.device("cpu")) for part in (net, DistributedDataParallel(net))]
+    bare, wrapped = map(framework_of, stages)  # which do not keep what they are of
 
     assert ([], [0]) == (list(bare.replicas(net.weight)), list(wrapped.replicas(net.weight)))
 
@@ -64,7 +63,8 @@ def test_what_ddp_ignores_has_none_and_what_is_frozen_has() -> None:
     net = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
     net[1].weight.requires_grad_(False)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["0.bias"])
-    framework = framework_of(DistributedDataParallel(net))
+    wrapped = DistributedDataParallel(net)
+    framework = framework_of(wrapped)
     found = {name: list(framework.replicas(parameter)) for name, parameter in net.named_parameters()}
 
     assert {"0.weight": [0], "0.bias": [], "1.weight": [0], "1.bias": [0]} == found

@@ -1,0 +1,69 @@
+"""Copies of monitors, callbacks and sinks: a copy does nothing, and the original continues.
+
+A model or a trainer often holds its monitor or callback. It is copied for an average of the weights, pickled for a
+checkpoint or sent to another process, and all of that must work as without a monitor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+log = logging.getLogger("rankscope")
+
+
+class CopiesDoNothing:
+    """Base class. Copies of its objects do nothing, by `copy`, `pickle`, `torch.save` and `spawn` alike.
+
+    A copy has every method and attribute. Threads, sockets, locks and the model are not copied: a subclass returns the
+    attributes that hold them from `_unattached`, with their values before an attach. An attribute whose value is an
+    object of this class is replaced by a copy of that object.
+    """
+
+    is_copy: bool = False
+    """Whether this object is a copy, which does nothing."""
+
+    def _unattached(self) -> dict[str, Any]:
+        """Return the attributes that a copy does not share, with the values of an object that was never used."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        left_out = self._unattached()
+        return {name: _inert(value) for name, value in vars(self).items() if name not in left_out}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update({**state, **self._unattached(), "is_copy": True})
+
+    def _refuses(self, what: str) -> bool:
+        """Return whether this is a copy, and log a warning that `what` therefore has no effect."""
+        if self.is_copy:
+            kind = type(self).__name__
+            log.warning("%s on a copy of a %s has no effect: create a %s in the process that trains", what, kind, kind)
+        return self.is_copy
+
+
+def _inert(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, CopiesDoNothing) else value
+
+
+class StaysBehind:
+    """A callable that is not copied with the object that holds it.
+
+    The copy gets a method of the standard library that does nothing, so it loads where Rankscope is not installed.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the function."""
+        return self._call(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return contextlib.nullcontext().__exit__  # does nothing, whatever it is given
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")

@@ -1,0 +1,63 @@
+"""Models that hold their monitor, and the ways in which they are copied and saved."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Holding(nn.Module):
+    """A model with its monitor, or a callback or sink, as an attribute."""
+
+    def __init__(self, held: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        self.held = held
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.body(x)
+        return result
+
+
+def saved(value: Any) -> Any:
+    """Return what torch.load makes of what torch.save has written."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def pickled(protocol: int) -> Callable[[Any], Any]:
+    return lambda value: pickle.loads(pickle.dumps(value, protocol))
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "copy.copy": copy.copy,
+    "copy.deepcopy": copy.deepcopy,
+    "pickle": pickled(pickle.DEFAULT_PROTOCOL),
+    "pickle, an old protocol": pickled(2),
+    "torch.save": saved,
+    "a copy of a copy": lambda value: copy.deepcopy(pickle.loads(pickle.dumps(value))),
+}
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(5, 3)).square().sum().backward()
+    optimizer.step()
+
+
+def train_elsewhere(model: Holding, results: Any) -> None:
+    """Train a model that was sent to another process, and return what its monitor says there."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.held.attach(model, optimizer)
+    step(model, optimizer)
+    monitor = model.held
+    results.put((monitor.is_copy, monitor.address, monitor.run, monitor.faults, model.body[0].weight.tolist()))
