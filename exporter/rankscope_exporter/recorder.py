@@ -73,6 +73,7 @@ class Recorder:
         self._late: _Timing | None = None
         self._updated_by: set[int] = set()
         self._unseen = UnseenUpdates(subject.optimizers)
+        self._kept: tuple[object, ...] = ()  # model and optimizers of a sampled step with an update that no hook sees
         self._awaits_gradients = False
         self._witness: int | None = None  # position of the parameter that got a gradient last
         self._gradients_seen = 0
@@ -117,8 +118,8 @@ class Recorder:
             self._notice_updates()
             before = self._attempts
             self._after(self._tracker.backward_begins(self._gradients_cleared), "backward")
-            if self._unseen.are_expected:  # no hook reads them at the update
-                self._note_learning_rates()
+            if self._unseen.are_expected:
+                self._await_update()
             return self._attempts > before
 
     @property
@@ -187,7 +188,7 @@ class Recorder:
         """The step of an optimizer is compiled and runs next; no hook will run in it, now or later."""
         with self._lock:
             self._unseen.expect()
-            self._note_learning_rates()
+            self._await_update()
 
     # What the training script says.
 
@@ -317,6 +318,7 @@ class Recorder:
         """Hand the step over; `timed` is how long it took and what has ended it, None where neither is known yet."""
         draft, self._draft = self._draft, None
         self._numbered = False
+        self._kept = ()
         assert draft is not None
         self._last_step = draft.step
         draft.ts = now_microseconds()
@@ -339,6 +341,12 @@ class Recorder:
             self.moments.tell("reading_begins")
             self._collection.each(moment)
             self.moments.tell("reading_ended")
+
+    def _await_update(self) -> None:
+        """Note what no hook will read when the optimizer steps, and keep the model until the update was read."""
+        self._note_learning_rates()
+        if self.sampling:
+            self._kept = (self._subject.framework.model, *self._subject.optimizers)
 
     def _notice_updates(self) -> None:
         """Take in the updates that have run since the last look and in which no hook ran."""

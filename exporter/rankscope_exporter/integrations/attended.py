@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from rankscope_exporter.copies import CopiesDoNothing
 from rankscope_exporter.frameworks import Framework
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.monitor import Monitor
-from rankscope_exporter.phase import Phase
 
 
 class Attended(CopiesDoNothing):
@@ -28,7 +28,7 @@ class Attended(CopiesDoNothing):
         self._config = Monitor(config).config
         self._guard = Guard()
         self.monitor: Monitor | None = None
-        self._phase: Phase | None = None
+        self._phase: AbstractContextManager[Any] | None = None
         self._phase_name: str | None = None
 
     def _unattached(self) -> dict[str, Any]:
@@ -81,8 +81,9 @@ class Attended(CopiesDoNothing):
         if self.monitor is None or self._phase_name == name:
             return
         self.leave_phase()
-        self._phase, self._phase_name = self.monitor.phase(name), name
-        self._phase.__enter__()
+        phase = self.monitor.phase(name)
+        self._phase, self._phase_name = phase, name
+        phase.__enter__()
 
     def leave_phase(self) -> None:
         """End the phase under way, if there is one."""

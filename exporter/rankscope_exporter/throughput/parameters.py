@@ -117,7 +117,8 @@ def why_not_six_n(module: nn.Module) -> str | None:
         if isinstance(child, nn.EmbeddingBag):
             return f"{plain_name(name)} makes one row of many tokens"
     for named in named_parameters(module):
-        shape = [size for size in whole_shape(named.parameter) if size > 1]
+        parameter = named.parameter
+        shape = [] if parameter is None else [size for size in whole_shape(parameter) if size > 1]
         if ".experts." in f".{named.name}.":
             if not {"active_experts", "experts"} <= sizes.keys():
                 return f"no configuration says how many experts a token is sent to ({named.name})"
