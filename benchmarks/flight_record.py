@@ -20,9 +20,10 @@ import torch.distributed as dist
 from _rows import Row, print_rows
 
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_exporter.collectives.flight import prepare_stacks, read_with_stacks, read_without_stacks
+from rankscope_exporter.collectives.flight import CPU, prepare_stacks, read_with_stacks, read_without_stacks
 from rankscope_exporter.collectives.groups import ranks_by_group
 from rankscope_exporter.collectives.timeline import Timeline
+from rankscope_exporter.collectives.worker_server import worker_server
 
 REPEATS = 7
 TRAINING_SECONDS = 60.0
@@ -50,11 +51,15 @@ def _readings(entries: int) -> list[Row]:
     first = (time.thread_time() - began) * 1e3
     return [
         Row(f"with stacks, first time, {where}", first, "ms CPU", "the first of all imports a part of the compiler"),
-        Row(f"with stacks, {where}", _least(read_with_stacks), "ms CPU"),
-        Row(f"without stacks, {where}", _least(read_without_stacks), "ms CPU"),
+        Row(f"with stacks, {where}", _least(_with_stacks), "ms CPU"),
+        Row(f"without stacks, {where}", _least(_without_stacks), "ms CPU"),
         Row(f"rows of all, {where}", _least(_rows_of_all), "ms CPU", "the reading with stacks, and all rows of it"),
-        Row(f"longest pause, with stacks, {where}", _pause(read_with_stacks), "ms", "of another Python thread"),
-        Row(f"longest pause, without, {where}", _pause(read_without_stacks), "ms", "the same"),
+        Row(f"longest pause, with stacks, {where}", _pause(_with_stacks), "ms", "of another Python thread"),
+        Row(f"longest pause, without, {where}", _pause(_without_stacks), "ms", "the same"),
+        Row(
+            f"longest pause, torch's function, {where}", _pause(_function), "ms", "the same, before its JSON is parsed"
+        ),
+        Row(f"longest pause, torch's handler, {where}", _pause(_handler), "ms", "the same"),
         Row(f"longest pause, no reading, {where}", _pause(lambda: time.sleep(0.05)), "ms", "the same, for comparison"),
     ]
 
@@ -65,8 +70,28 @@ def _reduce(calls: int) -> None:
         dist.all_reduce(tensor)
 
 
+def _with_stacks() -> Any:
+    return read_with_stacks(_fail)
+
+
+def _without_stacks() -> Any:
+    return read_without_stacks(_fail)
+
+
 def _rows_of_all() -> Any:
-    return Timeline().take(read_with_stacks(), ranks_by_group(), is_last=True)
+    return Timeline().take(_with_stacks(), ranks_by_group(_fail), is_last=True)
+
+
+def _function() -> Any:
+    return torch._C._distributed_c10d._dump_fr_trace_json(True, False)  # type: ignore[attr-defined]  # noqa: SLF001 - it has no public name
+
+
+def _handler() -> Any:
+    return worker_server().ask(CPU.handler, 60.0)
+
+
+def _fail(_where: str, error: BaseException) -> None:
+    raise error
 
 
 def _least(call: Callable[[], Any]) -> float:

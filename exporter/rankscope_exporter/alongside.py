@@ -74,7 +74,7 @@ class Alongside:
     def fired(self, step: int | None, events: Sequence[Event]) -> None:
         """Do what is to be done when rules fired at `step`. On the publisher's thread."""
         self._guard.call("capture", self.captures.fired, step, events)
-        self.callbacks.put(self._identity.run, self._identity.rank, step, events)
+        self._guard.call("on_anomaly", self.callbacks.put, self._identity.run, self._identity.rank, step, events)
 
     def finish(self, catch_up: Callable[[float], bool]) -> None:
         """Have what is left said of a capture, behind the last step, for which `catch_up` waits some seconds at most.
@@ -82,9 +82,9 @@ class Alongside:
         Where nothing is captured, and nobody is told, nothing is waited for.
         """
         if self._is_wanted:
-            catch_up(FINISH_SECONDS)
-            self.captures.finish()
-            self._chores.stop(FINISH_SECONDS)
+            self._guard.call("capture", catch_up, FINISH_SECONDS)
+            self._guard.call("capture", self.captures.finish)
+            self._guard.call("capture", self._chores.stop, FINISH_SECONDS)
 
     def stop(self, timeout_seconds: float) -> None:
         """Let `on_anomaly` see the last anomalies, for so long at most."""

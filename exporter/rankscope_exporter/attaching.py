@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from rankscope_contract.events import Event
 from rankscope_exporter.borrowed import Borrowed
 from rankscope_exporter.capture.callbacks import OnAnomaly
 from rankscope_exporter.config import MonitorConfig
@@ -17,7 +16,7 @@ from rankscope_exporter.guard import Guard
 from rankscope_exporter.identity import place_in
 from rankscope_exporter.naming import named_parameters
 from rankscope_exporter.quantities.base import Subject
-from rankscope_exporter.sampling.mates import DP, TP, find_mates
+from rankscope_exporter.sampling.mates import DP, TP, Mates, find_mates
 from rankscope_exporter.sampling.targets import Targets, sentences
 from rankscope_exporter.session import Session
 from rankscope_exporter.throughput.parameters import ALONE, parallel_of
@@ -48,7 +47,8 @@ def attached(
     selected = [item for item in parameters if targets.selects(item.name, *item.aliases)]
     lazy = [item.name for item in selected if item.is_lazy]
     chosen = tuple(item for item in selected if not item.is_lazy)
-    mates = find_mates(framework, chosen, {DP: groups["dp_group"], TP: groups["tp_group"]})
+    of_groups = {DP: groups["dp_group"], TP: groups["tp_group"]}
+    mates = guard.call("dp_group and tp_group", find_mates, framework, chosen, of_groups) or Mates()
     given = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
     world_size = torch.distributed.get_world_size() if _in_process_group() else 1
     optimizers = Borrowed(framework.optimizers(given))
@@ -68,16 +68,12 @@ def attached(
     )
     address = session.start()
     session.attach_seconds = time.thread_time() - began
-    guard.call("what attach() says", _tell, session, address, (*complaints, *mates.complaints), mates.events)
+    for sentence in (*complaints, *mates.complaints):
+        guard.call("a remark of attach()", session.hooks.tell, sentence)
+    for event in mates.events:
+        guard.call("an event of attach()", session.recorder.event, event)
+    guard.call("the banner", session.print_banner, address)
     return session
-
-
-def _tell(session: Session, address: str, complaints: Sequence[str], events: Sequence[Event]) -> None:
-    for sentence in complaints:
-        session.hooks.tell(sentence)
-    for event in events:
-        session.recorder.event(event)
-    session.print_banner(address)
 
 
 def _of_lazy(names: Sequence[str]) -> str:

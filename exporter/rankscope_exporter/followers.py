@@ -38,6 +38,7 @@ class Followers:
         tell: Callable[[str], None],
         mention: Callable[[str], None],
     ) -> None:
+        self._guard = guard
         self.memory = Memory(device)
         self.throughput = Throughput(
             subject.framework,
@@ -58,9 +59,9 @@ class Followers:
             moments.follow(follower)
 
     def start(self, hooking: Hooking) -> None:
-        """Hook what is looked at once, and begin to look at the hardware."""
-        self.throughput.install(hooking)
-        self.hardware.start()
+        """Install the hooks of throughput and start the hardware thread; a part that does not start is reported."""
+        self._guard.call("starting throughput", self.throughput.install, hooking)
+        self._guard.call("starting to read the hardware", self.hardware.start)
 
     def overhead_seconds(self) -> dict[str, float]:
         """Return CPU seconds by who spent them off the training thread."""

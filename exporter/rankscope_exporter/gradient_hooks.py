@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from rankscope_exporter.frameworks.base import Holder
+from rankscope_exporter.frameworks.base import Holder, remove_all
 from rankscope_exporter.frameworks.parameter_hooks import ParameterHook
 from rankscope_exporter.quantities.base import Subject
 
@@ -69,9 +69,9 @@ class GradientHooks:
 
     def remove(self) -> None:
         """Take all hooks away."""
-        for handle in self._handles.values():
-            handle.remove()
+        handles = list(self._handles.values())
         self._handles.clear()
+        remove_all(handles)
 
     def _learn(self) -> None:
         """Learn from the last backward pass."""

@@ -89,10 +89,10 @@ class Hooks:
         self._replacing.install(self.keep, self.always)
 
     def remove(self) -> None:
-        """Remove every hook that `install` registered."""
+        """Remove every hook that `install` registered; one that cannot be removed is reported and stays inert."""
         self.active = False
         for handle in self._handles:
-            handle.remove()
+            self._guard.call("removing a hook", handle.remove)
         self._handles.clear()
 
     # What quantities ask for that register hooks of their own.

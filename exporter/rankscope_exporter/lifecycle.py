@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import signal
@@ -56,10 +57,11 @@ def forget(monitor: Attached) -> None:
 
 
 def _after_fork() -> None:
-    stop_signals.forget_after_fork()
-    for monitor in list(_attached):
-        monitor.abandon_after_fork()
-    _attached.clear()
+    with contextlib.ExitStack() as stack:  # one that fails keeps no other from letting go; Python prints the error
+        stack.callback(_attached.clear)
+        for monitor in list(_attached):
+            stack.callback(monitor.abandon_after_fork)
+        stack.callback(stop_signals.forget_after_fork)
 
 
 def _at_exit() -> None:
@@ -68,8 +70,9 @@ def _at_exit() -> None:
     error = getattr(sys, "last_value", None)
     known = error is not None and error is not _earlier_error
     reason, text = exit_reason(error) if known else (ExitReason.UNKNOWN, None)
-    for monitor in list(_attached):
-        monitor.end_of_process(reason, text)
+    with contextlib.ExitStack() as stack:  # see above
+        for monitor in list(_attached):
+            stack.callback(monitor.end_of_process, reason, text)
 
 
 def exit_reason(error: BaseException | None) -> tuple[ExitReason, str | None]:

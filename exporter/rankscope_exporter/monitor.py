@@ -218,7 +218,7 @@ class Monitor(CopiesDoNothing):
         return StaysBehind(lambda: self._see_off(session, deadline, wait_seconds))
 
     def _record_end(self, session: Session, reason: ExitReason, error: str | None) -> None:
-        last_step = session.recorder.finish()
+        last_step = self._guard.call("end of training", session.recorder.finish)
         self._guard.call("end of training", session.alongside.finish, session.publisher.catch_up)
         reason, error = lifecycle.weighed_reason(reason, error, last_step, self._total_steps, self._stop_asked)
         session.recorder.event(lifecycle.exit_event(reason, error, last_step))
@@ -236,8 +236,8 @@ class Monitor(CopiesDoNothing):
     def _drain(self, session: Session, deadline: float, wait_seconds: float) -> None:
         left_seconds = max(PUBLISH_SECONDS, deadline - time.monotonic())
         self._guard.call("detach()", session.followers.collectives.stop, left_seconds)
-        session.publisher.stop(max(PUBLISH_SECONDS, deadline - time.monotonic()))
-        session.alongside.stop(max(PUBLISH_SECONDS, deadline - time.monotonic()))
+        for part in (session.publisher, session.alongside):
+            self._guard.call("end of training", part.stop, max(PUBLISH_SECONDS, deadline - time.monotonic()))
         left = session.channel.drain(max(0.0, deadline - time.monotonic()))
         if left and session.channel.service_url:
             kept = session.channel.keeper.folder

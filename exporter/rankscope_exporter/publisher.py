@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 
 from rankscope_contract.events import Event, EventType
 from rankscope_contract.records import PlanEntry
+from rankscope_exporter.deferred import Deferred, Row
 from rankscope_exporter.drafts import Draft, skipped_event
 from rankscope_exporter.frameworks.chunks import told_apart
 from rankscope_exporter.guard import Guard
@@ -119,11 +120,12 @@ class Publisher:
             self.cpu_seconds = time.thread_time()
 
     def _publish(self, draft: Draft) -> None:
-        statistics, judgement = self._statistics(draft)
+        statistics, judgement = self._guard.call("statistics of a step", self._statistics, draft) or (None, None)
         read = (self._guard.call("a logged number", pending.scalar) for pending in draft.pending)
         scalars = [scalar for scalar in read if scalar is not None]
         events = list(draft.events)
-        if any(pending.scalar().value for pending in draft.found_inf):
+        found_inf = [self._guard.call("found_inf", pending.scalar) for pending in draft.found_inf]
+        if any(scalar is not None and scalar.value for scalar in found_inf):
             events.append(skipped_event())
         if judgement is not None:
             events += [self._anomaly(firing, judgement.call_order(firing.entry)) for firing in judgement.firings]
@@ -134,7 +136,7 @@ class Publisher:
             firing.add((str(event.rule), NO_KIND))
         scalars += self._running_totals(scalars)
         for later in draft.later:  # not judged: bytes and seconds of ours are no numbers of the training
-            scalars += self._guard.call("a number that comes later", later) or ()
+            scalars += self._guard.call(f"reading {getattr(later, '__qualname__', 'a number')}", later) or ()
         record = StepRecord(
             ts=draft.ts,
             step=draft.step,
@@ -144,7 +146,7 @@ class Publisher:
             firing=frozenset(firing),
             **self._other_rows(draft),
         )
-        self._publish_record(record)
+        self._guard.call("publishing a step", self._publish_record, record)
         anomalies = [event for event in events if event.type == EventType.ANOMALY]
         if anomalies:
             self._on_firing(draft.step, anomalies)
@@ -170,11 +172,14 @@ class Publisher:
     def _other_rows(self, draft: Draft) -> dict[str, Any]:
         rows = {name: list(known) for name, known in draft.rows.items()}
         for deferred in draft.deferred:
-            read = self._guard.call(f"rows of {deferred.dataset}", deferred.read)
+            read = self._guard.call(f"rows of {deferred.dataset}", self._rows_of, deferred)
             if deferred.dataset is not None:
-                chunked = self.has_chunks and deferred.dataset in _OF_CHUNKS
-                rows.setdefault(deferred.dataset, []).extend(map(told_apart, read or ()) if chunked else read or ())
+                rows.setdefault(deferred.dataset, []).extend(read or ())
         return {name: tuple(items) for name, items in rows.items()}
+
+    def _rows_of(self, deferred: Deferred) -> Sequence[Row]:
+        read = deferred.read()
+        return [told_apart(row) for row in read] if self.has_chunks and deferred.dataset in _OF_CHUNKS else read
 
     def _anomaly(self, firing: Firing, order: int | None) -> Event:
         entry = self._book.entries[firing.entry]

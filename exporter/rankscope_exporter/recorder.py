@@ -159,7 +159,7 @@ class Recorder:
             first = not self._updated_by
             self._updated_by.add(id(optimizer))
             if first:  # later optimizers of the same step would see what the earlier ones changed
-                self._note_learning_rates()
+                self._guard.call("the learning rate", self._note_learning_rates)
                 self._awaits_gradients = computes_gradients
             if not computes_gradients and (first or self._subject.framework.updates_in_parts):
                 self._each("before_update")
@@ -198,7 +198,7 @@ class Recorder:
         `step` numbers the step under way. Given a second, different number it begins the next one, and without a step
         under way it numbers the one to come.
         """
-        pending = [item for name, value in values.items() for item in take(name, value)]
+        pending = [item for name, value in values.items() for item in self._taken(name, value)]
         with self._lock:
             self._notice_updates()
             now = time.monotonic()
@@ -217,6 +217,10 @@ class Recorder:
                 self._tracker.step = step
                 self._numbered = True
                 self._early += pending
+
+    def _taken(self, name: str, value: Any) -> Sequence[Pending]:
+        """Return what is logged under `name`; a value that is no number is reported, and the others are kept."""
+        return self._guard.call(f"log({name}=…)", lambda: list(take(name, value))) or ()
 
     def add(self, later: Callable[[], Iterable[Scalar]]) -> None:
         """Attach what is read on the publisher's thread to the step under way, once; without one hand it over now."""
@@ -333,7 +337,7 @@ class Recorder:
         if ended is not None and ended.skipped and not self._unseen.may_leave_no_trace:
             draft.events.append(skipped_event())
         if draft.sampled:
-            self._collection.end(draft)
+            self._guard.call("copying statistics", self._collection.end, draft)
         self._hand_over(draft)
 
     def _each(self, moment: str) -> None:

@@ -75,6 +75,7 @@ class Session:
     ) -> None:
         self.subject = subject
         self.config = config
+        self._guard = guard
         self.identity = resolve_identity(os.environ, config.run)
         device = subject.device
         self.console = Console(self.identity.rank, enabled=config.console)
@@ -192,25 +193,26 @@ class Session:
         self.recorder.on_open, self.recorder.on_rest = self._step_opens, self.hooks.rest
 
     def start(self) -> str:
-        """Listen, publish, hook; return the address. Whatever was started is stopped again when something fails."""
+        """Listen, publish, hook; return the address.
+
+        These three are needed: where one fails, the others are stopped again and the error is raised. All other parts
+        are optional: one that does not start is reported, and the session runs without it.
+        """
         undo: list[Callable[[], Any]] = [self.channel.close]
         try:
             address = self.channel.start()
             undo.append(lambda: self.publisher.stop(1.0))
             self.publisher.start()
-            undo.append(self.watchdog.stop)
-            self.watchdog.start()
             undo.append(self.hooks.remove)
             self.hooks.install()
-            undo.append(self.followers.hardware.stop)
-            self.followers.start(self.hooks)
-            self._remark(self.config)
-            undo.append(self.switching.stop)
-            self.switching.start()
         except BaseException:
             for step in reversed(undo):
-                step()
+                self._guard.call("undoing attach()", step)
             raise
+        self._guard.call("starting the watchdog", self.watchdog.start)
+        self.followers.start(self.hooks)
+        self._guard.call("remarks on the configuration", self._remark, self.config)
+        self._guard.call("starting the switch thread", self.switching.start)
         return address
 
     def switch(self, document: Mapping[str, Any]) -> None:
@@ -277,7 +279,7 @@ class Session:
         return sum(seconds for who, seconds in self.overhead().items() if who not in ONCE)
 
     def _fired(self, step: int | None, anomalies: Sequence[Event]) -> None:
-        self.console.firing(step, anomalies)
+        self._guard.call("the console", self.console.firing, step, anomalies)
         self.alongside.fired(step, anomalies)
 
     def _hand_over(self, draft: Draft) -> None:
@@ -287,7 +289,7 @@ class Session:
         self.channel.publish(record)
 
     def _publish(self, record: StepRecord) -> None:
-        self._send(record)
+        self._guard.call("publishing a record", self._send, record)
         self.sinks.put(record)
 
     def _step_opens(self, attempt: int) -> None:

@@ -8,6 +8,7 @@ remember that somebody asked.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import signal
@@ -20,6 +21,8 @@ from typing import Final, Protocol
 
 from rankscope_exporter.errors import ConfigError
 from rankscope_exporter.own_threads import OwnThread
+
+log = logging.getLogger("rankscope")
 
 STOP_WAIT_SECONDS: Final = 5.0
 """Whoever asks kills after some seconds: exit_wait_seconds is cut to this."""
@@ -138,7 +141,11 @@ def _say_last_words(monitors: Iterable[Stoppable], name: str) -> None:
     waiting = []
     for monitor in monitors:
         heard = threading.Event()
-        _work.put(_then(monitor.last_records(name), heard))
+        try:
+            _work.put(_then(monitor.last_records(name), heard))
+        except Exception:  # other monitors have records too, and a handler must not raise into training
+            log.exception("recording the end of training by %s failed", name)
+            continue
         waiting.append(heard)
     deadline = time.monotonic() + _GIVE_UP_SECONDS
     for heard in waiting:
@@ -165,4 +172,7 @@ def _start_worker() -> None:
 
 def _run() -> None:
     while True:
-        _work.get()()
+        try:
+            _work.get()()
+        except Exception:  # the edge of the thread: what waits for a later signal needs it
+            log.exception("waiting for the service after a signal failed")

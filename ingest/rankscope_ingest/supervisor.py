@@ -7,9 +7,9 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from aiohttp import web
 
@@ -58,6 +58,8 @@ from rankscope_storage.errors import StoreError
 from rankscope_storage.store import Writer
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 TICK_SECONDS: Final = 0.1
 """How often it is asked whether incidents are settled, as long as there is one that is not."""
@@ -160,10 +162,9 @@ class Supervisor:
                 await self._drain(flushing)
             finally:
                 await cancel([stopping, *others, *self._following.tasks, *self._background, flushing, pushing])
-                self._spools.close()
-                self._remote_read.close()
-                self._remote_write.close()
-                self._status.close()
+                with contextlib.ExitStack() as stack:  # closes all of them, and then raises what one raised
+                    for part in (self._status, self._remote_write, self._remote_read, self._spools):
+                        stack.callback(part.close)
                 if on_progress is not None:
                     on_progress(self.progress())
 
@@ -276,14 +277,17 @@ class Supervisor:
         while True:
             rest = judge_at - time.monotonic()
             await self._alarm.wait(min(TICK_SECONDS, rest) if self._collector.incidents.unsettled() else rest)
-            self._announce(self._collector.settle())
+            self._faults.attempt("settling incidents", lambda: self._announce(self._collector.settle()))
             if time.monotonic() >= judge_at:
                 judge_at = time.monotonic() + JUDGE_SECONDS
-                self._announce(self._collector.judge())
-                for incident in self._collector.resolve():
-                    self._collector.record_incident(incident, RESOLVED)
-                self._stall_watch.look()
-                self._status.look()
+                self._faults.attempt("judging runs", lambda: self._announce(self._collector.judge()))
+                self._faults.attempt("resolving incidents", self._resolve)
+                self._faults.attempt("looking for stalls", self._stall_watch.look)
+                self._faults.attempt("measuring the lag of ranks", self._status.look)
+
+    def _resolve(self) -> None:
+        for incident in self._collector.resolve():
+            self._collector.record_incident(incident, RESOLVED)
 
     async def _report(self, on_progress: Callable[[Progress], None]) -> None:
         while True:
@@ -372,16 +376,17 @@ class Supervisor:
 
     async def _finish(self) -> None:
         alive = [target for target in self.targets() if target.health is not Health.GONE]
-        live = await asyncio.gather(*(self._following.loop_of(target) for target in alive))
-        await asyncio.gather(*(self._pull_rest(loop) for loop in live))
-        self._collector.judge_replicas()
+        live = await _all_that_succeed("finding a rank's watermark", map(self._following.loop_of, alive))
+        await _all_that_succeed("pulling the rest of a rank", map(self._pull_rest, live))
+        self._faults.attempt("comparing replicas", self._collector.judge_replicas)
         if self._collector.incidents.unsettled():
             await asyncio.sleep(self._config.notify.group_wait_seconds + 2 * TICK_SECONDS)  # the tick announces them
-        self._announce(self._collector.judge())
+        self._faults.attempt("judging runs", lambda: self._announce(self._collector.judge()))
         await self._remote_write.finish()
         await self._flusher.commit_now()
         # Once more, so that the ranks hear what is committed and need not keep it for the next service.
-        await asyncio.gather(*(loop.poll_once() for loop in live if loop.target.failures_in_row == 0))
+        heard = [loop.poll_once() for loop in live if loop.target.failures_in_row == 0]
+        await _all_that_succeed("the last poll of a rank", heard)
         while self._background:
             await asyncio.wait(self._background)
         await self._flusher.commit_now()
@@ -403,3 +408,12 @@ class Supervisor:
             yield
         finally:
             await runner.cleanup()
+
+
+async def _all_that_succeed(what: str, works: Iterable[Awaitable[T]]) -> list[T]:
+    """Await all works side by side and return the results of those that succeed; log the errors of the others."""
+    results = await asyncio.gather(*works, return_exceptions=True)
+    for error in results:
+        if isinstance(error, BaseException):
+            log.error("unexpected error in %s; the others go on", what, exc_info=error)
+    return [result for result in results if not isinstance(result, BaseException)]

@@ -25,6 +25,21 @@ class Faults:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._latest: dict[str, tuple[float, str]] = {}
+        self._logged: set[tuple[str, str]] = set()
+
+    def attempt(self, what: str, work: Callable[[], object]) -> None:
+        """Call one of several works that do not depend on each other.
+
+        An error is noted, and logged once, so that the works after it are called as well.
+        """
+        try:
+            work()
+        except Exception as error:
+            text = repr(error)
+            self.note(what, text[:_LONGEST_TEXT])
+            if (what, text) not in self._logged:
+                log.exception("unexpected error in %s; it is tried again", what)
+            self._logged = {*self._logged, (what, text)} if len(self._logged) < _MOST_TOLD else {(what, text)}
 
     def note(self, what: str, text: str) -> None:
         """Note that a work failed."""

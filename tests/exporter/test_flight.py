@@ -70,14 +70,18 @@ def test_a_record_keeps_within_the_cap_of_an_event():
     assert len(record.to_json().encode()) <= MAX_DETAILS_BYTES
 
 
+def unexpected(where: str, error: BaseException) -> None:
+    raise AssertionError(f"{where}: {error!r}")
+
+
 def test_without_a_process_group_there_is_no_record():
-    assert None is take_flight_record("call")
+    assert None is take_flight_record("call", unexpected)
 
 
 def record_once(is_as_wanted: Callable[[FlightRecord], bool]) -> FlightRecord | None:
     """Return the first record that is as wanted, after a minute the one there is."""
     deadline = time.monotonic() + 60
-    while (record := take_flight_record("hang")) is None or not is_as_wanted(record):
+    while (record := take_flight_record("hang", unexpected)) is None or not is_as_wanted(record):
         if time.monotonic() > deadline:
             break
         time.sleep(0.01)

@@ -125,3 +125,28 @@ def test_with_0_no_thread_watches():
     parts = made()
     with Monitor(watching(hang_after_seconds=0)).attach(parts["net"], parts["optimizer"]):
         assert "rankscope-watchdog" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_signal_whose_file_cannot_be_read_leaves_hangs_watched(monkeypatch, reader, eventually):
+    def fail(_self):
+        raise OSError("no such file")
+
+    monkeypatch.setattr("rankscope_exporter.hangs.stack_signal.StackSignal.written", fail)
+    parts = made()
+    with Monitor(watching(stacks_signal="SIGUSR2")).attach(parts["net"], parts["optimizer"]) as monitor:
+        train(monitor, 3, **parts)
+        eventually(lambda: [event for event in reader(monitor).events() if event["type"] == "stacks"])
+
+
+def test_a_hang_that_cannot_be_recorded_is_said_on_the_console(monkeypatch, eventually, capfd):
+    def fail(*_args, **_more):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("rankscope_exporter.hangs.diagnosis.Diagnosis.take", fail)
+    monkeypatch.setattr("rankscope_exporter.hangs.diagnosis.Diagnosis.tell", fail)
+    parts, said = made(), []
+    with Monitor(watching(console=True)).attach(parts["net"], parts["optimizer"]) as monitor:
+        train(monitor, 3, **parts)
+        eventually(lambda: said.append(capfd.readouterr().err) or "no sign of training for" in "".join(said))
+        train(monitor, 3, **parts)
+        eventually(lambda: said.append(capfd.readouterr().err) or "training goes on after" in "".join(said))

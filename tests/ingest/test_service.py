@@ -16,6 +16,8 @@ from aiohttp import web
 from rankscope_contract.channel import ARROW_STREAM
 from rankscope_contract.records import Plan, PlanEntry
 from rankscope_ingest import collector
+from rankscope_ingest.channel.loop import TargetLoop
+from rankscope_ingest.hangs.stalls import StallNews
 from rankscope_storage.asking.reports import summary
 from rankscope_storage.connection import connect
 
@@ -698,3 +700,43 @@ async def test_records_taken_for_lost_are_taken_back_when_they_arrive(start_serv
     assert [{"value": 5.0}, {"value": -5.0}] == gaps
     with connect(service.store) as connection:
         assert 0 == summary(connection, "r").lost_records
+
+
+async def test_a_fault_in_judging_leaves_what_else_is_due_each_second(
+    start_service, fake_rank, eventually, monkeypatch
+):
+    looked: list[str] = []
+
+    def fail(_self):
+        raise TypeError("not foreseen")
+
+    monkeypatch.setattr(collector.Collector, "judge", fail)
+    monkeypatch.setattr(collector.Collector, "look_at_stalls", lambda _self: looked.append("looked") or StallNews())
+    async with fake_rank() as rank, start_service() as service:
+        await rank.register(service.url)
+        await eventually(lambda: len(looked) > 1)
+
+
+async def test_a_rank_whose_rest_cannot_be_pulled_leaves_the_rest_of_the_others(
+    start_service, fake_rank, eventually, monkeypatch
+):
+    """When the service stops."""
+    async with fake_rank(world_size=2) as one, fake_rank(rank=1, world_size=2) as other:
+        async with start_service() as service:
+            for rank in (one, other):
+                rank.publish_steps(1)
+                await rank.register(service.url)
+            await eventually(lambda: one.committed == other.committed == 0)
+            original = TargetLoop.poll_once
+
+            async def poll(loop):
+                if loop.target.registration.rank == 0:
+                    raise TypeError("not foreseen")
+                return await original(loop)
+
+            monkeypatch.setattr(TargetLoop, "poll_once", poll)
+            for rank in (one, other):
+                rank.publish_steps(4)
+        rows = service.rows(LOSSES)
+
+    assert 4 == max(row["seq"] for row in rows if row["rank"] == 1)

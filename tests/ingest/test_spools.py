@@ -499,3 +499,20 @@ async def test_a_disk_that_does_not_answer_does_not_keep_the_service_from_starti
         await eventually(lambda: not any(root.iterdir()))
 
     assert "does not answer" in caplog.text
+
+
+async def test_a_spool_that_cannot_be_followed_leaves_the_others(start_service, eventually, root, monkeypatch):
+    original = spool_watch.check_registration
+
+    def check(registration):
+        if registration.incarnation == "broken":
+            raise TypeError("not foreseen")
+        original(registration)
+
+    monkeypatch.setattr(spool_watch, "check_registration", check)
+    leave_behind(root, "broken", 3, started_at=1)
+    leave_behind(root, "dead", 3, started_at=2)
+    async with start_service(**settings(root)) as service:
+        await eventually(lambda: [path.name for path in root.iterdir()] == ["broken"])
+
+    assert {"dead"} == {row["incarnation"] for row in service.rows(SEQS)}

@@ -48,3 +48,18 @@ async def test_a_work_that_fails_is_told_for_half_a_minute():
     assert "works of the service fail, see its log: judging: ValueError('no luck')" == faults.told()
     now[0] = LATELY_SECONDS
     assert faults.told() is None
+
+
+def test_a_work_that_fails_leaves_those_after_it_and_is_logged_once(caplog):
+    faults, done = Faults(), []
+
+    def fail():
+        raise ValueError("no luck")
+
+    for _ in range(3):
+        faults.attempt("judging runs", fail)
+        faults.attempt("looking for stalls", lambda: done.append("looked"))
+
+    assert ["looked"] * 3 == done
+    assert ["unexpected error in judging runs; it is tried again"] == [item.getMessage() for item in caplog.records]
+    assert "works of the service fail, see its log: judging runs: ValueError('no luck')" == faults.told()

@@ -48,10 +48,13 @@ class Batch:
 
     def read(self) -> Any:
         """Return the ids as JSON has them; waits for a copy, so it is called off the training thread."""
-        ids = self.ids.wait().tolist() if isinstance(self.ids, Transfer) else self.ids
+        try:
+            ids = self.ids.wait().tolist() if isinstance(self.ids, Transfer) else self.ids
+        except Exception as error:  # noqa: BLE001 - a copy from a device may fail; the event is recorded without it
+            return f"a tensor that cannot be read: {type(error).__name__}"
         try:
             return json.loads(json.dumps(ids, default=_plain, allow_nan=False))
-        except Exception as error:  # noqa: BLE001 - the script's own objects; what fired must be told all the same
+        except Exception as error:  # noqa: BLE001 - objects of the script; the event is recorded without them
             return f"a {type(ids).__name__} that JSON cannot hold: {type(error).__name__}"
 
 

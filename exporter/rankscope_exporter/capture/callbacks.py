@@ -87,6 +87,7 @@ class Callbacks:
     ) -> None:
         """`samples` gives the ids of a step; it may wait."""
         self._function = function
+        self._guard = guard
         self._samples = samples
         self._chores = Chores("on_anomaly", guard)
 
@@ -103,7 +104,7 @@ class Callbacks:
 
             def call() -> None:
                 _check_thread()
-                samples = tuple(self._samples(step))
+                samples = tuple(self._guard.call("samples of on_anomaly", self._samples, step) or ())
                 function(Anomaly(run=run, rank=rank, step=step, events=ordered, samples=samples))
 
             self._chores.put(call)

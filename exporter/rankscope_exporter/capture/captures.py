@@ -73,10 +73,12 @@ class Captures:
         reason, until = Reason.of(chosen[0], step, self._rank), step + config.cooldown_steps
         self._quiet_until = until
         self._asked.append(reason)
-        self._asking.aside(reason.document(), CAPTURE, stamp=step, until=until)
-        text = f"more was asked to be measured: {reason.message}"
-        self._tell("asked", reason, text, self._batches.of(step))
-        self._flight_record()
+        try:
+            self._asking.aside(reason.document(), CAPTURE, stamp=step, until=until)
+            text = f"more was asked to be measured: {reason.message}"
+            self._tell("asked", reason, text, self._batches.of(step))
+        finally:
+            self._flight_record()
 
     # Captures that all ranks agreed on.
 
@@ -115,9 +117,11 @@ class Captures:
         if self._reason is not None:
             self._left -= 1
             if self._left <= 0:
-                self._release()
-                self.changed()
-                self._end(f"captured up to the step before {step}", cut_short=False)
+                try:
+                    self._release()
+                    self.changed()
+                finally:
+                    self._end(f"captured up to the step before {step}", cut_short=False)
         return []
 
     def switched(self, step: int) -> list[Event]:

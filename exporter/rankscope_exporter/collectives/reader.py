@@ -117,13 +117,13 @@ class CollectiveReader(Follower):
         while self._ended:
             self._timeline.step_ended(*self._ended.popleft())
             steps += 1
-        read = read_with_stacks if has_stacks else read_without_stacks
+        read = functools.partial(read_with_stacks if has_stacks else read_without_stacks, self._guard.report)
         readings = read()
         if is_last and any(not is_over(entry) for entries in readings.values() for entry in entries):
             time.sleep(RETIRE_SECONDS)
             readings = read()
         self._entries = sum(map(len, readings.values()))
-        self._ranks |= ranks_by_group()
+        self._ranks |= ranks_by_group(self._guard.report)
         taken = self._timeline.take(readings, self._ranks, is_last=is_last)
         self._tell(taken)
         now = time.monotonic()

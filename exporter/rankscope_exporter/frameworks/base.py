@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeGuard, TypeVar
 
@@ -17,7 +17,14 @@ from rankscope_exporter.frameworks.parameter_hooks import ACCUMULATED, GRADIENT,
 from rankscope_exporter.frameworks.wrapped import unwrapped
 from rankscope_exporter.naming import NamedParameter, entry, found_in_place, local_tensor
 
-__all__ = ["Form", "Framework", "Holder", "Hooking", "Kept", "Removable"]
+__all__ = ["Form", "Framework", "Holder", "Hooking", "Kept", "Removable", "remove_all"]
+
+
+def remove_all(handles: Iterable[Removable]) -> None:
+    """Remove every handle in order; an error of one is raised only when all others have been removed."""
+    with ExitStack() as stack:  # calls back in reverse order, whatever is raised
+        for handle in reversed(list(handles)):
+            stack.callback(handle.remove)
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -44,8 +51,7 @@ class Together:
 
     def remove(self) -> None:
         """Take all of them away."""
-        for handle in self._handles:
-            handle.remove()
+        remove_all(self._handles)
 
 
 class Hooking(Protocol):

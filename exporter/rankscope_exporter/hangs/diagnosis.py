@@ -79,8 +79,7 @@ class Diagnosis:
         """
         # The thread that holds the lock would wait for itself for ever: a handler runs on top of what it interrupts.
         if self._taking == threading.get_ident() or not self._lock.acquire(timeout=LOCK_SECONDS):
-            stacks = take_stacks(reason, self._training_thread)
-            return Taken(ts=now_microseconds(), step=self._last_step(), stacks=stacks, flight=None)
+            return Taken(ts=now_microseconds(), step=self._last_step(), stacks=self._stacks(reason), flight=None)
         try:
             self._taking = threading.get_ident()
             return self._take(reason, severity, first)
@@ -98,8 +97,7 @@ class Diagnosis:
         with self._lock:
             flight = self._flight(reason)
             if flight is not None:
-                event = _event(EventType.FLIGHT_RECORD, Severity.INFO, _flight_text(flight), flight.to_json())
-                self._record(event)
+                self._record_flight(flight, Severity.INFO)
 
     def tell(self, event: Event) -> None:
         """Publish an event past the publisher."""
@@ -108,29 +106,48 @@ class Diagnosis:
 
     def _take(self, reason: str, severity: Severity, first: Event | None) -> Taken:
         if first is not None:
-            self._record(first)
+            self._guard.call(f"recording an event ({first.type})", self._record, first)
         elif self._latest is not None and self._clock() - self._taken_at < MIN_SECONDS:
             return self._latest
         ts, step = now_microseconds(), self._last_step()
-        stacks = take_stacks(reason, self._training_thread)
-        # Stacks are out before the flight record is asked for, which may take its time or never come.
-        self._record(self._stacks_event(stacks, severity))
-        flight = self._flight(reason)
+        stacks = self._stacks(reason)
+        # Stacks are published before the flight record is read, which may take seconds or never come.
+        if stacks.threads:
+            self._guard.call("recording stacks", lambda: self._record(self._stacks_event(stacks, severity)))
+        flight: FlightRecord | None = self._guard.call("the flight record", self._flight, reason)
         if flight is not None:
-            self._record(_event(EventType.FLIGHT_RECORD, severity, _flight_text(flight), flight.to_json()))
+            self._guard.call("recording the flight record", self._record_flight, flight, severity)
         self._latest, self._taken_at = Taken(ts=ts, step=step, stacks=stacks, flight=flight), self._clock()
         return self._latest
+
+    def _stacks(self, reason: str) -> StackDump:
+        """Return the stacks, empty where they cannot be taken: the flight record is of use without them."""
+        stacks: StackDump | None = self._guard.call("taking stacks", take_stacks, reason, self._training_thread)
+        return StackDump(reason=reason, threads=()) if stacks is None else stacks
+
+    def _record_flight(self, flight: FlightRecord, severity: Severity) -> None:
+        self._record(_event(EventType.FLIGHT_RECORD, severity, _flight_text(flight), flight.to_json()))
 
     def _flight(self, reason: str) -> FlightRecord | None:
         if self._asking is not None and self._asking.is_alive():
             return None  # the device has not answered the last time, and one thread is enough to wait for it
         found: list[FlightRecord | None] = []
-        self._asking = OwnThread(
-            target=lambda: found.append(self._guard.call("the flight record", take_flight_record, reason)),
-            name="rankscope-flight-record",
-        )
+        is_read = threading.Event()
+
+        def read() -> None:
+            failures: list[tuple[str, BaseException]] = []
+            try:
+                found.append(take_flight_record(reason, lambda *failure: failures.append(failure)))
+            except Exception as error:  # noqa: BLE001 - the edge of the thread
+                failures.append(("the flight record", error))
+            is_read.set()
+            # Reported last: a report takes locks that a training that hangs may hold.
+            for failure in failures:
+                self._guard.report(*failure)
+
+        self._asking = OwnThread(target=read, name="rankscope-flight-record")
         self._asking.start()
-        self._asking.join(FLIGHT_SECONDS)
+        is_read.wait(FLIGHT_SECONDS)
         return found[0] if found else None
 
     def _stacks_event(self, stacks: StackDump, severity: Severity) -> Event:

@@ -1,6 +1,6 @@
-"""What torch's flight recorder holds of this process: which collectives were entered, and which are not over.
+"""What torch's flight recorders hold of this process: which collectives were entered, and which are not over.
 
-Read without the interpreter lock where torch can: the device that it asks may not answer, and others must go on.
+They are read without the interpreter lock: a device that hangs may not answer, and other threads must go on meanwhile.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final
 from rankscope_contract.collectives import spans
 from rankscope_contract.stacks import MAX_DETAILS_BYTES, Collective, FlightRecord, GroupProgress
 from rankscope_exporter.collectives.entries import bytes_of, is_over
-from rankscope_exporter.collectives.flight import has_groups, read_without_stacks
+from rankscope_exporter.collectives.flight import Report, has_groups, read_without_stacks
 from rankscope_exporter.collectives.groups import ranks_by_group
 
 KEPT: Final = 32
@@ -22,12 +22,15 @@ MOST_GROUPS: Final = 64
 """Groups in an event, those used last: a job of many pipelines has hundreds."""
 
 
-def take_flight_record(reason: str) -> FlightRecord | None:
-    """Return the latest collectives of this process; None where torch keeps no record, or nothing was recorded."""
+def take_flight_record(reason: str, report: Report) -> FlightRecord | None:
+    """Return the latest collectives of this process; None where torch keeps no record, or nothing was recorded.
+
+    A recorder that cannot be read is reported and left out.
+    """
     if not has_groups():
         return None
-    entries = [entry for recorded in read_without_stacks(is_urgent=True).values() for entry in recorded]
-    return read_flight_record(entries, reason, time.time(), ranks_by_group()) if entries else None
+    entries = [entry for recorded in read_without_stacks(report, is_urgent=True).values() for entry in recorded]
+    return read_flight_record(entries, reason, time.time(), ranks_by_group(report)) if entries else None
 
 
 def read_flight_record(

@@ -97,8 +97,8 @@ class Watchdog:
             self.cpu_seconds = time.thread_time()
 
     def _look(self, now: float, late: float) -> None:
-        if self._signal is not None and (text := self._signal.written()) is not None:
-            self._diagnosis.take_written(text, "signal")
+        if self._signal is not None:
+            self._guard.call("stacks_signal", self._look_at_signal, self._signal)
         step, phase = self._standing()
         is_done = self._planned_steps is not None and step is not None and step >= self._planned_steps
         sign = Sign(heard_at=self._heard_at, has_stepped=step is not None, is_done=is_done, phase=phase)
@@ -110,6 +110,11 @@ class Watchdog:
             case None:
                 pass
 
+    def _look_at_signal(self, signal: StackSignal) -> None:
+        text = signal.written()
+        if text is not None:
+            self._diagnosis.take_written(text, "signal")
+
     def _tell_hang(self, seconds: float, late: float, step: int | None, phase: str | None) -> None:
         held = late if late > _GIL_SHARE * seconds else None
         text = f"no sign of training for {seconds:.0f} s" + (f" in phase {phase}" if phase else "")
@@ -118,12 +123,19 @@ class Watchdog:
             text += f"; for {held:.0f} s no Python ran: C code held the interpreter lock, or the process was stopped"
         details = json.dumps({"state": "began", "seconds": seconds, "phase": phase, "interpreter_held_seconds": held})
         event = Event(type=EventType.HANG, severity=Severity.CRITICAL, value=seconds, message=text, details=details)
+        where = self._guard.call("the place of a hang", self._place, event)
+        self._say(f"rank {self._diagnosis.rank}: {text}" + (f": {where}" if where else ""))
+
+    def _place(self, event: Event) -> str | None:
+        """Record the event with stacks and flight record; return where this rank is, None where neither was read."""
         taken = self._diagnosis.take("hang", severity=Severity.CRITICAL, first=event)
-        where = Standing.of(self._diagnosis.rank, taken.stacks, taken.flight)
-        self._say(f"rank {self._diagnosis.rank}: {text}: {where}")
+        if not taken.stacks.threads and taken.flight is None:
+            return None
+        return str(Standing.of(self._diagnosis.rank, taken.stacks, taken.flight))
 
     def _tell_end(self, seconds: float) -> None:
         details = json.dumps({"state": "ended", "seconds": seconds})
         text = f"training goes on after {seconds:.0f} s without a sign"
-        self._diagnosis.tell(Event(type=EventType.HANG, value=seconds, message=text, details=details))
+        event = Event(type=EventType.HANG, value=seconds, message=text, details=details)
+        self._guard.call("recording the end of a hang", self._diagnosis.tell, event)
         self._say(f"rank {self._diagnosis.rank}: {text}")

@@ -8,16 +8,19 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
 
 from rankscope_contract.events import Event, EventType, Severity
-from rankscope_exporter.hardware.readings import READINGS
+from rankscope_exporter.hardware.readings import READINGS, Reading
 from rankscope_exporter.record import Scalar
 
 log = logging.getLogger("rankscope")
+
+Report = Callable[[str, BaseException], None]
+"""Takes what failed and its error, as `Guard.report` does."""
 
 _MEANINGS: Final = {
     13: "graphics engine exception, mostly of the application",
@@ -88,14 +91,17 @@ class Gpu:
         _quietly(nvml, nvml.nvmlShutdown)
         return None
 
-    def read(self) -> list[Scalar]:
-        """Return what the board has at this moment; what it does not know is absent."""
-        found = [scalar for reading in list(self._readings) for scalar in self._read(reading)]
+    def read(self, report: Report) -> list[Scalar]:
+        """Return the quantities that the board has at this moment; those that it does not know are absent.
+
+        Each is read by itself; an error that is not NVML's is reported.
+        """
+        found = [scalar for reading in list(self._readings) for scalar in self._read(reading, report)]
         if self._events is not None:
             found.append(Scalar("gpu_xid_errors_total", float(self._xids), "errors"))
         return [Scalar(item.name, item.value, item.unit, {**item.labels, "gpu": self.uuid}) for item in found]
 
-    def xids(self) -> list[Event]:
+    def xids(self, report: Report) -> list[Event]:
         """Return the critical errors that the driver has reported since the last call."""
         found: list[Event] = []
         while self._events is not None:
@@ -104,6 +110,9 @@ class Gpu:
             except self._nvml.NVMLError as error:
                 if error.value != self._nvml.NVML_ERROR_TIMEOUT:  # which says that there are no more
                     self._say("XID events", error)
+                return found
+            except Exception as error:  # noqa: BLE001 - those that were found before are returned
+                report("reading XIDs", error)
                 return found
             self._xids += 1
             found.append(_event(int(data.eventData), self.uuid))
@@ -115,14 +124,19 @@ class Gpu:
             _quietly(self._nvml, self._nvml.nvmlEventSetFree, self._events)
         _quietly(self._nvml, self._nvml.nvmlShutdown)
 
-    def _read(self, reading: Any) -> Iterable[Scalar]:
+    def _read(self, reading: Reading, report: Report) -> Iterable[Scalar]:
         try:
-            return list(reading(self._nvml, self._handle))
+            return list(reading.read(self._nvml, self._handle))
         except self._nvml.NVMLError as error:
-            self._say(reading.__name__, error)
+            self._say(reading.name, error)
             if error.value in {getattr(self._nvml, f"NVML_ERROR_{name}") for name in _FINAL}:
                 self._readings.remove(reading)
-            return ()
+        except AttributeError as error:  # an older nvidia-ml-py does not know the function
+            self._say(reading.name, error)
+            self._readings.remove(reading)
+        except Exception as error:  # noqa: BLE001 - the other quantities are read all the same
+            report(f"reading {reading.name} of the GPU", error)
+        return ()
 
     def _say(self, what: str, error: Exception) -> None:
         if what not in self._failed:
@@ -139,7 +153,7 @@ class Gpu:
             except nvml.NVMLError:
                 _quietly(nvml, nvml.nvmlEventSetFree, events)
                 raise
-        except nvml.NVMLError as error:
+        except (nvml.NVMLError, AttributeError) as error:
             self._say("XID events", error)
             return None
         return events

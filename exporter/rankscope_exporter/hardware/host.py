@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
@@ -45,49 +45,70 @@ def host_scalars(before: HostState, now: HostState) -> Iterator[Scalar]:
             unit = next((unit for part, unit in _UNITS.items() if part in item.name), None)
             yield Scalar(item.name, value, unit)
     passed = now.all_seconds - before.all_seconds
-    if passed > 0:
+    if passed > 0 and before.all_seconds > 0:  # 0 where they could not be read
         busy = min(1.0, max(0.0, (now.busy_seconds - before.busy_seconds) / passed))
         yield Scalar("host_cpu_utilization", busy, "ratio")
 
 
 class Host:
-    """Reads the state of this process and of its machine. For one thread."""
+    """Reads the state of this process and of its machine. For one thread.
 
-    def __init__(self, psutil: Any = None) -> None:
+    A function of psutil that fails is reported once and left out, as in a container that hides a file of the kernel.
+    """
+
+    def __init__(self, report: Callable[[str, BaseException], None], psutil: Any = None) -> None:
+        self._report = report
+        self._reported: set[str] = set()
         self._psutil = psutil if psutil is not None else _installed()
-        self._process = None if self._psutil is None else self._psutil.Process()
+        self._process = None if self._psutil is None else self._asked("Process", self._psutil.Process)
 
     def state(self) -> HostState:
         """Return the state at this moment."""
-        return from_proc() if self._psutil is None else from_psutil(self._psutil, self._process)
+        return from_proc() if self._process is None else from_psutil(self._psutil, self._process, self._asked)
+
+    def _asked(self, name: str, ask: Callable[[], Any]) -> Any:
+        try:
+            return ask()
+        except Exception as error:  # noqa: BLE001 - psutil raises its own errors, OSError, NotImplementedError and more
+            if name not in self._reported:
+                self._reported.add(name)
+                self._report(f"psutil.{name}()", error)
+            return None
 
 
 def _installed() -> Any:
     try:
         return importlib.import_module("psutil")
-    except ImportError:
+    except Exception:  # noqa: BLE001 - not installed, or not for this system: the kernel is asked
         return None
 
 
-def from_psutil(psutil: Any, process: Any) -> HostState:
-    """Return what psutil says; on some systems it does not know all."""
+def from_psutil(psutil: Any, process: Any, asked: Callable[[str, Callable[[], Any]], Any]) -> HostState:
+    """Return the state by psutil, which does not know everything on some systems.
+
+    `asked(name, function)` returns what the function returns, None where it raises.
+    """
     usage = resource.getrusage(resource.RUSAGE_SELF)  # page faults, which psutil has for Windows alone
-    spent, machine = process.cpu_times(), psutil.cpu_times()
-    memory, swap = psutil.virtual_memory(), psutil.swap_memory()
-    io = process.io_counters() if hasattr(process, "io_counters") else None
-    idle = machine.idle + getattr(machine, "iowait", 0.0)
-    # Time of guests is in that of users already.
-    everything = sum(machine) - getattr(machine, "guest", 0.0) - getattr(machine, "guest_nice", 0.0)
+    spent, threads = asked("cpu_times", process.cpu_times), asked("num_threads", process.num_threads)
+    switches = asked("num_ctx_switches", process.num_ctx_switches)
+    io = asked("io_counters", process.io_counters) if hasattr(process, "io_counters") else None
+    memory, swap = asked("virtual_memory", psutil.virtual_memory), asked("swap_memory", psutil.swap_memory)
+    machine = asked("cpu_times of the machine", psutil.cpu_times)
+    idle = everything = 0.0
+    if machine is not None:
+        idle = machine.idle + getattr(machine, "iowait", 0.0)
+        # Time of guests is in that of users already.
+        everything = sum(machine) - getattr(machine, "guest", 0.0) - getattr(machine, "guest_nice", 0.0)
     return HostState(
-        process_cpu_seconds_total=spent.user + spent.system,
-        process_threads=float(process.num_threads()),
+        process_cpu_seconds_total=None if spent is None else spent.user + spent.system,
+        process_threads=None if threads is None else float(threads),
         process_major_faults_total=float(usage.ru_majflt),
-        process_involuntary_switches_total=float(process.num_ctx_switches().involuntary),
+        process_involuntary_switches_total=None if switches is None else float(switches.involuntary),
         process_read_bytes_total=None if io is None else float(io.read_bytes),
         process_written_bytes_total=None if io is None else float(io.write_bytes),
-        host_memory_available_bytes=float(memory.available),
-        host_memory_total_bytes=float(memory.total),
-        host_swap_used_bytes=float(swap.used),
+        host_memory_available_bytes=None if memory is None else float(memory.available),
+        host_memory_total_bytes=None if memory is None else float(memory.total),
+        host_swap_used_bytes=None if swap is None else float(swap.used),
         busy_seconds=everything - idle,
         all_seconds=everything,
     )

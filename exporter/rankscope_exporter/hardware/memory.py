@@ -37,14 +37,17 @@ class Memory(Follower):
     def step_ends(self, draft: Draft) -> None:
         """Have it read when the step is published."""
         if draft.sampled:
-            draft.later.append(self.scalars)
+            draft.later += [self.of_process, self.of_allocator]
 
-    def scalars(self) -> list[Scalar]:
-        """Return resident memory, and what torch's allocator holds of an accelerator; neither waits for the device."""
-        scalars = [Scalar("resident_memory_bytes", float(resident_bytes()), "bytes")]
-        if self._device.type != "cpu":
-            scalars += allocator_scalars(torch.accelerator.memory_stats(self._device))
-        return scalars
+    def of_process(self) -> list[Scalar]:
+        """Return the resident memory of this process."""
+        return [Scalar("resident_memory_bytes", float(resident_bytes()), "bytes")]
+
+    def of_allocator(self) -> list[Scalar]:
+        """Return the memory that torch's allocator holds of an accelerator; does not wait for the device."""
+        if self._device.type == "cpu":
+            return []
+        return list(allocator_scalars(torch.accelerator.memory_stats(self._device)))
 
 
 def allocator_scalars(stats: Mapping[str, int]) -> Iterator[Scalar]:

@@ -5,7 +5,9 @@ A function raises the module's NVMLError where the board, its driver or a MIG sl
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 from rankscope_exporter.record import Scalar
@@ -68,17 +70,16 @@ def memory_temperature(nvml: Any, handle: Any) -> Iterator[Scalar]:
     yield Scalar("gpu_temperature_celsius", degrees, "celsius", {"sensor": "memory"})
 
 
-def clocks(nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield the clocks of the multiprocessors and of the memory."""
-    for name, clock in (("sm", nvml.NVML_CLOCK_SM), ("memory", nvml.NVML_CLOCK_MEM)):
-        yield Scalar("gpu_clock_hertz", nvml.nvmlDeviceGetClockInfo(handle, clock) * 1e6, "hertz", {"clock": name})
+def clock(name: str, constant: str, nvml: Any, handle: Any) -> Iterator[Scalar]:
+    """Yield a clock: of the multiprocessors or of the memory."""
+    hertz = nvml.nvmlDeviceGetClockInfo(handle, getattr(nvml, constant)) * 1e6
+    yield Scalar("gpu_clock_hertz", hertz, "hertz", {"clock": name})
 
 
-def highest_clocks(nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield what they can be at most."""
-    for name, clock in (("sm", nvml.NVML_CLOCK_SM), ("memory", nvml.NVML_CLOCK_MEM)):
-        most = nvml.nvmlDeviceGetMaxClockInfo(handle, clock) * 1e6
-        yield Scalar("gpu_clock_limit_hertz", most, "hertz", {"clock": name})
+def highest_clock(name: str, constant: str, nvml: Any, handle: Any) -> Iterator[Scalar]:
+    """Yield the highest value of a clock."""
+    hertz = nvml.nvmlDeviceGetMaxClockInfo(handle, getattr(nvml, constant)) * 1e6
+    yield Scalar("gpu_clock_limit_hertz", hertz, "hertz", {"clock": name})
 
 
 def throttling(nvml: Any, handle: Any) -> Iterator[Scalar]:
@@ -89,15 +90,10 @@ def throttling(nvml: Any, handle: Any) -> Iterator[Scalar]:
         yield Scalar("gpu_throttled", float(bool(mask & bit)), None, {"reason": name})
 
 
-def ecc(nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield errors of the memory since the driver was loaded."""
-    kinds = {
-        "corrected": nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED,
-        "uncorrected": nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
-    }
-    for name, kind in kinds.items():
-        count = nvml.nvmlDeviceGetTotalEccErrors(handle, kind, nvml.NVML_VOLATILE_ECC)
-        yield Scalar("gpu_ecc_errors_total", float(count), "errors", {"type": name})
+def ecc(name: str, constant: str, nvml: Any, handle: Any) -> Iterator[Scalar]:
+    """Yield errors of the memory since the driver was loaded, corrected or uncorrected ones."""
+    count = nvml.nvmlDeviceGetTotalEccErrors(handle, getattr(nvml, constant), nvml.NVML_VOLATILE_ECC)
+    yield Scalar("gpu_ecc_errors_total", float(count), "errors", {"type": name})
 
 
 def remapped_rows(nvml: Any, handle: Any) -> Iterator[Scalar]:
@@ -108,11 +104,10 @@ def remapped_rows(nvml: Any, handle: Any) -> Iterator[Scalar]:
         yield Scalar("gpu_remapped_rows", float(count), None, {"state": name})
 
 
-def pcie(nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield bytes per second over PCIe; NVML counts for 20 ms each."""
-    for name, counter in (("sent", nvml.NVML_PCIE_UTIL_TX_BYTES), ("received", nvml.NVML_PCIE_UTIL_RX_BYTES)):
-        rate = nvml.nvmlDeviceGetPcieThroughput(handle, counter) * _KIB
-        yield Scalar("gpu_pcie_bytes_per_second", float(rate), "bytes per second", {"direction": name})
+def pcie(name: str, constant: str, nvml: Any, handle: Any) -> Iterator[Scalar]:
+    """Yield bytes per second over PCIe in one direction; NVML counts for 20 ms each."""
+    rate = nvml.nvmlDeviceGetPcieThroughput(handle, getattr(nvml, constant)) * _KIB
+    yield Scalar("gpu_pcie_bytes_per_second", float(rate), "bytes per second", {"direction": name})
 
 
 def pcie_replays(nvml: Any, handle: Any) -> Iterator[Scalar]:
@@ -120,33 +115,52 @@ def pcie_replays(nvml: Any, handle: Any) -> Iterator[Scalar]:
     yield Scalar("gpu_pcie_replays_total", float(nvml.nvmlDeviceGetPcieReplayCounter(handle)), "packets")
 
 
-def nvlink(nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield what all links together have carried."""
-    fields = {
-        "sent": nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX,
-        "received": nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX,
-    }
-    for name, number in fields.items():
-        carried = _field(nvml, handle, (number, _ALL_LINKS)) * _KIB
-        yield Scalar("gpu_nvlink_bytes_total", carried, "bytes", {"direction": name})
+def nvlink(name: str, constant: str, nvml: Any, handle: Any) -> Iterator[Scalar]:
+    """Yield the bytes that all links together have carried in one direction."""
+    carried = _field(nvml, handle, (getattr(nvml, constant), _ALL_LINKS)) * _KIB
+    yield Scalar("gpu_nvlink_bytes_total", carried, "bytes", {"direction": name})
 
 
-READINGS: Final[tuple[Callable[[Any, Any], Iterator[Scalar]], ...]] = (
-    utilization,
-    memory,
-    power,
-    power_limit,
-    energy,
-    temperature,
-    memory_temperature,
-    clocks,
-    highest_clocks,
-    throttling,
-    ecc,
-    remapped_rows,
-    pcie,
-    pcie_replays,
-    nvlink,
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One quantity, read independently of the others: a board that does not have it may have them."""
+
+    name: str
+    read: Callable[[Any, Any], Iterator[Scalar]]
+
+
+def _whole(function: Callable[[Any, Any], Iterator[Scalar]]) -> Reading:
+    return Reading(function.__name__, function)
+
+
+def _parts(function: Callable[[str, str, Any, Any], Iterator[Scalar]], **constants: str) -> list[Reading]:
+    """Return a reading for each label, with the name of NVML's constant for it."""
+    return [
+        Reading(f"{function.__name__} ({name})", functools.partial(function, name, constant))
+        for name, constant in constants.items()
+    ]
+
+
+READINGS: Final = (
+    _whole(utilization),
+    _whole(memory),
+    _whole(power),
+    _whole(power_limit),
+    _whole(energy),
+    _whole(temperature),
+    _whole(memory_temperature),
+    *_parts(clock, sm="NVML_CLOCK_SM", memory="NVML_CLOCK_MEM"),
+    *_parts(highest_clock, sm="NVML_CLOCK_SM", memory="NVML_CLOCK_MEM"),
+    _whole(throttling),
+    *_parts(ecc, corrected="NVML_MEMORY_ERROR_TYPE_CORRECTED", uncorrected="NVML_MEMORY_ERROR_TYPE_UNCORRECTED"),
+    _whole(remapped_rows),
+    *_parts(pcie, sent="NVML_PCIE_UTIL_TX_BYTES", received="NVML_PCIE_UTIL_RX_BYTES"),
+    _whole(pcie_replays),
+    *_parts(
+        nvlink,
+        sent="NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX",
+        received="NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX",
+    ),
 )
 
 _MEMBERS: Final = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal")

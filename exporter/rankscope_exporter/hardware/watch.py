@@ -57,10 +57,10 @@ class HardwareWatch:
 
     def _run(self) -> None:
         gpu = self._guard.call("opening the GPU", self._open)
-        host = Host()
+        host = Host(self._guard.report)
         before = self._guard.call("reading the machine", host.state)
         while not self._stopped.wait(self._every_seconds):
-            before = self._guard.call("reading the hardware", self._look, gpu, host, before) or before
+            before = self._guard.call("publishing the hardware", self._look, gpu, host, before) or before
             self.cpu_seconds = time.thread_time()
         if gpu is not None:
             self._guard.call("closing the GPU", gpu.close)
@@ -71,9 +71,16 @@ class HardwareWatch:
         return None if uuid is None or nvml is None else Gpu.open(nvml, uuid)
 
     def _look(self, gpu: Gpu | None, host: Host, before: Any) -> Any:
-        """Hand over what is there now, and return the state of the machine for the next look."""
-        events = [] if gpu is None else gpu.xids()
-        state = host.state()
-        scalars = [*(() if before is None else host_scalars(before, state)), *(() if gpu is None else gpu.read())]
-        self._hand_over(Draft(None, now_microseconds(), events=events, later=[lambda: scalars]))
+        """Publish the readings of this moment, and return the state of the machine for the next call.
+
+        GPU, process and machine are read independently of each other.
+        """
+        call, report = self._guard.call, self._guard.report
+        events = [] if gpu is None else call("reading XIDs", gpu.xids, report) or []
+        of_gpu = [] if gpu is None else call("reading the GPU", gpu.read, report) or []
+        state = call("reading the machine", host.state)
+        of_host = [] if before is None or state is None else list(host_scalars(before, state))
+        scalars = [*of_host, *of_gpu]
+        if scalars or events:
+            self._hand_over(Draft(None, now_microseconds(), events=events, later=[lambda: scalars]))
         return state

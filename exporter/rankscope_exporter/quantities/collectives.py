@@ -97,6 +97,7 @@ class Collectives(Quantity):
         self._looked_for_silence = False
         self._log = CallLog()
         self._torchs = TorchsCalls(self._sites, self.targets)
+        self._failed: set[str] = set()  # what could not be read, each said once
         self._hooking: Hooking
         self._gate: Gate
 
@@ -261,9 +262,14 @@ class Collectives(Quantity):
 
     def _note_torchs(self) -> None:
         try:
-            self._torchs.note(self._log)
-        except Exception as error:  # noqa: BLE001 - its form is torch's own affair, and handles must be taken away
-            self._say(f"what torch itself calls cannot be told: {error!r}")
+            self._torchs.note(self._log, self._report)
+        except Exception as error:  # noqa: BLE001 - the form of the record is torch's, and handles must be taken away
+            self._report("listing the calls of torch itself", error)
+
+    def _report(self, where: str, error: BaseException) -> None:
+        if where not in self._failed:
+            self._failed.add(where)
+            self._say(f"{where} failed: {error!r}")
 
     def _look_for_silence(self) -> None:
         told = []

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from rankscope_contract.collectives import dtype_text
 from rankscope_exporter.collectives.entries import Entry
-from rankscope_exporter.collectives.flight import Raw, has_groups, read_with_stacks
+from rankscope_exporter.collectives.flight import Raw, Report, has_groups, read_with_stacks
 from rankscope_exporter.collectives.groups import ranks_by_group
 from rankscope_exporter.collectives.reader import read_before
 from rankscope_exporter.quantities import collectives_taps
@@ -31,12 +31,12 @@ class TorchsCalls:
         self._targets = targets
         self._after = read_before()
 
-    def note(self, log: CallLog) -> None:
-        """Note the calls that were not heard otherwise."""
+    def note(self, log: CallLog, report: Report) -> None:
+        """Note the calls that were not heard otherwise. A recorder that cannot be read is reported and left out."""
         if not has_groups():
             return
-        ranks = ranks_by_group()
-        for recorder, raws in read_with_stacks().items():
+        ranks = ranks_by_group(report)
+        for recorder, raws in read_with_stacks(report).items():
             last = self._after.get(recorder, -1)
             for raw in raws:
                 if int(raw["record_id"]) > last and not _is_heard(raw):

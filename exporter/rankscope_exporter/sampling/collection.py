@@ -60,7 +60,7 @@ class Collection:
         """Remove the hooks of all quantities."""
         self._hooking = None
         for member in self._members:
-            member.unhook()
+            self._guard.call(member.where, member.unhook)
 
     def lineup(self, parts: Sequence[Part]) -> Lineup:
         """Return what `take` will measure by, the hooks registered; who measures the same already goes on."""
@@ -205,7 +205,10 @@ class Collection:
         for member in self._per_gradient:
             own = member.own_index(index)
             if member.is_open and own is not None:
-                member.quantity.gradient_ready(own, holder, member.table)
+                try:
+                    member.quantity.gradient_ready(own, holder, member.table)
+                except Exception as error:  # noqa: BLE001 - as the guard does, without another call for each gradient
+                    self._guard.report(f"{member.quantity.name} (gradient_ready)", error)
 
     def look(self) -> tuple[Sequence[PlanEntry], Finished]:
         """Return the plan and what is measured of the step under way; waits for the device, for who asks for it."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from rankscope_exporter.frameworks.base import Removable
+from rankscope_exporter.frameworks.base import Removable, remove_all
 from rankscope_exporter.guard import Guard
 from rankscope_exporter.quantities.base import Gate, Hook, ModelHooking, Quantity, QuantityOptions
 from rankscope_exporter.sampling.coming_hooks import ComingHooks
@@ -109,17 +109,15 @@ class Member:
         """
         self.is_retired = True
         self.coming.retire()
-        self._remove_handles()
+        handles = list(self.handles)
+        self.handles.clear()
+        remove_all(handles)
 
     def unhook(self) -> None:
         """Remove all hooks."""
-        self.coming.remove()
-        self._remove_handles()
-
-    def _remove_handles(self) -> None:
-        for handle in self.handles:
-            handle.remove()
+        handles = [self.coming, *self.handles]
         self.handles.clear()
+        remove_all(handles)
 
     def make_room(self) -> None:
         """Let a guest measure the same quantity, and fill the rows, for the time being."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import pyarrow as pa
 
@@ -30,10 +31,12 @@ from rankscope_exporter.serving.meter import CpuMeter
 from rankscope_exporter.serving.node_page import NodePage
 from rankscope_exporter.serving.page import Page, Standing
 from rankscope_exporter.serving.registration import RegistrationLoop
-from rankscope_exporter.serving.ring import CursorError, Ring
+from rankscope_exporter.serving.ring import Ring
 from rankscope_exporter.serving.routes import Routes
 from rankscope_exporter.serving.service_client import ServiceClient
 from rankscope_exporter.serving.tls import client_tls
+
+T = TypeVar("T")
 
 _URGENT: Final = (EventType.ANOMALY, EventType.EXIT, EventType.HANG, EventType.STACKS, EventType.FLIGHT_RECORD)
 _INERT: Final = -1
@@ -124,7 +127,10 @@ class Channel:
             self._registration = RegistrationLoop(
                 client, self._introduce, self._on_reply, on_fault=self._on_fault, meter=self._meter
             )
-            self.keeper.serve_orphans(client, lambda: self.url)
+            try:
+                self.keeper.serve_orphans(client, lambda: self.url)
+            except Exception as error:  # noqa: BLE001 - records of dead processes; this rank registers all the same
+                self._on_fault("spools of dead processes", error)
             self._registration.start()
         return self.url
 
@@ -172,25 +178,27 @@ class Channel:
         if self._abandoned or self._closed:
             return
         self._closed = True
-        if self._registration is not None:
-            self._registration.stop()
-        if self._discovery is not None:
-            self._discovery.remove()
-        if self._node is not None:
-            self._node.close()
-        if self._server is not None:
-            self._server.stop()
-        self.keeper.close()
+        with contextlib.ExitStack() as stack:  # closes all of them, in reverse order, and then raises what one raised
+            stack.callback(self.keeper.close)
+            if self._server is not None:
+                stack.callback(self._server.stop)
+            if self._node is not None:
+                stack.callback(self._node.close)
+            if self._discovery is not None:
+                stack.callback(self._discovery.remove)
+            if self._registration is not None:
+                stack.callback(self._registration.stop)
 
     def abandon_after_fork(self) -> None:
         """In a forked child: close the inherited sockets and be inert. Takes no lock, since its owner may be gone."""
         self._abandoned = True
-        if self._server is not None:
-            self._server.abandon()
-        if self._node is not None:
-            self._node.abandon()
-        self.keeper.abandon()
-        self.ring = Ring(self._config.ring_records, self._config.ring_bytes)
+        with contextlib.ExitStack() as stack:  # as in close()
+            stack.callback(self.keeper.abandon)
+            if self._node is not None:
+                stack.callback(self._node.abandon)
+            if self._server is not None:
+                stack.callback(self._server.abandon)
+            self.ring = Ring(self._config.ring_records, self._config.ring_bytes)
 
     @property
     def draining(self) -> bool:
@@ -268,7 +276,7 @@ class Channel:
         if self._node is not None:
             try:
                 self._node.start()
-            except ServeError as error:
+            except Exception as error:  # noqa: BLE001 - an optional page must not keep this rank from being served
                 self._on_fault("node page", error)
 
     def _announce(self, address: Address) -> None:
@@ -277,17 +285,27 @@ class Channel:
             self._discovery.write(str(address), self._config.scheme)
 
     def _standing(self) -> Standing:
+        nothing: Mapping[str, Any] = {}
         own = {"ring_overrun": self.ring.overrun, "unencodable": self._unencodable}
-        dropped = {**own, **self.keeper.dropped, **self._dropped()}
+        dropped = {**own, **self.keeper.dropped, **self._asked("dropped records", self._dropped, nothing)}
+        overhead = self._asked("overhead", self._overhead, nothing)
         return Standing(
-            sampling_stretch=self.stretch(),
-            collectives=self.collectives(),
+            sampling_stretch=self._asked("the stretch of sampling", self.stretch, None),
+            collectives=self._asked("collectives", self.collectives, nothing),
             faults=self._faults(),
             dropped=dropped,
-            overhead_seconds={**self._overhead(), **self._meter.totals()},
+            overhead_seconds={**overhead, **self._meter.totals()},
             ring_records=len(self.ring),
             ring_uncommitted=self.ring.uncommitted,
         )
+
+    def _asked(self, what: str, ask: Callable[[], T], otherwise: T) -> T:
+        """Return one part of the page, `otherwise` where it cannot be had: the page is served without it."""
+        try:
+            return ask()
+        except Exception as error:  # noqa: BLE001 - see above
+            self._on_fault(f"{what} on the page", error)
+            return otherwise
 
     def _introduce(self) -> Registration:
         self.keeper.wait_for_elders()
@@ -321,7 +339,7 @@ class Channel:
         self.scraped_by = self.service_url
         try:
             self.commit(reply.committed)
-        except CursorError as error:
+        except Exception as error:  # noqa: BLE001 - a refused cursor or a disk; the thread goes on with its heartbeats
             self._on_fault("registration", error)
 
 

@@ -5,6 +5,7 @@ Nothing here raises into the channel: what a disk refuses is a fault that is cou
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 
 from rankscope_contract.channel import Registration
@@ -124,14 +125,16 @@ class Keeper:
 
     def close(self) -> None:
         """Leave what no store has to whoever comes next."""
-        if self._orphans is not None:
-            self._orphans.stop()
-        if self._writer is not None:
-            self._writer.close()
+        with contextlib.ExitStack() as stack:  # closes both, in reverse order, and then raises what one raised
+            if self._writer is not None:
+                stack.callback(self._writer.close)
+            if self._orphans is not None:
+                stack.callback(self._orphans.stop)
 
     def abandon(self) -> None:
         """In a forked child: let go of what was inherited, and change nothing on disk."""
-        if self._orphans is not None:
-            self._orphans.abandon()
-        if self._spool is not None:
-            self._spool.abandon()
+        with contextlib.ExitStack() as stack:  # as in close()
+            if self._spool is not None:
+                stack.callback(self._spool.abandon)
+            if self._orphans is not None:
+                stack.callback(self._orphans.abandon)

@@ -5,6 +5,7 @@ No port, token or certificate is needed between them, and a rank that is gone is
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -163,7 +164,11 @@ def _listening(path: Path) -> socket.socket:
 
 def _call(path: Path, word: bytes = b"") -> socket.socket | None:
     """Return a connection on which `word` was said; None when nobody lives there, and then the file goes too."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:  # no file descriptor is left: the neighbours that were called already are shown
+        log.debug("%s cannot be called: %s", path, error)
+        return None
     connection.setblocking(False)
     try:
         connection.connect(str(path))
@@ -172,7 +177,8 @@ def _call(path: Path, word: bytes = b"") -> socket.socket | None:
         return connection
     except (ConnectionRefusedError, FileNotFoundError):
         connection.close()
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # swept another time
+            path.unlink(missing_ok=True)
         return None
     except OSError as error:
         log.debug("%s cannot be called: %s", path, error)

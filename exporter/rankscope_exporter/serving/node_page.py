@@ -10,7 +10,7 @@ from rankscope_contract.escaping import label_value
 from rankscope_contract.identity import Identity
 from rankscope_contract.metrics import NODE_RANKS
 from rankscope_exporter.serving.meter import CpuMeter
-from rankscope_exporter.serving.neighbours import Neighbours
+from rankscope_exporter.serving.neighbours import Gathered, Neighbours
 
 _HELP: Final = b"# HELP "
 _NEXT: Final = b"\n# HELP "
@@ -30,6 +30,7 @@ class NodePage:
     ) -> None:
         self._identity = identity
         self._own = own
+        self._on_fault = on_fault
         self._neighbours = Neighbours(identity, lambda: joined(own()), on_fault=on_fault, meter=meter)
 
     @property
@@ -44,7 +45,11 @@ class NodePage:
     def pieces(self) -> list[Any]:
         """Return the page of all ranks that answer now, lowest rank first."""
         who = self._identity
-        gathered = self._neighbours.gather()
+        try:
+            gathered = self._neighbours.gather()
+        except Exception as error:  # noqa: BLE001 - this rank's own page is shown all the same
+            self._on_fault("pages of the other ranks", error)
+            gathered = Gathered((), 0)
         # One page per rank: a launch that cannot be told from its successor may still have a process here.
         pages = {**dict(gathered.pages), who.rank: joined(self._own())}
         return [

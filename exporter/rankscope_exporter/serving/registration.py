@@ -170,6 +170,8 @@ class RegistrationLoop:
             self._client.poke(self._describe().incarnation)
         except (RefusedError, UnreachableError) as error:
             log.debug("poke was not heard: %s", error)
+        except Exception as error:  # noqa: BLE001 - the edge of the thread, which goes on with its heartbeats
+            self._on_fault("asking for an early pull", error)
 
     def _log_once(self, text: str) -> None:
         if text not in self._logged:

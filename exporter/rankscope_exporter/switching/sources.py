@@ -222,7 +222,7 @@ class Switching:
             if not self._stopped.is_set():
                 self._guard.call("the switch file", self._look_at_file)
                 if self._agreement is not None:
-                    self._take_part(self._agreement)
+                    self._guard.call("agreeing with other ranks", self._take_part, self._agreement)
             self.cpu_seconds = time.thread_time()
 
     def _look_at_file(self) -> None:

@@ -74,7 +74,11 @@ class SpoolWatch:
 
     async def _look(self) -> None:
         for who in await self._spools.find():
-            await self._adopt(who)
+            try:
+                await self._adopt(who)
+            except Exception as error:  # one spool that cannot be followed must not keep back the others
+                log.exception("unexpected error in following the spool %s; it is tried again", who.url)
+                self._spools.let_go(who.url, repr(error))
         for incarnation, url in self._spools.held():
             if (target := self._knowledge.registry.get(incarnation)) is not None:
                 self._look_after(target, url)

@@ -13,6 +13,7 @@ from tests.exporter.conftest import wait_until
 from torch import nn
 
 from rankscope_exporter import Anomaly, AnomalyNan, AnomalyTurbulence, ConfigError, Monitor, MonitorConfig
+from rankscope_exporter.record import Scalar
 
 CAPTURE: dict[str, Any] = {"quantities": ["activations"], "steps": 3, "cooldown_steps": 6}
 PLAIN: dict[str, Any] = {
@@ -383,3 +384,65 @@ def test_rules_by_name_are_those_that_the_monitor_has():
     rules = (AnomalyTurbulence(threshold=3.0, name="spike"),)
 
     assert MonitorConfig(rules=rules, capture={"rules": ["spike"]}).capture is not None  # type: ignore[arg-type]
+
+
+# Parts of a capture that do not depend on each other.
+
+
+def failing(*_: Any, **__: Any) -> Any:
+    raise OSError("no such device")
+
+
+def test_a_capture_that_cannot_be_asked_for_leaves_the_flight_record(monkeypatch):
+    taken: list[str] = []
+    training = Training()
+    captures = training.monitor._session.alongside.captures
+    monkeypatch.setattr(captures._asking, "aside", failing)
+    monkeypatch.setattr(captures, "_take_flight_record", lambda: taken.append("taken"))
+    training.train(2)
+    training.fire()
+    wait_until(lambda: taken)
+    training.monitor.detach()
+
+    assert (["taken"], 1) == (taken, training.monitor.faults)
+
+
+def test_a_capture_whose_hooks_cannot_be_removed_has_an_end(monkeypatch):
+    training = Training()
+    captures = training.monitor._session.alongside.captures
+    monkeypatch.setattr(captures, "_release", failing)
+    training.train(2)
+    training.fire()
+    training.train(9)
+    training.monitor.detach()
+    training.records = training.ring.after(-1, 1 << 30).records
+
+    assert [False] == [told["cut_short"] for told in training.told("ended")]
+    assert 1 == training.monitor.faults
+
+
+def test_samples_that_cannot_be_read_leave_event_and_callback(monkeypatch):
+    seen: list[tuple[Any, ...]] = []
+    training = Training(on_anomaly=lambda anomaly: seen.append((anomaly.step, anomaly.samples)))
+    training.train(2)
+    monkeypatch.setattr("rankscope_exporter.deferred.Transfer.wait", failing)
+    monkeypatch.setattr("rankscope_exporter.logged.Pending.scalar", lambda item: Scalar(item.name, item.value))
+    training.fire(ids=lambda step: torch.tensor([step]))
+    wait_until(lambda: seen)
+    monkeypatch.undo()
+    training.finish()
+
+    assert [(3, ("a tensor that cannot be read: OSError",))] == seen
+    assert [{"3": ["a tensor that cannot be read: OSError"]}] == [told["samples"] for told in training.told("asked")]
+
+
+def test_batches_that_cannot_be_found_leave_the_callback(monkeypatch):
+    seen: list[tuple[Any, ...]] = []
+    training = Training(on_anomaly=lambda anomaly: seen.append((anomaly.step, anomaly.samples)))
+    training.train(2)
+    monkeypatch.setattr(training.monitor._session.alongside.callbacks, "_samples", failing)
+    training.fire()
+    wait_until(lambda: seen)
+    training.monitor.detach()
+
+    assert ([(3, ())], 1) == (seen, training.monitor.faults)

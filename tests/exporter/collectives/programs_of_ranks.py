@@ -170,6 +170,9 @@ STANDING = (
     + """
 from rankscope_exporter.hangs.flight import take_flight_record
 
+def unexpected(where, error):
+    raise error
+
 def enter(rank, case, call):
     diary(rank, "enter", case)
     return call()
@@ -181,8 +184,8 @@ def leave(rank, case, works):
 
 def tell(rank, case, is_as_wanted=lambda record: True):
     # Gloo retires an entry on a thread of its own, a moment after the call is over.
-    wait_for(lambda: is_as_wanted(take_flight_record(case)))
-    record = take_flight_record(case)
+    wait_for(lambda: is_as_wanted(take_flight_record(case, unexpected)))
+    record = take_flight_record(case, unexpected)
     diary(rank, "tell", case)
     say(f"{case}-{rank}", record.to_json())
 

@@ -1,10 +1,7 @@
-"""Entries of torch's record in the terms of the store: as gloo and as NCCL write them; none has anything called."""
+"""Entries of torch's record in the terms of the store: as gloo and as NCCL write them."""
 
 from __future__ import annotations
 
-import ctypes
-import json
-import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -80,79 +77,3 @@ def test_the_call_site_is_the_innermost_place_that_is_neither_torchs_nor_ours(mo
     assert "model/parts/loss.py[7]" == call_site([torchs, frame("/job/code/model/parts/loss.py", 7)])
     assert None is call_site([torchs])
     assert None is call_site([])
-
-
-class Harmful:
-    def __reduce__(self) -> Any:
-        return print, ("called",)
-
-
-@pytest.mark.parametrize("thing", [Harmful(), torch.float32, {1, 2, 3}.__class__])
-def test_nothing_that_a_record_names_is_ever_called_or_imported(thing, capsys, monkeypatch):
-    monkeypatch.setattr(flight, "_functions", lambda _names: {"cpu": lambda *_: pickle.dumps({"entries": [thing]})})
-    with pytest.raises(pickle.UnpicklingError, match="a flight record holds no"):
-        flight.read_with_stacks()
-
-    assert "" == capsys.readouterr().out
-
-
-def test_plain_content_is_read_and_put_in_order(monkeypatch):
-    entries = [{"record_id": 2, "frames": []}, {"record_id": 1, "frames": [{"line": 3}]}]
-    monkeypatch.setattr(flight, "_functions", lambda _names: {"cpu": lambda *_: pickle.dumps({"entries": entries})})
-
-    assert {"cpu": entries[::-1]} == flight.read_with_stacks()
-
-
-def test_a_torch_without_a_record_has_none(monkeypatch):
-    monkeypatch.setattr(flight, "_c10d", lambda: None)
-
-    assert ({}, {}) == (flight.read_with_stacks(), flight.read_without_stacks())
-
-
-def test_where_the_debug_server_answers_with_an_error_torchs_function_is_asked(monkeypatch):
-    entries = [{"record_id": 1}]
-    monkeypatch.setattr(flight, "_unlocked", lambda: {"cpu": "fr_trace_json"})
-    monkeypatch.setattr(flight, "_answer_of", lambda _handler: "no such thing")
-    monkeypatch.setattr(flight, "_functions", lambda _names: {"cpu": lambda *_: json.dumps({"entries": entries})})
-
-    assert {"cpu": entries} == flight.read_without_stacks()
-
-
-class Runtime:
-    """A double of a device's runtime, which keeps the mode in which a thread meets captures of graphs."""
-
-    def __init__(self) -> None:
-        self.mode, self.modes = 0, []
-
-    def exchange(self, wanted: Any) -> int:
-        mode = ctypes.cast(wanted, ctypes.POINTER(ctypes.c_int)).contents
-        self.mode, mode.value = mode.value, self.mode
-        self.modes.append(self.mode)
-        return 0
-
-
-@pytest.fixture
-def on_a_device(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(flight, "_unlocked", dict)
-
-
-def test_a_capture_of_another_thread_is_not_spoiled(on_a_device, monkeypatch):
-    """The device is asked in the relaxed mode, and the thread gets its own back."""
-    runtime, seen = Runtime(), []
-    monkeypatch.setattr(flight, "_exchange_of_modes", lambda: runtime.exchange)
-    dump = json.dumps({"entries": []})
-    monkeypatch.setattr(flight, "_functions", lambda _names: {"cpu": lambda *_: seen.append(runtime.mode) or dump})
-    flight.read_without_stacks()
-
-    assert ([2], [2, 0]) == (seen, runtime.modes)
-
-
-def test_without_a_way_to_say_so_only_a_hang_has_the_device_asked(on_a_device, monkeypatch):
-    monkeypatch.setattr(flight, "_exchange_of_modes", lambda: None)
-    monkeypatch.setattr(flight, "_functions", lambda _names: {"cpu": lambda *_: '{"entries": []}'})
-
-    assert {} == flight.read_without_stacks(is_urgent=True)
-    with pytest.raises(RuntimeError, match="captures of graphs"):
-        flight.read_without_stacks()

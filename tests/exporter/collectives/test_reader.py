@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from tests.exporter.collectives.test_timeline import raw
 from tests.exporter.conftest import wait_until
 from tests.programs import run_program
 
 from rankscope_exporter import ConfigError, MonitorConfig
-from rankscope_exporter.collectives import reader
+from rankscope_exporter.collectives import flight, reader
+from rankscope_exporter.collectives.flight import Report, prepare_stacks
 from rankscope_exporter.collectives.reader import CollectiveReader
 from rankscope_exporter.drafts import Draft
 from rankscope_exporter.guard import Guard
@@ -27,11 +30,11 @@ class Torch:
         self.asked: list[str] = []
         self.has_compiler = True
 
-    def with_stacks(self) -> dict[str, Any]:
+    def with_stacks(self, _report: Report) -> dict[str, Any]:
         self.asked.append("with")
         return {"cpu": self.entries}
 
-    def without_stacks(self) -> dict[str, Any]:
+    def without_stacks(self, _report: Report) -> dict[str, Any]:
         self.asked.append("without")
         return {"cpu": self.entries}
 
@@ -187,3 +190,31 @@ def test_a_ring_of_torch_that_is_too_small_leaves_a_gap_that_is_counted():
     assert [None] * 8 == told["places"]
     assert ["12 collectives have no row"] == [text.partition(":")[0] for text in told["said"]]
     assert ["12.0"] == [line.rpartition(" ")[2] for line in told["dropped"]]
+
+
+def test_groups_that_cannot_be_looked_up_leave_the_rows(torch_, monkeypatch, caplog):
+    class Changed:
+        """The module of another release of torch."""
+
+        pg_names = 7
+
+    monkeypatch.setattr(dist.distributed_c10d, "_world", Changed())
+    reading, records, guard = made()
+    reading.step_begins(3)
+    torch_.entries = [raw(0, reading._began_us)]
+    reading.step_ends(Draft(3, 0))
+    reading.stop(60)
+
+    assert [(3, None)] == [(row["step"], row["group_ranks"]) for record in records for row in record.collectives]
+    assert 0 < guard.count
+    assert 1 == len([record for record in caplog.records if "ranks of process groups failed" in record.getMessage()])
+
+
+def test_a_compiler_that_cannot_be_imported_leaves_the_record_without_stacks(monkeypatch):
+    def broken(_name):
+        raise RuntimeError("no cache folder")
+
+    monkeypatch.setitem(sys.modules, "torch._dynamo", object())  # as in a process that has loaded it
+    monkeypatch.setattr(flight.importlib, "import_module", broken)
+
+    assert False is prepare_stacks()

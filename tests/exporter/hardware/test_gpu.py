@@ -30,10 +30,14 @@ def opened(nvml: RecordedNvml, uuid: str) -> Gpu:
     return gpu
 
 
+def unexpected(where: str, error: BaseException) -> None:
+    raise AssertionError(f"{where}: {error!r}")
+
+
 def values(gpu: Gpu) -> dict[tuple[str, ...], float]:
     """Return what a look has, by name and labels without the GPU's."""
     found = {}
-    for scalar in gpu.read():
+    for scalar in gpu.read(unexpected):
         labels = dict(scalar.labels)
         assert labels.pop("gpu") == gpu.uuid
         found[scalar.name, *labels.values()] = scalar.value
@@ -89,7 +93,7 @@ def test_each_look_has_what_is_there_then():
 
 
 def test_every_scalar_of_a_gpu_has_a_metric_of_its_own_with_its_labels():
-    for scalar in opened(RecordedNvml(), BUSY).read():
+    for scalar in opened(RecordedNvml(), BUSY).read(unexpected):
         spec = SCALARS_WITH_OWN_METRIC[scalar.name]
         assert set(scalar.labels) == set(spec.labels)
         assert (spec.type == "counter") == scalar.name.endswith("_total")
@@ -106,8 +110,8 @@ def test_what_a_board_does_not_know_is_absent_and_said_once(caplog):
         name for name, *_ in first
     }
     assert {("gpu_power_watts",)} == second.keys() - first.keys()  # an error that may pass is asked again
-    assert 1 == nvml.calls.count("nvmlDeviceGetTotalEccErrors")  # one that is final is not
-    assert 1 == len([record for record in caplog.records if record.getMessage().startswith("ecc of ")])
+    assert 2 == nvml.calls.count("nvmlDeviceGetTotalEccErrors")  # one that is final is not, for either kind
+    assert 2 == len([record for record in caplog.records if record.getMessage().startswith("ecc (")])
 
 
 @pytest.mark.parametrize("uuid", [SLICE, SLICE.removeprefix("MIG-")])
@@ -116,7 +120,7 @@ def test_a_slice_of_a_gpu_is_found_and_has_what_a_slice_has(uuid):
 
     assert SLICE == gpu.uuid
     assert {("gpu_memory_used_bytes",): 30 * 2.0**30, ("gpu_memory_total_bytes",): 40 * 2.0**30} == values(gpu)
-    assert [] == gpu.xids()
+    assert [] == gpu.xids(unexpected)
 
 
 def test_the_gpu_is_that_of_torch_whatever_number_it_has_there(monkeypatch):
@@ -140,14 +144,14 @@ def test_other_devices_have_no_uuid_of_nvidias():
 def test_xids_are_events_each_told_once_and_counted():
     gpu = opened(RecordedNvml(), BUSY)
 
-    first = gpu.xids()
+    first = gpu.xids(unexpected)
     values(gpu)
-    second = gpu.xids()
+    second = gpu.xids(unexpected)
 
     assert [(31, "critical"), (79, "critical")] == [(event.value, event.severity) for event in (*first, *second)]
     assert f"XID 79 on {BUSY}: the GPU has fallen off the bus" == second[0].message
     assert {"xid": 79, "gpu": BUSY} == json.loads(second[0].details or "")
-    assert [] == gpu.xids()
+    assert [] == gpu.xids(unexpected)
     assert 2 == values(gpu)["gpu_xid_errors_total",]
 
 
@@ -210,7 +214,7 @@ def test_all_that_is_asked_the_real_module_has_with_the_same_arguments():
 
     for reading in READINGS:
         with pytest.raises(pynvml.NVMLError):
-            list(reading(Listening(), "handle"))
+            list(reading.read(Listening(), "handle"))
 
     assert len(asked) > 10
     for name, args in asked.items():
@@ -236,3 +240,77 @@ def test_the_value_of_a_field_stands_where_the_real_module_has_it():
 
     assert list(range(6)) == [getattr(pynvml, f"NVML_VALUE_TYPE_{kind}") for kind in kinds]
     assert set(_MEMBERS) <= {name for name, _ in pynvml.c_nvmlValue_t._fields_}
+
+
+# One quantity that fails takes no other one with it.
+
+PARTS = {
+    "nvmlDeviceGetClockInfo/2": ("gpu_clock_hertz", "memory"),
+    "nvmlDeviceGetMaxClockInfo/1": ("gpu_clock_limit_hertz", "sm"),
+    "nvmlDeviceGetTotalEccErrors/0/0": ("gpu_ecc_errors_total", "corrected"),
+    "nvmlDeviceGetPcieThroughput/0": ("gpu_pcie_bytes_per_second", "sent"),
+    "nvmlDeviceGetFieldValues/[(139, 4294967295)]": ("gpu_nvlink_bytes_total", "received"),
+    "nvmlDeviceGetPowerUsage": ("gpu_power_watts",),
+}
+ERRORS = {
+    "not supported": pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED),
+    "an older module": AttributeError("module 'pynvml' has no such function"),
+    "anything": OSError("the driver is gone"),
+}
+
+
+class Failing:
+    """The double, of which one call raises: that of a function, with these arguments behind the handle if given."""
+
+    def __init__(self, call, error):
+        self._real, self._call, self._error = RecordedNvml(), call, error
+
+    def __getattr__(self, name):
+        found = getattr(self._real, name)
+        if not inspect.isroutine(found):
+            return found
+
+        def answer(*args):
+            if self._call in (name, "/".join([name, *map(str, args[1:])])):
+                raise self._error
+            return found(*args)
+
+        return answer
+
+
+def note(reported):
+    return lambda _where, error: reported.append(str(error))
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize(("call", "missing"), PARTS.items())
+def test_a_quantity_that_fails_leaves_all_others(call, missing, kind):
+    reported = []
+    scalars = opened(Failing(call, ERRORS[kind]), BUSY).read(note(reported))
+    found = {(scalar.name, *(scalar.labels[name] for name in scalar.labels if name != "gpu")) for scalar in scalars}
+
+    assert {missing} == values(opened(RecordedNvml(), BUSY)).keys() - found
+    assert ["the driver is gone"] * (kind == "anything") == reported
+
+
+def test_xids_that_cannot_be_asked_for_leave_the_quantities():
+    gpu = opened(Failing("nvmlEventSetCreate", ERRORS["an older module"]), BUSY)
+
+    assert {("gpu_xid_errors_total",)} == values(opened(RecordedNvml(), BUSY)).keys() - values(gpu).keys()
+    assert [] == gpu.xids(unexpected)
+
+
+def test_an_error_behind_an_xid_does_not_take_it_back():
+    nvml, reported = RecordedNvml(), []
+    gpu = opened(nvml, BUSY)
+    answers = [nvml.nvmlEventSetWait_v2(gpu._events, 0), ERRORS["anything"]]
+
+    def wait(*_):
+        if isinstance(answers[0], Exception):
+            raise answers[0]
+        return answers.pop(0)
+
+    nvml.nvmlEventSetWait_v2 = wait
+
+    assert [31] == [event.value for event in gpu.xids(note(reported))]
+    assert ["the driver is gone"] == reported

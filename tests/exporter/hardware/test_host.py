@@ -12,11 +12,16 @@ import pytest
 import torch
 
 from rankscope_exporter.drafts import Draft
+from rankscope_exporter.guard import Guard
 from rankscope_exporter.hardware import host as host_module
 from rankscope_exporter.hardware.host import Host, HostState, from_proc, from_psutil, host_scalars
 from rankscope_exporter.hardware.memory import Memory, allocator_scalars
 
-READERS = {"psutil": lambda: from_psutil(psutil, psutil.Process()), "proc": from_proc}
+READERS = {"psutil": lambda: from_psutil(psutil, psutil.Process(), lambda _name, ask: ask()), "proc": from_proc}
+
+
+def unexpected(where: str, error: BaseException) -> None:
+    raise AssertionError(f"{where}: {error!r}")
 
 
 def test_psutil_and_the_kernel_agree():
@@ -86,7 +91,9 @@ def test_without_psutil_the_kernel_is_asked(monkeypatch):
 
     monkeypatch.setattr(host_module.importlib, "import_module", missing)
 
-    assert Host().state().process_threads == threading.active_count() or Host().state().process_threads > 0
+    host = Host(unexpected)
+
+    assert host.state().process_threads == threading.active_count() or host.state().process_threads > 0
 
 
 def test_without_proc_little_is_known_and_nothing_invented(monkeypatch, tmp_path):
@@ -157,3 +164,78 @@ def test_what_torch_calls_the_numbers_of_its_allocator():
     assert "allocated_bytes.{all," in text
     assert "reserved_bytes.{all," in text
     assert all(name in text for name in ("current,peak", "num_alloc_retries", "num_ooms"))
+
+
+# One source that fails takes no other one with it.
+
+OF_PSUTIL = {
+    "cpu_times": {"process_cpu_seconds_total"},
+    "num_threads": {"process_threads"},
+    "num_ctx_switches": {"process_involuntary_switches_total"},
+    "io_counters": {"process_read_bytes_total", "process_written_bytes_total"},
+    "virtual_memory": {"host_memory_available_bytes", "host_memory_total_bytes"},
+    "swap_memory": {"host_swap_used_bytes"},
+}
+NAMES = {item.name for item in fields(HostState)} - {"busy_seconds", "all_seconds"}
+
+
+class Hiding:
+    """Psutil, or a process of it, in a container that hides what one function reads."""
+
+    def __init__(self, real, name):
+        self._real, self._name = real, name
+
+    def __getattr__(self, name):
+        if name == self._name:
+            return self._refuse
+        found = getattr(self._real, name)
+        return (lambda: Hiding(found(), self._name)) if name == "Process" else found
+
+    def _refuse(self):
+        raise psutil.AccessDenied
+
+
+@pytest.mark.parametrize(("hidden", "missing"), OF_PSUTIL.items())
+def test_a_function_of_psutil_that_fails_is_reported_once_and_costs_its_own_numbers(hidden, missing):
+    reported = []
+    host = Host(lambda where, error: reported.append((where, type(error))), Hiding(psutil, hidden))
+    states = [host.state() for _ in range(3)]
+
+    assert missing == {name for name in NAMES if getattr(states[-1], name) is None}
+    assert (f"psutil.{hidden}()", psutil.AccessDenied) in reported
+    assert len(set(reported)) == len(reported)
+
+
+def test_a_process_that_psutil_does_not_find_is_read_from_the_kernel():
+    reported = []
+    host = Host(lambda where, _error: reported.append(where), Hiding(psutil, "Process"))
+
+    assert host.state().process_threads > 0
+    assert ["psutil.Process()"] == reported
+
+
+def test_a_psutil_that_cannot_be_imported_is_replaced_by_the_kernel(monkeypatch):
+    def broken(_name):
+        raise OSError("libpsutil.so: undefined symbol")
+
+    monkeypatch.setattr(host_module.importlib, "import_module", broken)
+
+    assert Host(unexpected).state().process_threads > 0
+
+
+def test_utilization_is_unknown_where_one_of_two_looks_has_no_processor_times():
+    before, unknown, now = HostState(busy_seconds=10, all_seconds=100), HostState(), HostState(all_seconds=108)
+
+    assert [] == [*host_scalars(before, unknown), *host_scalars(unknown, now)]
+
+
+def test_an_allocator_that_fails_leaves_the_memory_of_the_process(monkeypatch):
+    def broken(_device):
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(torch.accelerator, "memory_stats", broken)
+    draft, guard = Draft(1, 0, sampled=True), Guard()
+    Memory(torch.device("xpu", 1)).step_ends(draft)
+    names = [scalar.name for later in draft.later for scalar in guard.call("memory", later) or ()]
+
+    assert (["resident_memory_bytes"], 1) == (names, guard.count)

@@ -143,3 +143,41 @@ def test_an_error_of_nvml_costs_a_fault_and_not_the_thread(nvml, eventually):
 def test_an_interval_that_means_nothing_is_refused(value):
     with pytest.raises(ConfigError, match="every_seconds is a time"):
         Monitor({"hardware": {"every_seconds": value}})
+
+
+@pytest.mark.parametrize(
+    ("broken", "kept", "lost"),
+    [("state", "gpu_power_watts", "process_threads"), ("read", "process_threads", "gpu_power_watts")],
+)
+def test_machine_and_gpu_are_read_independently(broken, kept, lost, nvml, monkeypatch, eventually, caplog):
+    def fail(*_args):
+        raise OSError("no such device")
+
+    guard, drafts = Guard(), []
+    watch = HardwareWatch(torch.device("cpu"), 0.01, drafts.append, guard)
+    monkeypatch.setattr(watch_module.Host if broken == "state" else watch_module.Gpu, broken, fail)
+    watch.start()
+    try:
+        eventually(lambda: len(drafts) > 2)
+    finally:
+        watch.stop()
+    names = {scalar.name for draft in drafts for later in draft.later for scalar in later()}
+
+    assert kept in names
+    assert lost not in names
+    assert 1 == len([record for record in caplog.records if "no such device" in record.getMessage()])
+
+
+def test_xids_are_published_where_no_number_can_be_read(nvml, monkeypatch, eventually):
+    def fail(*_args):
+        raise OSError("no such device")
+
+    guard, drafts = Guard(), []
+    watch = HardwareWatch(torch.device("cpu"), 0.01, drafts.append, guard)
+    monkeypatch.setattr(watch_module.Host, "state", fail)
+    monkeypatch.setattr(watch_module.Gpu, "read", fail)
+    watch.start()
+    try:
+        eventually(lambda: [event for draft in drafts for event in draft.events])
+    finally:
+        watch.stop()

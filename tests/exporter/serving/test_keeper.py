@@ -593,3 +593,26 @@ def test_settings_are_checked():
         ServeConfig(spool_bytes=0)
     with pytest.raises(ConfigError, match="spool_dir is text"):
         ServeConfig(spool_dir=5)
+
+
+@pytest.mark.parametrize("part", ["_orphans", "_writer"])
+def test_a_part_that_fails_to_close_leaves_no_other_open(part, new_rank, service, tmp_path, monkeypatch):
+    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
+    closed: list[str] = []
+
+    def closing(name: str, original: Any) -> Any:
+        def call(*args: Any) -> None:
+            closed.append(name)
+            original(*args)
+            if name == part:
+                raise OSError("the disk is gone")
+
+        return call
+
+    for name, method in (("_orphans", "stop"), ("_writer", "close")):
+        owner = getattr(rank.channel.keeper, name)
+        monkeypatch.setattr(owner, method, closing(name, getattr(owner, method)))
+    with pytest.raises(OSError, match="the disk is gone"):
+        rank.channel.close()
+
+    assert ["_orphans", "_writer"] == closed

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -300,3 +302,47 @@ def test_without_a_folder_the_own_page_stays_and_the_fault_is_counted(node, new_
 
     assert ["node page"] == [where for where, _ in rank.faults]
     assert 200 == rank.get("/metrics").status
+
+
+def test_neighbours_that_cannot_be_asked_leave_the_own_page(node, new_rank, monkeypatch):
+    def fail(*_):
+        raise PermissionError("the folder was locked")
+
+    rank = new_rank(node_page=True)
+    monkeypatch.setattr(Neighbours, "gather", fail)
+    got = rank.get("/node/metrics")
+
+    assert 200 == got.status
+    assert 'rank="0"' in next(line for line in got.text.splitlines() if line.startswith("rankscope_run_info{"))
+    assert ["pages of the other ranks"] == [where for where, _ in rank.faults]
+
+
+def test_a_node_page_that_cannot_start_leaves_the_rank_served(node, new_rank, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Neighbours, "start", fail)
+    rank = new_rank(node_page=True)
+
+    assert ["node page"] == [where for where, _ in rank.faults]
+    assert 200 == rank.get("/metrics").status
+
+
+def test_a_neighbour_that_cannot_be_called_leaves_the_others(new_neighbour, monkeypatch):
+    """The process has no file descriptor left for the last one."""
+    first = new_neighbour(0)
+    new_neighbour(1)
+    new_neighbour(2)
+    free = [1]
+
+    class Scarce(socket.socket):
+        def __init__(self, *args, **options):
+            if threading.current_thread() is threading.main_thread():  # the neighbours accept on threads of their own
+                if not free:
+                    raise OSError(errno.EMFILE, "Too many open files")
+                free.pop()
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr("rankscope_exporter.serving.neighbours.socket.socket", Scarce)
+
+    assert [(1, b"page of 1")] == first.gather().pages

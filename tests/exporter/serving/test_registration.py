@@ -17,6 +17,8 @@ from rankscope_contract.events import Event, EventType
 from rankscope_exporter.serving import registration
 from rankscope_exporter.serving.config import ServeError
 from rankscope_exporter.serving.registration import MAX_RETRY_SECONDS, retry_seconds
+from rankscope_exporter.serving.service_client import ServiceClient
+from rankscope_exporter.serving.spool_orphans import Orphans
 
 
 @pytest.fixture
@@ -275,3 +277,48 @@ def test_a_discovery_folder_that_cannot_be_written_is_a_clear_error(new_rank, tm
 
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", rank.port), timeout=1)
+
+
+def test_a_reply_that_cannot_be_noted_leaves_the_rank_registered(new_rank, service, until, monkeypatch):
+    """The disk of the spool fails; the thread goes on with its heartbeats."""
+
+    def fail(*_):
+        raise OSError("no space left on device")
+
+    service.heartbeat_seconds = 0.1
+    rank = new_rank(started=False, ingest_url=service.url)
+    monkeypatch.setattr(rank.channel, "commit", fail)
+    rank.channel.start()
+    until(lambda: len(service.registrations) > 2)
+
+    assert {"registration"} == {where for where, _ in rank.faults}
+
+
+def test_a_poke_that_fails_leaves_the_heartbeats(new_rank, service, until, monkeypatch):
+    def fail(*_):
+        raise TypeError("not foreseen")
+
+    service.heartbeat_seconds = 0.1
+    rank = new_rank(started=False, ingest_url=service.url)
+    monkeypatch.setattr(ServiceClient, "poke", fail)
+    rank.channel.start()
+    until(lambda: service.registrations)
+    rank.channel._registration.poke()
+    until(lambda: rank.faults)
+    told = len(service.registrations)
+    until(lambda: len(service.registrations) > told + 2)
+
+    assert ["asking for an early pull"] == [where for where, _ in rank.faults]
+
+
+def test_spools_of_others_that_cannot_be_served_leave_the_rank_registered(
+    new_rank, service, until, monkeypatch, tmp_path
+):
+    def fail(*_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Orphans, "start", fail)
+    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
+    until(lambda: rank.channel.lease)
+
+    assert "spools of dead processes" in {where for where, _ in rank.faults}
