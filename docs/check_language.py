@@ -32,6 +32,9 @@ EXPRESSIONS: Final = {
 }
 PATTERNS: Final = {advice: re.compile(pattern, re.MULTILINE) for advice, pattern in EXPRESSIONS.items()}
 
+_MOST_SHOWN: Final = 20
+"""Findings of one file that are printed."""
+
 _CODE_IN_MARKDOWN: Final = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)
 
 
@@ -71,7 +74,7 @@ def main(arguments: list[str]) -> int:
     exceeding = {path: findings for path, findings in found.items() if len(findings) > baseline.get(path, 0)}
     for path, findings in exceeding.items():
         print(f"{path}: {len(findings)} expressions to rewrite, {baseline.get(path, 0)} allowed")
-        for line, expression, advice in findings:
+        for line, expression, advice in findings[:_MOST_SHOWN]:
             print(f"  {path}:{line}: {expression!r}: use {advice}")
     return 1 if exceeding else 0
 

@@ -45,7 +45,7 @@ _COMPILED_BACKWARD: Final = (
 class Hooks:
     """The only code that training calls. Each entry goes through `tracing` and the guard; `clock` adds up their cost.
 
-    `active` is cleared to make all hooks inert at once, as a forked child must.
+    `active` is cleared to make all hooks inert together, as a forked child must.
     """
 
     def __init__(self, subject: Subject, recorder: Recorder, guard: Guard) -> None:
@@ -89,13 +89,13 @@ class Hooks:
         self._replacing.install(self.keep, self.always)
 
     def remove(self) -> None:
-        """Remove every hook that `install` registered; one that cannot be removed is reported and stays inert."""
+        """Remove every hook that `install` registered; one that cannot be removed is reported and remains inert."""
         self.active = False
         for handle in self._handles:
             self._guard.call("removing a hook", handle.remove)
         self._handles.clear()
 
-    # What quantities ask for that register hooks of their own.
+    # Services for quantities that register their own hooks.
 
     @property
     def micro_step(self) -> int:

@@ -95,7 +95,7 @@ class Recorder:
         """Let the quantities register hooks of their own."""
         self._collection.install(hooking)
 
-    # What the hooks report, in the order of a step.
+    # Reports of the hooks, in the order of a step.
 
     def forward_begins(self, chunk: int = 0) -> None:
         """A training forward of the whole model begins, or of one of its chunks on this rank."""
@@ -190,7 +190,7 @@ class Recorder:
             self._unseen.expect()
             self._await_update()
 
-    # What the training script says.
+    # Calls of the training script.
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Attach numbers to the step under way, or to the last one when none is.
@@ -237,7 +237,7 @@ class Recorder:
             self._hand_over(Draft(step, now_microseconds(), events=[event]))
 
     def end_step(self, *, skipped: bool | None) -> None:
-        """End the step under way because the script says so."""
+        """End the step under way on request of the script."""
         with self._lock:
             self._notice_updates()
             self._after(self._tracker.end(skipped=skipped), "script")
@@ -264,7 +264,7 @@ class Recorder:
         with self._lock:
             function()
 
-    # What the publisher says.
+    # Calls of the publisher.
 
     def flush_idle(self, after_seconds: float) -> None:
         """Hand over an updated step when training does something else for a while."""

@@ -27,7 +27,7 @@ class Holding(nn.Module):
 
 
 def saved(value: Any) -> Any:
-    """Return what torch.load makes of what torch.save has written."""
+    """Save an object with torch.save, and return the result of torch.load."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
@@ -55,7 +55,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def train_elsewhere(model: Holding, results: Any) -> None:
-    """Train a model that was sent to another process, and return what its monitor says there."""
+    """Train a model that was sent to another process, and return the answers of its monitor there."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.held.attach(model, optimizer)
     step(model, optimizer)

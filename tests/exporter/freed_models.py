@@ -1,4 +1,4 @@
-"""What a training has left of parameters and activations, with every quantity measured and without a monitor."""
+"""Parameters and activations that a training leaves in memory, with every quantity measured and without a monitor."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def data(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 class Training:
-    """Some steps of a model, and what can be seen of its memory."""
+    """Some steps of a model, and the tensors that they leave."""
 
     def __init__(self, model: nn.Module, *, watched: bool, every: int = 1) -> None:
         self.model: nn.Module | None = model
@@ -116,7 +116,7 @@ def assign(training: Training) -> None:
 
 
 def convert(training: Training) -> None:
-    """Convert the parameters, which stay the same objects."""
+    """Convert the parameters, which remain the same objects."""
     assert training.model is not None
     training.optimizer = None
     training.model.to(torch.float64)
@@ -155,7 +155,7 @@ WAYS: tuple[Callable[[Training], None], ...] = (*(assign, convert, convert_to_ot
 
 
 def left_after(way: Callable[[Training], None], make: Callable[[], nn.Module], *, watched: bool) -> list[Any]:
-    """Return which parameters are left after some steps and `way`, at once and after a collection, and the faults."""
+    """Return the parameters left after some steps and `way`, before and after a collection, and the faults."""
     training = Training(make(), watched=watched)
     for _ in range(STEPS):
         training.step()

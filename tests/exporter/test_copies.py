@@ -1,4 +1,4 @@
-"""Every object of the public API can be copied and saved; copies of what belongs to a training do nothing."""
+"""Every object of the public API can be copied and saved; copies of objects of a training do nothing."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def ours(hint: Any) -> Iterator[type[Any]]:
 
 
 def returned(found: Any) -> Iterator[type[Any]]:
-    """Yield the classes of what a public function, or a public method, property or field of a class, returns."""
+    """Yield the classes that public functions, methods, properties and fields return."""
     if not inspect.isclass(found):
         yield from ours(typing.get_type_hints(found).get("return"))
         return
@@ -217,7 +217,7 @@ def test_a_copy_of_an_error_has_its_text(kind, way, request):
     assert (type(made), str(made)) == (type(copied), str(copied))
 
 
-# What belongs to a training, of which a copy does nothing.
+# Objects of a training: a copy does nothing.
 
 
 def names_of(made: Any) -> set[str]:
@@ -285,7 +285,7 @@ NOTHING: Mapping[str, Any] = {
     "structure": "",
     "switch": None,
 }
-"""What the methods and attributes of a copied monitor return, but for those that return an object of ours."""
+"""Results of the methods and attributes of a copied monitor, but for those that return an object of ours."""
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -347,7 +347,7 @@ def test_a_saved_model_does_not_hold_the_token(kind, request):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_original_goes_on_when_copies_are_used_and_dropped(way, request):
+def test_the_original_continues_when_copies_are_used_and_dropped(way, request):
     model = Holding()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model.held = monitor = Monitor(QUIET)

@@ -22,7 +22,7 @@ from rankscope_exporter.quantities.activations_memory import Leaves, Memory
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_parameters_are_freed_at_once_when_the_model_drops_them(way):
+def test_parameters_are_freed_when_the_model_drops_them(way):
     assert [[], [], 0] == left_after(way, Net, watched=True)
 
 
@@ -108,7 +108,7 @@ def test_a_tensor_with_the_id_of_a_freed_one_gets_its_own_numbers():
     assert {None: 1.0, 1: 2.0, 2: 3.0} == rows
 
 
-def test_what_is_known_of_a_tensor_ends_with_the_tensor():
+def test_the_entry_of_a_tensor_ends_with_the_tensor():
     memory: Memory[int] = Memory()
     leaves: Leaves[int] = Leaves()
     leaf, made = torch.zeros(2), torch.zeros(2, requires_grad=True) * 1

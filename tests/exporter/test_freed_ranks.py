@@ -66,7 +66,7 @@ WAYS = {way.__name__: way for way in (assign, convert, delete, detach_and_delete
 
 
 def work(rank: int, store: str, results: Any) -> None:
-    """Run every case on one rank: [left at once, left behind the collector, faults] without a monitor and with it."""
+    """Run every case on one rank: [left immediately, left after a collection, faults] without a monitor and with it."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     found: Any = {}
     try:

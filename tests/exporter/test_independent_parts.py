@@ -248,14 +248,14 @@ from rankscope_exporter import lifecycle
 class Part:
     def __init__(self, name):
         self.name = name
-    def say(self, what):
-        print(what, self.name, flush=True)
+    def write(self, call):
+        print(call, self.name, flush=True)
         if self.name == "broken":
             raise OSError("no such device")
     def abandon_after_fork(self):
-        self.say("abandoned")
+        self.write("abandoned")
     def end_of_process(self, reason, error):
-        self.say("ended")
+        self.write("ended")
 
 for name in ("one", "broken", "two", "three"):
     lifecycle.watch(Part(name))
@@ -319,7 +319,7 @@ def test_a_logged_value_that_is_no_number_leaves_the_others(caplog):
     assert 1 == len([record for record in caplog.records if "log(note=…) failed" in record.getMessage()])
 
 
-def test_a_learning_rate_that_cannot_be_read_leaves_what_is_measured_then():
+def test_a_learning_rate_that_cannot_be_read_leaves_the_other_values():
     training = Training()
     training.optimizer.param_groups[0]["lr"] = {"of": "nothing"}
     training.optimizer.step = lambda *_: None  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Parameters that torch swaps, as `.to()` and `load_state_dict` can be told to: training and rows are as without."""
+"""Parameters that torch swaps, an option of `.to()` and `load_state_dict`: training and rows are as without."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ WAYS: dict[str, dict[int, Sequence[Change]]] = {
     # ... and none of a parameter that had hooks when it was swapped, however late they are registered.
     "hooked, then converted": {2: (hook,), 3: (convert, hook)},
 }
-"""What happens before which step."""
+"""The action before a step."""
 
 
 class Outcome:

@@ -35,7 +35,7 @@ def stand_still_at(here: threading.Event) -> None:
     here.wait(30)
 
 
-def test_a_hang_is_told_once_with_stacks_and_console_line_and_its_end_too(reader, eventually, capfd):
+def test_a_hang_and_its_end_are_reported_once_with_stacks_and_console_line(reader, eventually, capfd):
     parts = made()
     resume = threading.Event()
     with Monitor(watching(console=True)).attach(parts["net"], parts["optimizer"]) as monitor:
@@ -138,7 +138,7 @@ def test_a_signal_whose_file_cannot_be_read_leaves_hangs_watched(monkeypatch, re
         eventually(lambda: [event for event in reader(monitor).events() if event["type"] == "stacks"])
 
 
-def test_a_hang_that_cannot_be_recorded_is_said_on_the_console(monkeypatch, eventually, capfd):
+def test_a_hang_that_cannot_be_recorded_is_on_the_console(monkeypatch, eventually, capfd):
     def fail(*_args, **_more):
         raise OSError("no space left on device")
 

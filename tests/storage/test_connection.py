@@ -34,7 +34,7 @@ def test_every_dataset_has_a_view_with_the_right_columns_filled_or_not(connectio
     assert int(filled) == answer.num_rows
 
 
-def test_each_question_sees_what_was_appended_before_it(connection, writer, batch):
+def test_each_statement_sees_the_rows_appended_before_it(connection, writer, batch):
     seen = []
     for seq in range(3):
         writer.append(batch([seq]))
@@ -322,7 +322,7 @@ def test_a_locked_connection_answers_what_only_reads(locked, query):
     assert locked.sql(query).fetchall()
 
 
-def test_a_locked_connection_stays_fresh(locked, writer, batch):
+def test_a_locked_connection_sees_new_rows(locked, writer, batch):
     writer.append(batch(range(7)))
 
     assert [(7,)] == locked.sql("SELECT count(*) FROM scalars").fetchall()

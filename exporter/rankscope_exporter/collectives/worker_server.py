@@ -1,7 +1,7 @@
 """Torch's worker server on a private Unix socket: runs a handler of torch on a C++ thread and returns its answer.
 
 Torch releases the interpreter lock only while a handler runs. `dump_nccl_trace_json` needs a request of torch's own C++
-type, which no Python object can stand in for; the server makes one for each HTTP request. It is started at the first
+type, which no Python object can replace; the server makes one for each HTTP request. It is started at the first
 request and runs until the process ends: torch holds the interpreter lock while the server shuts down, and would wait
 for a handler that does not return. Linux only, as NCCL is.
 """

@@ -153,7 +153,7 @@ class Megatron(Parted):
 
         return super().on_gradient(parameter, call)
 
-    # What the optimizer works on.
+    # Tensors of the optimizer.
 
     def optimizers(self, given: Sequence[Any]) -> tuple[torch.optim.Optimizer, ...]:
         """Return the torch optimizers inside of Megatron's, chained or not."""

@@ -1,7 +1,7 @@
 """Hooks on the gradient of a parameter, which hold neither the parameter nor anything that is weak on it.
 
-`torch.utils.swap_tensors`, which `Module.to()` and `load_state_dict` can be told to use, gives a parameter another
-tensor: the table of hooks stays with the parameter, but torch calls nothing in it any more, nor what is registered in
+`torch.utils.swap_tensors`, an option of `Module.to()` and `load_state_dict`, gives a parameter another
+tensor: the table of hooks remains with the parameter, but torch calls none of its hooks, nor hooks registered in
 it later. So a hook is renewed when a step begins, and a table that held our hooks alone leaves with them: a hook that
 the script registers after a swap works as without a monitor.
 """

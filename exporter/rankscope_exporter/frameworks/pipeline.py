@@ -21,7 +21,7 @@ _TRIALS: Final = ("_forward_metadata_inference", "_backward_metadata_inference")
 
 
 class Stage(Protocol):
-    """What is needed of a stage of a pipeline: its module."""
+    """A stage of a pipeline, as far as it is used: its module."""
 
     @property
     def submod(self) -> nn.Module:
@@ -89,27 +89,27 @@ class Pipeline(Framework):
         return self._inner[0].copies(max(1, world_size // self.stages[0].group_size))
 
     def layout(self, parameter: torch.Tensor) -> Layout:
-        """Return what the inner framework says."""
+        """Ask the inner framework."""
         return self._of(parameter).layout(parameter)
 
     def local_form(self, parameter: torch.Tensor) -> Form | None:
-        """Return what the inner framework says."""
+        """Ask the inner framework."""
         return self._of(parameter).local_form(parameter)
 
     def is_same_on(self, parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
-        """Return what the inner framework says."""
+        """Ask the inner framework."""
         return self._of(parameter).is_same_on(parameter, ranks)
 
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
-        """Return what the inner framework says."""
+        """Ask the inner framework."""
         return self._of(parameter).replicas(parameter)
 
     def is_in_place(self, named: NamedParameter) -> bool:
-        """Return what the inner framework says."""
+        """Ask the inner framework."""
         return self._of_identity(named.identity).is_in_place(named)
 
     def parameter(self, named: NamedParameter) -> nn.Parameter | None:
-        """Return what the inner framework says."""
+        """Ask the inner framework."""
         return self._of_identity(named.identity).parameter(named)
 
     @property
@@ -142,7 +142,7 @@ class Pipeline(Framework):
         return self._finishing
 
     def holds_gradient(self, parameter: nn.Parameter) -> bool:
-        """Return what the inner framework says."""
+        """Ask the inner framework."""
         return self._of(parameter).holds_gradient(parameter)
 
     def install(self, hooking: Hooking) -> None:

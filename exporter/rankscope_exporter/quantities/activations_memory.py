@@ -1,6 +1,6 @@
 """Which tensors of a step have been read already: a tensor that several modules pass on is measured once.
 
-The id() of a tensor is another tensor's once it is freed, so what is known of a tensor ends with the tensor. Nothing
+The id() of a tensor is another tensor's once it is freed, so the entry of a tensor ends with the tensor. Nothing
 here keeps a tensor alive for longer than the training does, but for leaves until the next call of a module.
 """
 

@@ -48,7 +48,7 @@ def functions(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 class Failures(list[tuple[str, BaseException]]):
-    """What was reported."""
+    """The reported failures."""
 
     def report(self, where: str, error: BaseException) -> None:
         self.append((where, error))
@@ -247,9 +247,9 @@ def read(*recorders, seconds=60.0):
     return {name: [raw["profiling_name"] for raw in entries] for name, entries in found.items()}
 
 def failed():
-    told = [[where, type(error).__name__, str(error)] for where, error in failures]
+    reported = [[where, type(error).__name__, str(error)] for where, error in failures]
     failures.clear()
-    return told
+    return reported
 
 def join():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

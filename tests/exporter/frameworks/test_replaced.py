@@ -1,4 +1,4 @@
-"""A replaced method: calls are seen, copies of the object are not watched, and what was there is put back."""
+"""A replaced method: calls are seen, copies of the object are not watched, and the earlier method is put back."""
 
 from __future__ import annotations
 

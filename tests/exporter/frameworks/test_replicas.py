@@ -59,7 +59,7 @@ def test_a_stage_of_a_pipeline_answers_as_its_wrapper_does() -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_what_ddp_ignores_has_none_and_what_is_frozen_has() -> None:
+def test_ignored_parameters_have_no_replicas_and_frozen_ones_have() -> None:
     net = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
     net[1].weight.requires_grad_(False)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["0.bias"])

@@ -48,7 +48,7 @@ def test_the_token_goes_to_the_service(new_rank, service, until):
     assert {"Bearer open-sesame"} == set(service.authorizations)
 
 
-def test_a_heartbeat_repeats_what_is_true_now(new_rank, service, record, until):
+def test_a_heartbeat_repeats_the_present_state(new_rank, service, record, until):
     service.heartbeat_seconds = 0.1
     rank = new_rank(ingest_url=service.url)
     until(lambda: service.registrations)
