@@ -14,8 +14,8 @@ from pathlib import Path
 
 from _rows import Row, print_rows
 
-from rankscope.demonstration.receiver import Way
-from rankscope.live.programs import ALERTMANAGER, PROMETHEUS, required
+from rankscope.demo.receiver import Way
+from rankscope.up.executables import ALERTMANAGER, PROMETHEUS, required
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "end_to_end"))
 from alerting import GROUP_WAIT_SECONDS, Alerting, alerting, live_runs

@@ -12,7 +12,7 @@ def main() -> None:
             from rankscope_ingest.allocator import share_allocator
 
             share_allocator()
-        from rankscope.command import main as run
+        from rankscope.commands import main as run
 
         run()
     except ModuleNotFoundError as missing:

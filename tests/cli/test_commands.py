@@ -16,7 +16,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from rankscope.command import subcommands
+from rankscope.commands import subcommands
 from rankscope_storage.connection import connect
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cli"

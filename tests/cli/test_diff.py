@@ -10,7 +10,7 @@ import pytest
 from tests.cli.conftest import START, common, table
 from tests.cli.test_commands import assert_golden
 
-from rankscope.command import main
+from rankscope.commands import main
 from rankscope_storage.schema import dataset_schema
 from rankscope_storage.store import Batch, Store
 

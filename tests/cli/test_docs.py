@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.command import subcommands
-from rankscope.demonstration.report import STATEMENTS
+from rankscope.commands import subcommands
+from rankscope.demo.report import STATEMENTS
 from rankscope_contract.metrics import CATALOG
 from rankscope_contract.records import DATASETS
 from rankscope_storage.connection import connect

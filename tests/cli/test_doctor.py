@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
+from rankscope.base.http_client import Answer, UnreachableError
 from rankscope.commands.doctor import examined
-from rankscope.examination.findings import as_json, fail, healthy, lines, ok, warn
-from rankscope.examination.listeners import Listener, listeners
-from rankscope.examination.machine import numbers
-from rankscope.examination.surroundings import Machine
-from rankscope.examination.whereabouts import Whereabouts, found
-from rankscope.live.folder import Folder
-from rankscope.live.http_client import Answer, UnreachableError
+from rankscope.doctor.endpoints import Whereabouts, found
+from rankscope.doctor.environment import Machine
+from rankscope.doctor.machine import numbers
+from rankscope.doctor.result import as_json, fail, healthy, lines, ok, warn
+from rankscope.up.ports import Listener, listeners
+from rankscope.up.state_dir import Folder
 from rankscope_ingest.config_file import load_config
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cli"

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope.errors import CommandError, nearest
-from rankscope.output import Format, as_text, cell, distinct_names, write_rows
+from rankscope.base.errors import CommandError, nearest
+from rankscope.output.rows import Format, as_text, cell, distinct_names, write_rows
 
 ROWS = pa.table(
     {

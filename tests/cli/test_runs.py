@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rankscope.command import build
-from rankscope.errors import CommandError
+from rankscope.base.errors import CommandError
+from rankscope.commands import build
 
 OLD_STORE = Path(__file__).parents[1] / "storage" / "data" / "store_without_labels"
 GOLDEN = Path(__file__).parents[1] / "golden" / "cli" / "runs_show.txt"

@@ -16,9 +16,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from rankscope.base.errors import TAKEN_OVER, USAGE, CommandError
 from rankscope.commands.serve import _Lines, _run, load_settings
-from rankscope.errors import TAKEN_OVER, USAGE, CommandError
-from rankscope.progress import fetch_runs
+from rankscope.output.progress import fetch_runs
 from rankscope_storage.errors import ShardLostError
 
 UNITS = Path(__file__).parents[2] / "deploy" / "systemd"

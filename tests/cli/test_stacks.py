@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from rankscope.base.errors import CommandError
 from rankscope.commands.stacks import stacks
-from rankscope.errors import CommandError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cli"
 SITE = "/env/lib/python3.11/site-packages"

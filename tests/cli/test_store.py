@@ -9,7 +9,7 @@ import shutil
 import pyarrow as pa
 import pytest
 
-from rankscope.command import main
+from rankscope.commands import main
 from rankscope_storage.care import compaction
 from rankscope_storage.connection import connect
 from rankscope_storage.schema import dataset_schema

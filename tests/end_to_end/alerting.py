@@ -21,12 +21,12 @@ from typing import Any
 
 from aiosmtpd.controller import Controller
 
-from rankscope.demonstration.receiver import Alert, Receiver, Way
-from rankscope.live.addresses import receivers
-from rankscope.live.folder import Folder
-from rankscope.live.ports import any_free
-from rankscope.live.stack import ServiceWish, Wish, files, pieces
-from rankscope.live.supervision import Requests, Supervision
+from rankscope.demo.receiver import Alert, Receiver, Way
+from rankscope.up.notify_addresses import receivers
+from rankscope.up.ports import any_free
+from rankscope.up.programs import ServiceWish, Wish, files, pieces
+from rankscope.up.state_dir import Folder
+from rankscope.up.supervisor import Requests, Supervision
 
 SCRAPE_SECONDS = 1.0
 GROUP_WAIT_SECONDS = 1.0

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from rankscope.demonstration.receiver import Way
+from rankscope.demo.receiver import Way
 
 sys.path.insert(0, str(Path(__file__).parent))
 from alerting import EVENT_SECONDS, Alerting, Ranks, alerting, live_runs

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.programs import run_program
 
-from rankscope.demonstration.receiver import Receiver
+from rankscope.demo.receiver import Receiver
 from rankscope_storage.asking import reports
 from rankscope_storage.connection import connect
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.programs import Started
 
-from rankscope.demonstration.receiver import Receiver
+from rankscope.demo.receiver import Receiver
 from rankscope_storage.connection import connect
 
 SCRIPT = Path(__file__).with_name("hanging_training.py")

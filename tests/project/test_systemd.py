@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.systemd import notify
+from rankscope.commands.serve import notify_systemd
 from rankscope_ingest.config_file import load_config
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "systemd"
@@ -109,13 +109,13 @@ def test_command_of_the_unit_serves_and_tells_systemd_that_it_is_ready_and_alive
 
 
 def test_without_systemd_nothing_is_said(tmp_path, caplog):
-    notify("READY=1", {})
+    notify_systemd("READY=1", {})
 
     assert [] == caplog.records
 
 
 def test_systemd_that_cannot_be_told_is_no_reason_to_stop(tmp_path, caplog):
-    notify("READY=1", {"NOTIFY_SOCKET": str(tmp_path / "gone")})
+    notify_systemd("READY=1", {"NOTIFY_SOCKET": str(tmp_path / "gone")})
 
     assert ["systemd cannot be told READY: No such file or directory"] == [
         record.getMessage().replace("[Errno 2] ", "") for record in caplog.records
@@ -126,6 +126,6 @@ def test_abstract_sockets_are_reached_too():
     name = f"rankscope-test-{time.time_ns()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind("\0" + name)
-        notify("READY=1", {"NOTIFY_SOCKET": "@" + name})
+        notify_systemd("READY=1", {"NOTIFY_SOCKET": "@" + name})
 
         assert b"READY=1" == systemd.recv(100)

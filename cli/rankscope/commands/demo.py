@@ -15,11 +15,11 @@ from typing import Annotated, Final
 import typer
 from rich.console import Console
 
-from rankscope.demonstration.checks import Fault, Plan, told_by_alertmanager
-from rankscope.demonstration.receiver import Receiver, Way
-from rankscope.errors import USAGE, CommandError
-from rankscope.live.children import child, interrupted_by_termination, stop
-from rankscope.progress import View, fetch_runs, view_for
+from rankscope.base.errors import USAGE, CommandError
+from rankscope.demo.checks import Fault, Plan, told_by_alertmanager
+from rankscope.demo.receiver import Receiver, Way
+from rankscope.output.progress import View, fetch_runs, view_for
+from rankscope.up.processes import child, interrupted_by_termination, stop
 
 RUN: Final = "demo"
 RANKS: Final = 2
@@ -68,7 +68,7 @@ def demo(
     faults = () if no_faults else FAULTS
     with interrupted_by_termination(), Receiver() as receiver:
         tensors, ways = _collect(console, folder, receiver, faults, _training_command(steps, seed, no_faults))
-    from rankscope.demonstration.report import report
+    from rankscope.demo.report import report
 
     plan = Plan(run=RUN, ranks=RANKS, steps=steps, tensors=tensors, faults=faults, ways=ways)
     good = report(console, folder, plan, receiver.alerts)
@@ -102,7 +102,7 @@ def _collect(
 @contextlib.contextmanager
 def _monitored(console: Console, folder: Path, url: str, receiver: Receiver) -> Iterator[Sequence[Way]]:
     """Give the ways by which alerts will arrive: Prometheus and Alertmanager are used where the machine has them."""
-    from rankscope.demonstration.monitoring import missing, monitored
+    from rankscope.demo.prometheus import missing, monitored
 
     if remedies := missing():
         console.print(f"{'alerts':<14}by the service alone: {'; '.join(remedies)}", markup=False, soft_wrap=True)

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from rankscope.errors import USAGE, CommandError
-from rankscope.opening import chosen_run, opened
-from rankscope.options import Store
-from rankscope.ranges import step_range
+from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.open_store import chosen_run, opened
+from rankscope.base.options import Store, step_range
 from rankscope_contract.collectives import spans
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def diff(
 
     rankscope diff my-run --attempts 0 1 --kind param_after
     """
-    from rankscope.divergences import document, lines
+    from rankscope.output.diff_text import document, lines
     from rankscope_storage.analysis.divergence import Tolerance, divergence
     from rankscope_storage.analysis.sides import Selected
 

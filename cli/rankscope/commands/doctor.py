@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from rankscope.commands.serve import load_settings
-from rankscope.errors import CommandError
+from rankscope.base.errors import CommandError
+from rankscope.base.service_settings import load_settings
 
 if TYPE_CHECKING:
-    from rankscope.examination.findings import Finding
-    from rankscope.examination.surroundings import Surroundings
-    from rankscope.examination.whereabouts import Whereabouts
+    from rankscope.doctor.endpoints import Whereabouts
+    from rankscope.doctor.environment import Surroundings
+    from rankscope.doctor.result import Finding
 
 CONFIGURATION: Final = "Configuration"
 
@@ -43,9 +43,9 @@ def doctor(
 
     rankscope doctor --url http://127.0.0.1:9470 --json
     """
-    from rankscope.examination import findings
-    from rankscope.examination.surroundings import Machine
-    from rankscope.examination.whereabouts import found, told
+    from rankscope.doctor import findings
+    from rankscope.doctor.endpoints import found, told
+    from rankscope.doctor.environment import Machine
 
     try:
         settings = load_settings(config, store, None, None)
@@ -63,7 +63,7 @@ def doctor(
 
 def examined(world: Surroundings, where: Whereabouts) -> Iterator[Finding]:
     """Yield everything that was found, from the machine to the people."""
-    from rankscope.examination import machine, monitoring, ranks, service
+    from rankscope.doctor import machine, monitoring, ranks, service
 
     yield from machine.machine(world)
     yield from service.service(world, where.service, where.token)

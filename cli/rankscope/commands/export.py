@@ -11,13 +11,32 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rankscope.errors import USAGE, CommandError, nearest
-from rankscope.opening import chosen_run, opened
-from rankscope.options import Run, Store
+from rankscope.base.errors import USAGE, CommandError, nearest
+from rankscope.base.open_store import chosen_run, opened
+from rankscope.base.options import Run, Store
 
 if TYPE_CHECKING:
     from rankscope_storage.connection import Connection
     from rankscope_storage.exports import Exporter, ExportOptions, ExportReport, Progress
+
+
+Target = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="File or folder to write. Default: a name made of the run and the format."),
+]
+TimeStart = Annotated[
+    str | None, typer.Option(help="Only rows from this time: 2026-03-01T12:00:00, or Mar01_12-00-00 (UTC).")
+]
+DataTypes = Annotated[
+    str | None, typer.Option(help="Only tensors of these families or kinds: actv,grad_reduced,exp_avg.")
+]
+Decimals = Annotated[
+    int | None, typer.Option(min=0, help="csv: round values to this number of decimals, as msprobe does.")
+]
+AppendOutput = Annotated[
+    tuple[str, str] | None,
+    typer.Option(help="csv: continue in the folders that were started between these two times.", metavar="FROM TO"),
+]
 
 
 def export(
@@ -26,29 +45,17 @@ def export(
     form: Annotated[
         str, typer.Option("--format", "-f", help="csv, tensorboard, sqlite, openmetrics or parquet.")
     ] = "csv",
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="File or folder to write; named after run and format when left out."),
-    ] = None,
-    time_start: Annotated[
-        str | None, typer.Option(help="Rows from this time on: 2026-03-01T12:00:00, or Mar01_12-00-00 (UTC).")
-    ] = None,
+    output: Target = None,
+    time_start: TimeStart = None,
     time_end: Annotated[str | None, typer.Option(help="Rows up to this time.")] = None,
     steps: Annotated[str | None, typer.Option(help="Rows of these steps: first:last.")] = None,
     ranks: Annotated[str | None, typer.Option(help="Rows of these ranks: 0,8-15.")] = None,
     attempt: Annotated[int | None, typer.Option(min=0, help="Rows of this launch of the run.")] = None,
-    data_type_list: Annotated[
-        str | None, typer.Option(help="Tensors of these families or kinds: actv,grad_reduced,exp_avg.")
-    ] = None,
+    data_type_list: DataTypes = None,
     process_num: Annotated[int, typer.Option(min=1, help="Processes that write at once.")] = 1,
     step_count_per_record: Annotated[int, typer.Option(min=1, help="csv: steps in one file.")] = 1,
-    seed_rounding: Annotated[
-        int | None, typer.Option(min=0, help="csv: round to so many decimals, as the existing tool does.")
-    ] = None,
-    append_output: Annotated[
-        tuple[str, str] | None,
-        typer.Option(help="csv: go on in the folders begun within these two times.", metavar="FROM TO"),
-    ] = None,
+    seed_rounding: Decimals = None,
+    append_output: AppendOutput = None,
     step_partition: Annotated[int, typer.Option(min=1, help="sqlite: steps in one table.")] = 500,
 ) -> None:
     """Write one run of a store in the format of another tool. What the format cannot hold is counted.

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rankscope.errors import USAGE, CommandError, nearest
-from rankscope.options import Store
+from rankscope.base.errors import USAGE, CommandError, nearest
+from rankscope.base.options import Store
 
 if TYPE_CHECKING:
     from rankscope_contract.rules import AnomalyRule

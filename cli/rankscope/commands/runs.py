@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from rankscope.errors import USAGE, CommandError
-from rankscope.opening import chosen_run, opened
-from rankscope.options import Output, OutputFormat, Store
-from rankscope.output import Format, as_json, write_rows, write_text
+from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.open_store import chosen_run, opened
+from rankscope.base.options import Store
+from rankscope.output.rows import Format, Output, OutputFormat, as_json, write_rows, write_text
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -44,18 +44,18 @@ _NAMES: Final = {
     Action.RENAME: "RUN NAME",
     Action.MERGE: "RUN INTO",
 }
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="show, rm: RUN; tag: RUN KEY=VALUE…; untag: RUN KEY…; note: RUN TEXT; rename: RUN NAME; merge: RUN INTO."
+    ),
+]
 _LABELS: Final = (Action.TAG, Action.UNTAG, Action.NOTE)
 
 
 def runs(
     action: Annotated[Action, typer.Argument(help="list, show, tag, untag, note, rm, rename or merge.")] = Action.LIST,
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="show, rm: RUN; tag: RUN KEY=VALUE…; untag: RUN KEY…; note: RUN TEXT; rename: RUN NAME; "
-            "merge: RUN INTO."
-        ),
-    ] = None,
+    names: Names = None,
     store: Store = Path("history"),
     tag: Annotated[
         list[str] | None, typer.Option("--tag", "-t", help="list: only runs with KEY=VALUE, or with KEY; may repeat.")
@@ -88,13 +88,25 @@ def runs(
 
     rankscope runs merge 48151624 pretraining
     """
-    given = names or []
+    _run_action(action, names or [], store, tag or [], form, output, yes=yes)
+
+
+def _run_action(
+    action: Action,
+    given: Sequence[str],
+    store: Path,
+    tag: Sequence[str],
+    form: Format,
+    output: Path | None,
+    *,
+    yes: bool,
+) -> None:
     if tag and action is not Action.LIST:
         raise CommandError(
             f"--tag chooses runs of the list: write rankscope runs {action} {_NAMES[action]}", code=USAGE
         )
     if action is Action.LIST and not given:
-        _list(store, tag or [], form, output)
+        _list(store, tag, form, output)
         return
     if not _fits(action, len(given)):
         raise CommandError(f"write: rankscope runs {action} {_NAMES[action]}".rstrip(), code=USAGE)
@@ -140,7 +152,7 @@ def _having(rows: pa.Table, wanted: Sequence[str]) -> pa.Table:
 
 
 def _show(store: Path, run: str, form: Format, output: Path | None) -> None:
-    from rankscope.run_facts import fact_lines, run_facts
+    from rankscope.output.run_details import fact_lines, run_facts
 
     if form not in (Format.TABLE, Format.JSON):
         raise CommandError("runs show prints lines, or --format json", code=USAGE)

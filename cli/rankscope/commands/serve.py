@@ -5,23 +5,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
 
-from rankscope.errors import TAKEN_OVER, USAGE, CommandError
-from rankscope.output import printable
-from rankscope.systemd import ALIVE, READY, notify
+from rankscope.base.errors import TAKEN_OVER, USAGE, CommandError
+from rankscope.base.service_settings import load_settings
+from rankscope.output.rows import printable
 
 if TYPE_CHECKING:
-    from rankscope.progress import View
+    from rankscope.output.progress import View
     from rankscope_ingest.config import ServiceConfig
     from rankscope_ingest.progress import Progress
+log = logging.getLogger(__name__)
 
-DEFAULT_STORE: Final = "history"
+READY: Final = "READY=1"
+ALIVE: Final = "WATCHDOG=1"
+"""To be repeated: where the unit has a watchdog, silence means that the service hangs."""
 
 
 def serve(
@@ -43,36 +48,12 @@ def serve(
     rankscope serve service.toml --listen 127.0.0.1:9470 --notify json://127.0.0.1:8080/alerts
     """
     settings = load_settings(config, store, listen, notify)
-    from rankscope.progress import view_for
+    from rankscope.output.progress import view_for
 
     console = Console(highlight=False)
     with view_for(console) as view:
         _log_to(view)
         _run(settings, view, show=not quiet)
-
-
-def default_store() -> str:
-    """Return where the store is when nobody says so."""
-    return os.environ.get("RANKSCOPE_STORE") or DEFAULT_STORE
-
-
-def load_settings(
-    config: Path | None, store: Path | None, listen: str | None, notify: list[str] | None
-) -> ServiceConfig:
-    """Return the service's configuration, options over the file. Raises CommandError naming what is wrong."""
-    from rankscope_ingest.config_file import load_config
-    from rankscope_ingest.errors import ConfigError
-
-    given: dict[str, Any] = {
-        "store.path": str(store) if store else default_store() if config is None else None,
-        "service.listen": listen,
-        "notify.urls": tuple(notify) if notify else None,
-    }
-    try:
-        overrides = {key: value for key, value in given.items() if value is not None}
-        return load_config(config, overrides, environment=os.environ)
-    except ConfigError as error:
-        raise CommandError(str(error), code=USAGE) from error
 
 
 def _run(settings: ServiceConfig, view: View, *, show: bool) -> None:
@@ -84,7 +65,7 @@ def _run(settings: ServiceConfig, view: View, *, show: bool) -> None:
         view.say(f"listening on {url}")
         view.say(f"storing into {settings.store.path}")
         view.say(f"ranks find it with RANKSCOPE_INGEST_URL={url}")
-        notify(READY)
+        notify_systemd(READY)
 
     teller = _Teller(view, show=show)
     try:
@@ -110,7 +91,7 @@ class _Teller:
 
     def tell(self, progress: Progress) -> None:
         self.rows_stored, self.rows_pending = progress.rows_stored, progress.rows_pending
-        notify(ALIVE)
+        notify_systemd(ALIVE)
         if progress.degraded != self._trouble:
             self._trouble = progress.degraded
             self._view.say(f"trouble: {self._trouble}" if self._trouble else "all is well again")
@@ -140,3 +121,16 @@ def _log_to(view: View) -> None:
     logger.addHandler(_Lines(view))
     logger.setLevel(logging.INFO)
     logging.getLogger("rankscope_storage").addHandler(_Lines(view))
+
+
+def notify_systemd(state: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Send `state`; a systemd that cannot be told is no reason to stop serving."""
+    address = environment.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
+            told.connect("\0" + address[1:] if address.startswith("@") else address)
+            told.send(state.encode("utf-8", "replace"))
+    except OSError as error:
+        log.warning("systemd cannot be told %s: %s", state.partition("=")[0], error)

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from rankscope.errors import USAGE, CommandError
-from rankscope.opening import opened
-from rankscope.options import Output, OutputFormat, Store
-from rankscope.output import TABLE_ROWS, Format, write_rows, write_text
+from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.open_store import opened
+from rankscope.base.options import Store
+from rankscope.output.rows import TABLE_ROWS, Format, Output, OutputFormat, write_rows, write_text
 
 
 def sql(

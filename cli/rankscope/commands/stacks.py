@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from rankscope.errors import USAGE, CommandError
+from rankscope.base.errors import USAGE, CommandError
 
 ASK_SECONDS: Final = 60.0
 """The service waits for each rank for as long as its own timeout says; several at once."""
@@ -39,7 +39,7 @@ def stacks(
 
     rankscope stacks my-run --rank 3 --all-threads
     """
-    from rankscope.standings import lines
+    from rankscope.output.stacks_text import lines
 
     address = service.rstrip("/")
     answer = _asked(address, run or _only_run(address), rank or None)
@@ -53,8 +53,8 @@ def stacks(
 
 
 def _asked(service: str, run: str, ranks: list[int] | None) -> dict[str, Any]:
-    from rankscope.live.http_client import UnreachableError, post
-    from rankscope.live.trust import environment_trust
+    from rankscope.base.http_client import UnreachableError, post
+    from rankscope.base.service_settings import environment_trust
     from rankscope_contract.channel import RUN_STACKS_PATH
 
     try:
@@ -77,8 +77,8 @@ def _asked(service: str, run: str, ranks: list[int] | None) -> dict[str, Any]:
 
 
 def _only_run(service: str) -> str:
-    from rankscope.live.http_client import UnreachableError, get
-    from rankscope.live.trust import environment_trust
+    from rankscope.base.http_client import UnreachableError, get
+    from rankscope.base.service_settings import environment_trust
     from rankscope_contract.channel import RUNS_PATH
 
     try:

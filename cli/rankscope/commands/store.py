@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rankscope.errors import USAGE, CommandError
-from rankscope.options import Output, OutputFormat
-from rankscope.options import Store as Folder
-from rankscope.output import Format, write_rows
+from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.options import Store as Folder
+from rankscope.output.rows import Format, Output, OutputFormat, write_rows
 
 if TYPE_CHECKING:
     from rankscope_storage.care.findings import CheckReport
@@ -42,6 +41,14 @@ class By(enum.StrEnum):
     TIER = "tier"
 
 
+Days = Annotated[
+    float | None, typer.Option(min=0, help="retain: days to keep raw tensor statistics.", show_default=False)
+]
+ScalarsDays = Annotated[float | None, typer.Option(min=0, help="retain: days to keep raw scalars.", show_default=False)]
+SamplesDays = Annotated[float | None, typer.Option(min=0, help="retain: days to keep samples.", show_default=False)]
+RollupDays = Annotated[float | None, typer.Option(min=0, help="retain: days to keep rollups.", show_default=False)]
+
+
 def store(
     action: Annotated[Action, typer.Argument(help="check, stats, compact, retain or repair.")],
     store: Folder = Path("history"),
@@ -52,18 +59,10 @@ def store(
         bool, typer.Option("--force", help="repair: give up files of a disk or mount that is away, too.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="retain, repair: only say what would be done.")] = False,
-    days: Annotated[
-        float | None, typer.Option(min=0, help="retain: days that raw statistics are kept.", show_default=False)
-    ] = None,
-    scalars_days: Annotated[
-        float | None, typer.Option(min=0, help="retain: days that raw scalars are kept.", show_default=False)
-    ] = None,
-    samples_days: Annotated[
-        float | None, typer.Option(min=0, help="retain: days that samples are kept.", show_default=False)
-    ] = None,
-    rollup_days: Annotated[
-        float | None, typer.Option(min=0, help="retain: days that rollups are kept.", show_default=False)
-    ] = None,
+    days: Days = None,
+    scalars_days: ScalarsDays = None,
+    samples_days: SamplesDays = None,
+    rollup_days: RollupDays = None,
     by: Annotated[By, typer.Option(help="stats: a row for each of these.")] = By.DATASET,
     form: OutputFormat = Format.TABLE,
     output: Output = None,

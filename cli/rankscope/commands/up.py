@@ -5,36 +5,42 @@ from __future__ import annotations
 import contextlib
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
 
-from rankscope.errors import CommandError
-from rankscope.live.ports import Ports
+from rankscope.base.errors import CommandError
+from rankscope.output.rows import columns
+from rankscope.up.ports import Ports
 
 if TYPE_CHECKING:
-    from rankscope.live.arrangement import Arrangement
-    from rankscope.live.supervision import Requests, Supervision
-    from rankscope.progress import View
+    from rankscope.output.progress import View
+    from rankscope.up.plan import Arrangement
+    from rankscope.up.programs import Piece
+    from rankscope.up.supervisor import Requests, Supervision
 
 LOOK_EVERY_SECONDS: Final = 0.2
 SHOW_EVERY_SECONDS: Final = 1.0
+HEAD: Final = ("what", "address", "state", "log")
+
+
+NotifyAddresses = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Address that Alertmanager notifies: https://… for a webhook, smtp://host:port?to=… for mail; may be "
+        "repeated. Prefix critical= sends only critical alerts."
+    ),
+]
 
 
 def up(
     config: Annotated[Path | None, typer.Argument(help="TOML file of the service, as for `rankscope serve`.")] = None,
     store: Annotated[Path | None, typer.Option("--store", "-s", help="Folder of the store.")] = None,
     listen: Annotated[str | None, typer.Option(help="Where the service listens, host:port.")] = None,
-    notify: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Whom Alertmanager tells: https://… for a webhook, smtp://host:port?to=…; may be repeated, "
-            "critical=… for critical alerts alone."
-        ),
-    ] = None,
+    notify: NotifyAddresses = None,
     ports: Annotated[Ports, typer.Option(help="The usual ports (another one where one is taken), or free ones.")] = (
         Ports.FIXED
     ),
@@ -67,7 +73,7 @@ def up(
 
     rankscope up --print-config
     """
-    from rankscope.live.arrangement import Choices, arranged
+    from rankscope.up.plan import Choices, arranged
 
     choices = Choices(
         config=config,
@@ -97,8 +103,8 @@ def _print(arrangement: Arrangement) -> None:
 
 
 def _run(arrangement: Arrangement, *, quiet: bool) -> None:
-    from rankscope.live.supervision import Requests, Supervision
-    from rankscope.progress import view_for
+    from rankscope.output.progress import view_for
+    from rankscope.up.supervisor import Requests, Supervision
 
     console, requests = Console(highlight=False), Requests()
     arrangement.folder.make()
@@ -136,8 +142,6 @@ def _surviving(say: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def _tell(arrangement: Arrangement, supervision: Supervision, view: View) -> None:
-    from rankscope.live.table import exports, overview
-
     for line in arrangement.notes:
         view.say(line)
     view.say("")
@@ -154,8 +158,7 @@ def _tell(arrangement: Arrangement, supervision: Supervision, view: View) -> Non
 
 def _watch(arrangement: Arrangement, supervision: Supervision, requests: Requests, view: View, *, quiet: bool) -> None:
     """Keep all running, and show what the runs do, until we are asked to end or the service is lost."""
-    from rankscope.live.table import service_url
-    from rankscope.progress import fetch_runs
+    from rankscope.output.progress import fetch_runs
 
     url, shown_at = service_url(arrangement.pieces), 0.0
     while not requests.count and supervision.look():
@@ -165,3 +168,30 @@ def _watch(arrangement: Arrangement, supervision: Supervision, requests: Request
             if runs is not None:
                 view.show(runs, shown_at)
         time.sleep(LOOK_EVERY_SECONDS)
+
+
+def overview(pieces: Iterable[Piece], states: Mapping[str, str], left_out: Mapping[str, str]) -> list[str]:
+    """Return one line per program; `left_out` says why others do not run."""
+    rows = [(piece.name, piece.url, states[piece.name], shown(piece.log)) for piece in pieces]
+    return columns(HEAD, [*rows, *((name, "-", why, "-") for name, why in left_out.items())])
+
+
+def exports(service_url: str, token_file: Path | None) -> list[str]:
+    """Return the lines that go into the training job."""
+    lines = [f"export RANKSCOPE_INGEST_URL={service_url}"]
+    return lines if token_file is None else [*lines, f"export RANKSCOPE_TOKEN_FILE={shlex.quote(str(token_file))}"]
+
+
+def shown(path: Path) -> str:
+    """Return a path as short as one would type it here."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def service_url(pieces: Iterable[Piece]) -> str:
+    """Return where ranks register."""
+    from rankscope.up.programs import SERVICE
+
+    return next(piece.url for piece in pieces if piece.name == SERVICE)

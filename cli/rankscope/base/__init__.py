@@ -1,0 +1,1 @@
+"""Errors, options and clients that all other folders of the command use."""

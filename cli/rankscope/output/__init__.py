@@ -1,0 +1,1 @@
+"""Rows, texts and progress as the command prints them."""
