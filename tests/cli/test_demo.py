@@ -15,9 +15,9 @@ import psutil
 import pytest
 from rich.console import Console
 
-from rankscope.demo.checks import AT_EVERY_STEP, WHERE_THE_OPTIMIZER_RAN, Fault, Plan, checks, delays
-from rankscope.demo.receiver import Alert, Receiver, Way, understood
-from rankscope.output.progress import BarView, PlainView, facts
+from rankscope.demo.checks import KINDS_OF_EVERY_STEP, KINDS_OF_OPTIMIZER_STEPS, ExpectedRun, Fault, checks, delays
+from rankscope.demo.receiver import Alert, AlertReceiver, Sender, parse_alert
+from rankscope.output.progress import BarView, PlainView, progress_parts
 from rankscope.up.processes import child, interrupted_by_termination, stop
 from rankscope_ingest.progress import RunProgress
 
@@ -38,16 +38,16 @@ RUN = RunProgress(
     eta_seconds=75.0,
 )
 FAULT = Fault(step=2, rank=1, tensor="w", rule="AnomalyNan", skips_step=True)
-PLAN = Plan(run="demo", ranks=2, steps=3, tensors=4, faults=(FAULT,))
+EXPECTED = ExpectedRun(run="demo", ranks=2, steps=3, tensors=4, faults=(FAULT,))
 ALERT = Alert(0.0, "[critical] demo: AnomalyNan", "run: demo\nrank: 1\nstep: 2\ntensor: w\n")
 LABELS = {"run": "demo", "rule": "AnomalyNan", "rank": "1"}
-BOTH_WAYS = replace(PLAN, ways=tuple(Way))
+BOTH_SENDERS = replace(EXPECTED, senders=tuple(Sender))
 
 
 def stored(**changes):
     """Return a stand-in for the store that answers the checks' own questions as a perfect run would."""
-    rows = {kind: PLAN.rows_of(kind) for kind in (*AT_EVERY_STEP, *WHERE_THE_OPTIMIZER_RAN)}
-    rows["grad_clipped"] = 2 * PLAN.tensors
+    rows = {kind: EXPECTED.rows_of(kind) for kind in (*KINDS_OF_EVERY_STEP, *KINDS_OF_OPTIMIZER_STEPS)}
+    rows["grad_clipped"] = 2 * EXPECTED.tensors
     answers = {
         "group by kind": list((rows | changes.get("rows", {})).items()),
         "having": [(changes.get("doubled", 0),)],
@@ -59,12 +59,12 @@ def stored(**changes):
 
 
 def test_rows_of_a_skipped_step_are_those_of_gradients_alone():
-    assert 2 * 3 * 4 == PLAN.rows_of("grad_reduced")
-    assert 2 * 2 * 4 == PLAN.rows_of("exp_avg")
+    assert 2 * 3 * 4 == EXPECTED.rows_of("grad_reduced")
+    assert 2 * 2 * 4 == EXPECTED.rows_of("exp_avg")
 
 
 def test_checks_hold_for_a_perfect_run():
-    assert [] == [check.text for check in checks(PLAN, stored(), [ALERT]) if not check.holds]
+    assert [] == [check.text for check in checks(EXPECTED, stored(), [ALERT]) if not check.holds]
 
 
 @pytest.mark.parametrize(
@@ -84,27 +84,27 @@ def test_checks_hold_for_a_perfect_run():
     ],
 )
 def test_anything_missing_or_superfluous_fails_a_check(changes, alerts):
-    assert not all(check.holds for check in checks(PLAN, stored(**changes), alerts))
+    assert not all(check.holds for check in checks(EXPECTED, stored(**changes), alerts))
 
 
 def webhook(*labels: dict[str, str], at: float = 5.0, status: str = "firing") -> Alert:
     alerts = [{"labels": given, "annotations": {"summary": f"rank {given['rank']}"}} for given in labels]
     group = {"run": "demo", "rule": "AnomalyNan"}
-    return understood({"version": "4", "status": status, "groupLabels": group, "alerts": alerts}, at)
+    return parse_alert({"version": "4", "status": status, "groupLabels": group, "alerts": alerts}, at)
 
 
 def test_alertmanager_is_told_from_the_service_by_what_it_posts():
     alert = webhook(LABELS, LABELS | {"rank": "0"}, status="resolved")
 
-    assert Way.ALERTMANAGER is alert.way
-    assert Way.EMBEDDED is understood({"title": "bad", "message": "worse"}, 0.0).way
+    assert Sender.ALERTMANAGER is alert.sender
+    assert Sender.EMBEDDED is parse_alert({"title": "bad", "message": "worse"}, 0.0).sender
     assert "[resolved] AnomalyNan in run demo: 2 alerts" == alert.title
     assert ["      rank 0", "      rank 1"] == list(alert.lines())[1:]
     assert "by Alertmanager: " in next(alert.lines())
 
 
 def failed(alerts: list[Alert]) -> list[str]:
-    return [check.text for check in checks(BOTH_WAYS, stored(), alerts) if not check.holds]
+    return [check.text for check in checks(BOTH_SENDERS, stored(), alerts) if not check.holds]
 
 
 def test_both_ways_must_tell_of_each_fault_and_of_nothing_else():
@@ -119,20 +119,20 @@ def test_both_ways_must_tell_of_each_fault_and_of_nothing_else():
 
 def test_delay_is_from_the_bad_step_to_the_first_message_of_each_way():
     late = webhook(LABELS, at=9.0)
-    found = delays(BOTH_WAYS, lambda _: [(2, 3.0)], [replace(ALERT, at=4.5), webhook(LABELS), late])
+    found = delays(BOTH_SENDERS, lambda _: [(2, 3.0)], [replace(ALERT, at=4.5), webhook(LABELS), late])
 
-    assert [(FAULT, Way.EMBEDDED, 1.5), (FAULT, Way.ALERTMANAGER, 2.0)] == list(found)
+    assert [(FAULT, Sender.EMBEDDED, 1.5), (FAULT, Sender.ALERTMANAGER, 2.0)] == list(found)
 
 
 def test_receiver_takes_what_a_json_notifier_posts():
-    with Receiver() as receiver:
+    with AlertReceiver() as receiver:
         address = receiver.notify_url.replace("json://", "http://")
         body = json.dumps({"version": "1.0", "title": "bad", "message": "rank: 1\nstep: 2", "type": "failure"}).encode()
         urllib.request.urlopen(urllib.request.Request(address, data=body), timeout=5).close()
-        (alert,) = receiver.arrived()
+        (alert,) = receiver.new_alerts()
 
         assert ["bad"] == [alert.title for alert in receiver.alerts]
-        assert [] == list(receiver.arrived())
+        assert [] == list(receiver.new_alerts())
     assert ["      rank: 1", "      step: 2"] == list(alert.lines())[1:]
 
 
@@ -186,13 +186,13 @@ def test_facts_are_in_the_order_one_asks():
         "lag 3",
         "2/2 ranks",
         "1:15 left",
-    ] == list(facts(RUN))
+    ] == list(progress_parts(RUN))
 
 
 def test_what_is_not_known_is_not_mentioned():
     bare = replace(RUN, step=None, loss=None, tokens_per_second=None, eta_seconds=None, records_lost=7)
 
-    assert ["12,345 rows stored", "lag 3", "2/2 ranks", "7 records LOST"] == list(facts(bare))
+    assert ["12,345 rows stored", "lag 3", "2/2 ranks", "7 records LOST"] == list(progress_parts(bare))
 
 
 def plain_lines(*looks: tuple[RunProgress, float]) -> list[str]:
@@ -216,7 +216,7 @@ def test_bar_view_draws_a_bar_and_keeps_lines_above_it():
     text = io.StringIO()
     with BarView(Console(file=text, force_terminal=True, width=160)) as view:
         view.show([RUN], 0.0)
-        view.say("ALERT [not markup]")
+        view.print_line("ALERT [not markup]")
 
     assert "ALERT [not markup]" in text.getvalue()
     assert "step 60/200" in text.getvalue()

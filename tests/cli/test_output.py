@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope.base.errors import CommandError, nearest
+from rankscope.base.errors import CommandError, suggestion
 from rankscope.output.rows import Format, as_text, cell, distinct_names, write_rows
 
 ROWS = pa.table(
@@ -129,5 +129,5 @@ def test_cell(value, shown):
 
 
 def test_nearest_name():
-    assert " Did you mean 'my-run'?" == nearest("my-rum", ["other", "my-run"])
-    assert "" == nearest("zzz", ["other", "my-run"])
+    assert " Did you mean 'my-run'?" == suggestion("my-rum", ["other", "my-run"])
+    assert "" == suggestion("zzz", ["other", "my-run"])

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from rankscope.base.errors import TAKEN_OVER, USAGE, CommandError
-from rankscope.commands.serve import _Lines, _run, load_settings
+from rankscope.commands.serve import _run, _ViewHandler, load_settings
 from rankscope.output.progress import fetch_runs
 from rankscope_storage.errors import ShardLostError
 
@@ -55,7 +55,7 @@ def test_log_lines_say_what_they_are_about_as_far_as_it_is_known():
     said = []
     record = logging.makeLogRecord({"levelname": "INFO", "msg": "run is %s", "args": ("running",), "run": "r"})
     record.reason = None
-    _Lines(SimpleNamespace(say=said.append)).emit(record)
+    _ViewHandler(SimpleNamespace(print_line=said.append)).emit(record)
 
     assert ["info: run is running, run r"] == said
 
@@ -91,7 +91,7 @@ def test_a_service_whose_store_was_taken_over_ends_with_a_code_at_which_it_is_no
     monkeypatch.setattr("rankscope_ingest.service.run", lost)
     settings = load_settings(None, tmp_path / "history", "127.0.0.1:0", None)
     with pytest.raises(CommandError, match="taken over by process 7 on b") as raised:
-        _run(settings, SimpleNamespace(say=print), show=False)
+        _run(settings, SimpleNamespace(print_line=print), show=False)
 
     assert TAKEN_OVER == raised.value.code
     for unit in UNITS.glob("*.service"):

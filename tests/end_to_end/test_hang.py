@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.programs import Started
 
-from rankscope.demo.receiver import Receiver
+from rankscope.demo.receiver import AlertReceiver
 from rankscope_storage.connection import connect
 
 SCRIPT = Path(__file__).with_name("hanging_training.py")
@@ -79,7 +79,7 @@ def test_a_hang_is_told_with_the_place_of_each_rank_and_so_is_its_end(
 ) -> None:
     """The ranks' own watchdogs are off: the service judges, and asks them with its token."""
     service.token, service.stalled_after_seconds = TOKEN, 2.0
-    with Receiver() as receiver:
+    with AlertReceiver() as receiver:
         service.urls = (receiver.notify_url,)
         service.start()
         training = hanging(service, RANKSCOPE_TOKEN=TOKEN, RANKSCOPE_HANG_AFTER_SECONDS="0")
@@ -134,7 +134,7 @@ def test_without_any_token_the_ranks_tell_by_themselves_and_nobody_may_ask(
     service: Any, hanging: Start, tmp_path: Path
 ) -> None:
     """Here the service would wait for minutes; the watchdogs of the ranks speak up."""
-    with Receiver() as receiver:
+    with AlertReceiver() as receiver:
         service.urls = (receiver.notify_url,)
         service.start()
         training = hanging(service, RANKSCOPE_HANG_AFTER_SECONDS="1.5")

@@ -1,1 +1,1 @@
-"""Errors, options and clients that all other folders of the command use."""
+"""Errors, options, the HTTP client and access to store and service settings. All other folders may import this one."""

@@ -1,4 +1,4 @@
-"""Opening a store for a command, and naming what is wrong in one line."""
+"""Open a store for a command and choose the run. Errors of the store and of DuckDB become one-line messages."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankscope.base.errors import USAGE, CommandError, nearest
+from rankscope.base.errors import USAGE, CommandError, suggestion
 
 if TYPE_CHECKING:
     from rankscope_storage.connection import Connection
 
 
 @contextlib.contextmanager
-def opened(store: Path, *, locked: bool = True) -> Iterator[Connection]:
-    """Give a connection to `store`; what the store or DuckDB refuses ends the command with their own words."""
+def open_store(store: Path, *, locked: bool = True) -> Iterator[Connection]:
+    """Yield a connection to `store`. StoreError and duckdb.Error are raised as CommandError with the same text."""
     import duckdb
 
     from rankscope_storage.connection import connect
@@ -30,21 +30,24 @@ def opened(store: Path, *, locked: bool = True) -> Iterator[Connection]:
         raise CommandError(_one_line(str(error))) from error
 
 
-def chosen_run(connection: Connection, run: str | None) -> str:
-    """Return `run` if the store has it, or the one that began last; else end the command naming the nearest."""
+def resolve_run(connection: Connection, run: str | None) -> str:
+    """Return `run` if the store contains it; for None, return the run that started last.
+
+    Raises CommandError, with the most similar name, if there is no such run.
+    """
     rows = connection.query("select run from runs order by started_at desc nulls last, ordinal desc")
     known: list[str] = rows["run"].to_pylist()
     if run is None:
         if not known:
-            raise CommandError(f"{connection.path} holds no run yet")
+            raise CommandError(f"{connection.path} contains no run yet")
         return known[0]
     if run not in known:
-        hint = nearest(run, known) or f" The store has {', '.join(sorted(known)[:10]) or 'none yet'}."
-        raise CommandError(f"no run is called {run!r}.{hint}", code=USAGE)
+        hint = suggestion(run, known) or f" Runs in the store: {', '.join(sorted(known)[:10]) or 'none yet'}."
+        raise CommandError(f"run {run!r} not found.{hint}", code=USAGE)
     return run
 
 
 def _one_line(text: str) -> str:
-    """Return a message as one line; of DuckDB's, what follows is a copy of the statement."""
+    """Return a message as one line, without the copy of the statement that DuckDB appends."""
     message = text.partition("\n\nLINE")[0]
     return " ".join(part.strip() for part in message.splitlines() if part.strip())

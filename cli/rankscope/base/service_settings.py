@@ -1,4 +1,4 @@
-"""How a program on this machine reaches the service that a configuration describes, with TLS and without."""
+"""Load the configuration of the service; derive the address and TLS settings with which this machine reaches it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rankscope.base.errors import USAGE, CommandError
-from rankscope.base.http_client import Trust
+from rankscope.base.http_client import ClientTls
 
 if TYPE_CHECKING:
     from rankscope_ingest.config import ServiceConfig
@@ -17,14 +17,14 @@ DEFAULT_STORE: Final = "history"
 
 
 def default_store() -> str:
-    """Return where the store is when nobody says so."""
+    """Return the default folder of the store: $RANKSCOPE_STORE, or `history`."""
     return os.environ.get("RANKSCOPE_STORE") or DEFAULT_STORE
 
 
 def load_settings(
     config: Path | None, store: Path | None, listen: str | None, notify: list[str] | None
 ) -> ServiceConfig:
-    """Return the service's configuration, options over the file. Raises CommandError naming what is wrong."""
+    """Return the service configuration; options override the file. Raises CommandError if a setting is wrong."""
     from rankscope_ingest.config_file import load_config
     from rankscope_ingest.errors import ConfigError
 
@@ -40,15 +40,16 @@ def load_settings(
         raise CommandError(str(error), code=USAGE) from error
 
 
-def service_trust(settings: ServiceConfig) -> Trust | None:
-    """Return how its certificate is checked; None when it speaks plain HTTP.
+def service_tls(settings: ServiceConfig) -> ClientTls | None:
+    """Return the TLS settings for requests to the service; None if it serves plain HTTP.
 
-    Without a CA its certificate is trusted as it lies in the file: whoever can change that file is the service.
+    Without `ca_file`, the client trusts the service's own certificate file. Only a user who can replace that file, and
+    so the certificate of the service, could misuse this.
     """
     section, web = settings.service, settings.service.web
     if web is None or web.tls is None:
         return None
-    return Trust(
+    return ClientTls(
         ca_file=section.ca_file or str(web.tls.cert_file),
         cert_file=section.cert_file,
         key_file=section.key_file,
@@ -56,26 +57,26 @@ def service_trust(settings: ServiceConfig) -> Trust | None:
     )
 
 
-def environment_trust() -> Trust:
-    """Return how ranks check the service's certificate, which the environment of a training job says."""
+def environment_tls() -> ClientTls:
+    """Return the TLS settings that ranks use: the RANKSCOPE_CA_FILE, _CERT_FILE and _KEY_FILE variables."""
     ca, cert, key = (os.environ.get(f"RANKSCOPE_{name}_FILE") or None for name in ("CA", "CERT", "KEY"))
-    return Trust(ca_file=ca, cert_file=cert, key_file=key)
+    return ClientTls(ca_file=ca, cert_file=cert, key_file=key)
 
 
 def service_address(settings: ServiceConfig) -> str | None:
-    """Return its address as a URL on this machine; None where the port is chosen when it starts."""
+    """Return the URL of the service for clients on this machine; None if it picks a free port at start (port 0)."""
     from rankscope_ingest.config import split_address
 
     host, port = split_address(settings.service.listen)
     if not port:
         return None
     here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - the wildcard is replaced
-    scheme = "http" if service_trust(settings) is None else "https"
+    scheme = "http" if service_tls(settings) is None else "https"
     return f"{scheme}://[{here}]:{port}" if ":" in here else f"{scheme}://{here}:{port}"
 
 
 def _name(settings: ServiceConfig) -> str | None:
-    """Return the name that its certificate is for, where that is not the address we dial."""
+    """Return the host name in the service certificate, if `advertise` names one; else None."""
     from rankscope_ingest.config import split_address
 
     advertise = settings.service.advertise

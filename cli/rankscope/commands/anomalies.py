@@ -1,4 +1,4 @@
-"""`rankscope anomalies`: what the rules saw, the first cause first."""
+"""`rankscope anomalies`: list the anomalies of a run in causal order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rankscope.base.open_store import chosen_run, opened
+from rankscope.base.open_store import open_store, resolve_run
 from rankscope.base.options import Run, Store, step_range
 from rankscope.output.rows import Format, Output, OutputFormat, write_rows
 from rankscope.output.summary_text import SHOWN, anomaly_table
@@ -16,12 +16,12 @@ from rankscope.output.summary_text import SHOWN, anomaly_table
 def anomalies(
     run: Run = None,
     store: Store = Path("history"),
-    top: Annotated[int, typer.Option(min=1, help="How many to show.")] = 8,
+    top: Annotated[int, typer.Option(min=1, help="Largest number of anomalies to show.")] = 8,
     steps: Annotated[str | None, typer.Option(help="Only these steps: first:last.", show_default=False)] = None,
     form: OutputFormat = Format.TABLE,
     output: Output = None,
 ) -> None:
-    """Show the anomalies of a run in causal order: step, then where in the step a fault shows first.
+    """Show the anomalies of a run in causal order: by step, then by the stage of the step in which they appear.
 
     [bold]Examples[/bold]
 
@@ -31,8 +31,8 @@ def anomalies(
     """
     from rankscope_storage.asking import reports
 
-    with opened(store) as connection:
-        name = chosen_run(connection, run)
+    with open_store(store) as connection:
+        name = resolve_run(connection, run)
         found = reports.anomalies(connection, name, top=top, steps=step_range(steps))
     if not found and form is Format.TABLE and output is None:
         print(f"no anomalies in {name}")

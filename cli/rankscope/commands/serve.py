@@ -1,4 +1,4 @@
-"""`rankscope serve`: the service that collects every step of every rank, with its progress on the terminal."""
+"""`rankscope serve`: run the service that stores every step of every rank, with progress on the terminal."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ log = logging.getLogger(__name__)
 
 READY: Final = "READY=1"
 ALIVE: Final = "WATCHDOG=1"
-"""To be repeated: where the unit has a watchdog, silence means that the service hangs."""
+"""Sent repeatedly. If the unit has a watchdog, systemd restarts a service that stops sending it."""
 
 
 def serve(
     config: Annotated[Path | None, typer.Argument(help="TOML file; docs/configuration.md lists its keys.")] = None,
     store: Annotated[Path | None, typer.Option("--store", "-s", help="Folder of the store.")] = None,
-    listen: Annotated[str | None, typer.Option(help="Address to listen on, host:port.")] = None,
-    notify: Annotated[list[str] | None, typer.Option(help="Apprise address to notify; may be repeated.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only what is worth a line.")] = False,
+    listen: Annotated[str | None, typer.Option(help="Listen address, host:port.")] = None,
+    notify: Annotated[list[str] | None, typer.Option(help="Apprise URL to notify; may be repeated.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only events, no progress.")] = False,
 ) -> None:
-    """Collect from every rank that registers, until Ctrl-C or SIGTERM; then store what is left and end.
+    """Store the records of all ranks that register, until Ctrl-C or SIGTERM; then store pending rows and exit.
 
-    Options win over the file. Without a file the store is $RANKSCOPE_STORE, or the folder `history`; a file that names
-    no token leaves it to $RANKSCOPE_TOKEN or the file in $RANKSCOPE_TOKEN_FILE, as ranks do.
+    Options override the file. Without a file, the store is $RANKSCOPE_STORE or the folder `history`. If the file
+    contains no token, $RANKSCOPE_TOKEN or the file named by $RANKSCOPE_TOKEN_FILE is used, as on ranks.
 
     [bold]Examples[/bold]
 
@@ -62,45 +62,45 @@ def _run(settings: ServiceConfig, view: View, *, show: bool) -> None:
     from rankscope_storage.errors import ShardLostError, StoreError
 
     def ready(url: str) -> None:
-        view.say(f"listening on {url}")
-        view.say(f"storing into {settings.store.path}")
-        view.say(f"ranks find it with RANKSCOPE_INGEST_URL={url}")
+        view.print_line(f"listening on {url}")
+        view.print_line(f"store: {settings.store.path}")
+        view.print_line(f"for ranks: export RANKSCOPE_INGEST_URL={url}")
         notify_systemd(READY)
 
-    teller = _Teller(view, show=show)
+    printer = _ProgressPrinter(view, show=show)
     try:
-        asyncio.run(run(settings, on_progress=teller.tell, on_ready=ready))
+        asyncio.run(run(settings, on_progress=printer.update, on_ready=ready))
     except ConfigError as error:
         raise CommandError(str(error), code=USAGE) from error
     except ShardLostError as error:
         raise CommandError(str(error), code=TAKEN_OVER) from error
     except (IngestError, StoreError) as error:
         raise CommandError(str(error)) from error
-    view.say(f"stopped; {teller.rows_stored:,} rows were stored, {teller.rows_pending:,} are left")
+    view.print_line(f"stopped; {printer.rows_stored:,} rows stored, {printer.rows_pending:,} rows not stored")
 
 
-class _Teller:
-    """Shows progress as it comes, and says when the service falls into trouble or gets out of it."""
+class _ProgressPrinter:
+    """Shows progress, and prints a line when the service becomes degraded or recovers."""
 
     def __init__(self, view: View, *, show: bool) -> None:
         self._view = view
         self._show = show
-        self._trouble: str | None = None
+        self._degraded: str | None = None
         self.rows_stored = 0
         self.rows_pending = 0
 
-    def tell(self, progress: Progress) -> None:
+    def update(self, progress: Progress) -> None:
         self.rows_stored, self.rows_pending = progress.rows_stored, progress.rows_pending
         notify_systemd(ALIVE)
-        if progress.degraded != self._trouble:
-            self._trouble = progress.degraded
-            self._view.say(f"trouble: {self._trouble}" if self._trouble else "all is well again")
+        if progress.degraded != self._degraded:
+            self._degraded = progress.degraded
+            self._view.print_line(f"degraded: {self._degraded}" if self._degraded else "recovered")
         if self._show:
             self._view.show(progress.runs, time.monotonic())
 
 
-class _Lines(logging.Handler):
-    """Hands log records to the view, so that they do not tear its bars."""
+class _ViewHandler(logging.Handler):
+    """Prints log records through the view, so that they do not disturb its progress bars."""
 
     def __init__(self, view: View) -> None:
         super().__init__(logging.INFO)
@@ -109,28 +109,28 @@ class _Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         fields = ((key, value) for key, value in vars(record).items() if key not in _RECORD_FIELDS)
         about = "".join(f", {key} {value}" for key, value in fields if value is not None)
-        self._view.say(printable(f"{record.levelname.lower()}: {record.getMessage()}{about}"))
+        self._view.print_line(printable(f"{record.levelname.lower()}: {record.getMessage()}{about}"))
 
 
 _RECORD_FIELDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "taskName"}
-"""What every log record has; the rest says what it is about."""
+"""Attributes of every log record. All other attributes are context and are printed."""
 
 
 def _log_to(view: View) -> None:
     logger = logging.getLogger("rankscope_ingest")
-    logger.addHandler(_Lines(view))
+    logger.addHandler(_ViewHandler(view))
     logger.setLevel(logging.INFO)
-    logging.getLogger("rankscope_storage").addHandler(_Lines(view))
+    logging.getLogger("rankscope_storage").addHandler(_ViewHandler(view))
 
 
 def notify_systemd(state: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Send `state`; a systemd that cannot be told is no reason to stop serving."""
+    """Send `state` to systemd (sd_notify) if $NOTIFY_SOCKET is set. Log a warning on failure; the service continues."""
     address = environment.get("NOTIFY_SOCKET", "")
     if not address:
         return
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
-            told.connect("\0" + address[1:] if address.startswith("@") else address)
-            told.send(state.encode("utf-8", "replace"))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagram:
+            datagram.connect("\0" + address[1:] if address.startswith("@") else address)
+            datagram.send(state.encode("utf-8", "replace"))
     except OSError as error:
-        log.warning("systemd cannot be told %s: %s", state.partition("=")[0], error)
+        log.warning("cannot send %s to systemd: %s", state.partition("=")[0], error)

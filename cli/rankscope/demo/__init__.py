@@ -1,1 +1,1 @@
-"""The parts of `rankscope demo`: a receiver of alerts, child processes, and the checks at the end."""
+"""The parts of `rankscope demo`: an alert receiver, Prometheus with Alertmanager, and the final checks and report."""

@@ -1,4 +1,4 @@
-"""What must be true after the demo, asked of the store itself and of the receiver. Each check says what it found."""
+"""Checks at the end of the demo. They compare the store and the received alerts with the expected run."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rankscope.demo.receiver import Alert, Way
+from rankscope.demo.receiver import Alert, Sender
 from rankscope_contract.escaping import sql_identifier
 from rankscope_contract.records import TENSOR_ROW_KEY
 
 Query = Callable[[str], list[tuple[Any, ...]]]
-"""Rows of one SQL statement over the store."""
+"""Runs one SQL statement on the store and returns the rows."""
 
-AT_EVERY_STEP: Final = ("grad_unreduced", "grad_reduced")
-WHERE_THE_OPTIMIZER_RAN: Final = ("param_before", "param_after", "exp_avg", "exp_avg_sq")
-LONGEST_GRADIENT: Final = 1.0
-"""The script clips gradients whose norm together is greater; they are stored once more as they are then."""
+KINDS_OF_EVERY_STEP: Final = ("grad_unreduced", "grad_reduced")
+KINDS_OF_OPTIMIZER_STEPS: Final = ("param_before", "param_after", "exp_avg", "exp_avg_sq")
+MAX_GRADIENT_NORM: Final = 1.0
+"""Limit of the total gradient norm. The script clips larger gradients, and the clipped ones are stored as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One thing that the training script breaks on purpose."""
+    """A fault that the training script injects."""
 
     step: int
     rank: int
@@ -31,118 +31,121 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What the demo set out to do, and what must therefore be found."""
+class ExpectedRun:
+    """The configuration of the demo, from which the expected rows and alerts follow."""
 
     run: str
     ranks: int
     steps: int
     tensors: int
     faults: Sequence[Fault] = ()
-    ways: Sequence[Way] = (Way.EMBEDDED,)
+    senders: Sequence[Sender] = (Sender.EMBEDDED,)
 
     def rows_of(self, kind: str) -> int:
-        """Return the rows that `kind` must have: a skipped step has gradients, but nothing of the optimizer."""
+        """Return the expected number of rows of `kind`. A skipped step has gradients but no optimizer statistics."""
         skipped = sum(fault.skips_step for fault in self.faults)
-        steps = self.steps if kind in AT_EVERY_STEP else self.steps - skipped
+        steps = self.steps if kind in KINDS_OF_EVERY_STEP else self.steps - skipped
         return self.ranks * steps * self.tensors
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One statement about the outcome, and whether it holds."""
+    """The result of one check."""
 
     holds: bool
     text: str
 
 
-def checks(plan: Plan, query: Query, alerts: Sequence[Alert]) -> Iterator[Check]:
-    """Yield every check."""
-    yield from _rows(plan, query)
+def checks(expected: ExpectedRun, query: Query, alerts: Sequence[Alert]) -> Iterator[Check]:
+    """Yield the results of all checks."""
+    yield from _rows(expected, query)
     yield _no_duplicate(query)
-    yield _no_gap(plan, query)
-    yield _state(plan, query)
-    yield from _incidents(plan, alerts)
-    yield from _alerts(plan, alerts)
+    yield _no_gap(expected, query)
+    yield _state(expected, query)
+    yield from _incidents(expected, alerts)
+    yield from _alerts(expected, alerts)
 
 
-def delays(plan: Plan, query: Query, alerts: Sequence[Alert]) -> Iterator[tuple[Fault, Way, float]]:
-    """Yield how many seconds after the bad step each way first told of it."""
+def delays(expected: ExpectedRun, query: Query, alerts: Sequence[Alert]) -> Iterator[tuple[Fault, Sender, float]]:
+    """Yield, per fault and sender, the seconds from the faulty step to the first notification."""
     begun: dict[int, float] = dict(
         query("select step, epoch(min(ts)) from events where type = 'anomaly' group by step")
     )
-    for fault in plan.faults:
-        for way in plan.ways:
-            told = [alert.at for alert in alerts if alert.way is way and _tells_of(alert, fault)]
-            if told and fault.step in begun:
-                yield fault, way, min(told) - begun[fault.step]
+    for fault in expected.faults:
+        for sender in expected.senders:
+            received = [alert.at for alert in alerts if alert.sender is sender and _reports(alert, fault)]
+            if received and fault.step in begun:
+                yield fault, sender, min(received) - begun[fault.step]
 
 
-def told_by_alertmanager(alerts: Sequence[Alert], faults: Sequence[Fault]) -> list[bool]:
-    """Return of each fault whether Alertmanager told of it."""
-    told = [alert for alert in alerts if alert.way is Way.ALERTMANAGER]
-    return [any(_tells_of(alert, fault) for alert in told) for fault in faults]
+def reported_by_alertmanager(alerts: Sequence[Alert], faults: Sequence[Fault]) -> list[bool]:
+    """Return for each fault whether Alertmanager has sent a notification of it."""
+    received = [alert for alert in alerts if alert.sender is Sender.ALERTMANAGER]
+    return [any(_reports(alert, fault) for alert in received) for fault in faults]
 
 
-def _tells_of(alert: Alert, fault: Fault) -> bool:
-    if alert.way is Way.EMBEDDED:
+def _reports(alert: Alert, fault: Fault) -> bool:
+    if alert.sender is Sender.EMBEDDED:
         return _names(alert, fault)
     return any((labels.get("rule"), labels.get("rank")) == (fault.rule, str(fault.rank)) for labels in alert.labels)
 
 
-def _rows(plan: Plan, query: Query) -> Iterator[Check]:
+def _rows(expected: ExpectedRun, query: Query) -> Iterator[Check]:
     stored: dict[str, int] = dict(query("select kind, count(*) from tensor_stats group by kind"))
-    for kind in (*AT_EVERY_STEP, *WHERE_THE_OPTIMIZER_RAN):
-        wanted, found = plan.rows_of(kind), stored.pop(kind, 0)
-        yield Check(wanted == found, f"{kind}: {found:,} rows of {wanted:,}")
-    too_long = f"value > {LONGEST_GRADIENT} and not isnan(value)"
-    ((clipped,),) = query(f"select count(*) from scalars where name = 'grad_norm' and {too_long}")  # noqa: S608 - our own number
-    wanted, found = clipped * plan.tensors, stored.pop("grad_clipped", 0)
-    yield Check(wanted == found, f"grad_clipped: {found:,} rows of {wanted:,}")
-    yield Check(not stored, "no other kind of tensor row" if not stored else f"rows nobody asked for: {stored}")
+    for kind in (*KINDS_OF_EVERY_STEP, *KINDS_OF_OPTIMIZER_STEPS):
+        wanted, found = expected.rows_of(kind), stored.pop(kind, 0)
+        yield Check(wanted == found, f"{kind}: {found:,} of {wanted:,} expected rows")
+    too_long = f"value > {MAX_GRADIENT_NORM} and not isnan(value)"
+    ((clipped,),) = query(f"select count(*) from scalars where name = 'grad_norm' and {too_long}")  # noqa: S608 - a constant of this module
+    wanted, found = clipped * expected.tensors, stored.pop("grad_clipped", 0)
+    yield Check(wanted == found, f"grad_clipped: {found:,} of {wanted:,} expected rows")
+    yield Check(not stored, "no rows of other kinds" if not stored else f"rows of unexpected kinds: {stored}")
 
 
 def _no_duplicate(query: Query) -> Check:
     key = ", ".join(sql_identifier(name) for name in TENSOR_ROW_KEY)
-    ((doubled,),) = query(f"select count(*) from (select 1 from tensor_stats group by {key} having count(*) > 1)")  # noqa: S608 - our own column names
+    ((doubled,),) = query(f"select count(*) from (select 1 from tensor_stats group by {key} having count(*) > 1)")  # noqa: S608 - column names of the contract
     return Check(doubled == 0, f"{doubled} row keys stored twice")
 
 
-def _no_gap(plan: Plan, query: Query) -> Check:
+def _no_gap(expected: ExpectedRun, query: Query) -> Check:
     by_rank = query(
         "select rank, count(distinct step), min(step), max(step) from scalars where name = 'loss' group by rank"
     )
-    wanted = [(rank, plan.steps, 1, plan.steps) for rank in range(plan.ranks)]
+    wanted = [(rank, expected.steps, 1, expected.steps) for rank in range(expected.ranks)]
     whole = sorted(by_rank) == wanted
     return Check(whole, f"every step of every rank has its loss{'' if whole else f': {sorted(by_rank)}'}")
 
 
-def _state(plan: Plan, query: Query) -> Check:
+def _state(expected: ExpectedRun, query: Query) -> Check:
     states = query("select run, state from runs")
-    return Check(states == [(plan.run, "completed")], f"runs and their states: {states}")
+    return Check(states == [(expected.run, "completed")], f"runs and their states: {states}")
 
 
-def _incidents(plan: Plan, alerts: Sequence[Alert]) -> Iterator[Check]:
-    """The service itself sends one message per incident, which names everything."""
-    told = [alert for alert in alerts if alert.way is Way.EMBEDDED]
-    wanted = len(plan.faults)
-    yield Check(len(told) == wanted, f"{len(told)} messages from the service, {wanted} expected")
-    for fault in plan.faults:
-        naming = [alert for alert in told if _names(alert, fault)]
-        what = f"rank {fault.rank}, {fault.tensor}, step {fault.step}"
-        yield Check(len(naming) == 1, f"{len(naming)} message names {what}")
+def _incidents(expected: ExpectedRun, alerts: Sequence[Alert]) -> Iterator[Check]:
+    """The service sends one message per incident, with rank, tensor and step."""
+    received = [alert for alert in alerts if alert.sender is Sender.EMBEDDED]
+    wanted = len(expected.faults)
+    yield Check(len(received) == wanted, f"{len(received)} messages from the service, {wanted} expected")
+    for fault in expected.faults:
+        naming = [alert for alert in received if _names(alert, fault)]
+        place = f"rank {fault.rank}, {fault.tensor}, step {fault.step}"
+        yield Check(len(naming) == 1, f"{len(naming)} message names {place}")
 
 
-def _alerts(plan: Plan, alerts: Sequence[Alert]) -> Iterator[Check]:
-    """Prometheus and Alertmanager tell of each fault too, and of nothing else."""
-    if Way.ALERTMANAGER not in plan.ways:
+def _alerts(expected: ExpectedRun, alerts: Sequence[Alert]) -> Iterator[Check]:
+    """Alertmanager sends a notification of each fault and of nothing else."""
+    if Sender.ALERTMANAGER not in expected.senders:
         return
-    told = {_of_run(labels) for alert in alerts if alert.way is Way.ALERTMANAGER for labels in alert.labels}
-    for fault in plan.faults:
-        found = (plan.run, fault.rule, str(fault.rank)) in told
-        yield Check(found, f"Alertmanager tells of {fault.rule} on rank {fault.rank}")
-    others = sorted(told - {(plan.run, fault.rule, str(rank)) for fault in plan.faults for rank in range(plan.ranks)})
-    yield Check(not others, f"Alertmanager tells of nothing else{f': {others}' if others else ''}")
+    reported = {_of_run(labels) for alert in alerts if alert.sender is Sender.ALERTMANAGER for labels in alert.labels}
+    for fault in expected.faults:
+        found = (expected.run, fault.rule, str(fault.rank)) in reported
+        yield Check(found, f"Alertmanager reports {fault.rule} on rank {fault.rank}")
+    others = sorted(
+        reported
+        - {(expected.run, fault.rule, str(rank)) for fault in expected.faults for rank in range(expected.ranks)}
+    )
+    yield Check(not others, f"Alertmanager reports nothing else{f': {others}' if others else ''}")
 
 
 def _of_run(labels: Mapping[str, str]) -> tuple[str, str, str]:

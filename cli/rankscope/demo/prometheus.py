@@ -1,4 +1,4 @@
-"""Prometheus and Alertmanager beside the demo's service, where the machine has them: the second way of an alert."""
+"""Run Prometheus and Alertmanager next to the demo service, as a second sender of alerts."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from rankscope.up.executables import ALERTMANAGER, PROMETHEUS
-from rankscope.up.ports import any_free
-from rankscope.up.programs import SERVICE, ServiceWish, Wish, files, pieces
-from rankscope.up.state_dir import Folder
-from rankscope.up.supervisor import Requests, Supervision
+from rankscope.up.ports import free_port
+from rankscope.up.programs import SERVICE, ServiceOptions, UpOptions, files, programs
+from rankscope.up.state_dir import StateDir
+from rankscope.up.supervisor import StopSignals, Supervisor
 from rankscope_dashboards.alertmanager_config import Receiver, Webhook
 
 SCRAPE_SECONDS: Final = 1.0
-GROUP_WAIT_SECONDS: Final = 2.0  # ranks are scraped at different moments, and one message should name all of them
+GROUP_WAIT_SECONDS: Final = 2.0  # ranks are scraped at different times; one message should name all of them
 
 
-def missing() -> list[str]:
-    """Return how to get what is not there, one line each."""
-    return [program.remedy for program in (PROMETHEUS, ALERTMANAGER) if program.find() is None]
+def missing_executables() -> list[str]:
+    """Return one line with the installation command per missing executable."""
+    return [executable.remedy for executable in (PROMETHEUS, ALERTMANAGER) if executable.find() is None]
 
 
 @contextlib.contextmanager
-def monitored(folder: Path, store: Path, service_url: str, webhook_url: str) -> Iterator[dict[str, str]]:
-    """Watch the service at `service_url` and tell `webhook_url`; give the addresses of both programs."""
-    state = Folder(folder)
-    state.make()
-    wish = _wish(store, service_url, webhook_url)
-    state.write(files(wish, state))
-    beside = [piece for piece in pieces(wish, state) if piece.name != SERVICE]
-    supervision = Supervision(beside, say=lambda _: None, requests=Requests())
+def run_prometheus(folder: Path, store: Path, service_url: str, webhook_url: str) -> Iterator[dict[str, str]]:
+    """Run both programs for the service at `service_url`, with alerts to `webhook_url`; yield their URLs by name."""
+    state = StateDir(folder)
+    state.create()
+    options = _options(store, service_url, webhook_url)
+    state.write(files(options, state))
+    monitoring = [program for program in programs(options, state) if program.name != SERVICE]
+    supervisor = Supervisor(monitoring, print_line=lambda _: None, stop_signals=StopSignals())
     try:
-        supervision.start()
-        yield {piece.name: piece.url for piece in beside}
+        supervisor.start()
+        yield {program.name: program.url for program in monitoring}
     finally:
-        supervision.stop()
+        supervisor.stop()
 
 
-def _wish(store: Path, service_url: str, webhook_url: str) -> Wish:
+def _options(store: Path, service_url: str, webhook_url: str) -> UpOptions:
     address = urlsplit(service_url)
-    ports = {SERVICE: address.port or 0, "prometheus": any_free(), "alertmanager": any_free()}
-    return Wish(
-        service=ServiceWish(config=None, store=str(store), host=address.hostname or ""),
+    ports = {SERVICE: address.port or 0, "prometheus": free_port(), "alertmanager": free_port()}
+    return UpOptions(
+        service=ServiceOptions(config=None, store=str(store), host=address.hostname or ""),
         ports=ports,
         prometheus=PROMETHEUS.find(),
         alertmanager=ALERTMANAGER.find(),

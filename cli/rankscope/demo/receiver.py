@@ -1,6 +1,6 @@
-"""A real HTTP receiver of alerts, as a chat or paging service would be one; it keeps what it was told, and by whom.
+"""An HTTP server that receives alerts, like a chat or paging service would, and keeps them with their sender.
 
-The service itself and Alertmanager both post JSON here; their documents look different, and so they are told apart.
+The service and Alertmanager both send JSON documents by POST. The fields of the document identify the sender.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from types import TracebackType
 from typing import Any, Self
 
 
-class Way(enum.StrEnum):
-    """By whom we were told."""
+class Sender(enum.StrEnum):
+    """The program that sent an alert."""
 
-    EMBEDDED = "embedded"  # the service itself, through Apprise
+    EMBEDDED = "embedded"  # the service, through Apprise
     ALERTMANAGER = "Alertmanager"
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One message as it arrived. Alertmanager gathers several alerts in one; `labels` has those of each."""
+    """One received message. Alertmanager groups several alerts in one message; `labels` has one entry per alert."""
 
     at: float  # seconds since the epoch
     title: str
     text: str
-    way: Way = Way.EMBEDDED
+    sender: Sender = Sender.EMBEDDED
     status: str = "firing"
     labels: tuple[Mapping[str, str], ...] = ()
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines a person is shown."""
+        """Yield the lines that the demo prints."""
         clock = time.strftime("%H:%M:%S", time.localtime(self.at))
-        yield f"ALERT {clock}  {'' if self.way is Way.EMBEDDED else f'by {self.way}: '}{self.title}"
+        yield f"ALERT {clock}  {'' if self.sender is Sender.EMBEDDED else f'by {self.sender}: '}{self.title}"
         for line in self.text.splitlines():
             yield f"      {line}"
 
 
-def understood(document: Mapping[str, Any], at: float) -> Alert:
-    """Return the message in a posted document."""
+def parse_alert(document: Mapping[str, Any], at: float) -> Alert:
+    """Return the alert in a received JSON document."""
     if "alerts" not in document:
         return Alert(at, str(document.get("title", "")), str(document.get("message", "")))
     alerts = [alert for alert in document["alerts"] if isinstance(alert, dict)]
@@ -53,11 +53,14 @@ def understood(document: Mapping[str, Any], at: float) -> Alert:
     title = f"[{status}] {group.get('rule', '')} in run {group.get('run', '')}: {len(alerts)} alerts"
     text = "\n".join(sorted({str(alert.get("annotations", {}).get("summary", "")) for alert in alerts}))
     labels = tuple(dict(alert.get("labels", {})) for alert in alerts)
-    return Alert(at, title, text, Way.ALERTMANAGER, status, labels)
+    return Alert(at, title, text, Sender.ALERTMANAGER, status, labels)
 
 
-class Receiver:
-    """Listens on a free loopback port while it is open; `alerts` grows, `arrived()` gives what is new."""
+class AlertReceiver:
+    """Receives alerts on a free loopback port while the context is open.
+
+    `alerts` contains all alerts; `new_alerts()` yields those since its last call.
+    """
 
     def __init__(self) -> None:
         self.alerts: list[Alert] = []
@@ -71,19 +74,19 @@ class Receiver:
                 self.end_headers()
 
             def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - http.server's signature
-                """Say nothing: the demo prints what arrives."""
+                """Log nothing: the demo prints the received alerts."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, name="receiver", daemon=True)
 
     @property
     def notify_url(self) -> str:
-        """Return the address in the form a `[notify]` section takes."""
+        """Return the address as an Apprise URL for the `[notify]` section."""
         return f"json://{self._address}"
 
     @property
     def webhook_url(self) -> str:
-        """Return the address in the form Alertmanager takes."""
+        """Return the address as a webhook URL for Alertmanager."""
         return f"http://{self._address}"
 
     @property
@@ -101,12 +104,12 @@ class Receiver:
         self._server.server_close()
         self._thread.join()
 
-    def arrived(self) -> Iterator[Alert]:
-        """Yield what came since the last call, without waiting."""
+    def new_alerts(self) -> Iterator[Alert]:
+        """Yield the alerts received since the last call, without waiting."""
         while not self._new.empty():
             yield self._new.get()
 
     def _take(self, body: bytes) -> None:
-        alert = understood(json.loads(body), time.time())
+        alert = parse_alert(json.loads(body), time.time())
         self.alerts.append(alert)
         self._new.put(alert)

@@ -1,4 +1,4 @@
-"""What the demo prints at the end: how the run went, what went wrong in it, and how to ask for more."""
+"""Print the final report of the demo: summary, anomalies, SQL examples, checks and next steps."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from rankscope.base.open_store import opened
-from rankscope.demo.checks import Plan, Query, checks, delays
+from rankscope.base.open_store import open_store
+from rankscope.demo.checks import ExpectedRun, Query, checks, delays
 from rankscope.demo.receiver import Alert
 from rankscope.output.rows import columns, print_table
 from rankscope.output.summary_text import SHOWN, anomaly_table, summary_lines
@@ -18,7 +18,7 @@ STORE: Final = "history"
 
 STATEMENTS: Final = (
     (
-        "How the loss fell, averaged over the ranks:",
+        "Loss, averaged over the ranks:",
         """\
 select step, avg(value) as loss
 from scalars
@@ -27,7 +27,7 @@ group by step
 order by step""",
     ),
     (
-        "Where a NaN was first (with the fault: in a local gradient of one rank, before the ranks were averaged):",
+        "First NaN (the injected fault: a local gradient of one rank, before the all-reduce):",
         """\
 select step, rank, kind, tensor, nans, numel
 from tensor_stats
@@ -36,7 +36,7 @@ order by step, kind desc, rank
 limit 4""",
     ),
     (
-        "Which gradients left their moving average the furthest:",
+        "Gradients with the largest deviation from their moving average:",
         """\
 select step, rank, kind, tensor, norm, norm_baseline, norm / norm_baseline as times
 from tensor_stats
@@ -47,17 +47,17 @@ limit 4""",
 )
 
 
-def report(console: Console, folder: Path, plan: Plan, alerts: Sequence[Alert]) -> bool:
-    """Print the end of the demo; return whether everything was as it should be."""
+def report(console: Console, folder: Path, expected: ExpectedRun, alerts: Sequence[Alert]) -> bool:
+    """Print the report; return whether all checks passed."""
     from rankscope_storage.asking import reports
 
     store = folder / STORE
-    with opened(store) as connection:
+    with open_store(store) as connection:
         _heading(console, "Summary")
-        for line in summary_lines(reports.summary(connection, plan.run)):
+        for line in summary_lines(reports.summary(connection, expected.run)):
             console.print(line, markup=False, soft_wrap=True)
-        _heading(console, "Anomalies, the first cause first")
-        found = reports.anomalies(connection, plan.run, top=8)
+        _heading(console, "Anomalies in causal order")
+        found = reports.anomalies(connection, expected.run, top=8)
         if found:
             print_table(anomaly_table(found, SHOWN))
         else:
@@ -71,40 +71,41 @@ def report(console: Console, folder: Path, plan: Plan, alerts: Sequence[Alert]) 
         def query(statement: str) -> list[tuple[Any, ...]]:
             return [tuple(row.values()) for row in connection.query(statement).to_pylist()]
 
-        _tell_delays(console, plan, query, alerts)
+        _print_delays(console, expected, query, alerts)
         _heading(console, "Checks")
-        outcome = list(checks(plan, query, alerts))
+        outcome = list(checks(expected, query, alerts))
     for check in outcome:
         console.print(
             f"{'ok  ' if check.holds else 'FAIL'}  {check.text}", markup=False, style=None if check.holds else "red"
         )
-    _heading(console, "What to try next")
+    _heading(console, "Next steps")
     for line in _next_steps(folder, store):
         console.print(line, markup=False, soft_wrap=True)
     return all(check.holds for check in outcome)
 
 
-def _tell_delays(console: Console, plan: Plan, query: Query, alerts: Sequence[Alert]) -> None:
+def _print_delays(console: Console, expected: ExpectedRun, query: Query, alerts: Sequence[Alert]) -> None:
     found = [
-        (str(fault.step), fault.rule, way, f"{seconds:.1f} s") for fault, way, seconds in delays(plan, query, alerts)
+        (str(fault.step), fault.rule, sender, f"{seconds:.1f} s")
+        for fault, sender, seconds in delays(expected, query, alerts)
     ]
     if found:
-        _heading(console, "From the bad step to the receiver, by each way")
-        for line in columns(("step", "rule", "told by", "after"), found):
+        _heading(console, "Delay from the faulty step to the notification, per sender")
+        for line in columns(("step", "rule", "sender", "delay"), found):
             console.print(line, markup=False, soft_wrap=True)
 
 
 def _next_steps(folder: Path, store: Path) -> Sequence[str]:
     return (
-        f"The data lies in {store.resolve()} (Parquet files and a Delta log); logs and configuration beside it.",
+        f"Data: {store.resolve()} (Parquet files and a Delta log). Logs and configuration: the same parent folder.",
         "",
         f"  rankscope runs --store {store}",
         f"  rankscope anomalies --store {store} --steps 120",
-        f"  rankscope serve {folder / 'service.toml'}      # and in another shell, with the address it prints:",
+        f"  rankscope serve {folder / 'service.toml'}      # then, in another shell, with the printed address:",
         "  RANKSCOPE_INGEST_URL=http://… torchrun --standalone --nproc-per-node 2 examples/gpt_ddp.py --no-faults",
         "",
-        "The command is .venv/bin/rankscope. README.md has the three lines for your own script,",
-        "docs/sql-cookbook.md has more questions.",
+        "The command is .venv/bin/rankscope. README.md shows the three lines for your own script;",
+        "docs/sql-cookbook.md contains more queries.",
     )
 
 

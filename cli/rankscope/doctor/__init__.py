@@ -1,1 +1,1 @@
-"""The parts of `rankscope doctor`: what is looked at, and how it is told."""
+"""The checks of `rankscope doctor` and the format of its report."""

@@ -1,4 +1,4 @@
-"""Everything an examination asks of the world, in one place, so that a test can be the world."""
+"""All access of `rankscope doctor` to the machine and the network, behind one Protocol that tests implement."""
 
 from __future__ import annotations
 
@@ -11,96 +11,96 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from rankscope.base.http_client import Answer, Trust, get
-from rankscope.up.executables import Program, version_of
+from rankscope.base.http_client import ClientTls, Response, get
+from rankscope.up.executables import Executable, executable_version
 from rankscope.up.ports import Listener, listeners
 
 
-class Surroundings(Protocol):
+class Environment(Protocol):
     """The machine and its network."""
 
     def python(self) -> str:
         """Return the version of Python."""
         ...
 
-    def installed(self, package: str) -> str | None:
-        """Return the version of a Python package, None where it is not installed."""
+    def installed_version(self, package: str) -> str | None:
+        """Return the version of a Python package; None if it is not installed."""
         ...
 
-    def wanted(self) -> Mapping[str, str]:
-        """Return the lowest version of each package that Rankscope asks for."""
+    def required_versions(self) -> Mapping[str, str]:
+        """Return the lowest supported version of each required package."""
         ...
 
-    def program(self, program: Program) -> str | None:
-        """Return path and version of a program, None where it is not on PATH."""
+    def executable(self, executable: Executable) -> str | None:
+        """Return version and path of an executable; None if it is not on PATH."""
         ...
 
-    def get(self, url: str, token: str | None = None) -> Answer:
-        """Return the answer to a GET. Raises UnreachableError."""
+    def get(self, url: str, token: str | None = None) -> Response:
+        """Send GET and return the response. Raises UnreachableError."""
         ...
 
     def free_bytes(self, path: Path) -> int:
-        """Return the free space where `path` lies."""
+        """Return the free bytes of the file system of `path`."""
         ...
 
     def check_writable(self, folder: Path) -> None:
-        """Raise OSError when no file can be made in `folder`; leaves no trace."""
+        """Raise OSError if no file can be created in `folder`. Leaves no file behind."""
         ...
 
     def listener(self, port: int) -> Listener | None:
-        """Return who listens on a port of this machine."""
+        """Return the process that listens on a port of this machine; None for a free port."""
         ...
 
     def now(self) -> float:
-        """Return the time, in seconds since the epoch."""
+        """Return the time in seconds since the epoch."""
         ...
 
 
-class Machine:
-    """The real one."""
+class LocalEnvironment:
+    """The machine that runs the command."""
 
-    def __init__(self, trust: Trust | None = None) -> None:
-        self._trust = trust
+    def __init__(self, client_tls: ClientTls | None = None) -> None:
+        self._trust = client_tls
 
     def python(self) -> str:
         """Return the version of Python."""
         return platform.python_version()
 
-    def installed(self, package: str) -> str | None:
-        """Return the version of a package, without importing it."""
+    def installed_version(self, package: str) -> str | None:
+        """Return the version from the package metadata, without importing the package."""
         try:
             return importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             return None
 
-    def wanted(self) -> Mapping[str, str]:
-        """Return what our own metadata asks for."""
+    def required_versions(self) -> Mapping[str, str]:
+        """Return the lowest versions in the package metadata of Rankscope."""
         asked = importlib.metadata.requires("rankscope") or []
         pairs = (requirement.partition(";")[0].replace("==", ">=").partition(">=") for requirement in asked)
         return {name.strip().replace("_", "-"): least.strip() for name, sign, least in pairs if sign}
 
-    def program(self, program: Program) -> str | None:
-        """Return where it is and which version."""
-        path = program.find()
-        return None if path is None else f"{version_of(path) or 'of unknown version'} ({path})"
+    def executable(self, executable: Executable) -> str | None:
+        """Return version and path."""
+        path = executable.find()
+        return None if path is None else f"{executable_version(path) or 'of unknown version'} ({path})"
 
-    def get(self, url: str, token: str | None = None) -> Answer:
-        """Ask over HTTP."""
-        return get(url, token=token, trust=self._trust)
+    def get(self, url: str, token: str | None = None) -> Response:
+        """Send GET over HTTP."""
+        return get(url, token=token, client_tls=self._trust)
 
     def free_bytes(self, path: Path) -> int:
-        """Ask the file system of the nearest folder that exists."""
+        """Return the free bytes, measured at the nearest parent folder that exists."""
         return shutil.disk_usage(next(part for part in (path, *path.absolute().parents) if part.exists())).free
 
     def check_writable(self, folder: Path) -> None:
-        """Make a file without a name, which is gone when it is closed."""
+        """Write to a temporary file without a name, which disappears when it is closed."""
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"x")
 
     def listener(self, port: int) -> Listener | None:
-        """Look through /proc."""
+        """Return the listening process from /proc."""
         return listeners().get(port)
 
     def now(self) -> float:
-        """Return the time of this machine."""
+        """Return the system time."""
         return time.time()

@@ -1,4 +1,4 @@
-"""This machine: Python and what is installed, programs, and who listens on the ports in question."""
+"""Check this machine: versions of Python and packages, executables, and the processes that listen on the ports."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from rankscope.doctor.environment import Surroundings
-from rankscope.doctor.result import Finding, fail, ok, warn
+from rankscope.doctor.environment import Environment
+from rankscope.doctor.result import CheckResult, fail, ok, warn
 from rankscope.up.executables import ALERTMANAGER, PROMETHEUS
 
 AREA: Final = "This machine"
@@ -17,44 +17,46 @@ OLDEST_PYTHON: Final = (3, 11)
 _WHERE: Final = {
     "pyarrow": ("everywhere", "pip install rankscope"),
     "prometheus-client": ("everywhere", "pip install rankscope"),
-    "torch": ("where training runs", "install the torch that fits this machine; Rankscope never replaces it"),
+    "torch": ("where training runs", "install the build of torch for this machine; Rankscope never replaces torch"),
     "deltalake": ("where the store is read or written", "pip install 'rankscope[store]'"),
     "duckdb": ("where the store is read or written", "pip install 'rankscope[store]'"),
     "aiohttp": ("where the service runs", "pip install 'rankscope[service]'"),
 }
 
 
-def machine(world: Surroundings) -> Iterator[Finding]:
-    """Yield versions and programs."""
-    python = world.python()
+def machine(environment: Environment) -> Iterator[CheckResult]:
+    """Yield the checks of versions and executables."""
+    python = environment.python()
     if numbers(python) < OLDEST_PYTHON:
         yield fail(AREA, f"Python {python}", "use Python 3.11 or newer")
     else:
         yield ok(AREA, f"Python {python}")
-    wanted = world.wanted()
+    required_versions = environment.required_versions()
     for package, (where, remedy) in _WHERE.items():
-        yield _package(package, world.installed(package), wanted.get(package, "0"), where, remedy)
-    for program in (PROMETHEUS, ALERTMANAGER):
-        found = world.program(program)
-        yield ok(AREA, f"{program.title} {found}") if found else warn(AREA, *program.remedy.split(": ", 1))
+        yield _package(
+            package, environment.installed_version(package), required_versions.get(package, "0"), where, remedy
+        )
+    for executable in (PROMETHEUS, ALERTMANAGER):
+        found = environment.executable(executable)
+        yield ok(AREA, f"{executable.title} {found}") if found else warn(AREA, *executable.remedy.split(": ", 1))
 
 
-def ports(world: Surroundings, named: Iterable[tuple[str, int]]) -> Iterator[Finding]:
-    """Yield who listens where."""
+def ports(environment: Environment, named: Iterable[tuple[str, int]]) -> Iterator[CheckResult]:
+    """Yield the process that listens on each port."""
     for what, port in named:
-        listener = world.listener(port)
+        listener = environment.listener(port)
         yield ok(PORTS, f"{port} ({what}): {listener or 'free'}")
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version, as one compares them."""
+    """Return the leading numbers of a version for comparison; empty if there are none."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
-def _package(package: str, version: str | None, least: str, where: str, remedy: str) -> Finding:
+def _package(package: str, version: str | None, least: str, where: str, remedy: str) -> CheckResult:
     if version is None:
-        return warn(AREA, f"{package} is missing; needed {where}", remedy)
+        return warn(AREA, f"{package} is not installed; required {where}", remedy)
     if numbers(version) < numbers(least):
-        return fail(AREA, f"{package} {version}: {least} or newer is needed {where}", remedy)
+        return fail(AREA, f"{package} {version}: {least} or newer is required {where}", remedy)
     return ok(AREA, f"{package} {version}")

@@ -1,4 +1,4 @@
-"""What an examination found: one line each, with what to type next where something is wrong. Pure."""
+"""Results of the checks of `rankscope doctor` and their text and JSON formats. Pure."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import asdict, dataclass
 
 
 class State(enum.StrEnum):
-    """How one thing is."""
+    """Result state of one check."""
 
     OK = "OK"
-    WARN = "WARN"  # works, or is not needed; worth knowing
+    WARN = "WARN"  # works or is optional, but needs attention
     FAIL = "FAIL"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at. `remedy` is what to do about it, empty where nothing is to be done."""
+class CheckResult:
+    """The result of one check. `remedy` is the recommended action, or empty."""
 
     area: str
     state: State
@@ -26,52 +26,52 @@ class Finding:
     remedy: str = ""
 
 
-def ok(area: str, text: str) -> Finding:
-    """Return a finding that is as it should be."""
-    return Finding(area, State.OK, text)
+def ok(area: str, text: str) -> CheckResult:
+    """Return the result of a check that passed."""
+    return CheckResult(area, State.OK, text)
 
 
-def warn(area: str, text: str, remedy: str = "") -> Finding:
-    """Return a finding that one should know of."""
-    return Finding(area, State.WARN, text, remedy)
+def warn(area: str, text: str, remedy: str = "") -> CheckResult:
+    """Return the result of a check that needs attention."""
+    return CheckResult(area, State.WARN, text, remedy)
 
 
-def fail(area: str, text: str, remedy: str) -> Finding:
-    """Return a finding that keeps something from working."""
-    return Finding(area, State.FAIL, text, remedy)
+def fail(area: str, text: str, remedy: str) -> CheckResult:
+    """Return the result of a failed check: something does not work."""
+    return CheckResult(area, State.FAIL, text, remedy)
 
 
-def healthy(findings: Iterable[Finding]) -> bool:
-    """Return whether nothing keeps anything from working."""
-    return all(finding.state is not State.FAIL for finding in findings)
+def is_healthy(results: Iterable[CheckResult]) -> bool:
+    """Return whether no check failed. Warnings do not count."""
+    return all(result.state is not State.FAIL for result in results)
 
 
-def lines(findings: Sequence[Finding]) -> Iterator[str]:
-    """Yield the report as a person reads it."""
+def report_lines(results: Sequence[CheckResult]) -> Iterator[str]:
+    """Yield the lines of the text report, grouped by area, with the summary last."""
     area = ""
-    for finding in findings:
-        if finding.area != area:
+    for result in results:
+        if result.area != area:
             yield from ([""] if area else [])
-            yield finding.area
-            area = finding.area
-        first, *rest = finding.text.splitlines() or [""]
-        yield f"  {finding.state:<4}  {first}"
+            yield result.area
+            area = result.area
+        first, *rest = result.text.splitlines() or [""]
+        yield f"  {result.state:<4}  {first}"
         yield from (f"        {line}" for line in rest)
-        if finding.remedy:
-            yield f"        -> {finding.remedy}"
+        if result.remedy:
+            yield f"        -> {result.remedy}"
     yield ""
-    yield summary(findings)
+    yield summary(results)
 
 
-def summary(findings: Sequence[Finding]) -> str:
-    """Return the last line."""
-    counts = {state: sum(finding.state is state for finding in findings) for state in State}
+def summary(results: Sequence[CheckResult]) -> str:
+    """Return the summary line."""
+    counts = {state: sum(result.state is state for result in results) for state in State}
     if not counts[State.FAIL] and not counts[State.WARN]:
-        return "All is well."
-    return f"Does not work: {counts[State.FAIL]}. Worth knowing: {counts[State.WARN]}."
+        return "All checks passed."
+    return f"Failed: {counts[State.FAIL]}. Warnings: {counts[State.WARN]}."
 
 
-def as_json(findings: Sequence[Finding]) -> str:
-    """Return the report for a program."""
-    document = {"healthy": healthy(findings), "findings": [asdict(finding) for finding in findings]}
+def as_json(results: Sequence[CheckResult]) -> str:
+    """Return the report as JSON."""
+    document = {"healthy": is_healthy(results), "results": [asdict(result) for result in results]}
     return json.dumps(document, indent=2, ensure_ascii=False)

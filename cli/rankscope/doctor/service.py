@@ -1,4 +1,4 @@
-"""The service: does it answer, does it know us, what does it say of itself; and its store, and its clock."""
+"""Check the service (response, health, clock, token) and its store (readable, writable, free space)."""
 
 from __future__ import annotations
 
@@ -8,105 +8,121 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Final
 
-from rankscope.base.http_client import Answer, UnreachableError
-from rankscope.doctor.environment import Surroundings
-from rankscope.doctor.result import Finding, fail, ok, warn
+from rankscope.base.http_client import Response, UnreachableError
+from rankscope.doctor.environment import Environment
+from rankscope.doctor.result import CheckResult, fail, ok, warn
 from rankscope_contract.channel import HEALTH_PATH, TARGETS_PATH
 
 AREA: Final = "Service"
 STORE: Final = "Store"
 
-SKEW_SECONDS: Final = 2.0  # the Date header knows whole seconds
+SKEW_SECONDS: Final = 2.0  # the Date header has a resolution of one second
 LOW_BYTES: Final = 5 << 30
 NO_BYTES: Final = 512 << 20
 
 
-def service(world: Surroundings, url: str, token: str | None) -> Iterator[Finding]:
-    """Yield how the service at `url` is."""
+def service(environment: Environment, url: str, token: str | None) -> Iterator[CheckResult]:
+    """Yield the checks of the service at `url`."""
     try:
-        answer = world.get(url + HEALTH_PATH)
+        response = environment.get(url + HEALTH_PATH)
     except UnreachableError as error:
-        yield fail(AREA, f"does not answer: {error}", "rankscope up, or rankscope serve; --url names another address")
+        yield fail(
+            AREA,
+            f"no response: {error}",
+            "run rankscope up or rankscope serve, or name its address with --url",
+        )
         return
-    said = answer.json()
-    if not isinstance(said, dict) or "status" not in said:
-        yield fail(AREA, f"what answers at {url} is not Rankscope (status {answer.status})", "see who listens, below")
+    document = response.json()
+    if not isinstance(document, dict) or "status" not in document:
+        yield fail(
+            AREA,
+            f"the server at {url} is not Rankscope (status {response.status})",
+            "see the listening processes below",
+        )
         return
-    if said["status"] == "ok":
-        yield ok(AREA, f"{url} answers")
+    if document["status"] == "ok":
+        yield ok(AREA, f"{url} responds")
     else:
-        yield fail(AREA, f"{url} is in trouble: {said.get('reason')}", "its log says more")
-    yield from _clock(world, answer)
-    yield _token(world.get(url + TARGETS_PATH, token), token)
+        yield fail(AREA, f"{url} is degraded: {document.get('reason')}", "see the log of the service")
+    yield from _clock(environment, response)
+    yield _token(environment.get(url + TARGETS_PATH, token), token)
 
 
-def store(world: Surroundings, path: str) -> Iterator[Finding]:
-    """Yield whether the store can be opened and written, and how much room there is."""
+def store(environment: Environment, path: str) -> Iterator[CheckResult]:
+    """Yield the checks of the store: it can be opened and written, and its disk has free space."""
     if "://" in path:
-        yield ok(STORE, f"{path} is on object storage: not looked at from here")
+        yield ok(STORE, f"{path} is on object storage: not checked from this machine")
         return
     folder = Path(path)
     if not folder.exists():
-        yield warn(STORE, f"{folder} does not exist yet", "rankscope serve makes it; --store names another")
+        yield warn(STORE, f"{folder} does not exist yet", "rankscope serve creates it; name another with --store")
     else:
         yield _opened(folder)
-        yield _writable(world, folder)
-    yield _room(world.free_bytes(folder))
+        yield _writable(environment, folder)
+    yield _free_space(environment.free_bytes(folder))
 
 
-def skew_seconds(world: Surroundings, answer: Answer) -> float | None:
-    """Return by how much the clock of who answered is ahead of ours; None when it told no time."""
+def skew_seconds(environment: Environment, response: Response) -> float | None:
+    """Return by how many seconds the server clock is ahead of this machine; None without a valid Date header."""
     try:
-        told = parsedate_to_datetime(answer.headers["date"])
+        sent_at = parsedate_to_datetime(response.headers["date"])
     except (KeyError, ValueError):
         return None
-    told = told if told.tzinfo else told.replace(tzinfo=UTC)
-    # Its second began up to a second ago: take the middle.
-    return told.timestamp() + 0.5 - datetime.fromtimestamp(world.now(), UTC).timestamp()
+    sent_at = sent_at if sent_at.tzinfo else sent_at.replace(tzinfo=UTC)
+    # The Date header is truncated to whole seconds: add half a second, the expected error.
+    return sent_at.timestamp() + 0.5 - datetime.fromtimestamp(environment.now(), UTC).timestamp()
 
 
-def _clock(world: Surroundings, answer: Answer) -> Iterator[Finding]:
-    skew = skew_seconds(world, answer)
+def _clock(environment: Environment, response: Response) -> Iterator[CheckResult]:
+    skew = skew_seconds(environment, response)
     if skew is None:
         return
     if abs(skew) > SKEW_SECONDS:
         ahead = "ahead of" if skew > 0 else "behind"
-        yield warn(AREA, f"its clock is {abs(skew):.0f} s {ahead} this machine's", "keep both with NTP: timedatectl")
+        yield warn(
+            AREA,
+            f"its clock is {abs(skew):.0f} s {ahead} the clock of this machine",
+            "synchronise both with NTP: timedatectl",
+        )
     else:
-        yield ok(AREA, "its clock agrees with this machine's")
+        yield ok(AREA, "its clock agrees with the clock of this machine")
 
 
-def _token(answer: Answer, token: str | None) -> Finding:
-    if answer.status == 200:
-        return ok(AREA, "takes the token" if token else "asks for no token")
-    if answer.status == 401 and token:
-        return fail(AREA, "refuses the token", "give the one of [service] token: export RANKSCOPE_TOKEN=…")
-    if answer.status == 401:
-        return fail(AREA, "asks for a token", "export RANKSCOPE_TOKEN=…, or name its file with --config")
-    return fail(AREA, f"answers with status {answer.status} where its targets are listed", "its log says more")
+def _token(response: Response, token: str | None) -> CheckResult:
+    if response.status == 200:
+        return ok(AREA, "accepts the token" if token else "requires no token")
+    if response.status == 401 and token:
+        return fail(AREA, "rejects the token", "use the value of [service] token: export RANKSCOPE_TOKEN=…")
+    if response.status == 401:
+        return fail(AREA, "requires a token", "export RANKSCOPE_TOKEN=…, or name the configuration file with --config")
+    return fail(AREA, f"status {response.status} for the list of targets", "see the log of the service")
 
 
-def _opened(folder: Path) -> Finding:
+def _opened(folder: Path) -> CheckResult:
     from rankscope_storage.errors import StoreError
     from rankscope_storage.store import Store
 
     try:
         Store.open(folder)
     except StoreError as error:
-        return fail(STORE, f"{folder} cannot be opened: {error}", "--store names another")
+        return fail(STORE, f"{folder} cannot be opened: {error}", "name another store with --store")
     return ok(STORE, f"{folder} can be opened")
 
 
-def _writable(world: Surroundings, folder: Path) -> Finding:
+def _writable(environment: Environment, folder: Path) -> CheckResult:
     try:
-        world.check_writable(folder)
+        environment.check_writable(folder)
     except OSError as error:
-        return warn(STORE, f"{folder} cannot be written by you: {error.strerror}", "the service's user must be able to")
+        return warn(
+            STORE,
+            f"{folder} is not writable for this user: {error.strerror}",
+            "the user of the service must be able to write it",
+        )
     return ok(STORE, "can be written")
 
 
-def _room(free: int) -> Finding:
-    text = f"{free / (1 << 30):,.1f} GiB are free on its disk"
+def _free_space(free: int) -> CheckResult:
+    text = f"{free / (1 << 30):,.1f} GiB free on its disk"
     if free < NO_BYTES:
-        return fail(STORE, text, "make room: a full disk stops commits, and then the rings overflow")
-    return warn(STORE, text, "make room soon") if free < LOW_BYTES else ok(STORE, text)
+        return fail(STORE, text, "free disk space: on a full disk commits fail, and then the rings overflow")
+    return warn(STORE, text, "free disk space soon") if free < LOW_BYTES else ok(STORE, text)

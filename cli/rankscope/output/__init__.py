@@ -1,1 +1,1 @@
-"""Rows, texts and progress as the command prints them."""
+"""Text, tables and progress display that the commands print."""

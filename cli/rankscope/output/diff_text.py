@@ -1,4 +1,4 @@
-"""What a comparison found, as lines for people and as a document for programs. Pure."""
+"""Format the result of `rankscope diff` as text lines and as a JSON document. Pure."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ _SHOWN_NAMES: Final = 8
 _BAR: Final = 24
 
 
-def lines(found: Divergence) -> Iterator[str]:
-    """Yield the screen: where both part, what comes next, how it grows, and what only one of them has."""
+def diff_lines(found: Divergence) -> Iterator[str]:
+    """Yield the lines: first difference, differences at that step, growth over the steps, data in only one of both."""
     steps = f"{found.steps_compared} step{'s' * (found.steps_compared != 1)}"
-    yield f"{found.a} against {found.b}: {steps}, {found.rows_compared:,} row{'s' * (found.rows_compared != 1)}"
+    yield f"{found.a} compared with {found.b}: {steps}, {found.rows_compared:,} row{'s' * (found.rows_compared != 1)}"
     first = found.first
     if first is None:
         yield "no difference" + ("" if found.tolerance.is_exact else " beyond the tolerance")
     else:
-        yield f"they part at step {first.step}: {_named(first)}"
+        yield f"first difference at step {first.step}: {_named(first)}"
         yield ""
         yield from _points(found.points)
         if (left := found.points_at_first - len(found.points)) > 0:
             yield f"({left} more at step {first.step})"
         if found.looks_rounded:
-            yield "sums in another order of addition differ so: --tolerance 1e-5 passes over it"
+            yield "differences of this size come from another order of additions: --tolerance 1e-5 ignores them"
         yield ""
         yield from _growth(found.steps)
     for side, other in _missing(found):
         yield f"only in {side}: {other}"
 
 
-def document(found: Divergence) -> dict[str, Any]:
-    """Return everything as JSON has it; NaN and Inf as text."""
+def diff_document(found: Divergence) -> dict[str, Any]:
+    """Return the complete result for JSON, with NaN and Inf as strings."""
     return {
         "a": asdict(found.a),
         "b": asdict(found.b),
@@ -60,7 +60,7 @@ def document(found: Divergence) -> dict[str, Any]:
 
 
 def _points(points: Sequence[Point]) -> Iterator[str]:
-    rows = [("what", "a", "b", "relative")]
+    rows = [("value", "a", "b", "relative")]
     rows += [(_named(point), _value(point.a), _value(point.b), _share(point.relative)) for point in points]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     for what, *numbers in rows:
@@ -69,18 +69,18 @@ def _points(points: Sequence[Point]) -> Iterator[str]:
 
 
 def _growth(steps: Sequence[StepApart]) -> Iterator[str]:
-    yield "step by step, with the largest relative difference:"
+    yield "largest relative difference per step:"
     shown = [*steps[: _SHOWN_STEPS - 1], *steps[-1:]] if len(steps) > _SHOWN_STEPS else steps
     width = max(len(str(step.step)) for step in shown)
     for before, step in zip((None, *shown), shown, strict=False):
         if before is not None and steps.index(step) > steps.index(before) + 1:
             yield f"  ({steps.index(step) - steps.index(before) - 1} steps not shown)"
-        apart = f"{step.apart} of {step.compared} rows apart"
+        apart = f"{step.apart} of {step.compared} rows differ"
         yield f"  {step.step:>{width}}  {_share(step.worst):>8}  {_bar(step.worst):<{_BAR}}  {apart}"
 
 
 def _bar(worst: float | None) -> str:
-    """Return a bar of decades: from float32's last bit, 1e-8, to 1."""
+    """Return a logarithmic bar from 1e-8 (about the last bit of float32) to 1."""
     if not worst:
         return ""
     decades = min(8.0, max(0.0, 8 + math.log10(worst)))
@@ -103,7 +103,7 @@ def _missing(found: Divergence) -> Iterator[tuple[str, str]]:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Return ascending numbers in short: `1-3, 7`."""
+    """Return ascending numbers as ranges, such as `1-3, 7`."""
     groups = itertools.groupby(enumerate(numbers), key=lambda item: item[1] - item[0])
     runs = [[number for _, number in members] for _, members in groups]
     parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]

@@ -1,4 +1,4 @@
-"""What runs are doing right now, as the service tells it, shown as it moves: bars on a terminal, lines elsewhere."""
+"""Fetch the progress of runs from the service and display it: progress bars on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rankscope.base.http_client import Trust, UnreachableError, get
+from rankscope.base.http_client import ClientTls, UnreachableError, get
 from rankscope.output.rows import printable
 from rankscope_contract.channel import RUNS_PATH
 from rankscope_contract.events import RunState
 from rankscope_ingest.progress import RunProgress
 
 TIMEOUT_SECONDS: Final = 2.0
-LINE_EVERY_SECONDS: Final = 5.0
-MOST_BARS: Final = 6
+LINE_INTERVAL_SECONDS: Final = 5.0
+MAX_BARS: Final = 6
 
 _FIELDS: Final = frozenset(field.name for field in dataclasses.fields(RunProgress))
 _NON_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class View(Protocol):
-    """Something that shows runs, and lines beside them."""
+    """A display of the progress of runs that can also print lines."""
 
     def __enter__(self) -> Self: ...
 
@@ -38,38 +38,43 @@ class View(Protocol):
     ) -> None: ...
 
     def show(self, runs: Sequence[RunProgress], now: float) -> None:
-        """Bring the display up to `runs`; `now` is in seconds, from any start."""
+        """Update the display. `now` is in seconds; its origin does not matter."""
 
-    def say(self, line: str) -> None:
-        """Print one line that stays."""
+    def print_line(self, line: str) -> None:
+        """Print one line that remains on the screen."""
 
 
 def view_for(console: Console) -> View:
-    """Return the view that fits where `console` writes."""
+    """Return a BarView if `console` is a terminal, else a PlainView."""
     return BarView(console) if console.is_terminal else PlainView(console)
 
 
-def fetch_runs(service_url: str, *, token: str | None = None, trust: Trust | None = None) -> list[RunProgress] | None:
-    """Return what the service on this machine says of its runs; None when it does not answer."""
+def fetch_runs(
+    service_url: str, *, token: str | None = None, client_tls: ClientTls | None = None
+) -> list[RunProgress] | None:
+    """Return the progress of all runs of the service; None if it does not respond with a list."""
     try:
-        answer = get(service_url + RUNS_PATH, token=token, timeout_seconds=TIMEOUT_SECONDS, trust=trust)
+        response = get(service_url + RUNS_PATH, token=token, timeout_seconds=TIMEOUT_SECONDS, client_tls=client_tls)
     except UnreachableError:
         return None
-    document = answer.json() if answer.status == 200 else None
+    document = response.json() if response.status == 200 else None
     if not isinstance(document, list):
         return None
     return [_progress(run) for run in document]
 
 
 def _progress(run: Mapping[str, Any]) -> RunProgress:
-    """Return what is shown here of one run; the service tells more."""
+    """Return one run of the response. Fields that RunProgress lacks are ignored."""
     return RunProgress(**{key: _number(value, key) for key, value in run.items() if key in _FIELDS})
 
 
 class PlainView:
-    """Lines for a file or a pipe: one per run when it moved on and some seconds passed, or when its state changed."""
+    """Progress as lines for a file or a pipe.
 
-    def __init__(self, console: Console, *, every_seconds: float = LINE_EVERY_SECONDS) -> None:
+    A run gets a line when its state changes, and at most every `every_seconds` seconds when its step changes.
+    """
+
+    def __init__(self, console: Console, *, every_seconds: float = LINE_INTERVAL_SECONDS) -> None:
         self._console = console
         self._every_seconds = every_seconds
         self._last: dict[str, tuple[float, int | None, str]] = {}
@@ -80,24 +85,24 @@ class PlainView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Leave nothing behind."""
+        """Do nothing: there are no bars to remove."""
 
     def show(self, runs: Sequence[RunProgress], now: float) -> None:
-        """Print a line for each run that has something new to say."""
+        """Print a line for each run that changed, limited as the class describes."""
         for run in runs:
             at, step, state = self._last.get(run.run, (-math.inf, None, ""))
             moved = run.step != step and now - at >= self._every_seconds
             if run.step is not None and run.state != RunState.PENDING and (moved or run.state != state):
                 self._last[run.run] = (now, run.step, run.state)
-                self.say(f"{printable(run.run)} {run.state}  {'  '.join(facts(run))}")
+                self.print_line(f"{printable(run.run)} {run.state}  {'  '.join(progress_parts(run))}")
 
-    def say(self, line: str) -> None:
-        """Print `line` as it is."""
+    def print_line(self, line: str) -> None:
+        """Print `line` without interpreting markup."""
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 class BarView:
-    """Two lines per run at the foot of a terminal: a bar, and the figures under it."""
+    """Two lines per run at the bottom of a terminal: a progress bar and the figures below it."""
 
     def __init__(self, console: Console) -> None:
         self._live = Live(Text("waiting for ranks"), console=console, auto_refresh=False)
@@ -109,16 +114,16 @@ class BarView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Leave the bars as they stood last."""
+        """Stop updating; the last bars remain on the screen."""
         self._live.stop()
 
-    def show(self, runs: Sequence[RunProgress], now: float) -> None:  # noqa: ARG002 - a bar needs no pause between looks
-        """Move the bars."""
-        shown = [run for run in runs if run.ranks_alive][:MOST_BARS] or runs[-1:]
+    def show(self, runs: Sequence[RunProgress], now: float) -> None:  # noqa: ARG002 - bars are not rate-limited
+        """Redraw the bars of up to MAX_BARS live runs; without a live run, the bar of the last run."""
+        shown = [run for run in runs if run.ranks_alive][:MAX_BARS] or runs[-1:]
         if shown:
             self._live.update(Group(*(part for run in shown for part in (_bar(run), _figures(run)))), refresh=True)
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print `line` above the bars."""
         self._live.console.print(Text(line), soft_wrap=True)
 
@@ -135,8 +140,8 @@ def _figures(run: RunProgress) -> Text:
     return Text("  " + "  ".join(figures(run)), no_wrap=True, overflow="ellipsis")
 
 
-def facts(run: RunProgress) -> Iterator[str]:
-    """Yield all that is known of a run, in the order in which one asks."""
+def progress_parts(run: RunProgress) -> Iterator[str]:
+    """Yield the known facts of a run: step, figures, time left."""
     if run.step is not None:
         yield _steps(run)
     yield from figures(run)
@@ -145,7 +150,7 @@ def facts(run: RunProgress) -> Iterator[str]:
 
 
 def figures(run: RunProgress) -> Iterator[str]:
-    """Yield how training goes, and whether its steps are safe."""
+    """Yield loss, throughput, rows stored, lag, live ranks and lost records, each if known."""
     if run.loss is not None:
         yield f"loss {run.loss:.4f}"
     if run.tokens_per_second is not None:
@@ -170,5 +175,5 @@ def _duration(seconds: float) -> str:
 
 
 def _number(value: Any, key: str) -> Any:
-    """Return `value` with the words for what JSON cannot say turned back; a run may well be called NaN."""
+    """Return `value`; the strings for NaN and Inf become floats, except in text fields: a run can be named NaN."""
     return _NON_FINITE.get(value, value) if isinstance(value, str) and key not in ("run", "state", "reason") else value

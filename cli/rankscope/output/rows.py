@@ -1,7 +1,7 @@
-"""Rows as a person or a program reads them: table, csv, json, parquet.
+"""Write rows as a table, CSV, JSON or Parquet.
 
-NaN, Inf, null and 0 stay four different things in each: JSON has no NaN, so it says "NaN", "Infinity" or "-Infinity"
-as text; CSV leaves null empty and quotes the empty string.
+Each format distinguishes NaN, Inf, null and 0. JSON has no NaN, so NaN and Inf are written as the strings "NaN",
+"Infinity" and "-Infinity". CSV writes null as an empty field and the empty string with quotes.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from rich.table import Table
 from rankscope.base.errors import USAGE, CommandError
 
 TABLE_ROWS = 40
-"""Rows a table shows before it counts the rest; every other format gives all of them."""
+"""Number of rows that a table shows by default. All other formats write every row."""
 
 
 class Format(enum.StrEnum):
-    """How rows are written."""
+    """Output format of rows."""
 
     TABLE = "table"
     CSV = "csv"
@@ -41,7 +41,7 @@ class Format(enum.StrEnum):
     PARQUET = "parquet"
 
 
-OutputFormat = Annotated[Format, typer.Option("--format", help="How to print rows.")]
+OutputFormat = Annotated[Format, typer.Option("--format", help="Output format of the rows.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file.", show_default=False)]
 
 
@@ -69,17 +69,17 @@ def write_text(text: str, output: Path | None) -> None:
 
 @contextlib.contextmanager
 def _writing(output: Path | None) -> Iterator[None]:
-    """End the command in one line when `output` cannot be written; a reader that left is no fault."""
+    """Raise CommandError if `output` cannot be written, except for BrokenPipeError: the reader of the pipe exited."""
     try:
         yield
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise CommandError(f"cannot write {output or 'the output'}: {error.strerror}") from error
+        raise CommandError(f"cannot write {output or 'standard output'}: {error.strerror}") from error
 
 
 def as_text(rows: pa.Table, form: Format, *, limit: int = TABLE_ROWS) -> str:
-    """Return `rows` as text in `form`, which is not parquet."""
+    """Return `rows` as text in the format `form`, which must not be parquet."""
     if form is Format.JSON:
         names = distinct_names(rows.column_names)
         documents = (_plain(dict(zip(names, row, strict=True))) for row in _rows(rows))
@@ -94,12 +94,12 @@ def as_text(rows: pa.Table, form: Format, *, limit: int = TABLE_ROWS) -> str:
 
 
 def as_json(document: object) -> str:
-    """Return one JSON document, with what JSON cannot say as text."""
+    """Return `document` as JSON; values that JSON lacks (NaN, Inf, times) are written as strings."""
     return json.dumps(_plain(document), ensure_ascii=False, indent=2) + "\n"
 
 
 def print_table(rows: pa.Table, *, limit: int = TABLE_ROWS, file: io.StringIO | None = None) -> None:
-    """Print `rows` in columns; numbers to the right, and the count of what was left out."""
+    """Print the first `limit` rows with right-aligned numbers, then the row count and the number not shown."""
     console = _console(file)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for field in rows.schema:
@@ -114,14 +114,14 @@ def print_table(rows: pa.Table, *, limit: int = TABLE_ROWS, file: io.StringIO | 
 
 
 def columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return aligned lines; the last column is as wide as it likes."""
+    """Return `head` and `rows` as lines with aligned, left-justified columns."""
     table = [list(head), *map(list, rows)]
     widths = [max(len(row[index]) for row in table) for index in range(len(head))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
 
 
 def cell(value: object) -> str:
-    """Return one value as a table shows it."""
+    """Return the text of one value in a table cell."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -136,12 +136,12 @@ def cell(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text` on one line: control characters in a name must not move the cursor of the reader's terminal."""
+    """Return `text` with control characters escaped, so that a name cannot move the cursor of a terminal."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:
-    """Return `names`, with a number behind those that came before: a join may bring one name twice."""
+    """Return `names` with a numeric suffix on repeated ones. A SQL join can produce the same name twice."""
     found: list[str] = []
     for name in names:
         others = (f"{name}_{number}" for number in itertools.count(1))
@@ -150,14 +150,14 @@ def distinct_names(names: Sequence[str]) -> list[str]:
 
 
 def _rows(rows: pa.Table) -> Iterator[tuple[Any, ...]]:
-    """Yield the values of each row, column by column: two columns may have one name."""
+    """Yield the values of each row in column order. A dict per row would fail: two columns can have the same name."""
     yield from zip(*(_values(column) for column in rows.columns), strict=True)
 
 
 def _values(column: pa.ChunkedArray) -> list[Any]:
     try:
         return list(column.to_pylist())
-    except (OverflowError, ValueError):  # a time that Python's calendar lacks: DuckDB's infinity, a broken clock
+    except (OverflowError, ValueError):  # a time outside the range of datetime: DuckDB's infinity, a wrong clock
         return [_value(scalar) for scalar in column]
 
 
@@ -167,7 +167,7 @@ def _value(scalar: pa.Scalar) -> Any:
     except (OverflowError, ValueError):
         number = getattr(scalar, "value", None)
         if number is None:
-            return f"{scalar.type} beyond the calendar"
+            return f"{scalar.type} out of range"
         last = (1 << scalar.type.bit_width - 1) - 1
         unit = getattr(scalar.type, "unit", "days")
         return {last: "Infinity", -last: "-Infinity"}.get(number, f"{number} {unit} after 1970")
@@ -186,7 +186,7 @@ def _non_finite(value: float) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` with what JSON cannot say as text."""
+    """Return `value` with values that JSON lacks replaced by strings."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -222,14 +222,14 @@ def _write_parquet(rows: pa.Table, output: Path | None) -> None:
     rows = rows.rename_columns(distinct_names(rows.column_names))
     if output is None:
         if sys.stdout.isatty():
-            raise CommandError("parquet is binary: name a file with --output, or pipe it on", code=USAGE)
+            raise CommandError("parquet is binary: write it to a file with --output, or to a pipe", code=USAGE)
         pq.write_table(rows, sys.stdout.buffer)
         return
     pq.write_table(rows, output)
 
 
 def _console(file: io.StringIO | None) -> Console:
-    """Return a console that never cuts columns for a reader that is a program or a file."""
+    """Return a console; for a file or a pipe it is wide enough that no column is truncated."""
     if file is None and sys.stdout.isatty():
         return Console()
     return Console(file=file or sys.stdout, width=10_000, force_terminal=False, no_color=True)

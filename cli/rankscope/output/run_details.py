@@ -1,4 +1,4 @@
-"""All that a store knows of one run, for a person or a program: state, labels, code, command, configuration."""
+"""Collect the details of one run for `rankscope runs show`: state, tags, note, commit, command, configuration."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from rankscope_storage.connection import Connection
 
 _APART = ("argv", "git_commit")
-# A version need not repeat what the run was started with.
+# Only some versions of the run row contain the configuration, so take it from the newest one that does.
 _CONFIG = """\
 SELECT max_by(config, coalesce(ordinal, 0)) AS config FROM runs_history WHERE run = $run AND config IS NOT NULL"""
 _WHEN = ("started_at", "ended_at", "last_step", "planned_steps", "world_size", "source_kind", "reason")
 
 
-def run_facts(connection: Connection, run: str) -> dict[str, Any]:
-    """Return what is known of `run` as one JSON object; what is not known is null or empty."""
+def run_details(connection: Connection, run: str) -> dict[str, Any]:
+    """Return the details of `run` as one JSON object; unknown values are null or empty."""
     from rankscope_storage.care.labels import parse_tags
 
     with connection.steady():
@@ -38,8 +38,8 @@ def run_facts(connection: Connection, run: str) -> dict[str, Any]:
     }
 
 
-def fact_lines(facts: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of the screen; what is not known is not mentioned."""
+def run_detail_lines(facts: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines to print; unknown values are omitted."""
     why = f": {printable(facts['reason'])}" if facts["reason"] else ""
     yield _line("run", printable(facts["run"]))
     yield _line("state", f"{facts['state']}{why}")
@@ -71,7 +71,7 @@ def _launch_line(launch: Mapping[str, Any]) -> str:
 
 
 def _code(config: str | None) -> dict[str, Any]:
-    """Return commit and command of a launch; text that is no JSON, as a log may have brought, says nothing of them."""
+    """Return commit and command of a launch; both None if `config` is not JSON, as for some imported logs."""
     document = _document(config)
     argv, commit = document.get("argv"), document.get("git_commit")
     return {

@@ -1,4 +1,4 @@
-"""The answer of `POST /api/v1/stacks` as somebody on call wants to read it: who stands where, the cause first. Pure."""
+"""Format the response of `POST /api/v1/stacks` as text: stack groups of ranks, the likely cause first. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rankscope_contract.standing import Group, Standing, grouped, is_library, ra
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What one rank answered, or why it did not."""
+class RankResponse:
+    """The stacks of one rank, or the error that prevented them."""
 
     rank: int
     host: str
@@ -23,8 +23,8 @@ class Asked:
     error: str | None = None
 
     @classmethod
-    def of(cls, entry: Mapping[str, Any]) -> Asked:
-        """Return one entry of `ranks`. Raises ValueError when it is none."""
+    def of(cls, entry: Mapping[str, Any]) -> RankResponse:
+        """Parse one entry of `ranks` in the response. Raises ValueError if it is malformed."""
         error, flight = entry.get("error"), entry.get("flight")
         return cls(
             rank=int(entry["rank"]),
@@ -36,41 +36,41 @@ class Asked:
         )
 
 
-def lines(answer: Mapping[str, Any], *, all_threads: bool = False) -> Iterator[str]:
-    """Yield what to print; raises ValueError or KeyError when `answer` is not what a service answers."""
-    asked = [Asked.of(entry) for entry in answer["ranks"]]
+def stacks_lines(response: Mapping[str, Any], *, all_threads: bool = False) -> Iterator[str]:
+    """Yield the lines to print. Raises ValueError or KeyError if `response` is malformed."""
+    asked = [RankResponse.of(entry) for entry in response["ranks"]]
     given = {each.rank: each for each in asked if each.stacks is not None}
-    yield from _head(answer, len(given), len(asked))
+    yield from _head(response, len(given), len(asked))
     standings = [Standing.of(each.rank, each.stacks, each.flight) for each in given.values()]
     flights = {each.rank: each.flight for each in given.values() if each.flight is not None}
-    if told := sentences(flights, sites_of(standings)):
+    if findings := sentences(flights, sites_of(standings)):
         yield ""
-        yield from told
+        yield from findings
     for group in grouped(standings):
         yield ""
         yield from _group(group, [given[rank] for rank in group.ranks], all_threads=all_threads)
     for each in asked:
         if each.error is not None:
             yield ""
-            yield f"rank {each.rank} (process {each.pid} on {each.host}) gave no stacks: {each.error}"
+            yield f"rank {each.rank} (process {each.pid} on {each.host}) returned no stacks: {each.error}"
 
 
-def _head(answer: Mapping[str, Any], given: int, asked: int) -> Iterator[str]:
-    why = f": {answer['reason']}" if answer.get("reason") else ""
-    yield f"run {answer['run']} (attempt {answer['attempt']}) is {answer['state']}{why}"
-    step = "no step yet" if answer.get("step") is None else f"last step {answer['step']:,}"
-    yield f"{step}; {given} of {asked} ranks say where they stand"
+def _head(response: Mapping[str, Any], given: int, asked: int) -> Iterator[str]:
+    why = f": {response['reason']}" if response.get("reason") else ""
+    yield f"run {response['run']} (attempt {response['attempt']}) is {response['state']}{why}"
+    step = "no step yet" if response.get("step") is None else f"last step {response['step']:,}"
+    yield f"{step}; {given} of {asked} ranks returned their stacks"
 
 
-def _group(group: Group, members: Sequence[Asked], *, all_threads: bool) -> Iterator[str]:
+def _group(group: Group, members: Sequence[RankResponse], *, all_threads: bool) -> Iterator[str]:
     first = group.standings[0]
     pending = first.pending
     if pending is not None:
-        waits = f"waits in {pending} for {pending.age_seconds:,.0f} s"
+        waits = f"waiting in {pending} for {pending.age_seconds:,.0f} s"
     elif first.latest is not None:
-        waits = f"waits in no collective; the last was {first.latest.op} {first.latest.seq}"
+        waits = f"not in a collective; the last was {first.latest.op} {first.latest.seq}"
     else:
-        waits = "waits in no collective that torch recorded"
+        waits = "not in a collective that torch recorded"
     yield f"{ranks_text(group.ranks)}: {waits}"
     places = ", ".join(f"{member.pid} on {member.host}" for member in members[:4])
     yield f"  process {places}{' …' if len(members) > 4 else ''}"
@@ -80,7 +80,7 @@ def _group(group: Group, members: Sequence[Asked], *, all_threads: bool) -> Iter
 
 
 def _frames(frames: Sequence[Frame]) -> Iterator[str]:
-    """Yield a line per call, the innermost first; an arrow marks the code that no library brought."""
+    """Yield one line per frame, the innermost first. `>` marks code outside of libraries."""
     width = min(28, max(len(frame.function) for frame in frames))
     for frame in frames:
         mark = " " if is_library(frame.file) else ">"
@@ -93,7 +93,7 @@ def _others(threads: Sequence[ThreadStack], *, all_threads: bool) -> Iterator[st
         names = ", ".join(dict.fromkeys(thread.name or "unnamed" for thread in theirs[:5]))
         if theirs:
             more = "thread" if len(theirs) == 1 else "threads"
-            yield f"  {len(theirs)} more {more} ({names}{' …' if len(theirs) > 5 else ''}): --all-threads shows them"
+            yield f"  {len(theirs)} more {more} ({names}{' …' if len(theirs) > 5 else ''}): see --all-threads"
         return
     for thread in threads:
         yield f"  thread {thread.name or hex(thread.ident)}{' (of Rankscope)' if thread.is_ours else ''}"

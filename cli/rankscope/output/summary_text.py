@@ -1,4 +1,4 @@
-"""The screen of `rankscope summary` and the rows of `rankscope anomalies`; `rankscope demo` shows both too."""
+"""Format the output of `rankscope summary` and `rankscope anomalies`. `rankscope demo` prints both."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from rankscope_storage.asking.reports import AnomalyRow, RunSummary
 
 SHOWN = ("step", "rank", "rule", "kind", "tensor", "op", "value", "baseline", "threshold")
-"""What a table has room for; the other formats give every column."""
+"""Columns of the table format; the other formats have every column."""
 
 
 def summary_lines(found: RunSummary) -> Iterator[str]:
-    """Yield the lines of the screen; what is not known is not mentioned."""
+    """Yield the lines to print; unknown values are omitted."""
     yield f"run        {cell(found.run)}, {found.state or 'state unknown'}"
     yield f"launches   {found.attempts}, on {found.ranks} rank{'' if found.ranks == 1 else 's'}"
     yield f"steps      {_steps(found)}"
     if found.loss_last is not None:
         first, last, lowest = (cell(value) for value in (found.loss_first, found.loss_last, found.loss_min))
-        yield f"loss       {first} at first, {last} at last, lowest {lowest}"
+        yield f"loss       first {first}, last {last}, lowest {lowest}"
     if found.tokens_per_second is not None:
         yield f"speed      {found.tokens_per_second:,.0f} tokens/s"
     if found.goodput is not None and found.wall_seconds is not None:
-        yield f"goodput    {found.goodput:.1%} of {_duration(found.wall_seconds)} in steps that count"
+        yield f"goodput    {found.goodput:.1%} of {_duration(found.wall_seconds)} in steps that were not superseded"
     if code := _code(found):
         yield f"code       {code}"
     yield f"incidents  {found.incidents}{', see rankscope anomalies' if found.incidents else ''}"
@@ -66,7 +66,7 @@ def _size(count: float) -> str:
 
 
 def anomaly_table(found: Sequence[AnomalyRow], columns: Sequence[str] | None = None) -> pa.Table:
-    """Return the anomalies as rows, with `columns` or all of them."""
+    """Return the anomalies as a table with `columns`, or with every column if None."""
     from rankscope_storage.schema import dataset_schema
 
     schema = dataset_schema("events")

@@ -1,1 +1,1 @@
-"""The parts of `rankscope up`: what is started, with which configuration and ports, and how it is kept running."""
+"""Start the service, Prometheus and Alertmanager for `rankscope up`: configuration, ports, processes, restarts."""

@@ -1,7 +1,7 @@
-"""`python leash.py PARENT COMMAND…`: become COMMAND, and be ended by the kernel when process PARENT is no more.
+"""`python die_with_parent.py PARENT COMMAND…`: run COMMAND; the kernel sends it SIGTERM when process PARENT exits.
 
-A parent that is killed with -9 can end nobody itself. Standard library only, and no import of ours: it runs in a bare
-interpreter, so that a start costs milliseconds.
+A parent killed by SIGKILL cannot stop its children itself. This script uses only the standard library and runs with
+`python -I -S`, so that it starts within milliseconds.
 """
 
 import ctypes
@@ -13,13 +13,13 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Ask the kernel for the signal, make sure that it was not asked too late, and become the command."""
+    """Set the parent-death signal, exit if the parent is already gone, and replace this process with the command."""
     parent, *command = sys.argv[1:]
-    # SIGTERM: a service that loses its parent still stores what it has.
+    # SIGTERM and not SIGKILL: the service must still store the records that it has received.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != int(parent):
-        sys.exit(f"process {parent} is gone already")
-    os.execvp(command[0], command)  # noqa: S606 - becoming the command is the point
+        sys.exit(f"parent process {parent} has already exited")
+    os.execvp(command[0], command)  # noqa: S606 - replacing the process is the purpose
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Prometheus and Alertmanager on this machine: under which names they go, and how one gets them."""
+"""Find the executables of Prometheus and Alertmanager, and say how to install missing ones."""
 
 from __future__ import annotations
 
@@ -14,52 +14,52 @@ from rankscope.base.errors import CommandError
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
-    """One program that we start but do not bring along."""
+class Executable:
+    """An external program that `rankscope up` starts but does not install."""
 
     title: str
-    names: tuple[str, ...]  # on PATH, the first that is there
-    package: str  # of Debian
+    names: tuple[str, ...]  # names to search on PATH, in this order
+    package: str  # name of the Debian package
 
     def find(self, search: str | None = None) -> Path | None:
-        """Return where the program is, looking through `search` or PATH."""
+        """Return the path of the executable, searched in `search` or PATH; None if not found."""
         found = (shutil.which(name, path=search) for name in self.names)
         return next((Path(path) for path in found if path), None)
 
     @property
     def remedy(self) -> str:
-        """Return how one gets it, in one line."""
-        return f"{self.title} is not on PATH: apt install {self.package}, or {HOME}"
+        """Return one line with the installation command."""
+        return f"{self.title} is not on PATH: apt install {self.package}, or {DOWNLOAD_URL}"
 
 
-HOME: Final = "https://prometheus.io/download"
-PROMETHEUS: Final = Program("Prometheus", ("prometheus",), "prometheus")
-# Debian's name first: theirs is what its package installs, upstream's tarball has the short one.
-ALERTMANAGER: Final = Program("Alertmanager", ("prometheus-alertmanager", "alertmanager"), "prometheus-alertmanager")
+DOWNLOAD_URL: Final = "https://prometheus.io/download"
+PROMETHEUS: Final = Executable("Prometheus", ("prometheus",), "prometheus")
+# The Debian package installs the long name, the upstream tarball contains the short one.
+ALERTMANAGER: Final = Executable("Alertmanager", ("prometheus-alertmanager", "alertmanager"), "prometheus-alertmanager")
 
 
-def required(wanted: Mapping[Program, str]) -> dict[Program, Path]:
-    """Return where programs are; each is given with the option to go on without it.
+def find_required(wanted: Mapping[Executable, str]) -> dict[Executable, Path]:
+    """Return the paths of executables; `wanted` maps each to the option that runs without it.
 
-    Raises CommandError with one line about all that are missing: how to get them, and how to go on.
+    Raises CommandError with one line that names all missing executables, their packages and that option.
     """
-    found = {program: program.find() for program in wanted}
-    missing = [program for program, path in found.items() if path is None]
+    found = {executable: executable.find() for executable in wanted}
+    missing = [executable for executable, path in found.items() if path is None]
     if missing:
         titles, packages = " and ".join(one.title for one in missing), " ".join(one.package for one in missing)
         raise CommandError(
-            f"{titles} {'is' if len(missing) == 1 else 'are'} not on PATH: apt install {packages}, or {HOME}; "
-            f"or go on with {wanted[missing[0]]}"
+            f"{titles} {'is' if len(missing) == 1 else 'are'} not on PATH: apt install {packages}, or {DOWNLOAD_URL}; "
+            f"or run with {wanted[missing[0]]}"
         )
-    return {program: path for program, path in found.items() if path is not None}
+    return {executable: path for executable, path in found.items() if path is not None}
 
 
-def version_of(path: Path) -> str | None:
-    """Return the version that the program tells, None when it tells none."""
+def executable_version(path: Path) -> str | None:
+    """Return the version that `PATH --version` prints; None if it fails or prints none within 10 s."""
     try:
-        # Some builds answer on standard output, some on standard error.
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False)  # noqa: S603
+        # Some builds print the version on standard output, some on standard error.
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired):
         return None
-    found = re.search(r"version (\d+(?:\.\d+)+)", said.stdout + said.stderr)
+    found = re.search(r"version (\d+(?:\.\d+)+)", done.stdout + done.stderr)
     return found[1] if found else None

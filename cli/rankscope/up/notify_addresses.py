@@ -1,6 +1,6 @@
-"""`--notify ADDRESS`: people's addresses as one writes them on a command line, for Alertmanager. Pure.
+"""Parse the addresses of `rankscope up --notify` into Alertmanager receivers: webhooks and mail. Pure.
 
-Apprise's addresses are another family, read by the service itself; Alertmanager speaks webhooks and mail.
+The service itself uses another syntax, that of Apprise.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from rankscope.base.errors import USAGE, CommandError
 from rankscope_contract.events import Severity
 from rankscope_dashboards.alertmanager_config import Mail, Receiver, Webhook
 
-FORMS: Final = (
+ADDRESS_FORMS: Final = (
     "https://host/path for a webhook, or smtp://[user:password@]host:port?to=ADDRESS[&from=ADDRESS][&tls=no] for mail; "
-    "critical= in front of it for critical alerts alone"
+    "prefix critical= for critical alerts only"
 )
 DEFAULT_SENDER: Final = "rankscope@localhost"
 _MAIL_KEYS: Final = {"to", "from", "tls"}
 
 
 def receivers(addresses: Iterable[str]) -> list[Receiver]:
-    """Return one receiver per address. Raises CommandError that says which forms there are, and repeats no secret."""
+    """Return one receiver per address.
+
+    Raises CommandError for an unknown form. The message lists the valid forms and contains no secret.
+    """
     return [_receiver(number, address) for number, address in enumerate(addresses, 1)]
 
 
@@ -33,11 +36,11 @@ def _receiver(number: int, address: str) -> Receiver:
         parts = urlsplit(url)
         way = _webhook(url) if scheme in ("http", "https") else _mail(parts) if scheme == "smtp" else None
     except ValueError as error:
-        raise CommandError(f"address {number} to notify ({scheme}://…): {error}", code=USAGE) from error
+        raise CommandError(f"--notify address {number} ({scheme}://…): {error}", code=USAGE) from error
     if way is None:
         raise CommandError(
-            f"address {number} to notify ({scheme}://…) is none that Alertmanager understands: write {FORMS}. "
-            'The service itself understands all of Apprise: [notify] mode = "embedded"',
+            f"--notify address {number} ({scheme}://…) is not supported by Alertmanager: write {ADDRESS_FORMS}. "
+            'The service itself supports all Apprise addresses: [notify] mode = "embedded"',
             code=USAGE,
         )
     return Receiver(name=f"address-{number}", ways=(way,), severities=(severity,) if severity else ())
@@ -55,7 +58,7 @@ def _webhook(url: str) -> Webhook:
 def _mail(parts: SplitResult) -> Mail:
     asked = parse_qs(parts.query)
     if unknown := asked.keys() - _MAIL_KEYS:
-        raise ValueError(f"{', '.join(sorted(unknown))} is unknown: there are to, from and tls")
+        raise ValueError(f"unknown key {', '.join(sorted(unknown))}: use to, from and tls")
     if not parts.hostname or "to" not in asked:
         raise ValueError("write smtp://host:port?to=ADDRESS")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname

@@ -1,4 +1,4 @@
-"""From the options of `rankscope up` to what is started: configuration read, programs found, ports chosen."""
+"""Turn the options of `rankscope up` into a start plan: read the configuration, find executables, choose ports."""
 
 from __future__ import annotations
 
@@ -10,14 +10,24 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from rankscope.base.errors import USAGE, CommandError
-from rankscope.base.http_client import Trust
-from rankscope.base.service_settings import load_settings, service_trust
-from rankscope.up import ports as port_choice
-from rankscope.up.executables import ALERTMANAGER, PROMETHEUS, required
+from rankscope.base.http_client import ClientTls
+from rankscope.base.service_settings import load_settings, service_tls
+from rankscope.up import ports as port_functions
+from rankscope.up.executables import ALERTMANAGER, PROMETHEUS, find_required
 from rankscope.up.notify_addresses import receivers
-from rankscope.up.ports import Ports
-from rankscope.up.programs import LOOPBACK, SERVICE, TOKEN_FILE, Piece, ServiceWish, Wish, files, pace, pieces
-from rankscope.up.state_dir import Folder
+from rankscope.up.ports import PortChoice
+from rankscope.up.programs import (
+    LOOPBACK,
+    SERVICE,
+    TOKEN_FILE,
+    Program,
+    ServiceOptions,
+    UpOptions,
+    files,
+    programs,
+    timing_text,
+)
+from rankscope.up.state_dir import StateDir
 from rankscope_dashboards.alertmanager_config import Mail, Webhook
 from rankscope_dashboards.prometheus_config import RANKS_JOB, Tls, duration
 
@@ -31,14 +41,14 @@ _HIDDEN: Final = "<secret>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
-    """The options of the command."""
+class CommandLine:
+    """The command line options of `rankscope up`."""
 
     config: Path | None = None
     store: Path | None = None
     listen: str | None = None
     notify: tuple[str, ...] = ()
-    ports: Ports = Ports.FIXED
+    ports: PortChoice = PortChoice.FIXED
     state: Path | None = None
     scrape_seconds: float = 5.0
     retention: str = "15d"
@@ -47,109 +57,118 @@ class Choices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrangement:
-    """Everything that is known before the first program is started."""
+class StartPlan:
+    """Everything that `rankscope up` starts, decided before the first program starts."""
 
-    wish: Wish
-    folder: Folder
+    options: UpOptions
+    folder: StateDir
     files: dict[str, str]
-    pieces: Sequence[Piece]
-    notes: tuple[str, ...]  # what is not as one would expect
-    facts: tuple[str, ...]  # who is told, and how fast
+    programs: Sequence[Program]
+    warnings: tuple[str, ...]  # ports that differ from the expected ones
+    notification_lines: tuple[str, ...]  # who is notified, and how fast
     left_out: dict[str, str]
-    advertised: str  # where ranks find the service
-    trust: Trust | None  # how we check its certificate
+    advertised: str  # URL of the service for ranks
+    client_tls: ClientTls | None  # TLS settings for requests to the service
 
     @property
     def token(self) -> str | None:
-        """Return the token that service and ranks share."""
-        return self.wish.service.token
+        """Return the token of the service and the ranks; None without authentication."""
+        return self.options.service.token
 
     @property
     def token_file(self) -> Path | None:
-        """Return where the token stands for others to read; None without one."""
+        """Return the file that contains the token; None without a token."""
         return None if self.token is None else self.folder.config(TOKEN_FILE)
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return what the programs are told beside their commands: the token's file, wherever the token came from."""
+        """Return the environment variables of the programs: the path of the token file, if there is a token."""
         return {} if self.token_file is None else {"RANKSCOPE_TOKEN_FILE": str(self.token_file)}
 
-    def shown(self) -> dict[str, str]:
-        """Return the generated files as they would be without secrets: what is quoted in YAML is hard to find there."""
-        service = replace(self.wish.service, token=None if self.token is None else _HIDDEN)
-        told = [replace(one, ways=tuple(map(_without_secrets, one.ways))) for one in self.wish.receivers]
-        return files(replace(self.wish, service=service, receivers=told), self.folder)
+    def redacted_files(self) -> dict[str, str]:
+        """Return the generated files without secrets.
+
+        They are generated from redacted options, because YAML quoting makes a secret hard to find in the text.
+        """
+        service = replace(self.options.service, token=None if self.token is None else _HIDDEN)
+        redacted = [replace(one, ways=tuple(map(_redacted, one.ways))) for one in self.options.receivers]
+        return files(replace(self.options, service=service, receivers=redacted), self.folder)
 
     def prepare(self) -> None:
-        """Write the files, and remember what the next start and `rankscope doctor` want to know."""
+        """Write the files, and save ports and URLs for the next start and for `rankscope doctor`."""
         self.folder.write(self.files)
-        addresses = {piece.name: piece.url for piece in self.pieces}
-        self.folder.remember({"ports": dict(self.wish.ports), "urls": addresses})
+        addresses = {program.name: program.url for program in self.programs}
+        self.folder.save_notes({"ports": dict(self.options.ports), "urls": addresses})
 
 
-def arranged(choices: Choices) -> Arrangement:
-    """Return what to start. Raises CommandError, with the remedy, for whatever cannot be."""
-    _check_retention(choices.retention)
-    settings = load_settings(choices.config, choices.store, choices.listen, None)
-    folder = Folder(choices.state) if choices.state else Folder.beside(settings.store.path)
-    addresses = (*_addresses_of(settings), *choices.notify)
-    if addresses and not choices.with_alertmanager:
+def make_plan(command_line: CommandLine) -> StartPlan:
+    """Return the start plan. Raises CommandError with the remedy if an option cannot be satisfied."""
+    _check_retention(command_line.retention)
+    settings = load_settings(command_line.config, command_line.store, command_line.listen, None)
+    folder = StateDir(command_line.state) if command_line.state else StateDir.next_to(settings.store.path)
+    addresses = (*_alertmanager_addresses(settings), *command_line.notify)
+    if addresses and not command_line.with_alertmanager:
         raise CommandError(
-            'without Alertmanager nobody reads --notify and mode = "alertmanager": '
-            'give the service [notify] mode = "embedded" with urls, or let Alertmanager run',
+            '--notify and mode = "alertmanager" need Alertmanager: '
+            'set [notify] mode = "embedded" with urls for the service, or run Alertmanager',
             code=USAGE,
         )
-    wanted = {PROMETHEUS: "--without-prometheus"} if choices.with_prometheus else {}
-    programs = required(wanted | ({ALERTMANAGER: "--without-alertmanager"} if choices.with_alertmanager else {}))
-    chosen, notes = _ports(choices, settings, folder)
-    wish = Wish(
-        service=_service_wish(choices, settings),
+    wanted = {PROMETHEUS: "--without-prometheus"} if command_line.with_prometheus else {}
+    executables = find_required(
+        wanted | ({ALERTMANAGER: "--without-alertmanager"} if command_line.with_alertmanager else {})
+    )
+    chosen, notes = _ports(command_line, settings, folder)
+    options = UpOptions(
+        service=_service_options(command_line, settings),
         ports=chosen,
-        prometheus=programs.get(PROMETHEUS),
-        alertmanager=programs.get(ALERTMANAGER),
+        prometheus=executables.get(PROMETHEUS),
+        alertmanager=executables.get(ALERTMANAGER),
         receivers=receivers(addresses),
-        scrape_seconds=choices.scrape_seconds,
-        event_window=duration(max(EVENT_SECONDS, 4 * choices.scrape_seconds)),  # a rate needs several looks
-        keep_firing_for=duration(max(KEEP_SECONDS, 2 * choices.scrape_seconds)),
-        retention=choices.retention,
+        scrape_seconds=command_line.scrape_seconds,
+        event_window=duration(max(EVENT_SECONDS, 4 * command_line.scrape_seconds)),  # a rate needs several scrapes
+        keep_firing_for=duration(max(KEEP_SECONDS, 2 * command_line.scrape_seconds)),
+        retention=command_line.retention,
     )
-    return Arrangement(
-        wish=wish,
+    return StartPlan(
+        options=options,
         folder=folder,
-        files=files(wish, folder),
-        pieces=pieces(wish, folder),
-        notes=tuple(notes),
-        facts=tuple(_facts(wish, settings)),
-        advertised=_advertised(settings, chosen[SERVICE]),
-        trust=service_trust(settings),
-        left_out={name: _LEFT_OUT for name in ("prometheus", "alertmanager") if getattr(wish, name) is None},
+        files=files(options, folder),
+        programs=programs(options, folder),
+        warnings=tuple(notes),
+        notification_lines=tuple(_notification_lines(options, settings)),
+        advertised=_advertised_url(settings, chosen[SERVICE]),
+        client_tls=service_tls(settings),
+        left_out={name: _LEFT_OUT for name in ("prometheus", "alertmanager") if getattr(options, name) is None},
     )
 
 
-def _addresses_of(settings: ServiceConfig) -> list[str]:
-    """Return whom the configuration wants Alertmanager to tell."""
+def _alertmanager_addresses(settings: ServiceConfig) -> list[str]:
+    """Return the addresses that the configuration assigns to Alertmanager."""
     notify = settings.notify
     return [url.get_secret_value() for url in notify.urls] if notify.mode == "alertmanager" else []
 
 
-def _ports(choices: Choices, settings: ServiceConfig, folder: Folder) -> tuple[dict[str, int], list[str]]:
+def _ports(command_line: CommandLine, settings: ServiceConfig, folder: StateDir) -> tuple[dict[str, int], list[str]]:
     from rankscope_ingest.config import split_address
 
     host, port = split_address(settings.service.listen)
-    known = port_choice.remembered(folder.notes().get("ports"))
-    names = [name for name in ("prometheus", "alertmanager") if getattr(choices, f"with_{name}")]
-    if _is_explicit(choices) and port:
-        if not port_choice.is_free(port, host):
-            raise CommandError(f"{settings.service.listen} is taken{_by_whom(port)}: give another --listen")
-        # The service's own port is settled; the others must keep clear of it.
-        chosen, notes = _chosen(names, choices.ports, known, avoid=port)
+    known = port_functions.valid_ports(folder.load_notes().get("ports"))
+    names = [name for name in ("prometheus", "alertmanager") if getattr(command_line, f"with_{name}")]
+    if _is_explicit(command_line) and port:
+        if not port_functions.is_free(port, host):
+            raise CommandError(
+                f"{settings.service.listen} is in use{_listener_text(port)}: name another --listen address"
+            )
+        # The port of the service is fixed; the other programs must not use it.
+        chosen, notes = _choose_ports(names, command_line.ports, known, avoid=port)
         return {SERVICE: port, **chosen}, notes
-    return _chosen([SERVICE, *names], Ports.FREE if _is_explicit(choices) else choices.ports, known)
+    return _choose_ports(
+        [SERVICE, *names], PortChoice.FREE if _is_explicit(command_line) else command_line.ports, known
+    )
 
 
-def _by_whom(port: int) -> str:
-    listener = port_choice.listeners().get(port)
+def _listener_text(port: int) -> str:
+    listener = port_functions.listeners().get(port)
     return f" by {listener}" if listener else ""
 
 
@@ -158,60 +177,60 @@ def _check_retention(text: str) -> None:
         raise CommandError(f"--retention {text}: write numbers with units, such as 15d, 12h or 1y6w", code=USAGE)
 
 
-def _is_explicit(choices: Choices) -> bool:
-    """Return whether somebody said where the service is to listen."""
-    return choices.listen is not None or choices.config is not None
+def _is_explicit(command_line: CommandLine) -> bool:
+    """Return whether the listen address of the service comes from an option or a configuration file."""
+    return command_line.listen is not None or command_line.config is not None
 
 
-def _chosen(
-    names: Sequence[str], ports: Ports, former: dict[str, int], avoid: int | None = None
+def _choose_ports(
+    names: Sequence[str], ports: PortChoice, previous: dict[str, int], avoid: int | None = None
 ) -> tuple[dict[str, int], list[str]]:
     def is_free(port: int) -> bool:
-        return port != avoid and port_choice.is_free(port, LOOPBACK)
+        return port != avoid and port_functions.is_free(port, LOOPBACK)
 
-    return port_choice.choose(names, ports, former, is_free=is_free, any_free=port_choice.any_free)
+    return port_functions.choose(names, ports, previous, is_free=is_free, free_port=port_functions.free_port)
 
 
-def _service_wish(choices: Choices, settings: ServiceConfig) -> ServiceWish:
+def _service_options(command_line: CommandLine, settings: ServiceConfig) -> ServiceOptions:
     from rankscope_ingest.config import split_address
 
-    return ServiceWish(
-        config=None if choices.config is None else choices.config.absolute(),
+    return ServiceOptions(
+        config=None if command_line.config is None else command_line.config.absolute(),
         store=settings.store.path,
         host=split_address(settings.service.listen)[0],
         token=settings.token,
-        tls=_tls(service_trust(settings)),
-        ranks_tls=_tls(_ranks_trust(settings)),
+        tls=_tls(service_tls(settings)),
+        ranks_tls=_tls(_ranks_tls(settings)),
         drain_seconds=settings.ingest.drain_seconds,
     )
 
 
-def _advertised(settings: ServiceConfig, port: int) -> str:
-    """Return the address that ranks are given, also those on other machines."""
+def _advertised_url(settings: ServiceConfig, port: int) -> str:
+    """Return the URL of the service for ranks on any machine."""
     from rankscope_ingest.web.listening import advertised
 
-    scheme = "http" if service_trust(settings) is None else "https"
+    scheme = "http" if service_tls(settings) is None else "https"
     return f"{scheme}://{advertised(settings.service, port)}"
 
 
-def _ranks_trust(settings: ServiceConfig) -> Trust | None:
-    """Return how Prometheus checks the ranks' certificates: as the service does."""
+def _ranks_tls(settings: ServiceConfig) -> ClientTls | None:
+    """Return the TLS settings with which Prometheus scrapes ranks: those that the service uses for polls."""
     section = settings.service
     files = (section.ca_file, section.cert_file, section.key_file, section.server_name)
     ca_file, cert_file, key_file, server_name = files
-    trust = Trust(ca_file=ca_file, cert_file=cert_file, key_file=key_file, server_name=server_name)
-    return trust if any(files) else None
+    client_tls = ClientTls(ca_file=ca_file, cert_file=cert_file, key_file=key_file, server_name=server_name)
+    return client_tls if any(files) else None
 
 
-def _tls(trust: Trust | None) -> Tls | None:
-    """Return the same for Prometheus."""
-    if trust is None:
+def _tls(client_tls: ClientTls | None) -> Tls | None:
+    """Return the settings in the form of the Prometheus configuration, with absolute paths."""
+    if client_tls is None:
         return None
     return Tls(
-        ca_file=_absolute(trust.ca_file),
-        cert_file=_absolute(trust.cert_file),
-        key_file=_absolute(trust.key_file or trust.cert_file),
-        server_name=trust.server_name,
+        ca_file=_absolute(client_tls.ca_file),
+        cert_file=_absolute(client_tls.cert_file),
+        key_file=_absolute(client_tls.key_file or client_tls.cert_file),
+        server_name=client_tls.server_name,
     )
 
 
@@ -219,31 +238,31 @@ def _absolute(path: str | None) -> str | None:
     return None if path is None else str(Path(path).expanduser().absolute())
 
 
-def _facts(wish: Wish, settings: ServiceConfig) -> list[str]:
-    """Return who is told by whom: the two ways are independent, and each has addresses of its own."""
+def _notification_lines(options: UpOptions, settings: ServiceConfig) -> list[str]:
+    """Return one line per notifier. The service and Alertmanager are independent and have separate addresses."""
     mode, count = settings.notify.mode, len(settings.notify.urls)
-    told = f"{count} addresses" if count != 1 else "1 address"
-    service = f"{told}, by itself" if mode == "embedded" and count else f'nobody ([notify] mode = "{mode}")'
-    lines = [f"the service tells    {service}"]
-    if wish.alertmanager is not None:
-        ways = ", ".join(_words(receiver.ways[0]) for receiver in wish.receivers)
-        lines.append(f"Alertmanager tells   {ways or 'nobody: name somebody with --notify'} ({pace(wish)})")
-    if wish.prometheus is not None:
+    addresses = f"{count} addresses" if count != 1 else "1 address"
+    service = addresses if mode == "embedded" and count else f'no address ([notify] mode = "{mode}")'
+    lines = [f"service notifies       {service}"]
+    if options.alertmanager is not None:
+        ways = ", ".join(_receiver_text(receiver.ways[0]) for receiver in options.receivers)
+        lines.append(f"Alertmanager notifies  {ways or 'no address: name one with --notify'} ({timing_text(options)})")
+    if options.prometheus is not None:
         lines.append(
-            f'Prometheus shows     the whole store too, where the job is named: rankscope_loss{{job="{RANKS_JOB}"}}'
+            f'Prometheus serves      the whole store, selected by the job label: rankscope_loss{{job="{RANKS_JOB}"}}'
         )
     return lines
 
 
-def _without_secrets(way: Webhook | Mail) -> Webhook | Mail:
-    """Return the way with its password hidden, or whatever of an address may be one."""
-    if isinstance(way, Mail):
-        return replace(way, password=None if way.password is None else _HIDDEN)
-    parts = urlsplit(way.url)
+def _redacted(receiver: Webhook | Mail) -> Webhook | Mail:
+    """Return the receiver without secrets: no mail password, and only the host of a webhook URL."""
+    if isinstance(receiver, Mail):
+        return replace(receiver, password=None if receiver.password is None else _HIDDEN)
+    parts = urlsplit(receiver.url)
     has_more = parts.path.strip("/") or parts.query or parts.username
     host = parts.netloc.rpartition("@")[2]
-    return replace(way, url=f"{parts.scheme}://{host}/{_HIDDEN}") if has_more else way
+    return replace(receiver, url=f"{parts.scheme}://{host}/{_HIDDEN}") if has_more else receiver
 
 
-def _words(way: object) -> str:
-    return f"1 {type(way).__name__.lower()}"
+def _receiver_text(receiver: object) -> str:
+    return f"1 {type(receiver).__name__.lower()}"

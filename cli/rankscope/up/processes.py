@@ -1,6 +1,6 @@
-"""Child processes that end with us: each in a group of its own, ended by its own id and never by name.
+"""Child processes that stop when this process exits. Each has a separate process group and is stopped by its id.
 
-Also when we are killed with -9: see `leash`.
+`die_with_parent` covers the case that this process is killed by SIGKILL.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Final
 
 GRACE_SECONDS: Final = 15.0
-LEASH: Final = Path(__file__).with_name("die_with_parent.py")
+DIE_WITH_PARENT: Final = Path(__file__).with_name("die_with_parent.py")
 
 
 @contextlib.contextmanager
 def child(
     command: Sequence[str | Path], log: Path, environment: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `command` with its output in `log`; on leaving, whatever of it is still there is ended."""
+    """Run `command` with its output in `log`; on exit of the context, stop the process and its group."""
     log.write_bytes(b"")
     process = start(command, log, environment)
     try:
@@ -32,32 +32,35 @@ def child(
 
 
 def start(command: Sequence[str | Path], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start `command`, its output added to `log`. To be called from the main thread: its end is the child's end."""
-    leashed = [sys.executable, "-I", "-S", str(LEASH), str(os.getpid()), *map(str, command)]
+    """Start `command` and append its output to `log`.
+
+    Call it from the main thread: the kernel stops the child when the thread that started it exits.
+    """
+    wrapped = [sys.executable, "-I", "-S", str(DIE_WITH_PARENT), str(os.getpid()), *map(str, command)]
     with log.open("ab") as output:
-        return subprocess.Popen(  # noqa: S603 - our own programs
-            leashed,
+        return subprocess.Popen(  # noqa: S603 - commands that rankscope builds itself
+            wrapped,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**_own_environment(), **environment},
-            start_new_session=True,  # a Ctrl-C in the terminal is ours to hand on, in order
+            start_new_session=True,  # Ctrl-C must reach only this process, which stops the children in order
         )
 
 
 def stop(process: subprocess.Popen[bytes], grace_seconds: float = GRACE_SECONDS) -> int:
-    """Ask `process` to end, insist after a while, and return its exit code."""
+    """Send SIGTERM, then SIGKILL after `grace_seconds`; return the exit code."""
     if process.poll() is None:
         process.terminate()
         try:
             process.wait(grace_seconds)
         except subprocess.TimeoutExpired:
             kill(process)
-    return kill(process)  # workers that outlived their parent
+    return kill(process)  # also stops workers that outlive their parent
 
 
 def kill(process: subprocess.Popen[bytes]) -> int:
-    """End `process` and all of its group at once; return its exit code."""
+    """Send SIGKILL to the process group; return the exit code."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     return process.wait()
@@ -65,7 +68,7 @@ def kill(process: subprocess.Popen[bytes]) -> int:
 
 @contextlib.contextmanager
 def interrupted_by_termination() -> Iterator[None]:
-    """Treat SIGTERM and SIGHUP like Ctrl-C, so that children are ended on these too."""
+    """Raise KeyboardInterrupt on SIGTERM and SIGHUP, so that these signals also stop the children."""
 
     def interrupt(_signum: int, _frame: object) -> None:
         raise KeyboardInterrupt
@@ -79,5 +82,5 @@ def interrupted_by_termination() -> Iterator[None]:
 
 
 def _own_environment() -> dict[str, str]:
-    """Return the environment without what the user has set for trainings and stores of their own."""
+    """Return the environment without RANKSCOPE_ variables, which the user has set for other trainings and stores."""
     return {name: value for name, value in os.environ.items() if not name.startswith("RANKSCOPE_")}

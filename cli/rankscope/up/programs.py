@@ -1,6 +1,6 @@
-"""What `rankscope up` starts: each program with its command line, and the files it is given. Pure; nothing is started.
+"""Command lines and generated configuration files of the programs that `rankscope up` starts. Pure; starts nothing.
 
-Everything listens on this machine alone. Only the service may be told otherwise, by its own configuration.
+All programs listen on localhost only. The configuration of the service can name another address for the service.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from rankscope.up.state_dir import Folder
+from rankscope.up.state_dir import StateDir
 from rankscope_contract.channel import HEALTH_PATH
 from rankscope_dashboards.alertmanager_config import AlertmanagerSettings, Receiver, alertmanager_config
 from rankscope_dashboards.prometheus_config import RULE_FILE, PrometheusSettings, Tls, duration, prometheus_config
@@ -21,57 +21,57 @@ from rankscope_dashboards.yaml_text import as_yaml
 LOOPBACK: Final = "127.0.0.1"
 SERVICE, PROMETHEUS, ALERTMANAGER = "service", "prometheus", "alertmanager"
 TOKEN_FILE: Final = "token"  # noqa: S105 - the name of a file
-HEADER: Final = "# Written by `rankscope up` at every start: change its options, not this file.\n"
+HEADER: Final = "# Written by `rankscope up` at every start: change its options instead of this file.\n"
 
 _READY: Final = "/-/ready"
 _DRAIN_GRACE_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """One program to be kept running."""
+class Program:
+    """A program to keep running."""
 
     name: str
     command: tuple[str, ...]
     url: str
     ready_path: str
     log: Path
-    grace_seconds: float = 15.0  # how long it may take to end when asked
-    is_essential: bool = False  # without it there is no point in going on
+    grace_seconds: float = 15.0  # time between SIGTERM and SIGKILL
+    is_essential: bool = False  # `up` exits when this program is given up
 
     @property
     def ready_url(self) -> str:
-        """Return the page that answers once the program works."""
+        """Return the URL that responds with status 200 once the program is ready."""
         return self.url + self.ready_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceWish:
-    """How the service is to run."""
+class ServiceOptions:
+    """Options of the service."""
 
     config: Path | None
     store: str
-    host: str  # where it listens
+    host: str  # listen address
     token: str | None = None
-    tls: Tls | None = None  # how its certificate is checked; None: it speaks plain HTTP
+    tls: Tls | None = None  # None: plain HTTP
     ranks_tls: Tls | None = None
     drain_seconds: float = 20.0
 
     def address(self, port: int) -> str:
-        """Return where programs on this machine reach it."""
+        """Return host and port for clients on this machine."""
         host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(self.host, self.host)  # noqa: S104 - the wildcard is replaced
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def url(self, port: int) -> str:
-        """Return its address as a URL."""
+        """Return the URL for clients on this machine."""
         return f"{'http' if self.tls is None else 'https'}://{self.address(port)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """Everything that was asked for; a program without a path is left out."""
+class UpOptions:
+    """Options of all programs. A program whose path is None is not started."""
 
-    service: ServiceWish
+    service: ServiceOptions
     ports: Mapping[str, int]
     prometheus: Path | None = None
     alertmanager: Path | None = None
@@ -84,45 +84,46 @@ class Wish:
     retention: str = "15d"
 
 
-def files(wish: Wish, folder: Folder) -> dict[str, str]:
-    """Return every generated file by its name under the folder's `config`."""
+def files(options: UpOptions, folder: StateDir) -> dict[str, str]:
+    """Return the text of every generated file by its name in the `config` folder."""
     made = {}
-    if wish.service.token is not None:
-        made[TOKEN_FILE] = wish.service.token
-    if wish.prometheus is not None:
-        rules = rule_file(window=wish.event_window, keep_firing_for=wish.keep_firing_for)
-        made["prometheus.yml"] = HEADER + as_yaml(prometheus_config(_prometheus_settings(wish, folder)))
+    if options.service.token is not None:
+        made[TOKEN_FILE] = options.service.token
+    if options.prometheus is not None:
+        rules = rule_file(window=options.event_window, keep_firing_for=options.keep_firing_for)
+        made["prometheus.yml"] = HEADER + as_yaml(prometheus_config(_prometheus_settings(options, folder)))
         made[RULE_FILE] = HEADER + as_yaml(rules)
-    if wish.alertmanager is not None:
+    if options.alertmanager is not None:
         settings = AlertmanagerSettings(
-            receivers=wish.receivers,
-            group_wait_seconds=wish.group_wait_seconds,
-            group_interval_seconds=wish.group_interval_seconds,
+            receivers=options.receivers,
+            group_wait_seconds=options.group_wait_seconds,
+            group_interval_seconds=options.group_interval_seconds,
         )
         made["alertmanager.yml"] = HEADER + as_yaml(alertmanager_config(settings))
     return made
 
 
-def pieces(wish: Wish, folder: Folder) -> list[Piece]:
-    """Return the programs in the order in which they are started; they are ended in the same order.
+def programs(options: UpOptions, folder: StateDir) -> list[Program]:
+    """Return the programs in the order of start and of stop.
 
-    The service first: while it takes the ranks' last records, Prometheus still sees it, and people still hear of it.
+    The service is first: while it stores the last records of the ranks at the stop, Prometheus and Alertmanager still
+    run and can alert.
     """
-    made = [_service(wish, folder)]
-    if wish.alertmanager is not None:
-        made.append(_alertmanager(wish.alertmanager, wish, folder))
-    if wish.prometheus is not None:
-        made.append(_prometheus(wish.prometheus, wish, folder))
+    made = [_service(options, folder)]
+    if options.alertmanager is not None:
+        made.append(_alertmanager(options.alertmanager, options, folder))
+    if options.prometheus is not None:
+        made.append(_prometheus(options.prometheus, options, folder))
     return made
 
 
-def _service(wish: Wish, folder: Folder) -> Piece:
-    service, port = wish.service, wish.ports[SERVICE]
+def _service(options: UpOptions, folder: StateDir) -> Program:
+    service, port = options.service, options.ports[SERVICE]
     listen = f"[{service.host}]:{port}" if ":" in service.host else f"{service.host}:{port}"
     given = [] if service.config is None else [str(service.config)]
-    # -P: a module of the user's own beside the training script must not pass for one of ours.
+    # -P: a user module in the working folder must not replace a module of Rankscope.
     command = [sys.executable, "-P", "-m", "rankscope", "serve", *given, "--listen", listen, "--quiet"]
-    return Piece(
+    return Program(
         name=SERVICE,
         command=(*command, *(() if service.config is not None else ("--store", service.store))),
         url=service.url(port),
@@ -133,15 +134,15 @@ def _service(wish: Wish, folder: Folder) -> Piece:
     )
 
 
-def _prometheus(program: Path, wish: Wish, folder: Folder) -> Piece:
-    address = f"{LOOPBACK}:{wish.ports[PROMETHEUS]}"
-    return Piece(
+def _prometheus(executable: Path, options: UpOptions, folder: StateDir) -> Program:
+    address = f"{LOOPBACK}:{options.ports[PROMETHEUS]}"
+    return Program(
         name=PROMETHEUS,
         command=(
-            str(program),
+            str(executable),
             f"--config.file={folder.config('prometheus.yml')}",
             f"--storage.tsdb.path={folder.data(PROMETHEUS)}",
-            f"--storage.tsdb.retention.time={wish.retention}",
+            f"--storage.tsdb.retention.time={options.retention}",
             f"--web.listen-address={address}",
         ),
         url=f"http://{address}",
@@ -150,16 +151,16 @@ def _prometheus(program: Path, wish: Wish, folder: Folder) -> Piece:
     )
 
 
-def _alertmanager(program: Path, wish: Wish, folder: Folder) -> Piece:
-    address = f"{LOOPBACK}:{wish.ports[ALERTMANAGER]}"
-    return Piece(
+def _alertmanager(executable: Path, options: UpOptions, folder: StateDir) -> Program:
+    address = f"{LOOPBACK}:{options.ports[ALERTMANAGER]}"
+    return Program(
         name=ALERTMANAGER,
         command=(
-            str(program),
+            str(executable),
             f"--config.file={folder.config('alertmanager.yml')}",
             f"--storage.path={folder.data(ALERTMANAGER)}",
             f"--web.listen-address={address}",
-            "--cluster.listen-address=",  # it would look for others on every address of the machine
+            "--cluster.listen-address=",  # empty: no cluster; the default listens on all addresses
         ),
         url=f"http://{address}",
         ready_path=_READY,
@@ -167,26 +168,27 @@ def _alertmanager(program: Path, wish: Wish, folder: Folder) -> Piece:
     )
 
 
-def _prometheus_settings(wish: Wish, folder: Folder) -> PrometheusSettings:
-    alertmanager = None if wish.alertmanager is None else f"{LOOPBACK}:{wish.ports[ALERTMANAGER]}"
+def _prometheus_settings(options: UpOptions, folder: StateDir) -> PrometheusSettings:
+    alertmanager = None if options.alertmanager is None else f"{LOOPBACK}:{options.ports[ALERTMANAGER]}"
     return PrometheusSettings(
-        service=wish.service.address(wish.ports[SERVICE]),
-        token_file=None if wish.service.token is None else str(folder.config(TOKEN_FILE)),
-        tls=wish.service.tls,
-        ranks_tls=wish.service.ranks_tls,
+        service=options.service.address(options.ports[SERVICE]),
+        token_file=None if options.service.token is None else str(folder.config(TOKEN_FILE)),
+        tls=options.service.tls,
+        ranks_tls=options.service.ranks_tls,
         alertmanager=alertmanager,
         rule_files=(str(folder.config(RULE_FILE)),),
-        scrape_seconds=wish.scrape_seconds,
-        evaluation_seconds=wish.scrape_seconds,
-        discovery_seconds=wish.scrape_seconds,
+        scrape_seconds=options.scrape_seconds,
+        evaluation_seconds=options.scrape_seconds,
+        discovery_seconds=options.scrape_seconds,
     )
 
 
-def told_within_seconds(wish: Wish) -> float:
-    """Return how long an anomaly takes at most until Alertmanager sends it on: scrape, evaluation, gathering."""
-    return 2 * wish.scrape_seconds + wish.group_wait_seconds
+def max_notification_seconds(options: UpOptions) -> float:
+    """Return the largest delay from an anomaly to its notification: scrape, rule evaluation and group wait."""
+    return 2 * options.scrape_seconds + options.group_wait_seconds
 
 
-def pace(wish: Wish) -> str:
-    """Return the pace in words."""
-    return f"a scrape every {duration(wish.scrape_seconds)}, told within {duration(told_within_seconds(wish))}"
+def timing_text(options: UpOptions) -> str:
+    """Return scrape interval and notification delay as text."""
+    delay = duration(max_notification_seconds(options))
+    return f"scrape interval {duration(options.scrape_seconds)}, notification within {delay}"

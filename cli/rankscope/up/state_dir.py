@@ -1,7 +1,7 @@
-"""The folder in which `rankscope up` keeps what it makes: configuration, data of Prometheus, logs, and its ports.
+"""The state folder of `rankscope up`: generated configuration, data of Prometheus and Alertmanager, logs and ports.
 
-What it holds is readable by its owner alone, since tokens and people's addresses stand in it. One `up` at a time works
-in it.
+Only the owner can read its subfolders, because they contain tokens and notification addresses. A lock allows one `up`
+process at a time.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _LOCK: Final = "lock"
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
-    """Paths under one state folder."""
+class StateDir:
+    """One state folder and the paths in it."""
 
     path: Path
 
     def __post_init__(self) -> None:
-        # Prometheus takes a relative path for one beside its configuration.
+        # Prometheus resolves relative paths against the folder of its configuration file.
         object.__setattr__(self, "path", self.path.absolute())
 
     @classmethod
-    def beside(cls, store: str | Path) -> Folder:
-        """Return the folder that goes with a store: beside it, or here when the store is on object storage."""
+    def next_to(cls, store: str | Path) -> StateDir:
+        """Return the default state folder: next to the store, or here if the store is on object storage."""
         local = "://" not in str(store)
         return cls((Path(store).parent if local else Path()) / DEFAULT)
 
@@ -43,18 +43,21 @@ class Folder:
         return self.path / "logs" / f"{name}.log"
 
     def data(self, name: str) -> Path:
-        """Return where a program keeps its own data."""
+        """Return the data folder of a program."""
         return self.path / "data" / name
 
     def config(self, name: str) -> Path:
-        """Return where a generated file lies."""
+        """Return the path of a generated configuration file."""
         return self.path / "config" / name
 
-    def make(self) -> None:
-        """Make the folder, for its owner alone. Raises CommandError when that cannot be, or it is somebody else's."""
+    def create(self) -> None:
+        """Create the folder; its subfolders are readable by the owner only.
+
+        Raises CommandError if it cannot be created, or contains files but no lock file of `rankscope up`.
+        """
         try:
             if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / _LOCK).exists():
-                raise CommandError(f"{self.path} was not made by us: name an empty folder with --state")
+                raise CommandError(f"{self.path} was not created by rankscope up: name an empty folder with --state")
             self.path.mkdir(parents=True, exist_ok=True)
             for part in ("logs", "data", "config"):
                 (self.path / part).mkdir(mode=0o700, exist_ok=True)
@@ -63,16 +66,16 @@ class Folder:
             raise CommandError(f"cannot write to {self.path}: {error.strerror}; name another with --state") from error
 
     def write(self, files: Mapping[str, str]) -> None:
-        """Write generated files, each whole or not at all, readable by us alone."""
+        """Write generated files atomically, each readable by the owner only."""
         for name, text in files.items():
             _replace(self.config(name), text)
 
-    def remember(self, notes: Mapping[str, Any]) -> None:
-        """Keep what another command, or the next start, wants to know."""
+    def save_notes(self, notes: Mapping[str, Any]) -> None:
+        """Save ports and URLs for the next start and for `rankscope doctor`."""
         _replace(self.path / _NOTES, json.dumps(notes, indent=2) + "\n")
 
-    def notes(self) -> dict[str, Any]:
-        """Return what was kept; nothing when there is no such file, or somebody wrote something else into it."""
+    def load_notes(self) -> dict[str, Any]:
+        """Return the saved ports and URLs; an empty dict if the file is missing or invalid."""
         try:
             notes = json.loads((self.path / _NOTES).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -80,15 +83,15 @@ class Folder:
         return notes if isinstance(notes, dict) else {}
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the folder for ourselves. Raises CommandError naming who has it."""
+    def locked(self) -> Iterator[None]:
+        """Lock the folder for this process. Raises CommandError with the process that holds the lock."""
         with (self.path / _LOCK).open("a+", encoding="utf-8") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 lock.seek(0)
                 holder = lock.read().strip() or "another process"
-                raise CommandError(f"{self.path} is in use by {holder}: end it, or name another --state") from error
+                raise CommandError(f"{self.path} is in use by {holder}: stop it, or name another --state") from error
             lock.truncate(0)
             lock.write(f"process {os.getpid()}")
             lock.flush()

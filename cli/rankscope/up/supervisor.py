@@ -1,6 +1,6 @@
-"""Keep programs running: start them, wait until each is ready, start again what ends, end all of them in order.
+"""Supervise programs: start them, wait until they are ready, restart them after an exit, and stop them in order.
 
-Runs on the main thread alone; `say` gets one line for whatever happens.
+Runs on the main thread only. `print_line` receives one line per event.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from rankscope.base.errors import CommandError
-from rankscope.base.http_client import Trust, UnreachableError, get
+from rankscope.base.http_client import ClientTls, UnreachableError, get
 from rankscope.up.processes import kill, start
-from rankscope.up.programs import Piece
+from rankscope.up.programs import Program
 
 READY_SECONDS: Final = 60.0
-LOOK_SECONDS: Final = 0.1
-FIRST_WAIT_SECONDS: Final = 0.5
-LONGEST_WAIT_SECONDS: Final = 30.0
-MOST_RESTARTS: Final = 5
-WITHIN_SECONDS: Final = 600.0
+POLL_SECONDS: Final = 0.1
+FIRST_DELAY_SECONDS: Final = 0.5
+MAX_DELAY_SECONDS: Final = 30.0
+MAX_RESTARTS: Final = 5
+RESTART_WINDOW_SECONDS: Final = 600.0
 
 
-class Requests:
-    """Counts how often we were asked to end: once is in order, twice is at once."""
+class StopSignals:
+    """Counts stop signals. The first requests an orderly stop, the second an immediate one."""
 
     def __init__(self) -> None:
         self.count = 0
 
     @contextlib.contextmanager
     def caught(self) -> Iterator[None]:
-        """Count SIGINT, SIGTERM and SIGHUP instead of dying of them."""
+        """Count SIGINT, SIGTERM and SIGHUP instead of exiting."""
 
         def note(_signum: int, _frame: object) -> None:
             self.count += 1
@@ -51,137 +51,143 @@ class Requests:
 
 @dataclass(slots=True)
 class Restarts:
-    """The ends of one program. What ran for long has earned a fresh count."""
+    """Restart policy of one program. Exits older than RESTART_WINDOW_SECONDS do not count."""
 
     _ends: deque[float] = field(default_factory=deque)
 
     @property
     def count(self) -> int:
-        """Return how often it ended lately."""
+        """Return the number of exits within RESTART_WINDOW_SECONDS."""
         return len(self._ends)
 
-    def wait_after_end(self, now: float) -> float | None:
-        """Note an end; return the seconds to wait before the next start, None when it ended too often."""
-        while self._ends and now - self._ends[0] >= WITHIN_SECONDS:
+    def delay_after_exit(self, now: float) -> float | None:
+        """Record an exit at time `now`; return the delay in seconds before the restart.
+
+        The delay doubles with each exit. Returns None after MAX_RESTARTS exits within RESTART_WINDOW_SECONDS.
+        """
+        while self._ends and now - self._ends[0] >= RESTART_WINDOW_SECONDS:
             self._ends.popleft()
-        if len(self._ends) >= MOST_RESTARTS:
+        if len(self._ends) >= MAX_RESTARTS:
             return None
         self._ends.append(now)
-        return float(min(FIRST_WAIT_SECONDS * 2 ** (len(self._ends) - 1), LONGEST_WAIT_SECONDS))
+        return float(min(FIRST_DELAY_SECONDS * 2 ** (len(self._ends) - 1), MAX_DELAY_SECONDS))
 
 
 @dataclass(slots=True)
 class _Running:
-    piece: Piece
+    program: Program
     process: subprocess.Popen[bytes]
     restarts: Restarts = field(default_factory=Restarts)
-    start_at: float | None = None  # it ended, and is started again at this time
+    start_at: float | None = None  # time of the next restart; None while the program runs
     is_given_up: bool = False
 
 
-class Supervision:
-    """All programs of one `up`."""
+class Supervisor:
+    """Starts, restarts and stops all programs of one `rankscope up`."""
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        programs: Sequence[Program],
         *,
-        say: Callable[[str], None],
-        requests: Requests,
+        print_line: Callable[[str], None],
+        stop_signals: StopSignals,
         environment: Mapping[str, str] | None = None,
-        trust: Trust | None = None,
+        client_tls: ClientTls | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._pieces = pieces
-        self._say = say
-        self._requests = requests
+        self._pieces = programs
+        self._print_line = print_line
+        self._requests = stop_signals
         self._environment = environment or {}
-        self._trust = trust
+        self._trust = client_tls
         self._clock = clock
         self._running: list[_Running] = []
 
     @property
     def given_up(self) -> list[str]:
-        """Return the names of the programs that ended too often."""
-        return [running.piece.name for running in self._running if running.is_given_up]
+        """Return the names of the programs that exited too often to be restarted."""
+        return [running.program.name for running in self._running if running.is_given_up]
 
     def states(self) -> dict[str, str]:
-        """Return how each program is, in a word."""
-        return {running.piece.name: _state(running) for running in self._running}
+        """Return the state of each program: ready, restarting or given up."""
+        return {running.program.name: _state(running) for running in self._running}
 
     def start(self) -> None:
-        """Start all and wait until each is ready. Raises CommandError with the end of the log of one that is not."""
-        for piece in self._pieces:
-            self._running.append(_Running(piece, start(piece.command, piece.log, self._environment)))
+        """Start all programs and wait until they are ready.
+
+        Raises CommandError with the last log lines of a program that exits or is not ready after READY_SECONDS.
+        """
+        for program in self._pieces:
+            self._running.append(_Running(program, start(program.command, program.log, self._environment)))
         deadline = self._clock() + READY_SECONDS
         for running in self._running:
             self._wait_ready(running, deadline)
 
     def look(self) -> bool:
-        """Start again what ended and is due. Returns False once a program that is needed was given up."""
+        """Restart exited programs whose delay is over. Returns False when an essential program was given up."""
         for running in self._running:
             if running.start_at is None and not running.is_given_up and running.process.poll() is not None:
-                self._note_end(running)
+                self._handle_exit(running)
             elif running.start_at is not None and self._clock() >= running.start_at:
                 running.start_at = None
-                running.process = start(running.piece.command, running.piece.log, self._environment)
-        return not any(running.is_given_up and running.piece.is_essential for running in self._running)
+                running.process = start(running.program.command, running.program.log, self._environment)
+        return not any(running.is_given_up and running.program.is_essential for running in self._running)
 
     def stop(self) -> None:
-        """End all in order, each when the one before has ended; all at once when asked a second time."""
+        """Stop the programs in order, each after the previous one has exited. A second stop signal kills them."""
         for running in self._running:
             running.start_at = None
             if running.process.poll() is None:
                 running.process.terminate()
-                self._wait_end(running)
+                self._wait_for_exit(running)
 
     def _wait_ready(self, running: _Running, deadline: float) -> None:
-        while not self._is_ready(running.piece):
-            piece, code = running.piece, running.process.poll()
+        while not self._is_ready(running.program):
+            program, code = running.program, running.process.poll()
             if self._requests.count:
-                raise CommandError("ended before everything was ready", code=130)
+                raise CommandError("interrupted before all programs were ready", code=130)
             if code is not None:
-                raise CommandError(f"{piece.name} ended with {code} instead of starting: {tail(piece)}")
+                raise CommandError(f"{program.name} exited with code {code} during the start. {tail(program)}")
             if self._clock() >= deadline:
-                raise CommandError(f"{piece.name} was not ready within {READY_SECONDS:g} s: {tail(piece)}")
-            time.sleep(LOOK_SECONDS)
+                raise CommandError(f"{program.name} was not ready after {READY_SECONDS:g} s. {tail(program)}")
+            time.sleep(POLL_SECONDS)
 
-    def _is_ready(self, piece: Piece) -> bool:
+    def _is_ready(self, program: Program) -> bool:
         try:
-            answer = get(piece.ready_url, timeout_seconds=1.0, trust=self._trust)
+            response = get(program.ready_url, timeout_seconds=1.0, client_tls=self._trust)
         except UnreachableError:
             return False
-        return answer.status == 200 or piece.is_essential  # a service in trouble says so itself, and serves
+        return response.status == 200 or program.is_essential  # a degraded service still serves requests
 
-    def _note_end(self, running: _Running) -> None:
-        name, code = running.piece.name, running.process.returncode
-        wait = running.restarts.wait_after_end(self._clock())
-        ended = f"{name} ended with {code}"
-        if wait is None:
+    def _handle_exit(self, running: _Running) -> None:
+        name, code = running.program.name, running.process.returncode
+        delay = running.restarts.delay_after_exit(self._clock())
+        exited = f"{name} exited with code {code}"
+        if delay is None:
             running.is_given_up = True
-            self._say(f"{ended} once more: given up after {MOST_RESTARTS} restarts. {tail(running.piece)}")
+            self._print_line(f"{exited}; giving up after {MAX_RESTARTS} restarts. {tail(running.program)}")
             return
-        running.start_at = self._clock() + wait
-        self._say(
-            f"{ended}: started again in {wait:g} s ({running.restarts.count} of {MOST_RESTARTS}). {tail(running.piece)}"
+        running.start_at = self._clock() + delay
+        self._print_line(
+            f"{exited}; restarting in {delay:g} s ({running.restarts.count} of {MAX_RESTARTS}). {tail(running.program)}"
         )
 
-    def _wait_end(self, running: _Running) -> None:
-        deadline = self._clock() + running.piece.grace_seconds
+    def _wait_for_exit(self, running: _Running) -> None:
+        deadline = self._clock() + running.program.grace_seconds
         while running.process.poll() is None and self._requests.count < 2 and self._clock() < deadline:
-            time.sleep(LOOK_SECONDS / 2)
+            time.sleep(POLL_SECONDS / 2)
         if running.process.poll() is None:
-            self._say(f"{running.piece.name} is killed: it had not ended yet")
+            self._print_line(f"{running.program.name} did not stop in time: killed")
             kill(running.process)
 
 
-def tail(piece: Piece, lines: int = 3) -> str:
-    """Return the end of a program's log, and where the rest stands."""
+def tail(program: Program, lines: int = 3) -> str:
+    """Return the path and the last lines of the log of a program."""
     try:
-        text = piece.log.read_text(encoding="utf-8", errors="replace")
+        text = program.log.read_text(encoding="utf-8", errors="replace")
     except OSError:
         text = ""
-    return f"Its log, {piece.log}, ends:\n  " + "\n  ".join(text.splitlines()[-lines:] or ["(nothing)"])
+    return f"Last lines of {program.log}:\n  " + "\n  ".join(text.splitlines()[-lines:] or ["(empty)"])
 
 
 def _state(running: _Running) -> str:

@@ -12,20 +12,22 @@ import pytest
 
 from rankscope.base.errors import CommandError
 from rankscope.commands.up import exports, overview
-from rankscope.up.executables import Program, required
+from rankscope.up.executables import Executable, find_required
 from rankscope.up.notify_addresses import receivers
-from rankscope.up.plan import Choices, arranged
-from rankscope.up.ports import Ports, any_free, choose, is_free, remembered
-from rankscope.up.programs import Piece, ServiceWish, Wish, files, pieces, told_within_seconds
-from rankscope.up.state_dir import Folder
-from rankscope.up.supervisor import MOST_RESTARTS, WITHIN_SECONDS, Restarts
+from rankscope.up.plan import CommandLine, make_plan
+from rankscope.up.ports import PortChoice, choose, free_port, is_free, valid_ports
+from rankscope.up.programs import Program, ServiceOptions, UpOptions, files, max_notification_seconds, programs
+from rankscope.up.state_dir import StateDir
+from rankscope.up.supervisor import MAX_RESTARTS, RESTART_WINDOW_SECONDS, Restarts
 from rankscope_contract.events import Severity
 from rankscope_dashboards.alertmanager_config import Mail, Webhook
 
-FOLDER = Folder(Path("/state"))
-SERVICE = ServiceWish(config=None, store="/data/history", host="127.0.0.1")
+FOLDER = StateDir(Path("/state"))
+SERVICE = ServiceOptions(config=None, store="/data/history", host="127.0.0.1")
 PORTS = {"service": 9470, "prometheus": 9090, "alertmanager": 9093}
-WISH = Wish(service=SERVICE, ports=PORTS, prometheus=Path("/bin/prometheus"), alertmanager=Path("/bin/alertmanager"))
+WISH = UpOptions(
+    service=SERVICE, ports=PORTS, prometheus=Path("/bin/prometheus"), alertmanager=Path("/bin/alertmanager")
+)
 
 
 def test_addresses_become_receivers():
@@ -66,41 +68,41 @@ def test_address_that_makes_no_sense_is_refused_with_the_forms(address, said):
     assert 2 == refused.value.code
 
 
-def chosen(ports, former, taken=()):
+def chosen(ports, previous, taken=()):
     free = iter(range(50_000, 60_000))
     return choose(
-        ("service", "prometheus"), ports, former, is_free=lambda port: port not in taken, any_free=free.__next__
+        ("service", "prometheus"), ports, previous, is_free=lambda port: port not in taken, free_port=free.__next__
     )
 
 
 def test_fixed_ports_are_the_usual_ones():
-    assert ({"service": 9470, "prometheus": 9090}, []) == chosen(Ports.FIXED, {"service": 1})
+    assert ({"service": 9470, "prometheus": 9090}, []) == chosen(PortChoice.FIXED, {"service": 1})
 
 
 def test_a_usual_port_that_is_taken_is_replaced_and_said():
-    ports, notes = chosen(Ports.FIXED, {}, taken=(9090,))
+    ports, notes = chosen(PortChoice.FIXED, {}, taken=(9090,))
 
     assert {"service": 9470, "prometheus": 50_000} == ports
     assert ["port 9090 is taken: prometheus listens on 50000 instead"] == notes
 
 
 def test_free_ports_are_those_of_the_last_time_where_they_still_can_be():
-    assert ({"service": 41, "prometheus": 42}, []) == chosen(Ports.FREE, {"service": 41, "prometheus": 42})
-    assert {"service": 50_000, "prometheus": 42} == chosen(Ports.FREE, {"service": 41, "prometheus": 42}, taken=(41,))[
-        0
-    ]
+    assert ({"service": 41, "prometheus": 42}, []) == chosen(PortChoice.FREE, {"service": 41, "prometheus": 42})
+    assert {"service": 50_000, "prometheus": 42} == chosen(
+        PortChoice.FREE, {"service": 41, "prometheus": 42}, taken=(41,)
+    )[0]
 
 
 def test_the_stand_in_of_the_last_time_is_taken_again():
     """Trainings that run already look for the service there."""
-    assert 41 == chosen(Ports.FIXED, {"service": 41}, taken=(9470,))[0]["service"]
+    assert 41 == chosen(PortChoice.FIXED, {"service": 41}, taken=(9470,))[0]["service"]
 
 
 def test_ports_of_the_last_time_that_somebody_broke_are_as_none():
-    assert {"service": 41} == remembered(
+    assert {"service": 41} == valid_ports(
         {"service": 41, "prometheus": 99999, "alertmanager": "9093", "x": True, "y": -1}
     )
-    assert {} == remembered([41])
+    assert {} == valid_ports([41])
 
 
 def test_a_port_somebody_listens_on_is_not_free():
@@ -110,67 +112,67 @@ def test_a_port_somebody_listens_on_is_not_free():
         taken = server.getsockname()[1]
 
         assert not is_free(taken)
-    assert is_free(any_free())
+    assert is_free(free_port())
 
 
 def test_restarts_come_later_and_later_and_not_for_ever():
     restarts = Restarts()
 
-    assert [0.5, 1.0, 2.0, 4.0, 8.0, None] == [restarts.wait_after_end(now) for now in range(MOST_RESTARTS + 1)]
+    assert [0.5, 1.0, 2.0, 4.0, 8.0, None] == [restarts.delay_after_exit(now) for now in range(MAX_RESTARTS + 1)]
 
 
 def test_what_ran_for_long_has_earned_a_fresh_count():
     restarts = Restarts()
-    waits = [restarts.wait_after_end(number * WITHIN_SECONDS) for number in range(50)]
+    waits = [restarts.delay_after_exit(number * RESTART_WINDOW_SECONDS) for number in range(50)]
 
     assert {0.5} == set(waits)
 
 
 def test_everything_listens_on_this_machine_alone():
-    for piece in pieces(WISH, FOLDER):
-        assert piece.url.startswith("http://127.0.0.1:")
-        assert any("127.0.0.1:" in part for part in piece.command)
-    assert "--cluster.listen-address=" in pieces(WISH, FOLDER)[1].command
+    for program in programs(WISH, FOLDER):
+        assert program.url.startswith("http://127.0.0.1:")
+        assert any("127.0.0.1:" in part for part in program.command)
+    assert "--cluster.listen-address=" in programs(WISH, FOLDER)[1].command
 
 
 def test_what_is_left_out_is_neither_configured_nor_started():
-    alone = Wish(service=SERVICE, ports=PORTS)
-    silent = Wish(service=SERVICE, ports=PORTS, prometheus=Path("/bin/prometheus"))
+    alone = UpOptions(service=SERVICE, ports=PORTS)
+    silent = UpOptions(service=SERVICE, ports=PORTS, prometheus=Path("/bin/prometheus"))
 
     assert {} == files(alone, FOLDER)
-    assert ["service"] == [piece.name for piece in pieces(alone, FOLDER)]
+    assert ["service"] == [program.name for program in programs(alone, FOLDER)]
     assert "alerting" not in files(silent, FOLDER)["prometheus.yml"]
 
 
 def test_service_is_reached_on_loopback_where_it_listens_everywhere():
-    everywhere = ServiceWish(config=None, store="s", host="0.0.0.0", token="secret")
-    wish = Wish(service=everywhere, ports=PORTS, prometheus=Path("/bin/prometheus"))
-    made = files(wish, FOLDER)
+    everywhere = ServiceOptions(config=None, store="s", host="0.0.0.0", token="secret")
+    options = UpOptions(service=everywhere, ports=PORTS, prometheus=Path("/bin/prometheus"))
+    made = files(options, FOLDER)
 
     assert "http://127.0.0.1:9470/sd" in made["prometheus.yml"]
     assert "secret" == made["token"]
     assert "secret" not in made["prometheus.yml"]
     assert "credentials_file: /state/config/token" in made["prometheus.yml"]
-    assert "0.0.0.0:9470" in pieces(wish, FOLDER)[0].command
+    assert "0.0.0.0:9470" in programs(options, FOLDER)[0].command
 
 
 def test_promise_of_how_soon_people_are_told():
-    assert 12.0 == told_within_seconds(WISH)
+    assert 12.0 == max_notification_seconds(WISH)
 
 
 def test_configuration_file_says_where_the_store_is():
-    given = ServiceWish(config=Path("/etc/service.toml"), store="/x", host="127.0.0.1")
-    (service,) = pieces(Wish(service=given, ports=PORTS), FOLDER)
+    given = ServiceOptions(config=Path("/etc/service.toml"), store="/x", host="127.0.0.1")
+    (service,) = programs(UpOptions(service=given, ports=PORTS), FOLDER)
 
     assert "/etc/service.toml" in service.command
     assert "--store" not in service.command
 
 
 def test_overview_shows_what_runs_where_and_what_does_not():
-    piece = Piece(
+    program = Program(
         name="service", command=(), url="http://127.0.0.1:9470", ready_path="/", log=Path("/state/service.log")
     )
-    lines = overview([piece], {"service": "ready"}, {"prometheus": "left out"})
+    lines = overview([program], {"service": "ready"}, {"prometheus": "left out"})
 
     assert [
         "what        address                state     log",
@@ -187,8 +189,8 @@ def test_training_gets_the_address_and_never_sees_the_token_on_the_screen():
 
 
 def test_folder_is_for_its_owner_alone(tmp_path):
-    folder = Folder(tmp_path / "state")
-    folder.make()
+    folder = StateDir(tmp_path / "state")
+    folder.create()
     folder.write({"token": "secret"})
 
     assert 0o700 == stat.S_IMODE(folder.config("token").parent.stat().st_mode)
@@ -200,47 +202,50 @@ def test_a_folder_that_holds_something_else_is_left_as_it_is(tmp_path):
     mode = tmp_path.stat().st_mode
 
     with pytest.raises(CommandError, match="not made by us"):
-        Folder(tmp_path).make()
+        StateDir(tmp_path).create()
     assert mode == tmp_path.stat().st_mode
     assert ["precious"] == [path.name for path in tmp_path.iterdir()]
 
 
 def test_a_folder_of_ours_is_taken_again(tmp_path):
     for _ in range(2):
-        Folder(tmp_path / "state").make()
+        StateDir(tmp_path / "state").create()
 
 
 def test_folder_lies_beside_the_store(tmp_path):
-    assert tmp_path / "rankscope-live" == Folder.beside(tmp_path / "history").path
-    assert Path.cwd() / "rankscope-live" == Folder.beside("s3://bucket/history").path
+    assert tmp_path / "rankscope-live" == StateDir.next_to(tmp_path / "history").path
+    assert Path.cwd() / "rankscope-live" == StateDir.next_to("s3://bucket/history").path
 
 
 def test_two_at_once_in_one_folder_is_refused_naming_the_other(tmp_path):
-    folder = Folder(tmp_path)
-    folder.make()
-    imports = "import sys; from pathlib import Path; from rankscope.up.state_dir import Folder"
-    other = f"{imports}\nwith Folder(Path(sys.argv[1])).held(): pass"
-    with folder.held():
+    folder = StateDir(tmp_path)
+    folder.create()
+    imports = "import sys; from pathlib import Path; from rankscope.up.state_dir import StateDir"
+    other = f"{imports}\nwith StateDir(Path(sys.argv[1])).locked(): pass"
+    with folder.locked():
         done = subprocess.run([sys.executable, "-c", other, tmp_path], capture_output=True, text=True, check=False)
 
     assert f"in use by process {os.getpid()}" in done.stderr
 
 
 def test_notes_that_somebody_broke_are_as_none(tmp_path):
-    folder = Folder(tmp_path)
+    folder = StateDir(tmp_path)
     for text in ("[1]", "{", "\x00"):
         (tmp_path / "live.json").write_text(text)
 
-        assert {} == folder.notes()
+        assert {} == folder.load_notes()
 
 
 def test_missing_programs_are_told_in_one_line_with_how_to_get_them_and_how_to_go_on():
-    one, other = Program("One", ("no-such",), "one-package"), Program("Other", ("no-such-either",), "other-package")
+    one, other = (
+        Executable("One", ("no-such",), "one-package"),
+        Executable("Other", ("no-such-either",), "other-package"),
+    )
 
     with pytest.raises(CommandError, match=r"^Other is not on PATH: apt install other-package, or.*--without-other$"):
-        required({other: "--without-other"})
+        find_required({other: "--without-other"})
     with pytest.raises(CommandError, match=r"^One and Other are not .* install one-package other-package, .*-one$"):
-        required({one: "--without-one", other: "--without-other"})
+        find_required({one: "--without-one", other: "--without-other"})
 
 
 @pytest.fixture
@@ -254,23 +259,23 @@ def service_toml(tmp_path):
 
 
 @pytest.fixture
-def programs(require_server):
+def executables(require_server):
     require_server("prometheus")
     require_server("prometheus-alertmanager")
 
 
-def test_addresses_of_the_configuration_go_to_alertmanager_in_its_mode(service_toml, programs):
-    told = arranged(Choices(config=service_toml('[notify]\nmode = "alertmanager"\nurls = ["http://h/x"]\n')))
-    embedded = arranged(Choices(config=service_toml('[notify]\nurls = ["json://h/x"]\n'), notify=("http://h/y",)))
+def test_addresses_of_the_configuration_go_to_alertmanager_in_its_mode(service_toml, executables):
+    told = make_plan(CommandLine(config=service_toml('[notify]\nmode = "alertmanager"\nurls = ["http://h/x"]\n')))
+    embedded = make_plan(CommandLine(config=service_toml('[notify]\nurls = ["json://h/x"]\n'), notify=("http://h/y",)))
 
-    assert ["http://h/x"] == [receiver.ways[0].url for receiver in told.wish.receivers]
-    assert ["http://h/y"] == [receiver.ways[0].url for receiver in embedded.wish.receivers]
-    assert 'the service tells    nobody ([notify] mode = "alertmanager")' == told.facts[0]
-    assert "the service tells    1 address, by itself" == embedded.facts[0]
+    assert ["http://h/x"] == [receiver.ways[0].url for receiver in told.options.receivers]
+    assert ["http://h/y"] == [receiver.ways[0].url for receiver in embedded.options.receivers]
+    assert 'the service tells    nobody ([notify] mode = "alertmanager")' == told.notification_lines[0]
+    assert "the service tells    1 address, by itself" == embedded.notification_lines[0]
     assert told.folder.path == service_toml("").parent / "rankscope-live"
 
 
-def test_configuration_is_shown_without_its_secrets_and_starts_nothing(service_toml, programs):
+def test_configuration_is_shown_without_its_secrets_and_starts_nothing(service_toml, executables):
     path = service_toml('token = "open-sesame"\n')
     notify = ("--notify", "smtp://me:pass%27word@mail:25?to=me@x", "--notify", "https://chat.example/hook/T01/key?k=1")
     command = [sys.executable, "-m", "rankscope", "up", str(path), "--print-config", *notify]
@@ -293,26 +298,26 @@ def test_configuration_is_shown_without_its_secrets_and_starts_nothing(service_t
     assert ["service.toml"] == [found.name for found in path.parent.iterdir()]
 
 
-def test_token_of_the_environment_reaches_the_service_that_is_started(tmp_path, programs, monkeypatch):
+def test_token_of_the_environment_reaches_the_service_that_is_started(tmp_path, executables, monkeypatch):
     """What the shell has set for trainings is kept from the programs, this alone is not."""
     monkeypatch.setenv("RANKSCOPE_TOKEN", "open-sesame")
-    arrangement = arranged(Choices(store=tmp_path / "h", listen="0.0.0.0:0"))
+    plan = make_plan(CommandLine(store=tmp_path / "h", listen="0.0.0.0:0"))
 
-    assert {"RANKSCOPE_TOKEN_FILE": str(tmp_path / "rankscope-live/config/token")} == arrangement.environment
-    assert "open-sesame" == arrangement.files["token"]
-    assert not any("open-sesame" in word for piece in arrangement.pieces for word in piece.command)
+    assert {"RANKSCOPE_TOKEN_FILE": str(tmp_path / "rankscope-live/config/token")} == plan.environment
+    assert "open-sesame" == plan.files["token"]
+    assert not any("open-sesame" in word for program in plan.programs for word in program.command)
 
 
-def test_slow_looks_have_longer_windows(tmp_path, programs):
+def test_slow_looks_have_longer_windows(tmp_path, executables):
     """An event is an alert while several scrapes see it."""
-    wish = arranged(Choices(store=tmp_path / "h", ports=Ports.FREE, scrape_seconds=60.0)).wish
+    options = make_plan(CommandLine(store=tmp_path / "h", ports=PortChoice.FREE, scrape_seconds=60.0)).options
 
-    assert ("4m", "2m") == (wish.event_window, wish.keep_firing_for)
+    assert ("4m", "2m") == (options.event_window, options.keep_firing_for)
 
 
 def test_somebody_to_tell_without_anybody_who_tells_is_refused(service_toml):
     with pytest.raises(CommandError, match="embedded"):
-        arranged(Choices(config=service_toml(""), notify=("http://h/y",), with_alertmanager=False))
+        make_plan(CommandLine(config=service_toml(""), notify=("http://h/y",), with_alertmanager=False))
 
 
 def test_taken_port_that_was_asked_for_is_refused(tmp_path):
@@ -321,9 +326,9 @@ def test_taken_port_that_was_asked_for_is_refused(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         listen = f"127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(CommandError, match=rf"{listen} is taken by \S+ \(process {os.getpid()}\): give another"):
-            arranged(Choices(store=tmp_path / "h", listen=listen, with_prometheus=False, with_alertmanager=False))
+            make_plan(CommandLine(store=tmp_path / "h", listen=listen, with_prometheus=False, with_alertmanager=False))
 
 
 def test_retention_that_prometheus_would_not_take_is_refused_before_anything_starts(tmp_path):
     with pytest.raises(CommandError, match="--retention a fortnight: write numbers with units, such as 15d"):
-        arranged(Choices(store=tmp_path / "h", retention="a fortnight"))
+        make_plan(CommandLine(store=tmp_path / "h", retention="a fortnight"))
