@@ -1,4 +1,4 @@
-"""The parts of the demo: its receiver, its children, its progress, and checks that fail when something is missing."""
+"""The parts of the demo: alert receiver, child processes, progress display, and the final checks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BOTH_SENDERS = replace(EXPECTED, senders=tuple(Sender))
 
 
 def stored(**changes):
-    """Return a stand-in for the store that answers the checks' own questions as a perfect run would."""
+    """Return a fake query function with the results of a perfect run, changed by `changes`."""
     rows = {kind: EXPECTED.rows_of(kind) for kind in (*KINDS_OF_EVERY_STEP, *KINDS_OF_OPTIMIZER_STEPS)}
     rows["grad_clipped"] = 2 * EXPECTED.tensors
     answers = {
@@ -58,12 +58,12 @@ def stored(**changes):
     return lambda statement: next(answer for part, answer in answers.items() if part in statement)
 
 
-def test_rows_of_a_skipped_step_are_those_of_gradients_alone():
+def test_skipped_step_has_only_gradient_rows():
     assert 2 * 3 * 4 == EXPECTED.rows_of("grad_reduced")
     assert 2 * 2 * 4 == EXPECTED.rows_of("exp_avg")
 
 
-def test_checks_hold_for_a_perfect_run():
+def test_checks_pass_for_a_perfect_run():
     assert [] == [check.text for check in checks(EXPECTED, stored(), [ALERT]) if not check.holds]
 
 
@@ -83,7 +83,7 @@ def test_checks_hold_for_a_perfect_run():
         ({}, [replace(ALERT, text=ALERT.text.replace("step: 2", "step: 20"))]),
     ],
 )
-def test_anything_missing_or_superfluous_fails_a_check(changes, alerts):
+def test_missing_or_unexpected_data_fails_a_check(changes, alerts):
     assert not all(check.holds for check in checks(EXPECTED, stored(**changes), alerts))
 
 
@@ -93,7 +93,7 @@ def webhook(*labels: dict[str, str], at: float = 5.0, status: str = "firing") ->
     return parse_alert({"version": "4", "status": status, "groupLabels": group, "alerts": alerts}, at)
 
 
-def test_alertmanager_is_told_from_the_service_by_what_it_posts():
+def test_parse_alert_distinguishes_alertmanager_from_the_service():
     alert = webhook(LABELS, LABELS | {"rank": "0"}, status="resolved")
 
     assert Sender.ALERTMANAGER is alert.sender
@@ -107,24 +107,24 @@ def failed(alerts: list[Alert]) -> list[str]:
     return [check.text for check in checks(BOTH_SENDERS, stored(), alerts) if not check.holds]
 
 
-def test_both_ways_must_tell_of_each_fault_and_of_nothing_else():
-    second_rank = webhook(LABELS, LABELS | {"rank": "0"})  # the fault reaches the other rank with the reduction
+def test_both_senders_must_report_each_fault_and_nothing_else():
+    second_rank = webhook(LABELS, LABELS | {"rank": "0"})  # the all-reduce propagates the fault to the other rank
     stranger = webhook(LABELS, {"run": "demo", "alertname": "RanksMissing", "rank": ""})
 
     assert [] == failed([ALERT, second_rank])
-    assert ["Alertmanager tells of AnomalyNan on rank 1"] == failed([ALERT])
-    assert ["Alertmanager tells of nothing else: [('demo', 'RanksMissing', '')]"] == failed([ALERT, stranger])
+    assert ["Alertmanager reports AnomalyNan on rank 1"] == failed([ALERT])
+    assert ["Alertmanager reports nothing else: [('demo', 'RanksMissing', '')]"] == failed([ALERT, stranger])
     assert 2 == len(failed([webhook(LABELS)]))  # the service's own message is missing
 
 
-def test_delay_is_from_the_bad_step_to_the_first_message_of_each_way():
+def test_delay_is_from_the_faulty_step_to_the_first_message():
     late = webhook(LABELS, at=9.0)
     found = delays(BOTH_SENDERS, lambda _: [(2, 3.0)], [replace(ALERT, at=4.5), webhook(LABELS), late])
 
     assert [(FAULT, Sender.EMBEDDED, 1.5), (FAULT, Sender.ALERTMANAGER, 2.0)] == list(found)
 
 
-def test_receiver_takes_what_a_json_notifier_posts():
+def test_receiver_accepts_messages_of_the_apprise_json_notifier():
     with AlertReceiver() as receiver:
         address = receiver.notify_url.replace("json://", "http://")
         body = json.dumps({"version": "1.0", "title": "bad", "message": "rank: 1\nstep: 2", "type": "failure"}).encode()
@@ -143,8 +143,8 @@ def runs(pid: int) -> bool:
         return False
 
 
-def test_a_child_and_what_it_started_end_with_us(tmp_path):
-    """Also on an exception, and even where the child ignores being asked."""
+def test_child_and_its_children_stop_with_the_context(tmp_path):
+    """Also after an exception, and even if the child ignores SIGTERM."""
     script = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
     log = tmp_path / "log"
 
@@ -165,19 +165,19 @@ def test_a_child_and_what_it_started_end_with_us(tmp_path):
         time.sleep(0.02)
 
 
-def test_stopping_returns_the_exit_code(tmp_path):
+def test_stop_returns_the_exit_code(tmp_path):
     with child([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "log", {}) as process:
         process.wait(20)
 
         assert 3 == stop(process)
 
 
-def test_termination_is_an_interruption_while_children_run():
+def test_sigterm_raises_keyboard_interrupt():
     with pytest.raises(KeyboardInterrupt), interrupted_by_termination():
         signal.raise_signal(signal.SIGTERM)
 
 
-def test_facts_are_in_the_order_one_asks():
+def test_progress_parts_order():
     assert [
         "step 60/200",
         "loss 2.5000",
@@ -189,21 +189,21 @@ def test_facts_are_in_the_order_one_asks():
     ] == list(progress_parts(RUN))
 
 
-def test_what_is_not_known_is_not_mentioned():
+def test_unknown_values_are_omitted():
     bare = replace(RUN, step=None, loss=None, tokens_per_second=None, eta_seconds=None, records_lost=7)
 
     assert ["12,345 rows stored", "lag 3", "2/2 ranks", "7 records LOST"] == list(progress_parts(bare))
 
 
-def plain_lines(*looks: tuple[RunProgress, float]) -> list[str]:
+def plain_lines(*updates: tuple[RunProgress, float]) -> list[str]:
     text = io.StringIO()
     with PlainView(Console(file=text, width=40), every_seconds=5.0) as view:
-        for run, now in looks:
+        for run, now in updates:
             view.show([run], now)
     return text.getvalue().splitlines()
 
 
-def test_plain_view_prints_a_line_when_a_run_moved_and_some_seconds_passed():
+def test_plain_view_limits_the_rate_of_lines_per_run():
     moved, ended = replace(RUN, step=70), replace(RUN, step=200, state="completed")
     lines = plain_lines((RUN, 0.0), (moved, 1.0), (RUN, 6.0), (moved, 7.0), (ended, 8.0), (ended, 99.0))
 
@@ -212,7 +212,7 @@ def test_plain_view_prints_a_line_when_a_run_moved_and_some_seconds_passed():
     ]
 
 
-def test_bar_view_draws_a_bar_and_keeps_lines_above_it():
+def test_bar_view_draws_a_bar_and_prints_lines_above_it():
     text = io.StringIO()
     with BarView(Console(file=text, force_terminal=True, width=160)) as view:
         view.show([RUN], 0.0)
@@ -222,7 +222,7 @@ def test_bar_view_draws_a_bar_and_keeps_lines_above_it():
     assert "step 60/200" in text.getvalue()
 
 
-def test_name_of_a_run_cannot_move_the_cursor():
+def test_run_name_cannot_move_the_cursor():
     hostile = replace(RUN, run="a\x1b[2J\nb")
     text = io.StringIO()
     with BarView(Console(file=text, width=120)) as view:
@@ -232,7 +232,7 @@ def test_name_of_a_run_cannot_move_the_cursor():
     assert [r"a\x1b[2J\nb"] == [line.split()[0] for line in plain_lines((hostile, 0.0))]
 
 
-def test_demo_never_empties_a_folder_it_did_not_make(tmp_path):
+def test_demo_never_deletes_a_folder_that_it_did_not_create(tmp_path):
     (tmp_path / "precious").write_text("mine", encoding="utf-8")
     command = [sys.executable, "-m", "rankscope", "demo", "--folder", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""`rankscope doctor`: what it says of worlds that are well, broken and absent, as a person reads it."""
+"""`rankscope doctor`: reports of a healthy, a broken and an empty installation."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ SERVICE, PROMETHEUS, ALERTMANAGER = "http://127.0.0.1:9470", "http://127.0.0.1:9
 
 
 @dataclass
-class World:
-    """Surroundings as a test wants them."""
+class FakeEnvironment:
+    """An Environment with values chosen by the test."""
 
     pages: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
@@ -102,7 +102,7 @@ def scraped(job: str, health: str = "up", error: str = "") -> dict[str, Any]:
     return {"labels": {"job": job}, "health": health, "lastError": error}
 
 
-def healthy_world() -> World:
+def healthy_environment() -> FakeEnvironment:
     read = readers(("/records", "Rankscope/0.1.0"), ("/metrics", "Prometheus/2.42.0"))
     config = "receivers:\n- name: nobody\n- name: chat\n  webhook_configs:\n  - url: http://chat.example\n"
     targets = [scraped("rankscope"), scraped("rankscope"), scraped("rankscope-service"), scraped("node")]
@@ -121,11 +121,11 @@ def healthy_world() -> World:
         f"{ALERTMANAGER}/metrics": 'alertmanager_notifications_failed_total{integration="webhook"} 0\n',
     }
     ports = {9470: Listener(12, "python3"), 9090: Listener(13, "prometheus"), 9093: Listener()}
-    return World(pages=pages, versions=VERSIONS, executables=PROGRAMS, ports=ports)
+    return FakeEnvironment(pages=pages, versions=VERSIONS, executables=PROGRAMS, ports=ports)
 
 
-def broken_world() -> World:
-    environment = healthy_world()
+def broken_environment() -> FakeEnvironment:
+    environment = healthy_environment()
     environment.date = LATE
     environment.versions = {**VERSIONS, "torch": "2.4.1", "duckdb": ""}
     environment.versions.pop("duckdb")
@@ -155,14 +155,14 @@ def where(store: Path, **changes: Any) -> Endpoints:
     return Endpoints(**{**addresses, "store": str(store), **changes})
 
 
-def report(environment: World, store: Path, **changes: Any) -> str:
+def report(environment: FakeEnvironment, store: Path, **changes: Any) -> str:
     text = "\n".join(report_lines(list(run_checks(environment, where(store, **changes))))) + "\n"
     return text.replace(str(store), "STORE")
 
 
 @pytest.mark.parametrize("name", ["healthy", "broken", "nothing"])
-def test_report_is_what_a_person_should_read(name, sample_store, tmp_path):
-    environment = {"healthy": healthy_world, "broken": broken_world, "nothing": World}[name]()
+def test_report_matches_the_golden_file(name, sample_store, tmp_path):
+    environment = {"healthy": healthy_environment, "broken": broken_environment, "nothing": FakeEnvironment}[name]()
     store = tmp_path / "none-yet" if name == "nothing" else sample_store
     expected = GOLDEN / f"doctor_{name}.txt"
     text = report(environment, store)
@@ -170,50 +170,50 @@ def test_report_is_what_a_person_should_read(name, sample_store, tmp_path):
     assert expected.read_text(encoding="utf-8") == text
 
 
-def test_token_that_is_missing_wrong_or_right(sample_store):
-    environment = healthy_world()
+def test_missing_wrong_and_correct_tokens(sample_store):
+    environment = healthy_environment()
     environment.token = "right"
 
-    assert "FAIL  asks for a token\n        -> export RANKSCOPE_TOKEN=" in report(environment, sample_store)
-    assert "FAIL  refuses the token" in report(environment, sample_store, token="wrong")
-    assert "OK    takes the token" in report(environment, sample_store, token="right")
+    assert "FAIL  requires a token\n        -> export RANKSCOPE_TOKEN=" in report(environment, sample_store)
+    assert "FAIL  rejects the token" in report(environment, sample_store, token="wrong")
+    assert "OK    accepts the token" in report(environment, sample_store, token="right")
     assert "wrong" not in report(environment, sample_store, token="wrong")
 
 
-def test_service_without_ranks_says_what_goes_into_the_training_job(sample_store):
-    environment = healthy_world()
+def test_service_without_ranks_prints_the_export_line(sample_store):
+    environment = healthy_environment()
     environment.pages[f"{SERVICE}/api/v1/targets"] = []
 
-    assert f"none is registered\n        -> in the training job: export RANKSCOPE_INGEST_URL={SERVICE}" in report(
+    assert f"no rank is registered\n        -> in the training job: export RANKSCOPE_INGEST_URL={SERVICE}" in report(
         environment, sample_store
     )
 
 
 @pytest.mark.parametrize("response", ["<html>", [], {"hello": 1}])
-def test_somebody_else_at_the_address_is_not_taken_for_the_service(sample_store, response):
-    environment = healthy_world()
+def test_other_server_at_the_address_is_not_the_service(sample_store, response):
+    environment = healthy_environment()
     environment.pages[f"{SERVICE}/healthz"] = response
 
-    assert f"what answers at {SERVICE} is not Rankscope" in report(environment, sample_store)
+    assert f"the server at {SERVICE} is not Rankscope" in report(environment, sample_store)
 
 
 @pytest.mark.parametrize("response", ["<html>", [], {"data": 1}])
-def test_somebody_else_at_prometheus_address_is_no_traceback(sample_store, response):
-    environment = healthy_world()
+def test_other_server_at_the_prometheus_address_is_reported(sample_store, response):
+    environment = healthy_environment()
     environment.pages[f"{PROMETHEUS}/api/v1/targets?state=active"] = response
 
-    assert "this is not Prometheus" in report(environment, sample_store)
+    assert "not a Prometheus response" in report(environment, sample_store)
 
 
-def test_store_on_object_storage_is_left_alone():
-    assert "STORE is on object storage" in report(healthy_world(), "s3://bucket/history")
+def test_store_on_object_storage_is_not_checked():
+    assert "STORE is on object storage" in report(healthy_environment(), "s3://bucket/history")
 
 
-def test_only_what_does_not_work_is_unhealthy():
+def test_only_failed_checks_are_unhealthy():
     assert is_healthy([ok("a", "x"), warn("a", "y")])
     assert not is_healthy([ok("a", "x"), fail("a", "y", "z")])
     assert {"area": "a", "state": "FAIL", "text": "y", "remedy": "z"} == json.loads(as_json([fail("a", "y", "z")]))[
-        "findings"
+        "results"
     ][0]
 
 
@@ -222,14 +222,14 @@ def test_versions_are_compared_as_numbers():
     assert () == numbers("dev")
 
 
-def test_least_versions_are_those_of_our_own_metadata():
+def test_required_versions_come_from_the_package_metadata():
     required_versions = LocalEnvironment().required_versions()
 
     assert "2.13" == required_versions["torch"]
     assert "1.6.6" == required_versions["deltalake"]
 
 
-def test_listener_is_named_by_port():
+def test_listening_process_is_found_by_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
         listener = listeners()[server.getsockname()[1]]
 
@@ -237,11 +237,11 @@ def test_listener_is_named_by_port():
     assert f"(process {os.getpid()})" in str(listener)
 
 
-def test_nothing_is_known_without_proc(tmp_path):
+def test_listeners_are_empty_without_proc(tmp_path):
     assert {} == listeners(tmp_path)
 
 
-def test_addresses_come_from_the_command_line_then_from_up_then_from_the_usual(tmp_path):
+def test_address_precedence_is_option_then_up_then_default(tmp_path):
     settings = load_config(None, {"store.path": str(tmp_path / "history")})
     folder = StateDir.next_to(tmp_path / "history")
     folder.create()
@@ -256,7 +256,7 @@ def test_addresses_come_from_the_command_line_then_from_up_then_from_the_usual(t
     assert [("prometheus", 2), ("alertmanager", 9093)] == chosen.ports
 
 
-def test_what_up_runs_is_asked_with_its_token_and_nobody_else_is(tmp_path):
+def test_token_of_up_is_sent_only_to_the_service_of_up(tmp_path):
     settings = load_config(None, {"store.path": str(tmp_path / "history")})
     folder = StateDir.next_to(tmp_path / "history")
     folder.create()
@@ -268,7 +268,7 @@ def test_what_up_runs_is_asked_with_its_token_and_nobody_else_is(tmp_path):
     assert find_endpoints(settings, None, given={}, is_explicit=True).token is None
 
 
-def test_service_of_another_machine_is_trusted_as_ranks_do(tmp_path, monkeypatch):
+def test_remote_service_uses_the_tls_settings_of_ranks(tmp_path, monkeypatch):
     settings = load_config(None, {"store.path": str(tmp_path / "history")})
     for name in ("CA", "CERT", "KEY"):
         monkeypatch.setenv(f"RANKSCOPE_{name}_FILE", f"/etc/{name}")
@@ -277,26 +277,26 @@ def test_service_of_another_machine_is_trusted_as_ranks_do(tmp_path, monkeypatch
     assert ("/etc/CA", "/etc/CERT", "/etc/KEY") == (client_tls.ca_file, client_tls.cert_file, client_tls.key_file)
 
 
-def test_prometheus_that_asks_for_ranks_before_there_are_any_is_well(sample_store):
-    environment = healthy_world()
+def test_prometheus_with_discovery_but_no_rank_is_healthy(sample_store):
+    environment = healthy_environment()
     environment.pages[f"{PROMETHEUS}/api/v1/targets?state=active"] = {"data": {"activeTargets": []}}
-    nobody = "scrapes no ranks (job rankscope)"
+    no_ranks = "scrapes no ranks (job rankscope)"
     config = "scrape_configs:\n- job_name: r\n  http_sd_configs:\n  - url: http://127.0.0.1:9470/sd?per=node\n"
 
-    assert nobody in report(environment, sample_store)
+    assert no_ranks in report(environment, sample_store)
     environment.pages[f"{PROMETHEUS}/api/v1/status/config"] = {"data": {"yaml": config}}
-    assert "OK    asks the service for ranks, and none is there yet" in report(environment, sample_store)
+    assert "OK    discovers ranks from the service; no rank is registered yet" in report(environment, sample_store)
 
 
 @pytest.mark.parametrize("page", ["status/config", "rules", "alertmanagers"])
-def test_half_a_prometheus_is_no_traceback(sample_store, page):
-    environment = healthy_world()
+def test_incomplete_prometheus_api_is_reported(sample_store, page):
+    environment = healthy_environment()
     del environment.pages[f"{PROMETHEUS}/api/v1/{page}"]
 
-    assert "does not answer" in report(environment, sample_store)
+    assert "no response" in report(environment, sample_store)
 
 
-def test_command_says_what_is_wrong_with_a_configuration_and_looks_on(tmp_path, free_port):
+def test_invalid_configuration_is_reported_and_other_checks_run(tmp_path, free_port):
     (tmp_path / "service.toml").write_text('[store]\npath = "h"\n[servise]\n')
     address = f"http://127.0.0.1:{free_port}"
     unused = ["--prometheus", address, "--alertmanager", address]

@@ -13,7 +13,7 @@ import typer
 
 from rankscope.base.errors import USAGE, CommandError, suggestion
 from rankscope.base.open_store import open_store, resolve_run
-from rankscope.base.options import Run, Store
+from rankscope.base.options import Run, Store, step_range
 
 if TYPE_CHECKING:
     from rankscope_storage.connection import Connection
@@ -83,7 +83,7 @@ def export(
             name,
             time_start=time_start,
             time_end=time_end,
-            steps=_steps(steps),
+            steps=step_range(steps),
             ranks=_ranks(ranks),
             attempt=attempt,
             data_type_list=tuple(filter(None, (data_type_list or "").replace(" ", "").split(","))),
@@ -128,16 +128,6 @@ def _began(connection: Connection, run: str) -> dt.datetime:
     rows = connection.query("SELECT coalesce(started_at, ts) AS began FROM runs WHERE run = $run", {"run": run})
     began: dt.datetime | None = rows["began"][0].as_py() if rows.num_rows else None
     return began or dt.datetime.now(dt.UTC)
-
-
-def _steps(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    first, colon, last = text.partition(":")
-    try:
-        return int(first), int(last if colon else first)
-    except ValueError:
-        raise CommandError(f"--steps {text!r}: write first:last, such as 100:200, or one step", code=USAGE) from None
 
 
 def _ranks(text: str | None) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The parts of `rankscope up`, without starting anything: addresses, ports, restarts, files, folder."""
+"""The parts of `rankscope up` without starting programs: addresses, ports, restarts, files, state folder."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from rankscope_dashboards.alertmanager_config import Mail, Webhook
 FOLDER = StateDir(Path("/state"))
 SERVICE = ServiceOptions(config=None, store="/data/history", host="127.0.0.1")
 PORTS = {"service": 9470, "prometheus": 9090, "alertmanager": 9093}
-WISH = UpOptions(
+OPTIONS = UpOptions(
     service=SERVICE, ports=PORTS, prometheus=Path("/bin/prometheus"), alertmanager=Path("/bin/alertmanager")
 )
 
 
-def test_addresses_become_receivers():
+def test_notify_addresses_become_receivers():
     chat, mail = receivers(["https://chat.example/hook?a=b", "critical=smtp://u:p%40ss@mail:587?to=me@x&from=r@x"])
 
     assert (Webhook(url="https://chat.example/hook?a=b"),) == chat.ways
@@ -39,7 +39,7 @@ def test_addresses_become_receivers():
     assert (Severity.CRITICAL,) == mail.severities
 
 
-def test_mail_may_go_without_encryption_to_several_and_has_a_usual_port():
+def test_mail_address_options_and_default_port():
     (receiver,) = receivers(["smtp://[::1]?to=a@x&to=b@x&tls=no"])
 
     assert (
@@ -48,19 +48,19 @@ def test_mail_may_go_without_encryption_to_several_and_has_a_usual_port():
 
 
 @pytest.mark.parametrize(
-    ("address", "said"),
+    ("address", "message"),
     [
         ("slack://secret/x", "Apprise"),
         ("nonsense", "smtp://"),
         ("smtp://secret@host:25", "to=ADDRESS"),
         ("smtp://host:25?to=secret", "mail address"),
-        ("smtp://host:25?to=a@b&secret=1x", "is unknown"),
+        ("smtp://host:25?to=a@b&secret=1x", "unknown key"),
         ("smtp://host:secretport?to=a@b", "smtp"),
         ("https://", "webhook"),
     ],
 )
-def test_address_that_makes_no_sense_is_refused_with_the_forms(address, said):
-    with pytest.raises(CommandError, match=said) as refused:
+def test_unsupported_address_error_lists_the_forms(address, message):
+    with pytest.raises(CommandError, match=message) as refused:
         receivers(["https://fine.example", address])
 
     assert "address 2" in str(refused.value)
@@ -75,37 +75,37 @@ def chosen(ports, previous, taken=()):
     )
 
 
-def test_fixed_ports_are_the_usual_ones():
+def test_fixed_ports_are_the_defaults():
     assert ({"service": 9470, "prometheus": 9090}, []) == chosen(PortChoice.FIXED, {"service": 1})
 
 
-def test_a_usual_port_that_is_taken_is_replaced_and_said():
+def test_default_port_in_use_is_replaced_and_reported():
     ports, notes = chosen(PortChoice.FIXED, {}, taken=(9090,))
 
     assert {"service": 9470, "prometheus": 50_000} == ports
-    assert ["port 9090 is taken: prometheus listens on 50000 instead"] == notes
+    assert ["port 9090 is in use: prometheus listens on 50000 instead"] == notes
 
 
-def test_free_ports_are_those_of_the_last_time_where_they_still_can_be():
+def test_free_ports_prefer_the_previous_ports():
     assert ({"service": 41, "prometheus": 42}, []) == chosen(PortChoice.FREE, {"service": 41, "prometheus": 42})
     assert {"service": 50_000, "prometheus": 42} == chosen(
         PortChoice.FREE, {"service": 41, "prometheus": 42}, taken=(41,)
     )[0]
 
 
-def test_the_stand_in_of_the_last_time_is_taken_again():
-    """Trainings that run already look for the service there."""
+def test_previous_replacement_port_is_used_again():
+    """Running trainings still use the address of the service."""
     assert 41 == chosen(PortChoice.FIXED, {"service": 41}, taken=(9470,))[0]["service"]
 
 
-def test_ports_of_the_last_time_that_somebody_broke_are_as_none():
+def test_invalid_saved_ports_are_ignored():
     assert {"service": 41} == valid_ports(
         {"service": 41, "prometheus": 99999, "alertmanager": "9093", "x": True, "y": -1}
     )
     assert {} == valid_ports([41])
 
 
-def test_a_port_somebody_listens_on_is_not_free():
+def test_port_with_a_listener_is_not_free():
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -115,27 +115,27 @@ def test_a_port_somebody_listens_on_is_not_free():
     assert is_free(free_port())
 
 
-def test_restarts_come_later_and_later_and_not_for_ever():
+def test_restart_delays_double_up_to_a_limit_of_restarts():
     restarts = Restarts()
 
     assert [0.5, 1.0, 2.0, 4.0, 8.0, None] == [restarts.delay_after_exit(now) for now in range(MAX_RESTARTS + 1)]
 
 
-def test_what_ran_for_long_has_earned_a_fresh_count():
+def test_old_exits_do_not_count():
     restarts = Restarts()
     waits = [restarts.delay_after_exit(number * RESTART_WINDOW_SECONDS) for number in range(50)]
 
     assert {0.5} == set(waits)
 
 
-def test_everything_listens_on_this_machine_alone():
-    for program in programs(WISH, FOLDER):
+def test_all_programs_listen_on_localhost():
+    for program in programs(OPTIONS, FOLDER):
         assert program.url.startswith("http://127.0.0.1:")
         assert any("127.0.0.1:" in part for part in program.command)
-    assert "--cluster.listen-address=" in programs(WISH, FOLDER)[1].command
+    assert "--cluster.listen-address=" in programs(OPTIONS, FOLDER)[1].command
 
 
-def test_what_is_left_out_is_neither_configured_nor_started():
+def test_omitted_programs_are_not_configured_or_started():
     alone = UpOptions(service=SERVICE, ports=PORTS)
     silent = UpOptions(service=SERVICE, ports=PORTS, prometheus=Path("/bin/prometheus"))
 
@@ -144,7 +144,7 @@ def test_what_is_left_out_is_neither_configured_nor_started():
     assert "alerting" not in files(silent, FOLDER)["prometheus.yml"]
 
 
-def test_service_is_reached_on_loopback_where_it_listens_everywhere():
+def test_service_on_all_addresses_is_reached_on_loopback():
     everywhere = ServiceOptions(config=None, store="s", host="0.0.0.0", token="secret")
     options = UpOptions(service=everywhere, ports=PORTS, prometheus=Path("/bin/prometheus"))
     made = files(options, FOLDER)
@@ -156,11 +156,11 @@ def test_service_is_reached_on_loopback_where_it_listens_everywhere():
     assert "0.0.0.0:9470" in programs(options, FOLDER)[0].command
 
 
-def test_promise_of_how_soon_people_are_told():
-    assert 12.0 == max_notification_seconds(WISH)
+def test_largest_notification_delay_is_12_seconds():
+    assert 12.0 == max_notification_seconds(OPTIONS)
 
 
-def test_configuration_file_says_where_the_store_is():
+def test_store_option_is_omitted_with_a_configuration_file():
     given = ServiceOptions(config=Path("/etc/service.toml"), store="/x", host="127.0.0.1")
     (service,) = programs(UpOptions(service=given, ports=PORTS), FOLDER)
 
@@ -168,27 +168,27 @@ def test_configuration_file_says_where_the_store_is():
     assert "--store" not in service.command
 
 
-def test_overview_shows_what_runs_where_and_what_does_not():
+def test_overview_lists_running_and_omitted_programs():
     program = Program(
         name="service", command=(), url="http://127.0.0.1:9470", ready_path="/", log=Path("/state/service.log")
     )
     lines = overview([program], {"service": "ready"}, {"prometheus": "left out"})
 
     assert [
-        "what        address                state     log",
+        "program     address                state     log",
         "service     http://127.0.0.1:9470  ready     /state/service.log",
         "prometheus  -                      left out  -",
     ] == lines
 
 
-def test_training_gets_the_address_and_never_sees_the_token_on_the_screen():
+def test_export_lines_contain_the_token_file_not_the_token():
     assert [
         "export RANKSCOPE_INGEST_URL=http://h:1",
         "export RANKSCOPE_TOKEN_FILE=/state/config/token",
     ] == exports("http://h:1", Path("/state/config/token"))
 
 
-def test_folder_is_for_its_owner_alone(tmp_path):
+def test_state_folder_is_readable_by_the_owner_only(tmp_path):
     folder = StateDir(tmp_path / "state")
     folder.create()
     folder.write({"token": "secret"})
@@ -197,27 +197,27 @@ def test_folder_is_for_its_owner_alone(tmp_path):
     assert 0o600 == stat.S_IMODE(folder.config("token").stat().st_mode)
 
 
-def test_a_folder_that_holds_something_else_is_left_as_it_is(tmp_path):
+def test_folder_with_other_files_is_rejected_unchanged(tmp_path):
     (tmp_path / "precious").write_text("mine")
     mode = tmp_path.stat().st_mode
 
-    with pytest.raises(CommandError, match="not made by us"):
+    with pytest.raises(CommandError, match="not created by rankscope up"):
         StateDir(tmp_path).create()
     assert mode == tmp_path.stat().st_mode
     assert ["precious"] == [path.name for path in tmp_path.iterdir()]
 
 
-def test_a_folder_of_ours_is_taken_again(tmp_path):
+def test_existing_state_folder_is_used_again(tmp_path):
     for _ in range(2):
         StateDir(tmp_path / "state").create()
 
 
-def test_folder_lies_beside_the_store(tmp_path):
+def test_default_state_folder_is_next_to_the_store(tmp_path):
     assert tmp_path / "rankscope-live" == StateDir.next_to(tmp_path / "history").path
     assert Path.cwd() / "rankscope-live" == StateDir.next_to("s3://bucket/history").path
 
 
-def test_two_at_once_in_one_folder_is_refused_naming_the_other(tmp_path):
+def test_locked_state_folder_error_names_the_process(tmp_path):
     folder = StateDir(tmp_path)
     folder.create()
     imports = "import sys; from pathlib import Path; from rankscope.up.state_dir import StateDir"
@@ -228,7 +228,7 @@ def test_two_at_once_in_one_folder_is_refused_naming_the_other(tmp_path):
     assert f"in use by process {os.getpid()}" in done.stderr
 
 
-def test_notes_that_somebody_broke_are_as_none(tmp_path):
+def test_invalid_notes_are_ignored(tmp_path):
     folder = StateDir(tmp_path)
     for text in ("[1]", "{", "\x00"):
         (tmp_path / "live.json").write_text(text)
@@ -236,7 +236,7 @@ def test_notes_that_somebody_broke_are_as_none(tmp_path):
         assert {} == folder.load_notes()
 
 
-def test_missing_programs_are_told_in_one_line_with_how_to_get_them_and_how_to_go_on():
+def test_missing_executables_error_names_packages_and_option():
     one, other = (
         Executable("One", ("no-such",), "one-package"),
         Executable("Other", ("no-such-either",), "other-package"),
@@ -264,18 +264,20 @@ def executables(require_server):
     require_server("prometheus-alertmanager")
 
 
-def test_addresses_of_the_configuration_go_to_alertmanager_in_its_mode(service_toml, executables):
-    told = make_plan(CommandLine(config=service_toml('[notify]\nmode = "alertmanager"\nurls = ["http://h/x"]\n')))
+def test_alertmanager_mode_passes_configured_addresses_to_it(service_toml, executables):
+    alertmanager = make_plan(
+        CommandLine(config=service_toml('[notify]\nmode = "alertmanager"\nurls = ["http://h/x"]\n'))
+    )
     embedded = make_plan(CommandLine(config=service_toml('[notify]\nurls = ["json://h/x"]\n'), notify=("http://h/y",)))
 
-    assert ["http://h/x"] == [receiver.ways[0].url for receiver in told.options.receivers]
+    assert ["http://h/x"] == [receiver.ways[0].url for receiver in alertmanager.options.receivers]
     assert ["http://h/y"] == [receiver.ways[0].url for receiver in embedded.options.receivers]
-    assert 'the service tells    nobody ([notify] mode = "alertmanager")' == told.notification_lines[0]
-    assert "the service tells    1 address, by itself" == embedded.notification_lines[0]
-    assert told.folder.path == service_toml("").parent / "rankscope-live"
+    assert 'service notifies       no address ([notify] mode = "alertmanager")' == alertmanager.notification_lines[0]
+    assert "service notifies       1 address" == embedded.notification_lines[0]
+    assert alertmanager.folder.path == service_toml("").parent / "rankscope-live"
 
 
-def test_configuration_is_shown_without_its_secrets_and_starts_nothing(service_toml, executables):
+def test_print_config_hides_secrets_and_starts_nothing(service_toml, executables):
     path = service_toml('token = "open-sesame"\n')
     notify = ("--notify", "smtp://me:pass%27word@mail:25?to=me@x", "--notify", "https://chat.example/hook/T01/key?k=1")
     command = [sys.executable, "-m", "rankscope", "up", str(path), "--print-config", *notify]
@@ -298,8 +300,8 @@ def test_configuration_is_shown_without_its_secrets_and_starts_nothing(service_t
     assert ["service.toml"] == [found.name for found in path.parent.iterdir()]
 
 
-def test_token_of_the_environment_reaches_the_service_that_is_started(tmp_path, executables, monkeypatch):
-    """What the shell has set for trainings is kept from the programs, this alone is not."""
+def test_token_from_the_environment_reaches_the_service(tmp_path, executables, monkeypatch):
+    """All other RANKSCOPE_ variables of the shell are removed from the environment of the programs."""
     monkeypatch.setenv("RANKSCOPE_TOKEN", "open-sesame")
     plan = make_plan(CommandLine(store=tmp_path / "h", listen="0.0.0.0:0"))
 
@@ -308,27 +310,27 @@ def test_token_of_the_environment_reaches_the_service_that_is_started(tmp_path, 
     assert not any("open-sesame" in word for program in plan.programs for word in program.command)
 
 
-def test_slow_looks_have_longer_windows(tmp_path, executables):
-    """An event is an alert while several scrapes see it."""
+def test_longer_scrape_interval_has_longer_windows(tmp_path, executables):
+    """An event raises an alert only while several scrapes contain it."""
     options = make_plan(CommandLine(store=tmp_path / "h", ports=PortChoice.FREE, scrape_seconds=60.0)).options
 
     assert ("4m", "2m") == (options.event_window, options.keep_firing_for)
 
 
-def test_somebody_to_tell_without_anybody_who_tells_is_refused(service_toml):
+def test_notify_without_alertmanager_fails(service_toml):
     with pytest.raises(CommandError, match="embedded"):
         make_plan(CommandLine(config=service_toml(""), notify=("http://h/y",), with_alertmanager=False))
 
 
-def test_taken_port_that_was_asked_for_is_refused(tmp_path):
+def test_requested_port_in_use_fails(tmp_path):
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         listen = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(CommandError, match=rf"{listen} is taken by \S+ \(process {os.getpid()}\): give another"):
+        with pytest.raises(CommandError, match=rf"{listen} is in use by \S+ \(process {os.getpid()}\): name another"):
             make_plan(CommandLine(store=tmp_path / "h", listen=listen, with_prometheus=False, with_alertmanager=False))
 
 
-def test_retention_that_prometheus_would_not_take_is_refused_before_anything_starts(tmp_path):
+def test_invalid_retention_fails_before_anything_starts(tmp_path):
     with pytest.raises(CommandError, match="--retention a fortnight: write numbers with units, such as 15d"):
         make_plan(CommandLine(store=tmp_path / "h", retention="a fortnight"))
