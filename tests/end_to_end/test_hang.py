@@ -118,15 +118,15 @@ def assert_printed_groups(text: str) -> None:
     head, matter, first, second = text.split("\n\n")
 
     assert head.startswith("run hangs (attempt 0) is stalled: alive, but no step for ")
-    assert head.endswith("last step 5; 2 of 2 ranks say where they stand")
+    assert head.endswith("last step 5; 2 of 2 ranks returned their stacks")
     assert re.fullmatch(
         r"rank 1 never entered all_reduce \d+ \(4 B float32\) of default_pg; rank 0 is in it since \d+ s,"
         rf" called at hanging_training\.py\[{line_of('# rank 0 waits here')}\]",
         matter,
     )
-    assert first.startswith("rank 1: waits in no collective; the last was all_reduce ")
+    assert first.startswith("rank 1: not in a collective; the last was all_reduce ")
     assert re.search(rf"> stand_still +{re.escape(str(SCRIPT))}:{line_of('# rank 1 is found here')}\n", first)
-    assert second.startswith("rank 0: waits in all_reduce seq ")
+    assert second.startswith("rank 0: waiting in all_reduce seq ")
     assert re.search(r"^ +all_reduce +.*distributed_c10d\.py:\d+$", second, re.MULTILINE)
 
 
