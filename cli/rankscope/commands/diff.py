@@ -24,13 +24,15 @@ _OF_KINDS: Final = ("tensor_stats", "features", "hashes")
 DIFFERENT: Final = 1
 ERROR: Final = 2
 
+RelativeTolerance = Annotated[
+    float, typer.Option(min=0, help="Largest relative difference that counts as equal; 0 requires identical bits.")
+]
+
 
 def diff(
     runs: Annotated[list[str], typer.Argument(help="Two runs, or one with --ranks or --attempts.", show_default=False)],
     store: Store = Path("history"),
-    tolerance: Annotated[
-        float, typer.Option(min=0, help="Largest relative difference that counts as equal; 0 requires identical bits.")
-    ] = 0.0,
+    tolerance: RelativeTolerance = 0.0,
     absolute: Annotated[float, typer.Option(min=0, help="Largest absolute difference that counts as equal.")] = 0.0,
     kind: Annotated[
         list[str] | None,
