@@ -70,7 +70,7 @@ def asked(running: Alerting, expression: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(120)
-def test_doctor_sees_who_reads_the_ranks_and_who_is_told(running, ranks):
+def test_doctor_lists_readers_of_ranks_and_alert_receivers(running, ranks):
     running.wait_for(lambda: len(asked(running, 'up{job="rankscope"} == 1')) == len(ranks.bad))
     given = [f"--{name}={running.urls[name]}" for name in ("prometheus", "alertmanager")]
     store = f"--store={running.folder / 'history'}"
@@ -78,20 +78,20 @@ def test_doctor_sees_who_reads_the_ranks_and_who_is_told(running, ranks):
     expected = (
         r"OK    /records is read by Rankscope/\S+ \(\d of \d ranks, \d+ s ago\)",
         r"OK    /metrics is read by Prometheus/2\.\S+ \(\d of \d ranks, \d+ s ago\)",
-        r"OK    their clocks agree",
+        r"OK    the clocks agree",
         r"OK    scrapes the ranks: \d of \d up",
-        r"OK    evaluates our \d+ rules",
-        r"OK    tells address-1, address-2",
+        r"OK    evaluates \d+ Rankscope rules",
+        r"OK    notifies address-1, address-2",
         r"\(service\): \S+ \(process \d+\)",
     )
-    said = ""
+    report = ""
 
-    def all_is_well() -> bool:
-        nonlocal said  # a busy machine misses one scrape of a second now and then, and the doctor says so
-        said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
-        return all(re.search(line, said) for line in expected)
+    def all_lines_match() -> bool:
+        nonlocal report  # a busy machine sometimes misses a scrape, and the doctor reports that
+        report = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
+        return all(re.search(line, report) for line in expected)
 
-    assert running.wait_for(all_is_well), said
+    assert running.wait_for(all_lines_match), report
 
 
 @pytest.mark.timeout(240)
