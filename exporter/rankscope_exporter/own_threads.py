@@ -5,7 +5,7 @@ With a second team the process has more OpenMP threads than cores. libgomp then 
 between two operations, also those of the training thread: each operation of training has to wake them up, and a step
 takes up to 1.6 times as long.
 
-So the threads of the monitor compute with numpy. `OwnThread` covers what they cannot avoid: torch functions that
+So the threads of the monitor compute with numpy. `OwnThread` covers the unavoidable rest: torch functions that
 compute something unnoticed, and code of the user such as `on_anomaly`. It limits torch to one CPU thread on itself
 alone. `torch.set_num_threads` is not for this: it sets the default of every thread that the process starts later.
 """
@@ -43,7 +43,7 @@ def limit_this_thread() -> bool:
     Return whether it does: the OpenMP library of torch may not be found.
     """
     # torch sets the number of a new thread at the first operation there that may be divided. This call does the same
-    # first, so that nothing resets what is set below.
+    # first, so that nothing resets the number set below.
     if torch.get_num_threads() > 1:
         for library in _libraries():
             library.omp_set_num_threads(1)
@@ -62,7 +62,7 @@ def limit_this_thread() -> bool:
 
 @functools.cache
 def _libraries() -> tuple[Any, ...]:
-    """Return what resolves the OpenMP functions as torch does: its own library, then what was preloaded.
+    """Return the libraries that resolve the OpenMP functions as torch does: its own, then the preloaded ones.
 
     A library finds the symbols of those that it was linked with, whatever their names are: libgomp, libomp or libiomp5.
     """

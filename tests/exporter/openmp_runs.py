@@ -168,7 +168,7 @@ def on_a_new_thread(function: Callable[[], list[int]]) -> list[int]:
 
 
 def run(case: Case, threads: int, how: str) -> dict[str, Any]:
-    """Train, and return what was seen."""
+    """Train, and return the observations."""
     if how == "call":
         torch.set_num_threads(threads)
     if not case.limited:

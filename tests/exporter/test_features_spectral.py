@@ -17,7 +17,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def norms_of(weights: list[torch.Tensor], tolerance: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return spectral and Frobenius norm of each weight, as the publisher makes them of what the device computed."""
+    """Return spectral and Frobenius norm of each weight, as the publisher computes them from the device's numbers."""
     return norms(spectral_numbers(weights, tolerance).numpy())
 
 

@@ -76,7 +76,7 @@ EVERYTHING = {
     *("anomaly", "capture", "hang", "stacks"),
     *("rankscope-collectives", "rankscope-capture", "rankscope-hardware", "rankscope-watchdog"),
 }
-"""What proves that the features and the threads of the cases with everything were at work."""
+"""Evidence that the features and the threads of the cases with everything were active."""
 
 HELD = {"everything": EVERYTHING, "everything, on_anomaly with torch": EVERYTHING | {"rankscope-on-anomaly"}}
 
@@ -104,7 +104,7 @@ def test_training_has_its_own_openmp_threads_and_no_others(case, how, during, th
 
 @pytest.mark.parametrize("threads", THREADS)
 def test_arithmetic_of_torch_on_a_thread_of_ours_opens_a_team(threads):
-    """What the tests above find, once there is something to find."""
+    """The tests above detect such a team if there is one."""
     alone, found = without_monitor(threads, "call"), trained("torch arithmetic", threads, "call")
 
     assert alone["threads"] < found["threads"]

@@ -79,7 +79,7 @@ def norms(numbers: Float64s) -> tuple[Float64s, Float64s]:
 
     Both are NaN where the weight holds what is not finite.
     """
-    finite = np.isfinite(numbers).all(1)
+    finite = np.all(np.isfinite(numbers), axis=1)
     known = np.where(finite[:, None], numbers, 0.0)
     scale, frobenius = known[:, 0], known[:, 1]
     diagonal, beside = np.split(known[:, 2:], 2, axis=1)
@@ -94,7 +94,7 @@ def _largest_eigenvalues(diagonal: Float64s, beside: Float64s) -> Float64s:
     T - x are negative (Sturm).
     """
     magnitude = np.pad(np.abs(beside), ((0, 0), (1, 1)))
-    low = diagonal.max(1).clip(min=0)  # no eigenvalue on the diagonal is above the largest one
+    low: Float64s = diagonal.max(1).clip(min=0)  # no eigenvalue on the diagonal is above the largest one
     high = np.maximum((diagonal + magnitude[:, :-1] + magnitude[:, 1:]).max(1), low)  # Gershgorin
     shares = np.linspace(0, 1, _POINTS + 2)
     squares = np.square(beside)
@@ -135,7 +135,7 @@ def _tridiagonal(matrices: Sequence[_Matrix], factor: torch.Tensor, steps: int) 
             share = torch.bmm(done, image[:, :, None])
             image = image - torch.bmm(done.transpose(1, 2), share)[:, :, 0]
         length = torch.linalg.vector_norm(image, dim=1)
-        # What is left of a matrix of low rank is rounding: there the process has ended, and zeros change nothing.
+        # The rest of a matrix of low rank is rounding: there the process has ended, and zeros change nothing.
         goes_on = length > least * diagonal[:, : step + 1].amax(1)
         beside[:, step] = torch.where(goes_on, length, torch.zeros_like(length))
         vector = torch.where(goes_on[:, None], image / length[:, None], torch.zeros_like(image))
