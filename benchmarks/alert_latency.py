@@ -14,19 +14,19 @@ from pathlib import Path
 
 from _rows import Row, print_rows
 
-from rankscope.demonstration.receiver import Way
-from rankscope.live.programs import ALERTMANAGER, PROMETHEUS, required
+from rankscope.demo.receiver import Sender
+from rankscope.up.executables import ALERTMANAGER, PROMETHEUS, find_required
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "end_to_end"))
 from alerting import GROUP_WAIT_SECONDS, Alerting, alerting, live_runs
 
 RUNS = 8
 SCRAPE_SECONDS = 1.0
-PROMISED = {Way.EMBEDDED: 2.0, Way.ALERTMANAGER: 2 * SCRAPE_SECONDS + GROUP_WAIT_SECONDS}
+PROMISED = {Sender.EMBEDDED: 2.0, Sender.ALERTMANAGER: 2 * SCRAPE_SECONDS + GROUP_WAIT_SECONDS}
 
 
 def run() -> list[Row]:
-    found = required(dict.fromkeys((PROMETHEUS, ALERTMANAGER), "another benchmark"))
+    found = find_required(dict.fromkeys((PROMETHEUS, ALERTMANAGER), "another benchmark"))
     programs = [str(found[program]) for program in (PROMETHEUS, ALERTMANAGER)]
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -34,17 +34,20 @@ def run() -> list[Row]:
     ):
         delays = measured(running)
     rows = []
-    for way, seconds in delays.items():
-        note = f"{len(seconds)} runs; promised {PROMISED[way]:g} s"
-        if way is Way.ALERTMANAGER:
+    for sender, seconds in delays.items():
+        note = f"{len(seconds)} runs; promised {PROMISED[sender]:g} s"
+        if sender is Sender.ALERTMANAGER:
             note += f": scrape {SCRAPE_SECONDS:g} + evaluation {SCRAPE_SECONDS:g} + gathering {GROUP_WAIT_SECONDS:g}"
-        rows += [Row(f"{way}, median", statistics.median(seconds), "s", note), Row(f"{way}, worst", max(seconds), "s")]
+        rows += [
+            Row(f"{sender}, median", statistics.median(seconds), "s", note),
+            Row(f"{sender}, worst", max(seconds), "s"),
+        ]
     return rows
 
 
-def measured(running: Alerting) -> dict[Way, list[float]]:
+def measured(running: Alerting) -> dict[Sender, list[float]]:
     """Return how long each way took, run by run."""
-    delays: dict[Way, list[float]] = {way: [] for way in PROMISED}
+    delays: dict[Sender, list[float]] = {sender: [] for sender in PROMISED}
     names = [f"run-{number}" for number in range(RUNS)]
     ranks = running.start_ranks(*names)
     running.wait_for(lambda: all(step > 5 for step in live_runs(running.urls["service"]).values()))
@@ -53,8 +56,8 @@ def measured(running: Alerting) -> dict[Way, list[float]]:
         ranks.order(name, "nan")
         running.wait_for(lambda name=name: ranks.bad[name])
         ((_, at),) = ranks.bad[name]
-        for way, seconds in delays.items():
-            seconds.append(running.wait_for(lambda way=way, name=name: running.told(way, name))[0].at - at)
+        for sender, seconds in delays.items():
+            seconds.append(running.wait_for(lambda sender=sender, name=name: running.told(sender, name))[0].at - at)
     return delays
 
 

@@ -21,7 +21,7 @@ from pydantic import BaseModel, SecretStr
 from pydantic_core import PydanticUndefined
 from typer.models import ArgumentInfo
 
-from rankscope.command import subcommands
+from rankscope.commands import subcommands
 from rankscope_contract import metrics, records
 from rankscope_contract.fields import Field, FieldType, ListOf, StructOf
 from rankscope_contract.rules import rule_classes

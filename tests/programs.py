@@ -200,7 +200,7 @@ class Server:
 
 
 OF_TRAINING = ("torch", "torch._dynamo", "torch.distributed", "rankscope_exporter")
-OF_COMMANDS = ("rankscope.command", "rankscope_ingest.__main__", "duckdb", "deltalake")
+OF_COMMANDS = ("rankscope.commands", "rankscope_ingest.__main__", "duckdb", "deltalake")
 """What most commands import, those above all that serve; it costs more than what they do."""
 
 SERVICE = """

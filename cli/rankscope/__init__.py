@@ -1,6 +1,6 @@
-"""The front door: `import rankscope` gives the training API and `connect`, the `rankscope` command everything else.
+"""The public API: monitor classes for training, and `connect` for queries of a store.
 
-Names are looked up on first use, so that a training process never loads the store and a query never loads torch.
+Names are imported on first use. A training process therefore never loads the store, and a query never loads torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
     "count_flops",
 ]
 
-_HOMES: Final = {
+_MODULES: Final = {
     "Anomaly": "rankscope_exporter",
     "AnomalyNan": "rankscope_contract.rules.nan",
     "AnomalyTurbulence": "rankscope_contract.rules.turbulence",
@@ -44,10 +44,10 @@ _HOMES: Final = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'rankscope' has no attribute {name!r}: it has {', '.join(sorted(_HOMES))}")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'rankscope' has no attribute {name!r}: available: {', '.join(sorted(_MODULES))}")
     try:
-        value: object = getattr(importlib.import_module(_HOMES[name]), name)
+        value: object = getattr(importlib.import_module(_MODULES[name]), name)
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError(f"rankscope.{name} needs {missing.name}: {_remedy(missing.name)}") from missing
     globals()[name] = value
@@ -59,7 +59,7 @@ def __dir__() -> list[str]:
 
 
 def _remedy(module: str | None) -> str:
-    """Return how to get what is missing; torch is the machine's own and never installed in passing."""
+    """Return the installation command of a missing module. Rankscope never installs torch itself."""
     if module == "torch":
-        return "install the build of torch that fits this machine"
+        return "install the build of torch for this machine"
     return "pip install 'rankscope[store]'"

@@ -1,4 +1,7 @@
-"""Where the `rankscope` command and `python -m rankscope` begin. A rank's install lacks what the command needs."""
+"""Entry point of the `rankscope` command and of `python -m rankscope`.
+
+An installation for ranks only lacks the libraries of the command, so a missing library is reported with its remedy.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,19 @@ import sys
 
 
 def main() -> None:
-    """Run the command; say what to install where a library is missing."""
+    """Run the command; if a library is missing, print the installation command and exit with 1."""
     try:
         if sys.argv[1:2] == ["serve"]:
             from rankscope_ingest.allocator import share_allocator
 
             share_allocator()
-        from rankscope.command import main as run
+        from rankscope.commands import main as run
 
         run()
     except ModuleNotFoundError as missing:
         if missing.name is None or missing.name.startswith("rankscope"):
             raise
-        message = f"rankscope: the command needs {missing.name}, which training does not: pip install 'rankscope[all]'"
+        message = f"rankscope: the command needs {missing.name}, which is not installed: pip install 'rankscope[all]'"
         print(message, file=sys.stderr)
         sys.exit(1)
 

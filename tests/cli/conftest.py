@@ -1,4 +1,4 @@
-"""A small store with two runs in it, the same at every test run, and the `rankscope` command as a user starts it."""
+"""A small deterministic store with two runs, and the `rankscope` command as a user starts it."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def sample_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 COMMAND = """
 import gc, sys
-gc.unfreeze()  # DuckDB complains of what of it is left at the end of a process
+gc.unfreeze()  # objects frozen in the parent must be freed, or DuckDB warns at exit
 sys.argv[:] = [{path!r}, *{arguments!r}]
 from rankscope.__main__ import main
 main()
@@ -142,13 +142,13 @@ main()
 
 @pytest.fixture(scope="session")
 def rankscope(sample_store: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Return a function that runs `rankscope ARGUMENTS` over the sample store."""
+    """Return a function that runs `rankscope ARGUMENTS` on the sample store."""
     server = server_of(*OF_COMMANDS)
 
     def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
         environment = os.environ | {"RANKSCOPE_STORE": str(sample_store), "COLUMNS": "100", "TERM": "dumb"}
         environment |= options.pop("env", {})
-        if "input" in options:  # which programs of the server do not have
+        if "input" in options:  # programs of the fork server have no standard input
             command = [sys.executable, "-m", "rankscope", *arguments]
             return subprocess.run(
                 command, env=environment, text=True, capture_output=True, check=False, timeout=60, **options

@@ -1,6 +1,6 @@
-"""What a user sees: golden output of the commands over a small store, and one clear line when something is wrong.
+"""Golden output of the commands for a small store, and one-line error messages.
 
-Golden files are rewritten by `RANKSCOPE_UPDATE_GOLDEN=1 make test PYTEST=tests/cli`; look at the difference.
+Golden files are rewritten by `RANKSCOPE_UPDATE_GOLDEN=1 make test PYTEST=tests/cli`; review the difference.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from rankscope.command import subcommands
+from rankscope.commands import subcommands
 from rankscope_storage.connection import connect
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cli"
@@ -30,7 +30,7 @@ LOSS_AROUND_THE_NAN = """
 def assert_golden(name: str, text: str) -> None:
     path = GOLDEN / f"{name}.txt"
     text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
-    # The size on disk is the business of the Parquet writer's release, not of the command.
+    # The size on disk depends on the release of the Parquet writer.
     text = re.sub(r"; [\d.]+ (bytes|kB|MB)$", "; SIZE", text, flags=re.MULTILINE)
     if os.environ.get("RANKSCOPE_UPDATE_GOLDEN"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,14 +92,14 @@ def test_sql_can_only_read_and_only_the_store(rankscope, tmp_path):
     assert not target.exists()
 
 
-def test_views_that_cannot_be_written_are_one_line(rankscope, tmp_path):
+def test_emit_views_to_an_unwritable_file_is_a_one_line_error(rankscope, tmp_path):
     done = rankscope("sql", "--emit-views", "--output", str(tmp_path / "missing" / "views.sql"))
 
     assert 1 == done.returncode
     assert f"rankscope: cannot write {tmp_path}/missing/views.sql: No such file or directory\n" == done.stderr
 
 
-def test_emitted_views_give_plain_duckdb_the_same_rows(rankscope):
+def test_emitted_views_return_the_same_rows_in_duckdb(rankscope):
     import duckdb
 
     script = rankscope("sql", "--emit-views").stdout
@@ -110,10 +110,10 @@ def test_emitted_views_give_plain_duckdb_the_same_rows(rankscope):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
-        (["summary", "my-rum"], 2, "no run is called 'my-rum'. Did you mean 'my-run'?"),
-        (["summary", "zzz"], 2, "The store has ../other run, my-run."),
+        (["summary", "my-rum"], 2, "run 'my-rum' not found. Did you mean 'my-run'?"),
+        (["summary", "zzz"], 2, "Runs in the store: ../other run, my-run."),
         (["anomalies", "--steps", "9:1"], 2, "write first:last"),
         (["sql", "select * from scalar"], 1, "scalars"),
         (["sql", "selec 1"], 1, "selec"),
@@ -123,24 +123,24 @@ def test_emitted_views_give_plain_duckdb_the_same_rows(rankscope):
         (["sql", "select 1", "--store", "/etc/passwd"], 1, "/etc/passwd"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line_without_a_traceback(rankscope, arguments, code, said):
+def test_errors_are_one_line_without_a_traceback(rankscope, arguments, code, message):
     done = rankscope(*arguments)
 
     assert code == done.returncode
-    assert said in done.stderr
+    assert message in done.stderr
     assert 1 == done.stderr.count("\n")
     assert "Traceback" not in done.stderr
     assert "" == done.stdout
 
 
-def test_misspelt_command_gets_the_nearest_one(rankscope):
+def test_misspelt_command_suggests_the_nearest_name(rankscope):
     done = rankscope("anomalys")
 
     assert 2 == done.returncode
     assert "Did you mean 'anomalies'?" in done.stderr
 
 
-def test_reader_that_leaves_early_gets_no_complaint(sample_store):
+def test_closed_pipe_is_not_an_error(sample_store):
     command = f"{sys.executable} -m rankscope sql --store {sample_store} --format csv 'from range(300000)' | head -n 2"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
 
@@ -149,7 +149,7 @@ def test_reader_that_leaves_early_gets_no_complaint(sample_store):
 
 
 @pytest.mark.parametrize("name", sorted(subcommands()))
-def test_every_command_explains_itself(rankscope, name):
+def test_every_command_has_a_help_text(rankscope, name):
     done = rankscope(name, "--help")
 
     assert 0 == done.returncode
@@ -157,14 +157,14 @@ def test_every_command_explains_itself(rankscope, name):
     assert (subcommands()[name].__doc__ or "").strip()
 
 
-def test_json_of_runs_is_whole(rankscope):
+def test_runs_as_json_contains_all_runs(rankscope):
     rows = json.loads(rankscope("runs", "--format", "json").stdout)
 
     assert ["my-run", "../other run"] == [row["run"] for row in rows]
     assert ["completed", "failed"] == [row["state"] for row in rows]
 
 
-def test_runs_are_joined_and_removed_by_hand(rankscope, sample_store, tmp_path):
+def test_runs_merge_and_rm_move_and_delete_rows(rankscope, sample_store, tmp_path):
     copy = str(tmp_path / "copy")
     shutil.copytree(sample_store, copy)
     joined = rankscope("runs", "merge", "../other run", "my-run", "--store", copy)
@@ -178,7 +178,7 @@ def test_runs_are_joined_and_removed_by_hand(rankscope, sample_store, tmp_path):
         assert [] == connection.sql("SELECT run FROM scalars UNION SELECT run FROM runs").fetchall()
 
 
-def test_runs_says_what_an_action_wants(rankscope):
+def test_runs_action_without_its_arguments_prints_its_usage(rankscope):
     done = rankscope("runs", "rename", "my-run")
 
     assert (2, "rankscope: write: rankscope runs rename RUN NAME\n") == (done.returncode, done.stderr)

@@ -1,4 +1,4 @@
-"""`rankscope diff`: what is printed, what a program reads, and the exit codes of diff."""
+"""`rankscope diff`: text output, JSON output and exit codes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.cli.conftest import START, common, table
 from tests.cli.test_commands import assert_golden
 
-from rankscope.command import main
+from rankscope.commands import main
 from rankscope_storage.schema import dataset_schema
 from rankscope_storage.store import Batch, Store
 
@@ -19,7 +19,7 @@ PARTED = 12
 
 
 def rows(run: str, rank: int) -> dict[str, list[dict]]:
-    """20 steps; from step 12 on the bad run is off in one layer, and more with every step."""
+    """Return a store with two runs of 20 steps; from step 12, one layer of the bad run deviates increasingly."""
     found: dict[str, list[dict]] = {"tensor_stats": [], "scalars": [], "hashes": []}
     for step in range(1, 21):
         off = 1e-6 * 4.0 ** (step - PARTED) if run == "bad-run" and step >= PARTED and rank == 1 else 0.0
@@ -64,7 +64,7 @@ def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def diff(two_runs, monkeypatch, capsys):
-    """Run the command as its entry point does, in this process."""
+    """Run the command in this process, as its entry point does."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         monkeypatch.setattr("sys.argv", ["rankscope", "diff", *arguments, "--store", str(two_runs)])
@@ -93,7 +93,7 @@ def test_golden_output(diff, name, code, arguments):
     assert_golden(name, done.stdout)
 
 
-def test_json_has_all_of_it(diff):
+def test_json_contains_the_complete_result(diff):
     done = diff(*RUNS, "--tolerance", "1e-9", "--json", "--top", "1")
     found = json.loads(done.stdout)
 
@@ -107,22 +107,22 @@ def test_json_has_all_of_it(diff):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "message"),
     [
-        (["good-run", "bad-rum"], "no run is called 'bad-rum'. Did you mean 'bad-run'?"),
+        (["good-run", "bad-rum"], "run 'bad-rum' not found. Did you mean 'bad-run'?"),
         (["good-run"], "name two runs, or one run with --ranks A B or --attempts A B"),
-        (["good-run", "good-run"], "good-run is the same on both sides"),
+        (["good-run", "good-run"], "both sides are good-run"),
         ([*RUNS, "--steps", "5-9"], "--steps '5-9': write first:last"),
         ([*RUNS, "--kind", "act_ouT"], "good-run has no kind act_ouT; it has "),
         ([*RUNS, "--steps", "99999999999999999999"], "--steps '99999999999999999999': write first:last"),
-        ([*RUNS, "--tolerance", "inf"], "--tolerance inf would take everything for equal"),
+        ([*RUNS, "--tolerance", "inf"], "--tolerance inf is not a finite number"),
         (["good-run", "--attempts", "0", "1"], "good-run has no attempt 1, only 0"),
         (["bad-run", "--ranks", "0", "7"], "bad-run has no rank 7, only 0-1"),
     ],
 )
-def test_trouble_is_one_line_and_code_2(diff, arguments, complaint):
+def test_errors_are_one_line_with_exit_code_2(diff, arguments, message):
     done = diff(*arguments)
 
     assert 2 == done.returncode
-    assert complaint in done.stderr
+    assert message in done.stderr
     assert 1 == done.stderr.count("\n")

@@ -1,4 +1,4 @@
-"""The documentation is complete and fresh: it names every metric, command and column, and its statements run."""
+"""The documentation names every metric, command and column, its generated parts are current, its SQL statements run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.command import subcommands
-from rankscope.demonstration.report import STATEMENTS
+from rankscope.commands import subcommands
+from rankscope.demo.report import STATEMENTS
 from rankscope_contract.metrics import CATALOG
 from rankscope_contract.records import DATASETS
 from rankscope_storage.connection import connect
@@ -22,7 +22,7 @@ QUESTIONS = re.findall(r"```sql\n(.*?)```", (DOCS / "sql-cookbook.md").read_text
 QUESTIONS += [statement for _, statement in STATEMENTS]
 
 
-def test_generated_pages_are_fresh():
+def test_generated_pages_are_current():
     specification = importlib.util.spec_from_file_location("docs_generate", DOCS / "generate.py")
     generate = importlib.util.module_from_spec(specification)
     sys.modules["docs_generate"] = generate
@@ -49,21 +49,21 @@ def test_every_command_is_documented():
     assert [] == [name for name in subcommands() if f"## `rankscope {name}`" not in page]
 
 
-def test_every_page_is_reached_from_the_index():
+def test_index_links_every_page():
     index = (DOCS / "index.md").read_text(encoding="utf-8")
 
     assert [] == [page.name for page in DOCS.glob("*.md") if page.name != "index.md" and f"({page.name})" not in index]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_leads_somewhere(page):
+def test_every_link_has_a_target(page):
     links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
     local = [link for link in links if "://" not in link]
 
     assert [] == [link for link in local if not (page.parent / link).exists()]
 
 
-def test_every_folder_that_contributing_names_exists():
+def test_folders_named_in_contributing_exist():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     folders = re.findall(r"`((?:exporter|ingest|storage|dashboards|cli|benchmarks)/[\w/.]*)`", text)
 
@@ -72,11 +72,11 @@ def test_every_folder_that_contributing_names_exists():
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_every_statement_runs_and_mostly_answers(sample_store, question):
+def test_every_sql_statement_of_the_docs_runs(sample_store, question):
     with connect(sample_store, locked=True) as connection:
         rows = connection.query(question).num_rows
 
-    nothing_is_the_good_answer = any(
+    may_be_empty = any(
         part in question
         for part in (
             "having count(*) > 1",
@@ -89,15 +89,15 @@ def test_every_statement_runs_and_mostly_answers(sample_store, question):
             "tensor_rollups",
         )
     )
-    assert rows > 0 or nothing_is_the_good_answer
+    assert rows > 0 or may_be_empty
 
 
 @pytest.mark.parametrize("word", ["make demo", "make test", "data-path.svg", "http_sd", "rankscope sql", "three lines"])
-def test_readme_has_what_a_new_user_needs(word):
+def test_readme_mentions_the_first_steps(word):
     assert word in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_every_test_that_the_guarantees_name_exists():
+def test_tests_named_in_guarantees_exist():
     text = (DOCS / "guarantees.md").read_text(encoding="utf-8")
     named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text)
     sources = {file: (ROOT / file).read_text(encoding="utf-8") for file, _ in named if (ROOT / file).exists()}

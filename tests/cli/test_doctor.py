@@ -1,4 +1,4 @@
-"""`rankscope doctor`: what it says of worlds that are well, broken and absent, as a person reads it."""
+"""`rankscope doctor`: reports of a healthy, a broken and an empty installation."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from rankscope.commands.doctor import examined
-from rankscope.examination.findings import as_json, fail, healthy, lines, ok, warn
-from rankscope.examination.listeners import Listener, listeners
-from rankscope.examination.machine import numbers
-from rankscope.examination.surroundings import Machine
-from rankscope.examination.whereabouts import Whereabouts, found
-from rankscope.live.folder import Folder
-from rankscope.live.http_client import Answer, UnreachableError
+from rankscope.base.http_client import Response, UnreachableError
+from rankscope.commands.doctor import run_checks
+from rankscope.doctor.endpoints import Endpoints, find_endpoints
+from rankscope.doctor.environment import LocalEnvironment
+from rankscope.doctor.machine import numbers
+from rankscope.doctor.result import as_json, fail, is_healthy, ok, report_lines, warn
+from rankscope.up.ports import Listener, listeners
+from rankscope.up.state_dir import StateDir
 from rankscope_ingest.config_file import load_config
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cli"
@@ -31,12 +31,12 @@ SERVICE, PROMETHEUS, ALERTMANAGER = "http://127.0.0.1:9470", "http://127.0.0.1:9
 
 
 @dataclass
-class World:
-    """Surroundings as a test wants them."""
+class FakeEnvironment:
+    """An Environment with values chosen by the test."""
 
     pages: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
-    programs: dict[str, str] = field(default_factory=dict)
+    executables: dict[str, str] = field(default_factory=dict)
     ports: dict[int, Listener] = field(default_factory=dict)
     free: int = 100 << 30
     writable: bool = True
@@ -46,23 +46,23 @@ class World:
     def python(self):
         return self.versions.get("python", "3.11.7")
 
-    def installed(self, package):
+    def installed_version(self, package):
         return self.versions.get(package)
 
-    def wanted(self):
+    def required_versions(self):
         return {"torch": "2.13", "duckdb": "2", "deltalake": "1.6.6", "pyarrow": "17"}
 
-    def program(self, program):
-        return self.programs.get(program.title)
+    def executable(self, executable):
+        return self.executables.get(executable.title)
 
     def get(self, url, token=None):
         if url not in self.pages:
             raise UnreachableError(f"{url}: Connection refused")
         page = self.pages[url]
         if self.token is not None and token != self.token and url.endswith("/api/v1/targets"):
-            return Answer(401, b"{}", self.date)
+            return Response(401, b"{}", self.date)
         body = page if isinstance(page, str) else json.dumps(page)
-        return Answer(200, body.encode(), self.date)
+        return Response(200, body.encode(), self.date)
 
     def free_bytes(self, path):
         return self.free
@@ -102,7 +102,7 @@ def scraped(job: str, health: str = "up", error: str = "") -> dict[str, Any]:
     return {"labels": {"job": job}, "health": health, "lastError": error}
 
 
-def healthy_world() -> World:
+def healthy_environment() -> FakeEnvironment:
     read = readers(("/records", "Rankscope/0.1.0"), ("/metrics", "Prometheus/2.42.0"))
     config = "receivers:\n- name: nobody\n- name: chat\n  webhook_configs:\n  - url: http://chat.example\n"
     targets = [scraped("rankscope"), scraped("rankscope"), scraped("rankscope-service"), scraped("node")]
@@ -121,18 +121,18 @@ def healthy_world() -> World:
         f"{ALERTMANAGER}/metrics": 'alertmanager_notifications_failed_total{integration="webhook"} 0\n',
     }
     ports = {9470: Listener(12, "python3"), 9090: Listener(13, "prometheus"), 9093: Listener()}
-    return World(pages=pages, versions=VERSIONS, programs=PROGRAMS, ports=ports)
+    return FakeEnvironment(pages=pages, versions=VERSIONS, executables=PROGRAMS, ports=ports)
 
 
-def broken_world() -> World:
-    world = healthy_world()
-    world.date = LATE
-    world.versions = {**VERSIONS, "torch": "2.4.1", "duckdb": ""}
-    world.versions.pop("duckdb")
-    world.programs = {"Prometheus": PROGRAMS["Prometheus"]}
-    world.free, world.writable = 100 << 20, False
+def broken_environment() -> FakeEnvironment:
+    environment = healthy_environment()
+    environment.date = LATE
+    environment.versions = {**VERSIONS, "torch": "2.4.1", "duckdb": ""}
+    environment.versions.pop("duckdb")
+    environment.executables = {"Prometheus": PROGRAMS["Prometheus"]}
+    environment.free, environment.writable = 100 << 20, False
     rule = {"name": "AnomalyNan", "health": "err", "lastError": "many-to-many"}
-    world.pages |= {
+    environment.pages |= {
         f"{SERVICE}/healthz": {"status": "degraded", "reason": "the disk is full"},
         f"{SERVICE}/api/v1/targets": [
             target(0, records_lost=7),
@@ -147,73 +147,73 @@ def broken_world() -> World:
         f"{ALERTMANAGER}/api/v2/status": {"config": {"original": "receivers:\n- name: nobody\n"}},
         f"{ALERTMANAGER}/metrics": 'alertmanager_notifications_failed_total{integration="webhook"} 3\n',
     }
-    return world
+    return environment
 
 
-def where(store: Path, **changes: Any) -> Whereabouts:
+def where(store: Path, **changes: Any) -> Endpoints:
     addresses = {"service": SERVICE, "prometheus": PROMETHEUS, "alertmanager": ALERTMANAGER}
-    return Whereabouts(**{**addresses, "store": str(store), **changes})
+    return Endpoints(**{**addresses, "store": str(store), **changes})
 
 
-def report(world: World, store: Path, **changes: Any) -> str:
-    text = "\n".join(lines(list(examined(world, where(store, **changes))))) + "\n"
+def report(environment: FakeEnvironment, store: Path, **changes: Any) -> str:
+    text = "\n".join(report_lines(list(run_checks(environment, where(store, **changes))))) + "\n"
     return text.replace(str(store), "STORE")
 
 
 @pytest.mark.parametrize("name", ["healthy", "broken", "nothing"])
-def test_report_is_what_a_person_should_read(name, sample_store, tmp_path):
-    world = {"healthy": healthy_world, "broken": broken_world, "nothing": World}[name]()
+def test_report_matches_the_golden_file(name, sample_store, tmp_path):
+    environment = {"healthy": healthy_environment, "broken": broken_environment, "nothing": FakeEnvironment}[name]()
     store = tmp_path / "none-yet" if name == "nothing" else sample_store
     expected = GOLDEN / f"doctor_{name}.txt"
-    text = report(world, store)
+    text = report(environment, store)
 
     assert expected.read_text(encoding="utf-8") == text
 
 
-def test_token_that_is_missing_wrong_or_right(sample_store):
-    world = healthy_world()
-    world.token = "right"
+def test_missing_wrong_and_correct_tokens(sample_store):
+    environment = healthy_environment()
+    environment.token = "right"
 
-    assert "FAIL  asks for a token\n        -> export RANKSCOPE_TOKEN=" in report(world, sample_store)
-    assert "FAIL  refuses the token" in report(world, sample_store, token="wrong")
-    assert "OK    takes the token" in report(world, sample_store, token="right")
-    assert "wrong" not in report(world, sample_store, token="wrong")
+    assert "FAIL  requires a token\n        -> export RANKSCOPE_TOKEN=" in report(environment, sample_store)
+    assert "FAIL  rejects the token" in report(environment, sample_store, token="wrong")
+    assert "OK    accepts the token" in report(environment, sample_store, token="right")
+    assert "wrong" not in report(environment, sample_store, token="wrong")
 
 
-def test_service_without_ranks_says_what_goes_into_the_training_job(sample_store):
-    world = healthy_world()
-    world.pages[f"{SERVICE}/api/v1/targets"] = []
+def test_service_without_ranks_prints_the_export_line(sample_store):
+    environment = healthy_environment()
+    environment.pages[f"{SERVICE}/api/v1/targets"] = []
 
-    assert f"none is registered\n        -> in the training job: export RANKSCOPE_INGEST_URL={SERVICE}" in report(
-        world, sample_store
+    assert f"no rank is registered\n        -> in the training job: export RANKSCOPE_INGEST_URL={SERVICE}" in report(
+        environment, sample_store
     )
 
 
-@pytest.mark.parametrize("answer", ["<html>", [], {"hello": 1}])
-def test_somebody_else_at_the_address_is_not_taken_for_the_service(sample_store, answer):
-    world = healthy_world()
-    world.pages[f"{SERVICE}/healthz"] = answer
+@pytest.mark.parametrize("response", ["<html>", [], {"hello": 1}])
+def test_other_server_at_the_address_is_not_the_service(sample_store, response):
+    environment = healthy_environment()
+    environment.pages[f"{SERVICE}/healthz"] = response
 
-    assert f"what answers at {SERVICE} is not Rankscope" in report(world, sample_store)
-
-
-@pytest.mark.parametrize("answer", ["<html>", [], {"data": 1}])
-def test_somebody_else_at_prometheus_address_is_no_traceback(sample_store, answer):
-    world = healthy_world()
-    world.pages[f"{PROMETHEUS}/api/v1/targets?state=active"] = answer
-
-    assert "this is not Prometheus" in report(world, sample_store)
+    assert f"the server at {SERVICE} is not Rankscope" in report(environment, sample_store)
 
 
-def test_store_on_object_storage_is_left_alone():
-    assert "STORE is on object storage" in report(healthy_world(), "s3://bucket/history")
+@pytest.mark.parametrize("response", ["<html>", [], {"data": 1}])
+def test_other_server_at_the_prometheus_address_is_reported(sample_store, response):
+    environment = healthy_environment()
+    environment.pages[f"{PROMETHEUS}/api/v1/targets?state=active"] = response
+
+    assert "not a Prometheus response" in report(environment, sample_store)
 
 
-def test_only_what_does_not_work_is_unhealthy():
-    assert healthy([ok("a", "x"), warn("a", "y")])
-    assert not healthy([ok("a", "x"), fail("a", "y", "z")])
+def test_store_on_object_storage_is_not_checked():
+    assert "STORE is on object storage" in report(healthy_environment(), "s3://bucket/history")
+
+
+def test_only_failed_checks_are_unhealthy():
+    assert is_healthy([ok("a", "x"), warn("a", "y")])
+    assert not is_healthy([ok("a", "x"), fail("a", "y", "z")])
     assert {"area": "a", "state": "FAIL", "text": "y", "remedy": "z"} == json.loads(as_json([fail("a", "y", "z")]))[
-        "findings"
+        "results"
     ][0]
 
 
@@ -222,14 +222,14 @@ def test_versions_are_compared_as_numbers():
     assert () == numbers("dev")
 
 
-def test_least_versions_are_those_of_our_own_metadata():
-    wanted = Machine().wanted()
+def test_required_versions_come_from_the_package_metadata():
+    required_versions = LocalEnvironment().required_versions()
 
-    assert "2.13" == wanted["torch"]
-    assert "1.6.6" == wanted["deltalake"]
+    assert "2.13" == required_versions["torch"]
+    assert "1.6.6" == required_versions["deltalake"]
 
 
-def test_listener_is_named_by_port():
+def test_listening_process_is_found_by_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
         listener = listeners()[server.getsockname()[1]]
 
@@ -237,16 +237,16 @@ def test_listener_is_named_by_port():
     assert f"(process {os.getpid()})" in str(listener)
 
 
-def test_nothing_is_known_without_proc(tmp_path):
+def test_listeners_are_empty_without_proc(tmp_path):
     assert {} == listeners(tmp_path)
 
 
-def test_addresses_come_from_the_command_line_then_from_up_then_from_the_usual(tmp_path):
+def test_address_precedence_is_option_then_up_then_default(tmp_path):
     settings = load_config(None, {"store.path": str(tmp_path / "history")})
-    folder = Folder.beside(tmp_path / "history")
-    folder.make()
-    folder.remember({"urls": {"service": "http://127.0.0.1:1", "prometheus": "http://127.0.0.1:2"}})
-    chosen = found(settings, None, given={"service": "http://other:3"}, is_explicit=False)
+    folder = StateDir.next_to(tmp_path / "history")
+    folder.create()
+    folder.save_notes({"urls": {"service": "http://127.0.0.1:1", "prometheus": "http://127.0.0.1:2"}})
+    chosen = find_endpoints(settings, None, given={"service": "http://other:3"}, is_explicit=False)
 
     assert ("http://other:3", "http://127.0.0.1:2", ALERTMANAGER) == (
         chosen.service,
@@ -256,57 +256,57 @@ def test_addresses_come_from_the_command_line_then_from_up_then_from_the_usual(t
     assert [("prometheus", 2), ("alertmanager", 9093)] == chosen.ports
 
 
-def test_what_up_runs_is_asked_with_its_token_and_nobody_else_is(tmp_path):
+def test_token_of_up_is_sent_only_to_the_service_of_up(tmp_path):
     settings = load_config(None, {"store.path": str(tmp_path / "history")})
-    folder = Folder.beside(tmp_path / "history")
-    folder.make()
-    folder.remember({"urls": {"service": "http://127.0.0.1:1"}})
+    folder = StateDir.next_to(tmp_path / "history")
+    folder.create()
+    folder.save_notes({"urls": {"service": "http://127.0.0.1:1"}})
     folder.write({"token": "open-sesame"})
 
-    assert "open-sesame" == found(settings, None, given={}, is_explicit=False).token
-    assert found(settings, None, given={"service": "http://other:3"}, is_explicit=False).token is None
-    assert found(settings, None, given={}, is_explicit=True).token is None
+    assert "open-sesame" == find_endpoints(settings, None, given={}, is_explicit=False).token
+    assert find_endpoints(settings, None, given={"service": "http://other:3"}, is_explicit=False).token is None
+    assert find_endpoints(settings, None, given={}, is_explicit=True).token is None
 
 
-def test_service_of_another_machine_is_trusted_as_ranks_do(tmp_path, monkeypatch):
+def test_remote_service_uses_the_tls_settings_of_ranks(tmp_path, monkeypatch):
     settings = load_config(None, {"store.path": str(tmp_path / "history")})
     for name in ("CA", "CERT", "KEY"):
         monkeypatch.setenv(f"RANKSCOPE_{name}_FILE", f"/etc/{name}")
-    trust = found(settings, None, given={"service": "https://other:3"}, is_explicit=False).trust
+    client_tls = find_endpoints(settings, None, given={"service": "https://other:3"}, is_explicit=False).client_tls
 
-    assert ("/etc/CA", "/etc/CERT", "/etc/KEY") == (trust.ca_file, trust.cert_file, trust.key_file)
+    assert ("/etc/CA", "/etc/CERT", "/etc/KEY") == (client_tls.ca_file, client_tls.cert_file, client_tls.key_file)
 
 
-def test_prometheus_that_asks_for_ranks_before_there_are_any_is_well(sample_store):
-    world = healthy_world()
-    world.pages[f"{PROMETHEUS}/api/v1/targets?state=active"] = {"data": {"activeTargets": []}}
-    nobody = "scrapes no ranks (job rankscope)"
+def test_prometheus_with_discovery_but_no_rank_is_healthy(sample_store):
+    environment = healthy_environment()
+    environment.pages[f"{PROMETHEUS}/api/v1/targets?state=active"] = {"data": {"activeTargets": []}}
+    no_ranks = "scrapes no ranks (job rankscope)"
     config = "scrape_configs:\n- job_name: r\n  http_sd_configs:\n  - url: http://127.0.0.1:9470/sd?per=node\n"
 
-    assert nobody in report(world, sample_store)
-    world.pages[f"{PROMETHEUS}/api/v1/status/config"] = {"data": {"yaml": config}}
-    assert "OK    asks the service for ranks, and none is there yet" in report(world, sample_store)
+    assert no_ranks in report(environment, sample_store)
+    environment.pages[f"{PROMETHEUS}/api/v1/status/config"] = {"data": {"yaml": config}}
+    assert "OK    discovers ranks from the service; no rank is registered yet" in report(environment, sample_store)
 
 
 @pytest.mark.parametrize("page", ["status/config", "rules", "alertmanagers"])
-def test_half_a_prometheus_is_no_traceback(sample_store, page):
-    world = healthy_world()
-    del world.pages[f"{PROMETHEUS}/api/v1/{page}"]
+def test_incomplete_prometheus_api_is_reported(sample_store, page):
+    environment = healthy_environment()
+    del environment.pages[f"{PROMETHEUS}/api/v1/{page}"]
 
-    assert "does not answer" in report(world, sample_store)
+    assert "no response" in report(environment, sample_store)
 
 
-def test_command_says_what_is_wrong_with_a_configuration_and_looks_on(tmp_path, free_port):
+def test_invalid_configuration_is_reported_and_other_checks_run(tmp_path, free_port):
     (tmp_path / "service.toml").write_text('[store]\npath = "h"\n[servise]\n')
     address = f"http://127.0.0.1:{free_port}"
     unused = ["--prometheus", address, "--alertmanager", address]
     command = [sys.executable, "-m", "rankscope", "doctor", "--config", "service.toml", "--url", address, "--json"]
     done = subprocess.run([*command, *unused], cwd=tmp_path, capture_output=True, text=True, check=False)
     outcome = json.loads(done.stdout)
-    failed = [finding["area"] for finding in outcome["findings"] if finding["state"] == "FAIL"]
+    failed = [result["area"] for result in outcome["results"] if result["state"] == "FAIL"]
 
     assert 1 == done.returncode
     assert outcome["healthy"] is False
     assert ["Configuration", "Service"] == failed
-    assert "did you mean service" in outcome["findings"][0]["text"]
+    assert "did you mean service" in outcome["results"][0]["text"]
     assert "" == done.stderr

@@ -1,4 +1,4 @@
-"""`rankscope export`: every format by name, and one clear line for what cannot be done."""
+"""`rankscope export`: every format, and one-line error messages."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import pytest
 from rankscope_storage.exports import exporters
 
 
-def test_run_is_written_and_what_was_left_out_is_told(rankscope, tmp_path):
+def test_export_writes_the_run_and_reports_omitted_rows(rankscope, tmp_path):
     done = rankscope("export", "my-run", "--format", "tensorboard", "-o", str(tmp_path / "events"))
 
     assert 0 == done.returncode, done.stderr
     assert (
         f"my-run: tensorboard, rows: 704 tensor_stats, 240 scalars; in 2 files below {tmp_path}/events\n" == done.stdout
     )
-    assert "left out 5: events: no place in event files\n" == done.stderr
+    assert "omitted 5: events: no place in event files\n" == done.stderr
 
 
-def test_file_is_named_after_run_and_format(rankscope, tmp_path):
+def test_default_file_name_is_run_and_format(rankscope, tmp_path):
     done = rankscope("export", "my-run", "--format", "openmetrics", cwd=tmp_path)
 
     assert "my-run: openmetrics, rows: 704 tensor_stats, 240 scalars; in my-run-openmetrics.txt\n" == done.stdout
     assert ["my-run-openmetrics.txt"] == [path.name for path in tmp_path.iterdir()]
 
 
-def test_options_reach_the_exporter(rankscope, tmp_path):
+def test_options_reach_the_export_format(rankscope, tmp_path):
     target = tmp_path / "out"
     done = rankscope(
         "export", "my-run", "--format", "parquet", "-o", str(target), "--data-type-list", "grad_reduced",
@@ -39,15 +39,15 @@ def test_options_reach_the_exporter(rankscope, tmp_path):
     assert {("grad_reduced", 1, step) for step in (5, 6, 7, 8)} == {(r["kind"], r["rank"], r["step"]) for r in rows}
 
 
-def test_run_named_like_a_path_stays_in_the_folder(rankscope, tmp_path):
+def test_run_named_like_a_path_is_written_into_the_folder(rankscope, tmp_path):
     rankscope("export", "../other run", "--format", "parquet", cwd=tmp_path)
 
     assert ["%2E.%2Fother%20run-parquet"] == [path.name for path in tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("form", sorted(exporters()))
-def test_run_with_a_name_longer_than_a_files_may_be_is_written(rankscope, tmp_path, form):
-    """80 of these characters are 720 bytes of a file's name."""
+def test_run_name_longer_than_a_file_name_can_be_exported(rankscope, tmp_path, form):
+    """80 of these characters are 720 bytes in a file name."""
     log = tmp_path / "log.jsonl"
     log.write_text('{"step": 1, "loss": 2.0, "timestamp": "2026-03-01T12:00:00"}\n')
     run, store = "学" * 80, str(tmp_path / "store")
@@ -55,7 +55,7 @@ def test_run_with_a_name_longer_than_a_files_may_be_is_written(rankscope, tmp_pa
     (tmp_path / "out").mkdir()
     done = rankscope("export", run, "--format", form, "--store", store, cwd=tmp_path / "out")
 
-    if form in {"csv", "sqlite"}:  # which hold tensors alone
+    if form in {"csv", "sqlite"}:  # these formats contain only tensors
         assert "nothing was written" in done.stderr
     else:
         assert 0 == done.returncode, done.stderr
@@ -63,29 +63,29 @@ def test_run_with_a_name_longer_than_a_files_may_be_is_written(rankscope, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
-        (["my-rn"], 2, "no run is called 'my-rn'. Did you mean 'my-run'?"),
-        (["my-run", "--format", "tensorbord"], 2, "no format is called 'tensorbord'. Did you mean 'tensorboard'?"),
+        (["my-rn"], 2, "run 'my-rn' not found. Did you mean 'my-run'?"),
+        (["my-run", "--format", "tensorbord"], 2, "unknown format 'tensorbord'. Did you mean 'tensorboard'?"),
         (["my-run", "--format", "parquet", "--data-type-list", "grads"], 2, "no data type is called 'grads'"),
         (["my-run", "--format", "parquet", "--time-start", "today"], 2, "'today' is no time"),
         (["my-run", "--format", "parquet", "--steps", "a:b"], 2, "write first:last"),
-        (["my-run", "--format", "parquet", "--steps", "9:1"], 2, "end before they begin"),
+        (["my-run", "--format", "parquet", "--steps", "9:1"], 2, "write first:last"),
         (["my-run", "--format", "parquet", "--ranks", "one"], 2, "write numbers and ranges"),
         (["my-run", "--format", "tensorboard", "--ranks", "99"], 1, "no rows of tensor_stats, scalars"),
         (["my-run", "--format", "tensorboard", "-o", "/proc/none"], 1, "cannot write to /proc/none"),
     ],
 )
-def test_what_cannot_be_exported_is_told_with_the_fix(rankscope, tmp_path, arguments, code, said):
+def test_export_errors_name_the_fix(rankscope, tmp_path, arguments, code, message):
     done = rankscope("export", *arguments, cwd=tmp_path)
 
     assert code == done.returncode
-    assert said in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert [] == list(tmp_path.iterdir())
 
 
-def test_help_names_every_format_and_teaches_with_examples(rankscope):
+def test_help_names_every_format_and_has_examples(rankscope):
     shown = rankscope("export", "--help").stdout
 
     assert all(name in shown for name in exporters())
@@ -93,7 +93,7 @@ def test_help_names_every_format_and_teaches_with_examples(rankscope):
     assert "promtool tsdb create-blocks-from openmetrics" in " ".join(shown.split())
 
 
-def test_what_was_exported_can_be_imported(rankscope, tmp_path):
+def test_exported_run_can_be_imported(rankscope, tmp_path):
     store = str(tmp_path / "back")
     for form in ("tensorboard", "openmetrics"):
         rankscope("export", "my-run", "--format", form, "-o", str(tmp_path / form))
@@ -104,7 +104,7 @@ def test_what_was_exported_can_be_imported(rankscope, tmp_path):
     assert "run,n,bad\nopenmetrics,240,2\ntensorboard,240,2\n" == asked.stdout
 
 
-def test_prometheus_checks_the_text(rankscope, tmp_path, require_server):
+def test_promtool_accepts_the_openmetrics_text(rankscope, tmp_path, require_server):
     promtool = require_server("promtool", "prometheus")
     rankscope("export", "my-run", "--format", "openmetrics", "-o", str(tmp_path / "run.txt"))
     made = subprocess.run(

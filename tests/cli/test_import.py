@@ -1,4 +1,4 @@
-"""`rankscope import`: repeatable, and clear about what it cannot read."""
+"""`rankscope import`: repeated imports, detection of formats, and error messages."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def log(tmp_path):
     return path
 
 
-def test_log_becomes_a_run_that_can_be_asked(rankscope, log, tmp_path):
+def test_imported_log_can_be_queried_as_a_run(rankscope, log, tmp_path):
     store = str(tmp_path / "history")
     done = rankscope("import", str(log), "--run", "old", "--store", store)
     asked = rankscope("sql", "select run, step, value from scalars order by step", "--format", "csv", "--store", store)
 
     assert 0 == done.returncode, done.stderr
     assert f"{log}: jsonl, 2 records, up to step 2; 3 new rows in old (1 anomalies)\n" == done.stdout
-    assert "1 lines could not be read (line 2: " in done.stderr
+    assert "1 malformed lines (line 2: " in done.stderr
     assert "run,step,value\nold,1,2.5\nold,2,NaN\n" == asked.stdout
 
 
-def test_grown_log_is_repeated_and_only_its_new_lines_are_stored(rankscope, log, tmp_path):
+def test_repeated_import_stores_only_new_lines(rankscope, log, tmp_path):
     store = str(tmp_path / "history")
     rankscope("import", str(log), "--store", store)
     with log.open("a", encoding="utf-8") as file:
@@ -42,18 +42,18 @@ def test_grown_log_is_repeated_and_only_its_new_lines_are_stored(rankscope, log,
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["missing.jsonl"], 1, "missing.jsonl cannot be read"),
         (["/etc/passwd"], 1, "is in no known format; known are"),
         (["/etc/passwd", "--format", "jsonll"], 2, "Did you mean 'jsonl'?"),
     ],
 )
-def test_what_cannot_be_imported_is_one_clear_line(rankscope, tmp_path, arguments, code, said):
+def test_import_errors_are_one_line(rankscope, tmp_path, arguments, code, message):
     done = rankscope("import", *arguments, "--store", str(tmp_path / "history"))
 
     assert code == done.returncode
-    assert said in done.stderr
+    assert message in done.stderr
     assert 1 == done.stderr.count("\n")
     assert not (tmp_path / "history").exists()
 
@@ -63,7 +63,7 @@ ROWS = "".join(
 )
 
 
-def test_explain_says_what_each_log_is_taken_for_and_imports_nothing(rankscope, log, tmp_path):
+def test_explain_prints_the_detected_formats_and_imports_nothing(rankscope, log, tmp_path):
     (tmp_path / "train.log").write_text(ROWS)
     done = rankscope("import", str(log), str(tmp_path / "train.log"), "--explain", "--store", str(tmp_path / "history"))
     lines = done.stdout.splitlines()
@@ -75,7 +75,7 @@ def test_explain_says_what_each_log_is_taken_for_and_imports_nothing(rankscope, 
     assert not (tmp_path / "history").exists()
 
 
-def test_folder_brings_every_log_in_it(rankscope, tmp_path):
+def test_folder_import_reads_every_log_in_it(rankscope, tmp_path):
     folder = tmp_path / "logs"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text(LINES)
@@ -89,8 +89,8 @@ def test_folder_brings_every_log_in_it(rankscope, tmp_path):
     ]
 
 
-def test_repeated_and_rotated_logs_are_told(rankscope, tmp_path):
-    """S0-06: nothing is stored twice, whatever the files are called by now."""
+def test_rotated_logs_are_not_stored_twice(rankscope, tmp_path):
+    """S0-06: no row is stored twice, even if files were renamed."""
     log, store = tmp_path / "train.log", str(tmp_path / "history")
     log.write_text(ROWS)
     rankscope("import", str(log), "--store", store)
@@ -103,7 +103,7 @@ def test_repeated_and_rotated_logs_are_told(rankscope, tmp_path):
     assert second.endswith("; 80 new rows in train")
 
 
-def test_rules_may_come_from_a_file(rankscope, tmp_path):
+def test_anomaly_rules_can_come_from_a_file(rankscope, tmp_path):
     (tmp_path / "train.log").write_text(ROWS)
     (tmp_path / "rules.json").write_text('[{"rule_name": "AnomalyNan", "args": {"threshold": 2.0}}]')
     (tmp_path / "bad.json").write_text('[{"rule_name": "AnomalyNann"}]')
@@ -116,8 +116,8 @@ def test_rules_may_come_from_a_file(rankscope, tmp_path):
     assert "Did you mean 'AnomalyNan'?" in bad.stderr
 
 
-def test_bar_is_shown_on_a_terminal_only(rankscope, tmp_path):
-    """The bar goes to standard error, so that a pipe or a file gets the report alone."""
+def test_progress_bar_is_shown_only_on_a_terminal(rankscope, tmp_path):
+    """The bar is written to standard error, so that a pipe or a file receives only the report."""
     (tmp_path / "train.log").write_text(ROWS)
     command = [sys.executable, "-m", "rankscope", "import", str(tmp_path / "train.log"), "--store", str(tmp_path / "h")]
     ours, theirs = pty.openpty()
@@ -125,7 +125,7 @@ def test_bar_is_shown_on_a_terminal_only(rankscope, tmp_path):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, stdin=subprocess.DEVNULL)
         os.close(theirs)
         shown = b""
-        with contextlib.suppress(OSError):  # Linux says EIO when the other end is closed
+        with contextlib.suppress(OSError):  # Linux raises EIO when the other end is closed
             while data := os.read(ours, 4096):
                 shown += data
         report = process.communicate()[0]

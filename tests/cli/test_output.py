@@ -1,4 +1,4 @@
-"""NaN, Inf, null, the empty string and 0 are told apart in every format."""
+"""Every output format distinguishes NaN, Inf, null, the empty string and 0."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope.commands.anomalies import anomaly_table
-from rankscope.errors import CommandError, nearest
-from rankscope.output import Format, as_text, cell, distinct_names, write_rows
+from rankscope.base.errors import CommandError, suggestion
+from rankscope.output.rows import Format, as_text, cell, distinct_names, write_rows
+from rankscope.output.summary_text import anomaly_table
 from rankscope_storage.asking.reports import AnomalyRow
 
 ROWS = pa.table(
@@ -29,7 +29,7 @@ ROWS = pa.table(
 )
 
 
-def test_json_says_what_json_has_no_word_for():
+def test_json_writes_nan_and_inf_as_strings():
     rows = json.loads(as_text(ROWS, Format.JSON), parse_constant=lambda word: pytest.fail(f"not JSON: {word}"))
 
     assert [0.0, "NaN", "Infinity", "-Infinity", None] == [row["value"] for row in rows]
@@ -41,14 +41,14 @@ def test_json_of_no_rows_is_an_empty_list():
     assert [] == json.loads(as_text(ROWS.slice(0, 0), Format.JSON))
 
 
-def test_csv_leaves_null_empty_and_quotes_the_empty_string():
+def test_csv_writes_null_empty_and_quotes_the_empty_string():
     lines = as_text(ROWS.select(["value", "text"]), Format.CSV)
 
     assert lines.startswith('value,text\n0.0,""\nNaN,"a ""b"", c"\nInfinity,"line\nbreak"\n-Infinity,学习\n,\n')
 
 
 @given(st.lists(st.tuples(st.one_of(st.none(), st.text()), st.one_of(st.none(), st.integers(-9, 9)))))
-def test_csv_is_read_back_by_any_reader(rows):
+def test_csv_can_be_read_by_the_csv_module(rows):
     texts, numbers = [text for text, _ in rows], [number for _, number in rows]
     table = pa.table({"text": pa.array(texts, pa.string()), "number": pa.array(numbers, pa.int64())})
     read = list(csv.reader(io.StringIO(as_text(table, Format.CSV), newline="")))
@@ -57,25 +57,25 @@ def test_csv_is_read_back_by_any_reader(rows):
     assert [[text or "", "" if number is None else str(number)] for text, number in rows] == read[1:]
 
 
-def test_table_shows_every_value_and_counts_what_it_leaves_out():
+def test_table_shows_every_value_and_counts_hidden_rows():
     text = as_text(ROWS, Format.TABLE, limit=4)
 
     for word in ("0", "NaN", "Infinity", "-Infinity", "(5 rows, 1 not shown: --rows 5)"):
         assert word in text
 
 
-def test_table_never_cuts_a_long_value_when_no_person_looks():
+def test_table_in_a_file_never_truncates_values():
     assert "x" * 500 in as_text(pa.table({"text": ["x" * 500]}), Format.TABLE)
 
 
-def test_markup_and_control_characters_of_a_name_do_nothing():
+def test_markup_and_control_characters_have_no_effect():
     text = as_text(pa.table({"tensor": ["[red]w[/red] \x1b[2J"]}), Format.TABLE)
 
     assert "[red]w[/red]" in text
     assert "\x1b" not in text
 
 
-def test_parquet_keeps_rows_and_types(tmp_path):
+def test_parquet_preserves_rows_and_types(tmp_path):
     write_rows(ROWS, Format.PARQUET, tmp_path / "rows.parquet")
 
     read = pq.read_table(tmp_path / "rows.parquet")
@@ -83,8 +83,8 @@ def test_parquet_keeps_rows_and_types(tmp_path):
     assert repr(ROWS.to_pylist()) == repr(read.to_pylist())
 
 
-def test_columns_of_one_name_all_keep_their_values(tmp_path):
-    """A join brings one name twice; CSV and tables repeat it, JSON and Parquet number it."""
+def test_columns_with_equal_names_keep_their_values(tmp_path):
+    """A join can return a name twice; CSV and tables repeat it, JSON and Parquet append a number."""
     rows = pa.Table.from_arrays([pa.array([1]), pa.array([2]), pa.array([3])], names=["a", "a", "a_1"])
     write_rows(rows, Format.PARQUET, tmp_path / "rows.parquet")
 
@@ -95,14 +95,14 @@ def test_columns_of_one_name_all_keep_their_values(tmp_path):
 
 
 @given(st.lists(st.sampled_from(["a", "a_1", "a_2", "b", ""])))
-def test_distinct_names_are_distinct_and_rename_no_first(names):
+def test_distinct_names_renames_only_repeated_names(names):
     found = distinct_names(names)
 
     assert len(names) == len(set(found))
     assert all(name in found for name in names)
 
 
-def test_times_beyond_the_calendar_are_shown_and_cost_no_other_value():
+def test_times_out_of_range_are_shown_with_all_other_values():
     times = pa.array([0, 2**63 - 1, -(2**63 - 1), 2**62, None], pa.int64()).cast(pa.timestamp("us", tz="UTC"))
     shown = ["1970-01-01T00:00:00+00:00", "Infinity", "-Infinity", "4611686018427387904 us after 1970", None]
     dates = pa.array([0, 2**31 - 1], pa.int32()).cast(pa.date32())
@@ -111,7 +111,7 @@ def test_times_beyond_the_calendar_are_shown_and_cost_no_other_value():
     assert "d\n1970-01-01\nInfinity\n" == as_text(pa.table({"d": dates}), Format.CSV)
 
 
-def test_output_that_cannot_be_written_is_one_clear_line(tmp_path):
+def test_unwritable_output_file_raises_command_error(tmp_path):
     with pytest.raises(CommandError, match=r"cannot write .*missing"):
         write_rows(ROWS, Format.CSV, tmp_path / "missing" / "rows.csv")
 
@@ -127,13 +127,13 @@ def test_output_that_cannot_be_written_is_one_clear_line(tmp_path):
         ({"a": math.nan}, '{"a": "NaN"}'),
     ],
 )
-def test_cell(value, shown):
+def test_cell_text_of_each_type(value, shown):
     assert shown == cell(value)
 
 
-def test_nearest_name():
-    assert " Did you mean 'my-run'?" == nearest("my-rum", ["other", "my-run"])
-    assert "" == nearest("zzz", ["other", "my-run"])
+def test_suggestion_contains_the_nearest_name():
+    assert " Did you mean 'my-run'?" == suggestion("my-rum", ["other", "my-run"])
+    assert "" == suggestion("zzz", ["other", "my-run"])
 
 
 @pytest.mark.parametrize(("form", "start"), [(Format.CSV, "step,rank,rule\n5,,ReplicaDesync\n"), (Format.JSON, "[\n")])

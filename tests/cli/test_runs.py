@@ -1,4 +1,7 @@
-"""`rankscope runs tag|untag|note|show`, and the list by tags; in this process, since each start costs a second."""
+"""`rankscope runs tag|untag|note|show`, and the list filtered by tags.
+
+The commands run in this process, because each start of a process takes a second.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rankscope.command import build
-from rankscope.errors import CommandError
+from rankscope.base.errors import CommandError
+from rankscope.commands import build
 
 OLD_STORE = Path(__file__).parents[1] / "storage" / "data" / "store_without_labels"
 GOLDEN = Path(__file__).parents[1] / "golden" / "cli" / "runs_show.txt"
@@ -20,7 +23,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "cli" / "runs_show.txt"
 
 @pytest.fixture
 def runs(tmp_path):
-    """Return what runs `rankscope runs …` over a store with the run `before`, and gives what it printed."""
+    """Return a function that runs `rankscope runs …` on a store with the run `before` and returns the printed text."""
     store, application = tmp_path / "store", build()
     shutil.copytree(OLD_STORE, store)
 
@@ -38,7 +41,7 @@ def listed(text):
     return [row["run"] for row in json.loads(text)]
 
 
-def test_labels_are_given_shown_asked_for_and_taken_away(runs):
+def test_tags_and_notes_can_be_set_shown_queried_and_removed(runs):
     tagged = runs("tag", "before", "team=ours", "url=http://x/?a=b", "empty=")
     noted = runs("note", "before", "warm-up too short\nsee r2")
     (row,) = json.loads(runs("--format", "json"))
@@ -62,7 +65,7 @@ def test_labels_are_given_shown_asked_for_and_taken_away(runs):
     assert "tags  team=ours\nnote  none\n" == silent
 
 
-def test_the_list_is_chosen_by_tags(runs):
+def test_list_is_filtered_by_tags(runs):
     runs("tag", "before", "team=ours", "size=7b")
 
     def chosen(*tags):
@@ -73,25 +76,25 @@ def test_the_list_is_chosen_by_tags(runs):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "message"),
     [
         (["tag", "before"], "write: rankscope runs tag RUN KEY=VALUE…"),
-        (["tag", "before", "team"], "'team' is no tag: write KEY=VALUE"),
+        (["tag", "before", "team"], "'team' is not a tag: write KEY=VALUE"),
         (["tag", "before", "=x"], "'' is no key of a tag"),
         (["untag", "before", "team"], "the run has no tag team: it has none"),
         (["note", "before"], "write: rankscope runs note RUN TEXT"),
         (["show"], "write: rankscope runs show RUN"),
-        (["show", "befor"], "no run is called 'befor'."),
-        (["show", "before", "--format", "csv"], "runs show prints lines, or --format json"),
-        (["rm", "before", "--tag", "a=b"], "--tag chooses runs of the list: write rankscope runs rm RUN"),
+        (["show", "befor"], "run 'befor' not found."),
+        (["show", "before", "--format", "csv"], "runs show prints text, or JSON with --format json"),
+        (["rm", "before", "--tag", "a=b"], "--tag filters the list of runs: write rankscope runs rm RUN"),
     ],
 )
-def test_what_cannot_be_is_said_with_the_form_that_is_wanted(runs, arguments, complaint):
-    assert runs(*arguments).startswith(complaint)
+def test_wrong_arguments_print_the_correct_usage(runs, arguments, message):
+    assert runs(*arguments).startswith(message)
 
 
-def test_rename_merge_and_rm_say_what_became_of_how_many_rows(runs):
-    """A run is followed by its rows and its labels wherever it goes."""
+def test_rename_and_rm_print_the_number_of_rows(runs):
+    """A renamed run keeps its rows and tags."""
     runs("tag", "before", "team=ours")
     renamed = runs("rename", "before", "after")
     facts = json.loads(runs("show", "after", "--format", "json"))
@@ -102,11 +105,11 @@ def test_rename_merge_and_rm_say_what_became_of_how_many_rows(runs):
     assert {"team": "ours"} == facts["tags"]
     assert "after" in left
     assert "before" not in left
-    assert re.fullmatch(r"\d+ rows in \d+ files; [\d,]+ bytes will be free after maintenance\n", removed)
+    assert re.fullmatch(r"\d+ rows in \d+ files; [\d,]+ bytes will be freed by maintenance\n", removed)
     assert "after" not in listed(runs("--format", "json"))
 
 
-def test_a_run_is_not_renamed_to_one_that_there_is(runs):
+def test_rename_to_an_existing_run_fails(runs):
     assert runs("rename", "before", "before").startswith(
         "a run is called 'before' already: `rankscope runs merge` joins"
     )

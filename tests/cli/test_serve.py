@@ -1,4 +1,4 @@
-"""`rankscope serve` as an operator meets it: it says where it listens, ends cleanly, and names what is wrong."""
+"""`rankscope serve`: printed address, clean stop, and error messages."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from rankscope.commands.serve import _Lines, _run, load_settings
-from rankscope.errors import TAKEN_OVER, USAGE, CommandError
-from rankscope.progress import fetch_runs
+from rankscope.base.errors import TAKEN_OVER, USAGE, CommandError
+from rankscope.commands.serve import _run, _ViewHandler, load_settings
+from rankscope.output.progress import fetch_runs
 from rankscope_storage.errors import ShardLostError
 
 UNITS = Path(__file__).parents[2] / "deploy" / "systemd"
@@ -36,14 +36,14 @@ def refused(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 @contextmanager
 def serving(log: Path, *arguments: object) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """Start a service, give it with its address, and end it."""
+    """Start a service, yield its process and URL, and stop it."""
     with log.open("wb") as output:
         process = subprocess.Popen(command(*arguments), stdout=output, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + 30
         while not (found := re.search(r"^listening on (http://\S+)$", log.read_text(), re.MULTILINE)):
             assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, "the service never said where it listens"
+            assert time.monotonic() < deadline, "the service did not print its address"
             time.sleep(0.05)
         yield process, found[1]
     finally:
@@ -51,17 +51,17 @@ def serving(log: Path, *arguments: object) -> Iterator[tuple[subprocess.Popen[by
         process.wait()
 
 
-def test_log_lines_say_what_they_are_about_as_far_as_it_is_known():
+def test_log_lines_contain_the_known_context():
     said = []
     record = logging.makeLogRecord({"levelname": "INFO", "msg": "run is %s", "args": ("running",), "run": "r"})
     record.reason = None
-    _Lines(SimpleNamespace(say=said.append)).emit(record)
+    _ViewHandler(SimpleNamespace(print_line=said.append)).emit(record)
 
     assert ["info: run is running, run r"] == said
 
 
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
-def test_service_says_where_it_is_and_ends_cleanly(tmp_path, ending):
+def test_service_prints_its_address_and_stops_cleanly(tmp_path, ending):
     log = tmp_path / "log"
     with serving(log, "--store", tmp_path / "history", "--listen", "127.0.0.1:0") as (process, url):
         runs = fetch_runs(url)
@@ -69,10 +69,10 @@ def test_service_says_where_it_is_and_ends_cleanly(tmp_path, ending):
 
         assert 0 == process.wait(30)
     assert [] == runs
-    assert log.read_text().endswith("stopped; 0 rows were stored, 0 are left\n")
+    assert log.read_text().endswith("stopped; 0 rows stored, 0 rows not stored\n")
 
 
-def test_second_service_on_one_store_is_told_who_holds_it(tmp_path):
+def test_second_service_on_one_store_names_the_lock_holder(tmp_path):
     store = tmp_path / "history"
     with serving(tmp_path / "log", "--store", store, "--listen", "127.0.0.1:0") as (process, _):
         done = refused("--store", store, "--listen", "127.0.0.1:0")
@@ -82,8 +82,8 @@ def test_second_service_on_one_store_is_told_who_holds_it(tmp_path):
     assert 1 == done.stderr.count("\n")
 
 
-def test_a_service_whose_store_was_taken_over_ends_with_a_code_at_which_it_is_not_started_again(tmp_path, monkeypatch):
-    """Else two machines would take one store from each other without end."""
+def test_service_whose_shard_was_taken_over_exits_with_code_3(tmp_path, monkeypatch):
+    """Systemd does not restart it at this code. Otherwise two machines would take the store from each other forever."""
 
     async def lost(*_, **__):
         raise ShardLostError("shard 0/1 of history was taken over by process 7 on b: this service must stop")
@@ -91,14 +91,14 @@ def test_a_service_whose_store_was_taken_over_ends_with_a_code_at_which_it_is_no
     monkeypatch.setattr("rankscope_ingest.service.run", lost)
     settings = load_settings(None, tmp_path / "history", "127.0.0.1:0", None)
     with pytest.raises(CommandError, match="taken over by process 7 on b") as raised:
-        _run(settings, SimpleNamespace(say=print), show=False)
+        _run(settings, SimpleNamespace(print_line=print), show=False)
 
     assert TAKEN_OVER == raised.value.code
     for unit in UNITS.glob("*.service"):
         assert f"RestartPreventExitStatus={USAGE} {TAKEN_OVER}\n" in unit.read_text()
 
 
-def test_taken_port_is_named(tmp_path):
+def test_port_in_use_is_named(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = refused("--store", tmp_path / "history", "--listen", f"127.0.0.1:{port}")
@@ -108,7 +108,7 @@ def test_taken_port_is_named(tmp_path):
     assert 1 == done.stderr.count("\n")
 
 
-def test_options_win_over_the_file(tmp_path):
+def test_options_override_the_file(tmp_path):
     (tmp_path / "service.toml").write_text('[store]\npath = "from-file"\n[service]\nlisten = "127.0.0.1:1"\n')
     with serving(tmp_path / "log", tmp_path / "service.toml", "--listen", "127.0.0.1:0"):
         pass
@@ -117,7 +117,7 @@ def test_options_win_over_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("toml", "said"),
+    ("toml", "message"),
     [
         ('[store]\npath = "h"\n[servise]\n', "did you mean service"),
         ('[store]\npath = "h"\n[ingest]\npoll_second = 2\n', "did you mean poll_seconds"),
@@ -128,16 +128,16 @@ def test_options_win_over_the_file(tmp_path):
         ("not toml", "not TOML"),
     ],
 )
-def test_wrong_configuration_is_named_with_its_remedy(tmp_path, toml, said):
+def test_configuration_errors_name_the_remedy(tmp_path, toml, message):
     (tmp_path / "service.toml").write_text(toml, encoding="utf-8")
     done = refused(tmp_path / "service.toml")
 
     assert 2 == done.returncode
-    assert said in done.stderr
+    assert message in done.stderr
     assert "service.toml" in done.stderr or "notify" in done.stderr
 
 
-def test_address_that_no_notifier_understands_is_refused_before_anything_is_made(tmp_path):
+def test_unsupported_notify_url_fails_before_files_are_created(tmp_path):
     done = refused("--store", tmp_path / "history", "--listen", "127.0.0.1:0", "--notify", "bad://secret@nowhere")
 
     assert 2 == done.returncode
@@ -146,7 +146,7 @@ def test_address_that_no_notifier_understands_is_refused_before_anything_is_made
     assert [] == list(tmp_path.iterdir())
 
 
-def test_folder_that_cannot_hold_a_store_is_named(tmp_path):
+def test_store_path_that_is_a_file_is_named(tmp_path):
     (tmp_path / "file").write_text("not a folder", encoding="utf-8")
     done = refused("--store", tmp_path / "file", "--listen", "127.0.0.1:0")
 

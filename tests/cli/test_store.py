@@ -1,4 +1,4 @@
-"""`rankscope store`: what is told of a whole store and of a damaged one, and what it does to either."""
+"""`rankscope store`: check, stats, compact, retain and repair of intact and damaged stores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shutil
 import pyarrow as pa
 import pytest
 
-from rankscope.command import main
+from rankscope.commands import main
 from rankscope_storage.care import compaction
 from rankscope_storage.connection import connect
 from rankscope_storage.schema import dataset_schema
@@ -21,7 +21,7 @@ FLUSHES = 12
 
 @pytest.fixture
 def in_flushes(tmp_path):
-    """Return the folder of a store with one loss in each of some files of the same run."""
+    """Return a store with FLUSHES files of one run, each with one loss row."""
     root = tmp_path / "history"
     with Store.open(root, create=True).claim(owner="test") as writer:
         for step in range(FLUSHES):
@@ -37,16 +37,16 @@ def rows_of(root, dataset):
         return connection.query(f"SELECT count(*) AS n FROM {dataset}").to_pylist()[0]["n"]
 
 
-def test_store_check_and_stats_of_a_whole_store(rankscope):
+def test_check_and_stats_of_an_intact_store(rankscope):
     checked, counted = rankscope("store", "check", "--deep"), rankscope("store", "stats", "--format", "json")
     figures = {row["dataset"]: row["rows"] for row in json.loads(counted.stdout)}
 
     assert (0, "") == (checked.returncode, checked.stderr)
-    assert checked.stdout.endswith("; whole\n")
+    assert checked.stdout.endswith("; no damage\n")
     assert 240 == figures["scalars"]
 
 
-def test_store_check_of_a_damaged_store_ends_with_1_and_repair_says_what_is_lost(rankscope, sample_store, tmp_path):
+def test_check_of_a_damaged_store_exits_with_1_repair_lists_losses(rankscope, sample_store, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(sample_store, broken)
     next(broken.glob("dataset=events/*/*.parquet")).unlink()
@@ -55,37 +55,37 @@ def test_store_check_of_a_damaged_store_ends_with_1_and_repair_says_what_is_lost
 
     assert (1, "") == (checked.returncode, checked.stderr)
     assert "damage: missing file: dataset=events" in checked.stdout
-    assert repaired.stdout.startswith("taken out of the log, lost: dataset=events")
+    assert repaired.stdout.startswith("removed from the log, data lost: dataset=events")
 
 
-def test_store_repair_gives_up_a_folder_that_is_away_only_when_it_is_forced_to(rankscope, in_flushes):
+def test_repair_drops_a_missing_folder_only_with_force(rankscope, in_flushes):
     (in_flushes / "dataset=scalars").rename(in_flushes.parent / "away")
     refused = rankscope("store", "repair", "--store", str(in_flushes))
     forced = rankscope("store", "repair", "--force", "--store", str(in_flushes))
 
     assert 1 == refused.returncode
     assert f"no file of scalars is left in {in_flushes / 'dataset=scalars'}. A disk or a mount may" in refused.stderr
-    assert (0, FLUSHES) == (forced.returncode, forced.stdout.count("taken out of the log, lost: dataset=scalars"))
+    assert (0, FLUSHES) == (forced.returncode, forced.stdout.count("removed from the log, data lost: dataset=scalars"))
     assert 0 == rows_of(in_flushes, "scalars")
 
 
-def test_store_retain_takes_no_time_before_all_time(rankscope):
+def test_retain_rejects_days_beyond_the_range_of_dates(rankscope):
     done = rankscope("store", "retain", "--days", "inf", "--dry-run")
 
-    text = "rankscope: one of the days is before all time: nothing is that old\n"
+    text = "rankscope: a number of days is too large: it exceeds the range of dates\n"
     assert (2, text) == (done.returncode, done.stderr)
 
 
-def test_store_retain_says_what_would_go_and_asks_for_days(rankscope):
-    done, unsaid = rankscope("store", "retain", "--days", "36500", "--dry-run"), rankscope("store", "retain")
+def test_retain_dry_run_prints_the_plan_and_days_are_required(rankscope):
+    done, without_days = rankscope("store", "retain", "--days", "36500", "--dry-run"), rankscope("store", "retain")
 
     assert (0, "") == (done.returncode, done.stderr)
-    assert done.stdout.endswith("would go: 0 files, 0 rows, 0 bytes\n")
-    assert 2 == unsaid.returncode
-    assert "Give --days, --scalars-days, --samples-days or --rollup-days" in unsaid.stderr
+    assert done.stdout.endswith("would delete: 0 files, 0 rows, 0 bytes\n")
+    assert 2 == without_days.returncode
+    assert "give --days, --scalars-days, --samples-days or --rollup-days" in without_days.stderr
 
 
-def test_store_compact_says_what_became_of_how_many_files(rankscope, in_flushes):
+def test_compact_prints_the_number_of_files_and_rows(rankscope, in_flushes):
     done = rankscope("store", "compact", "--store", str(in_flushes))
     again = rankscope("store", "compact", "--store", str(in_flushes))
 
@@ -95,8 +95,8 @@ def test_store_compact_says_what_became_of_how_many_files(rankscope, in_flushes)
     assert FLUSHES == rows_of(in_flushes, "scalars")
 
 
-def test_of_two_compactions_the_second_says_that_another_is_at_work_and_ends_with_1(in_flushes, monkeypatch, capsys):
-    """Another one, as real as the first, merges the same files while this one writes."""
+def test_second_concurrent_compaction_exits_with_1(in_flushes, monkeypatch, capsys):
+    """Another real compaction merges the same files while this one writes."""
     rewrite = compaction._rewrite
 
     def rewrite_beside_another(root, merge, sync, now):
@@ -112,19 +112,19 @@ def test_of_two_compactions_the_second_says_that_another_is_at_work_and_ends_wit
 
     assert 1 == ended.value.code
     assert said.out.startswith("0 files became 0, 0 rows, ")
-    assert "rankscope: another compaction is at work: the rest is left to it\n" == said.err
+    assert "rankscope: another compaction is running: it will compact the remaining files\n" == said.err
     assert FLUSHES == rows_of(in_flushes, "scalars")
 
 
-def test_store_retain_puts_rollups_where_rows_are_too_old(rankscope, in_flushes):
-    """What it would do, it does; and then there is nothing left to do."""
+def test_retain_replaces_old_rows_by_rollups(rankscope, in_flushes):
+    """The dry run prints what the run then does; a second run changes nothing."""
     arguments = ("store", "retain", "--days", "1", "--scalars-days", "1", "--store", str(in_flushes))
     would, done, again = rankscope(*arguments, "--dry-run"), rankscope(*arguments), rankscope(*arguments)
 
     assert [0, 0, 0] == [each.returncode for each in (would, done, again)]
-    assert would.stdout.splitlines()[-1].startswith(f"would go: {FLUSHES} files, {FLUSHES} rows, ")
+    assert would.stdout.splitlines()[-1].startswith(f"would delete: {FLUSHES} files, {FLUSHES} rows, ")
     said = done.stdout.splitlines()
-    assert said[-2].startswith(f"gone: {FLUSHES} files, {FLUSHES} rows, ")
-    assert said[-1].startswith("came for it: 1 rows, ")
-    assert again.stdout.splitlines()[-1].startswith("gone: 0 files, 0 rows, 0 bytes")
+    assert said[-2].startswith(f"deleted: {FLUSHES} files, {FLUSHES} rows, ")
+    assert said[-1].startswith("added rollups: 1 rows, ")
+    assert again.stdout.splitlines()[-1].startswith("deleted: 0 files, 0 rows, 0 bytes")
     assert (0, 1) == (rows_of(in_flushes, "scalars"), rows_of(in_flushes, "scalar_rollups"))

@@ -21,12 +21,12 @@ from typing import Any
 
 from aiosmtpd.controller import Controller
 
-from rankscope.demonstration.receiver import Alert, Receiver, Way
-from rankscope.live.addresses import receivers
-from rankscope.live.folder import Folder
-from rankscope.live.ports import any_free
-from rankscope.live.stack import ServiceWish, Wish, files, pieces
-from rankscope.live.supervision import Requests, Supervision
+from rankscope.demo.receiver import Alert, AlertReceiver, Sender
+from rankscope.up.notify_addresses import receivers
+from rankscope.up.ports import free_port
+from rankscope.up.programs import ServiceOptions, UpOptions, files, programs
+from rankscope.up.state_dir import StateDir
+from rankscope.up.supervisor import StopSignals, Supervisor
 
 SCRAPE_SECONDS = 1.0
 GROUP_WAIT_SECONDS = 1.0
@@ -95,18 +95,20 @@ class Alerting:
 
     folder: Path
     urls: dict[str, str]
-    receiver: Receiver
+    receiver: AlertReceiver
     postbox: Postbox
     start_ranks: Callable[..., Ranks]
 
-    def told(self, way: Way, run: str, status: str = "firing", rule: str = "AnomalyNan") -> list[Alert]:
+    def told(self, sender: Sender, run: str, status: str = "firing", rule: str = "AnomalyNan") -> list[Alert]:
         """Return what arrived of a run by one way, in order."""
         return [
-            alert for alert in list(self.receiver.alerts) if alert.way is way and self._is_of(alert, run, status, rule)
+            alert
+            for alert in list(self.receiver.alerts)
+            if alert.sender is sender and self._is_of(alert, run, status, rule)
         ]
 
     def _is_of(self, alert: Alert, run: str, status: str, rule: str) -> bool:
-        if alert.way is Way.EMBEDDED:
+        if alert.sender is Sender.EMBEDDED:
             return f"run: {run} (attempt 0)" in alert.text.splitlines() and rule in alert.title
         return f"[{status}] {rule} in run {run}:" in alert.title
 
@@ -126,17 +128,17 @@ def alerting(
 ) -> Iterator[Alerting]:
     """Run the three programs over `folder`, all told to one receiver, and Alertmanager's also to a mailbox."""
     postbox = Postbox()
-    mail = Controller(postbox, hostname="127.0.0.1", port=any_free())
+    mail = Controller(postbox, hostname="127.0.0.1", port=free_port())
     with ExitStack() as stack:
-        receiver = stack.enter_context(Receiver())
+        receiver = stack.enter_context(AlertReceiver())
         mail.start()
         stack.callback(mail.stop)
         config = folder / "service.toml"
         config.write_text(CONFIG.format(url=receiver.notify_url))
         smtp = f"smtp://127.0.0.1:{mail.port}?to=oncall@example.invalid&tls=no"
-        wish = Wish(
-            service=ServiceWish(config=config, store=str(folder / "history"), host="127.0.0.1"),
-            ports={name: any_free() for name in ("service", "prometheus", "alertmanager")},
+        options = UpOptions(
+            service=ServiceOptions(config=config, store=str(folder / "history"), host="127.0.0.1"),
+            ports={name: free_port() for name in ("service", "prometheus", "alertmanager")},
             prometheus=Path(prometheus),
             alertmanager=Path(alertmanager),
             receivers=receivers([receiver.webhook_url, smtp]),
@@ -146,13 +148,13 @@ def alerting(
             event_window=f"{EVENT_SECONDS:g}s",
             keep_firing_for="2s",
         )
-        state = Folder(folder / "live")
-        state.make()
-        state.write(files(wish, state))
-        supervision = Supervision(pieces(wish, state), say=print, requests=Requests())
-        stack.callback(supervision.stop)
-        supervision.start()
-        urls = {piece.name: piece.url for piece in pieces(wish, state)}
+        state = StateDir(folder / "live")
+        state.create()
+        state.write(files(options, state))
+        supervisor = Supervisor(programs(options, state), print_line=print, stop_signals=StopSignals())
+        stack.callback(supervisor.stop)
+        supervisor.start()
+        urls = {program.name: program.url for program in programs(options, state)}
         yield Alerting(folder, urls, receiver, postbox, _ranks(stack, folder, urls["service"]))
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from rankscope.demonstration.receiver import Way
+from rankscope.demo.receiver import Sender
 
 sys.path.insert(0, str(Path(__file__).parent))
 from alerting import EVENT_SECONDS, Alerting, Ranks, alerting, live_runs
@@ -54,12 +54,12 @@ def break_it(running: Alerting, ranks: Ranks, run: str, order: str) -> tuple[int
 
 def told_in_time(running: Alerting, run: str, at: float) -> None:
     """Wait until both ways told of the run, and see how long it took."""
-    for way in (Way.EMBEDDED, Way.ALERTMANAGER):
-        told = running.wait_for(lambda way=way: running.told(way, run))
+    for sender in (Sender.EMBEDDED, Sender.ALERTMANAGER):
+        told = running.wait_for(lambda sender=sender: running.told(sender, run))
         seconds = told[0].at - at
-        print(f"{run}: {way} after {seconds:.2f} s")
+        print(f"{run}: {sender} after {seconds:.2f} s")
 
-        assert 0 < seconds <= SECONDS, (way, seconds)
+        assert 0 < seconds <= SECONDS, (sender, seconds)
 
 
 def asked(running: Alerting, expression: str) -> list[dict[str, Any]]:
@@ -70,7 +70,7 @@ def asked(running: Alerting, expression: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(120)
-def test_doctor_sees_who_reads_the_ranks_and_who_is_told(running, ranks):
+def test_doctor_lists_readers_of_ranks_and_alert_receivers(running, ranks):
     running.wait_for(lambda: len(asked(running, 'up{job="rankscope"} == 1')) == len(ranks.bad))
     given = [f"--{name}={running.urls[name]}" for name in ("prometheus", "alertmanager")]
     store = f"--store={running.folder / 'history'}"
@@ -78,40 +78,40 @@ def test_doctor_sees_who_reads_the_ranks_and_who_is_told(running, ranks):
     expected = (
         r"OK    /records is read by Rankscope/\S+ \(\d of \d ranks, \d+ s ago\)",
         r"OK    /metrics is read by Prometheus/2\.\S+ \(\d of \d ranks, \d+ s ago\)",
-        r"OK    their clocks agree",
+        r"OK    the clocks agree",
         r"OK    scrapes the ranks: \d of \d up",
-        r"OK    evaluates our \d+ rules",
-        r"OK    tells address-1, address-2",
+        r"OK    evaluates \d+ Rankscope rules",
+        r"OK    notifies address-1, address-2",
         r"\(service\): \S+ \(process \d+\)",
     )
-    said = ""
+    report = ""
 
-    def all_is_well() -> bool:
-        nonlocal said  # a busy machine misses one scrape of a second now and then, and the doctor says so
-        said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
-        return all(re.search(line, said) for line in expected)
+    def all_lines_match() -> bool:
+        nonlocal report  # a busy machine sometimes misses a scrape, and the doctor reports that
+        report = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
+        return all(re.search(line, report) for line in expected)
 
-    assert running.wait_for(all_is_well), said
+    assert running.wait_for(all_lines_match), report
 
 
 @pytest.mark.timeout(240)
 def test_alert_fires_resolves_and_fires_again_by_webhook_and_by_mail(running, ranks):
     step, at = break_it(running, ranks, "comes-again", "nan")
     told_in_time(running, "comes-again", at)
-    embedded, *more = running.told(Way.EMBEDDED, "comes-again")
-    labels = [labels for alert in running.told(Way.ALERTMANAGER, "comes-again") for labels in alert.labels]
-    resolved = running.wait_for(lambda: running.told(Way.ALERTMANAGER, "comes-again", "resolved"))
+    embedded, *more = running.told(Sender.EMBEDDED, "comes-again")
+    labels = [labels for alert in running.told(Sender.ALERTMANAGER, "comes-again") for labels in alert.labels]
+    resolved = running.wait_for(lambda: running.told(Sender.ALERTMANAGER, "comes-again", "resolved"))
 
     assert [] == more
     assert {f"step: {step}", "rank: 0", "tensor: weight"} <= set(embedded.text.splitlines())
     assert {("comes-again", "0", "critical")} == {(of["run"], of["rank"], of["severity"]) for of in labels}
     assert resolved[0].at - at > EVENT_SECONDS / 2
 
-    fired = len(running.told(Way.ALERTMANAGER, "comes-again"))
+    fired = len(running.told(Sender.ALERTMANAGER, "comes-again"))
     _, again_at = break_it(running, ranks, "comes-again", "nan")
-    running.wait_for(lambda: len(running.told(Way.ALERTMANAGER, "comes-again")) > fired)
+    running.wait_for(lambda: len(running.told(Sender.ALERTMANAGER, "comes-again")) > fired)
 
-    seconds = running.told(Way.ALERTMANAGER, "comes-again")[fired].at - again_at
+    seconds = running.told(Sender.ALERTMANAGER, "comes-again")[fired].at - again_at
 
     assert seconds <= SECONDS
     for status, times in (("FIRING", 2), ("RESOLVED", 1)):
@@ -156,5 +156,5 @@ def test_nan_hides_turbulence_of_its_tensor_alone(running):
     request = urllib.request.Request(url, json.dumps(posted).encode(), {"Content-Type": "application/json"})
     urllib.request.urlopen(request, timeout=5).close()
 
-    told = running.wait_for(lambda: running.told(Way.ALERTMANAGER, "inhibited", rule="AnomalyTurbulence"))
+    told = running.wait_for(lambda: running.told(Sender.ALERTMANAGER, "inhibited", rule="AnomalyTurbulence"))
     assert {"b", None} == {labels.get("tensor") for alert in told for labels in alert.labels}

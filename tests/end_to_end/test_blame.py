@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rankscope.demonstration.receiver import Alert, Receiver
+from rankscope.demo.receiver import Alert, AlertReceiver
 from rankscope_storage.connection import connect
 
 SCRIPT = Path(__file__).with_name("blamed_training.py")
@@ -24,7 +24,7 @@ CALLED = r"called at blamed_training\.py:\d+ in"
 
 def message_of(service: Any, start_job: Callable[..., Any], folder: Path, situation: str, **environment: str) -> Alert:
     """Return the first message about a job in `situation`."""
-    with Receiver() as receiver:
+    with AlertReceiver() as receiver:
         service.urls = (receiver.notify_url,)
         service.start()
         group = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "RANKSCOPE_RUN": "blame"}

@@ -16,8 +16,8 @@ def demo(folder, *arguments: str) -> list[str]:
 
 
 @pytest.mark.timeout(600)
-def test_demo_shows_what_it_promises(tmp_path, require_server):
-    """The demo checks itself: rows exact, two incidents told by both ways, a completed run."""
+def test_demo_passes_all_its_checks(tmp_path, require_server):
+    """The demo checks itself: exact rows, two incidents reported by both senders, a completed run."""
     require_server("prometheus")
     require_server("prometheus-alertmanager")
     command = demo(tmp_path / "demo", "--steps", "130")
@@ -28,8 +28,8 @@ def test_demo_shows_what_it_promises(tmp_path, require_server):
     alerts = [line for line in done.stdout.splitlines() if line.startswith("ALERT ")]
     assert 2 == sum("by Alertmanager" not in line for line in alerts)
     for rule, rank in (("AnomalyNan", 1), ("AnomalyTurbulence", 0)):
-        assert f"ok    Alertmanager tells of {rule} on rank {rank}" in done.stdout
-    for heading in ("Summary", "Anomalies, the first cause first", "Checks", "What to try next"):
+        assert f"ok    Alertmanager reports {rule} on rank {rank}" in done.stdout
+    for heading in ("Summary", "Anomalies in causal order", "Checks", "Next steps"):
         assert f"\n{heading}\n" in done.stdout
     assert 3 == done.stdout.count("\nselect ")
 

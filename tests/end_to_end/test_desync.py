@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.programs import run_program
 
-from rankscope.demonstration.receiver import Receiver
+from rankscope.demo.receiver import AlertReceiver
 from rankscope_storage.asking import reports
 from rankscope_storage.connection import connect
 
@@ -32,7 +32,7 @@ def trained(folder: Path, service: str, run: str, *cases: str) -> None:
 
 
 def test_a_changed_bit_is_told_with_step_tensor_and_ranks_and_equal_ranks_never_are(service, tmp_path):
-    with Receiver() as receiver:
+    with AlertReceiver() as receiver:
         service.urls = (receiver.notify_url,)
         service.start()
         trained(tmp_path / "good", service.url, "good", "equal, accumulated and scaled")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.programs import Started
 
-from rankscope.demonstration.receiver import Receiver
+from rankscope.demo.receiver import AlertReceiver
 from rankscope_storage.connection import connect
 
 SCRIPT = Path(__file__).with_name("hanging_training.py")
@@ -87,7 +87,7 @@ def test_a_hang_is_told_with_the_place_of_each_rank_and_so_is_its_end(
 ) -> None:
     """The ranks' own watchdogs are off: the service judges, and asks them with its token."""
     service.token, service.stalled_after_seconds = TOKEN, 2.0
-    with Receiver() as receiver:
+    with AlertReceiver() as receiver:
         service.urls = (receiver.notify_url,)
         service.start()
         training = hanging(service, RANKSCOPE_TOKEN=TOKEN, RANKSCOPE_HANG_AFTER_SECONDS="0")
@@ -126,15 +126,15 @@ def assert_printed_groups(text: str) -> None:
     head, matter, first, second = text.split("\n\n")
 
     assert head.startswith("run hangs (attempt 0) is stalled: alive, but no step for ")
-    assert re.search(rf"last step 5; 2 of 2 ranks say where they stand\ncause: {CAUSE}$", head), head
+    assert re.search(rf"last step 5; 2 of 2 ranks returned their stacks\ncause: {CAUSE}$", head), head
     assert re.fullmatch(
         r"rank 1 never entered all_reduce \d+ \(4 B float32\) of default_pg; rank 0 is in it since \d+ s,"
         rf" called at hanging_training\.py\[{line_of('# rank 0 waits here')}\]",
         matter,
     )
-    assert first.startswith("rank 1: waits in no collective; the last was all_reduce ")
+    assert first.startswith("rank 1: not in a collective; the last was all_reduce ")
     assert re.search(rf"> stand_still +{re.escape(str(SCRIPT))}:{line_of('# rank 1 is found here')}\n", first)
-    assert second.startswith("rank 0: waits in all_reduce seq ")
+    assert second.startswith("rank 0: waiting in all_reduce seq ")
     assert re.search(r"^ +all_reduce +.*distributed_c10d\.py:\d+$", second, re.MULTILINE)
 
 
@@ -142,7 +142,7 @@ def test_without_any_token_the_ranks_tell_by_themselves_and_nobody_may_ask(
     service: Any, hanging: Start, tmp_path: Path
 ) -> None:
     """Here the service would wait for minutes; the watchdogs of the ranks speak up."""
-    with Receiver() as receiver:
+    with AlertReceiver() as receiver:
         service.urls = (receiver.notify_url,)
         service.start()
         training = hanging(service, RANKSCOPE_HANG_AFTER_SECONDS="1.5")

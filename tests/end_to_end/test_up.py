@@ -1,4 +1,4 @@
-"""`rankscope up` with the real programs: started, kept running, ended in order, and nothing left behind."""
+"""`rankscope up` with the real programs: start, restart, orderly stop, and no process left behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.end_to_end import past
 
 
 class Up:
-    """One `rankscope up` over a folder."""
+    """One `rankscope up` process in a folder."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.log = folder / "up.log"
@@ -29,7 +29,7 @@ class Up:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
 
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text(errors="replace")
 
     def wait_for(self, condition: Callable[[], Any], seconds: float = 60.0) -> Any:
@@ -42,12 +42,12 @@ class Up:
             if value:
                 return value
             time.sleep(0.05)
-        return pytest.fail(f"not within {seconds} s; it said:\n{self.said()}")
+        return pytest.fail(f"not within {seconds} s; output:\n{self.output()}")
 
     def ready(self) -> dict[str, str]:
-        """Wait until everything runs; return the address of each program."""
-        self.wait_for(lambda: "Ctrl-C ends all of it" in self.said())
-        return dict(re.findall(r"^(\w+) +(https?://\S+) +ready", self.said(), re.MULTILINE))
+        """Wait until all programs are ready; return their addresses by name."""
+        self.wait_for(lambda: "Press Ctrl-C to stop all programs" in self.output())
+        return dict(re.findall(r"^(\w+) +(https?://\S+) +ready", self.output(), re.MULTILINE))
 
     def children(self) -> dict[str, psutil.Process]:
         """Return the programs by name."""
@@ -73,12 +73,12 @@ def start_up(require_server, tmp_path) -> Iterator[Callable[..., Up]]:
             up.process.wait(10)
 
 
-def asked(url: str) -> Any:
+def fetch(url: str) -> Any:
     with urllib.request.urlopen(url, timeout=5) as answer:
         return json.load(answer)
 
 
-def examined(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_doctor(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "rankscope", "doctor", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=60)
 
@@ -96,11 +96,11 @@ path = "history"
 """
 
 
-def test_behind_locks_all_find_each_other(start_up, tmp_path, certificates, free_port):
-    """IPv6, certificates on both sides and a token: Prometheus sees the service, the doctor is let in.
+def test_programs_reach_each_other_with_tls_and_token(start_up, tmp_path, certificates, free_port):
+    """IPv6, mutual TLS and a token: Prometheus scrapes the service, and `rankscope doctor` can access it.
 
-    And our boards show what the store has of two months ago, which this Prometheus never scraped: each query of theirs
-    on what ranks store, the lists of runs and ranks as well.
+    The boards also show data of the store from two months ago, which this Prometheus never scraped. This is checked for
+    every board query on stored data of ranks, and for the lists of runs and ranks.
     """
     then = int(time.time()) // 60 * 60 - 60 * 86_400
     past.put(tmp_path / "history", then)
@@ -115,7 +115,7 @@ def test_behind_locks_all_find_each_other(start_up, tmp_path, certificates, free
     up = start_up("service.toml")
     urls = up.ready()
     line = "scrapes the service: 1 of 1 up"
-    doctor = up.wait_for(lambda: seen if line in (seen := examined(tmp_path, "-c", "service.toml")).stdout else None)
+    doctor = up.wait_for(lambda: seen if line in (seen := run_doctor(tmp_path, "-c", "service.toml")).stdout else None)
     panels = past.panels_of_the_past()
     found = {title: past.shown(urls["prometheus"], query, then) for title, query in panels.items()}
 
@@ -130,35 +130,36 @@ def test_behind_locks_all_find_each_other(start_up, tmp_path, certificates, free
     assert [pytest.approx(rise)] == found[f"{board}Tokens per second A"]
     assert {"run": {past.RUN}, "rank": {"0", "1"}} == past.listed(urls["prometheus"], then)
     assert (
-        'Prometheus shows     the whole store too, where the job is named: rankscope_loss{job="rankscope"}' in up.said()
+        'Prometheus serves      the whole store, selected by the job label: rankscope_loss{job="rankscope"}'
+        in up.output()
     )
     assert 0 == doctor.returncode, doctor.stdout
-    assert "takes the token" in doctor.stdout
-    assert f"export RANKSCOPE_INGEST_URL=https://[::1]:{free_port}" in up.said()
-    assert "export RANKSCOPE_TOKEN_FILE=" in up.said()
-    assert "open-sesame" not in up.said() + doctor.stdout
+    assert "accepts the token" in doctor.stdout
+    assert f"export RANKSCOPE_INGEST_URL=https://[::1]:{free_port}" in up.output()
+    assert "export RANKSCOPE_TOKEN_FILE=" in up.output()
+    assert "open-sesame" not in up.output() + doctor.stdout
 
 
-def test_all_run_configured_for_each_other_and_what_dies_is_started_again(start_up, tmp_path):
+def test_programs_are_configured_for_each_other_and_restarted(start_up, tmp_path):
     up = start_up("--ports", "free", "--notify", "http://127.0.0.1:9/hook")
     urls = up.ready()
 
     def healthy() -> bool:
-        targets = asked(f"{urls['prometheus']}/api/v1/targets")["data"]["activeTargets"]
+        targets = fetch(f"{urls['prometheus']}/api/v1/targets")["data"]["activeTargets"]
         return [("rankscope-service", "up")] == [(target["labels"]["job"], target["health"]) for target in targets]
 
     assert {"service", "prometheus", "alertmanager"} == urls.keys()
-    assert f"export RANKSCOPE_INGEST_URL={urls['service']}" in up.said()
+    assert f"export RANKSCOPE_INGEST_URL={urls['service']}" in up.output()
     assert up.wait_for(healthy)
-    managers = asked(f"{urls['prometheus']}/api/v1/alertmanagers")["data"]["activeAlertmanagers"]
+    managers = fetch(f"{urls['prometheus']}/api/v1/alertmanagers")["data"]["activeAlertmanagers"]
     assert [urls["alertmanager"] + "/api/v2/alerts"] == [manager["url"] for manager in managers]
-    assert "http://127.0.0.1:9/hook" in asked(f"{urls['alertmanager']}/api/v2/status")["config"]["original"]
-    rules = asked(f"{urls['prometheus']}/api/v1/rules")["data"]["groups"]
+    assert "http://127.0.0.1:9/hook" in fetch(f"{urls['alertmanager']}/api/v2/status")["config"]["original"]
+    rules = fetch(f"{urls['prometheus']}/api/v1/rules")["data"]["groups"]
     assert "rankscope-anomaly" in {group["name"] for group in rules}
 
-    doctor = examined(tmp_path)
+    doctor = run_doctor(tmp_path)
     assert 0 == doctor.returncode, doctor.stdout
-    for line in ("scrapes the service: 1 of 1 up", "tells address-1", f"sends alerts to {urls['alertmanager']}"):
+    for line in ("scrapes the service: 1 of 1 up", "notifies address-1", f"sends alerts to {urls['alertmanager']}"):
         assert line in doctor.stdout
 
     before = up.children()
@@ -166,27 +167,27 @@ def test_all_run_configured_for_each_other_and_what_dies_is_started_again(start_
         before[name].kill()
     up.wait_for(
         lambda: (
-            {"prometheus ended with -9", "service ended with -9"}
-            <= set(re.findall(r"^\w+ ended with -9", up.said(), re.MULTILINE))
+            {"prometheus exited with code -9", "service exited with code -9"}
+            <= set(re.findall(r"^\w+ exited with code -9", up.output(), re.MULTILINE))
         )
     )
-    assert up.wait_for(lambda: asked(f"{urls['prometheus']}/api/v1/targets") and asked(f"{urls['service']}/healthz"))
+    assert up.wait_for(lambda: fetch(f"{urls['prometheus']}/api/v1/targets") and fetch(f"{urls['service']}/healthz"))
     after = up.children()
 
     assert before["alertmanager"].pid == after["alertmanager"].pid
     assert before["service"].pid != after["service"].pid
     up.process.send_signal(signal.SIGTERM)
-    assert 0 == up.process.wait(60), up.said()
+    assert 0 == up.process.wait(60), up.output()
     assert [] == psutil.wait_procs(after.values(), timeout=5)[1]
-    assert "stopped; 0 rows were stored" in (tmp_path / "rankscope-live" / "logs" / "service.log").read_text()
+    assert "stopped; 0 rows stored" in (tmp_path / "rankscope-live" / "logs" / "service.log").read_text()
 
     again = start_up("--ports", "free")
-    assert urls == again.ready(), "trainings that run look for the service where it was"
+    assert urls == again.ready(), "running trainings use the previous address of the service"
     again.process.send_signal(signal.SIGINT)
-    assert 0 == again.process.wait(60), again.said()
+    assert 0 == again.process.wait(60), again.output()
 
 
-def test_killed_outright_it_leaves_nothing_behind(start_up):
+def test_sigkill_leaves_no_process_behind(start_up):
     up = start_up("--ports", "free")
     up.ready()
     children = up.children()
@@ -196,30 +197,30 @@ def test_killed_outright_it_leaves_nothing_behind(start_up):
     assert [] == psutil.wait_procs(children.values(), timeout=30)[1]
 
 
-def test_a_second_interrupt_ends_all_at_once(start_up):
+def test_second_interrupt_kills_all_programs(start_up):
     up = start_up("--ports", "free")
     up.ready()
     children = up.children()
-    children["service"].suspend()  # it will not end because it is asked to
+    children["service"].suspend()  # a suspended process does not handle SIGTERM
     up.process.send_signal(signal.SIGINT)
-    up.wait_for(lambda: "once more Ctrl-C" in up.said())
+    up.wait_for(lambda: "press Ctrl-C again" in up.output())
     up.process.send_signal(signal.SIGINT)
 
-    assert 130 == up.process.wait(20), up.said()  # the service alone may take 30 s otherwise
+    assert 130 == up.process.wait(20), up.output()  # otherwise the service could take 30 s
     assert [] == psutil.wait_procs(children.values(), timeout=5)[1]
 
 
-def test_what_cannot_start_is_told_with_the_end_of_its_log(start_up, tmp_path):
+def test_failed_start_prints_the_end_of_the_log(start_up, tmp_path):
     (tmp_path / "history").write_text("a file where a folder should be")
     up = start_up("--ports", "free")
 
     assert 1 == up.process.wait(60)
-    assert "service ended with 1 instead of starting" in up.said()
-    assert "is a file" in up.said()
-    assert "Traceback" not in up.said()
+    assert "service exited with code 1 during the start" in up.output()
+    assert "is a file" in up.output()
+    assert "Traceback" not in up.output()
 
 
-def test_without_prometheus_on_path_one_line_says_how_to_get_it(tmp_path):
+def test_missing_prometheus_error_names_the_package(tmp_path):
     command = [sys.executable, "-m", "rankscope", "up"]
     environment = os.environ | {"PATH": str(tmp_path)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""The systemd units are valid, their command is what a service needs, and systemd hears when it is ready."""
+"""The systemd units are valid, their command runs the service, and the service notifies systemd when it is ready."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.systemd import notify
+from rankscope.commands.serve import notify_systemd
 from rankscope_ingest.config_file import load_config
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "systemd"
@@ -29,14 +29,14 @@ def setting(unit: str, key: str) -> str:
 
 
 def with_token(text: str) -> str:
-    """Return a unit with what is commented out for a token."""
+    """Return a unit with the lines for a token uncommented."""
     return re.sub(r"^# (LoadCredential=|Environment=)", r"\1", text, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("prepared", [str, with_token])
 @pytest.mark.parametrize("unit", UNITS)
 def test_unit_is_valid(unit, prepared, tmp_path, require_server):
-    """As systemd itself judges it, with a program that exists."""
+    """Checked by `systemd-analyze verify`, with an existing program in ExecStart."""
     analyze = require_server("systemd-analyze", "systemd")
     path = tmp_path / unit.replace("@.", "@shard0.")
     path.write_text(prepared((DEPLOY / unit).read_text()).replace(PROGRAM, "/bin/true"))
@@ -47,7 +47,7 @@ def test_unit_is_valid(unit, prepared, tmp_path, require_server):
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_unit_is_locked_in(unit):
+def test_unit_is_sandboxed(unit):
     assert "strict" == setting(unit, "ProtectSystem")
     assert "yes" == setting(unit, "NoNewPrivileges") == setting(unit, "DynamicUser")
     assert "rankscope" == setting(unit, "StateDirectory") == setting(unit, "User")  # shards share one user and store
@@ -55,21 +55,21 @@ def test_unit_is_locked_in(unit):
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_token_may_stay_readable_by_root_alone(unit):
-    """The service's user is made up at the start and cannot be given a file: systemd hands it a copy."""
+def test_token_file_can_be_readable_by_root_only(unit):
+    """Systemd creates the user of the service at the start (DynamicUser) and passes a copy of the token file."""
     text = with_token((DEPLOY / unit).read_text())
 
     assert "\nLoadCredential=token:/etc/rankscope/token\n" in text
     assert "\nEnvironment=RANKSCOPE_TOKEN_FILE=%d/token\n" in text
 
 
-def test_units_differ_in_their_configuration_alone():
+def test_units_differ_only_in_their_configuration():
     one, many = ((DEPLOY / unit).read_text().partition("[Service]")[2] for unit in UNITS)
 
     assert one.replace("/etc/rankscope/rankscope.toml", "/etc/rankscope/%i.toml") == many
 
 
-def test_shipped_configuration_is_valid_also_with_what_is_commented_out(tmp_path):
+def test_shipped_configuration_is_valid_with_all_commented_settings(tmp_path):
     path = DEPLOY / "rankscope.toml"
     text = path.read_text().replace("# For", "#: For")
     whole = re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE)
@@ -81,8 +81,8 @@ def test_shipped_configuration_is_valid_also_with_what_is_commented_out(tmp_path
     assert "secret" == load_config(tmp_path / "whole.toml", environment={"RANKSCOPE_TOKEN": "secret"}).token
 
 
-def test_command_of_the_unit_serves_and_tells_systemd_that_it_is_ready_and_alive(tmp_path, free_port):
-    """Ready is said once it listens; then, while it works, that it is alive."""
+def test_unit_command_notifies_systemd_of_ready_and_watchdog(tmp_path, free_port):
+    """READY is sent once the service listens; WATCHDOG repeatedly while it runs."""
     text = (DEPLOY / "rankscope.toml").read_text()
     text = text.replace("/var/lib/rankscope", str(tmp_path)).replace("127.0.0.1:9470", f"127.0.0.1:{free_port}")
     (tmp_path / "rankscope.toml").write_text(text)
@@ -95,37 +95,37 @@ def test_command_of_the_unit_serves_and_tells_systemd_that_it_is_ready_and_alive
         environment = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
         service = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
         try:
-            told = [systemd.recv(1000).decode() for _ in range(3)]
+            received = [systemd.recv(1000).decode() for _ in range(3)]
             with socket.create_connection(("127.0.0.1", free_port), timeout=5):
                 listens = True
         finally:
             service.send_signal(signal.SIGTERM)
-            said, _ = service.communicate(timeout=60)
+            output, _ = service.communicate(timeout=60)
 
     assert PROGRAM == program
-    assert ["READY=1", "WATCHDOG=1", "WATCHDOG=1"] == told
+    assert ["READY=1", "WATCHDOG=1", "WATCHDOG=1"] == received
     assert listens
-    assert 0 == service.returncode, said
+    assert 0 == service.returncode, output
 
 
-def test_without_systemd_nothing_is_said(tmp_path, caplog):
-    notify("READY=1", {})
+def test_without_systemd_nothing_is_sent(tmp_path, caplog):
+    notify_systemd("READY=1", {})
 
     assert [] == caplog.records
 
 
-def test_systemd_that_cannot_be_told_is_no_reason_to_stop(tmp_path, caplog):
-    notify("READY=1", {"NOTIFY_SOCKET": str(tmp_path / "gone")})
+def test_failed_systemd_notification_is_only_logged(tmp_path, caplog):
+    notify_systemd("READY=1", {"NOTIFY_SOCKET": str(tmp_path / "gone")})
 
-    assert ["systemd cannot be told READY: No such file or directory"] == [
+    assert ["cannot send READY to systemd: No such file or directory"] == [
         record.getMessage().replace("[Errno 2] ", "") for record in caplog.records
     ]
 
 
-def test_abstract_sockets_are_reached_too():
+def test_abstract_notify_sockets_are_supported():
     name = f"rankscope-test-{time.time_ns()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind("\0" + name)
-        notify("READY=1", {"NOTIFY_SOCKET": "@" + name})
+        notify_systemd("READY=1", {"NOTIFY_SOCKET": "@" + name})
 
         assert b"READY=1" == systemd.recv(100)

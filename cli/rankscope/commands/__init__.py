@@ -1,1 +1,61 @@
-"""The subcommands, one file each; `rankscope.command` finds them."""
+"""The `rankscope` command. To add a subcommand, add a file to this folder.
+
+The file contains a function with the name of the file. A trailing underscore is not part of the name of the subcommand:
+`import` is a Python keyword, so its file is `import_.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import sys
+from collections.abc import Callable
+
+import typer
+
+from rankscope.base.errors import CommandError
+
+HELP = """Telemetry and time-series store for distributed PyTorch training.
+
+[bold]Collect[/bold]: rankscope serve --store history
+[bold]Train[/bold]:   RANKSCOPE_INGEST_URL=http://127.0.0.1:9470 torchrun … train.py
+[bold]Query[/bold]:   rankscope summary --store history
+         rankscope sql --store history "select * from runs"
+
+`rankscope demo` runs all of it in three minutes."""
+
+
+def build() -> typer.Typer:
+    """Return the command with all subcommands of this folder."""
+    app = typer.Typer(
+        help=HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
+    )
+    app.callback()(lambda: None)  # without a callback, typer would turn a single subcommand into the command itself
+    for name, function in subcommands().items():
+        app.command(name)(function)
+    return app
+
+
+def subcommands() -> dict[str, Callable[..., None]]:
+    """Return the function of every subcommand by its name."""
+    found = {}
+    for module in sorted(pkgutil.iter_modules(__path__), key=lambda module: module.name):
+        loaded = importlib.import_module(f"rankscope.commands.{module.name}")
+        found[module.name.rstrip("_")] = getattr(loaded, module.name)
+    return found
+
+
+def main() -> None:
+    """Run the command. Errors are printed as one line on standard error, without a traceback."""
+    try:
+        build()(prog_name="rankscope")
+    except CommandError as error:
+        print(f"rankscope: {error}", file=sys.stderr)
+        sys.exit(error.code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of the pipe (head, less) has exited. Redirect stdout, or the interpreter reports an error at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)

@@ -1,36 +1,27 @@
-"""`rankscope anomalies`: what the rules saw, the first cause first."""
+"""`rankscope anomalies`: list the anomalies of a run in causal order."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-import pyarrow as pa
 import typer
 
-from rankscope.opening import chosen_run, opened
-from rankscope.options import Output, OutputFormat, Run, Store
-from rankscope.output import Format, write_rows
-from rankscope.ranges import step_range
-
-if TYPE_CHECKING:
-    from rankscope_storage.asking.reports import AnomalyRow
-
-SHOWN = ("step", "rank", "rule", "kind", "tensor", "op", "value", "baseline", "threshold")
-"""What a table has room for; the other formats give every column."""
+from rankscope.base.open_store import open_store, resolve_run
+from rankscope.base.options import Run, Store, step_range
+from rankscope.output.rows import Format, Output, OutputFormat, write_rows
+from rankscope.output.summary_text import SHOWN, anomaly_table
 
 
 def anomalies(
     run: Run = None,
     store: Store = Path("history"),
-    top: Annotated[int, typer.Option(min=1, help="How many to show.")] = 8,
+    top: Annotated[int, typer.Option(min=1, help="Largest number of anomalies to show.")] = 8,
     steps: Annotated[str | None, typer.Option(help="Only these steps: first:last.", show_default=False)] = None,
     form: OutputFormat = Format.TABLE,
     output: Output = None,
 ) -> None:
-    """Show the anomalies of a run in causal order: step, then where in the step a fault shows first.
+    """Show the anomalies of a run in causal order: by step, then by the stage of the step in which they appear.
 
     [bold]Examples[/bold]
 
@@ -40,22 +31,10 @@ def anomalies(
     """
     from rankscope_storage.asking import reports
 
-    with opened(store) as connection:
-        name = chosen_run(connection, run)
+    with open_store(store) as connection:
+        name = resolve_run(connection, run)
         found = reports.anomalies(connection, name, top=top, steps=step_range(steps))
     if not found and form is Format.TABLE and output is None:
         print(f"no anomalies in {name}")
         return
     write_rows(anomaly_table(found, SHOWN if form is Format.TABLE else None), form, output, limit=top)
-
-
-def anomaly_table(found: Sequence[AnomalyRow], columns: Sequence[str] | None = None) -> pa.Table:
-    """Return the anomalies as rows, with `columns` or all of them."""
-    from rankscope_storage.schema import dataset_schema
-
-    schema = dataset_schema("events")
-    names = columns or tuple(asdict(found[0]) if found else schema.names)
-    rows = [asdict(row) for row in found]
-    return pa.table(
-        [pa.array([row[name] for row in rows], schema.field(name).type) for name in names], names=list(names)
-    )

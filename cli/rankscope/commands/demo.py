@@ -1,4 +1,4 @@
-"""`rankscope demo`: the main job on real input, from training to alert, with its outcome checked at the end."""
+"""`rankscope demo`: run a real training with injected faults, from hooks to alerts, and check the result."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Annotated, Final
 import typer
 from rich.console import Console
 
-from rankscope.demonstration.checks import Fault, Plan, told_by_alertmanager
-from rankscope.demonstration.receiver import Receiver, Way
-from rankscope.errors import USAGE, CommandError
-from rankscope.live.children import child, interrupted_by_termination, stop
-from rankscope.progress import View, fetch_runs, view_for
+from rankscope.base.errors import USAGE, CommandError
+from rankscope.demo.checks import ExpectedRun, Fault, reported_by_alertmanager
+from rankscope.demo.receiver import AlertReceiver, Sender
+from rankscope.output.progress import View, fetch_runs, view_for
+from rankscope.up.processes import child, interrupted_by_termination, stop
 
 RUN: Final = "demo"
 RANKS: Final = 2
@@ -49,14 +49,14 @@ urls = ["{notify_url}"]
 
 
 def demo(
-    folder: Annotated[Path, typer.Option(help="Where everything the demo makes is put; made afresh.")] = Path(
+    folder: Annotated[Path, typer.Option(help="Folder for all files. An earlier demo folder is replaced.")] = Path(
         "demo-data"
     ),
-    steps: Annotated[int, typer.Option(min=130, help="Training steps; the faults are at 60 and 120.")] = 200,
-    seed: Annotated[int, typer.Option(help="Seed of model and data.")] = 1,
-    no_faults: Annotated[bool, typer.Option("--no-faults", help="Train in peace; no alert may arrive.")] = False,
+    steps: Annotated[int, typer.Option(min=130, help="Training steps. Faults are injected at steps 60 and 120.")] = 200,
+    seed: Annotated[int, typer.Option(help="Seed of the model and the data.")] = 1,
+    no_faults: Annotated[bool, typer.Option("--no-faults", help="Inject no faults and expect no alert.")] = False,
 ) -> None:
-    """Train a small GPT on two ranks, break it twice, and see every step stored and every incident delivered.
+    """Train a small GPT on two ranks, inject two faults, and check that every step is stored and every alert arrives.
 
     [bold]Example[/bold]: rankscope demo --steps 300 --seed 7
     """
@@ -64,54 +64,54 @@ def demo(
         raise CommandError(f"the demo needs a checkout of the repository: {SCRIPT} is missing", code=USAGE)
     console = Console(highlight=False)
     began = time.monotonic()
-    _make_afresh(folder)
+    _create_folder(folder)
     faults = () if no_faults else FAULTS
-    with interrupted_by_termination(), Receiver() as receiver:
-        tensors, ways = _collect(console, folder, receiver, faults, _training_command(steps, seed, no_faults))
-    from rankscope.demonstration.report import report
+    with interrupted_by_termination(), AlertReceiver() as receiver:
+        tensors, senders = _collect(console, folder, receiver, faults, _training_command(steps, seed, no_faults))
+    from rankscope.demo.report import report
 
-    plan = Plan(run=RUN, ranks=RANKS, steps=steps, tensors=tensors, faults=faults, ways=ways)
-    good = report(console, folder, plan, receiver.alerts)
-    console.print(f"\n{time.monotonic() - began:.0f} seconds in all.")
+    expected = ExpectedRun(run=RUN, ranks=RANKS, steps=steps, tensors=tensors, faults=faults, senders=senders)
+    good = report(console, folder, expected, receiver.alerts)
+    console.print(f"\n{time.monotonic() - began:.0f} seconds in total.")
     if not good:
-        raise CommandError(f"the demo did not show what it should: see the checks above and the logs in {folder}")
+        raise CommandError(f"some checks of the demo failed: see the checks above and the logs in {folder}")
 
 
 def _collect(
-    console: Console, folder: Path, receiver: Receiver, faults: Sequence[Fault], command: list[str]
-) -> tuple[int, Sequence[Way]]:
-    """Train under the service until both have ended; return how many tensors the model has, and who was to tell."""
+    console: Console, folder: Path, receiver: AlertReceiver, faults: Sequence[Fault], command: list[str]
+) -> tuple[int, Sequence[Sender]]:
+    """Run service and training until both exit; return the number of tensors of the model and the expected senders."""
     (folder / "service.toml").write_text(CONFIG.format(notify_url=receiver.notify_url), encoding="utf-8")
     serve: list[str | Path] = [sys.executable, "-m", "rankscope", "serve", folder / "service.toml"]
     with child(serve, folder / "service.log", {}) as service:
         url = _wait_for_service(folder / "service.log", service)
         console.print(f"{'service':<14}{url}  (log: {folder / 'service.log'})")
-        with _monitored(console, folder, url, receiver) as ways:
+        with _run_prometheus(console, folder, url, receiver) as senders:
             environment = {"RANKSCOPE_INGEST_URL": url, "RANKSCOPE_RUN": RUN, "OMP_NUM_THREADS": "1"}
             with child(command, folder / "training.log", environment) as training, view_for(console) as view:
-                view.say(f"{'training':<14}{RANKS} ranks  (log: {folder / 'training.log'})")
+                view.print_line(f"{'training':<14}{RANKS} ranks  (log: {folder / 'training.log'})")
                 _watch(training, url, receiver, view)
             if training.returncode != 0:
-                raise CommandError(f"training ended with {training.returncode}: {_tail(folder / 'training.log')}")
-            _wait_for_alerts(receiver, console, faults if Way.ALERTMANAGER in ways else ())
+                raise CommandError(f"training exited with code {training.returncode}: {_tail(folder / 'training.log')}")
+            _wait_for_alerts(receiver, console, faults if Sender.ALERTMANAGER in senders else ())
         if stop(service) != 0:
-            raise CommandError(f"the service ended with {service.returncode}: {_tail(folder / 'service.log')}")
-    return _tensors_in(folder / "training.log"), ways
+            raise CommandError(f"the service exited with code {service.returncode}: {_tail(folder / 'service.log')}")
+    return _tensors_in(folder / "training.log"), senders
 
 
 @contextlib.contextmanager
-def _monitored(console: Console, folder: Path, url: str, receiver: Receiver) -> Iterator[Sequence[Way]]:
-    """Give the ways by which alerts will arrive: Prometheus and Alertmanager are used where the machine has them."""
-    from rankscope.demonstration.monitoring import missing, monitored
+def _run_prometheus(console: Console, folder: Path, url: str, receiver: AlertReceiver) -> Iterator[Sequence[Sender]]:
+    """Run Prometheus and Alertmanager if both are installed; yield the senders of alerts."""
+    from rankscope.demo.prometheus import missing_executables, run_prometheus
 
-    if remedies := missing():
-        console.print(f"{'alerts':<14}by the service alone: {'; '.join(remedies)}", markup=False, soft_wrap=True)
-        yield (Way.EMBEDDED,)
+    if remedies := missing_executables():
+        console.print(f"{'alerts':<14}from the service only: {'; '.join(remedies)}", markup=False, soft_wrap=True)
+        yield (Sender.EMBEDDED,)
         return
-    with monitored(folder / "live", folder / "history", url, receiver.webhook_url) as addresses:
+    with run_prometheus(folder / "live", folder / "history", url, receiver.webhook_url) as addresses:
         for name, address in addresses.items():
             console.print(f"{name:<14}{address}", markup=False)
-        yield (Way.EMBEDDED, Way.ALERTMANAGER)
+        yield (Sender.EMBEDDED, Sender.ALERTMANAGER)
 
 
 def _training_command(steps: int, seed: int, no_faults: bool) -> list[str]:
@@ -125,48 +125,51 @@ def _training_command(steps: int, seed: int, no_faults: bool) -> list[str]:
     ]
 
 
-def _watch(training: subprocess.Popen[bytes], url: str, receiver: Receiver, view: View) -> None:
-    """Show what moves until training has ended."""
+def _watch(training: subprocess.Popen[bytes], url: str, receiver: AlertReceiver, view: View) -> None:
+    """Show progress and alerts until the training exits."""
     running = True
     while running:
         running = training.poll() is None
         runs = fetch_runs(url)
         if runs is not None:
             view.show(runs, time.monotonic())
-        _tell(receiver, view.say)
+        _print_report(receiver, view.print_line)
         if running:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 training.wait(1.0)
 
 
-def _wait_for_alerts(receiver: Receiver, console: Console, awaited: Sequence[Fault]) -> None:
-    """Give a late or superfluous message time to show itself; Alertmanager's come after a scrape and its gathering."""
+def _wait_for_alerts(receiver: AlertReceiver, console: Console, awaited: Sequence[Fault]) -> None:
+    """Wait for late or unexpected messages.
+
+    Alertmanager sends after a scrape and the group wait, so wait up to LATEST_SECONDS for its messages on `awaited`.
+    """
     began = time.monotonic()
     while time.monotonic() - began < QUIET_SECONDS or (
-        time.monotonic() - began < LATEST_SECONDS and not all(told_by_alertmanager(receiver.alerts, awaited))
+        time.monotonic() - began < LATEST_SECONDS and not all(reported_by_alertmanager(receiver.alerts, awaited))
     ):
-        _tell(receiver, lambda line: console.print(line, markup=False))
+        _print_report(receiver, lambda line: console.print(line, markup=False))
         time.sleep(0.2)
 
 
-def _tell(receiver: Receiver, say: Callable[[str], None]) -> None:
-    for alert in receiver.arrived():
+def _print_report(receiver: AlertReceiver, print_line: Callable[[str], None]) -> None:
+    for alert in receiver.new_alerts():
         for line in alert.lines():
-            say(line)
+            print_line(line)
 
 
-def _make_afresh(folder: Path) -> None:
-    """Empty `folder`, but only when an earlier demo made it."""
+def _create_folder(folder: Path) -> None:
+    """Create an empty `folder`. Raises CommandError if it exists and was not created by the demo."""
     if folder.exists():
         if not (folder / MARK).exists():
-            raise CommandError(f"{folder} exists and was not made by the demo: name another with --folder", code=USAGE)
+            raise CommandError(f"{folder} was not created by the demo: name another with --folder", code=USAGE)
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     (folder / MARK).touch()
 
 
 def _wait_for_service(log: Path, service: subprocess.Popen[bytes]) -> str:
-    """Return the address the service says it listens on."""
+    """Return the URL of the service, read from its log, within 60 s."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and service.poll() is None:
         if found := re.search(r"listening on (http://\S+)", log.read_text(encoding="utf-8")):
@@ -178,7 +181,7 @@ def _wait_for_service(log: Path, service: subprocess.Popen[bytes]) -> str:
 def _tensors_in(log: Path) -> int:
     found = re.search(r"model: (\d+) tensors", log.read_text(encoding="utf-8"))
     if found is None:
-        raise CommandError(f"{log} does not say how many tensors the model has")
+        raise CommandError(f"{log} contains no line with the number of tensors")
     return int(found.group(1))
 
 

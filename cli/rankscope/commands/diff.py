@@ -1,4 +1,4 @@
-"""`rankscope diff`: where two runs, or two ranks, part, and how the difference grows."""
+"""`rankscope diff`: find the first difference of two runs, ranks or attempts, and its growth over the steps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from rankscope.errors import USAGE, CommandError
-from rankscope.opening import chosen_run, opened
-from rankscope.options import Store
-from rankscope.ranges import step_range
+from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.open_store import open_store, resolve_run
+from rankscope.base.options import Store, step_range
 from rankscope_contract.collectives import spans
 
 if TYPE_CHECKING:
@@ -23,35 +22,40 @@ if TYPE_CHECKING:
 
 _OF_KINDS: Final = ("tensor_stats", "features", "hashes")
 DIFFERENT: Final = 1
-TROUBLE: Final = 2
+ERROR: Final = 2
+
+RelativeTolerance = Annotated[
+    float, typer.Option(min=0, help="Largest relative difference that counts as equal; 0 requires identical bits.")
+]
 
 
 def diff(
     runs: Annotated[list[str], typer.Argument(help="Two runs, or one with --ranks or --attempts.", show_default=False)],
     store: Store = Path("history"),
-    tolerance: Annotated[float, typer.Option(min=0, help="Relative difference that is none; 0 compares bits.")] = 0.0,
-    absolute: Annotated[float, typer.Option(min=0, help="Absolute difference that is none.")] = 0.0,
+    tolerance: RelativeTolerance = 0.0,
+    absolute: Annotated[float, typer.Option(min=0, help="Largest absolute difference that counts as equal.")] = 0.0,
     kind: Annotated[
         list[str] | None,
         typer.Option(help="Only this kind, such as act_out or scalar; may be repeated.", show_default=False),
     ] = None,
     rank: Annotated[list[int] | None, typer.Option(help="Only this rank; may be repeated.", show_default=False)] = None,
     ranks: Annotated[
-        tuple[int, int] | None, typer.Option(help="Compare two ranks of one run, or one of each.", show_default=False)
+        tuple[int, int] | None,
+        typer.Option(help="Compare two ranks of one run, or one of each run.", show_default=False),
     ] = None,
     attempts: Annotated[
         tuple[int, int] | None,
-        typer.Option(help="Compare these attempts; without it the last one counts at each step.", show_default=False),
+        typer.Option(help="Compare these attempts. Default: at each step, the latest attempt.", show_default=False),
     ] = None,
     steps: Annotated[str | None, typer.Option(help="Only these steps: first:last.", show_default=False)] = None,
-    top: Annotated[int, typer.Option(min=1, help="How many differences to show.")] = 8,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all that was found as JSON.")] = False,
+    top: Annotated[int, typer.Option(min=1, help="Largest number of differences to show.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the complete result as JSON.")] = False,
 ) -> None:
-    """Find the first step and tensor, in causal order, where two runs part beyond a tolerance.
+    """Find the first step and tensor, in causal order, at which two runs differ by more than a tolerance.
 
-    Runs are compared rank by rank at the steps that both have. Without a tolerance everything counts, hashes of
-    replicas included. Two ranks are compared in what both hold alike, unless kinds are named. The exit code is that of
-    diff: 0 for no difference, 1 for some, 2 for trouble.
+    Runs are compared rank by rank at the steps that both contain. Without a tolerance every value is compared,
+    including hashes of replicas. Two ranks are compared by values that must be equal on both, unless --kind is given.
+    Exit codes are those of diff: 0 for no difference, 1 for differences, 2 for an error.
 
     [bold]Examples[/bold]
 
@@ -61,14 +65,14 @@ def diff(
 
     rankscope diff my-run --attempts 0 1 --kind param_after
     """
-    from rankscope.divergences import document, lines
+    from rankscope.output.diff_text import diff_document, diff_lines
     from rankscope_storage.analysis.divergence import Tolerance, divergence
     from rankscope_storage.analysis.sides import Selected
 
     try:
         bounds = step_range(steps)
         _check_finite(tolerance=tolerance, absolute=absolute)
-        with opened(store) as connection:
+        with open_store(store) as connection:
             a, b = _sides(connection, runs, ranks, attempts)
             found = divergence(
                 connection,
@@ -80,8 +84,8 @@ def diff(
             )
             _check_compared(found, connection, kind or ())
     except CommandError as error:
-        raise CommandError(str(error), code=TROUBLE) from error
-    print(json.dumps(document(found), ensure_ascii=False, indent=1) if as_json else "\n".join(lines(found)))
+        raise CommandError(str(error), code=ERROR) from error
+    print(json.dumps(diff_document(found), ensure_ascii=False, indent=1) if as_json else "\n".join(diff_lines(found)))
     if found.first is not None:
         raise typer.Exit(DIFFERENT)
 
@@ -91,7 +95,7 @@ def _sides(
 ) -> tuple[Side, Side]:
     from rankscope_storage.analysis.sides import Side
 
-    names = [chosen_run(connection, run) for run in runs]
+    names = [resolve_run(connection, run) for run in runs]
     if len(names) == 1 and (ranks is not None or attempts is not None):
         names *= 2
     if len(names) != 2:
@@ -102,34 +106,34 @@ def _sides(
         for name, rank, attempt in zip(names, own_ranks, own_attempts, strict=True)
     )
     if first == second:
-        raise CommandError(f"{first} is the same on both sides", code=USAGE)
+        raise CommandError(f"both sides are {first}", code=USAGE)
     return first, second
 
 
 def _check_finite(**bounds: float) -> None:
     for name, value in bounds.items():
         if not math.isfinite(value):
-            raise CommandError(f"--{name} {value} would take everything for equal: write a number", code=USAGE)
+            raise CommandError(f"--{name} {value} is not a finite number", code=USAGE)
 
 
 def _check_compared(found: Divergence, connection: Connection, kinds: Sequence[str]) -> None:
-    """End the command where nothing was compared: no difference would be a false comfort."""
+    """Raise CommandError if nothing was compared, because 'no difference' would be misleading."""
     if found.rows_compared:
         return
     for side in (found.a, found.b):
         _check_there(side, connection)
     _check_kinds(kinds, (found.a, found.b), connection)
     if found.steps_compared:
-        raise CommandError(f"{found.a} and {found.b} have nothing in common at the steps that both have")
-    raise CommandError(f"{found.a} and {found.b} have no step in common of what is compared")
+        raise CommandError(f"{found.a} and {found.b} contain no common values at their common steps")
+    raise CommandError(f"{found.a} and {found.b} have no common step with values to compare")
 
 
 def _check_kinds(kinds: Sequence[str], sides: Sequence[Side], connection: Connection) -> None:
-    """End the command with the kinds that a run has, where it has none of those that were asked for."""
+    """Raise CommandError with the available kinds if a run has none of the requested kinds."""
     from rankscope_storage.analysis.sides import SCALAR
 
     for side in sides:
-        queries = [f"SELECT DISTINCT kind FROM {name} WHERE run = $run" for name in _OF_KINDS]  # noqa: S608 - our own
+        queries = [f"SELECT DISTINCT kind FROM {name} WHERE run = $run" for name in _OF_KINDS]  # noqa: S608 - constants
         has = {kind for query in queries for kind in connection.query(query, {"run": side.run})["kind"].to_pylist()}
         if kinds and not {*has, SCALAR} & set(kinds):
             listed = ", ".join(sorted({*has, SCALAR}))
@@ -137,10 +141,10 @@ def _check_kinds(kinds: Sequence[str], sides: Sequence[Side], connection: Connec
 
 
 def _check_there(side: Side, connection: Connection) -> None:
-    """End the command with the ranks or attempts that a run has, where what was asked for is not among them."""
+    """Raise CommandError with the available ranks or attempts if the requested one does not exist."""
     tables = ("scalars", "tensor_stats", "hashes")
     for column, wanted in {"attempt": side.attempt, "rank": side.rank}.items():
-        queries = [f"SELECT DISTINCT {column} FROM {name} WHERE run = $run" for name in tables]  # noqa: S608 - our own
+        queries = [f"SELECT DISTINCT {column} FROM {name} WHERE run = $run" for name in tables]  # noqa: S608 - constants
         has = [connection.query(query, {"run": side.run}) for query in queries]
         there = {value for rows in has for value in rows[column].to_pylist() if value is not None}
         if wanted is not None and there and wanted not in there:

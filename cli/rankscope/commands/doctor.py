@@ -1,4 +1,4 @@
-"""`rankscope doctor`: what works, what does not, and what to type next."""
+"""`rankscope doctor`: check the whole installation and print a remedy for each problem."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from rankscope.commands.serve import load_settings
-from rankscope.errors import CommandError
+from rankscope.base.errors import CommandError
+from rankscope.base.service_settings import load_settings
 
 if TYPE_CHECKING:
-    from rankscope.examination.findings import Finding
-    from rankscope.examination.surroundings import Surroundings
-    from rankscope.examination.whereabouts import Whereabouts
+    from rankscope.doctor.endpoints import Endpoints
+    from rankscope.doctor.environment import Environment
+    from rankscope.doctor.result import CheckResult
 
 CONFIGURATION: Final = "Configuration"
 
@@ -24,16 +24,16 @@ def doctor(
     url: Annotated[str | None, typer.Option(envvar="RANKSCOPE_INGEST_URL", help="Address of the service.")] = None,
     store: Annotated[Path | None, typer.Option("--store", "-s", help="Folder of the store.")] = None,
     state: Annotated[
-        Path | None, typer.Option(help="Folder of `rankscope up`; rankscope-live beside the store.")
+        Path | None, typer.Option(help="State folder of `rankscope up`. Default: rankscope-live next to the store.")
     ] = None,
     prometheus: Annotated[str | None, typer.Option(help="Address of Prometheus.")] = None,
     alertmanager: Annotated[str | None, typer.Option(help="Address of Alertmanager.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For a program.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Look at everything between the ranks and the people who are told; say what is wrong and what to type next.
+    """Check the machine, service, store, ranks, Prometheus and Alertmanager; print problems with their remedies.
 
-    The exit code is 1 when something does not work. A service that asks for a token is asked with the one in the
-    configuration, or in $RANKSCOPE_TOKEN or the file in $RANKSCOPE_TOKEN_FILE; it is never shown.
+    The exit code is 1 if a check fails. The token comes from the configuration, $RANKSCOPE_TOKEN or the file named by
+    $RANKSCOPE_TOKEN_FILE; it is never printed.
 
     [bold]Examples[/bold]
 
@@ -43,32 +43,34 @@ def doctor(
 
     rankscope doctor --url http://127.0.0.1:9470 --json
     """
-    from rankscope.examination import findings
-    from rankscope.examination.surroundings import Machine
-    from rankscope.examination.whereabouts import found, told
+    from rankscope.doctor import result
+    from rankscope.doctor.endpoints import explicit_addresses, find_endpoints
+    from rankscope.doctor.environment import LocalEnvironment
 
     try:
         settings = load_settings(config, store, None, None)
-        read = [findings.ok(CONFIGURATION, f"{config} can be read")] if config else []
+        read = [result.ok(CONFIGURATION, f"{config} is valid")] if config else []
     except CommandError as error:
-        # Everything else can be looked at all the same, with what there is without the file.
+        # Run the other checks anyway, with the settings from outside of the file.
         settings = load_settings(None, store, None, None)
-        read = [findings.fail(CONFIGURATION, str(error), "docs/configuration.md lists the keys")]
-    where = found(settings, state, given=told(url, prometheus, alertmanager), is_explicit=config is not None)
-    outcome = [*read, *examined(Machine(where.trust), where)]
-    print(findings.as_json(outcome) if as_json else "\n".join(findings.lines(outcome)))
-    if not findings.healthy(outcome):
+        read = [result.fail(CONFIGURATION, str(error), "see docs/configuration.md for the valid keys")]
+    where = find_endpoints(
+        settings, state, given=explicit_addresses(url, prometheus, alertmanager), is_explicit=config is not None
+    )
+    outcome = [*read, *run_checks(LocalEnvironment(where.client_tls), where)]
+    print(result.as_json(outcome) if as_json else "\n".join(result.report_lines(outcome)))
+    if not result.is_healthy(outcome):
         raise typer.Exit(1)
 
 
-def examined(world: Surroundings, where: Whereabouts) -> Iterator[Finding]:
-    """Yield everything that was found, from the machine to the people."""
-    from rankscope.examination import machine, monitoring, ranks, service
+def run_checks(environment: Environment, where: Endpoints) -> Iterator[CheckResult]:
+    """Yield the results of all checks."""
+    from rankscope.doctor import machine, prometheus, ranks, service
 
-    yield from machine.machine(world)
-    yield from service.service(world, where.service, where.token)
-    yield from service.store(world, where.store)
-    yield from ranks.ranks(world, where.service, where.token)
-    yield from monitoring.prometheus(world, where.prometheus)
-    yield from monitoring.alertmanager(world, where.alertmanager)
-    yield from machine.ports(world, where.ports)
+    yield from machine.machine(environment)
+    yield from service.service(environment, where.service, where.token)
+    yield from service.store(environment, where.store)
+    yield from ranks.ranks(environment, where.service, where.token)
+    yield from prometheus.prometheus(environment, where.prometheus)
+    yield from prometheus.alertmanager(environment, where.alertmanager)
+    yield from machine.ports(environment, where.ports)

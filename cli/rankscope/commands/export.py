@@ -1,4 +1,4 @@
-"""`rankscope export`: one run in the format of another tool."""
+"""`rankscope export`: write one run in another format."""
 
 from __future__ import annotations
 
@@ -11,13 +11,32 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rankscope.errors import USAGE, CommandError, nearest
-from rankscope.opening import chosen_run, opened
-from rankscope.options import Run, Store
+from rankscope.base.errors import USAGE, CommandError, suggestion
+from rankscope.base.open_store import open_store, resolve_run
+from rankscope.base.options import Run, Store, step_range
 
 if TYPE_CHECKING:
     from rankscope_storage.connection import Connection
     from rankscope_storage.exports import Exporter, ExportOptions, ExportReport, Progress
+
+
+Target = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="File or folder to write. Default: a name made of the run and the format."),
+]
+TimeStart = Annotated[
+    str | None, typer.Option(help="Only rows from this time: 2026-03-01T12:00:00, or Mar01_12-00-00 (UTC).")
+]
+DataTypes = Annotated[
+    str | None, typer.Option(help="Only tensors of these families or kinds: actv,grad_reduced,exp_avg.")
+]
+Decimals = Annotated[
+    int | None, typer.Option(min=0, help="csv: round values to this number of decimals, as msprobe does.")
+]
+AppendOutput = Annotated[
+    tuple[str, str] | None,
+    typer.Option(help="csv: continue in the folders that were started between these two times.", metavar="FROM TO"),
+]
 
 
 def export(
@@ -26,35 +45,23 @@ def export(
     form: Annotated[
         str, typer.Option("--format", "-f", help="csv, tensorboard, sqlite, openmetrics or parquet.")
     ] = "csv",
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="File or folder to write; named after run and format when left out."),
-    ] = None,
-    time_start: Annotated[
-        str | None, typer.Option(help="Rows from this time on: 2026-03-01T12:00:00, or Mar01_12-00-00 (UTC).")
-    ] = None,
-    time_end: Annotated[str | None, typer.Option(help="Rows up to this time.")] = None,
-    steps: Annotated[str | None, typer.Option(help="Rows of these steps: first:last.")] = None,
-    ranks: Annotated[str | None, typer.Option(help="Rows of these ranks: 0,8-15.")] = None,
-    attempt: Annotated[int | None, typer.Option(min=0, help="Rows of this launch of the run.")] = None,
-    data_type_list: Annotated[
-        str | None, typer.Option(help="Tensors of these families or kinds: actv,grad_reduced,exp_avg.")
-    ] = None,
-    process_num: Annotated[int, typer.Option(min=1, help="Processes that write at once.")] = 1,
-    step_count_per_record: Annotated[int, typer.Option(min=1, help="csv: steps in one file.")] = 1,
-    seed_rounding: Annotated[
-        int | None, typer.Option(min=0, help="csv: round to so many decimals, as the existing tool does.")
-    ] = None,
-    append_output: Annotated[
-        tuple[str, str] | None,
-        typer.Option(help="csv: go on in the folders begun within these two times.", metavar="FROM TO"),
-    ] = None,
-    step_partition: Annotated[int, typer.Option(min=1, help="sqlite: steps in one table.")] = 500,
+    output: Target = None,
+    time_start: TimeStart = None,
+    time_end: Annotated[str | None, typer.Option(help="Only rows up to this time.")] = None,
+    steps: Annotated[str | None, typer.Option(help="Only rows of these steps: first:last.")] = None,
+    ranks: Annotated[str | None, typer.Option(help="Only rows of these ranks: 0,8-15.")] = None,
+    attempt: Annotated[int | None, typer.Option(min=0, help="Only rows of this attempt.")] = None,
+    data_type_list: DataTypes = None,
+    process_num: Annotated[int, typer.Option(min=1, help="Number of parallel writer processes.")] = 1,
+    step_count_per_record: Annotated[int, typer.Option(min=1, help="csv: steps per file.")] = 1,
+    seed_rounding: Decimals = None,
+    append_output: AppendOutput = None,
+    step_partition: Annotated[int, typer.Option(min=1, help="sqlite: steps per table.")] = 500,
 ) -> None:
-    """Write one run of a store in the format of another tool. What the format cannot hold is counted.
+    """Write one run of a store in another format. Rows that the format cannot represent are counted and reported.
 
-    csv is the layout of the msprobe monitor, for scripts that read it; tensorboard makes event files; sqlite one
-    database; openmetrics the text that Prometheus backfills from; parquet one file per dataset, with every column.
+    csv is the file layout of the msprobe monitor. tensorboard writes event files, sqlite one database, and openmetrics
+    the text for a Prometheus backfill. parquet writes one file per dataset, with every column.
 
     [bold]Examples[/bold]
 
@@ -69,14 +76,14 @@ def export(
     from rankscope_storage.files.layout import own_part
 
     exporter = _exporter(form)
-    with opened(store) as connection:
-        name = chosen_run(connection, run)
+    with open_store(store) as connection:
+        name = resolve_run(connection, run)
         options = _options(
             connection,
             name,
             time_start=time_start,
             time_end=time_end,
-            steps=_steps(steps),
+            steps=step_range(steps),
             ranks=_ranks(ranks),
             attempt=attempt,
             data_type_list=tuple(filter(None, (data_type_list or "").replace(" ", "").split(","))),
@@ -89,7 +96,7 @@ def export(
         target = output or Path(f"{own_part(name)}-{form}{exporter.suffix}")
         with _progress(name) as progress:
             report = exporter.export(connection, name, target, options, progress)
-    _tell(name, form, target, report)
+    _print_report(name, form, target, report)
 
 
 def _exporter(name: str) -> Exporter:
@@ -98,7 +105,7 @@ def _exporter(name: str) -> Exporter:
     known = exporters()
     if name not in known:
         formats = "".join(f"\n  {exporter.name:12} {exporter.help}" for exporter in known.values())
-        raise CommandError(f"no format is called {name!r}.{nearest(name, known)} Known are:{formats}", code=USAGE)
+        raise CommandError(f"unknown format {name!r}.{suggestion(name, known)} Formats:{formats}", code=USAGE)
     return known[name]
 
 
@@ -112,7 +119,7 @@ def _options(
     try:
         near = _began(connection, run)
         start, end = (None if text is None else parse_moment(text, near) for text in (time_start, time_end))
-        return ExportOptions(time_start=start, time_end=end, **others)  # type: ignore[arg-type]  # named one by one above
+        return ExportOptions(time_start=start, time_end=end, **others)  # type: ignore[arg-type]  # the caller names each option
     except ExportError as error:
         raise CommandError(str(error), code=USAGE) from error
 
@@ -121,16 +128,6 @@ def _began(connection: Connection, run: str) -> dt.datetime:
     rows = connection.query("SELECT coalesce(started_at, ts) AS began FROM runs WHERE run = $run", {"run": run})
     began: dt.datetime | None = rows["began"][0].as_py() if rows.num_rows else None
     return began or dt.datetime.now(dt.UTC)
-
-
-def _steps(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    first, colon, last = text.partition(":")
-    try:
-        return int(first), int(last if colon else first)
-    except ValueError:
-        raise CommandError(f"--steps {text!r}: write first:last, such as 100:200, or one step", code=USAGE) from None
 
 
 def _ranks(text: str | None) -> tuple[int, ...]:
@@ -145,7 +142,7 @@ def _ranks(text: str | None) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _progress(name: str) -> Iterator[Progress]:
-    """Show rows written on a terminal; elsewhere say nothing."""
+    """Show a bar of the written rows on a terminal; elsewhere show nothing."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -156,12 +153,12 @@ def _progress(name: str) -> Iterator[Progress]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _tell(name: str, form: str, target: Path, report: ExportReport) -> None:
+def _print_report(name: str, form: str, target: Path, report: ExportReport) -> None:
     counts = ", ".join(f"{count:,} {dataset}" for dataset, count in report.rows.items() if count)
     files = f"{len(report.files):,} files below {target}" if _is_many(report.files, target) else str(target)
-    print(f"{_plain(name)}: {form}, rows: {counts or 'none new'}; in {files}")
+    print(f"{_plain(name)}: {form}, rows: {counts or 'no new rows'}; in {files}")
     for reason, count in report.left_out.items():
-        print(f"left out {count:,}: {reason}", file=sys.stderr)
+        print(f"omitted {count:,}: {reason}", file=sys.stderr)
 
 
 def _is_many(files: Sequence[Path], target: Path) -> bool:
@@ -169,5 +166,5 @@ def _is_many(files: Sequence[Path], target: Path) -> bool:
 
 
 def _plain(name: str) -> str:
-    """Return a name that cannot move the cursor of a terminal, nor be taken for markup."""
+    """Return `name` without control characters and brackets, which a terminal or rich would interpret."""
     return "".join(char if char.isprintable() and char not in "[]" else "�" for char in name)

@@ -1,4 +1,4 @@
-"""`rankscope import`: logs of other tools into a store, as often as one likes."""
+"""`rankscope import`: read logs of other tools into a store. A repeated import adds only new rows."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rankscope.errors import USAGE, CommandError, nearest
-from rankscope.options import Store
+from rankscope.base.errors import USAGE, CommandError, suggestion
+from rankscope.base.options import Store
 
 if TYPE_CHECKING:
     from rankscope_contract.rules import AnomalyRule
@@ -25,27 +25,27 @@ AUTOMATIC = "auto"
 
 
 def import_(
-    files: Annotated[list[Path], typer.Argument(help="Logs to bring in: files, or folders.", metavar="PATH...")],
+    files: Annotated[list[Path], typer.Argument(help="Log files or folders to import.", metavar="PATH...")],
     store: Store = Path("history"),
     run: Annotated[
-        str | None, typer.Option(help="Name of the run; each log's own name when left out.", show_default=False)
+        str | None, typer.Option(help="Name of the run. Default: the name of each log.", show_default=False)
     ] = None,
     kind: Annotated[
-        str, typer.Option("--kind", "--format", help="Format of the logs; found out by itself.")
+        str, typer.Option("--kind", "--format", help="Format of the logs. Default: detected from the content.")
     ] = AUTOMATIC,
     rules: Annotated[
         Path | None,
-        typer.Option(help='JSON list of rules to judge by, as [{"rule_name": "AnomalyNan"}].', show_default=False),
+        typer.Option(help='JSON file with anomaly rules, such as [{"rule_name": "AnomalyNan"}].', show_default=False),
     ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Say which format each log is taken for and why; import nothing.")
+        bool, typer.Option("--explain", help="Print the detected format of each log and the reason; import nothing.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show more of the lines that make no sense.")
+        bool, typer.Option("--verbose", "-v", help="Print more of the malformed lines than the first 3.")
     ] = False,
-    shard: Annotated[str, typer.Option(help="Shard to write as; another one while a service writes 0/1.")] = "0/1",
+    shard: Annotated[str, typer.Option(help="Shard to write to; not the shard of a running service.")] = "0/1",
 ) -> None:
-    """Bring logs of other tools into a store. Repeating it for a log that has grown stores only what is new.
+    """Import logs of other tools into a store. Importing a log again stores only its new rows.
 
     [bold]Examples[/bold]
 
@@ -62,18 +62,18 @@ def import_(
 
     chosen = None if kind == AUTOMATIC else _importer(kind)
     try:
-        # What no importer understands is said before anything is written.
+        # Detect all formats first, so that an unknown format is reported before anything is written.
         plan = [found for path in files for found in _logs(path, chosen)]
         if explain:
             for path, importer in plan:
                 _explain(path, importer)
         else:
-            _bring_in(plan, store, shard, run=run, rules=_rules(rules), shown=None if verbose else SHOWN_FAULTS)
+            _import_logs(plan, store, shard, run=run, rules=_rules(rules), shown=None if verbose else SHOWN_FAULTS)
     except (IngestError, StoreError) as error:
         raise CommandError(str(error)) from error
 
 
-def _bring_in(
+def _import_logs(
     plan: Sequence[tuple[Path, Importer]],
     store: Path,
     shard: str,
@@ -93,7 +93,7 @@ def _bring_in(
             known = known_imports(connection, name)
             with _progress(path) as progress:
                 report = import_records(path, writer, importer, run=name, progress=progress, known=known, rules=rules)
-            _tell(path, report, shown)
+            _print_report(path, report, shown)
 
 
 def _importer(name: str) -> Importer:
@@ -101,13 +101,13 @@ def _importer(name: str) -> Importer:
 
     known = importers()
     if name not in known:
-        hint = nearest(name, known)
-        raise CommandError(f"no format is called {name!r}; known are {', '.join(sorted(known))}.{hint}", code=USAGE)
+        hint = suggestion(name, known)
+        raise CommandError(f"unknown format {name!r}; known formats: {', '.join(sorted(known))}.{hint}", code=USAGE)
     return known[name]
 
 
 def _logs(path: Path, chosen: Importer | None) -> Iterator[tuple[Path, Importer]]:
-    """Yield the log at `path`; of a folder that is no log itself, the logs in it."""
+    """Yield the log at `path` with its importer; for a folder that is not a log itself, the logs in it."""
     from rankscope_ingest.errors import IngestError
     from rankscope_ingest.importers import find_importer
 
@@ -121,7 +121,7 @@ def _logs(path: Path, chosen: Importer | None) -> Iterator[tuple[Path, Importer]
             raise
         found = []
         for file in sorted(file for file in path.iterdir() if file.is_file()):
-            with contextlib.suppress(IngestError):  # other files may lie in the folder
+            with contextlib.suppress(IngestError):  # the folder may contain other files
                 found.append((file, find_importer(file)))
         if not found:
             raise
@@ -129,7 +129,7 @@ def _logs(path: Path, chosen: Importer | None) -> Iterator[tuple[Path, Importer]
 
 
 def _rules(path: Path | None) -> Sequence[AnomalyRule]:
-    """Return the rules in a file, or the usual ones."""
+    """Return the rules in a file, or the default rules."""
     from rankscope_contract.rules import rule_from_config
     from rankscope_ingest.importers.judging import IMPORT_RULES
 
@@ -141,7 +141,7 @@ def _rules(path: Path | None) -> Sequence[AnomalyRule]:
             return [rule_from_config(entry) for entry in entries]
     except (OSError, ValueError, RecursionError) as error:
         raise CommandError(f"{path}: {error}", code=USAGE) from error
-    raise CommandError(f'{path}: a list such as [{{"rule_name": "AnomalyNan"}}] is expected', code=USAGE)
+    raise CommandError(f'{path}: expected a list such as [{{"rule_name": "AnomalyNan"}}]', code=USAGE)
 
 
 def _explain(path: Path, chosen: Importer) -> None:
@@ -154,7 +154,7 @@ def _explain(path: Path, chosen: Importer) -> None:
 
 @contextlib.contextmanager
 def _progress(path: Path) -> Iterator[Callable[[int], None] | None]:
-    """Show a bar while a file is read, on a terminal only."""
+    """Show a bar of the bytes read on a terminal; elsewhere show nothing."""
     if not sys.stderr.isatty() or not path.is_file():
         yield None
         return
@@ -173,17 +173,17 @@ def _progress(path: Path) -> Iterator[Callable[[int], None] | None]:
         yield lambda done: bar.update(task, completed=done)
 
 
-def _tell(path: Path, report: ImportReport, shown: int | None) -> None:
+def _print_report(path: Path, report: ImportReport, shown: int | None) -> None:
     steps = "" if report.last_step is None else f", up to step {report.last_step:,}"
-    brought = f"{report.source_kind}, {report.records:,} records{steps}"
-    told = [
+    imported = f"{report.source_kind}, {report.records:,} records{steps}"
+    details = [
         f"{report.attempts:,} attempts" if report.attempts > 1 else "",
         f"{report.anomalies:,} anomalies" if report.anomalies else "",
-        f"{report.passed_over:,} other lines" if report.passed_over else "",
-        "another log stood here before" if report.is_replacement else "",
+        f"{report.passed_over:,} lines without records" if report.passed_over else "",
+        "replaces another log at this path" if report.is_replacement else "",
     ]
-    more = f" ({', '.join(filter(None, told))})" if any(told) else ""
-    print(f"{path}: {brought}; {report.rows_stored:,} new rows in {report.run}{more}")
+    more = f" ({', '.join(filter(None, details))})" if any(details) else ""
+    print(f"{path}: {imported}; {report.rows_stored:,} new rows in {report.run}{more}")
     if report.malformed:
         lines = "; ".join(f"line {fault.line:,}: {fault.text}" for fault in report.faults[:shown])
-        print(f"{path}: {report.malformed:,} lines could not be read ({lines})", file=sys.stderr)
+        print(f"{path}: {report.malformed:,} malformed lines ({lines})", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`rankscope runs`: what the store holds, what is known of a run, and what becomes of it."""
+"""`rankscope runs`: list, show, tag, remove, rename and merge the runs of a store."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from rankscope.errors import USAGE, CommandError
-from rankscope.opening import chosen_run, opened
-from rankscope.options import Output, OutputFormat, Store
-from rankscope.output import Format, as_json, write_rows, write_text
+from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.open_store import open_store, resolve_run
+from rankscope.base.options import Store
+from rankscope.output.rows import Format, Output, OutputFormat, as_json, write_rows, write_text
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Action(enum.StrEnum):
-    """What to do with runs."""
+    """Actions on runs."""
 
     LIST = "list"
     SHOW = "show"
@@ -44,33 +44,34 @@ _NAMES: Final = {
     Action.RENAME: "RUN NAME",
     Action.MERGE: "RUN INTO",
 }
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="show, rm: RUN; tag: RUN KEY=VALUE…; untag: RUN KEY…; note: RUN TEXT; rename: RUN NAME; merge: RUN INTO."
+    ),
+]
 _LABELS: Final = (Action.TAG, Action.UNTAG, Action.NOTE)
 
 
 def runs(
     action: Annotated[Action, typer.Argument(help="list, show, tag, untag, note, rm, rename or merge.")] = Action.LIST,
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="show, rm: RUN; tag: RUN KEY=VALUE…; untag: RUN KEY…; note: RUN TEXT; rename: RUN NAME; "
-            "merge: RUN INTO."
-        ),
-    ] = None,
+    names: Names = None,
     store: Store = Path("history"),
     tag: Annotated[
-        list[str] | None, typer.Option("--tag", "-t", help="list: only runs with KEY=VALUE, or with KEY; may repeat.")
+        list[str] | None,
+        typer.Option("--tag", "-t", help="list: only runs with this tag, KEY=VALUE or KEY; may repeat."),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="rm: do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="rm: do not ask for confirmation.")] = False,
     form: OutputFormat = Format.TABLE,
     output: Output = None,
 ) -> None:
-    """List the runs of a store, the latest first; show, label, remove, rename or join them.
+    """List the runs of a store, the latest first; or show, tag, remove, rename or merge runs.
 
-    show prints what is known of a run: state, tags, note, commit, command, and its configuration, secrets masked. Tags
-    and notes may be given while a service writes the run; an empty note takes it away.
+    show prints state, tags, note, commit, command and configuration of a run, with secrets masked. Tags and notes can
+    be changed while a service writes the run; an empty note removes the note.
 
-    merge puts the attempts of RUN behind those of INTO. What rm has removed is gone; a log may be imported again.
-    rm, rename and merge refuse while a service writes the run.
+    merge appends the attempts of RUN to those of INTO. rm is permanent, but a log can be imported again. rm, rename
+    and merge fail while a service writes the run.
 
     [bold]Examples[/bold]
 
@@ -88,25 +89,38 @@ def runs(
 
     rankscope runs merge 48151624 pretraining
     """
-    given = names or []
+    _run_action(action, names or [], store, tag or [], form, output, yes=yes)
+
+
+def _run_action(
+    action: Action,
+    given: Sequence[str],
+    store: Path,
+    tag: Sequence[str],
+    form: Format,
+    output: Path | None,
+    *,
+    yes: bool,
+) -> None:
     if tag and action is not Action.LIST:
         raise CommandError(
-            f"--tag chooses runs of the list: write rankscope runs {action} {_NAMES[action]}", code=USAGE
+            f"--tag filters the list of runs: write rankscope runs {action} {_NAMES[action]}",
+            code=USAGE,
         )
     if action is Action.LIST and not given:
-        _list(store, tag or [], form, output)
+        _list(store, tag, form, output)
         return
     if not _fits(action, len(given)):
         raise CommandError(f"write: rankscope runs {action} {_NAMES[action]}".rstrip(), code=USAGE)
-    with opened(store) as connection:
-        run = chosen_run(connection, given[0])
+    with open_store(store) as connection:
+        run = resolve_run(connection, given[0])
     if action is Action.SHOW:
         _show(store, run, form, output)
     elif action in _LABELS:
-        _say(_relabelled(store.absolute(), run, _wanted(action, given[1:])))
+        _print_labels(_relabelled(store.absolute(), run, _wanted(action, given[1:])))
     elif action is not Action.RM or yes or typer.confirm(f"Remove all rows of {run!r} from {store}?"):
         report = _change(action, store.absolute(), run, given[-1])
-        freed = f"; {report.bytes_freed:,} bytes will be free after maintenance" if action is Action.RM else ""
+        freed = f"; {report.bytes_freed:,} bytes will be freed by maintenance" if action is Action.RM else ""
         print(f"{report.rows:,} rows in {report.files_removed} files{freed}")
     else:
         raise typer.Exit(1)
@@ -120,7 +134,7 @@ def _fits(action: Action, count: int) -> bool:
 def _list(store: Path, tags: Sequence[str], form: Format, output: Path | None) -> None:
     from rankscope_storage.asking import reports
 
-    with opened(store) as connection:
+    with open_store(store) as connection:
         rows = reports.runs(connection)
     if tags:
         rows = _having(rows, tags)
@@ -128,7 +142,7 @@ def _list(store: Path, tags: Sequence[str], form: Format, output: Path | None) -
 
 
 def _having(rows: pa.Table, wanted: Sequence[str]) -> pa.Table:
-    """Return the rows with all tags `wanted`, each as KEY=VALUE or, with any value, KEY."""
+    """Return the runs that have all tags in `wanted`, each written as KEY=VALUE, or as KEY for any value."""
     from rankscope_storage.care.labels import parse_tags
 
     pairs = [text.partition("=") for text in wanted]
@@ -140,13 +154,15 @@ def _having(rows: pa.Table, wanted: Sequence[str]) -> pa.Table:
 
 
 def _show(store: Path, run: str, form: Format, output: Path | None) -> None:
-    from rankscope.run_facts import fact_lines, run_facts
+    from rankscope.output.run_details import run_detail_lines, run_details
 
     if form not in (Format.TABLE, Format.JSON):
-        raise CommandError("runs show prints lines, or --format json", code=USAGE)
-    with opened(store) as connection:
-        facts = run_facts(connection, run)
-    write_text(as_json(facts) if form is Format.JSON else "".join(f"{line}\n" for line in fact_lines(facts)), output)
+        raise CommandError("runs show prints text, or JSON with --format json", code=USAGE)
+    with open_store(store) as connection:
+        facts = run_details(connection, run)
+    write_text(
+        as_json(facts) if form is Format.JSON else "".join(f"{line}\n" for line in run_detail_lines(facts)), output
+    )
 
 
 def _wanted(action: Action, given: Sequence[str]) -> Relabel:
@@ -159,7 +175,7 @@ def _wanted(action: Action, given: Sequence[str]) -> Relabel:
     pairs = [text.partition("=") for text in given]
     for text, (_, equals, _) in zip(given, pairs, strict=True):
         if not equals:
-            raise CommandError(f"{text!r} is no tag: write KEY=VALUE", code=USAGE)
+            raise CommandError(f"{text!r} is not a tag: write KEY=VALUE", code=USAGE)
     return labels.tagged({key: value for key, _, value in pairs})
 
 
@@ -174,7 +190,7 @@ def _relabelled(root: Path, run: str, change: Relabel) -> Labels:
         raise CommandError(str(error)) from error
 
 
-def _say(labels: Labels) -> None:
+def _print_labels(labels: Labels) -> None:
     print(f"tags  {'  '.join(f'{key}={value}' for key, value in labels.tags.items()) or 'none'}")
     print(f"note  {labels.note or 'none'}")
 

@@ -1,40 +1,45 @@
-"""`rankscope serve`: the service that collects every step of every rank, with its progress on the terminal."""
+"""`rankscope serve`: run the service that stores every step of every rank, with progress on the terminal."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
+import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
 
-from rankscope.errors import TAKEN_OVER, USAGE, CommandError
-from rankscope.output import printable
-from rankscope.systemd import ALIVE, READY, notify
+from rankscope.base.errors import TAKEN_OVER, USAGE, CommandError
+from rankscope.base.service_settings import load_settings
+from rankscope.output.rows import printable
 
 if TYPE_CHECKING:
-    from rankscope.progress import View
+    from rankscope.output.progress import View
     from rankscope_ingest.config import ServiceConfig
     from rankscope_ingest.progress import Progress
+log = logging.getLogger(__name__)
 
-DEFAULT_STORE: Final = "history"
+READY: Final = "READY=1"
+ALIVE: Final = "WATCHDOG=1"
+"""Sent repeatedly. If the unit has a watchdog, systemd restarts a service that stops sending it."""
 
 
 def serve(
     config: Annotated[Path | None, typer.Argument(help="TOML file; docs/configuration.md lists its keys.")] = None,
     store: Annotated[Path | None, typer.Option("--store", "-s", help="Folder of the store.")] = None,
-    listen: Annotated[str | None, typer.Option(help="Address to listen on, host:port.")] = None,
-    notify: Annotated[list[str] | None, typer.Option(help="Apprise address to notify; may be repeated.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only what is worth a line.")] = False,
+    listen: Annotated[str | None, typer.Option(help="Listen address, host:port.")] = None,
+    notify: Annotated[list[str] | None, typer.Option(help="Apprise URL to notify; may be repeated.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only events, no progress.")] = False,
 ) -> None:
-    """Collect from every rank that registers, until Ctrl-C or SIGTERM; then store what is left and end.
+    """Store the records of all ranks that register, until Ctrl-C or SIGTERM; then store pending rows and exit.
 
-    Options win over the file. Without a file the store is $RANKSCOPE_STORE, or the folder `history`; a file that names
-    no token leaves it to $RANKSCOPE_TOKEN or the file in $RANKSCOPE_TOKEN_FILE, as ranks do.
+    Options override the file. Without a file, the store is $RANKSCOPE_STORE or the folder `history`. If the file
+    contains no token, $RANKSCOPE_TOKEN or the file named by $RANKSCOPE_TOKEN_FILE is used, as on ranks.
 
     [bold]Examples[/bold]
 
@@ -43,36 +48,12 @@ def serve(
     rankscope serve service.toml --listen 127.0.0.1:9470 --notify json://127.0.0.1:8080/alerts
     """
     settings = load_settings(config, store, listen, notify)
-    from rankscope.progress import view_for
+    from rankscope.output.progress import view_for
 
     console = Console(highlight=False)
     with view_for(console) as view:
         _log_to(view)
         _run(settings, view, show=not quiet)
-
-
-def default_store() -> str:
-    """Return where the store is when nobody says so."""
-    return os.environ.get("RANKSCOPE_STORE") or DEFAULT_STORE
-
-
-def load_settings(
-    config: Path | None, store: Path | None, listen: str | None, notify: list[str] | None
-) -> ServiceConfig:
-    """Return the service's configuration, options over the file. Raises CommandError naming what is wrong."""
-    from rankscope_ingest.config_file import load_config
-    from rankscope_ingest.errors import ConfigError
-
-    given: dict[str, Any] = {
-        "store.path": str(store) if store else default_store() if config is None else None,
-        "service.listen": listen,
-        "notify.urls": tuple(notify) if notify else None,
-    }
-    try:
-        overrides = {key: value for key, value in given.items() if value is not None}
-        return load_config(config, overrides, environment=os.environ)
-    except ConfigError as error:
-        raise CommandError(str(error), code=USAGE) from error
 
 
 def _run(settings: ServiceConfig, view: View, *, show: bool) -> None:
@@ -81,45 +62,45 @@ def _run(settings: ServiceConfig, view: View, *, show: bool) -> None:
     from rankscope_storage.errors import ShardLostError, StoreError
 
     def ready(url: str) -> None:
-        view.say(f"listening on {url}")
-        view.say(f"storing into {settings.store.path}")
-        view.say(f"ranks find it with RANKSCOPE_INGEST_URL={url}")
-        notify(READY)
+        view.print_line(f"listening on {url}")
+        view.print_line(f"store: {settings.store.path}")
+        view.print_line(f"for ranks: export RANKSCOPE_INGEST_URL={url}")
+        notify_systemd(READY)
 
-    teller = _Teller(view, show=show)
+    printer = _ProgressPrinter(view, show=show)
     try:
-        asyncio.run(run(settings, on_progress=teller.tell, on_ready=ready))
+        asyncio.run(run(settings, on_progress=printer.update, on_ready=ready))
     except ConfigError as error:
         raise CommandError(str(error), code=USAGE) from error
     except ShardLostError as error:
         raise CommandError(str(error), code=TAKEN_OVER) from error
     except (IngestError, StoreError) as error:
         raise CommandError(str(error)) from error
-    view.say(f"stopped; {teller.rows_stored:,} rows were stored, {teller.rows_pending:,} are left")
+    view.print_line(f"stopped; {printer.rows_stored:,} rows stored, {printer.rows_pending:,} rows not stored")
 
 
-class _Teller:
-    """Shows progress as it comes, and says when the service falls into trouble or gets out of it."""
+class _ProgressPrinter:
+    """Shows progress, and prints a line when the service becomes degraded or recovers."""
 
     def __init__(self, view: View, *, show: bool) -> None:
         self._view = view
         self._show = show
-        self._trouble: str | None = None
+        self._degraded: str | None = None
         self.rows_stored = 0
         self.rows_pending = 0
 
-    def tell(self, progress: Progress) -> None:
+    def update(self, progress: Progress) -> None:
         self.rows_stored, self.rows_pending = progress.rows_stored, progress.rows_pending
-        notify(ALIVE)
-        if progress.degraded != self._trouble:
-            self._trouble = progress.degraded
-            self._view.say(f"trouble: {self._trouble}" if self._trouble else "all is well again")
+        notify_systemd(ALIVE)
+        if progress.degraded != self._degraded:
+            self._degraded = progress.degraded
+            self._view.print_line(f"degraded: {self._degraded}" if self._degraded else "recovered")
         if self._show:
             self._view.show(progress.runs, time.monotonic())
 
 
-class _Lines(logging.Handler):
-    """Hands log records to the view, so that they do not tear its bars."""
+class _ViewHandler(logging.Handler):
+    """Prints log records through the view, so that they do not disturb its progress bars."""
 
     def __init__(self, view: View) -> None:
         super().__init__(logging.INFO)
@@ -128,15 +109,28 @@ class _Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         fields = ((key, value) for key, value in vars(record).items() if key not in _RECORD_FIELDS)
         about = "".join(f", {key} {value}" for key, value in fields if value is not None)
-        self._view.say(printable(f"{record.levelname.lower()}: {record.getMessage()}{about}"))
+        self._view.print_line(printable(f"{record.levelname.lower()}: {record.getMessage()}{about}"))
 
 
 _RECORD_FIELDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "taskName"}
-"""What every log record has; the rest says what it is about."""
+"""Attributes of every log record. All other attributes are context and are printed."""
 
 
 def _log_to(view: View) -> None:
     logger = logging.getLogger("rankscope_ingest")
-    logger.addHandler(_Lines(view))
+    logger.addHandler(_ViewHandler(view))
     logger.setLevel(logging.INFO)
-    logging.getLogger("rankscope_storage").addHandler(_Lines(view))
+    logging.getLogger("rankscope_storage").addHandler(_ViewHandler(view))
+
+
+def notify_systemd(state: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Send `state` to systemd (sd_notify) if $NOTIFY_SOCKET is set. Log a warning on failure; the service continues."""
+    address = environment.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagram:
+            datagram.connect("\0" + address[1:] if address.startswith("@") else address)
+            datagram.send(state.encode("utf-8", "replace"))
+    except OSError as error:
+        log.warning("cannot send %s to systemd: %s", state.partition("=")[0], error)

@@ -1,4 +1,4 @@
-"""`rankscope sql`: one SELECT over a store, read-only."""
+"""`rankscope sql`: run one SELECT on a store, read-only."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Annotated
 
 import typer
 
-from rankscope.errors import USAGE, CommandError
-from rankscope.opening import opened
-from rankscope.options import Output, OutputFormat, Store
-from rankscope.output import TABLE_ROWS, Format, write_rows, write_text
+from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.open_store import open_store
+from rankscope.base.options import Store
+from rankscope.output.rows import TABLE_ROWS, Format, Output, OutputFormat, write_rows, write_text
 
 
 def sql(
-    query: Annotated[str | None, typer.Argument(help="One SELECT; standard input when left out.")] = None,
+    query: Annotated[str | None, typer.Argument(help="One SELECT statement. Default: standard input.")] = None,
     store: Store = Path("history"),
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the query from this file.")] = None,
     form: OutputFormat = Format.TABLE,
     output: Output = None,
-    rows: Annotated[int, typer.Option(min=0, help="Rows a table shows at most; other formats give all.")] = TABLE_ROWS,
+    rows: Annotated[int, typer.Option(min=0, help="Largest number of rows in a table.")] = TABLE_ROWS,
     emit_views: Annotated[
-        bool, typer.Option("--emit-views", help="Print a script that gives the plain duckdb program the same views.")
+        bool, typer.Option("--emit-views", help="Print a SQL script that creates the same views in the duckdb program.")
     ] = False,
 ) -> None:
-    """Ask a store in SQL (DuckDB's). It can only be read, and nothing but the store can be reached.
+    """Query a store in SQL (DuckDB dialect). Access is read-only and limited to the store.
 
     Tables: tensor_stats, scalars, events, runs, attempts, tensors, …; docs/store.md lists their columns.
 
@@ -43,7 +43,7 @@ def sql(
         _emit_views(store, output)
         return
     statement = _statement(query, file)
-    with opened(store) as connection:
+    with open_store(store) as connection:
         answer = connection.query(statement)
     write_rows(answer, form, output, limit=rows)
 
@@ -59,13 +59,13 @@ def _statement(query: str | None, file: Path | None) -> str:
     if query is not None:
         return query
     if sys.stdin.isatty():
-        raise CommandError("what is the question? Give a SELECT, --file, or standard input", code=USAGE)
+        raise CommandError("no query: give a SELECT, --file, or standard input", code=USAGE)
     return sys.stdin.read()
 
 
 def _emit_views(store: Path, output: Path | None) -> None:
     from rankscope_storage.asking.plain_sql import emit_views
 
-    with opened(store):  # names what is wrong with the folder
+    with open_store(store):  # raises CommandError if the folder is not a valid store
         script = emit_views(store)
     write_text(script, output)

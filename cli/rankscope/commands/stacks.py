@@ -1,4 +1,4 @@
-"""`rankscope stacks`: where every rank of a run stands right now."""
+"""`rankscope stacks`: print the current Python stacks and collectives of all ranks of a run."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from rankscope.errors import USAGE, CommandError
+from rankscope.base.errors import USAGE, CommandError
 
-ASK_SECONDS: Final = 60.0
-"""The service waits for each rank for as long as its own timeout says; several at once."""
+TIMEOUT_SECONDS: Final = 60.0
+"""Timeout of the request. The service polls several ranks in parallel and applies its own timeout to each."""
 
 
 def stacks(
     run: Annotated[
-        str | None, typer.Argument(help="Name of the run; may be left out when only one is alive.", show_default=False)
+        str | None, typer.Argument(help="Name of the run. Default: the only live run.", show_default=False)
     ] = None,
     rank: Annotated[list[int] | None, typer.Option(help="Only this rank; may be repeated.", show_default=False)] = None,
     service: Annotated[
         str, typer.Option(envvar="RANKSCOPE_INGEST_URL", help="Address of the service.")
     ] = "http://127.0.0.1:9470",
-    all_threads: Annotated[bool, typer.Option("--all-threads", help="Show the other threads too.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what the service answers, as it is.")] = False,
+    all_threads: Annotated[bool, typer.Option("--all-threads", help="Also show the other threads.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the unchanged response of the service.")] = False,
 ) -> None:
-    """Ask the ranks of a run where they stand: Python stacks and collectives, equal ones together.
+    """Print Python stacks and collectives of the ranks of a run, grouped by equal stacks.
 
-    A rank that waits in a collective waits for those that are not in it, so these come first. Of a run that stalls the
-    cause is named where flight records or stacks single out one rank. It works for a training that
-    hangs as well as for one that runs, which it does not disturb; each answer is recorded as an event. A token is
-    needed: the service's own, in RANKSCOPE_TOKEN or the file that RANKSCOPE_TOKEN_FILE names. For TLS
-    RANKSCOPE_CA_FILE, RANKSCOPE_CERT_FILE and RANKSCOPE_KEY_FILE are read as by a rank.
+    Ranks inside a collective wait for ranks outside it, so the ranks outside are shown first. If the run is stalled
+    and flight records or stacks single out one rank, the command prints that rank as the cause. The command works for
+    hanging and for running trainings, and does not disturb them. Each response is recorded as an event. The token of
+    the service is required, in RANKSCOPE_TOKEN or the file named by RANKSCOPE_TOKEN_FILE. TLS uses RANKSCOPE_CA_FILE,
+    RANKSCOPE_CERT_FILE and RANKSCOPE_KEY_FILE, as on a rank.
 
     [bold]Examples[/bold]
 
@@ -40,62 +40,62 @@ def stacks(
 
     rankscope stacks my-run --rank 3 --all-threads
     """
-    from rankscope.standings import lines
+    from rankscope.output.stacks_text import stacks_lines
 
     address = service.rstrip("/")
-    answer = _asked(address, run or _only_run(address), rank or None)
+    response = _fetch_stacks(address, run or _only_run(address), rank or None)
     if as_json:
-        print(json.dumps(answer, ensure_ascii=False, indent=1))
+        print(json.dumps(response, ensure_ascii=False, indent=1))
         return
     try:
-        print("\n".join(lines(answer, all_threads=all_threads)))
+        print("\n".join(stacks_lines(response, all_threads=all_threads)))
     except (ValueError, KeyError, TypeError) as error:
-        raise CommandError(f"{service} gave no answer of this release: {error}") from error
+        raise CommandError(f"{service} returned a response that this release cannot read: {error}") from error
 
 
-def _asked(service: str, run: str, ranks: list[int] | None) -> dict[str, Any]:
-    from rankscope.live.http_client import UnreachableError, post
-    from rankscope.live.trust import environment_trust
+def _fetch_stacks(service: str, run: str, ranks: list[int] | None) -> dict[str, Any]:
+    from rankscope.base.http_client import UnreachableError, post
+    from rankscope.base.service_settings import environment_tls
     from rankscope_contract.channel import RUN_STACKS_PATH
 
     try:
-        answer = post(
+        response = post(
             service + RUN_STACKS_PATH,
             {"run": run, "ranks": ranks},
             token=_token(),
-            timeout_seconds=ASK_SECONDS,
-            trust=environment_trust(),
+            timeout_seconds=TIMEOUT_SECONDS,
+            client_tls=environment_tls(),
         )
     except UnreachableError as error:
-        raise CommandError(f"{error}: is the service there? Name it with --service or RANKSCOPE_INGEST_URL") from error
-    document = answer.json()
-    if answer.status != 200 or not isinstance(document, dict):
-        text = answer.body.decode("utf-8", "replace").strip() or f"status {answer.status}"
-        raise CommandError(f"{service}: {_hinted(answer.status, text)}")
+        raise CommandError(f"{error}: name the service with --service or RANKSCOPE_INGEST_URL") from error
+    document = response.json()
+    if response.status != 200 or not isinstance(document, dict):
+        text = response.body.decode("utf-8", "replace").strip() or f"status {response.status}"
+        raise CommandError(f"{service}: {_with_token_hint(response.status, text)}")
     if not document.get("ranks"):
-        raise CommandError(f"run {run!r} has no live rank{' of these' if ranks else ''} that could be asked")
+        raise CommandError(f"run {run!r} has no live rank{' among those selected' if ranks else ''}")
     return document
 
 
 def _only_run(service: str) -> str:
-    from rankscope.live.http_client import UnreachableError, get
-    from rankscope.live.trust import environment_trust
+    from rankscope.base.http_client import UnreachableError, get
+    from rankscope.base.service_settings import environment_tls
     from rankscope_contract.channel import RUNS_PATH
 
     try:
-        answer = get(service + RUNS_PATH, token=_token(), trust=environment_trust())
+        response = get(service + RUNS_PATH, token=_token(), client_tls=environment_tls())
     except UnreachableError as error:
-        raise CommandError(f"{error}: is the service there? Name it with --service or RANKSCOPE_INGEST_URL") from error
-    runs = answer.json()
-    if answer.status != 200 or not isinstance(runs, list):
-        raise CommandError(f"{service}: {_hinted(answer.status, f'status {answer.status}')}")
+        raise CommandError(f"{error}: name the service with --service or RANKSCOPE_INGEST_URL") from error
+    runs = response.json()
+    if response.status != 200 or not isinstance(runs, list):
+        raise CommandError(f"{service}: {_with_token_hint(response.status, f'status {response.status}')}")
     alive = [entry["run"] for entry in runs if entry.get("ranks_alive")]
     if len(alive) == 1:
         return str(alive[0])
-    raise CommandError(f"name the run: {', '.join(alive) or 'none'} alive at {service}", code=USAGE)
+    raise CommandError(f"name the run; live runs at {service}: {', '.join(alive) or 'none'}", code=USAGE)
 
 
-def _hinted(status: int, text: str) -> str:
+def _with_token_hint(status: int, text: str) -> str:
     return f"{text} (RANKSCOPE_TOKEN is {'set' if _token() else 'not set'} here)" if status == 401 else text
 
 

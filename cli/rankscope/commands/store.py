@@ -1,4 +1,4 @@
-"""`rankscope store`: looking after a store by hand."""
+"""`rankscope store`: check, measure, compact and repair a store, and apply retention."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rankscope.errors import USAGE, CommandError
-from rankscope.options import Output, OutputFormat
-from rankscope.options import Store as Folder
-from rankscope.output import Format, write_rows
+from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.options import Store as Folder
+from rankscope.output.rows import Format, Output, OutputFormat, write_rows
 
 if TYPE_CHECKING:
     from rankscope_storage.care.findings import CheckReport
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Action(enum.StrEnum):
-    """What to do with the store."""
+    """Actions on a store."""
 
     CHECK = "check"
     STATS = "stats"
@@ -34,7 +33,7 @@ class Action(enum.StrEnum):
 
 
 class By(enum.StrEnum):
-    """What `stats` has a row for."""
+    """Grouping of the rows of `stats`."""
 
     DATASET = "dataset"
     PART = "part"
@@ -42,41 +41,42 @@ class By(enum.StrEnum):
     TIER = "tier"
 
 
+Days = Annotated[
+    float | None, typer.Option(min=0, help="retain: days to keep raw tensor statistics.", show_default=False)
+]
+ScalarsDays = Annotated[float | None, typer.Option(min=0, help="retain: days to keep raw scalars.", show_default=False)]
+SamplesDays = Annotated[float | None, typer.Option(min=0, help="retain: days to keep samples.", show_default=False)]
+RollupDays = Annotated[float | None, typer.Option(min=0, help="retain: days to keep rollups.", show_default=False)]
+
+
 def store(
     action: Annotated[Action, typer.Argument(help="check, stats, compact, retain or repair.")],
     store: Folder = Path("history"),
     deep: Annotated[
-        bool, typer.Option("--deep", help="check, repair: decode every value; check: look for rows stored twice.")
+        bool, typer.Option("--deep", help="check, repair: decode every value; check: search for duplicate rows.")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="repair: give up files of a disk or mount that is away, too.")
+        bool,
+        typer.Option("--force", help="repair: also drop missing files from the log if a disk may be offline."),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="retain, repair: only say what would be done.")] = False,
-    days: Annotated[
-        float | None, typer.Option(min=0, help="retain: days that raw statistics are kept.", show_default=False)
-    ] = None,
-    scalars_days: Annotated[
-        float | None, typer.Option(min=0, help="retain: days that raw scalars are kept.", show_default=False)
-    ] = None,
-    samples_days: Annotated[
-        float | None, typer.Option(min=0, help="retain: days that samples are kept.", show_default=False)
-    ] = None,
-    rollup_days: Annotated[
-        float | None, typer.Option(min=0, help="retain: days that rollups are kept.", show_default=False)
-    ] = None,
-    by: Annotated[By, typer.Option(help="stats: a row for each of these.")] = By.DATASET,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="retain, repair: only print the actions.")] = False,
+    days: Days = None,
+    scalars_days: ScalarsDays = None,
+    samples_days: SamplesDays = None,
+    rollup_days: RollupDays = None,
+    by: Annotated[By, typer.Option(help="stats: group rows by this.")] = By.DATASET,
     form: OutputFormat = Format.TABLE,
     output: Output = None,
 ) -> None:
-    """Look after a store: is it whole, what does it hold, merge small files, let old rows go, repair a damaged one.
+    """Check a store, print its size, compact small files, delete old rows, or repair damage.
 
-    check compares the log with every file and ends with 1 where something is lost, doubled or cannot be found. It
-    reads only, as stats does. compact merges small files beside a running service. retain replaces statistics of
-    tensors older than --days, and scalars older than --scalars-days, by one row per hundred steps; features,
-    histograms, hashes and collectives older than --days go, as samples and rollups do after days of their own. What
-    has no days given stays, events and runs always. repair moves a torn log entry and files that cannot be read to
-    _damaged/, says which rows are lost, and removes what dead processes left; it refuses while a service writes, and,
-    without --force, where a disk or a mount may be away.
+    check compares the log with every file; exit code 1 means lost, duplicate or missing data. check and stats only
+    read. compact merges small files, also while a service writes. retain replaces tensor statistics older than --days,
+    and scalars older than --scalars-days, by one row per 100 steps. It deletes features, histograms, hashes and
+    collectives older than --days, samples older than --samples-days and rollups older than --rollup-days. Without an
+    option, its rows are kept; events and runs are always kept. repair moves a torn log entry and unreadable files to
+    _damaged/, reports lost rows, and deletes files that killed processes left. repair fails while a service writes,
+    and, without --force, if a disk or mount may be offline.
 
     [bold]Examples[/bold]
 
@@ -111,19 +111,19 @@ def _check(root: Path, *, deep: bool) -> None:
 
     with _bar("files") as progress:
         report = check(root, deep=deep, progress=progress)
-    _tell_check(report)
+    _print_check(report)
     if not report.is_whole:
         raise typer.Exit(1)
 
 
-def _tell_check(report: CheckReport) -> None:
+def _print_check(report: CheckReport) -> None:
     for finding in report.findings:
         print(f"{'damage' if finding.fault.is_damage else 'note'}: {finding.fault}: {finding.path}: {finding.text}")
     if report.version is None:
-        print("the log cannot be read: nothing else was looked at")
+        print("the log cannot be read: files were not checked")
         return
     damage = sum(finding.fault.is_damage for finding in report.findings)
-    verdict = "whole" if report.is_whole else f"damaged in {damage} place{'' if damage == 1 else 's'}"
+    verdict = "no damage" if report.is_whole else f"damaged in {damage} place{'' if damage == 1 else 's'}"
     print(
         f"version {report.version}: {report.files} files, {report.rows:,} rows, {report.size_bytes:,} bytes; {verdict}"
     )
@@ -138,7 +138,7 @@ def _stats(root: Path, by: By, form: Format, output: Path | None) -> None:
     if form is Format.TABLE and output is None:
         span = f", {found.oldest:%Y-%m-%d %H:%M} to {found.newest:%Y-%m-%d %H:%M} UTC" if found.oldest else ""
         print(f"version {found.version}: {found.files} files, {found.rows:,} rows, {found.size_bytes:,} bytes{span}")
-        unused = f"files no longer needed: {found.unused_bytes:,} bytes"
+        unused = f"unreferenced files: {found.unused_bytes:,} bytes"
         print(f"log: {found.log_entries} entries, {found.log_bytes:,} bytes; {unused}")
     write_rows(found.groups, form, output)
 
@@ -147,11 +147,11 @@ def _compact(root: Path) -> None:
     from rankscope_storage.care.compaction import compact
     from rankscope_storage.durable import sync_to_disk
 
-    with _bar("merges") as progress:
+    with _bar("compactions") as progress:
         report = compact(root, sync_to_disk, progress)
     print(f"{report.files_removed} files became {report.files_added}, {report.rows:,} rows, {report.seconds:.1f} s")
     if report.refused:
-        raise CommandError("another compaction is at work: the rest is left to it")
+        raise CommandError("another compaction is running: it will compact the remaining files")
 
 
 def _policy(days: float | None, scalars: float | None, samples: float | None, rollups: float | None) -> Retention:
@@ -159,7 +159,7 @@ def _policy(days: float | None, scalars: float | None, samples: float | None, ro
 
     if {days, scalars, samples, rollups} == {None}:
         raise CommandError(
-            "how many days are to be kept of what? Give --days, --scalars-days, --samples-days or --rollup-days",
+            "no retention time: give --days, --scalars-days, --samples-days or --rollup-days",
             code=USAGE,
         )
     try:
@@ -176,38 +176,38 @@ def _retain(root: Path, policy: Retention, form: Format, output: Path | None, *,
     try:
         policy.limits(now)
     except OverflowError as error:
-        raise CommandError("one of the days is before all time: nothing is that old", code=USAGE) from error
+        raise CommandError("a number of days is too large: it exceeds the range of dates", code=USAGE) from error
     with _bar("commits") as progress:
         report = retain(root, policy, sync_to_disk, now=now, dry_run=dry_run, progress=progress)
     write_rows(report.groups, form, output)
     if form is Format.TABLE and output is None:
-        _tell_retention(report, dry_run=dry_run)
+        _print_retention(report, dry_run=dry_run)
     if report.failed:
         raise CommandError("; ".join(report.failed))
     if report.refused:
-        raise CommandError("another process replaced some of the files meanwhile: ask again for the rest")
+        raise CommandError("another process replaced some of the files: run the command again")
 
 
-def _tell_retention(report: RetentionReport, *, dry_run: bool) -> None:
-    going = f"{report.files} files, {report.rows:,} rows, {report.size_bytes:,} bytes"
+def _print_retention(report: RetentionReport, *, dry_run: bool) -> None:
+    old = f"{report.files} files, {report.rows:,} rows, {report.size_bytes:,} bytes"
     if dry_run:
-        print(f"would go: {going}")
+        print(f"would delete: {old}")
         return
-    print(f"gone: {going}; the disk is free after maintenance, in two hours")
+    print(f"deleted: {old}; maintenance frees the disk space in two hours")
     if report.added_rows:
-        print(f"came for it: {report.added_rows:,} rows, {report.added_bytes:,} bytes")
+        print(f"added rollups: {report.added_rows:,} rows, {report.added_bytes:,} bytes")
 
 
 @contextlib.contextmanager
-def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show how many of how many are done on a terminal; elsewhere say nothing."""
+def _bar(unit: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar with done and total count on a terminal; elsewhere show nothing."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn(what))
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn(unit))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=None)
+        task = progress.add_task(unit, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
@@ -215,20 +215,20 @@ def _repair(root: Path, *, deep: bool, dry_run: bool, force: bool) -> None:
     from rankscope_storage.care.repairing import repair
     from rankscope_storage.durable import sync_to_disk
 
-    _tell_repair(repair(root, sync_to_disk, deep=deep, dry_run=dry_run, force=force), dry_run=dry_run)
+    _print_repair(repair(root, sync_to_disk, deep=deep, dry_run=dry_run, force=force), dry_run=dry_run)
 
 
-def _tell_repair(report: RepairReport, *, dry_run: bool) -> None:
+def _print_repair(report: RepairReport, *, dry_run: bool) -> None:
     would = "would be " if dry_run else ""
     if report.torn_entry:
-        print(f"{would}moved to _damaged/: log entry {report.torn_entry}, of which nothing was acknowledged")
+        print(f"{would}moved to _damaged/: log entry {report.torn_entry} (torn; none of its rows were acknowledged)")
     if report.torn_checkpoint:
-        print(f"{would}moved to _damaged/: {report.torn_checkpoint}, a checkpoint; the entries it stood for are there")
+        print(f"{would}moved to _damaged/: {report.torn_checkpoint} (torn checkpoint; its log entries still exist)")
     for lost in report.lost:
-        print(f"{would}taken out of the log, lost: {lost}")
+        print(f"{would}removed from the log, data lost: {lost}")
     if (report.torn_entry or report.torn_checkpoint) and dry_run:
-        print("files are looked at once the log can be read")
+        print("files can be checked only after the log is repaired")
     elif report.swept:
-        print(f"{would}removed: {report.swept} files that dead processes left, {report.swept_bytes:,} bytes")
+        print(f"{would}removed: {report.swept} files left by killed processes, {report.swept_bytes:,} bytes")
     elif not report.changed:
         print("nothing to repair")

@@ -1,75 +1,22 @@
-"""`rankscope summary`: how one run went, on one screen."""
+"""`rankscope summary`: print the summary of one run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rankscope.opening import chosen_run, opened
-from rankscope.options import Run, Store
-from rankscope.output import cell
-
-if TYPE_CHECKING:
-    from rankscope_storage.asking.reports import RunSummary
+from rankscope.base.open_store import open_store, resolve_run
+from rankscope.base.options import Run, Store
+from rankscope.output.summary_text import summary_lines
 
 
 def summary(run: Run = None, store: Store = Path("history")) -> None:
-    """Say how a run went: state, steps, loss, speed, incidents, what is stored.
+    """Print state, steps, loss, speed, incidents and stored rows of a run.
 
     [bold]Example[/bold]: rankscope summary my-run --store history
     """
     from rankscope_storage.asking import reports
 
-    with opened(store) as connection:
-        found = reports.summary(connection, chosen_run(connection, run))
+    with open_store(store) as connection:
+        found = reports.summary(connection, resolve_run(connection, run))
     for line in summary_lines(found):
         print(line)
-
-
-def summary_lines(found: RunSummary) -> Iterator[str]:
-    """Yield the lines of the screen; what is not known is not mentioned."""
-    yield f"run        {cell(found.run)}, {found.state or 'state unknown'}"
-    yield f"launches   {found.attempts}, on {found.ranks} rank{'' if found.ranks == 1 else 's'}"
-    yield f"steps      {_steps(found)}"
-    if found.loss_last is not None:
-        first, last, lowest = (cell(value) for value in (found.loss_first, found.loss_last, found.loss_min))
-        yield f"loss       {first} at first, {last} at last, lowest {lowest}"
-    if found.tokens_per_second is not None:
-        yield f"speed      {found.tokens_per_second:,.0f} tokens/s"
-    if found.goodput is not None and found.wall_seconds is not None:
-        yield f"goodput    {found.goodput:.1%} of {_duration(found.wall_seconds)} in steps that count"
-    if code := _code(found):
-        yield f"code       {code}"
-    yield f"incidents  {found.incidents}{', see rankscope anomalies' if found.incidents else ''}"
-    yield f"lost       {found.lost_records} records"
-    rows = ", ".join(f"{count:,} {dataset}" for dataset, count in found.rows.items())
-    yield f"stored     {rows or 'nothing'}; {_size(found.bytes_on_disk)}"
-
-
-def _code(found: RunSummary) -> str:
-    commit = found.git_commit and f"commit {cell(found.git_commit[:12])}"
-    return ", ".join(filter(None, (commit, found.command and cell(found.command))))
-
-
-def _steps(found: RunSummary) -> str:
-    if found.last_step is None:
-        return "none yet"
-    planned = "" if found.planned_steps is None else f" of {found.planned_steps:,} planned"
-    first = "up to" if found.first_step is None else f"{found.first_step:,} to"
-    return f"{first} {found.last_step:,}{planned}"
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"
-
-
-def _size(count: float) -> str:
-    for unit in ("bytes", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"

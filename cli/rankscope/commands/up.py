@@ -1,63 +1,71 @@
-"""`rankscope up`: the service, Prometheus and Alertmanager, configured for each other and kept running."""
+"""`rankscope up`: run the service, Prometheus and Alertmanager, configured for each other and supervised."""
 
 from __future__ import annotations
 
 import contextlib
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
 
-from rankscope.errors import CommandError
-from rankscope.live.ports import Ports
+from rankscope.base.errors import CommandError
+from rankscope.output.rows import columns
+from rankscope.up.ports import PortChoice
 
 if TYPE_CHECKING:
-    from rankscope.live.arrangement import Arrangement
-    from rankscope.live.supervision import Requests, Supervision
-    from rankscope.progress import View
+    from rankscope.output.progress import View
+    from rankscope.up.plan import StartPlan
+    from rankscope.up.programs import Program
+    from rankscope.up.supervisor import StopSignals, Supervisor
 
-LOOK_EVERY_SECONDS: Final = 0.2
-SHOW_EVERY_SECONDS: Final = 1.0
+CHECK_SECONDS: Final = 0.2
+SHOW_SECONDS: Final = 1.0
+HEAD: Final = ("program", "address", "state", "log")
+
+
+NotifyAddresses = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Address that Alertmanager notifies: https://… for a webhook, smtp://host:port?to=… for mail; may be "
+        "repeated. Prefix critical= sends only critical alerts."
+    ),
+]
 
 
 def up(
     config: Annotated[Path | None, typer.Argument(help="TOML file of the service, as for `rankscope serve`.")] = None,
     store: Annotated[Path | None, typer.Option("--store", "-s", help="Folder of the store.")] = None,
-    listen: Annotated[str | None, typer.Option(help="Where the service listens, host:port.")] = None,
-    notify: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Whom Alertmanager tells: https://… for a webhook, smtp://host:port?to=…; may be repeated, "
-            "critical=… for critical alerts alone."
-        ),
-    ] = None,
-    ports: Annotated[Ports, typer.Option(help="The usual ports (another one where one is taken), or free ones.")] = (
-        Ports.FIXED
+    listen: Annotated[str | None, typer.Option(help="Listen address of the service, host:port.")] = None,
+    notify: NotifyAddresses = None,
+    ports: Annotated[PortChoice, typer.Option(help="Default ports (another port if one is in use), or free ports.")] = (
+        PortChoice.FIXED
     ),
     state: Annotated[
-        Path | None, typer.Option(help="Folder for configuration, data and logs; rankscope-live beside the store.")
+        Path | None,
+        typer.Option(help="State folder. Default: rankscope-live next to the store."),
     ] = None,
-    scrape: Annotated[float, typer.Option(min=0.5, max=60, help="Seconds between two looks of Prometheus.")] = 5.0,
-    retention: Annotated[str, typer.Option(help="How long Prometheus keeps what it has seen.")] = "15d",
+    scrape: Annotated[float, typer.Option(min=0.5, max=60, help="Scrape interval of Prometheus in seconds.")] = 5.0,
+    retention: Annotated[str, typer.Option(help="Retention time of Prometheus.")] = "15d",
     without_prometheus: Annotated[
-        bool, typer.Option("--without-prometheus", help="The service alone; it tells people itself.")
+        bool, typer.Option("--without-prometheus", help="Run only the service, which can send notifications itself.")
     ] = False,
     without_alertmanager: Annotated[
-        bool, typer.Option("--without-alertmanager", help="Prometheus without somebody who tells people.")
+        bool,
+        typer.Option("--without-alertmanager", help="Run Prometheus without Alertmanager."),
     ] = False,
     print_config: Annotated[
-        bool, typer.Option("--print-config", "--dry-run", help="Show files and commands; start nothing.")
+        bool, typer.Option("--print-config", "--dry-run", help="Print files and commands; start nothing.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress of runs, only what is worth a line.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only events, no progress of runs.")] = False,
 ) -> None:
     """Run the service, Prometheus and Alertmanager together, configured for each other, until Ctrl-C or SIGTERM.
 
-    Prometheus finds the ranks through the service. What ends is started again. Everything listens on this machine
-    alone; only the service may be told otherwise. Data stays for the next start.
+    Prometheus discovers the ranks through the service. Programs that exit are restarted. All programs listen on
+    localhost only, except that the service can be given another address. The data is kept for the next start.
 
     [bold]Examples[/bold]
 
@@ -67,9 +75,9 @@ def up(
 
     rankscope up --print-config
     """
-    from rankscope.live.arrangement import Choices, arranged
+    from rankscope.up.plan import CommandLine, make_plan
 
-    choices = Choices(
+    command_line = CommandLine(
         config=config,
         store=store,
         listen=listen,
@@ -81,87 +89,111 @@ def up(
         with_prometheus=not without_prometheus,
         with_alertmanager=not (without_prometheus or without_alertmanager),
     )
-    arrangement = arranged(choices)
+    plan = make_plan(command_line)
     if print_config:
-        _print(arrangement)
+        _print(plan)
         return
-    _run(arrangement, quiet=quiet)
+    _run(plan, quiet=quiet)
 
 
-def _print(arrangement: Arrangement) -> None:
-    for name, text in arrangement.shown().items():
-        print(f"# {arrangement.folder.config(name)}")
+def _print(plan: StartPlan) -> None:
+    for name, text in plan.redacted_files().items():
+        print(f"# {plan.folder.config(name)}")
         print(text, end="\n\n")
-    for piece in arrangement.pieces:
-        print(f"# {piece.name}: {piece.url}\n{shlex.join(piece.command)}\n")
+    for program in plan.programs:
+        print(f"# {program.name}: {program.url}\n{shlex.join(program.command)}\n")
 
 
-def _run(arrangement: Arrangement, *, quiet: bool) -> None:
-    from rankscope.live.supervision import Requests, Supervision
-    from rankscope.progress import view_for
+def _run(plan: StartPlan, *, quiet: bool) -> None:
+    from rankscope.output.progress import view_for
+    from rankscope.up.supervisor import StopSignals, Supervisor
 
-    console, requests = Console(highlight=False), Requests()
-    arrangement.folder.make()
-    with arrangement.folder.held(), requests.caught(), view_for(console) as view:
-        arrangement.prepare()
-        say = _surviving(view.say)
-        supervision = Supervision(
-            arrangement.pieces,
-            say=say,
-            requests=requests,
-            environment=arrangement.environment,
-            trust=arrangement.trust,
+    console, stop_signals = Console(highlight=False), StopSignals()
+    plan.folder.create()
+    with plan.folder.locked(), stop_signals.caught(), view_for(console) as view:
+        plan.prepare()
+        print_line = _ignoring_lost_terminal(view.print_line)
+        supervisor = Supervisor(
+            plan.programs,
+            print_line=print_line,
+            stop_signals=stop_signals,
+            environment=plan.environment,
+            client_tls=plan.client_tls,
         )
         try:
-            supervision.start()
-            _tell(arrangement, supervision, view)
-            _watch(arrangement, supervision, requests, view, quiet=quiet)
+            supervisor.start()
+            _print_report(plan, supervisor, view)
+            _watch(plan, supervisor, stop_signals, view, quiet=quiet)
         finally:
-            say("ending: the service takes the ranks' last records; once more Ctrl-C ends all at once")
-            supervision.stop()
-    if supervision.given_up:
-        raise CommandError(f"given up: {', '.join(supervision.given_up)}; the logs are in {arrangement.folder.path}")
-    if requests.count > 1:
-        raise CommandError("ended at once: what the service had not stored yet, live ranks still have", code=130)
+            print_line("stopping: the service stores the last records; press Ctrl-C again to stop immediately")
+            supervisor.stop()
+    if supervisor.given_up:
+        raise CommandError(f"too many restarts: {', '.join(supervisor.given_up)}; the logs are in {plan.folder.path}")
+    if stop_signals.count > 1:
+        raise CommandError("stopped immediately: live ranks keep the records that were not stored", code=130)
 
 
-def _surviving(say: Callable[[str], None]) -> Callable[[str], None]:
-    """Return `say` that does not mind a terminal that is gone: what was started must be ended all the same."""
+def _ignoring_lost_terminal(print_line: Callable[[str], None]) -> Callable[[str], None]:
+    """Return `print_line` without OSError: if the terminal is gone, the programs must still be stopped."""
 
-    def try_to_say(line: str) -> None:
+    def try_to_print(line: str) -> None:
         with contextlib.suppress(OSError):
-            say(line)
+            print_line(line)
 
-    return try_to_say
-
-
-def _tell(arrangement: Arrangement, supervision: Supervision, view: View) -> None:
-    from rankscope.live.table import exports, overview
-
-    for line in arrangement.notes:
-        view.say(line)
-    view.say("")
-    for line in overview(arrangement.pieces, supervision.states(), arrangement.left_out):
-        view.say(line)
-    view.say("")
-    for line in arrangement.facts:
-        view.say(line)
-    view.say("\nFor the training job:")
-    for line in exports(arrangement.advertised, arrangement.token_file):
-        view.say(f"  {line}")
-    view.say("\nCtrl-C ends all of it.")
+    return try_to_print
 
 
-def _watch(arrangement: Arrangement, supervision: Supervision, requests: Requests, view: View, *, quiet: bool) -> None:
-    """Keep all running, and show what the runs do, until we are asked to end or the service is lost."""
-    from rankscope.live.table import service_url
-    from rankscope.progress import fetch_runs
+def _print_report(plan: StartPlan, supervisor: Supervisor, view: View) -> None:
+    for line in plan.warnings:
+        view.print_line(line)
+    view.print_line("")
+    for line in overview(plan.programs, supervisor.states(), plan.left_out):
+        view.print_line(line)
+    view.print_line("")
+    for line in plan.notification_lines:
+        view.print_line(line)
+    view.print_line("\nFor the training job:")
+    for line in exports(plan.advertised, plan.token_file):
+        view.print_line(f"  {line}")
+    view.print_line("\nPress Ctrl-C to stop all programs.")
 
-    url, shown_at = service_url(arrangement.pieces), 0.0
-    while not requests.count and supervision.look():
-        if not quiet and time.monotonic() - shown_at >= SHOW_EVERY_SECONDS:
+
+def _watch(plan: StartPlan, supervisor: Supervisor, stop_signals: StopSignals, view: View, *, quiet: bool) -> None:
+    """Restart exited programs and show progress, until a stop signal or the loss of an essential program."""
+    from rankscope.output.progress import fetch_runs
+
+    url, shown_at = service_url(plan.programs), 0.0
+    while not stop_signals.count and supervisor.look():
+        if not quiet and time.monotonic() - shown_at >= SHOW_SECONDS:
             shown_at = time.monotonic()
-            runs = fetch_runs(url, token=arrangement.token, trust=arrangement.trust)
+            runs = fetch_runs(url, token=plan.token, client_tls=plan.client_tls)
             if runs is not None:
                 view.show(runs, shown_at)
-        time.sleep(LOOK_EVERY_SECONDS)
+        time.sleep(CHECK_SECONDS)
+
+
+def overview(programs: Iterable[Program], states: Mapping[str, str], left_out: Mapping[str, str]) -> list[str]:
+    """Return a table with one line per program; for programs that do not run, with the reason."""
+    rows = [(program.name, program.url, states[program.name], short_path(program.log)) for program in programs]
+    return columns(HEAD, [*rows, *((name, "-", why, "-") for name, why in left_out.items())])
+
+
+def exports(service_url: str, token_file: Path | None) -> list[str]:
+    """Return the export lines for the training job."""
+    lines = [f"export RANKSCOPE_INGEST_URL={service_url}"]
+    return lines if token_file is None else [*lines, f"export RANKSCOPE_TOKEN_FILE={shlex.quote(str(token_file))}"]
+
+
+def short_path(path: Path) -> str:
+    """Return `path` relative to the current folder if it is below it."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def service_url(programs: Iterable[Program]) -> str:
+    """Return the URL of the service."""
+    from rankscope.up.programs import SERVICE
+
+    return next(program.url for program in programs if program.name == SERVICE)

@@ -1,4 +1,4 @@
-"""`rankscope version`: what is installed, as one would paste it into a report."""
+"""`rankscope version`: print the installed versions for a bug report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LIBRARIES = ("torch", "pyarrow", "prometheus_client", "numba", "deltalake", "duc
 
 
 def version() -> None:
-    """Print the versions of Rankscope and of the libraries it stands on."""
+    """Print the versions of Rankscope, Python and the libraries that it uses."""
     print(f"rankscope {__version__} (schema {SCHEMA_VERSION})")
     print(f"python {platform.python_version()} on {platform.system()} {platform.machine()}")
     for library in LIBRARIES:

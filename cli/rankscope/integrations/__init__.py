@@ -1,1 +1,1 @@
-"""Callbacks for trainers, under the name that scripts import everything from: `rankscope.integrations.lightning`."""
+"""Trainer callbacks under the import path that users see, such as `rankscope.integrations.lightning`."""

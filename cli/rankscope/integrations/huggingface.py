@@ -1,4 +1,4 @@
-"""`Trainer(callbacks=[RankscopeCallback()])` for Hugging Face. The callback lives in the exporter's room."""
+"""`Trainer(callbacks=[RankscopeCallback()])` for Hugging Face. The exporter package contains the code."""
 
 from rankscope_exporter.integrations.huggingface import RankscopeCallback
 

@@ -1,4 +1,4 @@
-"""`Trainer(callbacks=[RankscopeCallback()])` for Lightning. The callback lives in the exporter's room."""
+"""`Trainer(callbacks=[RankscopeCallback()])` for Lightning. The exporter package contains the code."""
 
 from rankscope_exporter.integrations.lightning import RankscopeCallback
 

@@ -1,0 +1,53 @@
+"""Open a store for a command and choose the run. Errors of the store and of DuckDB become one-line messages."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rankscope.base.errors import USAGE, CommandError, suggestion
+
+if TYPE_CHECKING:
+    from rankscope_storage.connection import Connection
+
+
+@contextlib.contextmanager
+def open_store(store: Path, *, locked: bool = True) -> Iterator[Connection]:
+    """Yield a connection to `store`. StoreError and duckdb.Error are raised as CommandError with the same text."""
+    import duckdb
+
+    from rankscope_storage.connection import connect
+    from rankscope_storage.errors import StoreError
+
+    try:
+        with connect(store, locked=locked) as connection:
+            yield connection
+    except StoreError as error:
+        raise CommandError(_one_line(str(error))) from error
+    except duckdb.Error as error:
+        raise CommandError(_one_line(str(error))) from error
+
+
+def resolve_run(connection: Connection, run: str | None) -> str:
+    """Return `run` if the store contains it; for None, return the run that started last.
+
+    Raises CommandError, with the most similar name, if there is no such run.
+    """
+    rows = connection.query("select run from runs order by started_at desc nulls last, ordinal desc")
+    known: list[str] = rows["run"].to_pylist()
+    if run is None:
+        if not known:
+            raise CommandError(f"{connection.path} contains no run yet")
+        return known[0]
+    if run not in known:
+        hint = suggestion(run, known) or f" Runs in the store: {', '.join(sorted(known)[:10]) or 'none yet'}."
+        raise CommandError(f"run {run!r} not found.{hint}", code=USAGE)
+    return run
+
+
+def _one_line(text: str) -> str:
+    """Return a message as one line, without the copy of the statement that DuckDB appends."""
+    message = text.partition("\n\nLINE")[0]
+    return " ".join(part.strip() for part in message.splitlines() if part.strip())

@@ -1,0 +1,36 @@
+"""Options that several commands share, each with one spelling and one help text, and the parser of step ranges."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from rankscope.base.errors import USAGE, CommandError
+
+Store = Annotated[
+    Path,
+    typer.Option("--store", "-s", envvar="RANKSCOPE_STORE", help="Folder of the store.", show_default=True),
+]
+Run = Annotated[str | None, typer.Argument(help="Name of the run. Default: the latest run.", show_default=False)]
+
+_MAX_STEP: Final = (1 << 63) - 1
+"""Largest step number that the store can hold (int64)."""
+
+
+def step_range(steps: str | None) -> tuple[int, int] | None:
+    """Return the first and last step of `first:last` or of a single step; None if `steps` is None.
+
+    Raises CommandError if the text is not a range, or the range is empty or exceeds int64.
+    """
+    if steps is None:
+        return None
+    first, colon, last = steps.partition(":")
+    try:
+        bounds = int(first), int(last if colon else first)
+    except ValueError:
+        bounds = 1, 0
+    if bounds[0] > bounds[1] or max(map(abs, bounds)) > _MAX_STEP:
+        raise CommandError(f"--steps {steps!r}: write first:last, such as 100:200, or one step", code=USAGE)
+    return bounds

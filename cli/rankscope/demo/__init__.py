@@ -1,0 +1,1 @@
+"""The parts of `rankscope demo`: an alert receiver, Prometheus with Alertmanager, and the final checks and report."""

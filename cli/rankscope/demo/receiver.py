@@ -1,0 +1,115 @@
+"""An HTTP server that receives alerts, like a chat or paging service would, and keeps them with their sender.
+
+The service and Alertmanager both send JSON documents by POST. The fields of the document identify the sender.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import queue
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any, Self
+
+
+class Sender(enum.StrEnum):
+    """The program that sent an alert."""
+
+    EMBEDDED = "embedded"  # the service, through Apprise
+    ALERTMANAGER = "Alertmanager"
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """One received message. Alertmanager groups several alerts in one message; `labels` has one entry per alert."""
+
+    at: float  # seconds since the epoch
+    title: str
+    text: str
+    sender: Sender = Sender.EMBEDDED
+    status: str = "firing"
+    labels: tuple[Mapping[str, str], ...] = ()
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines that the demo prints."""
+        clock = time.strftime("%H:%M:%S", time.localtime(self.at))
+        yield f"ALERT {clock}  {'' if self.sender is Sender.EMBEDDED else f'by {self.sender}: '}{self.title}"
+        for line in self.text.splitlines():
+            yield f"      {line}"
+
+
+def parse_alert(document: Mapping[str, Any], at: float) -> Alert:
+    """Return the alert in a received JSON document."""
+    if "alerts" not in document:
+        return Alert(at, str(document.get("title", "")), str(document.get("message", "")))
+    alerts = [alert for alert in document["alerts"] if isinstance(alert, dict)]
+    group = document.get("groupLabels", {})
+    status = str(document.get("status", ""))
+    title = f"[{status}] {group.get('rule', '')} in run {group.get('run', '')}: {len(alerts)} alerts"
+    text = "\n".join(sorted({str(alert.get("annotations", {}).get("summary", "")) for alert in alerts}))
+    labels = tuple(dict(alert.get("labels", {})) for alert in alerts)
+    return Alert(at, title, text, Sender.ALERTMANAGER, status, labels)
+
+
+class AlertReceiver:
+    """Receives alerts on a free loopback port while the context is open.
+
+    `alerts` contains all alerts; `new_alerts()` yields those since its last call.
+    """
+
+    def __init__(self) -> None:
+        self.alerts: list[Alert] = []
+        self._new: queue.SimpleQueue[Alert] = queue.SimpleQueue()
+        receiver = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                receiver._take(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+                self.send_response(204)
+                self.end_headers()
+
+            def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - http.server's signature
+                """Log nothing: the demo prints the received alerts."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="receiver", daemon=True)
+
+    @property
+    def notify_url(self) -> str:
+        """Return the address as an Apprise URL for the `[notify]` section."""
+        return f"json://{self._address}"
+
+    @property
+    def webhook_url(self) -> str:
+        """Return the address as a webhook URL for Alertmanager."""
+        return f"http://{self._address}"
+
+    @property
+    def _address(self) -> str:
+        return f"127.0.0.1:{self._server.server_port}/alerts"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def new_alerts(self) -> Iterator[Alert]:
+        """Yield the alerts received since the last call, without waiting."""
+        while not self._new.empty():
+            yield self._new.get()
+
+    def _take(self, body: bytes) -> None:
+        alert = parse_alert(json.loads(body), time.time())
+        self.alerts.append(alert)
+        self._new.put(alert)

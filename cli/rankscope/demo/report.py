@@ -1,0 +1,114 @@
+"""Print the final report of the demo: summary, anomalies, SQL examples, checks and next steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+
+from rankscope.base.open_store import open_store
+from rankscope.demo.checks import ExpectedRun, Query, checks, delays
+from rankscope.demo.receiver import Alert
+from rankscope.output.rows import columns, print_table
+from rankscope.output.summary_text import SHOWN, anomaly_table, summary_lines
+
+STORE: Final = "history"
+
+STATEMENTS: Final = (
+    (
+        "Loss, averaged over the ranks:",
+        """\
+select step, avg(value) as loss
+from scalars
+where name = 'loss' and (step = 1 or step % 40 = 0)
+group by step
+order by step""",
+    ),
+    (
+        "First NaN (the injected fault: a local gradient of one rank, before the all-reduce):",
+        """\
+select step, rank, kind, tensor, nans, numel
+from tensor_stats
+where nans > 0
+order by step, kind desc, rank
+limit 4""",
+    ),
+    (
+        "Gradients with the largest deviation from their moving average:",
+        """\
+select step, rank, kind, tensor, norm, norm_baseline, norm / norm_baseline as times
+from tensor_stats
+where kind in ('grad_unreduced', 'grad_reduced') and norm_baseline > 0
+order by times desc
+limit 4""",
+    ),
+)
+
+
+def report(console: Console, folder: Path, expected: ExpectedRun, alerts: Sequence[Alert]) -> bool:
+    """Print the report; return whether all checks passed."""
+    from rankscope_storage.asking import reports
+
+    store = folder / STORE
+    with open_store(store) as connection:
+        _heading(console, "Summary")
+        for line in summary_lines(reports.summary(connection, expected.run)):
+            console.print(line, markup=False, soft_wrap=True)
+        _heading(console, "Anomalies in causal order")
+        found = reports.anomalies(connection, expected.run, top=8)
+        if found:
+            print_table(anomaly_table(found, SHOWN))
+        else:
+            console.print("none")
+        for question, statement in STATEMENTS:
+            _heading(console, question)
+            console.print(statement, markup=False, style="cyan", soft_wrap=True)
+            console.print()
+            print_table(connection.query(statement))
+
+        def query(statement: str) -> list[tuple[Any, ...]]:
+            return [tuple(row.values()) for row in connection.query(statement).to_pylist()]
+
+        _print_delays(console, expected, query, alerts)
+        _heading(console, "Checks")
+        outcome = list(checks(expected, query, alerts))
+    for check in outcome:
+        console.print(
+            f"{'ok  ' if check.holds else 'FAIL'}  {check.text}", markup=False, style=None if check.holds else "red"
+        )
+    _heading(console, "Next steps")
+    for line in _next_steps(folder, store):
+        console.print(line, markup=False, soft_wrap=True)
+    return all(check.holds for check in outcome)
+
+
+def _print_delays(console: Console, expected: ExpectedRun, query: Query, alerts: Sequence[Alert]) -> None:
+    found = [
+        (str(fault.step), fault.rule, sender, f"{seconds:.1f} s")
+        for fault, sender, seconds in delays(expected, query, alerts)
+    ]
+    if found:
+        _heading(console, "Delay from the faulty step to the notification, per sender")
+        for line in columns(("step", "rule", "sender", "delay"), found):
+            console.print(line, markup=False, soft_wrap=True)
+
+
+def _next_steps(folder: Path, store: Path) -> Sequence[str]:
+    return (
+        f"Data: {store.resolve()} (Parquet files and a Delta log). Logs and configuration: the same parent folder.",
+        "",
+        f"  rankscope runs --store {store}",
+        f"  rankscope anomalies --store {store} --steps 120",
+        f"  rankscope serve {folder / 'service.toml'}      # then, in another shell, with the printed address:",
+        "  RANKSCOPE_INGEST_URL=http://… torchrun --standalone --nproc-per-node 2 examples/gpt_ddp.py --no-faults",
+        "",
+        "The command is .venv/bin/rankscope. README.md shows the three lines for your own script;",
+        "docs/sql-cookbook.md contains more queries.",
+    )
+
+
+def _heading(console: Console, text: str) -> None:
+    console.print()
+    console.print(text, style="bold", markup=False, soft_wrap=True)

@@ -1,1 +1,0 @@
-"""The parts of `rankscope demo`: a receiver of alerts, child processes, and the checks at the end."""

@@ -1,0 +1,1 @@
+"""The checks of `rankscope doctor` and the format of its report."""

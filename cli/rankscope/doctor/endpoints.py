@@ -1,0 +1,83 @@
+"""Find the addresses of the service, Prometheus and Alertmanager for `rankscope doctor`.
+
+Precedence: command-line option; for the service, `listen` in the file given with --config; the address that
+`rankscope up` saved; the default port on 127.0.0.1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from rankscope.base.http_client import ClientTls
+from rankscope.base.service_settings import environment_tls, service_address, service_tls
+from rankscope.up.ports import DEFAULT_PORTS
+from rankscope.up.programs import TOKEN_FILE
+from rankscope.up.state_dir import StateDir
+
+if TYPE_CHECKING:
+    from rankscope_ingest.config import ServiceConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoints:
+    """Addresses of the programs and of the store that `rankscope doctor` checks, with token and TLS settings."""
+
+    service: str
+    prometheus: str
+    alertmanager: str
+    store: str
+    token: str | None = None
+    client_tls: ClientTls | None = None
+
+    @property
+    def ports(self) -> list[tuple[str, int]]:
+        """Return name and port of each address that is on this machine."""
+        named = {"service": self.service, "prometheus": self.prometheus, "alertmanager": self.alertmanager}
+        return [(name, port) for name, url in named.items() if (port := _local_port(url))]
+
+
+def explicit_addresses(service: str | None, prometheus: str | None, alertmanager: str | None) -> dict[str, str]:
+    """Return the addresses given as options, without a trailing slash."""
+    given = {"service": service, "prometheus": prometheus, "alertmanager": alertmanager}
+    return {name: url.rstrip("/") for name, url in given.items() if url}
+
+
+def find_endpoints(
+    settings: ServiceConfig, state: Path | None, *, given: Mapping[str, str], is_explicit: bool
+) -> Endpoints:
+    """Return the endpoints in the order of precedence that the module describes.
+
+    The token of `rankscope up` is used only for the service address that `up` saved.
+    """
+    folder = StateDir(state) if state else StateDir.next_to(settings.store.path)
+    notes = folder.load_notes().get("urls", {})
+    saved = {name: url for name, url in notes.items() if isinstance(url, str)} if isinstance(notes, dict) else {}
+    default = {name: f"http://127.0.0.1:{port}" for name, port in DEFAULT_PORTS.items()}
+    configured = service_address(settings)
+    if is_explicit and configured:
+        saved["service"] = configured
+    urls = {**default, **saved, **given}
+    is_ours = "service" in saved and "service" not in given and not is_explicit
+    return Endpoints(
+        **urls,
+        store=settings.store.path,
+        token=settings.token or (_token_of(folder) if is_ours else None),
+        client_tls=service_tls(settings) or environment_tls(),
+    )
+
+
+def _token_of(folder: StateDir) -> str | None:
+    """Return the token that `rankscope up` wrote into its state folder, which only the owner can read."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return folder.config(TOKEN_FILE).read_text(encoding="utf-8").strip() or None
+    return None
+
+
+def _local_port(url: str) -> int | None:
+    parts = urlsplit(url)
+    return parts.port if parts.hostname in {"127.0.0.1", "::1", "localhost"} else None

@@ -1,0 +1,106 @@
+"""All access of `rankscope doctor` to the machine and the network, behind one Protocol that tests implement."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from rankscope.base.http_client import ClientTls, Response, get
+from rankscope.up.executables import Executable, executable_version
+from rankscope.up.ports import Listener, listeners
+
+
+class Environment(Protocol):
+    """The machine and its network."""
+
+    def python(self) -> str:
+        """Return the version of Python."""
+        ...
+
+    def installed_version(self, package: str) -> str | None:
+        """Return the version of a Python package; None if it is not installed."""
+        ...
+
+    def required_versions(self) -> Mapping[str, str]:
+        """Return the lowest supported version of each required package."""
+        ...
+
+    def executable(self, executable: Executable) -> str | None:
+        """Return version and path of an executable; None if it is not on PATH."""
+        ...
+
+    def get(self, url: str, token: str | None = None) -> Response:
+        """Send GET and return the response. Raises UnreachableError."""
+        ...
+
+    def free_bytes(self, path: Path) -> int:
+        """Return the free bytes of the file system of `path`."""
+        ...
+
+    def check_writable(self, folder: Path) -> None:
+        """Raise OSError if no file can be created in `folder`. Leaves no file behind."""
+        ...
+
+    def listener(self, port: int) -> Listener | None:
+        """Return the process that listens on a port of this machine; None for a free port."""
+        ...
+
+    def now(self) -> float:
+        """Return the time in seconds since the epoch."""
+        ...
+
+
+class LocalEnvironment:
+    """The machine that runs the command."""
+
+    def __init__(self, client_tls: ClientTls | None = None) -> None:
+        self._trust = client_tls
+
+    def python(self) -> str:
+        """Return the version of Python."""
+        return platform.python_version()
+
+    def installed_version(self, package: str) -> str | None:
+        """Return the version from the package metadata, without importing the package."""
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    def required_versions(self) -> Mapping[str, str]:
+        """Return the lowest versions in the package metadata of Rankscope."""
+        asked = importlib.metadata.requires("rankscope") or []
+        pairs = (requirement.partition(";")[0].replace("==", ">=").partition(">=") for requirement in asked)
+        return {name.strip().replace("_", "-"): least.strip() for name, sign, least in pairs if sign}
+
+    def executable(self, executable: Executable) -> str | None:
+        """Return version and path."""
+        path = executable.find()
+        return None if path is None else f"{executable_version(path) or 'of unknown version'} ({path})"
+
+    def get(self, url: str, token: str | None = None) -> Response:
+        """Send GET over HTTP."""
+        return get(url, token=token, client_tls=self._trust)
+
+    def free_bytes(self, path: Path) -> int:
+        """Return the free bytes, measured at the nearest parent folder that exists."""
+        return shutil.disk_usage(next(part for part in (path, *path.absolute().parents) if part.exists())).free
+
+    def check_writable(self, folder: Path) -> None:
+        """Write to a temporary file without a name, which disappears when it is closed."""
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"x")
+
+    def listener(self, port: int) -> Listener | None:
+        """Return the listening process from /proc."""
+        return listeners().get(port)
+
+    def now(self) -> float:
+        """Return the system time."""
+        return time.time()

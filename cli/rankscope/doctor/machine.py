@@ -1,0 +1,62 @@
+"""Check this machine: versions of Python and packages, executables, and the processes that listen on the ports."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from rankscope.doctor.environment import Environment
+from rankscope.doctor.result import CheckResult, fail, ok, warn
+from rankscope.up.executables import ALERTMANAGER, PROMETHEUS
+
+AREA: Final = "This machine"
+PORTS: Final = "Ports"
+
+OLDEST_PYTHON: Final = (3, 11)
+_WHERE: Final = {
+    "pyarrow": ("everywhere", "pip install rankscope"),
+    "prometheus-client": ("everywhere", "pip install rankscope"),
+    "torch": ("where training runs", "install the build of torch for this machine; Rankscope never replaces torch"),
+    "deltalake": ("where the store is read or written", "pip install 'rankscope[store]'"),
+    "duckdb": ("where the store is read or written", "pip install 'rankscope[store]'"),
+    "aiohttp": ("where the service runs", "pip install 'rankscope[service]'"),
+}
+
+
+def machine(environment: Environment) -> Iterator[CheckResult]:
+    """Yield the checks of versions and executables."""
+    python = environment.python()
+    if numbers(python) < OLDEST_PYTHON:
+        yield fail(AREA, f"Python {python}", "use Python 3.11 or newer")
+    else:
+        yield ok(AREA, f"Python {python}")
+    required_versions = environment.required_versions()
+    for package, (where, remedy) in _WHERE.items():
+        yield _package(
+            package, environment.installed_version(package), required_versions.get(package, "0"), where, remedy
+        )
+    for executable in (PROMETHEUS, ALERTMANAGER):
+        found = environment.executable(executable)
+        yield ok(AREA, f"{executable.title} {found}") if found else warn(AREA, *executable.remedy.split(": ", 1))
+
+
+def ports(environment: Environment, named: Iterable[tuple[str, int]]) -> Iterator[CheckResult]:
+    """Yield the process that listens on each port."""
+    for what, port in named:
+        listener = environment.listener(port)
+        yield ok(PORTS, f"{port} ({what}): {listener or 'free'}")
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version for comparison; empty if there are none."""
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
+def _package(package: str, version: str | None, least: str, where: str, remedy: str) -> CheckResult:
+    if version is None:
+        return warn(AREA, f"{package} is not installed; required {where}", remedy)
+    if numbers(version) < numbers(least):
+        return fail(AREA, f"{package} {version}: {least} or newer is required {where}", remedy)
+    return ok(AREA, f"{package} {version}")

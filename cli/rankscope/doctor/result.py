@@ -1,0 +1,77 @@
+"""Results of the checks of `rankscope doctor` and their text and JSON formats. Pure."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+
+class State(enum.StrEnum):
+    """Result state of one check."""
+
+    OK = "OK"
+    WARN = "WARN"  # works or is optional, but needs attention
+    FAIL = "FAIL"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """The result of one check. `remedy` is the recommended action, or empty."""
+
+    area: str
+    state: State
+    text: str
+    remedy: str = ""
+
+
+def ok(area: str, text: str) -> CheckResult:
+    """Return the result of a check that passed."""
+    return CheckResult(area, State.OK, text)
+
+
+def warn(area: str, text: str, remedy: str = "") -> CheckResult:
+    """Return the result of a check that needs attention."""
+    return CheckResult(area, State.WARN, text, remedy)
+
+
+def fail(area: str, text: str, remedy: str) -> CheckResult:
+    """Return the result of a failed check: something does not work."""
+    return CheckResult(area, State.FAIL, text, remedy)
+
+
+def is_healthy(results: Iterable[CheckResult]) -> bool:
+    """Return whether no check failed. Warnings do not count."""
+    return all(result.state is not State.FAIL for result in results)
+
+
+def report_lines(results: Sequence[CheckResult]) -> Iterator[str]:
+    """Yield the lines of the text report, grouped by area, with the summary last."""
+    area = ""
+    for result in results:
+        if result.area != area:
+            yield from ([""] if area else [])
+            yield result.area
+            area = result.area
+        first, *rest = result.text.splitlines() or [""]
+        yield f"  {result.state:<4}  {first}"
+        yield from (f"        {line}" for line in rest)
+        if result.remedy:
+            yield f"        -> {result.remedy}"
+    yield ""
+    yield summary(results)
+
+
+def summary(results: Sequence[CheckResult]) -> str:
+    """Return the summary line."""
+    counts = {state: sum(result.state is state for result in results) for state in State}
+    if not counts[State.FAIL] and not counts[State.WARN]:
+        return "All checks passed."
+    return f"Failed: {counts[State.FAIL]}. Warnings: {counts[State.WARN]}."
+
+
+def as_json(results: Sequence[CheckResult]) -> str:
+    """Return the report as JSON."""
+    document = {"healthy": is_healthy(results), "results": [asdict(result) for result in results]}
+    return json.dumps(document, indent=2, ensure_ascii=False)

@@ -1,0 +1,1 @@
+"""Text, tables and progress display that the commands print."""

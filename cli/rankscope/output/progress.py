@@ -1,0 +1,179 @@
+"""Fetch the progress of runs from the service and display it: progress bars on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final, Protocol, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rankscope.base.http_client import ClientTls, UnreachableError, get
+from rankscope.output.rows import printable
+from rankscope_contract.channel import RUNS_PATH
+from rankscope_contract.events import RunState
+from rankscope_ingest.progress import RunProgress
+
+TIMEOUT_SECONDS: Final = 2.0
+LINE_INTERVAL_SECONDS: Final = 5.0
+MAX_BARS: Final = 6
+
+_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(RunProgress))
+_NON_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class View(Protocol):
+    """A display of the progress of runs that can also print lines."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+    def show(self, runs: Sequence[RunProgress], now: float) -> None:
+        """Update the display. `now` is in seconds; its origin does not matter."""
+
+    def print_line(self, line: str) -> None:
+        """Print one line that remains on the screen."""
+
+
+def view_for(console: Console) -> View:
+    """Return a BarView if `console` is a terminal, else a PlainView."""
+    return BarView(console) if console.is_terminal else PlainView(console)
+
+
+def fetch_runs(
+    service_url: str, *, token: str | None = None, client_tls: ClientTls | None = None
+) -> list[RunProgress] | None:
+    """Return the progress of all runs of the service; None if it does not respond with a list."""
+    try:
+        response = get(service_url + RUNS_PATH, token=token, timeout_seconds=TIMEOUT_SECONDS, client_tls=client_tls)
+    except UnreachableError:
+        return None
+    document = response.json() if response.status == 200 else None
+    if not isinstance(document, list):
+        return None
+    return [_progress(run) for run in document]
+
+
+def _progress(run: Mapping[str, Any]) -> RunProgress:
+    """Return one run of the response. Fields that RunProgress lacks are ignored."""
+    return RunProgress(**{key: _number(value, key) for key, value in run.items() if key in _FIELDS})
+
+
+class PlainView:
+    """Progress as lines for a file or a pipe.
+
+    A run gets a line when its state changes, and at most every `every_seconds` seconds when its step changes.
+    """
+
+    def __init__(self, console: Console, *, every_seconds: float = LINE_INTERVAL_SECONDS) -> None:
+        self._console = console
+        self._every_seconds = every_seconds
+        self._last: dict[str, tuple[float, int | None, str]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Do nothing: there are no bars to remove."""
+
+    def show(self, runs: Sequence[RunProgress], now: float) -> None:
+        """Print a line for each run that changed, limited as the class describes."""
+        for run in runs:
+            at, step, state = self._last.get(run.run, (-math.inf, None, ""))
+            moved = run.step != step and now - at >= self._every_seconds
+            if run.step is not None and run.state != RunState.PENDING and (moved or run.state != state):
+                self._last[run.run] = (now, run.step, run.state)
+                self.print_line(f"{printable(run.run)} {run.state}  {'  '.join(progress_parts(run))}")
+
+    def print_line(self, line: str) -> None:
+        """Print `line` without interpreting markup."""
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class BarView:
+    """Two lines per run at the bottom of a terminal: a progress bar and the figures below it."""
+
+    def __init__(self, console: Console) -> None:
+        self._live = Live(Text("waiting for ranks"), console=console, auto_refresh=False)
+
+    def __enter__(self) -> Self:
+        self._live.start(refresh=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Stop updating; the last bars remain on the screen."""
+        self._live.stop()
+
+    def show(self, runs: Sequence[RunProgress], now: float) -> None:  # noqa: ARG002 - bars are not rate-limited
+        """Redraw the bars of up to MAX_BARS live runs; without a live run, the bar of the last run."""
+        shown = [run for run in runs if run.ranks_alive][:MAX_BARS] or runs[-1:]
+        if shown:
+            self._live.update(Group(*(part for run in shown for part in (_bar(run), _figures(run)))), refresh=True)
+
+    def print_line(self, line: str) -> None:
+        """Print `line` above the bars."""
+        self._live.console.print(Text(line), soft_wrap=True)
+
+
+def _bar(run: RunProgress) -> Table:
+    row = Table.grid(padding=(0, 1))
+    done = ProgressBar(total=run.planned_steps, completed=run.step or 0, width=30)
+    left = "" if run.eta_seconds is None or not run.ranks_alive else f"{_duration(run.eta_seconds)} left"
+    row.add_row(Text(printable(run.run), style="bold"), Text(run.state), done, Text(_steps(run)), Text(left))
+    return row
+
+
+def _figures(run: RunProgress) -> Text:
+    return Text("  " + "  ".join(figures(run)), no_wrap=True, overflow="ellipsis")
+
+
+def progress_parts(run: RunProgress) -> Iterator[str]:
+    """Yield the known facts of a run: step, figures, time left."""
+    if run.step is not None:
+        yield _steps(run)
+    yield from figures(run)
+    if run.eta_seconds is not None and run.ranks_alive:
+        yield f"{_duration(run.eta_seconds)} left"
+
+
+def figures(run: RunProgress) -> Iterator[str]:
+    """Yield loss, throughput, rows stored, lag, live ranks and lost records, each if known."""
+    if run.loss is not None:
+        yield f"loss {run.loss:.4f}"
+    if run.tokens_per_second is not None:
+        yield f"{run.tokens_per_second:,.0f} tokens/s"
+    yield f"{run.rows_stored:,} rows stored"
+    yield f"lag {run.lag_records}"
+    yield f"{run.ranks_alive}/{run.world_size} ranks"
+    if run.records_lost:
+        yield f"{run.records_lost} records LOST"
+
+
+def _steps(run: RunProgress) -> str:
+    if run.step is None:
+        return "no step yet"
+    return f"step {run.step}" + (f"/{run.planned_steps}" if run.planned_steps else "")
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes}:{rest:02}"
+
+
+def _number(value: Any, key: str) -> Any:
+    """Return `value`; the strings for NaN and Inf become floats, except in text fields: a run can be named NaN."""
+    return _NON_FINITE.get(value, value) if isinstance(value, str) and key not in ("run", "state", "reason") else value

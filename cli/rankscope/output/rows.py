@@ -1,0 +1,235 @@
+"""Write rows as a table, CSV, JSON or Parquet.
+
+Each format distinguishes NaN, Inf, null and 0. JSON has no NaN, so NaN and Inf are written as the strings "NaN",
+"Infinity" and "-Infinity". CSV writes null as an empty field and the empty string with quotes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import enum
+import io
+import itertools
+import json
+import math
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import date, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from rankscope.base.errors import USAGE, CommandError
+
+TABLE_ROWS = 40
+"""Number of rows that a table shows by default. All other formats write every row."""
+
+
+class Format(enum.StrEnum):
+    """Output format of rows."""
+
+    TABLE = "table"
+    CSV = "csv"
+    JSON = "json"
+    PARQUET = "parquet"
+
+
+OutputFormat = Annotated[Format, typer.Option("--format", help="Output format of the rows.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file.", show_default=False)]
+
+
+def write_rows(rows: pa.Table, form: Format, output: Path | None, *, limit: int = TABLE_ROWS) -> None:
+    """Write `rows` to `output`, or to standard output."""
+    with _writing(output):
+        if form is Format.PARQUET:
+            _write_parquet(rows, output)
+        elif output is not None:
+            output.write_text(as_text(rows, form, limit=limit), encoding="utf-8")
+        elif form is Format.TABLE:
+            print_table(rows, limit=limit)
+        else:
+            sys.stdout.write(as_text(rows, form))
+
+
+def write_text(text: str, output: Path | None) -> None:
+    """Write `text` to `output`, or to standard output."""
+    with _writing(output):
+        if output is None:
+            sys.stdout.write(text)
+        else:
+            output.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _writing(output: Path | None) -> Iterator[None]:
+    """Raise CommandError if `output` cannot be written, except for BrokenPipeError: the reader of the pipe exited."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise CommandError(f"cannot write {output or 'standard output'}: {error.strerror}") from error
+
+
+def as_text(rows: pa.Table, form: Format, *, limit: int = TABLE_ROWS) -> str:
+    """Return `rows` as text in the format `form`, which must not be parquet."""
+    if form is Format.JSON:
+        names = distinct_names(rows.column_names)
+        documents = (_plain(dict(zip(names, row, strict=True))) for row in _rows(rows))
+        lines = ",\n".join(json.dumps(document, ensure_ascii=False) for document in documents)
+        return f"[\n{lines}\n]\n" if lines else "[]\n"
+    text = io.StringIO()
+    if form is Format.CSV:
+        _write_csv(rows, text)
+    else:
+        print_table(rows, limit=limit, file=text)
+    return text.getvalue()
+
+
+def as_json(document: object) -> str:
+    """Return `document` as JSON; values that JSON lacks (NaN, Inf, times) are written as strings."""
+    return json.dumps(_plain(document), ensure_ascii=False, indent=2) + "\n"
+
+
+def print_table(rows: pa.Table, *, limit: int = TABLE_ROWS, file: io.StringIO | None = None) -> None:
+    """Print the first `limit` rows with right-aligned numbers, then the row count and the number not shown."""
+    console = _console(file)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for field in rows.schema:
+        numeric = pa.types.is_integer(field.type) or pa.types.is_floating(field.type)
+        table.add_column(field.name, justify="right" if numeric else "left", no_wrap=not console.is_terminal)
+    for row in _rows(rows.slice(0, limit)):
+        table.add_row(*map(cell, row))
+    console.print(table, markup=False, highlight=False)
+    left = rows.num_rows - limit
+    note = f"{rows.num_rows} rows" if left <= 0 else f"{rows.num_rows} rows, {left} not shown: --rows {rows.num_rows}"
+    console.print(f"({note})" if rows.num_rows != 1 else "(1 row)", markup=False, highlight=False)
+
+
+def columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return `head` and `rows` as lines with aligned, left-justified columns."""
+    table = [list(head), *map(list, rows)]
+    widths = [max(len(row[index]) for row in table) for index in range(len(head))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+
+
+def cell(value: object) -> str:
+    """Return the text of one value in a table cell."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return _number(value)
+    if isinstance(value, datetime):
+        return value.strftime("%Y-%m-%d %H:%M:%S.%f")
+    if isinstance(value, list | dict):
+        return json.dumps(_plain(value), ensure_ascii=False)
+    return printable(str(value))
+
+
+def printable(text: str) -> str:
+    """Return `text` with control characters escaped, so that a name cannot move the cursor of a terminal."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def distinct_names(names: Sequence[str]) -> list[str]:
+    """Return `names` with a numeric suffix on repeated ones. A SQL join can produce the same name twice."""
+    found: list[str] = []
+    for name in names:
+        others = (f"{name}_{number}" for number in itertools.count(1))
+        found.append(next(other for other in others if other not in {*found, *names}) if name in found else name)
+    return found
+
+
+def _rows(rows: pa.Table) -> Iterator[tuple[Any, ...]]:
+    """Yield the values of each row in column order. A dict per row would fail: two columns can have the same name."""
+    yield from zip(*(_values(column) for column in rows.columns), strict=True)
+
+
+def _values(column: pa.ChunkedArray) -> list[Any]:
+    try:
+        return list(column.to_pylist())
+    except (OverflowError, ValueError):  # a time outside the range of datetime: DuckDB's infinity, a wrong clock
+        return [_value(scalar) for scalar in column]
+
+
+def _value(scalar: pa.Scalar) -> Any:
+    try:
+        return scalar.as_py()
+    except (OverflowError, ValueError):
+        number = getattr(scalar, "value", None)
+        if number is None:
+            return f"{scalar.type} out of range"
+        last = (1 << scalar.type.bit_width - 1) - 1
+        unit = getattr(scalar.type, "unit", "days")
+        return {last: "Infinity", -last: "-Infinity"}.get(number, f"{number} {unit} after 1970")
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return _non_finite(value)
+    return f"{value:.6g}"
+
+
+def _non_finite(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` with values that JSON lacks replaced by strings."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return _non_finite(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return value.isoformat() if isinstance(value, date) else str(value)
+
+
+def _write_csv(rows: pa.Table, text: io.StringIO) -> None:
+    csv.writer(text, lineterminator="\n").writerow(rows.column_names)
+    text.writelines(",".join(map(_csv_cell, row)) + "\n" for row in _rows(rows))
+
+
+def _csv_cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, list | dict):
+        return _quoted(json.dumps(_plain(value), ensure_ascii=False))
+    plain = _plain(value)
+    if isinstance(plain, str):
+        return _quoted(plain) if plain == "" or any(char in plain for char in ',"\r\n') else plain
+    return str(plain).lower() if isinstance(plain, bool) else str(plain)
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace('"', '""') + '"'
+
+
+def _write_parquet(rows: pa.Table, output: Path | None) -> None:
+    rows = rows.rename_columns(distinct_names(rows.column_names))
+    if output is None:
+        if sys.stdout.isatty():
+            raise CommandError("parquet is binary: write it to a file with --output, or to a pipe", code=USAGE)
+        pq.write_table(rows, sys.stdout.buffer)
+        return
+    pq.write_table(rows, output)
+
+
+def _console(file: io.StringIO | None) -> Console:
+    """Return a console; for a file or a pipe it is wide enough that no column is truncated."""
+    if file is None and sys.stdout.isatty():
+        return Console()
+    return Console(file=file or sys.stdout, width=10_000, force_terminal=False, no_color=True)

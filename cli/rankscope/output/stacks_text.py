@@ -1,0 +1,109 @@
+"""Format the response of `POST /api/v1/stacks` as text: the cause of a stall, then the stack groups of ranks. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rankscope_contract.blame import RankFacts, single_out
+from rankscope_contract.collective_calls import sentences, sites_of
+from rankscope_contract.events import RunState
+from rankscope_contract.stacks import FlightRecord, Frame, StackDump, ThreadStack
+from rankscope_contract.standing import Group, Standing, grouped, is_library, ranks_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankResponse:
+    """The stacks of one rank, or the error that prevented them."""
+
+    rank: int
+    host: str
+    pid: int
+    stacks: StackDump | None = None
+    flight: FlightRecord | None = None
+    step: int | None = None  # last step published by the rank
+    error: str | None = None
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> RankResponse:
+        """Parse one entry of `ranks` in the response. Raises ValueError if it is malformed."""
+        error, flight = entry.get("error"), entry.get("flight")
+        return cls(
+            rank=int(entry["rank"]),
+            host=str(entry.get("host", "")),
+            pid=int(entry.get("pid", 0)),
+            stacks=StackDump.of(entry["stacks"]) if error is None else None,
+            flight=FlightRecord.of(flight) if flight else None,
+            step=None if entry.get("step") is None else int(entry["step"]),
+            error=None if error is None else str(error),
+        )
+
+
+def stacks_lines(response: Mapping[str, Any], *, all_threads: bool = False) -> Iterator[str]:
+    """Yield the lines to print. Raises ValueError or KeyError if `response` is malformed."""
+    asked = [RankResponse.of(entry) for entry in response["ranks"]]
+    given = {each.rank: each for each in asked if each.stacks is not None}
+    yield from _head(response, len(given), len(asked))
+    if response["state"] == RunState.STALLED:
+        facts = [
+            RankFacts(rank=each.rank, stacks=each.stacks, flight=each.flight, last_step=each.step) for each in asked
+        ]
+        yield f"cause: {single_out(facts, int(response['world_size']))}"
+    standings = [Standing.of(each.rank, each.stacks, each.flight) for each in given.values()]
+    flights = {each.rank: each.flight for each in given.values() if each.flight is not None}
+    if findings := sentences(flights, sites_of(standings)):
+        yield ""
+        yield from findings
+    for group in grouped(standings):
+        yield ""
+        yield from _group(group, [given[rank] for rank in group.ranks], all_threads=all_threads)
+    for each in asked:
+        if each.error is not None:
+            yield ""
+            yield f"rank {each.rank} (process {each.pid} on {each.host}) returned no stacks: {each.error}"
+
+
+def _head(response: Mapping[str, Any], given: int, asked: int) -> Iterator[str]:
+    why = f": {response['reason']}" if response.get("reason") else ""
+    yield f"run {response['run']} (attempt {response['attempt']}) is {response['state']}{why}"
+    step = "no step yet" if response.get("step") is None else f"last step {response['step']:,}"
+    yield f"{step}; {given} of {asked} ranks returned their stacks"
+
+
+def _group(group: Group, members: Sequence[RankResponse], *, all_threads: bool) -> Iterator[str]:
+    first = group.standings[0]
+    pending = first.pending
+    if pending is not None:
+        waits = f"waiting in {pending} for {pending.age_seconds:,.0f} s"
+    elif first.latest is not None:
+        waits = f"not in a collective; the last was {first.latest.op} {first.latest.seq}"
+    else:
+        waits = "not in a collective that torch recorded"
+    yield f"{ranks_text(group.ranks)}: {waits}"
+    places = ", ".join(f"{member.pid} on {member.host}" for member in members[:4])
+    yield f"  process {places}{' …' if len(members) > 4 else ''}"
+    yield from _frames(first.frames) if first.frames else ["    no Python code"]
+    others = [thread for thread in (members[0].stacks.threads if members[0].stacks else ()) if not thread.is_training]
+    yield from _others(others, all_threads=all_threads)
+
+
+def _frames(frames: Sequence[Frame]) -> Iterator[str]:
+    """Yield one line per frame, the innermost first. `>` marks code outside of libraries."""
+    width = min(28, max(len(frame.function) for frame in frames))
+    for frame in frames:
+        mark = " " if is_library(frame.file) else ">"
+        yield f"  {mark} {frame.function:<{width}}  {frame.file}:{frame.line}"
+
+
+def _others(threads: Sequence[ThreadStack], *, all_threads: bool) -> Iterator[str]:
+    if not all_threads:
+        theirs = [thread for thread in threads if not thread.is_ours]
+        names = ", ".join(dict.fromkeys(thread.name or "unnamed" for thread in theirs[:5]))
+        if theirs:
+            more = "thread" if len(theirs) == 1 else "threads"
+            yield f"  {len(theirs)} more {more} ({names}{' …' if len(theirs) > 5 else ''}): see --all-threads"
+        return
+    for thread in threads:
+        yield f"  thread {thread.name or hex(thread.ident)}{' (of Rankscope)' if thread.is_ours else ''}"
+        yield from _frames(thread.frames) if thread.frames else ["    no Python code"]

@@ -1,0 +1,272 @@
+"""Turn the options of `rankscope up` into a start plan: read the configuration, find executables, choose ports."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+
+from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.http_client import ClientTls
+from rankscope.base.service_settings import load_settings, service_tls
+from rankscope.up import ports as port_functions
+from rankscope.up.executables import ALERTMANAGER, PROMETHEUS, find_required
+from rankscope.up.notify_addresses import receivers
+from rankscope.up.ports import PortChoice
+from rankscope.up.programs import (
+    LOOPBACK,
+    SERVICE,
+    TOKEN_FILE,
+    Program,
+    ServiceOptions,
+    UpOptions,
+    files,
+    programs,
+    timing_text,
+)
+from rankscope.up.state_dir import StateDir
+from rankscope_dashboards.deploy.alertmanager import Mail, Webhook
+from rankscope_dashboards.deploy.prometheus import RANKS_JOB, Tls, duration
+
+if TYPE_CHECKING:
+    from rankscope_ingest.config import ServiceConfig
+
+EVENT_SECONDS: Final = 120.0
+KEEP_SECONDS: Final = 60.0
+_LEFT_OUT: Final = "left out"
+_HIDDEN: Final = "<secret>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandLine:
+    """The command line options of `rankscope up`."""
+
+    config: Path | None = None
+    store: Path | None = None
+    listen: str | None = None
+    notify: tuple[str, ...] = ()
+    ports: PortChoice = PortChoice.FIXED
+    state: Path | None = None
+    scrape_seconds: float = 5.0
+    retention: str = "15d"
+    with_prometheus: bool = True
+    with_alertmanager: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartPlan:
+    """Everything that `rankscope up` starts, decided before the first program starts."""
+
+    options: UpOptions
+    folder: StateDir
+    files: dict[str, str]
+    programs: Sequence[Program]
+    warnings: tuple[str, ...]  # ports that differ from the expected ones
+    notification_lines: tuple[str, ...]  # receivers of notifications, and the delay
+    left_out: dict[str, str]
+    advertised: str  # URL of the service for ranks
+    client_tls: ClientTls | None  # TLS settings for requests to the service
+
+    @property
+    def token(self) -> str | None:
+        """Return the token of the service and the ranks; None without authentication."""
+        return self.options.service.token
+
+    @property
+    def token_file(self) -> Path | None:
+        """Return the file that contains the token; None without a token."""
+        return None if self.token is None else self.folder.config(TOKEN_FILE)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables of the programs: the path of the token file, if there is a token."""
+        return {} if self.token_file is None else {"RANKSCOPE_TOKEN_FILE": str(self.token_file)}
+
+    def redacted_files(self) -> dict[str, str]:
+        """Return the generated files without secrets.
+
+        They are generated from redacted options, because YAML quoting makes a secret hard to find in the text.
+        """
+        service = replace(self.options.service, token=None if self.token is None else _HIDDEN)
+        redacted = [
+            replace(one, integrations=tuple(map(_redacted, one.integrations))) for one in self.options.receivers
+        ]
+        return files(replace(self.options, service=service, receivers=redacted), self.folder)
+
+    def prepare(self) -> None:
+        """Write the files, and save ports and URLs for the next start and for `rankscope doctor`."""
+        self.folder.write(self.files)
+        addresses = {program.name: program.url for program in self.programs}
+        self.folder.save_notes({"ports": dict(self.options.ports), "urls": addresses})
+
+
+def make_plan(command_line: CommandLine) -> StartPlan:
+    """Return the start plan. Raises CommandError with the remedy if an option cannot be satisfied."""
+    _check_retention(command_line.retention)
+    settings = load_settings(command_line.config, command_line.store, command_line.listen, None)
+    folder = StateDir(command_line.state) if command_line.state else StateDir.next_to(settings.store.path)
+    addresses = (*_alertmanager_addresses(settings), *command_line.notify)
+    if addresses and not command_line.with_alertmanager:
+        raise CommandError(
+            '--notify and mode = "alertmanager" need Alertmanager: '
+            'set [notify] mode = "embedded" with urls for the service, or run Alertmanager',
+            code=USAGE,
+        )
+    wanted = {PROMETHEUS: "--without-prometheus"} if command_line.with_prometheus else {}
+    executables = find_required(
+        wanted | ({ALERTMANAGER: "--without-alertmanager"} if command_line.with_alertmanager else {})
+    )
+    chosen, notes = _ports(command_line, settings, folder)
+    options = UpOptions(
+        service=_service_options(command_line, settings),
+        ports=chosen,
+        prometheus=executables.get(PROMETHEUS),
+        alertmanager=executables.get(ALERTMANAGER),
+        receivers=receivers(addresses),
+        scrape_seconds=command_line.scrape_seconds,
+        event_window=duration(max(EVENT_SECONDS, 4 * command_line.scrape_seconds)),  # a rate needs several scrapes
+        keep_firing_for=duration(max(KEEP_SECONDS, 2 * command_line.scrape_seconds)),
+        retention=command_line.retention,
+    )
+    return StartPlan(
+        options=options,
+        folder=folder,
+        files=files(options, folder),
+        programs=programs(options, folder),
+        warnings=tuple(notes),
+        notification_lines=tuple(_notification_lines(options, settings)),
+        advertised=_advertised_url(settings, chosen[SERVICE]),
+        client_tls=service_tls(settings),
+        left_out={name: _LEFT_OUT for name in ("prometheus", "alertmanager") if getattr(options, name) is None},
+    )
+
+
+def _alertmanager_addresses(settings: ServiceConfig) -> list[str]:
+    """Return the addresses that the configuration assigns to Alertmanager."""
+    notify = settings.notify
+    return [url.get_secret_value() for url in notify.urls] if notify.mode == "alertmanager" else []
+
+
+def _ports(command_line: CommandLine, settings: ServiceConfig, folder: StateDir) -> tuple[dict[str, int], list[str]]:
+    from rankscope_ingest.config import split_address
+
+    host, port = split_address(settings.service.listen)
+    known = port_functions.valid_ports(folder.load_notes().get("ports"))
+    names = [name for name in ("prometheus", "alertmanager") if getattr(command_line, f"with_{name}")]
+    if _is_explicit(command_line) and port:
+        if not port_functions.is_free(port, host):
+            raise CommandError(
+                f"{settings.service.listen} is in use{_listener_text(port)}: name another --listen address"
+            )
+        # The port of the service is fixed; the other programs must not use it.
+        chosen, notes = _choose_ports(names, command_line.ports, known, avoid=port)
+        return {SERVICE: port, **chosen}, notes
+    return _choose_ports(
+        [SERVICE, *names], PortChoice.FREE if _is_explicit(command_line) else command_line.ports, known
+    )
+
+
+def _listener_text(port: int) -> str:
+    listener = port_functions.listeners().get(port)
+    return f" by {listener}" if listener else ""
+
+
+def _check_retention(text: str) -> None:
+    if not re.fullmatch(r"([1-9][0-9]*(ms|[smhdwy]))+", text):
+        raise CommandError(f"--retention {text}: write numbers with units, such as 15d, 12h or 1y6w", code=USAGE)
+
+
+def _is_explicit(command_line: CommandLine) -> bool:
+    """Return whether the listen address of the service comes from an option or a configuration file."""
+    return command_line.listen is not None or command_line.config is not None
+
+
+def _choose_ports(
+    names: Sequence[str], ports: PortChoice, previous: dict[str, int], avoid: int | None = None
+) -> tuple[dict[str, int], list[str]]:
+    def is_free(port: int) -> bool:
+        return port != avoid and port_functions.is_free(port, LOOPBACK)
+
+    return port_functions.choose(names, ports, previous, is_free=is_free, free_port=port_functions.free_port)
+
+
+def _service_options(command_line: CommandLine, settings: ServiceConfig) -> ServiceOptions:
+    from rankscope_ingest.config import split_address
+
+    return ServiceOptions(
+        config=None if command_line.config is None else command_line.config.absolute(),
+        store=settings.store.path,
+        host=split_address(settings.service.listen)[0],
+        token=settings.token,
+        tls=_tls(service_tls(settings)),
+        ranks_tls=_tls(_ranks_tls(settings)),
+        drain_seconds=settings.ingest.drain_seconds,
+    )
+
+
+def _advertised_url(settings: ServiceConfig, port: int) -> str:
+    """Return the URL of the service for ranks on any machine."""
+    from rankscope_ingest.web.listening import advertised
+
+    scheme = "http" if service_tls(settings) is None else "https"
+    return f"{scheme}://{advertised(settings.service, port)}"
+
+
+def _ranks_tls(settings: ServiceConfig) -> ClientTls | None:
+    """Return the TLS settings with which Prometheus scrapes ranks: those that the service uses for polls."""
+    section = settings.service
+    files = (section.ca_file, section.cert_file, section.key_file, section.server_name)
+    ca_file, cert_file, key_file, server_name = files
+    client_tls = ClientTls(ca_file=ca_file, cert_file=cert_file, key_file=key_file, server_name=server_name)
+    return client_tls if any(files) else None
+
+
+def _tls(client_tls: ClientTls | None) -> Tls | None:
+    """Return the settings in the form of the Prometheus configuration, with absolute paths."""
+    if client_tls is None:
+        return None
+    return Tls(
+        ca_file=_absolute(client_tls.ca_file),
+        cert_file=_absolute(client_tls.cert_file),
+        key_file=_absolute(client_tls.key_file or client_tls.cert_file),
+        server_name=client_tls.server_name,
+    )
+
+
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).expanduser().absolute())
+
+
+def _notification_lines(options: UpOptions, settings: ServiceConfig) -> list[str]:
+    """Return one line per notifier. The service and Alertmanager are independent and have separate addresses."""
+    mode, count = settings.notify.mode, len(settings.notify.urls)
+    addresses = f"{count} addresses" if count != 1 else "1 address"
+    service = addresses if mode == "embedded" and count else f'no address ([notify] mode = "{mode}")'
+    lines = [f"service notifies       {service}"]
+    if options.alertmanager is not None:
+        receivers = ", ".join(_receiver_text(receiver.integrations[0]) for receiver in options.receivers)
+        lines.append(
+            f"Alertmanager notifies  {receivers or 'no address: name one with --notify'} ({timing_text(options)})"
+        )
+    if options.prometheus is not None:
+        lines.append(
+            f'Prometheus serves      the whole store, selected by the job label: rankscope_loss{{job="{RANKS_JOB}"}}'
+        )
+    return lines
+
+
+def _redacted(receiver: Webhook | Mail) -> Webhook | Mail:
+    """Return the receiver without secrets: no mail password, and only the host of a webhook URL."""
+    if isinstance(receiver, Mail):
+        return replace(receiver, password=None if receiver.password is None else _HIDDEN)
+    parts = urlsplit(receiver.url)
+    has_more = parts.path.strip("/") or parts.query or parts.username
+    host = parts.netloc.rpartition("@")[2]
+    return replace(receiver, url=f"{parts.scheme}://{host}/{_HIDDEN}") if has_more else receiver
+
+
+def _receiver_text(receiver: object) -> str:
+    return f"1 {type(receiver).__name__.lower()}"

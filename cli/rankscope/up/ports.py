@@ -1,0 +1,117 @@
+"""Choose the port of each program (default, previous or any free port) and find the processes that listen on ports."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+DEFAULT_PORTS: Final = {"service": 9470, "prometheus": 9090, "alertmanager": 9093}
+PROC: Final = Path("/proc")
+_LISTENING: Final = "0A"
+
+
+class PortChoice(enum.StrEnum):
+    """How `rankscope up` chooses ports."""
+
+    FIXED = "fixed"
+    FREE = "free"
+
+
+def choose(
+    names: Iterable[str],
+    ports: PortChoice,
+    previous: dict[str, int],
+    *,
+    is_free: Callable[[int], bool],
+    free_port: Callable[[], int],
+) -> tuple[dict[str, int], list[str]]:
+    """Return the port of each name, and one line for each program that could not get its preferred port.
+
+    A previous port is used again if it is free, because running trainings still use the address of the service.
+    """
+    chosen: dict[str, int] = {}
+    notes = []
+    for name in names:
+        usual = DEFAULT_PORTS[name] if ports is PortChoice.FIXED else None
+        wanted = usual or previous.get(name)
+        if wanted is not None and wanted not in chosen.values() and is_free(wanted):
+            chosen[name] = wanted
+            continue
+        fallback = previous.get(name, 0)
+        chosen[name] = fallback if fallback and fallback != wanted and is_free(fallback) else _other(chosen, free_port)
+        if wanted is not None:
+            notes.append(f"port {wanted} is in use: {name} listens on {chosen[name]} instead")
+    return chosen, notes
+
+
+def valid_ports(notes: object) -> dict[str, int]:
+    """Return the valid entries of the saved ports; invalid ones are ignored."""
+    if not isinstance(notes, dict):
+        return {}
+    return {str(name): port for name, port in notes.items() if type(port) is int and 0 < port < 65536}
+
+
+def is_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Return whether a program can listen on `port`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the programs can use a port in TIME_WAIT, too
+        with contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return True
+    return False
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a port that is free now. Another process can take it before it is used."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _other(chosen: dict[str, int], free_port: Callable[[], int]) -> int:
+    while (port := free_port()) in chosen.values():
+        pass
+    return port
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """A process that listens on a port. `pid` is None for a process of another user, which /proc does not show."""
+
+    pid: int | None = None
+    name: str = ""
+
+    def __str__(self) -> str:
+        return "a process of another user" if self.pid is None else f"{self.name} (process {self.pid})"
+
+
+def listeners(proc: Path = PROC) -> dict[int, Listener]:
+    """Return the listening process of each TCP port, from /proc; empty where there is no /proc."""
+    ports = dict(_listening_sockets(proc))
+    owners = dict(_socket_owners(proc, set(ports)))
+    return {port: owners.get(inode, Listener()) for inode, port in ports.items()}
+
+
+def _listening_sockets(proc: Path) -> Iterator[tuple[str, int]]:
+    """Yield inode and port of every listening TCP socket."""
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in (proc / "net" / table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if len(fields) > 9 and fields[3] == _LISTENING:
+                    yield fields[9], int(fields[1].rpartition(":")[2], 16)
+
+
+def _socket_owners(proc: Path, inodes: set[str]) -> Iterator[tuple[str, Listener]]:
+    for folder in proc.glob("[0-9]*/fd"):
+        with contextlib.suppress(OSError):  # process of another user, or it has exited
+            for descriptor in folder.iterdir():
+                inode = str(descriptor.readlink()).removeprefix("socket:[").removesuffix("]")
+                if inode in inodes:
+                    yield inode, Listener(int(folder.parent.name), (folder.parent / "comm").read_text().strip())

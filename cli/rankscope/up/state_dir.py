@@ -1,0 +1,106 @@
+"""The state folder of `rankscope up`: generated configuration, data of Prometheus and Alertmanager, logs and ports.
+
+Only the owner can read its subfolders, because they contain tokens and notification addresses. A lock allows one `up`
+process at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rankscope.base.errors import CommandError
+
+DEFAULT: Final = "rankscope-live"
+_NOTES: Final = "live.json"
+_LOCK: Final = "lock"
+
+
+@dataclass(frozen=True, slots=True)
+class StateDir:
+    """One state folder and the paths in it."""
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        # Prometheus resolves relative paths against the folder of its configuration file.
+        object.__setattr__(self, "path", self.path.absolute())
+
+    @classmethod
+    def next_to(cls, store: str | Path) -> StateDir:
+        """Return the default state folder: next to the store, or here if the store is on object storage."""
+        local = "://" not in str(store)
+        return cls((Path(store).parent if local else Path()) / DEFAULT)
+
+    def log(self, name: str) -> Path:
+        """Return the log file of a program."""
+        return self.path / "logs" / f"{name}.log"
+
+    def data(self, name: str) -> Path:
+        """Return the data folder of a program."""
+        return self.path / "data" / name
+
+    def config(self, name: str) -> Path:
+        """Return the path of a generated configuration file."""
+        return self.path / "config" / name
+
+    def create(self) -> None:
+        """Create the folder; its subfolders are readable by the owner only.
+
+        Raises CommandError if it cannot be created, or contains files but no lock file of `rankscope up`.
+        """
+        try:
+            if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / _LOCK).exists():
+                raise CommandError(f"{self.path} was not created by rankscope up: name an empty folder with --state")
+            self.path.mkdir(parents=True, exist_ok=True)
+            for part in ("logs", "data", "config"):
+                (self.path / part).mkdir(mode=0o700, exist_ok=True)
+            (self.path / _LOCK).touch(0o600)
+        except OSError as error:
+            raise CommandError(f"cannot write to {self.path}: {error.strerror}; name another with --state") from error
+
+    def write(self, files: Mapping[str, str]) -> None:
+        """Write generated files atomically, each readable by the owner only."""
+        for name, text in files.items():
+            _replace(self.config(name), text)
+
+    def save_notes(self, notes: Mapping[str, Any]) -> None:
+        """Save ports and URLs for the next start and for `rankscope doctor`."""
+        _replace(self.path / _NOTES, json.dumps(notes, indent=2) + "\n")
+
+    def load_notes(self) -> dict[str, Any]:
+        """Return the saved ports and URLs; an empty dict if the file is missing or invalid."""
+        try:
+            notes = json.loads((self.path / _NOTES).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return notes if isinstance(notes, dict) else {}
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Lock the folder for this process. Raises CommandError with the process that holds the lock."""
+        with (self.path / _LOCK).open("a+", encoding="utf-8") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                lock.seek(0)
+                holder = lock.read().strip() or "another process"
+                raise CommandError(f"{self.path} is in use by {holder}: stop it, or name another --state") from error
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()}")
+            lock.flush()
+            yield
+
+
+def _replace(path: Path, text: str) -> None:
+    fresh = path.with_name(f".{path.name}.new")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    fresh.replace(path)

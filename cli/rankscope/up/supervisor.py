@@ -1,0 +1,196 @@
+"""Supervise programs: start them, wait until they are ready, restart them after an exit, and stop them in order.
+
+Runs on the main thread only. `print_line` receives one line per event.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from rankscope.base.errors import CommandError
+from rankscope.base.http_client import ClientTls, UnreachableError, get
+from rankscope.up.processes import kill, start
+from rankscope.up.programs import Program
+
+READY_SECONDS: Final = 60.0
+POLL_SECONDS: Final = 0.1
+FIRST_DELAY_SECONDS: Final = 0.5
+MAX_DELAY_SECONDS: Final = 30.0
+MAX_RESTARTS: Final = 5
+RESTART_WINDOW_SECONDS: Final = 600.0
+
+
+class StopSignals:
+    """Counts stop signals. The first requests an orderly stop, the second an immediate one."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @contextlib.contextmanager
+    def caught(self) -> Iterator[None]:
+        """Count SIGINT, SIGTERM and SIGHUP instead of exiting."""
+
+        def note(_signum: int, _frame: object) -> None:
+            self.count += 1
+
+        caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, note) for number in caught}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@dataclass(slots=True)
+class Restarts:
+    """Restart policy of one program. Exits older than RESTART_WINDOW_SECONDS do not count."""
+
+    _ends: deque[float] = field(default_factory=deque)
+
+    @property
+    def count(self) -> int:
+        """Return the number of exits within RESTART_WINDOW_SECONDS."""
+        return len(self._ends)
+
+    def delay_after_exit(self, now: float) -> float | None:
+        """Record an exit at time `now`; return the delay in seconds before the restart.
+
+        The delay doubles with each exit. Returns None after MAX_RESTARTS exits within RESTART_WINDOW_SECONDS.
+        """
+        while self._ends and now - self._ends[0] >= RESTART_WINDOW_SECONDS:
+            self._ends.popleft()
+        if len(self._ends) >= MAX_RESTARTS:
+            return None
+        self._ends.append(now)
+        return float(min(FIRST_DELAY_SECONDS * 2 ** (len(self._ends) - 1), MAX_DELAY_SECONDS))
+
+
+@dataclass(slots=True)
+class _Running:
+    program: Program
+    process: subprocess.Popen[bytes]
+    restarts: Restarts = field(default_factory=Restarts)
+    start_at: float | None = None  # time of the next restart; None while the program runs
+    is_given_up: bool = False
+
+
+class Supervisor:
+    """Starts, restarts and stops all programs of one `rankscope up`."""
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        *,
+        print_line: Callable[[str], None],
+        stop_signals: StopSignals,
+        environment: Mapping[str, str] | None = None,
+        client_tls: ClientTls | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pieces = programs
+        self._print_line = print_line
+        self._requests = stop_signals
+        self._environment = environment or {}
+        self._trust = client_tls
+        self._clock = clock
+        self._running: list[_Running] = []
+
+    @property
+    def given_up(self) -> list[str]:
+        """Return the names of the programs that exited too often to be restarted."""
+        return [running.program.name for running in self._running if running.is_given_up]
+
+    def states(self) -> dict[str, str]:
+        """Return the state of each program: ready, restarting or given up."""
+        return {running.program.name: _state(running) for running in self._running}
+
+    def start(self) -> None:
+        """Start all programs and wait until they are ready.
+
+        Raises CommandError with the last log lines of a program that exits or is not ready after READY_SECONDS.
+        """
+        for program in self._pieces:
+            self._running.append(_Running(program, start(program.command, program.log, self._environment)))
+        deadline = self._clock() + READY_SECONDS
+        for running in self._running:
+            self._wait_ready(running, deadline)
+
+    def look(self) -> bool:
+        """Restart exited programs whose delay is over. Returns False when an essential program was given up."""
+        for running in self._running:
+            if running.start_at is None and not running.is_given_up and running.process.poll() is not None:
+                self._handle_exit(running)
+            elif running.start_at is not None and self._clock() >= running.start_at:
+                running.start_at = None
+                running.process = start(running.program.command, running.program.log, self._environment)
+        return not any(running.is_given_up and running.program.is_essential for running in self._running)
+
+    def stop(self) -> None:
+        """Stop the programs in order, each after the previous one has exited. A second stop signal kills them."""
+        for running in self._running:
+            running.start_at = None
+            if running.process.poll() is None:
+                running.process.terminate()
+                self._wait_for_exit(running)
+
+    def _wait_ready(self, running: _Running, deadline: float) -> None:
+        while not self._is_ready(running.program):
+            program, code = running.program, running.process.poll()
+            if self._requests.count:
+                raise CommandError("interrupted before all programs were ready", code=130)
+            if code is not None:
+                raise CommandError(f"{program.name} exited with code {code} during the start. {tail(program)}")
+            if self._clock() >= deadline:
+                raise CommandError(f"{program.name} was not ready after {READY_SECONDS:g} s. {tail(program)}")
+            time.sleep(POLL_SECONDS)
+
+    def _is_ready(self, program: Program) -> bool:
+        try:
+            response = get(program.ready_url, timeout_seconds=1.0, client_tls=self._trust)
+        except UnreachableError:
+            return False
+        return response.status == 200 or program.is_essential  # a degraded service still serves requests
+
+    def _handle_exit(self, running: _Running) -> None:
+        name, code = running.program.name, running.process.returncode
+        delay = running.restarts.delay_after_exit(self._clock())
+        exited = f"{name} exited with code {code}"
+        if delay is None:
+            running.is_given_up = True
+            self._print_line(f"{exited}; giving up after {MAX_RESTARTS} restarts. {tail(running.program)}")
+            return
+        running.start_at = self._clock() + delay
+        self._print_line(
+            f"{exited}; restarting in {delay:g} s ({running.restarts.count} of {MAX_RESTARTS}). {tail(running.program)}"
+        )
+
+    def _wait_for_exit(self, running: _Running) -> None:
+        deadline = self._clock() + running.program.grace_seconds
+        while running.process.poll() is None and self._requests.count < 2 and self._clock() < deadline:
+            time.sleep(POLL_SECONDS / 2)
+        if running.process.poll() is None:
+            self._print_line(f"{running.program.name} did not stop in time: killed")
+            kill(running.process)
+
+
+def tail(program: Program, lines: int = 3) -> str:
+    """Return the path and the last lines of the log of a program."""
+    try:
+        text = program.log.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    return f"Last lines of {program.log}:\n  " + "\n  ".join(text.splitlines()[-lines:] or ["(empty)"])
+
+
+def _state(running: _Running) -> str:
+    if running.is_given_up:
+        return "given up"
+    return "restarting" if running.start_at is not None else "ready"

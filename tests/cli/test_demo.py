@@ -1,0 +1,242 @@
+"""The parts of the demo: alert receiver, child processes, progress display, and the final checks."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import replace
+
+import psutil
+import pytest
+from rich.console import Console
+
+from rankscope.demo.checks import KINDS_OF_EVERY_STEP, KINDS_OF_OPTIMIZER_STEPS, ExpectedRun, Fault, checks, delays
+from rankscope.demo.receiver import Alert, AlertReceiver, Sender, parse_alert
+from rankscope.output.progress import BarView, PlainView, progress_parts
+from rankscope.up.processes import child, interrupted_by_termination, stop
+from rankscope_ingest.progress import RunProgress
+
+RUN = RunProgress(
+    run="my-run",
+    attempt=0,
+    state="running",
+    reason=None,
+    step=60,
+    planned_steps=200,
+    loss=2.5,
+    tokens_per_second=2048.4,
+    rows_stored=12345,
+    lag_records=3,
+    records_lost=0,
+    ranks_alive=2,
+    world_size=2,
+    eta_seconds=75.0,
+)
+FAULT = Fault(step=2, rank=1, tensor="w", rule="AnomalyNan", skips_step=True)
+EXPECTED = ExpectedRun(run="demo", ranks=2, steps=3, tensors=4, faults=(FAULT,))
+ALERT = Alert(0.0, "[critical] demo: AnomalyNan", "run: demo\nrank: 1\nstep: 2\ntensor: w\n")
+LABELS = {"run": "demo", "rule": "AnomalyNan", "rank": "1"}
+BOTH_SENDERS = replace(EXPECTED, senders=tuple(Sender))
+
+
+def stored(**changes):
+    """Return a fake query function with the results of a perfect run, changed by `changes`."""
+    rows = {kind: EXPECTED.rows_of(kind) for kind in (*KINDS_OF_EVERY_STEP, *KINDS_OF_OPTIMIZER_STEPS)}
+    rows["grad_clipped"] = 2 * EXPECTED.tensors
+    answers = {
+        "group by kind": list((rows | changes.get("rows", {})).items()),
+        "having": [(changes.get("doubled", 0),)],
+        "'grad_norm'": [(changes.get("clipped", 2),)],
+        "'loss'": changes.get("losses", [(0, 3, 1, 3), (1, 3, 1, 3)]),
+        "from runs": changes.get("states", [("demo", "completed")]),
+    }
+    return lambda statement: next(answer for part, answer in answers.items() if part in statement)
+
+
+def test_skipped_step_has_only_gradient_rows():
+    assert 2 * 3 * 4 == EXPECTED.rows_of("grad_reduced")
+    assert 2 * 2 * 4 == EXPECTED.rows_of("exp_avg")
+
+
+def test_checks_pass_for_a_perfect_run():
+    assert [] == [check.text for check in checks(EXPECTED, stored(), [ALERT]) if not check.holds]
+
+
+@pytest.mark.parametrize(
+    ("changes", "alerts"),
+    [
+        ({"rows": {"grad_reduced": 23}}, [ALERT]),
+        ({"rows": {"exp_avg": 17}}, [ALERT]),
+        ({"rows": {"surprise": 1}}, [ALERT]),
+        ({"clipped": 3}, [ALERT]),
+        ({"doubled": 1}, [ALERT]),
+        ({"losses": [(0, 3, 1, 3), (1, 2, 1, 3)]}, [ALERT]),
+        ({"states": [("demo", "failed")]}, [ALERT]),
+        ({}, []),
+        ({}, [ALERT, ALERT]),
+        ({}, [replace(ALERT, text=ALERT.text.replace("rank: 1", "rank: 0"))]),
+        ({}, [replace(ALERT, text=ALERT.text.replace("step: 2", "step: 20"))]),
+    ],
+)
+def test_missing_or_unexpected_data_fails_a_check(changes, alerts):
+    assert not all(check.holds for check in checks(EXPECTED, stored(**changes), alerts))
+
+
+def webhook(*labels: dict[str, str], at: float = 5.0, status: str = "firing") -> Alert:
+    alerts = [{"labels": given, "annotations": {"summary": f"rank {given['rank']}"}} for given in labels]
+    group = {"run": "demo", "rule": "AnomalyNan"}
+    return parse_alert({"version": "4", "status": status, "groupLabels": group, "alerts": alerts}, at)
+
+
+def test_parse_alert_distinguishes_alertmanager_from_the_service():
+    alert = webhook(LABELS, LABELS | {"rank": "0"}, status="resolved")
+
+    assert Sender.ALERTMANAGER is alert.sender
+    assert Sender.EMBEDDED is parse_alert({"title": "bad", "message": "worse"}, 0.0).sender
+    assert "[resolved] AnomalyNan in run demo: 2 alerts" == alert.title
+    assert ["      rank 0", "      rank 1"] == list(alert.lines())[1:]
+    assert "by Alertmanager: " in next(alert.lines())
+
+
+def failed(alerts: list[Alert]) -> list[str]:
+    return [check.text for check in checks(BOTH_SENDERS, stored(), alerts) if not check.holds]
+
+
+def test_both_senders_must_report_each_fault_and_nothing_else():
+    second_rank = webhook(LABELS, LABELS | {"rank": "0"})  # the all-reduce propagates the fault to the other rank
+    stranger = webhook(LABELS, {"run": "demo", "alertname": "RanksMissing", "rank": ""})
+
+    assert [] == failed([ALERT, second_rank])
+    assert ["Alertmanager reports AnomalyNan on rank 1"] == failed([ALERT])
+    assert ["Alertmanager reports nothing else: [('demo', 'RanksMissing', '')]"] == failed([ALERT, stranger])
+    assert 2 == len(failed([webhook(LABELS)]))  # the service's own message is missing
+
+
+def test_delay_is_from_the_faulty_step_to_the_first_message():
+    late = webhook(LABELS, at=9.0)
+    found = delays(BOTH_SENDERS, lambda _: [(2, 3.0)], [replace(ALERT, at=4.5), webhook(LABELS), late])
+
+    assert [(FAULT, Sender.EMBEDDED, 1.5), (FAULT, Sender.ALERTMANAGER, 2.0)] == list(found)
+
+
+def test_receiver_accepts_messages_of_the_apprise_json_notifier():
+    with AlertReceiver() as receiver:
+        address = receiver.notify_url.replace("json://", "http://")
+        body = json.dumps({"version": "1.0", "title": "bad", "message": "rank: 1\nstep: 2", "type": "failure"}).encode()
+        urllib.request.urlopen(urllib.request.Request(address, data=body), timeout=5).close()
+        (alert,) = receiver.new_alerts()
+
+        assert ["bad"] == [alert.title for alert in receiver.alerts]
+        assert [] == list(receiver.new_alerts())
+    assert ["      rank: 1", "      step: 2"] == list(alert.lines())[1:]
+
+
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_child_and_its_children_stop_with_the_context(tmp_path):
+    """Also after an exception, and even if the child ignores SIGTERM."""
+    script = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+    log = tmp_path / "log"
+
+    def fail_once_it_runs():
+        with child([sys.executable, "-c", script], log, {}) as process:
+            deadline = time.monotonic() + 20
+            while not log.read_text() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            raise RuntimeError(process.pid)
+
+    with pytest.raises(RuntimeError) as raised:
+        fail_once_it_runs()
+
+    pids = (raised.value.args[0], int(log.read_text()))
+    deadline = time.monotonic() + 10
+    while any(map(runs, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_stop_returns_the_exit_code(tmp_path):
+    with child([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "log", {}) as process:
+        process.wait(20)
+
+        assert 3 == stop(process)
+
+
+def test_sigterm_raises_keyboard_interrupt():
+    with pytest.raises(KeyboardInterrupt), interrupted_by_termination():
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_progress_parts_order():
+    assert [
+        "step 60/200",
+        "loss 2.5000",
+        "2,048 tokens/s",
+        "12,345 rows stored",
+        "lag 3",
+        "2/2 ranks",
+        "1:15 left",
+    ] == list(progress_parts(RUN))
+
+
+def test_unknown_values_are_omitted():
+    bare = replace(RUN, step=None, loss=None, tokens_per_second=None, eta_seconds=None, records_lost=7)
+
+    assert ["12,345 rows stored", "lag 3", "2/2 ranks", "7 records LOST"] == list(progress_parts(bare))
+
+
+def plain_lines(*updates: tuple[RunProgress, float]) -> list[str]:
+    text = io.StringIO()
+    with PlainView(Console(file=text, width=40), every_seconds=5.0) as view:
+        for run, now in updates:
+            view.show([run], now)
+    return text.getvalue().splitlines()
+
+
+def test_plain_view_limits_the_rate_of_lines_per_run():
+    moved, ended = replace(RUN, step=70), replace(RUN, step=200, state="completed")
+    lines = plain_lines((RUN, 0.0), (moved, 1.0), (RUN, 6.0), (moved, 7.0), (ended, 8.0), (ended, 99.0))
+
+    assert ["my-run running  step 60", "my-run running  step 70", "my-run completed  step 200"] == [
+        line.partition("/")[0] for line in lines
+    ]
+
+
+def test_bar_view_draws_a_bar_and_prints_lines_above_it():
+    text = io.StringIO()
+    with BarView(Console(file=text, force_terminal=True, width=160)) as view:
+        view.show([RUN], 0.0)
+        view.print_line("ALERT [not markup]")
+
+    assert "ALERT [not markup]" in text.getvalue()
+    assert "step 60/200" in text.getvalue()
+
+
+def test_run_name_cannot_move_the_cursor():
+    hostile = replace(RUN, run="a\x1b[2J\nb")
+    text = io.StringIO()
+    with BarView(Console(file=text, width=120)) as view:
+        view.show([hostile], 0.0)
+
+    assert "\x1b[2J" not in text.getvalue()
+    assert [r"a\x1b[2J\nb"] == [line.split()[0] for line in plain_lines((hostile, 0.0))]
+
+
+def test_demo_never_deletes_a_folder_that_it_did_not_create(tmp_path):
+    (tmp_path / "precious").write_text("mine", encoding="utf-8")
+    command = [sys.executable, "-m", "rankscope", "demo", "--folder", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert 2 == done.returncode
+    assert "name another with --folder" in done.stderr
+    assert (tmp_path / "precious").exists()

@@ -1,0 +1,336 @@
+"""The parts of `rankscope up` without starting programs: addresses, ports, restarts, files, state folder."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankscope.base.errors import CommandError
+from rankscope.commands.up import exports, overview
+from rankscope.up.executables import Executable, find_required
+from rankscope.up.notify_addresses import receivers
+from rankscope.up.plan import CommandLine, make_plan
+from rankscope.up.ports import PortChoice, choose, free_port, is_free, valid_ports
+from rankscope.up.programs import Program, ServiceOptions, UpOptions, files, max_notification_seconds, programs
+from rankscope.up.state_dir import StateDir
+from rankscope.up.supervisor import MAX_RESTARTS, RESTART_WINDOW_SECONDS, Restarts
+from rankscope_contract.events import Severity
+from rankscope_dashboards.deploy.alertmanager import Mail, Webhook
+
+FOLDER = StateDir(Path("/state"))
+SERVICE = ServiceOptions(config=None, store="/data/history", host="127.0.0.1")
+PORTS = {"service": 9470, "prometheus": 9090, "alertmanager": 9093}
+OPTIONS = UpOptions(
+    service=SERVICE, ports=PORTS, prometheus=Path("/bin/prometheus"), alertmanager=Path("/bin/alertmanager")
+)
+
+
+def test_notify_addresses_become_receivers():
+    chat, mail = receivers(["https://chat.example/hook?a=b", "critical=smtp://u:p%40ss@mail:587?to=me@x&from=r@x"])
+
+    assert (Webhook(url="https://chat.example/hook?a=b"),) == chat.integrations
+    assert () == chat.severities
+    assert (Mail(to="me@x", sender="r@x", smarthost="mail:587", username="u", password="p@ss"),) == mail.integrations
+    assert (Severity.CRITICAL,) == mail.severities
+
+
+def test_mail_address_options_and_default_port():
+    (receiver,) = receivers(["smtp://[::1]?to=a@x&to=b@x&tls=no"])
+
+    assert (
+        Mail(to="a@x, b@x", sender="rankscope@localhost", smarthost="[::1]:25", require_tls=False),
+    ) == receiver.integrations
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("slack://secret/x", "Apprise"),
+        ("nonsense", "smtp://"),
+        ("smtp://secret@host:25", "to=ADDRESS"),
+        ("smtp://host:25?to=secret", "mail address"),
+        ("smtp://host:25?to=a@b&secret=1x", "unknown key"),
+        ("smtp://host:secretport?to=a@b", "smtp"),
+        ("https://", "webhook"),
+    ],
+)
+def test_unsupported_address_error_lists_the_forms(address, message):
+    with pytest.raises(CommandError, match=message) as refused:
+        receivers(["https://fine.example", address])
+
+    assert "address 2" in str(refused.value)
+    assert "secret@" not in str(refused.value)
+    assert 2 == refused.value.code
+
+
+def chosen(ports, previous, taken=()):
+    free = iter(range(50_000, 60_000))
+    return choose(
+        ("service", "prometheus"), ports, previous, is_free=lambda port: port not in taken, free_port=free.__next__
+    )
+
+
+def test_fixed_ports_are_the_defaults():
+    assert ({"service": 9470, "prometheus": 9090}, []) == chosen(PortChoice.FIXED, {"service": 1})
+
+
+def test_default_port_in_use_is_replaced_and_reported():
+    ports, notes = chosen(PortChoice.FIXED, {}, taken=(9090,))
+
+    assert {"service": 9470, "prometheus": 50_000} == ports
+    assert ["port 9090 is in use: prometheus listens on 50000 instead"] == notes
+
+
+def test_free_ports_prefer_the_previous_ports():
+    assert ({"service": 41, "prometheus": 42}, []) == chosen(PortChoice.FREE, {"service": 41, "prometheus": 42})
+    assert {"service": 50_000, "prometheus": 42} == chosen(
+        PortChoice.FREE, {"service": 41, "prometheus": 42}, taken=(41,)
+    )[0]
+
+
+def test_previous_replacement_port_is_used_again():
+    """Running trainings still use the address of the service."""
+    assert 41 == chosen(PortChoice.FIXED, {"service": 41}, taken=(9470,))[0]["service"]
+
+
+def test_invalid_saved_ports_are_ignored():
+    assert {"service": 41} == valid_ports(
+        {"service": 41, "prometheus": 99999, "alertmanager": "9093", "x": True, "y": -1}
+    )
+    assert {} == valid_ports([41])
+
+
+def test_port_with_a_listener_is_not_free():
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+
+        assert not is_free(taken)
+    assert is_free(free_port())
+
+
+def test_restart_delays_double_up_to_a_limit_of_restarts():
+    restarts = Restarts()
+
+    assert [0.5, 1.0, 2.0, 4.0, 8.0, None] == [restarts.delay_after_exit(now) for now in range(MAX_RESTARTS + 1)]
+
+
+def test_old_exits_do_not_count():
+    restarts = Restarts()
+    waits = [restarts.delay_after_exit(number * RESTART_WINDOW_SECONDS) for number in range(50)]
+
+    assert {0.5} == set(waits)
+
+
+def test_all_programs_listen_on_localhost():
+    for program in programs(OPTIONS, FOLDER):
+        assert program.url.startswith("http://127.0.0.1:")
+        assert any("127.0.0.1:" in part for part in program.command)
+    assert "--cluster.listen-address=" in programs(OPTIONS, FOLDER)[1].command
+
+
+def test_omitted_programs_are_not_configured_or_started():
+    alone = UpOptions(service=SERVICE, ports=PORTS)
+    silent = UpOptions(service=SERVICE, ports=PORTS, prometheus=Path("/bin/prometheus"))
+
+    assert {} == files(alone, FOLDER)
+    assert ["service"] == [program.name for program in programs(alone, FOLDER)]
+    assert "alerting" not in files(silent, FOLDER)["prometheus.yml"]
+
+
+def test_service_on_all_addresses_is_reached_on_loopback():
+    everywhere = ServiceOptions(config=None, store="s", host="0.0.0.0", token="secret")
+    options = UpOptions(service=everywhere, ports=PORTS, prometheus=Path("/bin/prometheus"))
+    made = files(options, FOLDER)
+
+    assert "http://127.0.0.1:9470/sd" in made["prometheus.yml"]
+    assert "secret" == made["token"]
+    assert "secret" not in made["prometheus.yml"]
+    assert "credentials_file: /state/config/token" in made["prometheus.yml"]
+    assert "0.0.0.0:9470" in programs(options, FOLDER)[0].command
+
+
+def test_largest_notification_delay_is_12_seconds():
+    assert 12.0 == max_notification_seconds(OPTIONS)
+
+
+def test_store_option_is_omitted_with_a_configuration_file():
+    given = ServiceOptions(config=Path("/etc/service.toml"), store="/x", host="127.0.0.1")
+    (service,) = programs(UpOptions(service=given, ports=PORTS), FOLDER)
+
+    assert "/etc/service.toml" in service.command
+    assert "--store" not in service.command
+
+
+def test_overview_lists_running_and_omitted_programs():
+    program = Program(
+        name="service", command=(), url="http://127.0.0.1:9470", ready_path="/", log=Path("/state/service.log")
+    )
+    lines = overview([program], {"service": "ready"}, {"prometheus": "left out"})
+
+    assert [
+        "program     address                state     log",
+        "service     http://127.0.0.1:9470  ready     /state/service.log",
+        "prometheus  -                      left out  -",
+    ] == lines
+
+
+def test_export_lines_contain_the_token_file_not_the_token():
+    assert [
+        "export RANKSCOPE_INGEST_URL=http://h:1",
+        "export RANKSCOPE_TOKEN_FILE=/state/config/token",
+    ] == exports("http://h:1", Path("/state/config/token"))
+
+
+def test_state_folder_is_readable_by_the_owner_only(tmp_path):
+    folder = StateDir(tmp_path / "state")
+    folder.create()
+    folder.write({"token": "secret"})
+
+    assert 0o700 == stat.S_IMODE(folder.config("token").parent.stat().st_mode)
+    assert 0o600 == stat.S_IMODE(folder.config("token").stat().st_mode)
+
+
+def test_folder_with_other_files_is_rejected_unchanged(tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    mode = tmp_path.stat().st_mode
+
+    with pytest.raises(CommandError, match="not created by rankscope up"):
+        StateDir(tmp_path).create()
+    assert mode == tmp_path.stat().st_mode
+    assert ["precious"] == [path.name for path in tmp_path.iterdir()]
+
+
+def test_existing_state_folder_is_used_again(tmp_path):
+    for _ in range(2):
+        StateDir(tmp_path / "state").create()
+
+
+def test_default_state_folder_is_next_to_the_store(tmp_path):
+    assert tmp_path / "rankscope-live" == StateDir.next_to(tmp_path / "history").path
+    assert Path.cwd() / "rankscope-live" == StateDir.next_to("s3://bucket/history").path
+
+
+def test_locked_state_folder_error_names_the_process(tmp_path):
+    folder = StateDir(tmp_path)
+    folder.create()
+    imports = "import sys; from pathlib import Path; from rankscope.up.state_dir import StateDir"
+    other = f"{imports}\nwith StateDir(Path(sys.argv[1])).locked(): pass"
+    with folder.locked():
+        done = subprocess.run([sys.executable, "-c", other, tmp_path], capture_output=True, text=True, check=False)
+
+    assert f"in use by process {os.getpid()}" in done.stderr
+
+
+def test_invalid_notes_are_ignored(tmp_path):
+    folder = StateDir(tmp_path)
+    for text in ("[1]", "{", "\x00"):
+        (tmp_path / "live.json").write_text(text)
+
+        assert {} == folder.load_notes()
+
+
+def test_missing_executables_error_names_packages_and_option():
+    one, other = (
+        Executable("One", ("no-such",), "one-package"),
+        Executable("Other", ("no-such-either",), "other-package"),
+    )
+
+    with pytest.raises(CommandError, match=r"^Other is not on PATH: apt install other-package, or.*--without-other$"):
+        find_required({other: "--without-other"})
+    with pytest.raises(CommandError, match=r"^One and Other are not .* install one-package other-package, .*-one$"):
+        find_required({one: "--without-one", other: "--without-other"})
+
+
+@pytest.fixture
+def service_toml(tmp_path):
+    def write(text):
+        path = tmp_path / "service.toml"
+        path.write_text(f'[store]\npath = "history"\n[service]\nlisten = "127.0.0.1:0"\n{text}')
+        return path
+
+    return write
+
+
+@pytest.fixture
+def executables(require_server):
+    require_server("prometheus")
+    require_server("prometheus-alertmanager")
+
+
+def test_alertmanager_mode_passes_configured_addresses_to_it(service_toml, executables):
+    alertmanager = make_plan(
+        CommandLine(config=service_toml('[notify]\nmode = "alertmanager"\nurls = ["http://h/x"]\n'))
+    )
+    embedded = make_plan(CommandLine(config=service_toml('[notify]\nurls = ["json://h/x"]\n'), notify=("http://h/y",)))
+
+    assert ["http://h/x"] == [receiver.integrations[0].url for receiver in alertmanager.options.receivers]
+    assert ["http://h/y"] == [receiver.integrations[0].url for receiver in embedded.options.receivers]
+    assert 'service notifies       no address ([notify] mode = "alertmanager")' == alertmanager.notification_lines[0]
+    assert "service notifies       1 address" == embedded.notification_lines[0]
+    assert alertmanager.folder.path == service_toml("").parent / "rankscope-live"
+
+
+def test_print_config_hides_secrets_and_starts_nothing(service_toml, executables):
+    path = service_toml('token = "open-sesame"\n')
+    notify = ("--notify", "smtp://me:pass%27word@mail:25?to=me@x", "--notify", "https://chat.example/hook/T01/key?k=1")
+    command = [sys.executable, "-m", "rankscope", "up", str(path), "--print-config", *notify]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+    assert 0 == done.returncode, done.stderr
+    assert "auth_password: <secret>" in done.stdout
+    assert "open-sesame" not in done.stdout
+    assert "url: https://chat.example/<secret>" in done.stdout
+    for secret in ("pass'word", "pass''word", "T01", "k=1"):
+        assert secret not in done.stdout
+    for part in (
+        "http_sd_configs:",
+        "AnomalyNan",
+        "smarthost: mail:25",
+        "--web.listen-address=127.0.0.1:",
+        "-m rankscope serve",
+    ):
+        assert part in done.stdout
+    assert ["service.toml"] == [found.name for found in path.parent.iterdir()]
+
+
+def test_token_from_the_environment_reaches_the_service(tmp_path, executables, monkeypatch):
+    """All other RANKSCOPE_ variables of the shell are removed from the environment of the programs."""
+    monkeypatch.setenv("RANKSCOPE_TOKEN", "open-sesame")
+    plan = make_plan(CommandLine(store=tmp_path / "h", listen="0.0.0.0:0"))
+
+    assert {"RANKSCOPE_TOKEN_FILE": str(tmp_path / "rankscope-live/config/token")} == plan.environment
+    assert "open-sesame" == plan.files["token"]
+    assert not any("open-sesame" in word for program in plan.programs for word in program.command)
+
+
+def test_longer_scrape_interval_has_longer_windows(tmp_path, executables):
+    """An event raises an alert only while several scrapes contain it."""
+    options = make_plan(CommandLine(store=tmp_path / "h", ports=PortChoice.FREE, scrape_seconds=60.0)).options
+
+    assert ("4m", "2m") == (options.event_window, options.keep_firing_for)
+
+
+def test_notify_without_alertmanager_fails(service_toml):
+    with pytest.raises(CommandError, match="embedded"):
+        make_plan(CommandLine(config=service_toml(""), notify=("http://h/y",), with_alertmanager=False))
+
+
+def test_requested_port_in_use_fails(tmp_path):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        listen = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(CommandError, match=rf"{listen} is in use by \S+ \(process {os.getpid()}\): name another"):
+            make_plan(CommandLine(store=tmp_path / "h", listen=listen, with_prometheus=False, with_alertmanager=False))
+
+
+def test_invalid_retention_fails_before_anything_starts(tmp_path):
+    with pytest.raises(CommandError, match="--retention a fortnight: write numbers with units, such as 15d"):
+        make_plan(CommandLine(store=tmp_path / "h", retention="a fortnight"))
