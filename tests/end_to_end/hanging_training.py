@@ -6,7 +6,6 @@ hanging_training.py FOLDER, for each rank with its environment
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -20,17 +19,8 @@ HANG_STEP, LAST_STEP = 6, 9
 
 
 def stand_still(until: Path) -> None:
-    """Wait in one line: a loop would also be found in its condition."""
-    held = threading.Lock()
-    held.acquire()
-    threading.Thread(target=release, args=(held, until), daemon=True).start()
-    held.acquire()  # rank 1 is found here
-
-
-def release(held: threading.Lock, when: Path) -> None:
-    while not when.exists():
-        time.sleep(0.05)
-    held.release()
+    while not until.exists():
+        time.sleep(0.05)  # rank 1 is found here
 
 
 def main() -> None:
