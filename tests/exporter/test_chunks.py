@@ -42,7 +42,8 @@ class Chunked(Plain):
     """Chunks of one model that a loop calls as it likes."""
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
-        super().__init__(as_one(chunks))
+        self._list = as_one(chunks)  # nothing else holds it
+        super().__init__(self._list)
         self._chunks = chunks
 
     @classmethod

@@ -31,6 +31,7 @@ from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_contract.web_config import TlsServer, WebConfig
 from rankscope_exporter import Anomaly, CaptureConfig, ConfigError, Monitor, MonitorConfig, RankscopeError, ServeConfig
 from rankscope_exporter.copies import CopiesDoNothing
+from rankscope_exporter.errors import CountError
 from rankscope_exporter.hardware.config import HardwareConfig
 from rankscope_exporter.msprobe import TrainerMon
 from rankscope_exporter.phase import Phase, Phases
@@ -39,6 +40,7 @@ from rankscope_exporter.serving.addresses import Address
 from rankscope_exporter.sinks import Sink, sink_classes
 from rankscope_exporter.sinks.api import Row
 from rankscope_exporter.throughput.config import ThroughputConfig
+from rankscope_exporter.throughput.counting import FlopCount
 from rankscope_storage.connection import Connection
 
 TOKEN = "not-for-a-file"
@@ -54,6 +56,7 @@ DATA: dict[type[Any], Made] = {
     AnomalyTurbulence: lambda _: AnomalyTurbulence(threshold=3.0),
     CaptureConfig: lambda _: CaptureConfig(steps=3),
     Event: lambda _: EVENT,
+    FlopCount: lambda _: FlopCount(1e9, tokens=3, samples=2, unknown=("aten::sort",)),
     HardwareConfig: lambda _: HardwareConfig(),
     MonitorConfig: lambda _: QUIET,
     Row: lambda _: Row(3, entry(), {**FINITE}),
@@ -66,6 +69,7 @@ DATA: dict[type[Any], Made] = {
 }
 ERRORS: dict[type[Any], Made] = {
     ConfigError: lambda _: ConfigError("every is a number"),
+    CountError: lambda _: CountError("no tokens"),
     RankscopeError: lambda _: RankscopeError("something"),
 }
 
@@ -124,8 +128,10 @@ def _callback(module: str) -> type[Any]:
     return kind
 
 
+OUR_SINKS = [kind for kind in sink_classes().values() if kind.__module__.startswith("rankscope")]
+"""Without those of other tests in this process."""
 CALLBACKS: dict[type[Any], Made] = {_callback(name): callback_of(name) for name in ("huggingface", "lightning")}
-SINKS: dict[type[Any], Made] = {kind: sink_of(kind) for kind in sink_classes().values()}
+SINKS: dict[type[Any], Made] = {kind: sink_of(kind) for kind in OUR_SINKS}
 LIVE: dict[type[Any], Made] = {
     Monitor: attached,
     Phase: phase,
@@ -147,7 +153,7 @@ def public_objects() -> Iterator[Any]:
     for module in (rankscope, rankscope_exporter):
         yield from (getattr(module, name) for name in module.__all__ if not name.startswith("__"))
     yield from CALLBACKS
-    yield from sink_classes().values()
+    yield from OUR_SINKS
 
 
 def ours(hint: Any) -> Iterator[type[Any]]:
@@ -206,6 +212,7 @@ def test_a_copy_of_data_is_equal(kind, way, request):
 
     assert made == copied
     assert type(made) is type(copied)
+    assert getattr(made, "__dict__", None) == getattr(copied, "__dict__", None)
 
 
 @pytest.mark.parametrize("way", WAYS)
