@@ -156,6 +156,8 @@ def _then(wait: LastWord, heard: threading.Event) -> Callable[[], None]:
     def work() -> None:
         try:
             wait()
+        except Exception:  # logged before the event is set: the process ends as soon as it is
+            log.exception("waiting for the service after a stop signal failed")
         finally:
             heard.set()
 
@@ -175,4 +177,4 @@ def _run() -> None:
         try:
             _work.get()()
         except Exception:  # the edge of the thread: what waits for a later signal needs it
-            log.exception("waiting for the service after a signal failed")
+            log.exception("unexpected error in the thread of stop signals")
