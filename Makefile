@@ -55,10 +55,11 @@ test-frameworks-heavy: $(VENV)/.installed-heavy
 	PATH="$(CURDIR)/$(BIN):$$PATH" TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VENV)/extensions" OMP_NUM_THREADS=1 \
 		RANKSCOPE_REQUIRE_FRAMEWORKS=1 $(BIN)/python -m pytest tests/frameworks_heavy
 
-lint: $(VENV)/.installed-dev ## formatting, lint rules, plain English, types
+lint: $(VENV)/.installed-dev ## formatting, lint rules, plain English, commit subjects, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python docs/check_language.py
+	$(BIN)/python docs/check_commits.py
 	$(BIN)/mypy
 
 bench: $(VENV)/.installed-dev ## print the table of costs, measured in one run
