@@ -1,7 +1,7 @@
 """Check the subjects of new commits: `python docs/check_commits.py`, part of `make lint`.
 
-A subject is `area: imperative` with at most 72 characters; the area is a folder or `project`. Merge commits are not checked,
-nor are the commits up to `BASE`, which introduced the check.
+A subject is `area: imperative` with at most 72 characters; the area is a folder or `project`. Merge commits are not
+checked, nor are the commits up to `BASE`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_CHARACTERS: Final = 72
 
 
 def problem(subject: str) -> str | None:
-    """Return what is wrong with the subject of a commit, or None."""
+    """Return the error in the subject of a commit, or None."""
     if len(subject) > MAX_CHARACTERS:
         return f"{len(subject)} characters, at most {MAX_CHARACTERS} are allowed"
     if SUBJECT.fullmatch(subject) is None:
@@ -29,7 +29,7 @@ def problem(subject: str) -> str | None:
 
 def new_subjects(base: str = BASE) -> list[tuple[str, str]]:
     """Return hash and subject of each commit after `base`; none where git or the history up to `base` is missing."""
-    listed = subprocess.run(
+    listed = subprocess.run(  # noqa: S603 - fixed arguments
         ["git", "log", "--no-merges", "--format=%h %s", f"{base}..HEAD"],  # noqa: S607 - git of the developer's PATH
         cwd=ROOT,
         capture_output=True,
