@@ -19,6 +19,7 @@ import math
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -222,7 +223,7 @@ class _Service:
             for name, values in written.items()
         )
         (folder / "service.toml").write_text(text)
-        self.program = Program(["python", "-m", "rankscope", "serve", "service.toml", "--quiet"], folder)
+        self.program = Program([sys.executable, "-m", "rankscope", "serve", "service.toml", "--quiet"], folder)
         self.program.await_answer(f"{self.own}/metrics")
         self._seen: dict[str, int] = {}
 
