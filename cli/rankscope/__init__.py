@@ -62,4 +62,4 @@ def _remedy(module: str | None) -> str:
     """Return the installation command of a missing module. Rankscope never installs torch itself."""
     if module == "torch":
         return "install the build of torch for this machine"
-    return "pip install 'rankscope[store]'"
+    return "run pip install '.[store]' in a checkout of Rankscope"

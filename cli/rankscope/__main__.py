@@ -21,7 +21,8 @@ def main() -> None:
     except ModuleNotFoundError as missing:
         if missing.name is None or missing.name.startswith("rankscope"):
             raise
-        message = f"rankscope: the command needs {missing.name}, which is not installed: pip install 'rankscope[all]'"
+        remedy = "run pip install '.[all]' in a checkout of Rankscope"
+        message = f"rankscope: the command needs {missing.name}, which is not installed: {remedy}"
         print(message, file=sys.stderr)
         sys.exit(1)
 

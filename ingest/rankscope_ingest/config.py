@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from rankscope_contract.channel import DEFAULT_MAX_BYTES
 from rankscope_contract.web_config import WebConfig, WebConfigError
@@ -141,10 +141,16 @@ def _unmapped(network: Network) -> Network:
     return ipaddress.IPv4Network((int(network.network_address) & 0xFFFFFFFF, network.prefixlen - 96))
 
 
+def _local(path: str) -> str:
+    if "://" in path:
+        raise ValueError("a store is a local folder, not a URL; name a folder")
+    return path
+
+
 class StoreSection(_Section):
     """[store]: the table that receives everything."""
 
-    path: str
+    path: Annotated[str, AfterValidator(_local)]
     shard: Annotated[str, Field(pattern=r"^\d+/[1-9]\d*$")] = "0/1"
     mantissa_bits: Annotated[int, Field(ge=4, le=22)] | None = None
 

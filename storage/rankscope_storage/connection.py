@@ -24,7 +24,7 @@ from rankscope_storage.asking.engines import Engine, is_full, keep, log_of, put_
 from rankscope_storage.asking.showing import Views
 from rankscope_storage.asking.views import files_select
 from rankscope_storage.durable import sync_to_disk
-from rankscope_storage.errors import FilesGoneError, QueryError
+from rankscope_storage.errors import FilesGoneError, QueryError, local_folder
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.snapshot import Snapshot
 
@@ -45,7 +45,7 @@ def connect(
     Views: one per dataset (`tensor_stats`, `scalars`, `events`, …); `runs`, `attempts` and `tensors` show the latest
     version of each, `runs_history` and so on all versions; `tensor_global` combines shards.
     """
-    root = Path(path).absolute()
+    root = local_folder(path)
     engine = start(root, locked=locked, single_threaded=single_threaded)
     try:
         if version is not None:

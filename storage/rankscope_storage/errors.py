@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Final
+
+_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+"""The beginning of a URL, also after `Path`, which merges the two slashes."""
+
 
 class StoreError(Exception):
     """The store cannot do what was asked; the text says what to change."""
@@ -53,3 +60,12 @@ class LimitError(StoreError):
 
 class ExportError(StoreError):
     """A run cannot be written in the format, or to the place, that was asked for."""
+
+
+def local_folder(path: str | Path) -> Path:
+    """Return `path` as an absolute path. Raises NotAStoreError for a URL, such as s3://bucket/store."""
+    if _URL.match(str(path)):
+        raise NotAStoreError(
+            f"{path} is a URL: a store is a local folder; name one, such as /data/history (a mounted bucket works)"
+        )
+    return Path(path).absolute()

@@ -11,7 +11,14 @@ from typing import Final
 
 from rankscope_storage.asking.plain_sql import write_plain_sql
 from rankscope_storage.durable import Sync, make_folders, sync_to_disk
-from rankscope_storage.errors import ClaimError, ConflictError, NotAStoreError, StoreError, UnwritableError
+from rankscope_storage.errors import (
+    ClaimError,
+    ConflictError,
+    NotAStoreError,
+    StoreError,
+    UnwritableError,
+    local_folder,
+)
 from rankscope_storage.files.parquet import STAGING
 from rankscope_storage.files.rounding import check_bits
 from rankscope_storage.log.delta import Change, Log
@@ -43,7 +50,7 @@ class Store:
         """
         if mantissa_bits is not None:
             check_bits(mantissa_bits)
-        root = Path(path).absolute()
+        root = local_folder(path)
         if root.exists() and not root.is_dir():
             raise NotAStoreError(f"{root} is a file: a store is a folder")
         if not has_entries(root):

@@ -182,3 +182,29 @@ def test_runs_action_without_its_arguments_prints_its_usage(rankscope):
     done = rankscope("runs", "rename", "my-run")
 
     assert (2, "rankscope: write: rankscope runs rename RUN NAME\n") == (done.returncode, done.stderr)
+
+
+def test_version_and_short_help_are_options(rankscope):
+    version, top, command = rankscope("--version"), rankscope("-h"), rankscope("runs", "-h")
+
+    assert re.fullmatch(r"rankscope \d+\.\d+\.\d+\n", version.stdout)
+    assert "Usage: rankscope" in top.stdout
+    assert "--install-completion" in top.stdout
+    assert "Usage: rankscope runs" in command.stdout
+
+
+@pytest.mark.parametrize("command", ["runs", "import", "serve", "up"])
+def test_a_url_is_rejected_as_a_store(rankscope, tmp_path, command):
+    arguments = [command, *(["log.jsonl"] if command == "import" else []), "--store", "s3://bucket/history"]
+    done = rankscope(*arguments, cwd=tmp_path)
+
+    assert 2 == done.returncode
+    assert "s3://bucket/history: a store is a local folder, not a URL" in done.stderr
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_runs_fit_into_eighty_columns(rankscope):
+    done = rankscope("runs", env={"COLUMNS": "80"})
+
+    assert 3 == len(done.stdout.splitlines())
+    assert max(map(len, done.stdout.splitlines())) <= 80

@@ -205,8 +205,8 @@ def test_other_server_at_the_prometheus_address_is_reported(sample_store, respon
     assert "not a Prometheus response" in report(environment, sample_store)
 
 
-def test_store_on_object_storage_is_not_checked():
-    assert "STORE is on object storage" in report(healthy_environment(), "s3://bucket/history")
+def test_a_store_that_is_a_url_is_an_error():
+    assert "FAIL  STORE is a URL; a store is a local folder" in report(healthy_environment(), "s3://bucket/history")
 
 
 def test_only_failed_checks_are_unhealthy():

@@ -9,6 +9,7 @@ import io
 import json
 import math
 
+import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope.base.errors import CommandError, suggestion
-from rankscope.output.rows import Format, as_text, cell, distinct_names, write_rows
+from rankscope.output.rows import Format, as_text, cell, distinct_names, interval_text, write_rows
 from rankscope.output.summary_text import anomaly_table
 from rankscope_storage.asking.reports import AnomalyRow
 
@@ -144,3 +145,33 @@ def test_an_anomaly_of_no_single_rank_has_no_number(form, start):
 
     assert text.startswith(start)
     assert form is Format.CSV or None is json.loads(text)[0]["rank"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (pa.MonthDayNano([14, 3, 14_706_500_000_000]), "1 year 2 months 3 days 04:05:06.5"),
+        (pa.MonthDayNano([0, 1, 0]), "1 day"),
+        (pa.MonthDayNano([0, 0, -1_500_000_000]), "-00:00:01.5"),
+        (dt.timedelta(seconds=90), "00:01:30"),
+        (pa.MonthDayNano([0, 0, 0]), "00:00:00"),
+    ],
+)
+def test_an_interval_is_written_as_duckdb_writes_it(value, text):
+    assert text == interval_text(value) == cell(value)
+
+
+@pytest.mark.parametrize("form", [Format.TABLE, Format.CSV, Format.JSON])
+def test_an_interval_of_a_query_is_readable_in_each_format(form):
+    rows = duckdb.sql(
+        "select timestamp '2026-03-02 13:00:00' - timestamp '2026-03-01 12:00:00' as took"
+    ).to_arrow_table()
+
+    assert "1 day 01:00:00" in as_text(rows, form)
+
+
+def test_an_interval_of_a_query_can_be_written_to_parquet(tmp_path):
+    rows = duckdb.sql("select interval 90 seconds as took union all select null").to_arrow_table()
+    write_rows(rows, Format.PARQUET, tmp_path / "rows.parquet")
+
+    assert ["00:01:30", None] == pq.read_table(tmp_path / "rows.parquet")["took"].to_pylist()

@@ -72,6 +72,7 @@ def test_token_of_the_environment_that_cannot_be_is_named(environment, complaint
         ("[store]\npath='x'\n[ingest]\npoll_seconds=-1", ["ingest.poll_seconds", "greater than 0", "given: -1"]),
         ("[store]\npath='x'\n[ingest]\npoll_seconds='soon'", ["ingest.poll_seconds", "number", "'soon'"]),
         ("[store]\npath='x'\n[ingest]\nmax_pending_rows=5", ["max_pending_rows (5) is below flush_rows"]),
+        ("[store]\npath='s3://bucket/x'", ["store.path", "a local folder, not a URL"]),
         ("[store]\npath='x'\nshard='1'", ["store.shard"]),
         ("[store]\npath='x'\n[notify]\nmode='mail'", ["notify.mode", "'embedded', 'alertmanager', 'grafana' or 'off'"]),
         ("[store]\npath='x'\n[service]\nlisten='here'", ["service.listen", "host:port"]),

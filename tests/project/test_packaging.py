@@ -117,11 +117,11 @@ def test_command_on_a_rank_says_what_to_install(rank_install):
     done = run_on_rank(rank_install, "import runpy; runpy.run_module('rankscope', run_name='__main__')")
 
     assert 1 == done.returncode
-    assert "pip install 'rankscope[all]'" in done.stderr
+    assert "run pip install '.[all]'" in done.stderr
     assert 1 == done.stderr.count("\n")
 
 
 def test_asking_the_store_on_a_rank_says_what_to_install(rank_install):
     done = run_on_rank(rank_install, "import rankscope; rankscope.connect")
 
-    assert "pip install 'rankscope[store]'" in done.stderr
+    assert "run pip install '.[store]'" in done.stderr

@@ -360,3 +360,14 @@ def test_a_full_disk_takes_no_name_but_the_lock_holds(folder, monkeypatch):
     monkeypatch.setattr("os.pwrite", refuse)
     with store.claim(owner="first"), pytest.raises(ClaimError, match="an unnamed process"):
         store.claim(owner="second")
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/history", Path("s3://bucket/history"), "file:///data/history"])
+def test_a_url_is_not_taken_for_a_folder(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(NotAStoreError, match="a store is a local folder"):
+        Store.open(path, create=True)
+    with pytest.raises(NotAStoreError, match="a store is a local folder"):
+        connect(path)
+
+    assert [] == list(tmp_path.iterdir())

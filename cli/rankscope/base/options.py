@@ -9,9 +9,28 @@ import typer
 
 from rankscope.base.errors import USAGE, CommandError
 
+
+def store_folder(text: str) -> Path:
+    """Return the folder of a store option. Raises CommandError for a URL: a store is a local folder."""
+    if "://" in text:
+        raise CommandError(f"--store {text}: a store is a local folder, not a URL; name a folder", code=USAGE)
+    return Path(text)
+
+
 Store = Annotated[
     Path,
-    typer.Option("--store", "-s", envvar="RANKSCOPE_STORE", help="Folder of the store.", show_default=True),
+    typer.Option(
+        "--store",
+        "-s",
+        envvar="RANKSCOPE_STORE",
+        help="Folder of the store.",
+        show_default=True,
+        parser=store_folder,
+        metavar="FOLDER",
+    ),
+]
+OptionalStore = Annotated[
+    Path | None, typer.Option("--store", "-s", help="Folder of the store.", parser=store_folder, metavar="FOLDER")
 ]
 Run = Annotated[str | None, typer.Argument(help="Name of the run. Default: the latest run.", show_default=False)]
 

@@ -11,10 +11,12 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
 from rankscope.base.errors import CommandError
+from rankscope_contract import __version__
 
 HELP = """Telemetry and time-series store for distributed PyTorch training.
 
@@ -29,12 +31,30 @@ HELP = """Telemetry and time-series store for distributed PyTorch training.
 def build() -> typer.Typer:
     """Return the command with all subcommands of this folder."""
     app = typer.Typer(
-        help=HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
+        help=HELP,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(lambda: None)  # without a callback, typer would turn a single subcommand into the command itself
+    app.callback()(_options)
     for name, function in subcommands().items():
         app.command(name)(function)
     return app
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        print(f"rankscope {__version__}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Define the options of `rankscope` itself; `rankscope version` prints the versions of the libraries too."""
 
 
 def subcommands() -> dict[str, Callable[..., None]]:

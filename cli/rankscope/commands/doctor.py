@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from rankscope.base.errors import CommandError
+from rankscope.base.options import OptionalStore
 from rankscope.base.service_settings import load_settings
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ CONFIGURATION: Final = "Configuration"
 def doctor(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="TOML file of the service.")] = None,
     url: Annotated[str | None, typer.Option(envvar="RANKSCOPE_INGEST_URL", help="Address of the service.")] = None,
-    store: Annotated[Path | None, typer.Option("--store", "-s", help="Folder of the store.")] = None,
+    store: OptionalStore = None,
     state: Annotated[
         Path | None, typer.Option(help="State folder of `rankscope up`. Default: rankscope-live next to the store.")
     ] = None,

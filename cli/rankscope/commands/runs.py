@@ -13,6 +13,7 @@ from rankscope.base.errors import USAGE, CommandError
 from rankscope.base.open_store import open_store, resolve_run
 from rankscope.base.options import Store
 from rankscope.output.rows import Format, Output, OutputFormat, as_json, write_rows, write_text
+from rankscope.output.runs_text import run_lines, terminal_width
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -66,6 +67,8 @@ def runs(
     output: Output = None,
 ) -> None:
     """List the runs of a store, the latest first; or show, tag, remove, rename or merge runs.
+
+    The table has the columns that fit into the terminal; the other formats have every column.
 
     show prints state, tags, note, commit, command and configuration of a run, with secrets masked. Tags and notes can
     be changed while a service writes the run; an empty note removes the note.
@@ -138,7 +141,11 @@ def _list(store: Path, tags: Sequence[str], form: Format, output: Path | None) -
         rows = reports.runs(connection)
     if tags:
         rows = _having(rows, tags)
-    write_rows(rows, form, output, limit=rows.num_rows)
+    if form is Format.TABLE:
+        width = terminal_width() if output is None else None
+        write_text("".join(f"{line}\n" for line in run_lines(rows, width)), output)
+    else:
+        write_rows(rows, form, output)
 
 
 def _having(rows: pa.Table, wanted: Sequence[str]) -> pa.Table:

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from rankscope.base.errors import TAKEN_OVER, USAGE, CommandError
+from rankscope.base.options import OptionalStore
 from rankscope.base.service_settings import load_settings
 from rankscope.output.rows import printable
 
@@ -31,7 +32,7 @@ ALIVE: Final = "WATCHDOG=1"
 
 def serve(
     config: Annotated[Path | None, typer.Argument(help="TOML file; docs/configuration.md lists its keys.")] = None,
-    store: Annotated[Path | None, typer.Option("--store", "-s", help="Folder of the store.")] = None,
+    store: OptionalStore = None,
     listen: Annotated[str | None, typer.Option(help="Listen address, host:port.")] = None,
     notify: Annotated[list[str] | None, typer.Option(help="Apprise URL to notify; may be repeated.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only events, no progress.")] = False,

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from rankscope.base.errors import CommandError
+from rankscope.base.options import OptionalStore
 from rankscope.output.rows import columns
 from rankscope.up.ports import PortChoice
 
@@ -38,7 +39,7 @@ NotifyAddresses = Annotated[
 
 def up(
     config: Annotated[Path | None, typer.Argument(help="TOML file of the service, as for `rankscope serve`.")] = None,
-    store: Annotated[Path | None, typer.Option("--store", "-s", help="Folder of the store.")] = None,
+    store: OptionalStore = None,
     listen: Annotated[str | None, typer.Option(help="Listen address of the service, host:port.")] = None,
     notify: NotifyAddresses = None,
     ports: Annotated[PortChoice, typer.Option(help="Default ports (another port if one is in use), or free ports.")] = (

@@ -15,12 +15,12 @@ PORTS: Final = "Ports"
 
 OLDEST_PYTHON: Final = (3, 11)
 _WHERE: Final = {
-    "pyarrow": ("everywhere", "pip install rankscope"),
-    "prometheus-client": ("everywhere", "pip install rankscope"),
+    "pyarrow": ("everywhere", "run pip install . in a checkout of Rankscope"),
+    "prometheus-client": ("everywhere", "run pip install . in a checkout of Rankscope"),
     "torch": ("where training runs", "install the build of torch for this machine; Rankscope never replaces torch"),
-    "deltalake": ("where the store is read or written", "pip install 'rankscope[store]'"),
-    "duckdb": ("where the store is read or written", "pip install 'rankscope[store]'"),
-    "aiohttp": ("where the service runs", "pip install 'rankscope[service]'"),
+    "deltalake": ("where the store is read or written", "run pip install '.[store]' in a checkout of Rankscope"),
+    "duckdb": ("where the store is read or written", "run pip install '.[store]' in a checkout of Rankscope"),
+    "aiohttp": ("where the service runs", "run pip install '.[service]' in a checkout of Rankscope"),
 }
 
 

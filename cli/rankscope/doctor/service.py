@@ -51,7 +51,7 @@ def service(environment: Environment, url: str, token: str | None) -> Iterator[C
 def store(environment: Environment, path: str) -> Iterator[CheckResult]:
     """Yield the checks of the store: it can be opened and written, and its disk has free space."""
     if "://" in path:
-        yield ok(STORE, f"{path} is on object storage: not checked from this machine")
+        yield fail(STORE, f"{path} is a URL; a store is a local folder", "name a folder with --store or [store] path")
         return
     folder = Path(path)
     if not folder.exists():

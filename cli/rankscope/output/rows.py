@@ -15,7 +15,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import date, datetime
+from datetime import date, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -132,7 +132,7 @@ def cell(value: object) -> str:
         return value.strftime("%Y-%m-%d %H:%M:%S.%f")
     if isinstance(value, list | dict):
         return json.dumps(_plain(value), ensure_ascii=False)
-    return printable(str(value))
+    return printable(str(_plain(value)))
 
 
 def printable(text: str) -> str:
@@ -195,7 +195,28 @@ def _plain(value: Any) -> Any:
         return _non_finite(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, pa.MonthDayNano | timedelta):
+        return interval_text(value)
     return value.isoformat() if isinstance(value, date) else str(value)
+
+
+def interval_text(value: pa.MonthDayNano | timedelta) -> str:
+    """Return an interval as DuckDB writes it: `1 year 2 months 3 days 04:05:06.5`, `00:00:00` for none."""
+    if isinstance(value, timedelta):
+        months, days, micros = 0, value.days, value.seconds * 1_000_000 + value.microseconds
+    else:
+        months, days, micros = value.months, value.days, round(value.nanoseconds / 1000)
+    years, months = int(months / 12), months - 12 * int(months / 12)
+    parts = [
+        f"{count} {unit}{'' if abs(count) == 1 else 's'}"
+        for count, unit in ((years, "year"), (months, "month"), (days, "day"))
+        if count
+    ]
+    seconds, fraction = divmod(abs(micros), 1_000_000)
+    clock = f"{'-' if micros < 0 else ''}{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+    if fraction:
+        clock += f".{fraction:06}".rstrip("0")
+    return " ".join([*parts, clock] if micros or not parts else parts)
 
 
 def _write_csv(rows: pa.Table, text: io.StringIO) -> None:
@@ -219,13 +240,22 @@ def _quoted(text: str) -> str:
 
 
 def _write_parquet(rows: pa.Table, output: Path | None) -> None:
-    rows = rows.rename_columns(distinct_names(rows.column_names))
+    rows = _with_interval_texts(rows.rename_columns(distinct_names(rows.column_names)))
     if output is None:
         if sys.stdout.isatty():
             raise CommandError("parquet is binary: write it to a file with --output, or to a pipe", code=USAGE)
         pq.write_table(rows, sys.stdout.buffer)
         return
     pq.write_table(rows, output)
+
+
+def _with_interval_texts(rows: pa.Table) -> pa.Table:
+    """Return `rows` with intervals as text: pyarrow writes none to Parquet."""
+    for index, field in enumerate(rows.schema):
+        if field.type == pa.month_day_nano_interval():
+            texts = [None if value is None else interval_text(value) for value in rows.column(index).to_pylist()]
+            rows = rows.set_column(index, field.name, pa.array(texts, pa.string()))
+    return rows
 
 
 def _console(file: io.StringIO | None) -> Console:

@@ -20,6 +20,8 @@ SHOWN = ("step", "rank", "rule", "kind", "tensor", "op", "value", "baseline", "t
 def summary_lines(found: RunSummary) -> Iterator[str]:
     """Yield the lines to print; unknown values are omitted."""
     yield f"run        {cell(found.run)}, {found.state or 'state unknown'}"
+    if found.reason:
+        yield f"reason     {cell(found.reason)}"
     yield f"launches   {found.attempts}, on {found.ranks} rank{'' if found.ranks == 1 else 's'}"
     yield f"steps      {_steps(found)}"
     if found.loss_last is not None:

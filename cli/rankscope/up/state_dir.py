@@ -34,9 +34,8 @@ class StateDir:
 
     @classmethod
     def next_to(cls, store: str | Path) -> StateDir:
-        """Return the default state folder: next to the store, or here if the store is on object storage."""
-        local = "://" not in str(store)
-        return cls((Path(store).parent if local else Path()) / DEFAULT)
+        """Return the default state folder, next to the store."""
+        return cls(Path(store).parent / DEFAULT)
 
     def log(self, name: str) -> Path:
         """Return the log file of a program."""

@@ -58,7 +58,7 @@ def load_nvml() -> Any:
     try:
         return importlib.import_module("pynvml")
     except ImportError:
-        log.debug("nvidia-ml-py is not installed: no GPU metrics; pip install 'rankscope[nvidia]'")
+        log.debug("nvidia-ml-py is not installed: no GPU metrics; run pip install nvidia-ml-py")
         return None
 
 

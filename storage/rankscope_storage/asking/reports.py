@@ -110,6 +110,7 @@ class RunSummary:
 
     run: str
     state: str | None
+    reason: str | None  # why the run is in this state
     attempts: int
     ranks: int
     first_step: int | None
@@ -180,13 +181,14 @@ def summary(connection: Connection, run: str) -> RunSummary:
 
 def _summary(connection: Connection, run: str) -> RunSummary:
     sources = {name: connection.relation(name, run=run) for name in DATASETS}
-    known = _first_row(connection, "SELECT state, planned_steps, last_step FROM runs WHERE run = $run", run=run)
+    known = _first_row(connection, "SELECT state, reason, planned_steps, last_step FROM runs WHERE run = $run", run=run)
     extent = _first_row(connection, _EXTENT.format_map(sources), run=run)
     rows = _row_counts(connection, sources, run)
     spent = _first_row(connection, _GOODPUT, run=run)
     return RunSummary(
         run=run,
         state=known.get("state"),
+        reason=known.get("reason"),
         planned_steps=known.get("planned_steps"),
         attempts=extent["attempts"] or int(bool(rows)),
         ranks=extent["ranks"],

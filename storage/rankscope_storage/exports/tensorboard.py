@@ -187,7 +187,7 @@ def _require_libraries() -> None:
     try:
         import rankscope_storage.tensorboard.events  # noqa: F401, PLC0415 - only to learn whether it can be imported
     except ImportError as error:
-        raise ExportError(f"event files need {error.name}: pip install 'rankscope[tensorboard]'") from error
+        raise ExportError(f"event files need {error.name}: run pip install protobuf google-crc32c") from error
 
 
 EXPORTER = TensorBoard()

@@ -214,7 +214,6 @@ def test_existing_state_folder_is_used_again(tmp_path):
 
 def test_default_state_folder_is_next_to_the_store(tmp_path):
     assert tmp_path / "rankscope-live" == StateDir.next_to(tmp_path / "history").path
-    assert Path.cwd() / "rankscope-live" == StateDir.next_to("s3://bucket/history").path
 
 
 def test_locked_state_folder_error_names_the_process(tmp_path):

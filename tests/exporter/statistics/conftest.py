@@ -101,7 +101,7 @@ def _kernel() -> bool:
 def compiled(request: pytest.FixtureRequest, _kernel: bool) -> bool:
     """Run the test with the compiled kernel, then with torch operations alone."""
     if request.param == "compiled" and not _kernel:
-        pytest.skip("numba is not installed: pip install 'rankscope[fast]'")
+        pytest.skip("numba is not installed: run pip install numba")
     return request.param == "compiled"
 
 

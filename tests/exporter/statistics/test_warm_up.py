@@ -12,7 +12,7 @@ import pytest
 from tests.programs import run_program
 
 needs_numba = pytest.mark.skipif(
-    importlib.util.find_spec("numba") is None, reason="numba is not installed: pip install 'rankscope[fast]'"
+    importlib.util.find_spec("numba") is None, reason="numba is not installed: run pip install numba"
 )
 
 MEASURE = """

@@ -131,7 +131,7 @@ def _require_libraries() -> None:
         except ModuleNotFoundError:
             found = None
         if found is None:
-            raise IngestError(f"event files need {module}: pip install 'rankscope[tensorboard]'")
+            raise IngestError(f"event files need {module}: run pip install protobuf google-crc32c")
 
 
 IMPORTER = TensorBoard()
