@@ -10,7 +10,8 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -38,6 +39,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left = [item for item in items if item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in set(left)]
+
+
+OTHER_COMMAND: Final = "make "
+"""Beginning of the reason of a skip that names the command which runs the test."""
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the number of skipped tests by reason."""
+    for reason, count in sorted(skips_by_reason(terminalreporter.stats.get("skipped", [])).items()):
+        terminalreporter.write_line(f"{count} skipped: {reason}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail where servers are required and a test was skipped that no other command runs."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or not os.environ.get("RANKSCOPE_REQUIRE_SERVERS"):
+        return
+    reasons = skips_by_reason(reporter.stats.get("skipped", []))
+    if any(not reason.startswith(OTHER_COMMAND) for reason in reasons) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def skips_by_reason(reports: Iterable[pytest.TestReport | pytest.CollectReport]) -> Counter[str]:
+    """Return how many tests were skipped for each reason."""
+    return Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)  # type: ignore[index]
 
 
 def _require_server(program: str, package: str | None = None) -> str:
