@@ -1,0 +1,89 @@
+"""`rankscope notify test`: send one test notification to every configured address."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.service_settings import load_settings
+
+if TYPE_CHECKING:
+    from rankscope_ingest.notifiers import Notifier
+
+
+class Action(enum.StrEnum):
+    """Actions on notifications."""
+
+    TEST = "test"
+
+
+def notify(
+    action: Annotated[Action, typer.Argument(help="test.")],  # noqa: ARG001 - the only action
+    config: Annotated[
+        Path | None, typer.Argument(help="Configuration file of the service.", show_default=False)
+    ] = None,
+    to: Annotated[
+        list[str] | None,
+        typer.Option("--notify", help="Apprise URL to notify instead of those in the file; may be repeated."),
+    ] = None,
+) -> None:
+    """Send one test notification to every address, without retries; exit with 1 if one fails.
+
+    The addresses are those of `rankscope serve`: [notify] urls in the file, or --notify. The notification is not
+    recorded in a store, and the service need not run.
+
+    [bold]Examples[/bold]
+
+    rankscope notify test service.toml
+
+    rankscope notify test --notify json://127.0.0.1:8080/alerts
+    """
+    notifiers = _notifiers(config, to)
+    failures = asyncio.run(_send(notifiers))
+    for notifier, failure in zip(notifiers, failures, strict=True):
+        print(f"{notifier.label}: {failure or 'sent'}")
+    failed = sum(failure is not None for failure in failures)
+    if failed:
+        raise CommandError(f"{failed} of {len(notifiers)} notifications failed")
+
+
+def _notifiers(config: Path | None, to: Sequence[str] | None) -> list[Notifier]:
+    from rankscope_ingest.errors import ConfigError
+    from rankscope_ingest.notifiers import make_notifiers
+
+    section = load_settings(config, None, None, list(to) if to else None).notify
+    if not section.urls:
+        raise CommandError("no address: give --notify URL, or a file with [notify] urls", code=USAGE)
+    try:
+        return make_notifiers([url.get_secret_value() for url in section.urls], timeout_seconds=section.timeout_seconds)
+    except ConfigError as error:
+        raise CommandError(str(error), code=USAGE) from error
+
+
+async def _send(notifiers: Sequence[Notifier]) -> list[str | None]:
+    """Return the error of each notifier, None if it delivered the message."""
+    from rankscope_ingest.notifiers import Message, NotifyError
+
+    host = socket.gethostname()
+    text = Message(
+        key=f"rankscope-test-{host}",
+        title="[test] Rankscope notification",
+        body=f"Sent by `rankscope notify test` on {host}. Alerts of the service are sent to this address.",
+        severity="info",
+    )
+
+    async def deliver(notifier: Notifier) -> str | None:
+        try:
+            await notifier.send(text)
+        except NotifyError as error:
+            return f"failed: {error}"
+        return None
+
+    return list(await asyncio.gather(*map(deliver, notifiers)))
