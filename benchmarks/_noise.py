@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from rankscope_contract.records import Plan, PlanEntry
-from rankscope_exporter.record import NamedPlan, Statistics, StepRecord
+from rankscope_exporter.records.step_record import NamedPlan, Statistics, StepRecord
 
 STATISTICS = 8
 """Samples per tensor and step, as a reader counts them: norm, min, max, mean, nans, infs, zeros, numel."""

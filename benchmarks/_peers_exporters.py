@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from _noise import six_statistics
 
 from rankscope_contract.identity import Identity
-from rankscope_exporter.serving.channel import Channel
 from rankscope_exporter.serving.config import ServeConfig
+from rankscope_exporter.serving.rank_server import Channel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from _rows import Row, cpu_seconds
 
-from rankscope_exporter.features.attention import attention_sums
-from rankscope_exporter.features.masks import Mask
-from rankscope_exporter.features.spectral import lanczos_steps, norms, spectral_numbers
+from rankscope_exporter.statistics.formulas.attention import Mask, attention_sums
+from rankscope_exporter.statistics.formulas.spectral import lanczos_steps, norms, spectral_numbers
 
 BATCH, HEADS, WIDTH = 2, 8, 64
 SIZE = 1024

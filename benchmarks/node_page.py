@@ -15,11 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rankscope_contract.identity import Identity
 from rankscope_contract.kinds import JUDGED_OPS
-from rankscope_exporter.serving.live import LiveState
-from rankscope_exporter.serving.meter import CpuMeter
-from rankscope_exporter.serving.neighbours import Neighbours
-from rankscope_exporter.serving.node_page import joined, merged
-from rankscope_exporter.serving.page import Page, Standing
+from rankscope_exporter.process.threads import CpuMeter
+from rankscope_exporter.serving.exposition import Page, Standing
+from rankscope_exporter.serving.latest_values import LiveState
+from rankscope_exporter.serving.node_exposition import joined, merged
+from rankscope_exporter.serving.node_peers import Neighbours
 
 RANKS, SERIES, ROUNDS = 8, 15_000, 15
 

@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 from _rows import Row
 
-from rankscope_exporter.drafts import Draft
-from rankscope_exporter.guard import Guard
-from rankscope_exporter.moments import Moments
-from rankscope_exporter.phases.clock import HostClock
-from rankscope_exporter.phases.following import Phases
-from rankscope_exporter.phases.timeline import Traits
+from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.observers.step_timing.clock import HostClock
+from rankscope_exporter.observers.step_timing.observer import Phases
+from rankscope_exporter.observers.step_timing.timeline import Traits
+from rankscope_exporter.records.pending_step import Draft
+from rankscope_exporter.records.step_events import Moments
 
 STEPS = 2_000
 REPEATS = 30

@@ -14,9 +14,9 @@ from _rows import Row, cpu_seconds, print_rows
 
 from rankscope_contract.channel import SCHEMA_HEADER
 from rankscope_contract.identity import Identity
-from rankscope_exporter.serving.channel import Channel
-from rankscope_exporter.serving.codec import encode
 from rankscope_exporter.serving.config import ServeConfig
+from rankscope_exporter.serving.rank_server import Channel
+from rankscope_exporter.serving.wire_encoder import encode
 from rankscope_ingest.channel.checked import Checked, RowContext, check
 from rankscope_ingest.channel.decode import decode
 from rankscope_ingest.channel.plans import PlanColumns

@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from rankscope_contract.identity import Identity
 from rankscope_contract.kinds import JUDGED_OPS
 from rankscope_contract.metrics import TENSOR_BASELINE, TENSOR_VALUE
-from rankscope_exporter.serving.live import LiveState
-from rankscope_exporter.serving.page import Page, Standing
+from rankscope_exporter.serving.exposition import Page, Standing
+from rankscope_exporter.serving.latest_values import LiveState
 
 SERIES = (2_000, 15_000)
 

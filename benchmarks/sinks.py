@@ -19,7 +19,7 @@ from activations import Model
 from torch import nn
 
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_exporter.sinks import event_files
+from rankscope_exporter.sinks import tensorboard
 from rankscope_exporter.statistics import warm_up
 
 ROUNDS, STEPS = 5, 8
@@ -58,7 +58,7 @@ def run() -> list[Row]:
     for number in range(ROUNDS):
         names = list(CONFIGURATIONS)
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            measured[name].append(_with(event_files.crc32c if "without google" in name else None, net, optimizer, name))
+            measured[name].append(_with(tensorboard.crc32c if "without google" in name else None, net, optimizer, name))
     bare = [seconds for seconds, _ in measured["without a sink"]]
     rows = [Row("publisher, without a sink", 1000 * statistics.median(bare), "ms CPU a step")]
     for name in list(CONFIGURATIONS)[1:]:
@@ -74,14 +74,14 @@ def _with(
     crc: Callable[[bytes], int] | None, net: nn.Module, optimizer: torch.optim.Optimizer, name: str
 ) -> tuple[float, float]:
     """Return the CPU seconds of the publisher and the octets on disk of one step."""
-    usual = event_files._crc_function  # noqa: SLF001 - which of the two a rank has
+    usual = tensorboard._crc_function  # noqa: SLF001 - which of the two a rank has
     if crc is not None:
-        event_files._crc_function = lambda: crc  # type: ignore[assignment]  # noqa: SLF001 - as above
+        tensorboard._crc_function = lambda: crc  # type: ignore[assignment]  # noqa: SLF001 - as above
     try:
         with tempfile.TemporaryDirectory() as folder:
             return _measure(net, optimizer, CONFIGURATIONS[name], folder)
     finally:
-        event_files._crc_function = usual  # noqa: SLF001 - as above
+        tensorboard._crc_function = usual  # noqa: SLF001 - as above
 
 
 def _measure(

@@ -14,11 +14,11 @@ from _noise import records
 from _rows import Row, print_rows
 
 from rankscope_contract.channel import Registration
-from rankscope_exporter.record import StepRecord
-from rankscope_exporter.serving.codec import encode
-from rankscope_exporter.serving.meter import CpuMeter
+from rankscope_exporter.process.threads import CpuMeter
+from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.serving.spool import Spool, needed_plans, schema_message
 from rankscope_exporter.serving.spool_writer import SpoolWriter
+from rankscope_exporter.serving.wire_encoder import encode
 
 STEPS, PAIRS = 100, 7
 WHO = Registration(

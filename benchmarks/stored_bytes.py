@@ -20,7 +20,7 @@ from _noise import SIX, plan_of, six_statistics
 from _rows import Row, cpu_seconds, print_rows
 from _stored_size import bytes_per_sample, dearest, prototype, stored_files
 
-from rankscope_exporter.serving.codec import encode
+from rankscope_exporter.serving.wire_encoder import encode
 from rankscope_ingest.channel.checked import RowContext, check
 from rankscope_ingest.channel.decode import decode
 from rankscope_ingest.channel.plans import PlanColumns

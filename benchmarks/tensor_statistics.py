@@ -16,7 +16,7 @@ from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_contract.records import PlanEntry
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
-from rankscope_exporter.judge import Judge
+from rankscope_exporter.publishing.anomaly_detector import Judge
 from rankscope_exporter.statistics import Finished, HostCopy, MeasureGroup, StatisticsTable, finish, warm_up
 
 PARAMETERS = 10_000_000

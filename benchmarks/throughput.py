@@ -11,15 +11,13 @@ from _rows import Row, print_rows
 from monitor_overhead import BATCH, CONTEXT, Model
 from torch import nn
 
-from rankscope_exporter.drafts import Draft, timing
-from rankscope_exporter.frameworks import framework_of
-from rankscope_exporter.hardware.host import from_proc, from_psutil
-from rankscope_exporter.hardware.memory import resident_bytes
-from rankscope_exporter.logged import Pending
-from rankscope_exporter.throughput import Throughput, ThroughputConfig
-from rankscope_exporter.throughput.captured import Inputs
-from rankscope_exporter.throughput.costs import cost_of
-from rankscope_exporter.throughput.parameters import ALONE
+from rankscope_exporter.adapters import framework_of
+from rankscope_exporter.monitors.hardware.host import from_proc, from_psutil
+from rankscope_exporter.observers.resources import resident_bytes
+from rankscope_exporter.observers.throughput import Throughput, ThroughputConfig
+from rankscope_exporter.observers.throughput.costs import Inputs, cost_of
+from rankscope_exporter.observers.throughput.parameter_counts import ALONE
+from rankscope_exporter.records.pending_step import Draft, Pending, timing
 
 REPEATS = 2000
 

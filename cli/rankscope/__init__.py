@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rankscope_contract.rules.nan import AnomalyNan
     from rankscope_contract.rules.turbulence import AnomalyTurbulence
     from rankscope_exporter import Anomaly, CaptureConfig, Monitor, MonitorConfig, count_flops
-    from rankscope_exporter.msprobe import TrainerMon
+    from rankscope_exporter.compat.msprobe import TrainerMon
     from rankscope_storage.connection import connect
 
 __all__ = [
@@ -37,7 +37,7 @@ _MODULES: Final = {
     "CaptureConfig": "rankscope_exporter",
     "Monitor": "rankscope_exporter",
     "MonitorConfig": "rankscope_exporter",
-    "TrainerMon": "rankscope_exporter.msprobe",
+    "TrainerMon": "rankscope_exporter.compat.msprobe",
     "connect": "rankscope_storage.connection",
     "count_flops": "rankscope_exporter",
 }

@@ -2,13 +2,14 @@
 
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
-from rankscope_exporter.capture.callbacks import Anomaly
-from rankscope_exporter.capture.config import CaptureConfig
-from rankscope_exporter.config import MonitorConfig
-from rankscope_exporter.errors import ConfigError, CountError, RankscopeError
-from rankscope_exporter.monitor import Monitor
+from rankscope_exporter.api.monitor import Monitor
+from rankscope_exporter.base.errors import ConfigError, CountError, RankscopeError
+from rankscope_exporter.compat.msprobe import TrainerMon
+from rankscope_exporter.config.monitor_config import MonitorConfig
+from rankscope_exporter.config.sections import CaptureConfig
+from rankscope_exporter.observers.throughput.flop_counter import count_flops
+from rankscope_exporter.reactions.anomaly_callback import Anomaly
 from rankscope_exporter.serving.config import ServeConfig
-from rankscope_exporter.throughput.counting import count_flops
 
 __all__ = [
     "Anomaly",
@@ -21,5 +22,6 @@ __all__ = [
     "MonitorConfig",
     "RankscopeError",
     "ServeConfig",
+    "TrainerMon",
     "count_flops",
 ]

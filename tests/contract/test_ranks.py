@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope_contract.ranks import parse_ranks
-from rankscope_exporter.frameworks.layout import ranks_text
+from rankscope_exporter.adapters.placement import ranks_text
 
 
 @given(st.sets(st.integers(0, 5000), min_size=1, max_size=12))

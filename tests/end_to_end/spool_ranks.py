@@ -22,9 +22,9 @@ import pyarrow as pa
 from rankscope_contract.events import Event
 from rankscope_contract.identity import Identity
 from rankscope_contract.records import Plan, PlanEntry
-from rankscope_exporter.record import NamedPlan, Scalar, Statistics, StepRecord
-from rankscope_exporter.serving.channel import Channel
+from rankscope_exporter.records.step_record import NamedPlan, Scalar, Statistics, StepRecord
 from rankscope_exporter.serving.config import ServeConfig
+from rankscope_exporter.serving.rank_server import Channel
 
 PLAN = NamedPlan.of(Plan((PlanEntry(kind="param_after", tensor="w"),)))
 

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.timeout(300)
 PROGRAM = """
 import sys
 from pathlib import Path
-sys.path.insert(0, "tests/exporter")
-import hash_runs
+sys.path.insert(0, ".")
+from tests.exporter.quantities import hash_runs
 hash_runs.main(Path({folder!r}), {cases!r})
 """
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from tests.end_to_end.stored_rows import tables_of
 from tests.exporter.conftest import Reader, wait_until
-from tests.exporter.hardware.recorded_nvml import RecordedNvml
+from tests.exporter.monitors.hardware.recorded_nvml import RecordedNvml
 from torch import nn
 
 from rankscope_exporter import Monitor, count_flops
-from rankscope_exporter.hardware import watch
-from rankscope_exporter.hardware.watch import HardwareWatch
+from rankscope_exporter.monitors.hardware import poller
+from rankscope_exporter.monitors.hardware.poller import HardwareWatch
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -28,7 +28,7 @@ def query(page: str) -> str:
 
 def test_clocks_meet_steps_by_time_and_slow_ranks_are_found_as_the_pages_say(monkeypatch):
     double = RecordedNvml()
-    monkeypatch.setattr(watch, "uuid_of", lambda _device: "bbbbbbbb-0000-1111-2222-333333333333")
+    monkeypatch.setattr(poller, "uuid_of", lambda _device: "bbbbbbbb-0000-1111-2222-333333333333")
     monkeypatch.setattr(HardwareWatch.__init__, "__kwdefaults__", {"nvml": lambda: double})
     model = nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

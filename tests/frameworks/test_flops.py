@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.exporter.throughput.small_models import Adapted
+from tests.exporter.observers.throughput.small_models import Adapted
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from rankscope_exporter import count_flops
-from rankscope_exporter.frameworks import framework_of
-from rankscope_exporter.throughput.captured import Inputs
-from rankscope_exporter.throughput.costs import FORMULA, NoFormulaError, cost_of
-from rankscope_exporter.throughput.parameters import ALONE
+from rankscope_exporter.adapters import framework_of
+from rankscope_exporter.observers.throughput.costs import FORMULA, Inputs, NoFormulaError, cost_of
+from rankscope_exporter.observers.throughput.parameter_counts import ALONE
 
 transformers = pytest.importorskip("transformers", reason="pip install -e '.[trainers]'")
 

@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests are imported by path
 from trainings import LONGEST, MICROS, SCALE, SKIPPED, STEPS, Seeing, Told
 from trainings_run import ALONE, EVERYWHERE, FAILING, LONGEST_SECONDS, RESUMED
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "exporter" / "frameworks"))
+sys.path.insert(0, str(Path(__file__).parents[2]))  # programs of tests begin elsewhere
 
-from framework_training import ADAM, loss_of
-from framework_watching import Found
+from tests.exporter.adapters.observation import Found
+from tests.exporter.adapters.training import ADAM, loss_of
 
 pytestmark = pytest.mark.timeout(500)  # the first test waits for all the training
 

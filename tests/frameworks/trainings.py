@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "exporter" / "frameworks"))  # tests are imported by path
+sys.path.insert(0, str(Path(__file__).parents[2]))  # programs of tests begin elsewhere
 
 import torch
-from framework_training import ADAM, Net, loss_of
-from framework_watching import Found, rows_of, unequal
+from tests.exporter.adapters.observation import Found, rows_of, unequal
+from tests.exporter.adapters.training import ADAM, Net, loss_of
 from torch.utils.data import DataLoader
 
 from rankscope_exporter import Monitor, MonitorConfig

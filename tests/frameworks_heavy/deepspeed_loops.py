@@ -12,9 +12,9 @@ os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
 
 import deepspeed
 import torch
-from framework_loops import SKIPPED, Loop
-from framework_training import ADAM, ROWS, STEPS, Net, batch, loss_of
 from heavy_clipping import LONGEST
+from tests.exporter.adapters.loops import SKIPPED, Loop
+from tests.exporter.adapters.training import ADAM, ROWS, STEPS, Net, batch, loss_of
 
 logging.disable(logging.WARNING)
 

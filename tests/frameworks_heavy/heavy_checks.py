@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from framework_loops import SKIPPED, WORLD
-from framework_owing import ALL, GRADIENTS, LOCAL, NAMES, Owed, check, close, count_of
-from framework_training import STEPS, Truth
-from framework_watching import Found, Outcome
+from tests.exporter.adapters.expectations import ALL, GRADIENTS, LOCAL, NAMES, Owed, check, close, count_of
+from tests.exporter.adapters.loops import SKIPPED, WORLD
+from tests.exporter.adapters.observation import Found, Outcome
+from tests.exporter.adapters.training import STEPS, Truth
 
 Outcomes = dict[tuple[str, int], Outcome]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from framework_training import Gradients
+from tests.exporter.adapters.training import Gradients
 
 LONGEST = 0.05
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are imported by path
-sys.path.insert(0, str(Path(__file__).parents[1] / "exporter" / "frameworks"))
+sys.path.insert(0, str(Path(__file__).parents[2]))  # programs of tests begin elsewhere
 
 import torch.distributed as dist
-from framework_loops import WORLD, Loop
-from framework_watching import Outcome, begin, watched
+from tests.exporter.adapters.loops import WORLD, Loop
+from tests.exporter.adapters.observation import Outcome, begin, watched
 
 
 def train_all(rank: int, store: str, names: list[str], results: Any, *, loops: str) -> None:

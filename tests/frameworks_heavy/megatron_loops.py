@@ -12,9 +12,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import megatron_shim
 import torch
-from framework_loops import OF_CALLS, SKIPPED, WORLD, Loop
-from framework_training import ADAM, ROWS, STEPS, Block, Net, batch, loss_of
 from heavy_clipping import LONGEST
+from tests.exporter.adapters.loops import OF_CALLS, SKIPPED, WORLD, Loop
+from tests.exporter.adapters.training import ADAM, ROWS, STEPS, Block, Net, batch, loss_of
 
 if not torch.cuda.is_available():
     megatron_shim.put()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are imported by path
-sys.path.insert(0, str(Path(__file__).parents[1] / "exporter" / "frameworks"))
+sys.path.insert(0, str(Path(__file__).parents[2]))  # programs of tests begin elsewhere
 
 from heavy_checks import require
 
@@ -22,7 +22,7 @@ OTHERS = """
 import tempfile, torch, torch.distributed as dist
 import deepspeed, megatron.core.distributed
 from torch.nn.parallel import DistributedDataParallel
-from rankscope_exporter.frameworks import framework_of
+from rankscope_exporter.adapters import framework_of
 
 dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
 model = torch.nn.Linear(2, 2)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are imported by path
-sys.path.insert(0, str(Path(__file__).parents[1] / "exporter" / "frameworks"))
+sys.path.insert(0, str(Path(__file__).parents[2]))  # programs of tests begin elsewhere
 
 import torch.distributed as dist
-from framework_loops import WORLD
-from framework_watching import begin, outcomes
 from heavy_checks import require
+from tests.exporter.adapters.loops import WORLD
+from tests.exporter.adapters.observation import begin, outcomes
 
 from rankscope_exporter import Monitor, MonitorConfig
 

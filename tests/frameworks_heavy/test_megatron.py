@@ -12,13 +12,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are imported by path
-sys.path.insert(0, str(Path(__file__).parents[1] / "exporter" / "frameworks"))
+sys.path.insert(0, str(Path(__file__).parents[2]))  # programs of tests begin elsewhere
 
 import heavy_clipping
-from framework_loops import SKIPPED, WORLD
-from framework_owing import REPLICA, SHARD, check_calls
-from framework_training import Truth, truths
-from framework_watching import Outcome, by_chunk, outcomes
 from heavy_checks import (
     HeavyOwed,
     check_activations,
@@ -32,6 +28,10 @@ from heavy_checks import (
     require,
 )
 from heavy_watching import train_all
+from tests.exporter.adapters.expectations import REPLICA, SHARD, check_calls
+from tests.exporter.adapters.loops import SKIPPED, WORLD
+from tests.exporter.adapters.observation import Outcome, by_chunk, outcomes
+from tests.exporter.adapters.training import Truth, truths
 
 pytestmark = [
     pytest.mark.timeout(900),  # the first test waits for all the training

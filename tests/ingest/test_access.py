@@ -13,9 +13,9 @@ from aiohttp import web
 
 from rankscope_contract.tls import client_context, server_context
 from rankscope_contract.web_config import TlsServer
+from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.serving.addresses import Address
 from rankscope_exporter.serving.http_server import Answer, HttpServer
-from rankscope_exporter.serving.meter import CpuMeter
 from rankscope_exporter.serving.service_client import ServiceClient, UnreachableError
 from rankscope_exporter.serving.tls import server_tls
 from rankscope_ingest.config_file import load_config

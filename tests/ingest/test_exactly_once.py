@@ -21,9 +21,9 @@ from tests.programs import OF_COMMANDS, Started, server_of, start_module
 from rankscope_contract.events import Event
 from rankscope_contract.identity import Identity
 from rankscope_contract.records import Plan, PlanEntry
-from rankscope_exporter.record import NamedPlan, Scalar, Statistics, StepRecord
-from rankscope_exporter.serving.channel import Channel
+from rankscope_exporter.records.step_record import NamedPlan, Scalar, Statistics, StepRecord
 from rankscope_exporter.serving.config import ServeConfig
+from rankscope_exporter.serving.rank_server import Channel
 from rankscope_storage.connection import connect
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from rankscope_contract.channel import NOTHING, Registration
 from rankscope_contract.events import Event
 from rankscope_contract.records import Plan, PlanEntry
 from rankscope_contract.spool import FolderLock
-from rankscope_exporter.record import NamedPlan, Scalar, Statistics, StepRecord
+from rankscope_exporter.records.step_record import NamedPlan, Scalar, Statistics, StepRecord
 from rankscope_exporter.serving.spool import Spool
 from rankscope_ingest.spool import spool_watch
 from rankscope_ingest.spool import spools as spools_module

@@ -40,7 +40,7 @@ def test_training_api_never_loads_the_serving_side(name):
 def test_every_thread_of_the_monitor_limits_torch_on_itself():
     """One that is started by another way would open an OpenMP team beside that of training."""
     exporter = ROOT / "exporter" / "rankscope_exporter"
-    own = exporter / "own_threads.py"
+    own = exporter / "process" / "threads.py"
     others = [path for path in exporter.rglob("*.py") if path != own and STARTS_THREADS.search(path.read_text())]
 
     assert [] == others

@@ -1,1 +1,1 @@
-"""Callbacks for trainers that own the training loop. Each module imports its trainer, and nothing here imports them."""
+"""Callbacks for trainers: Hugging Face Transformers and Lightning."""

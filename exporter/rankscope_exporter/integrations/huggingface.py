@@ -12,10 +12,10 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from rankscope_exporter.config_given import Given
-from rankscope_exporter.copies import CopiesDoNothing
-from rankscope_exporter.integrations.attended import Attended
-from rankscope_exporter.modules import defines_forward
+from rankscope_exporter.base.copies import CopiesDoNothing
+from rankscope_exporter.config.resolve import Given
+from rankscope_exporter.integrations.callback_base import Attended
+from rankscope_exporter.model.module_names import defines_forward
 
 _NOTED_BY_THE_MONITOR = frozenset({"learning_rate"})  # per parameter group
 

@@ -6,8 +6,8 @@ import importlib
 import pkgutil
 from collections.abc import Iterable
 
-from rankscope_exporter.checks import did_you_mean
-from rankscope_exporter.errors import ConfigError
+from rankscope_exporter.base.errors import ConfigError
+from rankscope_exporter.base.validation import did_you_mean
 from rankscope_exporter.quantities.base import Quantity
 
 __all__ = ["Quantity", "quantity_classes", "select_quantities"]

@@ -8,10 +8,11 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from rankscope_exporter.deferred import Numbers, Row
-from rankscope_exporter.frameworks.base import Kept
-from rankscope_exporter.naming import local_tensor, real_parts
-from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Subject, Table
+from rankscope_exporter.adapters.base import Kept
+from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.model.parameter_names import local_tensor, real_parts
+from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Table
+from rankscope_exporter.records.host_transfer import Numbers, Row
 
 UPDATE, RATIO = KINDS = ("adam_update", "adam_ratio")
 

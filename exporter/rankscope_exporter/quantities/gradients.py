@@ -8,11 +8,12 @@ import torch
 
 from rankscope_contract.kinds import Kind
 from rankscope_contract.records import PlanEntry
-from rankscope_exporter.deferred import Numbers
-from rankscope_exporter.frameworks.base import Holder
-from rankscope_exporter.naming import local_tensor
-from rankscope_exporter.quantities.base import BACKWARD, Gate, Hooking, Quantity, QuantityOptions, Subject, Table
-from rankscope_exporter.quantities.gradients_sums import GradientsOptions, LocalSums
+from rankscope_exporter.adapters.base import Holder
+from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.model.parameter_names import local_tensor
+from rankscope_exporter.quantities.base import BACKWARD, Gate, Hooking, Quantity, QuantityOptions, Table
+from rankscope_exporter.quantities.micro_batches import GradientsOptions, LocalSums
+from rankscope_exporter.records.host_transfer import Numbers
 
 
 class Gradients(Quantity):

@@ -16,13 +16,13 @@ from typing import ClassVar, Final, Literal
 import torch
 
 from rankscope_contract.kinds import COUNT_OPS, Kind
-from rankscope_exporter.deferred import Numbers, Row
-from rankscope_exporter.frameworks.layout import ranks_text
-from rankscope_exporter.frameworks.loaded import loaded
-from rankscope_exporter.naming import local_tensor, plain_name
-from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Subject, Table
+from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.adapters.placement import loaded, ranks_text
+from rankscope_exporter.model.name_patterns import Targets
+from rankscope_exporter.model.parameter_names import local_tensor, plain_name
+from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Table
 from rankscope_exporter.quantities.optimizer_state import KIND_OF_STATE
-from rankscope_exporter.sampling.targets import Targets
+from rankscope_exporter.records.host_transfer import Numbers, Row
 from rankscope_exporter.statistics import MeasureGroup, StatisticsTable
 from rankscope_exporter.statistics.hashes import Hasher, finished, hashable
 from rankscope_exporter.statistics.table import SUMS

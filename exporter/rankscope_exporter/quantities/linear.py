@@ -11,12 +11,19 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import nn
 
-from rankscope_exporter.deferred import Numbers, Row
-from rankscope_exporter.features.spectral import batches, norms, spectral_numbers
-from rankscope_exporter.modules import NamedModule
-from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Subject, Table
-from rankscope_exporter.quantities.module_calls import ModuleCalls, Running
-from rankscope_exporter.quantities.module_weights import is_matrix, may_become_whole, weight_of, whole_matrix
+from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.model.module_names import NamedModule
+from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Table
+from rankscope_exporter.quantities.module_calls import (
+    ModuleCalls,
+    Running,
+    is_matrix,
+    may_become_whole,
+    weight_of,
+    whole_matrix,
+)
+from rankscope_exporter.records.host_transfer import Numbers, Row
+from rankscope_exporter.statistics.formulas.spectral import batches, norms, spectral_numbers
 
 SPECTRAL_NORM: Final = "spectral_norm"
 STABLE_RANK: Final = "stable_rank"

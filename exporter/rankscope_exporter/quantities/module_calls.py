@@ -1,22 +1,23 @@
-"""Modules that are read when they are called: their first call in each micro-batch of a training forward.
+"""Modules that are read when they are called: their first call in each micro-batch of a training forward pass.
 
-A dataset of features tells micro-batches apart, and not the calls within one.
+A dataset of features distinguishes micro-batches, but not the calls within one. The weight of a module is described by
+where it is held and whether it is a whole matrix on this rank; no element is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
-from rankscope_exporter.modules import NamedModule, named_modules, selected, unmatched
-from rankscope_exporter.quantities.activations_gaps import Gaps
+from rankscope_exporter.model.module_names import NamedModule, named_modules, selected, unmatched
+from rankscope_exporter.model.name_patterns import Targets
 from rankscope_exporter.quantities.base import Gate, Hook, Hooking
-from rankscope_exporter.quantities.handles import hook_after, hook_before
-from rankscope_exporter.sampling.targets import Targets
+from rankscope_exporter.quantities.hook_handles import Gaps, hook_after, hook_before
+from rankscope_exporter.statistics.tensor_access import is_freed, why_not_measurable
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,3 +136,42 @@ class ModuleCalls:
 def _in_backward() -> bool:
     """Return whether a backward pass is under way: a forward inside of it is a recomputation. It has no public name."""
     return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001 - see above
+
+
+_NAMES: Final = ("weight", "wg")
+_MATRIX: Final = 2
+
+
+def weight_of(module: nn.Module) -> torch.Tensor | None:
+    """Return the `weight` or `wg` that a module holds itself; None without one, and when it is computed."""
+    # The dictionaries themselves: a parametrized weight is a property, which computes and may change its buffers.
+    known = {**vars(module), **module._parameters}  # noqa: SLF001 - see above
+    held = [known[name] for name in _NAMES if isinstance(known.get(name), torch.Tensor)]
+    return next((weight for weight in held if is_matrix(weight)), held[0] if held else None)
+
+
+def is_matrix(weight: torch.Tensor | None) -> bool:
+    """Return whether a weight has two dimensions."""
+    return weight is not None and weight.dim() == _MATRIX
+
+
+def may_become_whole(weight: torch.Tensor | None) -> bool:
+    """Return whether it may be in parts, flat or freed between two calls, as FSDP has it."""
+    return weight is None or hasattr(weight, "placements") or weight.dim() != _MATRIX or is_freed(weight)
+
+
+def whole_matrix(weight: torch.Tensor | None) -> torch.Tensor | str:
+    """Return the matrix that lies on this rank; or why there is none, in words."""
+    if weight is None:
+        return "has a weight that is computed, or none"
+    placements = getattr(weight, "placements", None)
+    if placements is not None:
+        if not all(placement.is_replicate() for placement in placements):
+            return "has a weight in parts on several ranks"
+        weight = weight.to_local()  # type: ignore[attr-defined]  # a DTensor
+    reason = why_not_measurable(weight)
+    if reason is None and is_freed(weight):
+        reason = "freed while it is not used"
+    if reason is None and (weight.dim() != _MATRIX or not weight.is_floating_point()):
+        reason = f"{str(weight.dtype).removeprefix('torch.')}{list(weight.shape)}, no matrix of numbers"
+    return weight if reason is None else f"has a weight that is {reason}"

@@ -10,9 +10,10 @@ import torch
 
 from rankscope_contract.kinds import Kind
 from rankscope_contract.records import PlanEntry
-from rankscope_exporter.naming import local_tensor
-from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Subject, Table
-from rankscope_exporter.sampling.targets import Targets
+from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.model.name_patterns import Targets
+from rankscope_exporter.model.parameter_names import local_tensor
+from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Table
 
 # Key in `optimizer.state[parameter]` -> kind, by the option that says the optimizer keeps it.
 ADAM_STATE: Final = (("exp_avg", Kind.EXP_AVG), ("exp_avg_sq", Kind.EXP_AVG_SQ))

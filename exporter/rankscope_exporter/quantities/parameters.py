@@ -8,7 +8,8 @@ import torch
 
 from rankscope_contract.kinds import Kind
 from rankscope_contract.records import PlanEntry
-from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Subject, Table
+from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Table
 
 
 class Parameters(Quantity):

@@ -11,16 +11,15 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import nn
 
-from rankscope_exporter.deferred import Numbers, Row
-from rankscope_exporter.features.routing import product, routing_sums, similarity
-from rankscope_exporter.modules import NamedModule
-from rankscope_exporter.naming import entry
-from rankscope_exporter.object_specs import ObjectSpec
-from rankscope_exporter.objects import Found, received, returned
-from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Subject, Table
-from rankscope_exporter.quantities.module_calls import ModuleCalls, Running
-from rankscope_exporter.quantities.module_weights import weight_of, whole_matrix
-from rankscope_exporter.statistics.tensors import why_not_measurable
+from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.model.module_names import NamedModule
+from rankscope_exporter.model.parameter_names import entry
+from rankscope_exporter.model.pytree import Found, ObjectSpec, received, returned
+from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Table
+from rankscope_exporter.quantities.module_calls import ModuleCalls, Running, weight_of, whole_matrix
+from rankscope_exporter.records.host_transfer import Numbers, Row
+from rankscope_exporter.statistics.formulas.routing import product, routing_sums, similarity
+from rankscope_exporter.statistics.tensor_access import why_not_measurable
 
 ENTROPY: Final = "router_entropy"
 LOAD: Final = "router_load"

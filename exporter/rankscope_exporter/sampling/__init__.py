@@ -1,1 +1,1 @@
-"""Which quantities are due at a step, the plan they fill, and what they write to."""
+"""Which quantities are measured at which steps, and the table rows and plan entries that they write to."""

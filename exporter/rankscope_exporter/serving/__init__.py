@@ -1,1 +1,1 @@
-"""The serving side of a rank: keeps finished step records and hands them out over HTTP. Knows nothing of torch."""
+"""The HTTP server of a rank: exposition, record channel, registration with the service, and the spool."""

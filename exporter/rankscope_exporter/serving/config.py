@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 from rankscope_contract.web_config import WebConfig
-from rankscope_exporter.errors import ServeError
+from rankscope_exporter.base.errors import ServeError
 from rankscope_exporter.serving.addresses import Address
 from rankscope_exporter.serving.tls import read_rank_web_config
 

@@ -1,10 +1,12 @@
 """A small HTTP/1.1 server for the training process: few connections, hard time limits, no traceback on the console.
 
-It knows framing and nothing of routes: an answer is a value that the application returns.
+It knows framing and no routes: an answer is a value that the application returns. It listens on the first free port of
+a range, with TLS where that is configured.
 """
 
 from __future__ import annotations
 
+import errno
 import http.server
 import logging
 import os
@@ -18,14 +20,24 @@ import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any, Final
 
 from rankscope_contract.tls import MakeContext, explain_to_server
-from rankscope_exporter.errors import ServeError
-from rankscope_exporter.own_threads import OwnThread
-from rankscope_exporter.serving.addresses import Address
-from rankscope_exporter.serving.meter import CpuMeter
-from rankscope_exporter.serving.sockets import REQUEST_BODY_READ, TEXT, hang_up, refuse, resolve, see_off, send_raw
+from rankscope_exporter.base.errors import ServeError
+from rankscope_exporter.process.threads import CpuMeter, OwnThread
+from rankscope_exporter.serving.addresses import (
+    REQUEST_BODY_READ,
+    TEXT,
+    Address,
+    hang_up,
+    refuse,
+    resolve,
+    see_off,
+    send_raw,
+)
+from rankscope_exporter.serving.config import ServeConfig
+from rankscope_exporter.serving.tls import server_tls
 
 log = logging.getLogger(__name__)
 
@@ -308,3 +320,31 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class' signature
         log.debug("%s: %s", self.client_address[0], format % args)
+
+
+def open_server(
+    config: ServeConfig,
+    application: Application,
+    *,
+    on_fault: Callable[[str, BaseException], None],
+    meter: CpuMeter,
+) -> HttpServer:
+    """Return a server that listens but does not serve yet. Raises ServeError naming the setting to change."""
+    tls = None if config.web_config is None else server_tls(Path(config.web_config))
+    return first_free(
+        config.address, lambda address: HttpServer(address, application, on_fault=on_fault, meter=meter, tls=tls)
+    )
+
+
+def first_free(addresses: Address, listen: Callable[[Address], HttpServer]) -> HttpServer:
+    """Return what `listen` makes of the first port that nobody has; ranks and jobs of a node share a range this way."""
+    for address in addresses.each():
+        try:
+            return listen(address)
+        except ServeError as error:
+            if addresses.last_port is None or getattr(error.__cause__, "errno", None) != errno.EADDRINUSE:
+                raise
+    raise ServeError(
+        f"cannot listen on {addresses}: all {len(addresses.ports)} ports are in use; give a longer range in"
+        " RANKSCOPE_LISTEN, or port 0 for any free port"
+    )

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from rankscope_contract.channel import Registration, RegistrationReply
-from rankscope_exporter.own_threads import OwnThread
-from rankscope_exporter.serving.meter import CpuMeter
+from rankscope_exporter.process.threads import CpuMeter, OwnThread
 from rankscope_exporter.serving.service_client import RefusedError, UnreachableError
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import Final
 
 from rankscope_contract.channel import NOTHING
 from rankscope_contract.records import WIRE_COUNT_OPS, WIRE_VALUE_OPS
-from rankscope_exporter.record import NamedPlan, StepRecord
+from rankscope_exporter.records.step_record import NamedPlan, StepRecord
 from rankscope_exporter.serving.config import MIN_RING_RECORDS
 
 _PLANS_KEPT: Final = 64

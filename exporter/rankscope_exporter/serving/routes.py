@@ -1,12 +1,14 @@
-"""What a rank answers: the record channel of DESIGN section 5, plans, the live page, health and configuration.
+"""Answers of a rank: the record channel, plans, the live page, health and configuration; and its recent clients.
 
-Requests and answers are values here; sockets are the business of `http_server`.
+Requests and answers are values here; sockets are in `http_server`. `rankscope doctor` shows the recent clients.
 """
 
 from __future__ import annotations
 
 import hmac
 import json
+import threading
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,13 +40,43 @@ from rankscope_contract.channel import (
     STATE_HEADER,
     STATE_RUNNING,
 )
-from rankscope_exporter.errors import ConfigError
-from rankscope_exporter.serving.codec import encode
-from rankscope_exporter.serving.disk_answers import orphan_answer, stretch_answer
+from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.serving.http_server import Answer, Request
-from rankscope_exporter.serving.keeper import Keeper
-from rankscope_exporter.serving.readers import Readers
+from rankscope_exporter.serving.persistence import Keeper, orphan_answer, stretch_answer
 from rankscope_exporter.serving.ring import CursorError, Ring
+from rankscope_exporter.serving.wire_encoder import encode
+
+MOST_READERS: Final = 8
+_LONGEST_NAME: Final = 80
+_WATCHED: Final = frozenset({METRICS_PATH, NODE_METRICS_PATH, RECORDS_PATH})
+
+
+class Readers:
+    """The latest readers of each page. Asked and told by any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._seen: dict[tuple[str, str], float] = {}  # the one seen last is the last
+
+    def note(self, path: str, agent: str) -> None:
+        """Note that `agent` was given the page at `path`."""
+        if path not in _WATCHED:
+            return
+        name = "".join(char if char.isprintable() else "?" for char in agent[:_LONGEST_NAME]) or "unnamed"
+        with self._lock:
+            self._seen.pop((path, name), None)
+            self._seen[path, name] = self._clock()
+            if len(self._seen) > MOST_READERS:
+                del self._seen[next(iter(self._seen))]
+
+    def latest(self) -> list[dict[str, Any]]:
+        """Return page, name and how long ago, the latest first."""
+        with self._lock:
+            seen = list(reversed(self._seen.items()))
+        now = self._clock()
+        return [{"page": path, "by": by, "seconds_ago": round(now - at, 1)} for (path, by), at in seen]
+
 
 PAGE_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _JSON: Final = "application/json"

@@ -29,9 +29,9 @@ from rankscope_contract.spool.layout import (
 )
 from rankscope_contract.spool.orphan import remove_folder
 from rankscope_contract.spool.reading import END_OF_STREAM
-from rankscope_exporter.record import NamedPlan, StepRecord
-from rankscope_exporter.serving.codec import SCHEMA, encode
+from rankscope_exporter.records.step_record import NamedPlan, StepRecord
 from rankscope_exporter.serving.ring import record_bytes
+from rankscope_exporter.serving.wire_encoder import SCHEMA, encode
 
 SEGMENT_BYTES: Final = 8 * 1024 * 1024
 SEGMENT_INFLATED_BYTES: Final = 64 * 1024 * 1024

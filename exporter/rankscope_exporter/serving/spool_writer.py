@@ -14,9 +14,8 @@ from collections.abc import Callable
 from typing import Final
 
 from rankscope_contract.channel import NOTHING, Registration
-from rankscope_exporter.own_threads import OwnThread
-from rankscope_exporter.record import StepRecord
-from rankscope_exporter.serving.meter import CpuMeter
+from rankscope_exporter.process.threads import CpuMeter, OwnThread
+from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.serving.spool import FAILED, Spool
 
 log = logging.getLogger(__name__)

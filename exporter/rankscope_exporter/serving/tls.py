@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from rankscope_contract.tls import Reloading, reloading_client, server_context
 from rankscope_contract.web_config import LoadYaml, TlsServer, WebConfig, WebConfigError, read_web_config
-from rankscope_exporter.errors import ServeError
+from rankscope_exporter.base.errors import ServeError
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from rankscope_exporter.checks import did_you_mean
-from rankscope_exporter.errors import ConfigError
+from rankscope_exporter.base.errors import ConfigError
+from rankscope_exporter.base.validation import did_you_mean
 from rankscope_exporter.sinks.base import Sink
 
 __all__ = ["Sink", "sink_class", "sink_classes"]

@@ -15,8 +15,8 @@ from typing import Any, Final
 from rankscope_contract.identity import Identity
 from rankscope_contract.msprobe.folders import Window, continued, window
 from rankscope_contract.msprobe.layout import OPS, file_name, folder_name, neutral, their_step
-from rankscope_exporter.record import Statistics, StepRecord
-from rankscope_exporter.sinks import output, writing
+from rankscope_exporter.records.step_record import Statistics, StepRecord
+from rankscope_exporter.sinks import files
 from rankscope_exporter.sinks.base import Sink
 from rankscope_exporter.sinks.csv_lines import TensorLines, feature_header, feature_lines, quoted, texts
 from rankscope_exporter.sinks.families import columns_of, family_rows, feature_rows
@@ -44,14 +44,14 @@ class CsvOptions:
     """The columns of statistics, in order, as far as these are published."""
 
     def __post_init__(self) -> None:
-        output.check_folder(self.folder)
-        output.check_truth("squash_name", self.squash_name)
+        files.check_folder(self.folder)
+        files.check_truth("squash_name", self.squash_name)
         _check_whole("steps_per_file", self.steps_per_file, MOST_STEPS)
         if self.digits is not None:
             _check_whole("digits", self.digits, MOST_DIGITS)
         if self.append_to is not None:
             object.__setattr__(self, "append_to", _pair(self.append_to))
-        object.__setattr__(self, "ops", output.chosen_ops(self.ops))
+        object.__setattr__(self, "ops", files.chosen_ops(self.ops))
 
     @property
     def begun(self) -> Window | None:
@@ -69,9 +69,9 @@ class Csv(Sink):
         self._options = options
         self._identity = identity
         self._began = dt.datetime.now(dt.UTC)
-        self._output = output.output_folder(options.folder)
-        self._numbering = output.Numbering()
-        self._shown = output.naming(squash=options.squash_name)
+        self._output = files.output_folder(options.folder)
+        self._numbering = files.Numbering()
+        self._shown = files.naming(squash=options.squash_name)
         self._chosen: Path | None = None
         self._files = _Files(options.steps_per_file)
         self._plan = ""
@@ -120,7 +120,7 @@ class Csv(Sink):
         if not new.keys() <= self._stacks.keys():
             known = {**new, **self._stacks}
             rows = [f"{quoted(neutral(name))},{quoted(_neutral_lines(stack))}" for name, stack in known.items()]
-            writing.create(self._folder() / STACKS_FILE, _octets("\n".join(("module_name,stack_info", *rows)) + "\n"))
+            files.create(self._folder() / STACKS_FILE, _octets("\n".join(("module_name,stack_info", *rows)) + "\n"))
             self._stacks = known
 
     def _folder(self) -> Path:
@@ -150,9 +150,9 @@ class _Files:
         """Add lines of `step` to the file that they belong to."""
         path = self._path(folder, family, step // self._steps, header)
         try:
-            writing.append(path, _octets(lines), lines=True)
+            files.append(path, _octets(lines), lines=True)
         except FileNotFoundError:
-            writing.create(path, _octets(header + lines))
+            files.create(path, _octets(header + lines))
 
     def _path(self, folder: Path, family: str, block: int, header: str) -> Path:
         known = self._current.get(family)
@@ -161,7 +161,7 @@ class _Files:
         part = 0
         while True:
             path = folder / file_name(family, block, self._steps, part)
-            if writing.first_line(path) in (None, _octets(header)):
+            if files.first_line(path) in (None, _octets(header)):
                 self._current[family] = block, header, path
                 return path
             part += 1

@@ -29,7 +29,7 @@ from rankscope_contract.msprobe.layout import (
     row_name,
 )
 from rankscope_contract.records import WIRE_VALUE_OPS, PlanEntry
-from rankscope_exporter.record import Statistics
+from rankscope_exporter.records.step_record import Statistics
 
 FEATURE_COLUMNS: Final[dict[str, dict[str, str]]] = {
     **{family: dict(features.columns) for family, features in FEATURES.items()},

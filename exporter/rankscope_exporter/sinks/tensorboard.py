@@ -1,14 +1,20 @@
-"""Event files for TensorBoard, laid out as the existing tool's own conversion of its CSV does it.
+"""Event files for TensorBoard, in the layout of msprobe's own conversion of its CSV files; without protobuf.
 
     <folder>/rank<R>/<family>/events.out.tfevents.<seconds>.<8 hex>      tag vp<stage>:<name>[:micro<m>]/<statistic>
 
-Steps are those of the existing tool, from 0 on. Every step is on disk when the record has been taken.
+Steps are those of msprobe, from 0 on. Every step is on disk when `write` returns. A file is a row of records: length,
+check sum, an `Event` message, check sum. A message consists of the constant bytes of its tags, known once for each
+plan, and of four bytes for each number.
 """
 
 from __future__ import annotations
 
+import functools
+import struct
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,11 +22,121 @@ import pyarrow as pa
 
 from rankscope_contract.identity import Identity
 from rankscope_contract.msprobe.layout import MICRO_STEP_FAMILIES, OPS, OTHER, plain, their_step
-from rankscope_exporter.record import Statistics, StepRecord
-from rankscope_exporter.sinks import output, writing
+from rankscope_exporter.records.step_record import Statistics, StepRecord
+from rankscope_exporter.sinks import files
 from rankscope_exporter.sinks.base import Sink
-from rankscope_exporter.sinks.event_files import beginning, event, value_head
 from rankscope_exporter.sinks.families import FamilyRows, FeatureRow, columns_of, family_rows, feature_rows
+
+WALL_TIME: Final = b"\x09"  # field 1 of Event, a double
+STEP: Final = b"\x10"  # field 2, a varint
+FILE_VERSION: Final = b"\x1a"  # field 3, text
+SUMMARY: Final = b"\x2a"  # field 5, a message of values
+SESSION_LOG: Final = b"\x3a"  # field 7, a message
+VALUE: Final = b"\x0a"  # field 1 of Summary
+TAG: Final = b"\x0a"  # field 1 of Value
+SIMPLE_VALUE: Final = b"\x15"  # field 2 of Value, a float
+
+_START: Final = b"\x08\x01"  # field 1 of SessionLog: what earlier files hold from this step on is gone
+_NUMBER: Final = struct.Struct("<f")
+_LENGTH: Final = struct.Struct("<Q")
+_SUM: Final = struct.Struct("<I")
+_DOUBLE: Final = struct.Struct("<d")
+_POLYNOMIAL: Final = 0x82F63B78
+_LARGEST: Final = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]
+
+
+def beginning(seconds: float, step: int) -> bytes:
+    """Return how a file begins whose first number is of `step`."""
+    version = WALL_TIME + _DOUBLE.pack(seconds) + _with_length(FILE_VERSION, b"brain.Event:2")
+    return _record(version) + _record(_head(seconds, step) + _with_length(SESSION_LOG, _START))
+
+
+def value_head(tag: str) -> bytes:
+    """Return what precedes the four bytes of a number under `tag`."""
+    named = _with_length(TAG, tag.encode("utf-8", "replace")) + SIMPLE_VALUE
+    return VALUE + _varint(len(named) + _NUMBER.size) + named
+
+
+def event(seconds: float, step: int, numbers: Iterable[tuple[bytes, float]]) -> bytes:
+    """Return the record of one moment: each number behind what `value_head` gave for it."""
+    values = b"".join(head + _number(number) for head, number in numbers)
+    return _record(_head(seconds, step) + _with_length(SUMMARY, values))
+
+
+def _head(seconds: float, step: int) -> bytes:
+    return WALL_TIME + _DOUBLE.pack(seconds) + STEP + _varint(step)
+
+
+def _number(number: float) -> bytes:
+    try:
+        return _NUMBER.pack(number)
+    except OverflowError:  # a count, or a double, that a float cannot hold
+        return _NUMBER.pack(_LARGEST if number > 0 else -_LARGEST)
+
+
+def _with_length(field: bytes, content: bytes) -> bytes:
+    return field + _varint(len(content)) + content
+
+
+def _varint(number: int) -> bytes:
+    octets = bytearray()
+    while number > 0x7F:
+        octets.append(0x80 | number & 0x7F)
+        number >>= 7
+    octets.append(number)
+    return bytes(octets)
+
+
+def _record(data: bytes) -> bytes:
+    length = _LENGTH.pack(len(data))
+    return b"".join((length, _SUM.pack(_masked_sum(length)), data, _SUM.pack(_masked_sum(data))))
+
+
+def _masked_sum(data: bytes) -> int:
+    """Return CRC-32C of `data`, rotated and shifted as the format wants it."""
+    crc = _crc_function()(data)
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+@functools.cache
+def _crc_function() -> Callable[[bytes], int]:
+    """Return what computes CRC-32C: a library where there is one, which costs a fiftieth."""
+    try:
+        from google_crc32c import value  # noqa: PLC0415 - only where event files are written
+    except ImportError:
+        return crc32c
+    found: Callable[[bytes], int] = value
+    return found
+
+
+def crc32c(data: bytes) -> int:
+    """Return CRC-32C of `data`, four octets at a time."""
+    low, high = _pair_tables()
+    crc = 0xFFFFFFFF
+    for word in memoryview(data[: len(data) & ~3]).cast("I") if sys.byteorder == "little" else ():
+        crc ^= word
+        crc = high[crc & 0xFFFF] ^ low[crc >> 16]
+    table = _table()
+    for octet in data[len(data) & ~3 :] if sys.byteorder == "little" else data:
+        crc = table[(crc ^ octet) & 0xFF] ^ (crc >> 8)
+    return crc ^ 0xFFFFFFFF
+
+
+@functools.cache
+def _pair_tables() -> tuple[array[int], array[int]]:
+    """Return what each two octets become after two and after four octets."""
+    table = _table()
+    two = [table[table[pair & 0xFF] & 0xFF ^ pair >> 8] ^ table[pair & 0xFF] >> 8 for pair in range(1 << 16)]
+    four = (two[crc & 0xFFFF] ^ crc >> 16 for crc in two)
+    return array("I", two), array("I", four)
+
+
+@functools.cache
+def _table() -> tuple[int, ...]:
+    return tuple(
+        functools.reduce(lambda crc, _: crc >> 1 ^ (_POLYNOMIAL if crc & 1 else 0), range(8), n) for n in range(256)
+    )
+
 
 EVENT_VALUES: Final = 2_000
 """Numbers in one record: readers skip records of many megabytes."""
@@ -40,9 +156,9 @@ class TensorBoardOptions:
     """The statistics that are written, as far as they are published."""
 
     def __post_init__(self) -> None:
-        output.check_folder(self.folder)
-        output.check_truth("squash_name", self.squash_name)
-        object.__setattr__(self, "ops", output.chosen_ops(self.ops))
+        files.check_folder(self.folder)
+        files.check_truth("squash_name", self.squash_name)
+        object.__setattr__(self, "ops", files.chosen_ops(self.ops))
 
 
 class TensorBoard(Sink):
@@ -53,10 +169,10 @@ class TensorBoard(Sink):
 
     def __init__(self, options: TensorBoardOptions, identity: Identity) -> None:
         self._options = options
-        self._folder = output.output_folder(options.folder) / f"rank{identity.rank}"
+        self._folder = files.output_folder(options.folder) / f"rank{identity.rank}"
         self._file = f"events.out.tfevents.{int(time.time()):010d}.{identity.incarnation[:8]}"
-        self._numbering = output.Numbering()
-        self._shown = output.naming(squash=options.squash_name)
+        self._numbering = files.Numbering()
+        self._shown = files.naming(squash=options.squash_name)
         self._plan = ""
         self._published: Sequence[frozenset[str]] | None = None
         self._tagged: Sequence[_Tagged] = ()
@@ -92,10 +208,10 @@ class TensorBoard(Sink):
         data = b"".join(event(seconds, step, numbers[start : start + EVENT_VALUES]) for start in starts)
         path = self._folder / family / self._file
         try:
-            writing.append(path, data)
+            files.append(path, data)
         except FileNotFoundError:
             path.parent.mkdir(parents=True, exist_ok=True)
-            writing.create(path, beginning(seconds, step) + data)
+            files.create(path, beginning(seconds, step) + data)
 
 
 class _Tagged:

@@ -13,8 +13,7 @@ Complex numbers stand for their modulus. Elements that a sparse tensor leaves ou
 gives its shard. Nothing to measure (None, meta, freed or packed memory) leaves the entry absent.
 """
 
-from rankscope_exporter.statistics.group import MeasureGroup, measure
-from rankscope_exporter.statistics.numba_backend import backend_name, warm_up, warm_up_seconds
+from rankscope_exporter.statistics.measure_group import MeasureGroup, backend_name, measure, warm_up, warm_up_seconds
 from rankscope_exporter.statistics.table import Finished, HostCopy, StatisticsTable, copy_entries, finish
 
 __all__ = [

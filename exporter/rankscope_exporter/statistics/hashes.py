@@ -18,7 +18,7 @@ from typing import Final
 
 import torch
 
-from rankscope_exporter.statistics.tensors import MEASURABLE, is_freed
+from rankscope_exporter.statistics.tensor_access import MEASURABLE, is_freed
 
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 _ROUNDS: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))

@@ -19,8 +19,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from rankscope_exporter.statistics.jobs import BLOCK, JOB_FIELDS
-from rankscope_exporter.statistics.jobs import Code as _Code
+from rankscope_exporter.statistics.kernel_arguments import BLOCK, JOB_FIELDS
+from rankscope_exporter.statistics.kernel_arguments import Code as _Code
 
 P = ParamSpec("P")
 R = TypeVar("R")

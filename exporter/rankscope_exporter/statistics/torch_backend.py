@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 from rankscope_exporter.statistics.table import SUMS, Rows, StatisticsTable
-from rankscope_exporter.statistics.tensors import Held
+from rankscope_exporter.statistics.tensor_access import Held
 
 Sums = tuple[torch.Tensor, ...]
 """Sum of squares, min, max, sum in float64, then nans, infs, zeros in int64: scalars on the device."""

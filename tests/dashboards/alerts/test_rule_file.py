@@ -60,7 +60,7 @@ def test_jobs_in_alert_expressions_are_scraped():
 
 
 def test_default_rules_equal_those_of_the_exporter():
-    from rankscope_exporter.config import DEFAULT_RULES as RANK_RULES
+    from rankscope_exporter.config.monitor_config import DEFAULT_RULES as RANK_RULES
 
     assert RANK_RULES == DEFAULT_RULES
 

@@ -20,9 +20,9 @@ from rankscope_contract.kinds import COUNT_OPS
 from rankscope_contract.records import WIRE_VALUE_OPS, Plan, PlanEntry
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
-from rankscope_exporter.record import NamedPlan, Statistics, StepRecord
-from rankscope_exporter.serving.channel import Channel
+from rankscope_exporter.records.step_record import NamedPlan, Statistics, StepRecord
 from rankscope_exporter.serving.config import ServeConfig
+from rankscope_exporter.serving.rank_server import Channel
 
 RULES = (AnomalyNan(), AnomalyTurbulence(threshold=3.0))
 INCARNATION = "feedc0de"

@@ -9,9 +9,9 @@ import threading
 
 import pytest
 
+from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.serving.config import Address, ServeError
 from rankscope_exporter.serving.http_server import Answer, HttpServer
-from rankscope_exporter.serving.meter import CpuMeter
 
 
 def _echo(request):

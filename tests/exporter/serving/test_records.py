@@ -10,7 +10,7 @@ import pytest
 
 from rankscope_contract.channel import ARROW_STREAM
 from rankscope_contract.records import Plan, PlanEntry
-from rankscope_exporter.record import StepRecord
+from rankscope_exporter.records.step_record import StepRecord
 
 ENTRIES = (PlanEntry(kind="grad_reduced", tensor="a"), PlanEntry(kind="grad_reduced", tensor="学习 \"'"))
 NUMBERS = ({"norm": 1.0, "numel": 4}, None)

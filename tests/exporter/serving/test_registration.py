@@ -16,9 +16,9 @@ from rankscope_contract.channel import Registration
 from rankscope_contract.events import Event, EventType
 from rankscope_exporter.serving import registration
 from rankscope_exporter.serving.config import ServeError
+from rankscope_exporter.serving.orphan_recovery import Orphans
 from rankscope_exporter.serving.registration import MAX_RETRY_SECONDS, retry_seconds
 from rankscope_exporter.serving.service_client import ServiceClient
-from rankscope_exporter.serving.spool_orphans import Orphans
 
 
 @pytest.fixture

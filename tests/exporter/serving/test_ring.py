@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope_contract.records import PlanEntry
-from rankscope_exporter.record import Statistics, StepRecord
+from rankscope_exporter.records.step_record import Statistics, StepRecord
 from rankscope_exporter.serving.config import MIN_RING_RECORDS
 from rankscope_exporter.serving.ring import CursorError, Ring
 

@@ -20,10 +20,10 @@ from rankscope_contract.records import PlanEntry
 from rankscope_contract.spool import Orphan, SpoolReader
 from rankscope_contract.spool.layout import segments
 from rankscope_contract.spool.reading import message_ends
-from rankscope_exporter.record import Scalar, StepRecord
+from rankscope_exporter.records.step_record import Scalar, StepRecord
 from rankscope_exporter.serving import spool as spool_module
-from rankscope_exporter.serving.codec import encode
 from rankscope_exporter.serving.spool import FAILED, FULL, Spool, needed_plans
+from rankscope_exporter.serving.wire_encoder import encode
 
 WHO = Registration(
     run="r",

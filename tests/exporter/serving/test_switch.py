@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rankscope_exporter.errors import ConfigError
+from rankscope_exporter.base.errors import ConfigError
 
 RIGHT = {"Authorization": "Bearer secret"}
 

@@ -12,12 +12,11 @@ import ssl
 import pytest
 
 from rankscope_contract.tls import client_context
-from rankscope_exporter.errors import ServeError
+from rankscope_exporter.base.errors import ServeError
+from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.serving.addresses import Address
 from rankscope_exporter.serving.config import ServeConfig
-from rankscope_exporter.serving.http_server import Answer, HttpServer
-from rankscope_exporter.serving.listening import open_server
-from rankscope_exporter.serving.meter import CpuMeter
+from rankscope_exporter.serving.http_server import Answer, HttpServer, open_server
 from rankscope_exporter.serving.service_client import ServiceClient, UnreachableError
 from rankscope_exporter.serving.tls import server_tls
 

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.exporter.sinks.records import ABSENT, FINITE, entry, identity, record
 
 from rankscope_contract.kinds import VALUE_OPS, Kind
-from rankscope_exporter.sinks import event_files
+from rankscope_exporter.sinks import tensorboard
 from rankscope_exporter.sinks.tensorboard import TensorBoard, TensorBoardOptions
 from rankscope_ingest.importers.base import Faults, ImportedBlock
 from rankscope_ingest.importers.tensorboard import TensorBoard as Importer
@@ -106,20 +106,20 @@ def test_our_importer_reads_them(tmp_path):
 @given(st.binary(max_size=300))
 def test_our_own_check_sum_is_the_librarys(data):
     """It stands in where the library is not installed."""
-    assert google_crc32c.value(data) == event_files.crc32c(data)
+    assert google_crc32c.value(data) == tensorboard.crc32c(data)
 
 
 @given(st.floats() | st.integers())
 def test_every_number_fits(number):
-    (written,) = struct.unpack("<f", event_files._number(number))
+    (written,) = struct.unpack("<f", tensorboard._number(number))
 
     assert math.isnan(written) == (number != number)  # noqa: PLR0124 - the definition of NaN, for integers too
     assert math.isinf(written) == (number in (math.inf, -math.inf))
 
 
 def test_without_the_library_the_files_are_the_same(monkeypatch):
-    values = [(event_files.value_head("vp0:w/norm"), 1.5)]
-    expected = event_files.beginning(1.0, 3) + event_files.event(1.0, 300, values)
-    monkeypatch.setattr(event_files, "_crc_function", lambda: event_files.crc32c)
+    values = [(tensorboard.value_head("vp0:w/norm"), 1.5)]
+    expected = tensorboard.beginning(1.0, 3) + tensorboard.event(1.0, 300, values)
+    monkeypatch.setattr(tensorboard, "_crc_function", lambda: tensorboard.crc32c)
 
-    assert expected == event_files.beginning(1.0, 3) + event_files.event(1.0, 300, values)
+    assert expected == tensorboard.beginning(1.0, 3) + tensorboard.event(1.0, 300, values)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.properties import examples
 
 from rankscope_exporter.statistics.hashes import Hasher, finished, hashable
-from rankscope_exporter.statistics.tensors import MEASURABLE
+from rankscope_exporter.statistics.tensor_access import MEASURABLE
 
 DTYPES = sorted(MEASURABLE, key=str)
 SMALL = Hasher(torch.device("cpu"), words=16)

@@ -19,7 +19,7 @@ from rankscope_exporter.statistics import (
     torch_backend,
 )
 from rankscope_exporter.statistics.table import NUMEL_ROW
-from rankscope_exporter.statistics.tensors import Held
+from rankscope_exporter.statistics.tensor_access import Held
 
 CPU = torch.device("cpu")
 MAX, NUMEL = VALUE_OPS.index("max"), COUNT_OPS.index("numel")

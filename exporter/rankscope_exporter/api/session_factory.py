@@ -1,0 +1,142 @@
+"""Creates a session from a model and its optimizers, with facts that are found once, when a monitor is attached.
+
+This includes the parameters that another rank publishes for this one, because they are equal by construction. Equality
+is never assumed: the adapter states of each parameter that it keeps ranks equal, or an attribute does.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rankscope_contract.events import Event, EventType, Severity
+from rankscope_exporter.adapters import Framework, Stage, framework_of
+from rankscope_exporter.adapters.monitored_model import Borrowed, Subject
+from rankscope_exporter.api.session import Session
+from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.config.monitor_config import MonitorConfig
+from rankscope_exporter.model.name_patterns import Targets, sentences
+from rankscope_exporter.model.parameter_names import NamedParameter, named_parameters
+from rankscope_exporter.observers.throughput.parameter_counts import ALONE, parallel_of
+from rankscope_exporter.process.identity import place_in
+from rankscope_exporter.reactions.anomaly_callback import OnAnomaly
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+def attached(
+    model: torch.nn.Module | Stage | Framework,
+    optimizer: Optimizers,
+    config: MonitorConfig,
+    guard: Guard,
+    *,
+    groups: Mapping[str, Any],
+    first_step: int,
+    total_steps: int | None,
+    on_anomaly: OnAnomaly | None = None,
+) -> Session:
+    """Return the session of `model`, hooked and serving; what the user should know of it is said.
+
+    `groups` has the process groups of `Monitor.attach` by their names, None for those that were not given.
+    """
+    began = time.thread_time()
+    framework = framework_of(model)
+    place = guard.call("pp_group", place_in, groups["pp_group"])
+    framework.pp_stage = place[0] if place else framework.pp_stage
+    parameters, targets = named_parameters(framework.module), Targets(config.tensors)
+    selected = [item for item in parameters if targets.selects(item.name, *item.aliases)]
+    lazy = [item.name for item in selected if item.is_lazy]
+    chosen = tuple(item for item in selected if not item.is_lazy)
+    of_groups = {DP: groups["dp_group"], TP: groups["tp_group"]}
+    mates = guard.call("dp_group and tp_group", find_mates, framework, chosen, of_groups) or Mates()
+    given = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
+    world_size = torch.distributed.get_world_size() if _in_process_group() else 1
+    optimizers = Borrowed(framework.optimizers(given))
+    subject = Subject(framework, chosen, optimizers, world_size, elsewhere=mates.positions)
+    names = [name for item in parameters for name in (item.name, *item.aliases)]
+    complaints = [f"tensors: {sentence}" for sentence in sentences(targets, names, "parameter")]
+    if lazy:
+        complaints.append(_of_lazy(lazy))
+    session = Session(
+        subject,
+        config,
+        guard,
+        first_step=first_step,
+        total_steps=total_steps,
+        on_anomaly=on_anomaly,
+        parallel=guard.call("how the model is divided", parallel_of, framework, world_size, groups) or ALONE,
+    )
+    address = session.start()
+    session.attach_seconds = time.thread_time() - began
+    for sentence in (*complaints, *mates.complaints):
+        guard.call("a remark of attach()", session.hooks.tell, sentence)
+    for event in mates.events:
+        guard.call("an event of attach()", session.recorder.event, event)
+    guard.call("the banner", session.print_banner, address)
+    return session
+
+
+def _of_lazy(names: Sequence[str]) -> str:
+    return (
+        f"{len(names)} parameters have no shape yet and are not measured ({', '.join(names[:3])}): "
+        "run a forward pass before attach()"
+    )
+
+
+def _in_process_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+DP, TP = "dp_group", "tp_group"
+
+
+@dataclass(frozen=True, slots=True)
+class Mates:
+    """What is left to others: positions of parameters, what the store is told of it, what a reader should know."""
+
+    positions: frozenset[int] = frozenset()
+    events: tuple[Event, ...] = ()
+    complaints: tuple[str, ...] = ()
+
+
+def find_mates(framework: Framework, parameters: Sequence[NamedParameter], groups: dict[str, Any]) -> Mates:
+    """Return what the first ranks of `groups`, by DP and TP, publish for this one."""
+    positions: set[int] = set()
+    events, complaints = [], []
+    for name, group in groups.items():
+        if group is None:
+            continue
+        try:
+            ranks = dist.get_process_group_ranks(group)
+            here = ranks.index(dist.get_rank())
+        except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+            complaints.append(f"{name} is no process group of this rank, which publishes everything: {error}")
+            continue
+        same = [i for i, named in enumerate(parameters) if _is_same(framework, named, name, ranks)]
+        if len(ranks) > 1 and not same:
+            complaints.append(f"{name}: no parameter is known to be the same on its ranks: each publishes everything")
+        if here > 0 and same:
+            positions.update(same)
+            events.append(_event(name, ranks, len(same), len(parameters)))
+    return Mates(frozenset(positions), tuple(events), tuple(complaints))
+
+
+def _is_same(framework: Framework, named: NamedParameter, name: str, ranks: Sequence[int]) -> bool:
+    parameter = framework.parameter(named)
+    if parameter is None or framework.is_same_on(parameter, ranks):
+        return parameter is not None
+    # Megatron marks every parameter; those of experts are reduced over another group.
+    of_tp = name == TP and getattr(parameter, "tensor_model_parallel", None) is False
+    return of_tp and getattr(parameter, "allreduce", True) is not False
+
+
+def _event(name: str, ranks: Sequence[int], same: int, all_: int) -> Event:
+    text = f"{name}: rank {ranks[0]} publishes what {same} of {all_} parameters have in common on its ranks"
+    details = {"group": name, "published_by": ranks[0], "ranks": list(ranks), "parameters": same}
+    return Event(type=EventType.NOTE, severity=Severity.INFO, message=text, details=json.dumps(details))

@@ -1,0 +1,147 @@
+"""The gate at every entry of ours: whether training runs now, or a compiler or tracer only follows its code.
+
+Every function of ours that training calls is an `Entry`, or asks `is_plain` and `is_traced` itself. Three cases differ:
+
+- nothing special is active: the function runs. `is_plain` finds this out in about 0.2 µs;
+- a compiler or tracer follows the code (Dynamo, `torch.jit.trace`, `torch.fx`, `make_fx`, AOTAutograd, export, a fake
+  tensor mode): the function does nothing, because its operations would become part of the user's graph, and no step
+  of the training runs;
+- any other dispatch or function mode is active (FlopCounterMode, selective activation checkpointing, CommDebugMode,
+  `torch.set_default_device`, a mode of the user's): the function runs with all modes switched off, so that no mode
+  sees an operation of ours.
+
+Dynamo compiles a hook into the frame that calls it. There the first line of the hook is all that it sees: the hook
+never runs afterwards, and adds no graph break. Where C++ code calls a hook while a compiled function runs, as the
+autograd engine does, Dynamo would compile the hook as a frame of its own: `uncompiled` keeps it from that, and the hook
+runs. Updates without a hook are found by other signs (`unseen_updates`), for which `on_compilation` reports the
+compilation itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import torch
+from torch._C._dynamo import eval_frame
+from torch.fx import _symbolic_trace
+from torch.utils import _python_dispatch
+
+from rankscope_exporter.base.copies import StaysBehind
+
+# None of these has a public name. Missing ones fail at import, which the tests of a new release of torch show.
+_dispatch_modes: Final = torch._C._len_torch_dispatch_stack  # noqa: SLF001 - see above
+_function_modes: Final = torch._C._len_torch_function_stack  # noqa: SLF001 - see above
+_jit_state: Final = torch._C._get_tracing_state  # noqa: SLF001 - see above
+_infra_mode: Final = torch._C._get_dispatch_mode  # noqa: SLF001 - see above
+_INFRA_KEYS: Final = tuple(
+    getattr(torch._C._TorchDispatchModeKey, name)  # noqa: SLF001 - see above
+    for name in ("PROXY", "FAKE", "FUNCTIONAL")
+)
+_pop_function_mode: Final = torch._C._pop_torch_function_stack  # noqa: SLF001 - see above
+_push_function_mode: Final = torch._C._push_on_torch_function_stack  # noqa: SLF001 - see above
+_pre_dispatch_modes: Final[Callable[[], int]] = torch._ops._len_torch_dispatch_stack_pre_dispatch  # noqa: SLF001 - see above
+_compiler: Final = torch.compiler
+
+_skip: Final = eval_frame._FrameAction.SKIP  # noqa: SLF001 - see above
+_SKIPPED: Final = eval_frame._FrameExecStrategy(_skip, _skip)  # noqa: SLF001 - see above
+_set_strategy: Final = eval_frame.set_code_exec_strategy
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+is_dynamo_compiling: Final = torch.compiler.is_dynamo_compiling
+"""Constant for Dynamo: True in a frame that it compiles, False in one that runs."""
+
+_STAND_INS: Final = frozenset({"FakeTensor", "FunctionalTensor", "Proxy"})
+"""Classes that tracers pass in the place of tensors, by name: to import them would load the compiler."""
+
+
+def is_plain() -> bool:
+    """Return whether no mode, compiler or tracer is active on this thread; costs about 0.2 µs."""
+    return not (
+        _dispatch_modes()
+        or _function_modes()
+        or _symbolic_trace._is_fx_tracing_flag  # noqa: SLF001 - the function of torch.fx for it warns
+        or _compiler._is_compiling_flag  # noqa: SLF001 - without the question for TorchScript
+        or _jit_state() is not None
+    )
+
+
+def is_traced() -> bool:
+    """Return whether a compiler or tracer records what runs on this thread. Asked only where `is_plain` is false."""
+    if _symbolic_trace._is_fx_tracing_flag or _compiler._is_compiling_flag or _jit_state() is not None:  # noqa: SLF001
+        return True
+    if _pre_dispatch_modes():
+        return True
+    return bool(_dispatch_modes()) and any(_infra_mode(key) is not None for key in _INFRA_KEYS)
+
+
+def is_stand_in(value: Any) -> bool:
+    """Return whether a tracer passes `value` in the place of a tensor: it has a shape and no numbers."""
+    return type(value) is not torch.Tensor and type(value).__name__ in _STAND_INS
+
+
+def call_outside_of_modes(function: Callable[..., Any], *args: Any) -> Any:
+    """Return `function(*args)`, called while all dispatch and function modes of this thread are switched off."""
+    functions = [_pop_function_mode() for _ in range(_function_modes())]
+    try:
+        if not _dispatch_modes():
+            return function(*args)
+        with _python_dispatch._disable_current_modes():  # noqa: SLF001 - torch's own way to do it
+            return function(*args)
+    finally:
+        for mode in reversed(functions):
+            _push_function_mode(mode)
+
+
+def call_untraced(function: Callable[..., Any], *args: Any) -> Any:
+    """Return `function(*args)`, called outside of all modes; None, without calling it, where a tracer is active."""
+    if is_plain():
+        return function(*args)
+    return None if is_traced() else call_outside_of_modes(function, *args)
+
+
+def uncompiled(function: F) -> F:
+    """Mark `function` so that Dynamo neither compiles its frame nor a frame below it, and return it.
+
+    Dynamo still looks into it from a frame that it compiles: the first line must ask `is_dynamo_compiling`.
+    """
+    _set_strategy(function.__code__, _SKIPPED)
+    return function
+
+
+def on_compilation(listener: Callable[[], object]) -> Callable[[], int]:
+    """Return a function for the first line of a hook: Dynamo calls `listener` while it compiles the hook.
+
+    That is before the compiled code runs for the first time, and once for each compilation.
+    """
+
+    def was_compiled() -> int:
+        call_outside_of_modes(listener)
+        return 0
+
+    # The mark of `torch.compiler.assume_constant_result`, which itself would load the compiler: Dynamo calls the
+    # function while it compiles, and takes its result for a constant.
+    was_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001 - see above
+    return was_compiled
+
+
+class Entry(StaysBehind):
+    """A hook as torch calls it. A copy of its module, saved or not, gets a function that does nothing in its place.
+
+    `was_compiled`, from `on_compilation`, is called when Dynamo compiles the hook.
+    """
+
+    def __init__(self, function: Callable[..., Any], was_compiled: Callable[[], int] | None = None) -> None:
+        super().__init__(function)
+        self._was_compiled = was_compiled
+
+    @uncompiled
+    def __call__(self, *args: Any) -> Any:
+        """Call the function, unless a compiler or tracer follows."""
+        # First, and a constant to the compiler: nothing below it becomes part of a graph.
+        if is_dynamo_compiling():
+            if self._was_compiled is not None:
+                self._was_compiled()
+            return None
+        return call_untraced(self._call, *args)

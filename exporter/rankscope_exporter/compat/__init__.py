@@ -1,0 +1,1 @@
+"""Compatibility with the configuration and the calls of other monitors."""

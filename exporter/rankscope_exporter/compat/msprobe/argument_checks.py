@@ -1,0 +1,201 @@
+"""Arguments of `TrainerMon` and `set_monitor`: both orders are distinguished by type, and wrong hints are reported.
+
+The manual prints `(model, grad_acc_steps, optimizer, dp_group, tp_group, start_iteration)`, msprobe itself takes
+`(model, optimizer, grad_acc_steps, tp_group, dp_group, start_iteration)`, and its constructor has had two orders.
+Statements of the script about its model are compared with the model; none is relied on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from rankscope_exporter.adapters import are_chunks
+from rankscope_exporter.base.errors import ConfigError
+from rankscope_exporter.base.validation import whole
+
+AS_IN_THE_MANUAL: Final = ("grad_acc_steps", "optimizer", "dp_group", "tp_group", "start_iteration")
+AS_IN_THE_CODE: Final = ("optimizer", "grad_acc_steps", "tp_group", "dp_group", "start_iteration")
+_OF_CONSTRUCTION: Final = ("process_group", "params_have_main_grad", "opt_ty")
+_MISPRINTED: Final = {"param_have_main_grad": "params_have_main_grad"}
+"""The manual has both spellings."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Construction:
+    """Arguments of the constructor behind the configuration; None is not said."""
+
+    process_group: Any = None
+    params_have_main_grad: bool | None = None
+    opt_ty: str | None = None
+
+    @classmethod
+    def of(cls, positional: Sequence[Any], named: Mapping[str, Any]) -> Construction:
+        """Return the arguments by name. Raises ConfigError."""
+        given = {_MISPRINTED.get(name, name): value for name, value in named.items()}
+        places = list(_OF_CONSTRUCTION)
+        for value in positional:
+            place = _place_of(value, places)
+            # A flag or a name in the second place is meant for the place of its type: older releases had no group.
+            _put(given, place, value, "TrainerMon")
+            del places[: places.index(place) + 1]
+        _check_names(given, _OF_CONSTRUCTION, "TrainerMon")
+        made = cls(**given)
+        group = made.process_group
+        if group is not None and not callable(getattr(group, "rank", None)):
+            raise ConfigError(f"process_group is the pipeline's group of ranks or None, not {group!r}")
+        if not isinstance(made.params_have_main_grad, bool | None):
+            raise ConfigError(f"params_have_main_grad is True or False, not {made.params_have_main_grad!r}")
+        return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attachment:
+    """Arguments of `set_monitor`."""
+
+    model: Any
+    optimizer: Any = None
+    grad_acc_steps: Any = 1
+    dp_group: Any = None
+    tp_group: Any = None
+    start_iteration: Any = 0
+
+    @classmethod
+    def of(cls, call: str, positional: Sequence[Any], named: Mapping[str, Any]) -> Attachment:
+        """Return the arguments of the function `call` by name, in whichever order they came. Raises ConfigError."""
+        given = dict(named)
+        names: tuple[str, ...] = ("model",)
+        if len(positional) > 1:
+            names += AS_IN_THE_MANUAL if _is_number(positional[1]) else AS_IN_THE_CODE
+        if len(positional) > len(names):
+            raise ConfigError(f"{call} takes {len(names)} arguments by position, not {len(positional)}: name them")
+        for name, value in zip(names, positional, strict=False):
+            _put(given, name, value, call)
+        _check_names(given, ("model", *AS_IN_THE_CODE), call)
+        if "model" not in given:
+            raise ConfigError(f"{call} needs the model: {call}(model, optimizer=optimizer)")
+        return cls(**given)
+
+    @property
+    def chunks(self) -> Sequence[Any]:
+        """The model's chunks; one alone unless the pipeline is virtual."""
+        return self.model if isinstance(self.model, list | tuple) else [self.model]
+
+    @property
+    def watched(self) -> torch.nn.Module | list[torch.nn.Module]:
+        """What of the model is monitored: all chunks where they are known to be that, else the first."""
+        return list(self.chunks) if len(self.chunks) > 1 and are_chunks(self.chunks) else self.chunks[0]
+
+    def check(self, call: str) -> None:
+        """Raise ConfigError where model and optimizer cannot be what they are given as."""
+        if isinstance(self.optimizer, torch.nn.Module) and not isinstance(self.model, torch.nn.Module):
+            raise ConfigError(f"{call}: model and optimizer are the other way round")
+        if not self.chunks or not all(isinstance(module, torch.nn.Module) for module in self.chunks):
+            raise ConfigError(f"{call}: model is a torch module or a list of its chunks, not {_type(self.model)}")
+        if self.optimizer is None:
+            raise ConfigError(f"{call} needs the optimizer: {call}(model, optimizer=optimizer)")
+        optimizers = self.optimizer if isinstance(self.optimizer, list | tuple) else [self.optimizer]
+        if not optimizers or not all(callable(getattr(item, "step", None)) for item in optimizers):
+            raise ConfigError(f"{call}: optimizer is a torch optimizer or wraps one, not {_type(self.optimizer)}")
+
+
+def _place_of(value: Any, places: Sequence[str]) -> str:
+    wanted = "params_have_main_grad" if isinstance(value, bool) else "opt_ty" if isinstance(value, str) else None
+    if wanted is not None and wanted in places:
+        return wanted
+    if not places:
+        raise ConfigError("TrainerMon takes config_file_path, process_group, params_have_main_grad and opt_ty")
+    return places[0]
+
+
+def _put(given: dict[str, Any], name: str, value: Any, call: str) -> None:
+    if name in given:
+        raise ConfigError(f"{call}: {name} is given by position and by name; give it once")
+    given[name] = value
+
+
+def _check_names(given: Mapping[str, Any], known: Sequence[str], call: str) -> None:
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise ConfigError(f"{call} has no argument {unknown[0]!r}; there are {', '.join(known)}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or whole(value) is not None
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"a list of {', '.join(sorted({type(item).__name__ for item in value})) or 'nothing'}"
+    return f"a {type(value).__name__}"
+
+
+MOST_ITERATIONS: Final = 1 << 53
+
+_CLASSES: Final = {
+    "Megatron_DistributedOptimizer": "DistributedOptimizer",
+    "Megatron_Float16OptimizerWithFloat16Params": "Float16OptimizerWithFloat16Params",
+    "Megatron_ChainedDistributedOptimizer": "ChainedOptimizer",
+    "Megatron_ChainedFloat16OptimizerWithFloat16Params": "ChainedOptimizer",
+    "DeepSpeedZeroOptimizer_Stage0": "BF16_Optimizer",
+    "DeepSpeedZeroOptimizer_Stage1_or_2": "DeepSpeedZeroOptimizer",
+    "DeepSpeedZeroOptimizer_Stage3": "DeepSpeedZeroOptimizer_Stage3",
+}
+"""Values of `opt_ty`, and the class that each stands for."""
+
+
+def wrong_hints(said: Construction, given: Attachment) -> Iterator[str]:
+    """Yield a sentence for each hint that does not fit, and for what of the model is left out."""
+    yield from _of_main_grad(said.params_have_main_grad, given.chunks)
+    yield from _of_optimizer(said.opt_ty, given.optimizer)
+    if len(given.chunks) > 1 and not isinstance(given.watched, list):
+        yield (
+            f"the {len(given.chunks)} models are no chunks that Megatron-Core's DDP wraps, and the first is monitored: "
+            "make a TrainerMon for each"
+        )
+    if (whole(given.grad_acc_steps) or 0) < 1:
+        yield f"grad_acc_steps={given.grad_acc_steps!r} is no number of micro-batches; they are counted anyway"
+    if not _is_iteration(whole(given.start_iteration)):
+        yield f"start_iteration={given.start_iteration!r} is no number of a step, so steps count from 1"
+
+
+def first_step(given: Attachment) -> int:
+    """Return the number of the first step: one more than the tool's, which counts from 0."""
+    started = whole(given.start_iteration)
+    return 1 + started if started is not None and _is_iteration(started) else 1
+
+
+def _of_main_grad(said: bool | None, models: Sequence[torch.nn.Module]) -> Iterator[str]:  # noqa: FBT001 - three values
+    if said is None:
+        return
+    has = any(hasattr(parameter, "main_grad") for model in models for parameter in model.parameters())
+    if said and not has:
+        yield "params_have_main_grad=True, but no parameter has a main_grad: gradients are read from .grad"
+    elif has and not said:
+        yield "params_have_main_grad=False, but parameters have a main_grad: gradients are read where they are"
+
+
+def _of_optimizer(said: Any, optimizer: Any) -> Iterator[str]:
+    if said is None:
+        return
+    own = _class_names(optimizer)
+    if said not in _CLASSES:
+        yield f"opt_ty={said!r} is none of {', '.join(_CLASSES)}; it is not needed, the optimizer is a {own[0]}"
+    elif _CLASSES[said] not in own:
+        yield f"opt_ty={said!r}, but the optimizer is a {own[0]}, and is read as one"
+
+
+def _class_names(optimizer: Any) -> list[str]:
+    """Return the classes of an optimizer and of what it wraps, the outermost first."""
+    names: list[str] = []
+    while optimizer is not None and len(names) < len(_CLASSES):
+        names.append(type(optimizer).__name__)
+        optimizer = getattr(optimizer, "optimizer", None)
+    return names
+
+
+def _is_iteration(number: int | None) -> bool:
+    return number is not None and 0 <= number <= MOST_ITERATIONS

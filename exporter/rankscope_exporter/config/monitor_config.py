@@ -1,0 +1,305 @@
+"""One validated object for everything a rank can be told: from Python, a JSON or TOML file, and the environment."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from rankscope_contract.kinds import Kind
+from rankscope_contract.rules import AnomalyRule, rule_from_config
+from rankscope_contract.rules.nan import AnomalyNan
+from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_exporter.base.errors import ConfigError
+from rankscope_exporter.base.validation import MOST, check_keys, listed, share_of
+from rankscope_exporter.config.loader import read_settings, translated_settings
+from rankscope_exporter.config.sections import CaptureConfig, HardwareConfig, check_tables, checked_capture, tables_of
+from rankscope_exporter.model.name_patterns import Targets
+from rankscope_exporter.monitors.hangs.stack_signal import STACK_SIGNALS
+from rankscope_exporter.observers.throughput.peaks import ThroughputConfig
+from rankscope_exporter.quantities import Quantity, select_quantities
+from rankscope_exporter.quantities.base import QuantityOptions
+from rankscope_exporter.serving.config import ServeConfig
+from rankscope_exporter.sinks import Sink, sink_class
+from rankscope_exporter.statistics.selection import ALL_OPS, chosen_ops
+
+STOP_SIGNALS: Final = ("SIGTERM", "SIGHUP", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+"""Signals by which people and schedulers ask a job to end."""
+
+_HANG_VARIABLE: Final = "RANKSCOPE_HANG_AFTER_SECONDS"
+_SIGNAL_VARIABLE: Final = "RANKSCOPE_STACKS_SIGNAL"
+_STOP_VARIABLE: Final = "RANKSCOPE_STOP_SIGNALS"
+_MAGNITUDES: Final = (
+    "zero_below",
+    "exit_wait_seconds",
+    "hang_after_seconds",
+    "hang_in_phase_after_seconds",
+    "switch_poll_seconds",
+    "collectives_share",
+)
+_MOST_SECONDS: Final = 1e9
+"""Longer than any job; the clock of a thread does not reach much further."""
+_SWITCH_VARIABLE: Final = "RANKSCOPE_SWITCH_FILE"
+
+DEFAULT_QUANTITIES: Final = ("parameters", "gradients", "optimizer_state")
+
+# A healthy gradient norm moves by small factors; ten times its average is no longer noise. The mean of a gradient
+# is a near-zero difference of large sums and says nothing relative to its own average, so it is not judged by default.
+DEFAULT_RULES: Final[tuple[AnomalyRule, ...]] = (
+    AnomalyNan(),
+    AnomalyTurbulence(threshold=10.0, kinds=(Kind.GRAD_UNREDUCED, Kind.GRAD_REDUCED), ops=("norm",)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MonitorConfig:
+    """What is monitored, how often, by which rules, and how it is served. Checked at construction."""
+
+    quantities: tuple[str, ...] = DEFAULT_QUANTITIES
+    tensors: tuple[str, ...] = ("*",)
+    """Names of parameters, globs, or regular expressions behind "re:"; those that one matches are monitored."""
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Settings of single quantities by their name: targets, start_step, every, times, ranks, and their own."""
+    sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Where numbers go beside the record channel while training runs, by name, each with its settings."""
+    every: int = 1
+    """Sample every n-th step; the steps between cost no tensor anything."""
+    times: int | None = None
+    """Stop after so many measured steps; null never stops."""
+    ops: tuple[str, ...] = ALL_OPS
+    """Which statistics of a tensor are published; all are measured in one pass. An empty list is norm."""
+    switch_file: str | None = None
+    """A file of these settings that is watched while training runs: `dynamic_on` switches measuring on and off."""
+    switch_poll_seconds: float = 0.5
+    """How often the switch file and the other ranks are looked at."""
+    dynamic_on: bool = False
+    """In a switch file: whether anything is measured. Anywhere else it says nothing."""
+    max_overhead: float | str | None = None
+    """The most of the time of training that measuring may take, as 0.01 or "1 %"; null sets no limit."""
+    capture: CaptureConfig | None = None
+    """What is measured as well for some steps when a rule fires; null is nothing."""
+    rules: tuple[AnomalyRule, ...] = DEFAULT_RULES
+    zero_below: float = 0.0
+    """`zeros` counts elements with |x| < zero_below; 0 counts exact zeros."""
+    steps: Literal["auto", "explicit"] = "auto"
+    """"auto" tells steps from forward, backward and optimizer; with "explicit" only `Monitor.end_step` ends one."""
+    phases: bool = True
+    """Note at every step what its time was spent on."""
+    run: str | None = None
+    """Name of the run. RANKSCOPE_RUN wins over it; without both the job id, else a generated name."""
+    statistics: Literal["auto", "torch"] = "auto"
+    """"auto" uses the fused CPU kernel where numba is installed, "torch" never."""
+    exit_wait_seconds: float = 5.0
+    """How long the end of training waits for the service to commit what it has not yet."""
+    collectives_share: float = 0.001
+    """The share of one core's time that reading torch's record of collectives may take; 0 reads nothing."""
+    hang_after_seconds: float = 240.0
+    """Without a sign of training for so long the rank says that it hangs, and where; 0 watches nothing. Below the
+    service's [runs] stalled_after_seconds, so that its stacks are there when the service judges."""
+    hang_in_phase_after_seconds: float = 1500.0
+    """The same within an announced phase, and before the first step is finished."""
+    stacks_signal: str | None = None
+    """A signal, such as SIGUSR2, that has the stacks recorded; without it no signal handler is ours."""
+    stop_signals: tuple[str, ...] = ()
+    """Signals, such as SIGTERM, at which the rank says that it was stopped before they take effect; none by default."""
+    console: bool = True
+    """Print the banner on rank 0, and one line when a rule fires or training hangs."""
+    enabled: bool = True
+    remarks: tuple[str, ...] = ()
+    """Sentences that are said once at attach: what a configuration of another tool asks for and is not done."""
+    throughput: ThroughputConfig = field(default_factory=ThroughputConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("quantities", "tensors", "rules", "stop_signals", "ops", "remarks"):
+            object.__setattr__(self, name, listed(name, getattr(self, name), str if name != "rules" else object))
+        self._check_types()
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ConfigError(f"every is a number of steps from 1 on, not {self.every!r}")
+        self._check_switching()
+        if not self.zero_below >= 0:
+            raise ConfigError(f"zero_below is a magnitude from 0 on, not {self.zero_below!r}")
+        if not self.exit_wait_seconds >= 0:
+            raise ConfigError(f"exit_wait_seconds is a time from 0 s on, not {self.exit_wait_seconds!r}")
+        if not 0 <= self.collectives_share <= 1:
+            raise ConfigError(f"collectives_share is a share from 0 to 1, not {self.collectives_share!r}")
+        if self.statistics not in ("auto", "torch"):
+            raise ConfigError(f"statistics is 'auto' or 'torch', not {self.statistics!r}")
+        if self.steps not in ("auto", "explicit"):
+            raise ConfigError(f"steps is 'auto' or 'explicit', not {self.steps!r}")
+        try:
+            Targets(self.tensors)
+        except ValueError as error:
+            raise ConfigError(f"tensors: {error}") from error
+        try:
+            chosen_ops(self.ops)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        self._check_options()
+        for quantity_class in select_quantities(self.quantities):
+            self.options_of(quantity_class)
+        self._check_sinks()
+        self._check_rules()
+        self._check_hangs()
+        self._check_stop_signals()
+        share_of(self.max_overhead)
+        remake = functools.partial(replace, self, capture=None)
+        object.__setattr__(self, "capture", checked_capture(self.capture, self.rules, self.options, remake))
+
+    def without_secrets(self) -> MonitorConfig:
+        """Return the configuration without the token, as a file or another process may have it."""
+        found = copy.copy(self)  # not checked again: without a token this rank could not be served as configured
+        object.__setattr__(found, "serve", self.serve.without_secrets())
+        return found
+
+    def _check_switching(self) -> None:
+        times = self.times
+        if times is not None and (isinstance(times, bool) or not isinstance(times, int) or times < 0):
+            raise ConfigError(f"times is a number of measured steps from 0 on, not {times!r}")
+        if not 0 < self.switch_poll_seconds < math.inf:
+            raise ConfigError(f"switch_poll_seconds is a time above 0 s, not {self.switch_poll_seconds!r}")
+
+    def _check_hangs(self) -> None:
+        for name in ("hang_after_seconds", "hang_in_phase_after_seconds"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is a time from 0 s on, not {getattr(self, name)!r}; 0 watches nothing")
+        if self.stacks_signal is not None and self.stacks_signal not in STACK_SIGNALS:
+            raise ConfigError(f"stacks_signal is one of {', '.join(STACK_SIGNALS)}, not {self.stacks_signal!r}")
+
+    def _check_stop_signals(self) -> None:
+        for name in self.stop_signals:
+            if name not in STOP_SIGNALS:
+                raise ConfigError(f"stop_signals holds some of {', '.join(STOP_SIGNALS)}, not {name!r}")
+            if name == self.stacks_signal:
+                raise ConfigError(f"{name} stands in stop_signals and as stacks_signal: it can mean one of them")
+
+    def _check_types(self) -> None:
+        for name in ("console", "enabled", "dynamic_on", "phases"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is true or false, not {getattr(self, name)!r}")
+        for name in _MAGNITUDES:
+            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int | float):
+                raise ConfigError(f"{name} is a number, not {getattr(self, name)!r}")
+            most = _MOST_SECONDS if name.endswith("_seconds") else MOST
+            if getattr(self, name) > most:
+                raise ConfigError(f"{name} is at most {most:g}, not {getattr(self, name)!r}")
+        for name, what in (("run", "name"), ("switch_file", "path")):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value):
+                raise ConfigError(f"{name} is a {what}, not {value!r}")
+        check_tables(self)
+
+    def _check_rules(self) -> None:
+        for rule in self.rules:
+            if not isinstance(rule, AnomalyRule):
+                raise ConfigError(f"rules holds AnomalyRule values such as AnomalyNan(), not {rule!r}")
+        names = [rule.name for rule in self.rules]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ConfigError(f"rules: the name {repeated[0]!r} is used twice; give one of them its own name=…")
+
+    def options_of(self, quantity_class: type[Quantity]) -> QuantityOptions:
+        """Return what the configuration says of one quantity. Raises ConfigError."""
+        name = quantity_class.name
+        settings = self.options.get(name, {})
+        if not isinstance(settings, Mapping):
+            raise ConfigError(f"options.{name} is a table of settings, not {settings!r}")
+        known = {item.name for item in fields(quantity_class.options_class)}
+        check_keys(dict(settings), known, f"options.{name}.")
+        if settings.get("ops") is not None and not quantity_class.measures_tensors:
+            raise ConfigError(f"options.{name}.ops has no effect: {name} has no statistics of tensors")
+        try:
+            return quantity_class.options_class(**settings)
+        except ValueError as error:
+            raise ConfigError(f"options.{name}: {error}") from error
+
+    def _check_options(self) -> None:
+        if not isinstance(self.options, Mapping):
+            raise ConfigError(f"options is a table of tables by quantity, not {self.options!r}")
+        for name in self.options:
+            if name not in self.quantities:
+                select_quantities([name])  # names the nearest one
+                raise ConfigError(f"options.{name} has no effect: add {name!r} to quantities")
+
+    def options_of_sink(self, sink: type[Sink]) -> Any:
+        """Return what the configuration says of one sink, as its own options. Raises ConfigError."""
+        settings = self.sinks[sink.name]
+        if not isinstance(settings, Mapping):
+            raise ConfigError(f"sinks.{sink.name} is a table of settings, not {settings!r}; write {{}} for none")
+        check_keys(dict(settings), {item.name for item in fields(sink.options_class)}, f"sinks.{sink.name}.")
+        try:
+            return sink.options_class(**settings)
+        except ValueError as error:
+            raise ConfigError(f"sinks.{sink.name}: {error}") from error
+
+    def _check_sinks(self) -> None:
+        if not isinstance(self.sinks, Mapping):
+            raise ConfigError(f"sinks is a table of tables by sink, not {self.sinks!r}")
+        for name in self.sinks:
+            self.options_of_sink(sink_class(name))
+
+    @classmethod
+    def from_mapping(cls, settings: Mapping[str, Any]) -> MonitorConfig:
+        """Return the configuration of a parsed JSON or TOML document; unknown keys are named with the nearest one."""
+        values = in_our_words(settings)
+        check_keys(values, setting_names(), "")
+        if "rules" in values:
+            values["rules"] = tuple(_rule(entry) for entry in listed("rules", values["rules"], object))
+        return cls(**{**values, **tables_of(values)})
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> MonitorConfig:
+        """Return the configuration in a `.toml` or `.json` file. Raises ConfigError naming file and fault."""
+        path = Path(path)
+        settings = read_settings(path)
+        try:
+            return cls.from_mapping(settings)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    def with_environment(self, environment: Mapping[str, str] = os.environ) -> MonitorConfig:
+        """Return this configuration with what RANKSCOPE_* variables say put over it."""
+        disabled = environment.get("RANKSCOPE_DISABLED", "") not in ("", "0")
+        return replace(
+            self,
+            hang_after_seconds=_seconds(environment.get(_HANG_VARIABLE), self.hang_after_seconds),
+            stacks_signal=environment.get(_SIGNAL_VARIABLE) or self.stacks_signal,
+            stop_signals=tuple(environment.get(_STOP_VARIABLE, "").replace(",", " ").split()) or self.stop_signals,
+            switch_file=environment.get(_SWITCH_VARIABLE) or self.switch_file,
+            serve=self.serve.with_environment(environment),
+            enabled=self.enabled and not disabled,
+        )
+
+
+def setting_names() -> set[str]:
+    """Return the names of all settings of a monitor."""
+    return {item.name for item in fields(MonitorConfig)}
+
+
+def in_our_words(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `settings` as those of a MonitorConfig, whose names they may or may not have. Raises ConfigError."""
+    return translated_settings(settings, setting_names())
+
+
+def _seconds(text: str | None, default: float) -> float:
+    try:
+        return float(text) if text else default
+    except ValueError:
+        raise ConfigError(f"{_HANG_VARIABLE} is {text!r}: give seconds, or 0 to watch nothing") from None
+
+
+def _rule(entry: Any) -> AnomalyRule:
+    if isinstance(entry, AnomalyRule):
+        return entry
+    if not isinstance(entry, dict):
+        raise ConfigError(f'rules holds tables such as {{"rule_name": "AnomalyNan"}}, not {entry!r}')
+    try:
+        return rule_from_config(entry)
+    except ValueError as error:
+        raise ConfigError(f"rules: {error}") from error

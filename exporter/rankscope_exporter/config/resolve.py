@@ -1,0 +1,37 @@
+"""The configuration that a script gives (object, mapping or path), and the public view of one, without secrets."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from rankscope_contract.redaction import redacted
+from rankscope_exporter.config.monitor_config import MonitorConfig
+from rankscope_exporter.process.identity import script_commit
+
+Given = MonitorConfig | Mapping[str, Any] | str | os.PathLike[str] | None
+
+
+def config_of(given: Given) -> MonitorConfig:
+    """Return the configuration that is meant, following its file where DYNAMIC_MONITOR asks. Raises ConfigError."""
+    if given is None:
+        return MonitorConfig()
+    if isinstance(given, MonitorConfig):
+        return given
+    if isinstance(given, Mapping):
+        return MonitorConfig.from_mapping(given)
+    path = os.fspath(given)
+    config = MonitorConfig.from_file(path)
+    is_watched = config.switch_file is None and os.environ.get("DYNAMIC_MONITOR", "").lower() == "true"
+    return replace(config, switch_file=path) if is_watched else config
+
+
+def public_settings(config: MonitorConfig) -> dict[str, Any]:
+    """Return the configuration as /config and the store show it: without secrets."""
+    settings = asdict(config)
+    settings["rules"] = [{"rule_name": type(rule).__name__, "args": asdict(rule)} for rule in config.rules]
+    shown: dict[str, Any] = redacted({**settings, "argv": sys.argv})
+    return shown | {"git_commit": script_commit(sys.argv[0])}

@@ -1,0 +1,143 @@
+"""Settings that are tables, each checked by its own dataclass: `serve`, `throughput`, `hardware`, `capture`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
+
+from rankscope_contract.rules.base import AnomalyRule
+from rankscope_exporter.base.errors import ConfigError
+from rankscope_exporter.base.validation import check_keys, did_you_mean, listed
+from rankscope_exporter.observers.throughput.peaks import ThroughputConfig
+from rankscope_exporter.quantities import select_quantities
+from rankscope_exporter.serving.config import ServeConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareConfig:
+    """What the thread does that reads this rank's GPU, its process and its machine."""
+
+    every_seconds: float = 5.0
+    """Time between two looks; 0 takes none."""
+
+    def __post_init__(self) -> None:
+        value = self.every_seconds
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ConfigError(f"hardware.every_seconds is a time from 0 s on, not {value!r}; 0 takes no look")
+
+
+TABLES: Final[Mapping[str, type[Any]]] = {
+    "serve": ServeConfig,
+    "throughput": ThroughputConfig,
+    "hardware": HardwareConfig,
+}
+
+
+def tables_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tables among the settings of a parsed document, each as its dataclass. Raises ConfigError."""
+    return {name: _table(name, settings[name], cls) for name, cls in TABLES.items() if name in settings}
+
+
+def check_tables(config: object) -> None:
+    """Raise ConfigError where a table of a configuration is of another type."""
+    for name, cls in TABLES.items():
+        value = getattr(config, name)
+        if not isinstance(value, cls):
+            raise ConfigError(f"{name} is a {cls.__name__}, not {value!r}")
+
+
+def _table(name: str, value: Any, cls: type[Any]) -> Any:
+    if isinstance(value, cls):
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} is a table of settings, not {value!r}")
+    check_keys(dict(value), {item.name for item in fields(cls)}, f"{name}.")
+    return cls(**value)
+
+
+ALL: Final = "*"
+_LEAST: Final = {"steps": 1, "cooldown_steps": 0, "max_captures": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureConfig:
+    """A firing of one of `rules` on any rank has `quantities` measured at every one of `steps` steps, on all ranks."""
+
+    rules: tuple[str, ...] = (ALL,)
+    """Names of rules of the monitor; "*" is all of them."""
+    quantities: tuple[str, ...] = ("activations", "gradients", "parameters")
+    """What is measured for those steps, besides what is measured anyway."""
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Settings of single quantities while they are captured; without them those of the monitor."""
+    steps: int = 5
+    cooldown_steps: int = 100
+    """Firings within so many steps of one that was captured have nothing captured."""
+    max_captures: int = 10
+    """In the life of a process: a run that is broken for good must not be measured at every step for ever."""
+    flight_record: bool = True
+    """Record the latest collectives of each rank, where there is a process group."""
+
+    def __post_init__(self) -> None:
+        given: object = self.rules
+        if given == ALL:
+            object.__setattr__(self, "rules", (ALL,))
+        for name in ("rules", "quantities"):
+            object.__setattr__(self, name, listed(f"capture.{name}", getattr(self, name), str))
+        select_quantities(self.quantities)  # names the nearest one
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"capture.{name} is a whole number from {least} on, not {value!r}")
+        if not isinstance(self.flight_record, bool):
+            raise ConfigError(f"capture.flight_record is true or false, not {self.flight_record!r}")
+        if not isinstance(self.options, Mapping):
+            raise ConfigError(f"capture.options is a table of tables by quantity, not {self.options!r}")
+        for name in self.options:
+            if name not in self.quantities:
+                select_quantities([name])
+                raise ConfigError(f"capture.options.{name} has no effect: add {name!r} to capture.quantities")
+
+    @classmethod
+    def of(cls, given: Any) -> CaptureConfig | None:
+        """Return what the setting means; None where nothing is captured. Raises ConfigError."""
+        if given is None or isinstance(given, CaptureConfig):
+            return given
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"capture is a table of settings, not {given!r}; write {{}} for those by default")
+        check_keys(dict(given), {item.name for item in fields(cls)}, "capture.")
+        return cls(**given)
+
+    def chooses(self, rule: str | None) -> bool:
+        """Return whether a firing of `rule` is captured."""
+        return ALL in self.rules or rule in self.rules
+
+    def settings(self, options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Return what is captured as settings of a monitor whose own `options` these are."""
+        own = {name: options[name] for name in self.quantities if name in options}
+        return {"quantities": self.quantities, "options": {**own, **self.options}, "every": 1, "times": None}
+
+
+def checked_capture(
+    given: Any,
+    rules: Sequence[AnomalyRule],
+    options: Mapping[str, Mapping[str, Any]],
+    monitor_with: Callable[..., object],
+) -> CaptureConfig | None:
+    """Return what the setting means beside the monitor's own `rules` and `options`; None where nothing is captured.
+
+    `monitor_with` makes a monitor's configuration with other settings. Raises ConfigError.
+    """
+    capture = CaptureConfig.of(given)
+    if capture is not None:
+        names = [rule.name for rule in rules]
+        for name in capture.rules:
+            if name != ALL and name not in names:
+                hint = did_you_mean(name, names)
+                raise ConfigError(f"capture.rules: there is no rule {name!r}; there are {', '.join(names)}.{hint}")
+        try:
+            monitor_with(**capture.settings(options))
+        except ConfigError as error:
+            raise ConfigError(f"capture.{error}") from error
+    return capture

@@ -1,0 +1,98 @@
+"""What callbacks of all trainers share: one monitor for each training, and the phase it is in. No trainer is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from rankscope_contract.events import ExitReason
+from rankscope_exporter.adapters import Framework
+from rankscope_exporter.api.monitor import Monitor
+from rankscope_exporter.api.session_factory import Optimizers
+from rankscope_exporter.base.copies import CopiesDoNothing
+from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.config.monitor_config import MonitorConfig
+from rankscope_exporter.config.resolve import Given
+
+
+class Attended(CopiesDoNothing):
+    """The monitor of the training under way; before and after it nothing happens.
+
+    The configuration is checked at construction and raises ConfigError; nothing after it raises into training.
+    """
+
+    def __init__(self, config: Given) -> None:
+        self._config = Monitor(config).config
+        self._guard = Guard()
+        self.monitor: Monitor | None = None
+        self._phase: AbstractContextManager[Any] | None = None
+        self._phase_name: str | None = None
+
+    def _unattached(self) -> dict[str, Any]:
+        return {"_guard": Guard(), "monitor": None, "_phase": None, "_phase_name": None}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_config": self._config.without_secrets()}
+
+    def safely(self, where: str, function: Callable[..., None], *args: Any) -> None:
+        """Call `function(*args)`; an error in it is logged once and never reaches training. A copy calls nothing."""
+        if not self.is_copy:
+            self._guard.call(where, function, *args)
+
+    def begin(
+        self,
+        model: torch.nn.Module | Framework,
+        optimizer: Optimizers,
+        *,
+        first_step: int,
+        total_steps: int | None,
+        config: MonitorConfig | None = None,
+    ) -> Monitor:
+        """Attach; a training that ended before without a word is over now, and nobody knows why."""
+        self.leave_phase()
+        if self.monitor is not None:
+            self.monitor.end_of_process(ExitReason.UNKNOWN, "another training began in this process")
+        self.monitor = Monitor(config or self._config, total_steps=total_steps or None, first_step=first_step)
+        return self.monitor.attach(model, optimizer)
+
+    @property
+    def config(self) -> MonitorConfig:
+        """Return the configuration, checked and with the environment's part."""
+        return self._config
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Say why training ends, and detach."""
+        self.leave_phase()
+        monitor, self.monitor = self.monitor, None
+        if monitor is not None:
+            monitor.__exit__(type(error) if error is not None else None, error, None)
+
+    def log(self, step: int | None, values: Mapping[str, Any]) -> None:
+        """Log those of `values` that are numbers."""
+        if self.monitor is not None:
+            numbers = {name: value for name, value in values.items() if name != "step" and _is_number(value)}
+            self.monitor.log(step=step, **numbers)
+
+    def enter_phase(self, name: str) -> None:
+        """Begin a phase, unless it is under way, in the place of another one."""
+        if self.monitor is None or self._phase_name == name:
+            return
+        self.leave_phase()
+        phase = self.monitor.phase(name)
+        self._phase, self._phase_name = phase, name
+        phase.__enter__()
+
+    def leave_phase(self) -> None:
+        """End the phase under way, if there is one."""
+        phase, self._phase, self._phase_name = self._phase, None, None
+        if phase is not None:
+            phase.__exit__(None, None, None)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, int | float) or (hasattr(value, "__float__") and not isinstance(value, str))

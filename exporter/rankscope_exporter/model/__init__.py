@@ -1,0 +1,1 @@
+"""Names of parameters and modules, selection by name, and the tensors inside arguments and results."""

@@ -1,0 +1,80 @@
+"""The modules of a model under the names the user knows, one for each name."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from rankscope_exporter.model.name_patterns import Targets, sentences
+from rankscope_exporter.model.parameter_names import entry, plain_name
+
+
+@dataclass(frozen=True, slots=True)
+class NamedModule:
+    """A module that can be called, the name shown for it (empty for the model itself), and its other names.
+
+    It is not kept alive: a layer that the training drops is freed.
+    """
+
+    name: str
+    reference: weakref.ref[nn.Module]
+    aliases: tuple[str, ...] = ()
+    compiled: bool = False  # it is part of compiled code, where no hook is called
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module; None once it is gone."""
+        return self.reference()
+
+
+def named_modules(root: nn.Module) -> tuple[NamedModule, ...]:
+    """Return the modules of `root` in the order in which they are defined.
+
+    Of a wrapper and what it wraps, which have one name, the wrapped module is taken: it is what the user wrote. Only
+    a wrapper that compiles is taken itself, since nothing can be seen inside.
+    """
+    under: dict[str, tuple[nn.Module, bool]] = {}
+    regions: list[str] = []  # full names at and below which code is compiled
+    wrappers: set[str] = set()
+    for full, module in root.named_modules(remove_duplicate=False):
+        name = plain_name(full)
+        compiles = entry(module._modules, "_orig_mod") is not None  # noqa: SLF001 - `__getattr__` may be the user's
+        if compiles:
+            regions.append(f"{full}._orig_mod" if full else "_orig_mod")
+            wrappers.add(name)
+        elif getattr(module, "_compiled_call_impl", None) is not None:
+            regions.append(full)
+        inside = any(f"{full}.".startswith(f"{region}.") or not region for region in regions)
+        if compiles or not (inside and name in wrappers):
+            under[name] = module, inside
+    names: dict[int, list[str]] = {}
+    for name, (module, _) in under.items():
+        if _can_be_called(module):
+            names.setdefault(id(module), []).append(name)
+    return tuple(
+        NamedModule(own[0], weakref.ref(under[own[0]][0]), tuple(own[1:]), under[own[0]][1]) for own in names.values()
+    )
+
+
+def selected(modules: Iterable[NamedModule], targets: Targets) -> tuple[NamedModule, ...]:
+    """Return the modules that `targets` select by name or alias."""
+    return tuple(item for item in modules if targets.selects(item.name, *item.aliases))
+
+
+def unmatched(modules: Iterable[NamedModule], targets: Targets) -> list[str]:
+    """Return a sentence for each target that selects no module, with the nearest names."""
+    return sentences(targets, (name for item in modules for name in (item.name, *item.aliases)), "module")
+
+
+def _can_be_called(module: nn.Module) -> bool:
+    """Return whether the module has a forward: a list of modules has none."""
+    return defines_forward(type(module)) or "forward" in module.__dict__
+
+
+def defines_forward(kind: type[nn.Module]) -> bool:
+    """Return whether a class has a forward of its own; not by asking it, which a scripted module's does not survive."""
+    return inspect.getattr_static(kind, "forward") is not inspect.getattr_static(nn.Module, "forward")

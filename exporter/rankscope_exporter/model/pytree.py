@@ -1,0 +1,187 @@
+"""The tensors inside the arguments and results of a module, their numbers, and patterns that select them.
+
+Reads no element of a tensor. Numbers are those of msprobe where it has one: the tensors among the arguments count from
+0, positional ones first; the elements of a result keep their position. One tensor alone has no number. Deeper tensors,
+which msprobe leaves out, are numbered behind the top level, in order. Patterns (`tensor`, `tuple[2]:0`, `list[3]:1`,
+`dict:logits`) are those of msprobe's `targets` and of the `module_struct.json` that helps to write them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+
+MAX_DEPTH: Final = 4
+MAX_TENSORS: Final = 128
+"""In one object; a cache of a thousand tensors is no activation."""
+
+_PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slot:
+    """One tensor of an object: its number, the path to it, and the position of the element it lies in."""
+
+    index: int | None
+    path: str
+    tensor: torch.Tensor
+    top: int = 0
+
+
+class Found(NamedTuple):
+    """What was found in an object."""
+
+    slots: Sequence[Slot]
+    length: int = 1  # elements of the object itself
+    tensors: int = 0  # of arguments: how many are numbered
+    unknown: tuple[str, ...] = ()  # types that were not looked into, and what was left out
+
+
+def received(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Found:
+    """Return the tensors among the arguments of a call."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+        return Found((Slot(None, "[0]", args[0]),), tensors=1)
+    items = [(f"[{number}]", value) for number, value in enumerate(args)]
+    items += [(f".{name}", value) for name, value in kwargs.items()]
+    slots, unknown = _walk(items)
+    # As the tool has it, what is no tensor has no number here.
+    top = [slot for slot in slots if slot.index is not None]
+    ordered = top + [slot for slot in slots if slot.index is None]
+    alone = len(ordered) == 1
+    numbered = [dataclasses.replace(slot, index=None if alone else number) for number, slot in enumerate(ordered)]
+    return Found(numbered, len(items), len(numbered), unknown)
+
+
+def returned(output: Any) -> Found:
+    """Return the tensors of what a call gave back."""
+    if isinstance(output, torch.Tensor):
+        return Found((Slot(None, "", output),))
+    items, path = children(output), ""
+    while items is not None and len(items) == 1:
+        name, value = items[0]
+        path += name
+        if isinstance(value, torch.Tensor):
+            return Found((Slot(None, path, value),))
+        items = children(value) if path.count("[") + path.count(".") < MAX_DEPTH else None
+    if items is None:
+        return Found((), unknown=() if isinstance(output, _PLAIN) else (type(output).__name__,))
+    slots, unknown = _walk(items, path)
+    deeper = len(items)
+    numbered = []
+    for slot in slots:
+        numbered.append(slot if slot.index is not None else dataclasses.replace(slot, index=deeper))
+        deeper += slot.index is None
+    return Found(numbered, len(items), unknown=unknown)
+
+
+def children(value: Any) -> list[tuple[str, Any]] | None:
+    """Return the elements of a container, each with how it is reached; None for what is none."""
+    if isinstance(value, tuple | list):
+        names = getattr(value, "_fields", None)
+        if names is not None and len(names) == len(value):
+            return [(f".{name}", item) for name, item in zip(names, value, strict=True)]
+        return [(f"[{number}]", item) for number, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        return [
+            (f".{key}" if isinstance(key, str) else f"[{number}]", item)
+            for number, (key, item) in enumerate(value.items())
+        ]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(f".{field.name}", getattr(value, field.name, None)) for field in dataclasses.fields(value)]
+    return None
+
+
+def _walk(items: Sequence[tuple[str, Any]], path: str = "") -> tuple[list[Slot], tuple[str, ...]]:
+    """Return the tensors of `items`, those that are items themselves with their position as number; and what is not."""
+    slots: list[Slot] = []
+    unknown: dict[str, None] = {}
+    for position, (name, value) in enumerate(items):
+        if isinstance(value, torch.Tensor):
+            slots.append(Slot(position, path + name, value, position))
+            continue
+        for where, item in _deeper(value, path + name, 1):
+            if isinstance(item, torch.Tensor):
+                slots.append(Slot(None, where, item, position))
+            elif not isinstance(item, _PLAIN) and not callable(item):
+                unknown[type(item).__name__] = None
+    if len(slots) > MAX_TENSORS:
+        unknown[f"{len(slots) - MAX_TENSORS} tensors beyond the first {MAX_TENSORS}"] = None
+    return slots[:MAX_TENSORS], tuple(unknown)
+
+
+def _deeper(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
+    inner = children(value) if depth < MAX_DEPTH and not isinstance(value, torch.Tensor) else None
+    if inner is None:
+        yield path, value
+        return
+    for name, item in inner:
+        yield from _deeper(item, path + name, depth + 1)
+
+
+OBJECTS: Final = ("input", "output", "input_grad", "output_grad")
+
+_SEQUENCE: Final = re.compile(r"(?:tuple|list)\[(?P<length>\d{1,6})\](?::(?P<position>\d{1,6}))?")
+_GRAMMAR: Final = "'tensor', 'tuple[2]' or 'tuple[2]:0' (element 0 of two; also list[…]), or 'dict:name'"
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectSpec:
+    """A part of an object."""
+
+    text: str
+    length: int = 1
+    position: int | None = None
+    name: str | None = None
+
+    @classmethod
+    def parse(cls, text: Any) -> ObjectSpec:
+        """Return what `text` means. Raises ValueError."""
+        if text == "tensor":
+            return cls(text)
+        if isinstance(text, str) and text.startswith("dict:") and len(text) > len("dict:"):
+            return cls(text, name=text.removeprefix("dict:"))
+        match = _SEQUENCE.fullmatch(text) if isinstance(text, str) else None
+        if match is None:
+            raise ValueError(f"{text!r} names no part of an object: it is {_GRAMMAR}")
+        length, position = int(match["length"]), match["position"]
+        if position is not None and int(position) >= length:
+            raise ValueError(f"{text!r}: element {position} of {length} does not exist, they count from 0")
+        return cls(text, length, None if position is None else int(position))
+
+    def select(self, found: Found) -> Sequence[Slot] | None:
+        """Return the tensors meant; None when the object has another form."""
+        slots = found.slots
+        if self.name is not None:
+            inside = re.compile(rf"\.{re.escape(self.name)}(?![^.\[])")
+            chosen = [slot for slot in slots if inside.match(slot.path)]
+            return chosen or None
+        if self.text == "tensor" or self.length == len(slots) == 1:
+            return slots if len(slots) == 1 else None
+        if self.length not in {found.length, found.tensors}:
+            return None
+        if self.position is None:
+            return slots
+        by_place = self.length == found.length
+        return [slot for slot in slots if (slot.top if by_place else slot.index) == self.position]
+
+
+Specs = Mapping[str, ObjectSpec]
+"""By object of a module, one of OBJECTS: what of it is meant. Without any, all of everything is."""
+
+
+def parse_specs(target: Any, described: Any) -> Specs:
+    """Return what `parts` says of one target. Raises ValueError naming it."""
+    if not isinstance(described, Mapping):
+        raise ValueError(f"parts[{target!r}] is a table of {', '.join(OBJECTS)}, not {described!r}")  # noqa: TRY004 - becomes a ConfigError
+    unknown = [key for key in described if key not in OBJECTS]
+    if unknown:
+        raise ValueError(f"parts[{target!r}]: {unknown[0]!r} is unknown; there are {', '.join(OBJECTS)}")
+    try:
+        return {key: ObjectSpec.parse(text) for key, text in described.items()}
+    except ValueError as error:
+        raise ValueError(f"parts[{target!r}]: {error}") from error

@@ -1,0 +1,273 @@
+"""Reads torch's flight recorders: the records that torch keeps of all collectives of a process, and its process groups.
+
+A recorder is always on (`TORCH_FR_BUFFER_SIZE`, 2000 entries). Reading copies its entries and changes nothing. Its
+functions have no public names, so each one is looked up; a recorder without functions has no entries.
+There are two ways to read: with the Python stack of each entry, while torch holds the interpreter lock; and without
+stacks and without the lock. A recorder that fails is reported, and the others are returned all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import io
+import json
+import logging
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from rankscope_exporter.monitors.flight_recorder.worker_server import register_handler, worker_server
+
+Raw = Mapping[str, Any]
+"""An entry as torch writes it."""
+
+Report = Callable[[str, BaseException], None]
+"""Takes what failed and its error, as `Guard.report` does."""
+
+ANSWER_SECONDS: Final = 1.5
+"""How long a reading waits for a recorder that asks the device. Less than the 2 s that a hang waits for all of them."""
+
+log = logging.getLogger("rankscope")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorder:
+    """One of torch's recorders: the names of the functions and of the handler that write its record."""
+
+    name: str
+    with_stacks: str
+    """Function of `torch._C._distributed_c10d`; returns a pickle. Holds the interpreter lock."""
+    plain: str
+    """The same as JSON, without stacks. Holds the interpreter lock as well."""
+    handler: str
+    """Handler of torch's worker server; answers with the JSON. Runs without the interpreter lock."""
+    asks_device: bool = False
+    """Whether torch asks the device for the state of entries, and so may wait for a device that hangs."""
+
+
+CPU: Final = Recorder(name="cpu", with_stacks="_dump_fr_trace", plain="_dump_fr_trace_json", handler="fr_trace_json")
+"""Gloo's. The handler does not read its request, so it can be called with a request that is a Python object."""
+
+NCCL: Final = Recorder(
+    name="nccl",
+    with_stacks="_dump_nccl_trace",
+    plain="_dump_nccl_trace_json",
+    handler="dump_nccl_trace_json",
+    asks_device=True,
+)
+"""NCCL's, and RCCL's under the same names. Only a torch with NCCL has it."""
+
+_RELAY: Final = "rankscope_"
+_URGENT: Final = "urgent"
+
+_COMPILER: Final = "torch._dynamo"
+_KNOWS_STACKS: Final = "torch._inductor.codecache"
+
+_RELAXED: Final = 2
+"""cudaStreamCaptureModeRelaxed."""
+
+_NEEDED: Final = ("record_id", "time_created_ns", "profiling_name", "process_group", "collective_seq_id", "p2p_seq_id")
+"""Fields without which nothing can be made of an entry."""
+
+
+def has_groups() -> bool:
+    """Return whether this process has joined a process group: without one there are no collectives."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def prepare_stacks() -> bool:
+    """Import what torch needs when it writes stacks for the first time; return whether stacks can be read.
+
+    That is the part of the compiler that knows stacks of compiled code. It takes 0.2 s where the compiler is loaded,
+    as it is after the first step of any of torch's optimizers. A process without the compiler would take 2 s for it,
+    and is read without stacks.
+    """
+    if _COMPILER not in sys.modules:
+        return False
+    try:
+        importlib.import_module(_KNOWS_STACKS)
+    except Exception as error:  # noqa: BLE001 - an import of the compiler may raise anything
+        log.debug("flight records are read without stacks: importing %s raised %r", _KNOWS_STACKS, error)
+        return False
+    return True
+
+
+def read_with_stacks(report: Report, recorders: Sequence[Recorder] | None = None) -> dict[str, Sequence[Raw]]:
+    """Return the entries of each recorder that has some, oldest first, each with its `frames`.
+
+    Torch holds the interpreter lock for about 25 µs an entry. `recorders` are those of this process by default.
+    """
+    return _read(_recorders() if recorders is None else recorders, _pickled, report)
+
+
+def read_without_stacks(
+    report: Report,
+    *,
+    is_urgent: bool = False,
+    seconds: float = ANSWER_SECONDS,
+    recorders: Sequence[Recorder] | None = None,
+) -> dict[str, Sequence[Raw]]:
+    """Return the same without `frames`; other threads run while torch writes it.
+
+    A recorder that asks the device is left out after `seconds`. With `is_urgent` the device is asked even where its
+    runtime has no mode that spares the captures of graphs by other threads.
+    """
+    read = functools.partial(_json, is_urgent=is_urgent, seconds=seconds)
+    return _read(_recorders() if recorders is None else recorders, read, report)
+
+
+def _recorders() -> list[Recorder]:
+    """Return the recorders that may hold entries. NCCL records nothing in a process that has not used a device."""
+    return [CPU, NCCL] if torch.cuda.is_initialized() else [CPU]  # type: ignore[no-untyped-call]  # untyped in torch
+
+
+def _read(recorders: Sequence[Recorder], read: Callable[[Recorder], Any], report: Report) -> dict[str, Sequence[Raw]]:
+    """Return the entries of each recorder by its name; report the recorders that cannot be read."""
+    found: dict[str, Sequence[Raw]] = {}
+    for recorder in recorders:
+        where = f"reading the flight record of {recorder.name}"
+        try:
+            document = read(recorder)
+            entries = () if document is None else _whole(document.get("entries", ()), where, report)
+        except Exception as error:  # noqa: BLE001 - a recorder that fails must not take the others with it
+            report(where, error)
+            continue
+        if entries:
+            found[recorder.name] = entries
+    return found
+
+
+def _whole(entries: Sequence[Raw], where: str, report: Report) -> Sequence[Raw]:
+    """Return the entries that have all needed fields, oldest first; report how many have not."""
+    whole = [entry for entry in entries if all(entry.get(name) is not None for name in _NEEDED)]
+    if len(whole) < len(entries):
+        report(where, ValueError(f"{len(entries) - len(whole)} of {len(entries)} entries lack a field of {_NEEDED}"))
+    return sorted(whole, key=lambda entry: int(entry["record_id"]))
+
+
+def _pickled(recorder: Recorder) -> Any:
+    function = getattr(_c10d(), recorder.with_stacks, None)
+    if function is None:
+        return None
+    with _while_others_capture() if recorder.asks_device else contextlib.nullcontext():
+        dump = function(True, True, False)
+    return _Plain(io.BytesIO(dump)).load()
+
+
+def _json(recorder: Recorder, *, is_urgent: bool, seconds: float) -> Any:
+    function = getattr(_c10d(), recorder.plain, None)
+    ask = _ask_device if recorder.asks_device else _ask
+    if recorder.handler in _handler_names():
+        try:
+            return json.loads(ask(recorder.handler, is_urgent=is_urgent, seconds=seconds))
+        except TimeoutError:
+            raise  # the function would wait for the same device, with the interpreter lock
+        except Exception as error:
+            if function is None:
+                raise
+            log.debug("the handler %s of torch failed, its function is called: %r", recorder.handler, error)
+    if function is None:
+        return None
+    with _while_others_capture(is_urgent=is_urgent) if recorder.asks_device else contextlib.nullcontext():
+        return json.loads(function(True, False))
+
+
+class _Plain(pickle.Unpickler):
+    """Reads numbers, texts, lists and dicts. Refuses everything that asks for a class or a function: none is called."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"a flight record holds no {module}.{name}")
+
+
+def _c10d() -> Any:
+    return getattr(torch._C, "_distributed_c10d", None)  # noqa: SLF001 - torch has no public name for it
+
+
+# Handlers of torch's worker server: the one way to a record that does not hold the interpreter lock.
+
+
+def _handler_names() -> Sequence[str]:
+    c10d = _c10d()
+    return c10d._get_handler_names() if hasattr(c10d, "_get_handler_names") else ()  # noqa: SLF001 - see above
+
+
+def _ask(handler: str, *, is_urgent: bool, seconds: float) -> str:  # noqa: ARG001 - the signature of _ask_device
+    """Call a handler that does not read its request, on this thread."""
+    c10d = _c10d()
+    given: list[str] = []
+    request = c10d._Request()  # noqa: SLF001 - see above
+    takes = {"set_content": lambda _, content, _type: given.append(content), "set_status": lambda *_: None}
+    response = type("Response", (c10d._Response,), takes)()  # noqa: SLF001 - see above
+    c10d._get_handler(handler)(request, response)  # noqa: SLF001 - see above
+    return "".join(given)
+
+
+def _ask_device(handler: str, *, is_urgent: bool, seconds: float) -> bytes:
+    """Have a handler called on a thread of torch's worker server, which asks the device, and wait for its answer."""
+    if not hasattr(_c10d(), "_WorkerServer"):
+        raise RuntimeError("this torch has no worker server")
+    relay = f"{_RELAY}{handler}"
+    register_handler(relay, functools.partial(_relay, handler))
+    return worker_server().ask(relay, seconds, _URGENT if is_urgent else "")
+
+
+def _relay(handler: str, request: Any, response: Any) -> None:
+    """Call the handler with torch's own request and response, in the capture mode of a thread that asks the device."""
+    with _while_others_capture(is_urgent=request.body() == _URGENT):
+        _c10d()._get_handler(handler)(request, response)  # noqa: SLF001 - see above
+
+
+@contextlib.contextmanager
+def _while_others_capture(*, is_urgent: bool = False) -> Iterator[None]:
+    """Let this thread ask for events of the device while another thread captures a graph, which it would spoil.
+
+    Raises RuntimeError where the runtime of the device has no such mode, unless it is urgent: a rank that hangs does
+    not capture.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # untyped in torch
+        yield
+        return
+    mode = ctypes.c_int(_RELAXED)
+    exchange = _exchange_of_modes()
+    is_relaxed = exchange is not None and exchange(ctypes.byref(mode)) == 0
+    if not is_relaxed and not is_urgent:
+        raise RuntimeError("the device's runtime does not let the flight record be read beside captures of graphs")
+    try:
+        yield
+    finally:
+        if is_relaxed:
+            exchange(ctypes.byref(mode))
+
+
+def _exchange_of_modes() -> Any:
+    library, prefix = f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}", "cuda"
+    if getattr(torch.version, "hip", None):
+        library, prefix = "libamdhip64.so", "hip"
+    try:
+        return getattr(ctypes.CDLL(library), f"{prefix}ThreadExchangeStreamCaptureMode")
+    except (OSError, AttributeError):
+        return None
+
+
+def ranks_by_group(report: Report) -> dict[str, tuple[int, ...]]:
+    """Return the global ranks of every group that this rank is in; torch has no public list of them.
+
+    An error is reported and not raised: a flight record without the ranks of its groups is still of use.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    try:
+        world = getattr(dist.distributed_c10d, "_world", None)
+        for group, name in list((getattr(world, "pg_names", None) or {}).items()):
+            with contextlib.suppress(ValueError, RuntimeError):  # destroyed meanwhile
+                found[str(name)] = tuple(sorted(dist.get_process_group_ranks(group)))
+    except Exception as error:  # noqa: BLE001 - a structure of torch's own, which may change
+        report("looking up the ranks of process groups", error)
+    return found

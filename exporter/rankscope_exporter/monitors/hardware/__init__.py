@@ -1,0 +1,1 @@
+"""A thread that reads the GPU, the process and the host."""

@@ -1,0 +1,157 @@
+"""This process and its machine: processor, memory, faults, disk. By psutil where it is installed, else from /proc."""
+
+from __future__ import annotations
+
+import importlib
+import resource
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+from rankscope_exporter.records.step_record import Scalar
+
+_PROC: Final = Path("/proc")
+_KIB: Final = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostState:
+    """Counters and levels at one moment, by the names of their scalars; None for what is not known."""
+
+    process_cpu_seconds_total: float | None = None
+    process_threads: float | None = None
+    process_major_faults_total: float | None = None
+    process_involuntary_switches_total: float | None = None
+    process_read_bytes_total: float | None = None
+    process_written_bytes_total: float | None = None
+    host_memory_available_bytes: float | None = None
+    host_memory_total_bytes: float | None = None
+    host_swap_used_bytes: float | None = None
+    busy_seconds: float = 0.0
+    """Of all processors together, and their seconds in all; no scalars of their own."""
+    all_seconds: float = 0.0
+
+
+_UNITS: Final = {"bytes": "bytes", "seconds": "seconds"}
+_NOT_SHOWN: Final = frozenset({"busy_seconds", "all_seconds"})
+
+
+def host_scalars(before: HostState, now: HostState) -> Iterator[Scalar]:
+    """Yield what is known of a moment, and how busy the machine was since the one before."""
+    for item in fields(HostState):
+        value = getattr(now, item.name)
+        if value is not None and item.name not in _NOT_SHOWN:
+            unit = next((unit for part, unit in _UNITS.items() if part in item.name), None)
+            yield Scalar(item.name, value, unit)
+    passed = now.all_seconds - before.all_seconds
+    if passed > 0 and before.all_seconds > 0:  # 0 where they could not be read
+        busy = min(1.0, max(0.0, (now.busy_seconds - before.busy_seconds) / passed))
+        yield Scalar("host_cpu_utilization", busy, "ratio")
+
+
+class Host:
+    """Reads the state of this process and of its machine. For one thread.
+
+    A function of psutil that fails is reported once and left out, as in a container that hides a file of the kernel.
+    """
+
+    def __init__(self, report: Callable[[str, BaseException], None], psutil: Any = None) -> None:
+        self._report = report
+        self._reported: set[str] = set()
+        self._psutil = psutil if psutil is not None else _installed()
+        self._process = None if self._psutil is None else self._asked("Process", self._psutil.Process)
+
+    def state(self) -> HostState:
+        """Return the state at this moment."""
+        return from_proc() if self._process is None else from_psutil(self._psutil, self._process, self._asked)
+
+    def _asked(self, name: str, ask: Callable[[], Any]) -> Any:
+        try:
+            return ask()
+        except Exception as error:  # noqa: BLE001 - psutil raises its own errors, OSError, NotImplementedError and more
+            if name not in self._reported:
+                self._reported.add(name)
+                self._report(f"psutil.{name}()", error)
+            return None
+
+
+def _installed() -> Any:
+    try:
+        return importlib.import_module("psutil")
+    except Exception:  # noqa: BLE001 - not installed, or not for this system: the kernel is asked
+        return None
+
+
+def from_psutil(psutil: Any, process: Any, asked: Callable[[str, Callable[[], Any]], Any]) -> HostState:
+    """Return the state by psutil, which does not know everything on some systems.
+
+    `asked(name, function)` returns what the function returns, None where it raises.
+    """
+    usage = resource.getrusage(resource.RUSAGE_SELF)  # page faults, which psutil has for Windows alone
+    spent, threads = asked("cpu_times", process.cpu_times), asked("num_threads", process.num_threads)
+    switches = asked("num_ctx_switches", process.num_ctx_switches)
+    io = asked("io_counters", process.io_counters) if hasattr(process, "io_counters") else None
+    memory, swap = asked("virtual_memory", psutil.virtual_memory), asked("swap_memory", psutil.swap_memory)
+    machine = asked("cpu_times of the machine", psutil.cpu_times)
+    idle = everything = 0.0
+    if machine is not None:
+        idle = machine.idle + getattr(machine, "iowait", 0.0)
+        # Time of guests is in that of users already.
+        everything = sum(machine) - getattr(machine, "guest", 0.0) - getattr(machine, "guest_nice", 0.0)
+    return HostState(
+        process_cpu_seconds_total=None if spent is None else spent.user + spent.system,
+        process_threads=None if threads is None else float(threads),
+        process_major_faults_total=float(usage.ru_majflt),
+        process_involuntary_switches_total=None if switches is None else float(switches.involuntary),
+        process_read_bytes_total=None if io is None else float(io.read_bytes),
+        process_written_bytes_total=None if io is None else float(io.write_bytes),
+        host_memory_available_bytes=None if memory is None else float(memory.available),
+        host_memory_total_bytes=None if memory is None else float(memory.total),
+        host_swap_used_bytes=None if swap is None else float(swap.used),
+        busy_seconds=everything - idle,
+        all_seconds=everything,
+    )
+
+
+def from_proc() -> HostState:
+    """Return what the kernel says; without /proc, as on a Mac, little more than the time that was spent."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    memory, io, status = (_table(name) for name in ("meminfo", "self/io", "self/status"))
+    used = [memory[name] for name in ("SwapTotal", "SwapFree") if name in memory]
+    ticks = _processor_ticks()
+    return HostState(
+        process_cpu_seconds_total=usage.ru_utime + usage.ru_stime,
+        process_threads=status.get("Threads"),
+        process_major_faults_total=float(usage.ru_majflt),
+        process_involuntary_switches_total=float(usage.ru_nivcsw),
+        process_read_bytes_total=io.get("read_bytes"),
+        process_written_bytes_total=io.get("write_bytes"),
+        host_memory_available_bytes=_bytes(memory.get("MemAvailable")),
+        host_memory_total_bytes=_bytes(memory.get("MemTotal")),
+        host_swap_used_bytes=_bytes(used[0] - used[1]) if len(used) == 2 else None,
+        busy_seconds=sum(ticks) - sum(ticks[3:5]),
+        all_seconds=sum(ticks),
+    )
+
+
+def _bytes(kibibytes: float | None) -> float | None:
+    return None if kibibytes is None else kibibytes * _KIB
+
+
+def _table(name: str) -> dict[str, float]:
+    """Return the lines `name: number …` of a file of the kernel's; none where it may not be read."""
+    try:
+        lines = (_PROC / name).read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in lines)
+    return {key: float(words[0]) for key, _, rest in pairs if (words := rest.split()) and words[0].isdigit()}
+
+
+def _processor_ticks() -> list[float]:
+    """Return user, nice, system, idle, iowait, irq, softirq and steal of all processors, in a unit of the kernel's."""
+    try:
+        return [float(word) for word in (_PROC / "stat").read_text().splitlines()[0].split()[1:9]]
+    except (OSError, IndexError):
+        return []

@@ -1,0 +1,174 @@
+"""What NVML says of one GPU, quantity by quantity, in base units. Each is a function of the module and a handle.
+
+A function raises the module's NVMLError where the board, its driver or a MIG slice of it has no such quantity.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rankscope_exporter.records.step_record import Scalar
+
+_KIB: Final = 1024
+_ALL_LINKS: Final = 0xFFFFFFFF
+
+THROTTLE_REASONS: Final = {
+    "sw_power_cap": "SwPowerCap",
+    "sw_thermal": "SwThermalSlowdown",
+    "hw_slowdown": "HwSlowdown",
+    "hw_thermal": "HwThermalSlowdown",
+    "hw_power_brake": "HwPowerBrakeSlowdown",
+    "sync_boost": "SyncBoost",
+    "applications_clocks": "ApplicationsClocksSetting",
+    "display_clocks": "DisplayClockSetting",
+    "idle": "GpuIdle",
+}
+"""Why clocks are below their highest, by our names: NVML's constants are nvmlClocksThrottleReason<value>."""
+
+
+def utilization(nvml: Any, handle: Any) -> Iterator[Scalar]:
+    """Yield the share of the last sample period (1/6 to 1 s) in which a kernel ran, or memory was read or written."""
+    rates = nvml.nvmlDeviceGetUtilizationRates(handle)
+    yield Scalar("gpu_utilization", rates.gpu / 100, "ratio")
+    yield Scalar("gpu_memory_utilization", rates.memory / 100, "ratio")
+
+
+def memory(nvml: Any, handle: Any) -> Iterator[Scalar]:
+    """Yield the memory of the device, as all processes together have it."""
+    info = nvml.nvmlDeviceGetMemoryInfo(handle)
+    yield Scalar("gpu_memory_used_bytes", float(info.used), "bytes")
+    yield Scalar("gpu_memory_total_bytes", float(info.total), "bytes")
+
+
+def power(nvml: Any, handle: Any) -> Iterator[Scalar]:
+    """Yield what the board draws."""
+    yield Scalar("gpu_power_watts", nvml.nvmlDeviceGetPowerUsage(handle) / 1e3, "watts")
+
+
+def power_limit(nvml: Any, handle: Any) -> Iterator[Scalar]:
+    """Yield what it may draw."""
+    yield Scalar("gpu_power_limit_watts", nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3, "watts")
+
+
+def energy(nvml: Any, handle: Any) -> Iterator[Scalar]:
+    """Yield what it has used since its driver was loaded."""
+    yield Scalar("gpu_energy_joules_total", nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3, "joules")
+
+
+def temperature(nvml: Any, handle: Any) -> Iterator[Scalar]:
+    """Yield the temperature of the chip."""
+    degrees = nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
+    yield Scalar("gpu_temperature_celsius", float(degrees), "celsius", {"sensor": "gpu"})
+
+
+def memory_temperature(nvml: Any, handle: Any) -> Iterator[Scalar]:
+    """Yield the temperature of the memory."""
+    degrees = _field(nvml, handle, nvml.NVML_FI_DEV_MEMORY_TEMP)
+    yield Scalar("gpu_temperature_celsius", degrees, "celsius", {"sensor": "memory"})
+
+
+def clock(name: str, constant: str, nvml: Any, handle: Any) -> Iterator[Scalar]:
+    """Yield a clock: of the multiprocessors or of the memory."""
+    hertz = nvml.nvmlDeviceGetClockInfo(handle, getattr(nvml, constant)) * 1e6
+    yield Scalar("gpu_clock_hertz", hertz, "hertz", {"clock": name})
+
+
+def highest_clock(name: str, constant: str, nvml: Any, handle: Any) -> Iterator[Scalar]:
+    """Yield the highest value of a clock."""
+    hertz = nvml.nvmlDeviceGetMaxClockInfo(handle, getattr(nvml, constant)) * 1e6
+    yield Scalar("gpu_clock_limit_hertz", hertz, "hertz", {"clock": name})
+
+
+def throttling(nvml: Any, handle: Any) -> Iterator[Scalar]:
+    """Yield 1 for each reason that keeps the clocks down now, 0 for the others."""
+    mask = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+    for name, constant in THROTTLE_REASONS.items():
+        bit = getattr(nvml, f"nvmlClocksThrottleReason{constant}")
+        yield Scalar("gpu_throttled", float(bool(mask & bit)), None, {"reason": name})
+
+
+def ecc(name: str, constant: str, nvml: Any, handle: Any) -> Iterator[Scalar]:
+    """Yield errors of the memory since the driver was loaded, corrected or uncorrected ones."""
+    count = nvml.nvmlDeviceGetTotalEccErrors(handle, getattr(nvml, constant), nvml.NVML_VOLATILE_ECC)
+    yield Scalar("gpu_ecc_errors_total", float(count), "errors", {"type": name})
+
+
+def remapped_rows(nvml: Any, handle: Any) -> Iterator[Scalar]:
+    """Yield rows of the memory that were replaced, and whether that failed or waits for a reset of the GPU."""
+    corrected, uncorrected, pending, failed = nvml.nvmlDeviceGetRemappedRows(handle)
+    states = {"corrected": corrected, "uncorrected": uncorrected, "pending": pending, "failed": failed}
+    for name, count in states.items():
+        yield Scalar("gpu_remapped_rows", float(count), None, {"state": name})
+
+
+def pcie(name: str, constant: str, nvml: Any, handle: Any) -> Iterator[Scalar]:
+    """Yield bytes per second over PCIe in one direction; NVML counts for 20 ms each."""
+    rate = nvml.nvmlDeviceGetPcieThroughput(handle, getattr(nvml, constant)) * _KIB
+    yield Scalar("gpu_pcie_bytes_per_second", float(rate), "bytes per second", {"direction": name})
+
+
+def pcie_replays(nvml: Any, handle: Any) -> Iterator[Scalar]:
+    """Yield packets that PCIe had to send again."""
+    yield Scalar("gpu_pcie_replays_total", float(nvml.nvmlDeviceGetPcieReplayCounter(handle)), "packets")
+
+
+def nvlink(name: str, constant: str, nvml: Any, handle: Any) -> Iterator[Scalar]:
+    """Yield the bytes that all links together have carried in one direction."""
+    carried = _field(nvml, handle, (getattr(nvml, constant), _ALL_LINKS)) * _KIB
+    yield Scalar("gpu_nvlink_bytes_total", carried, "bytes", {"direction": name})
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One quantity, read independently of the others: a board that does not have it may have them."""
+
+    name: str
+    read: Callable[[Any, Any], Iterator[Scalar]]
+
+
+def _whole(function: Callable[[Any, Any], Iterator[Scalar]]) -> Reading:
+    return Reading(function.__name__, function)
+
+
+def _parts(function: Callable[[str, str, Any, Any], Iterator[Scalar]], **constants: str) -> list[Reading]:
+    """Return a reading for each label, with the name of NVML's constant for it."""
+    return [
+        Reading(f"{function.__name__} ({name})", functools.partial(function, name, constant))
+        for name, constant in constants.items()
+    ]
+
+
+READINGS: Final = (
+    _whole(utilization),
+    _whole(memory),
+    _whole(power),
+    _whole(power_limit),
+    _whole(energy),
+    _whole(temperature),
+    _whole(memory_temperature),
+    *_parts(clock, sm="NVML_CLOCK_SM", memory="NVML_CLOCK_MEM"),
+    *_parts(highest_clock, sm="NVML_CLOCK_SM", memory="NVML_CLOCK_MEM"),
+    _whole(throttling),
+    *_parts(ecc, corrected="NVML_MEMORY_ERROR_TYPE_CORRECTED", uncorrected="NVML_MEMORY_ERROR_TYPE_UNCORRECTED"),
+    _whole(remapped_rows),
+    *_parts(pcie, sent="NVML_PCIE_UTIL_TX_BYTES", received="NVML_PCIE_UTIL_RX_BYTES"),
+    _whole(pcie_replays),
+    *_parts(
+        nvlink,
+        sent="NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX",
+        received="NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX",
+    ),
+)
+
+_MEMBERS: Final = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal")
+"""Where a field's value stands, by the number of its type."""
+
+
+def _field(nvml: Any, handle: Any, number: Any) -> float:
+    found = nvml.nvmlDeviceGetFieldValues(handle, [number])[0]
+    if found.nvmlReturn != nvml.NVML_SUCCESS:
+        raise nvml.NVMLError(found.nvmlReturn)
+    return float(getattr(found.value, _MEMBERS[found.valueType]))

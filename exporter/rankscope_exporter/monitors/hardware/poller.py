@@ -1,0 +1,86 @@
+"""The thread that looks at a rank's GPU, process and machine every few seconds.
+
+Each look is a record of its own with the time at which it was taken and no step: nothing is repeated at later steps.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.monitors.hardware.gpu import Gpu, load_nvml, uuid_of
+from rankscope_exporter.monitors.hardware.host import Host, host_scalars
+from rankscope_exporter.process.threads import OwnThread
+from rankscope_exporter.records.pending_step import Draft, now_microseconds
+
+_STOP_SECONDS: Final = 2.0
+"""How long the end of training waits for a look that is under way."""
+
+
+class HardwareWatch:
+    """One daemon thread, from `start` to `stop`. A forked child has none, and touches nothing of its parent's."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        every_seconds: float,
+        hand_over: Callable[[Draft], None],
+        guard: Guard,
+        *,
+        nvml: Callable[[], Any] = load_nvml,
+    ) -> None:
+        self._device = device
+        self._every_seconds = every_seconds
+        self._hand_over = hand_over
+        self._guard = guard
+        self._load_nvml = nvml
+        self._stopped = threading.Event()
+        self._thread = OwnThread(target=self._run, name="rankscope-hardware")
+        self.cpu_seconds = 0.0
+        """CPU time of the thread so far."""
+
+    def start(self) -> None:
+        """Start the thread, unless no look is to be taken."""
+        if self._every_seconds > 0:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(_STOP_SECONDS)
+
+    def _run(self) -> None:
+        gpu = self._guard.call("opening the GPU", self._open)
+        host = Host(self._guard.report)
+        before = self._guard.call("reading the machine", host.state)
+        while not self._stopped.wait(self._every_seconds):
+            before = self._guard.call("publishing the hardware", self._look, gpu, host, before) or before
+            self.cpu_seconds = time.thread_time()
+        if gpu is not None:
+            self._guard.call("closing the GPU", gpu.close)
+
+    def _open(self) -> Gpu | None:
+        uuid = uuid_of(self._device)
+        nvml = None if uuid is None else self._load_nvml()
+        return None if uuid is None or nvml is None else Gpu.open(nvml, uuid)
+
+    def _look(self, gpu: Gpu | None, host: Host, before: Any) -> Any:
+        """Publish the readings of this moment, and return the state of the machine for the next call.
+
+        GPU, process and machine are read independently of each other.
+        """
+        call, report = self._guard.call, self._guard.report
+        events = [] if gpu is None else call("reading XIDs", gpu.xids, report) or []
+        of_gpu = [] if gpu is None else call("reading the GPU", gpu.read, report) or []
+        state = call("reading the machine", host.state)
+        of_host = [] if before is None or state is None else list(host_scalars(before, state))
+        scalars = [*of_host, *of_gpu]
+        if scalars or events:
+            self._hand_over(Draft(None, now_microseconds(), events=events, later=[lambda: scalars]))
+        return state

@@ -1,0 +1,168 @@
+"""FLOPs of a token, a sample or a forward pass on this rank, by formula; and the shapes of the arguments of a pass.
+
+No code of the user runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import UserDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from rankscope_exporter.adapters import Framework
+from rankscope_exporter.observers.throughput.model_shape import (
+    decoder_flops_per_token,
+    decoder_of,
+    has_two_sequences,
+    parameter_and_attention_flops,
+    parameter_flops,
+    sizes_of,
+)
+from rankscope_exporter.observers.throughput.parameter_counts import (
+    Parallel,
+    convolution_in,
+    parameters_met,
+    why_not_six_n,
+)
+
+_IDS: Final = "input_ids"
+_MOST_LEVELS: Final = 4
+"""Depth of nested arguments that is searched: a structure may contain itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The tensor that determines the amount of work: token ids where there are some, otherwise the first tensor."""
+
+    shape: tuple[int, ...] = ()
+    """Empty where no tensor was passed."""
+    is_integer: bool = False
+    dtype: torch.dtype | None = None
+    """Type in which autocast computes matrix products; None without autocast."""
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype | None = None) -> Inputs:
+        """Return the shape of the leading tensor among the arguments. No tensor is kept."""
+        arguments = (kwargs, *args)
+        tensor = next((found for value in arguments for found in _named(value)), None)
+        if tensor is None:
+            tensor = next((found for value in (*args, kwargs) for found in _tensors(value)), None)
+        if tensor is None:
+            return cls(dtype=dtype)
+        is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype is torch.bool
+        return cls(tuple(tensor.shape), not is_number, dtype)
+
+    @property
+    def samples(self) -> int | None:
+        """Return the size of the batch."""
+        return self.shape[0] if self.shape else None
+
+    @property
+    def tokens(self) -> int | None:
+        """Return the number of token ids; None where the forward pass takes no ids."""
+        return math.prod(self.shape) if self.is_integer and len(self.shape) in (1, 2) else None
+
+    @property
+    def are_embeddings(self) -> bool:
+        """Return whether the leading tensor has the shape of embedded tokens: batch, sequence, width."""
+        return not self.is_integer and len(self.shape) == 3
+
+    @property
+    def sequence(self) -> int:
+        """Return the number of tokens in one sequence."""
+        return self.shape[1] if len(self.shape) > 1 else 1
+
+
+def _named(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the token ids of a dictionary that names them."""
+    if isinstance(value, dict | UserDict) and _IDS in value:
+        yield from _tensors(value[_IDS])
+
+
+def _tensors(value: Any, levels: int = _MOST_LEVELS) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if not value.is_nested:  # it has no shape
+            yield value
+    elif levels and isinstance(value, list | tuple | dict | UserDict):
+        for item in value if isinstance(value, list | tuple) else value.values():
+            yield from _tensors(item, levels - 1)
+
+
+FORMULA: Final = "formula"
+SIX_N: Final = "6n"
+
+
+class NoFormulaError(ValueError):
+    """No formula fits the model; the text is the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """FLOPs on this rank's device, forward and backward; None where they are not known."""
+
+    method: str
+    per_token: float | None = None
+    per_sample: float | None = None
+    per_forward: float | None = None
+
+
+def cost_of(framework: Framework, parallel: Parallel, inputs: Inputs | None, method: str) -> Cost:
+    """Return the cost by the formula for the model's configuration, otherwise by 6 N. Raises NoFormulaError.
+
+    `inputs` is None where no training forward of the whole model was seen. "formula" and "6n" as `method` allow only
+    this one.
+    """
+    convolution = convolution_in(framework.module)
+    if convolution is not None:
+        raise NoFormulaError(f"{convolution} is a convolution")
+    if has_two_sequences(framework.module):
+        raise NoFormulaError("an encoder and a decoder have tokens of their own")
+    if inputs is not None and not inputs.tokens and not inputs.are_embeddings:
+        raise NoFormulaError("its forward pass takes no tokens")
+    cost = None if method == SIX_N else _by_formula(framework, parallel, inputs)
+    if cost is not None:
+        return cost
+    if method == FORMULA:
+        seen = inputs is not None and inputs.tokens
+        raise NoFormulaError("its configuration names no decoder" if seen else "the length of a sequence is not known")
+    misfit = why_not_six_n(framework.module)
+    if misfit is not None:
+        raise NoFormulaError(misfit)
+    return _by_parameters(framework, parallel, inputs)
+
+
+def _by_formula(framework: Framework, parallel: Parallel, inputs: Inputs | None) -> Cost | None:
+    if inputs is None or not inputs.tokens:
+        return None
+    decoder, sizes = decoder_of(framework.module), sizes_of(framework.module)
+    if decoder is not None:
+        met = parameters_met(framework, parallel)
+        frozen = met.frozen / ((met.trained + met.frozen) or 1)
+        per_token = decoder_flops_per_token(decoder, inputs.sequence, frozen) / parallel.ranks
+    elif {"layers", "hidden"} <= sizes.keys() and why_not_six_n(framework.module) is None:
+        met = parameters_met(framework, parallel)
+        layers, hidden = sizes["layers"], sizes["hidden"]
+        attended = parameter_and_attention_flops(0, 0, layers=layers, hidden=hidden, sequence=inputs.sequence)
+        per_token = parameter_flops(met.trained, met.frozen) + attended / parallel.ranks
+    else:
+        return None
+    return _of_forward(FORMULA, per_token, inputs, chunks=len(framework.chunks))
+
+
+def _by_parameters(framework: Framework, parallel: Parallel, inputs: Inputs | None) -> Cost:
+    met = parameters_met(framework, parallel)
+    per_token = parameter_flops(met.trained, met.frozen)
+    if inputs is None or not inputs.tokens:  # only steps that log their tokens have an amount
+        return Cost(method=SIX_N, per_token=per_token)
+    return _of_forward(SIX_N, per_token, inputs, chunks=len(framework.chunks))
+
+
+def _of_forward(method: str, per_token: float, inputs: Inputs, *, chunks: int) -> Cost:
+    """Return the cost of a forward pass with `inputs`; each of the chunks of a rank has a forward pass of its own."""
+    flops = per_token * (inputs.tokens or 0)
+    per_sample = flops / inputs.samples if inputs.samples else None
+    return Cost(method=method, per_token=per_token, per_sample=per_sample, per_forward=flops / chunks)

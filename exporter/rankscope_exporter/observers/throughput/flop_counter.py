@@ -1,0 +1,205 @@
+"""Counts the FLOPs of one forward and backward pass of a model, where the user asks for it before training.
+
+Nothing else in Rankscope runs code of the user: TFLOP/s and MFU use a number that is given, or a formula.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Final, Self
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
+
+from rankscope_exporter.adapters import framework_of
+from rankscope_exporter.adapters.ddp import Plain
+from rankscope_exporter.base.errors import CountError
+from rankscope_exporter.model.parameter_names import plain_name
+from rankscope_exporter.observers.throughput.costs import Inputs
+from rankscope_exporter.observers.throughput.restoring import restored
+
+_WRAPPERS: Final = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+class FlopCount(float):
+    """FLOPs of one forward pass and its backward pass; a number, which knows for how many tokens and samples."""
+
+    tokens: int | None
+    """Token ids of the arguments; None where they have none."""
+    samples: int | None
+    unknown: tuple[str, ...]
+    """Operations that ran and are not in the count, because no formula for them is registered."""
+
+    def __new__(
+        cls, flops: float, tokens: int | None = None, samples: int | None = None, unknown: tuple[str, ...] = ()
+    ) -> Self:
+        """Return a number with its amounts."""
+        made = super().__new__(cls, flops)
+        made.tokens, made.samples, made.unknown = tokens, samples, unknown
+        return made
+
+    def per_token(self, tokens: int | None = None) -> float:
+        """Return the value for `throughput.flops_per_token`; without `tokens`, those of the arguments count.
+
+        Raises CountError where their number is not known.
+        """
+        return self._per("tokens", self.tokens if tokens is None else tokens)
+
+    def per_sample(self, samples: int | None = None) -> float:
+        """Return the value for `throughput.flops_per_sample`; without `samples`, those of the arguments count.
+
+        Raises CountError where their number is not known.
+        """
+        return self._per("samples", self.samples if samples is None else samples)
+
+    def _per(self, name: str, amount: int | None) -> float:
+        if amount is None or amount < 1:
+            raise CountError(f"the number of {name} is a whole number from 1 on, not {amount!r}: pass it")
+        return float(self) / amount
+
+
+def count_flops(model: nn.Module, /, *args: Any, **kwargs: Any) -> FlopCount:
+    """Run `model(*args, **kwargs)` and its backward pass once, and return the FLOPs that they needed.
+
+    Call it before `Monitor.attach()` and before the model is wrapped (DDP, FSDP, …), with a batch as in training:
+
+        counted = rankscope.count_flops(model, input_ids, labels=labels)
+        monitor = rankscope.Monitor({"throughput": {"flops_per_token": counted.per_token()}})
+
+    The result is a float; `per_token()` and `per_sample()` divide it for `flops_per_token` and `flops_per_sample`.
+    Operations count by the formulas of `torch.utils.flop_counter`, a multiplication with its addition as two FLOPs.
+    Frozen parameters need no gradients and count less; activations that are computed a second time to save memory do
+    not count. An operation without a formula, such as a custom kernel, is named in a warning and in `unknown`; a kernel
+    that does not pass torch's dispatcher is not seen at all. `register_flop_formula` of torch adds a formula.
+
+    The backward pass begins at `loss` if the output has one, otherwise at all outputs that need a gradient. A loss that
+    multiplies matrices outside of the model is not counted: pass a module that computes it. A model on the meta device
+    with inputs there is counted without memory and without computing anything.
+
+    Restored afterwards, also after an error: the random states of Python, numpy and torch (all devices in use), the
+    buffers, their values and which tensors they are, the gradients of the parameters, and the training mode of every
+    module. The model runs in training mode, without compilation, on copies of the tensors among the arguments.
+
+    Not restored, because nobody can know of it: lists, counters, queues, caches, files and other objects that the
+    forward pass changes outside of the model's buffers, plain attributes of modules, parameters that the forward pass
+    itself changes, generators other than the default ones, and what hooks of others do.
+
+    Raises CountError for a model that is wrapped, divided, monitored or communicates with other ranks, that has lazy
+    parameters or hooks which update it in the backward pass, or without an output that needs a gradient. Errors of the
+    model pass through.
+    """
+    _check(model)
+    counter = _counter()
+    with restored(model), _without_compilation(), torch.inference_mode(mode=False), torch.enable_grad():
+        if not model.training:
+            model.train()
+        own_args, own_kwargs = pytree.tree_map(_copy, (args, kwargs))
+        with counter:
+            ends = [tensor for tensor in _ends(model(*own_args, **own_kwargs)) if tensor.requires_grad]
+            if not ends:
+                raise CountError("no output of the model needs a gradient, so there is no backward pass to count")
+            counter.in_backward = True
+            torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+    if counter.unknown:
+        warnings.warn(
+            f"rankscope.count_flops: no formula for {', '.join(counter.unknown)}, whose FLOPs are missing: register "
+            "one with torch.utils.flop_counter.register_flop_formula",
+            stacklevel=2,
+        )
+    inputs = Inputs.of(args, kwargs)
+    return FlopCount(counter.flops, inputs.tokens, inputs.samples, counter.unknown)
+
+
+def _check(model: Any) -> None:
+    """Raise CountError for a model that cannot be counted, or not without an effect on training."""
+    if not isinstance(model, nn.Module):
+        raise CountError(f"count_flops takes a torch.nn.Module and its arguments, not a {type(model).__name__}")
+    if type(torch.empty(0)) is not torch.Tensor:
+        raise CountError("a mode such as FakeTensorMode is active: leave it, and count a model on the meta device")
+    if not isinstance(framework_of(model), Plain) or any(isinstance(module, _WRAPPERS) for module in model.modules()):
+        raise CountError(
+            "the model is wrapped or divided, and its passes communicate: count it before that on one rank, on the "
+            "meta device if it is too large"
+        )
+    lazy = next((name for name, tensor in _tensors_of(model) if is_lazy(tensor)), None)
+    if lazy is not None:
+        raise CountError(f"{plain_name(lazy)} has no shape yet: run a forward pass before count_flops()")
+    after_gradient = {name: _hooks_after_gradient(parameter) for name, parameter in model.named_parameters()}
+    before_forward = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]  # noqa: SLF001 - torch has no list of hooks
+    if any(_is_ours(hook) for hooks in (before_forward, *after_gradient.values()) for hook in hooks):
+        raise CountError("the model is monitored, and its steps would be counted: call count_flops() before attach()")
+    hooked = next((name for name, hooks in after_gradient.items() if hooks), None)
+    if hooked is not None:
+        raise CountError(
+            f"{plain_name(hooked)} has a hook that runs when its gradient is complete, as an optimizer in the backward "
+            "pass has: call count_flops() before it is registered"
+        )
+
+
+def _hooks_after_gradient(parameter: nn.Parameter) -> list[Any]:
+    hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - as above
+    return [] if hooks is None else list(hooks.values())
+
+
+def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _is_ours(hook: Any) -> bool:
+    own = __name__.partition(".")[0]
+    return any(str(getattr(item, "__module__", "")).partition(".")[0] == own for item in (hook, type(hook)))
+
+
+def _counter() -> Any:
+    # torch's formulas take a fifth of a second to import, and most programs never count.
+    operations = importlib.import_module("rankscope_exporter.observers.throughput.operations")
+    dist = torch.distributed
+    in_group = dist.is_available() and dist.is_initialized()
+    return operations.OperationCounter(alone=not in_group or dist.get_world_size() == 1)
+
+
+@contextlib.contextmanager
+def _without_compilation() -> Iterator[None]:
+    """Run compiled code as it is written within the block, so that each of its operations is seen."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to import it takes seconds
+        yield
+    else:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+
+
+def _copy(value: Any) -> Any:
+    """Return a copy of a tensor that needs a gradient where it does, and belongs to no graph; others as they are."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)
+
+
+def _ends(output: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors at which the backward pass begins: the loss if there is one, otherwise all."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, list | tuple):
+        for item in output:
+            yield from _ends(item)
+    else:
+        named = _named(output)
+        loss = named.get("loss")
+        for item in named.values() if loss is None else (loss,):
+            yield from _ends(item)
+
+
+def _named(output: Any) -> Mapping[str, Any]:
+    if isinstance(output, Mapping):
+        return output
+    if is_dataclass(output):
+        return {field.name: getattr(output, field.name) for field in fields(output)}
+    return {}

@@ -1,0 +1,204 @@
+"""TFLOP/s of this rank's device and their share of its peak, for each step that was timed; off the training thread.
+
+The cost of a step is the cost of one token, sample or forward pass, times their number in the step. It is given or
+follows from a formula: no code of the user runs for it. Recomputed activations do not count: this is MFU, not the use
+of the hardware. Nothing is published where an amount, a cost or a peak is not known.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+
+from rankscope_exporter.adapters import Framework
+from rankscope_exporter.adapters.base import Hooking
+from rankscope_exporter.observers.throughput.costs import Cost, Inputs, NoFormulaError, cost_of
+from rankscope_exporter.observers.throughput.parameter_counts import Parallel, compute_dtype, multiplies_in_tf32
+from rankscope_exporter.observers.throughput.peaks import ThroughputConfig, peak_tflops
+from rankscope_exporter.records.pending_step import Draft, Pending
+from rankscope_exporter.records.step_events import Cause, Follower
+from rankscope_exporter.records.step_record import Scalar
+
+GIVEN: Final = "given"
+
+_COUNT: Final = (
+    "call rankscope.count_flops() before attach() and set throughput.flops_per_token or throughput.flops_per_sample to "
+    "the result, or set throughput.method to 'off'"
+)
+_LOG_GIVEN: Final = "call monitor.log(tokens=…) or monitor.log(samples=…), by which the given number is multiplied"
+_LOG: Final = (
+    "call monitor.log(tokens=…) at each step, or set throughput.flops_per_sample to a result of "
+    "rankscope.count_flops() and call monitor.log(samples=…)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one step of this rank went through: forwards that were seen, and numbers that were logged."""
+
+    forwards: int
+    logged: Sequence[Pending]
+
+    def amount(self, name: str) -> float | None:
+        """Return what was logged under `name`, in all its parts; waits for a tensor's copy. None for nothing."""
+        parts = [item.scalar().value for item in self.logged if item.name == name]
+        return sum(parts) if parts else None
+
+
+class Throughput(Follower):
+    """Watches the first training forward, then makes scalars of each step's duration and amounts."""
+
+    def __init__(
+        self,
+        framework: Framework,
+        config: ThroughputConfig,
+        parallel: Parallel,
+        *,
+        device: torch.device,
+        tell: Callable[[str], None],
+        mention: Callable[[str], None] = lambda _message: None,
+        is_first: bool = True,
+    ) -> None:
+        """Take the parts that the cost of a step depends on.
+
+        `tell` writes an event and a line on the console, `mention` the line alone. `is_first` is true on rank 0.
+        """
+        self._framework = framework
+        self._config = config
+        self._parallel = replace(parallel, ranks=config.model_parallel or parallel.ranks)
+        self._device = device
+        self._tell = tell
+        self._mention = mention
+        self._reports_absence = is_first or parallel.pipeline > 1  # otherwise the reason is the same on all ranks
+        self._inputs: Inputs | None = None
+        self._cost: Cost | None = None
+        self._cost_is_known = False
+        self._absence = f"the step logs no tokens, and its forward pass does not show their number; {_LOG}"
+        self._has_reported = False
+        self._peak: float | None = config.peak_tflops
+        self._peak_is_known = self._peak is not None
+        self._forwards = 0
+        self._work = Work(0, ())
+
+    def install(self, hooking: Hooking) -> None:
+        """Read the shapes of the arguments of the first training forward."""
+        if self._config.method == "off" or self._framework.announced is not None:
+            return
+
+        def look(_module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+            if self._framework.module.training and torch.is_grad_enabled():
+                handle.remove()
+                self._inputs = Inputs.of(args, kwargs, _autocast(self._device))
+
+        hook = hooking.always("the shapes of a forward", look)
+        handle = self._framework.model.register_forward_pre_hook(hook, with_kwargs=True)
+        hooking.keep(handle)
+
+    # On the training thread.
+
+    def forward_begins(self) -> None:
+        """One forward more."""
+        self._forwards += 1
+
+    def step_ends(self, draft: Draft) -> None:
+        """What the step went through is known, its duration not always."""
+        self._work, self._forwards = Work(self._forwards, draft.pending), 0
+
+    def step_timed(self, draft: Draft, cause: Cause) -> None:  # noqa: ARG002 - whatever ended it
+        """Have the scalars made on the publisher's thread."""
+        if self._config.method != "off":
+            seconds = next((item.value for item in draft.pending if item.name == "step_seconds"), 0.0)
+            if isinstance(seconds, float) and seconds > 0:
+                draft.later.append(functools.partial(self._scalars, self._work, seconds))
+
+    # On the publisher's thread.
+
+    def _scalars(self, work: Work, seconds: float) -> list[Scalar]:
+        found = self._flops(work)
+        if found is None:
+            return []
+        flops, method = found
+        if not 0 < flops < math.inf:  # as when no token or NaN was logged
+            return []
+        tflops, peak = flops / seconds / 1e12, self._known_peak()
+        scalars = [Scalar("tflops_per_gpu", tflops, "TFLOP/s", {"method": method})]
+        if peak is not None:
+            scalars.append(Scalar("mfu", tflops / peak, "ratio", {"method": method}))
+        return scalars
+
+    def _flops(self, work: Work) -> tuple[float, str] | None:
+        """Return the FLOPs of the step on this rank's device, and by which method; None where they are not known."""
+        config, ranks = self._config, self._parallel.ranks
+        logged, tokens, samples = (work.amount(name) for name in ("flops", "tokens", "samples"))
+        if logged is not None:
+            return logged, GIVEN
+        if config.flops_per_token is not None and tokens is not None:
+            return config.flops_per_token * tokens / ranks, GIVEN
+        if config.flops_per_sample is not None and samples is not None:
+            return config.flops_per_sample * samples / ranks, GIVEN
+        if config.method == GIVEN or (tokens is None and samples is None and not work.forwards):
+            return None
+        try:
+            self._find_cost()
+        except ReferenceError:  # the script has dropped its model
+            return None
+        flops = None if self._cost is None else _flops_of(self._cost, work.forwards, tokens, samples)
+        if self._cost is None or flops is None:
+            self._report_absence(is_expected=tokens is not None or samples is not None)
+            return None
+        return flops, self._cost.method
+
+    def _find_cost(self) -> None:
+        if self._cost_is_known:
+            return
+        self._cost_is_known = True
+        try:
+            self._cost = cost_of(self._framework, self._parallel, self._inputs, self._config.method)
+        except NoFormulaError as error:
+            given = self._config.flops_per_token or self._config.flops_per_sample
+            self._absence = f"no formula fits the model ({error}); {_LOG_GIVEN if given else _COUNT}"
+
+    def _report_absence(self, *, is_expected: bool) -> None:
+        """Report once why there are no numbers; as an event too, where the script or the machine lets expect them."""
+        if self._has_reported or not self._reports_absence:
+            return
+        self._has_reported = True
+        is_expected = is_expected or self._device.type != "cpu" or self._config != ThroughputConfig()
+        report = self._tell if is_expected else self._mention
+        report(f"TFLOP/s and MFU are absent: {self._absence}")
+
+    def _known_peak(self) -> float | None:
+        if not self._peak_is_known:
+            self._peak_is_known = True
+            name = device_name(self._device)
+            if name is not None:
+                dtype = compute_dtype(self._framework, None if self._inputs is None else self._inputs.dtype)
+                self._peak = peak_tflops(name, dtype, tf32=multiplies_in_tf32())
+                if self._peak is None:
+                    self._tell(f"no peak FLOP/s of {name!r} in {dtype} is known, so no MFU: set throughput.peak_tflops")
+        return self._peak
+
+
+def _flops_of(cost: Cost, forwards: int, tokens: float | None, samples: float | None) -> float | None:
+    if tokens is not None and cost.per_token is not None:
+        return cost.per_token * tokens
+    if samples is not None and cost.per_sample is not None:
+        return cost.per_sample * samples
+    return cost.per_forward * forwards if cost.per_forward is not None and forwards else None
+
+
+def device_name(device: torch.device) -> str | None:
+    """Return what torch calls an accelerator; None for a CPU, and for one that does not say."""
+    if device.type == "cpu":
+        return None
+    ask = getattr(torch.get_device_module(device), "get_device_name", None)
+    return None if ask is None else str(ask(device))
+
+
+def _autocast(device: torch.device) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None

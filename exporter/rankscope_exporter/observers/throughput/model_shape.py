@@ -1,0 +1,157 @@
+"""The sizes of a decoder from its configuration (Hugging Face, Megatron-Core, nanoGPT), and FLOPs by formula. Pure.
+
+A multiplication with its addition is two FLOPs, the backward pass is twice the forward. Attention counts whole, as if
+no mask made half of it needless, and nothing is counted that is computed a second time: the conventions of Narayanan et
+al. 2021 ("Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM") without recomputation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import nn
+
+from rankscope_exporter.model.parameter_names import entry
+
+FLOPS_PER_MULTIPLICATION: Final = 2
+TRAINING: Final = 3
+"""Forward once, backward twice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """The sizes that decide what a decoder computes for a token."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    feed_forward: int
+    """Width between the matrices of one MLP, or of one expert."""
+    gated: bool
+    """Whether an MLP has a third matrix, as SwiGLU has."""
+    vocabulary: int
+    active_experts: int = 1
+    """How many experts a token goes to; 1 for a dense MLP."""
+    experts: int = 0
+    """How many a router chooses from; 0 without one."""
+    shared_feed_forward: int = 0
+    """Width of what every token goes through beside the experts."""
+
+
+def decoder_flops_per_token(decoder: Decoder, sequence: int, frozen: float = 0) -> float:
+    """Return the FLOPs of one token by Megatron's formula, extended to grouped queries, gated MLPs and experts.
+
+    `sequence` is the number of tokens in one sequence; `frozen` is the share of the weights, from 0 to 1, for which
+    the backward pass computes no gradient. With as many key heads as query heads, an MLP four times as wide as the
+    model and no frozen weights, B sequences of s tokens need 72 B s l h² (1 + s/6h + V/12lh) FLOPs.
+    """
+    hidden, queries = decoder.hidden, decoder.heads * decoder.head_width
+    keys = decoder.kv_heads * decoder.head_width
+    projections = hidden * (2 * queries + 2 * keys)
+    scores = 2 * sequence * queries
+    matrices = 3 if decoder.gated else 2
+    width = decoder.feed_forward * decoder.active_experts + decoder.shared_feed_forward
+    layer = projections + matrices * hidden * width + hidden * decoder.experts
+    weights = decoder.layers * layer + hidden * decoder.vocabulary
+    return FLOPS_PER_MULTIPLICATION * ((TRAINING - frozen) * weights + TRAINING * decoder.layers * scores)
+
+
+def parameter_flops(trained: float, frozen: float = 0) -> float:
+    """Return the FLOPs of a token that meets each parameter once: 6 N, and 4 for what is frozen."""
+    return TRAINING * FLOPS_PER_MULTIPLICATION * trained + 2 * FLOPS_PER_MULTIPLICATION * frozen
+
+
+def parameter_and_attention_flops(trained: float, frozen: float, *, layers: int, hidden: int, sequence: int) -> float:
+    """Return 6 N + 12 L h s: what a token costs by its parameters, and by those it attends to."""
+    return parameter_flops(trained, frozen) + 12 * layers * hidden * sequence
+
+
+_NAMES: Final[dict[str, tuple[str, ...]]] = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
+    "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
+    "kv_heads": ("num_key_value_heads", "num_query_groups", "n_kv_heads"),
+    "head_width": ("head_dim", "kv_channels"),
+    "feed_forward": ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim"),
+    "vocabulary": ("vocab_size", "padded_vocab_size"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts", "num_moe_experts"),
+    "active_experts": ("num_experts_per_tok", "moe_router_topk"),
+    "expert_width": ("moe_intermediate_size", "moe_ffn_hidden_size"),
+    "shared_width": ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+}
+_GATES: Final = ("gate_proj", "gate_up_proj", "w3")
+_HUGGING_FACE: Final = "model_type"
+"""Every configuration of Hugging Face has it; the same one serves models with an output layer and without."""
+
+
+def sizes_of(module: nn.Module) -> dict[str, int]:
+    """Return the sizes that the configuration of `module` names, by our names for them."""
+    found: dict[str, int] = {}
+    for holder in (_config(module), module):  # Megatron's models have the vocabulary beside their configuration
+        for own, names in _NAMES.items():
+            values = (_plain(holder, name) for name in names)
+            value = next((value for value in values if value is not None), None)
+            if value is not None:
+                found.setdefault(own, value)
+    return found
+
+
+def decoder_of(module: nn.Module) -> Decoder | None:
+    """Return the decoder that the configuration of `module` describes; None where it names too little.
+
+    An encoder of tokens counts as a decoder: no mask makes attention cheaper here. The vocabulary is 0 where a model of
+    Hugging Face has no output layer, for example a classifier of sequences.
+    """
+    sizes = sizes_of(module)
+    if not {"layers", "hidden", "heads", "vocabulary"} <= sizes.keys():
+        return None
+    heads, hidden = sizes["heads"], sizes["hidden"]
+    experts = sizes.get("experts", 0)
+    dense = sizes.get("feed_forward", 4 * hidden)
+    return Decoder(
+        layers=sizes["layers"],
+        hidden=hidden,
+        heads=heads,
+        kv_heads=sizes.get("kv_heads", heads),
+        head_width=sizes.get("head_width", hidden // heads),
+        feed_forward=sizes.get("expert_width", dense) if experts else dense,
+        gated=_is_gated(module),
+        vocabulary=sizes["vocabulary"] if _has_output_layer(module, sizes["vocabulary"]) else 0,
+        active_experts=sizes.get("active_experts", 1) if experts else 1,
+        experts=experts,
+        shared_feed_forward=sizes.get("shared_width", 0),
+    )
+
+
+def has_two_sequences(module: nn.Module) -> bool:
+    """Return whether the configuration describes an encoder and a decoder, each with tokens of its own."""
+    return getattr(_config(module), "is_encoder_decoder", False) is True
+
+
+def _has_output_layer(module: nn.Module, vocabulary: int) -> bool:
+    if not isinstance(getattr(_config(module), _HUGGING_FACE, None), str):
+        return True
+    return any(vars(child).get("out_features") == vocabulary for child in module.modules())
+
+
+def _config(module: nn.Module) -> Any:
+    # Not getattr on the module alone: a wrapper's own `config` may be anything.
+    inner = entry(module._modules, "0") if isinstance(module, nn.ModuleList) else module  # noqa: SLF001 - no code of the user's runs
+    return getattr(inner, "config", None)
+
+
+def _plain(holder: Any, name: str) -> int | None:
+    value = holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _is_gated(module: nn.Module) -> bool:
+    told = getattr(_config(module), "gated_linear_unit", None)
+    if isinstance(told, bool):
+        return told
+    # Experts that are computed together have their matrices as parameters of one module.
+    named = (*module.named_modules(), *module.named_parameters())
+    return any(name.rpartition(".")[2] in _GATES for name, _ in named)

@@ -1,0 +1,165 @@
+"""Facts about the parameters of a model that FLOP formulas need: how many a token meets, in which type, on which ranks.
+
+Parameters are read from the modules' own tables: a parametrized weight is a property, and reading it would run code of
+the user that may change buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from rankscope_exporter.adapters import Framework
+from rankscope_exporter.adapters.placement import loaded
+from rankscope_exporter.model.parameter_names import named_parameters, plain_name
+from rankscope_exporter.observers.throughput.model_shape import sizes_of
+from rankscope_exporter.process.identity import place_in
+
+_LOCAL: Final = frozenset({"megatron"})
+"""Frameworks whose parameters are a rank's own part, and do not know the whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """How many ranks compute one copy of the model together."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    ranks: int = 1
+    """All of them, also those that divide sequences or experts."""
+
+
+ALONE: Final = Parallel()
+"""One rank computes a whole copy."""
+
+
+def parallel_of(framework: Framework, world_size: int, groups: Mapping[str, Any]) -> Parallel:
+    """Return how the model is divided, by the groups of `attach` and by what the framework knows."""
+    ranks = max(1, world_size // max(1, framework.copies(world_size)))
+    stages = getattr(framework, "stages", ())  # of torch's pipeline
+    pipeline = _size(groups.get("pp_group")) or (int(stages[0].group_size) if stages else 1)
+    tensor = _size(groups.get("tp_group")) or _mesh_size(framework.module, "tp") or max(1, ranks // pipeline)
+    return Parallel(tensor, pipeline, max(ranks, tensor * pipeline))
+
+
+def _size(group: Any) -> int | None:
+    place = place_in(group)
+    return None if place is None else len(place[1])
+
+
+def _mesh_size(module: nn.Module, name: str) -> int | None:
+    distributed = loaded("torch.distributed.tensor", "DTensor")
+    for parameter in module.parameters():
+        if isinstance(parameter, distributed):
+            mesh = parameter.device_mesh
+            names = mesh.mesh_dim_names or ()
+            if name in names:
+                return int(mesh.shape[names.index(name)])
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """How many parameters a token meets: not those of lookup tables, and of experts those it is sent to."""
+
+    trained: float
+    frozen: float
+
+
+def parameters_met(framework: Framework, parallel: Parallel) -> Met:
+    """Return them as this rank's part of the model: a copy divided over ranks counts once on all of them together."""
+    module = framework.module
+    sizes = sizes_of(module)
+    share = min(1.0, sizes["active_experts"] / sizes["experts"]) if {"active_experts", "experts"} <= sizes.keys() else 1
+    counts = [0.0, 0.0]
+    for name, elements, is_frozen in [*_of_flat_parameters(framework.model)] or _multiplied(module):
+        counts[is_frozen] += (share if ".experts." in f".{name}." else 1) * elements
+    ranks = 1 if framework.name in _LOCAL else parallel.tensor
+    return Met(counts[0] / ranks, counts[1] / ranks)
+
+
+def _of_flat_parameters(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
+    """Yield name and whole size of the parameters that FSDP1 holds in flat ones, and whether they are frozen."""
+    for child in model.modules():
+        flat = getattr(vars(child).get("_handle"), "flat_param", None)
+        if flat is None or not hasattr(flat, "_param_infos"):
+            continue
+        tied = {(id(shared.prim_module), shared.prim_param_name) for shared in flat._shared_param_infos}  # noqa: SLF001 - FSDP1 has no public way
+        for info, shape in zip(flat._param_infos, flat._shapes, strict=True):  # noqa: SLF001 - as above
+            if not isinstance(info.module, nn.Embedding) or (id(info.module), info.param_name) in tied:
+                yield f"{info.module_name}.{info.param_name}", shape.numel(), not flat.requires_grad
+
+
+def _multiplied(module: nn.Module) -> Iterator[tuple[str, int, bool]]:
+    """Yield the same of the parameters that are multiplied, not looked up."""
+    tables = {
+        id(parameter)
+        for child in module.modules()
+        if isinstance(child, nn.Embedding)
+        for parameter in child.parameters()
+    }
+    for named in named_parameters(module):
+        # A table that is tied to the last layer is multiplied there, as its other name tells.
+        parameter = named.parameter
+        if parameter is not None and (id(parameter) not in tables or named.aliases):
+            yield named.name, whole_shape(parameter).numel(), not parameter.requires_grad
+
+
+def why_not_six_n(module: nn.Module) -> str | None:
+    """Return why a token does not meet each parameter of `module` once, so that 6 N is wrong; None where it may."""
+    sizes = sizes_of(module)
+    for name, child in module.named_modules():
+        if isinstance(child, nn.EmbeddingBag):
+            return f"{plain_name(name)} makes one row of many tokens"
+    for named in named_parameters(module):
+        parameter = named.parameter
+        shape = [] if parameter is None else [size for size in whole_shape(parameter) if size > 1]
+        if ".experts." in f".{named.name}.":
+            if not {"active_experts", "experts"} <= sizes.keys():
+                return f"no configuration says how many experts a token is sent to ({named.name})"
+        elif len(shape) > 2:  # neither a matrix nor a vector: kernels of a convolution, or experts
+            return f"{named.name} has {len(shape)} dimensions"
+    return None
+
+
+def convolution_in(module: nn.Module) -> str | None:
+    """Return the name of a convolution in `module`; None where there is none."""
+    return next((plain_name(name) for name, child in module.named_modules() if isinstance(child, _ConvNd)), None)
+
+
+def whole_shape(parameter: torch.Tensor) -> torch.Size:
+    """Return the shape of a parameter over all ranks that hold shards of it, as far as the tensor knows it."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def compute_dtype(framework: Framework, autocast: torch.dtype | None) -> torch.dtype:
+    """Return what matrix products are computed in: autocast's type, FSDP's, else that of most parameters."""
+    if autocast is not None:
+        return autocast
+    for module in framework.model.modules():
+        policy = getattr(module, "mixed_precision", None) or _policy(module)
+        dtype = getattr(policy, "param_dtype", None)
+        if isinstance(dtype, torch.dtype):
+            return dtype
+    elements: dict[torch.dtype, int] = {}
+    for parameter in framework.module.parameters():
+        if parameter.is_floating_point():
+            elements[parameter.dtype] = elements.get(parameter.dtype, 0) + parameter.numel()
+    return max(elements, key=lambda dtype: elements[dtype]) if elements else torch.float32
+
+
+def _policy(module: nn.Module) -> Any:
+    if not isinstance(module, loaded("torch.distributed.fsdp", "FSDPModule")):
+        return None
+    return getattr(module._get_fsdp_state(), "_mp_policy", None)  # noqa: SLF001 - FSDP2 has no other way to ask
+
+
+def multiplies_in_tf32() -> bool:
+    """Return whether float32 matrices may be multiplied in TF32."""
+    # The older torch.get_float32_matmul_precision() raises where a script has used this newer name.
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")

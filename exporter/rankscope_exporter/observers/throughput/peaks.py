@@ -1,0 +1,127 @@
+"""Settings of TFLOP/s and MFU, and the peak of a device by the name torch gives it: dense TFLOP/s from data sheets.
+
+Data sheets print tensor core figures with sparsity, twice what dense matrices reach; the figures here are dense. For
+consumer cards the figure with float32 accumulation, which is what training uses. A device of two dies that torch shows
+as two devices is listed with one die.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from rankscope_exporter.base.errors import ConfigError
+
+METHODS: Final = ("auto", "given", "formula", "6n", "off")
+
+_COUNTED: Final = ("counted", "count")
+"""Not methods: FLOPs were counted automatically before, with the label `counted`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThroughputConfig:
+    """FLOPs are those of the model, forward and backward, without recomputed activations."""
+
+    method: str = "auto"
+    """"auto" takes the first that is available: given, formula, 6n. "given" applies no formula; "formula" and "6n"
+    apply only this one where nothing is given; "off" publishes neither TFLOP/s nor MFU."""
+    flops_per_token: float | None = None
+    """Of the whole model, also where ranks hold parts of it."""
+    flops_per_sample: float | None = None
+    peak_tflops: float | None = None
+    """Of one device, dense; without it the table by the device's name."""
+    model_parallel: int | None = None
+    """How many ranks compute one copy of the model; without it what the framework and the groups of attach() say."""
+
+    def __post_init__(self) -> None:
+        if self.method in _COUNTED:
+            raise ConfigError(
+                f"throughput.method is one of {', '.join(METHODS)}; {self.method!r} is none of them, because nothing "
+                "is counted during training: call rankscope.count_flops() before attach() and set "
+                "throughput.flops_per_token or throughput.flops_per_sample to the result"
+            )
+        if self.method not in METHODS:
+            raise ConfigError(f"throughput.method is one of {', '.join(METHODS)}, not {self.method!r}")
+        for name in ("flops_per_token", "flops_per_sample", "peak_tflops"):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and 0 < value < math.inf):
+                raise ConfigError(f"throughput.{name} is a number above 0, not {value!r}")
+        count = self.model_parallel
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise ConfigError(f"throughput.model_parallel is a number of ranks from 1 on, not {count!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """Dense TFLOP/s by the arithmetic of matrix products; None where the device has none of the kind."""
+
+    half: float  # float16 and bfloat16
+    tf32: float | None
+    float32: float
+    bfloat16: bool = True
+
+
+_SLICES: Final = 7
+"""How many compute slices MIG makes of a GPU."""
+
+# The first pattern that is found in the name counts, so narrower ones stand first.
+TABLE: Final[tuple[tuple[str, Peaks], ...]] = (
+    (r"\bGB200\b", Peaks(2500, 1250, 80)),  # NVIDIA GB200 NVL72 data sheet, a 72nd part
+    (r"\bB200\b", Peaks(2250, 1125, 75)),  # NVIDIA HGX B200 data sheet, an eighth
+    (r"\bGH200\b", Peaks(989.4, 494.7, 66.9)),  # NVIDIA GH200 data sheet: an H100 or H200 with HBM
+    (r"\bH200 NVL\b", Peaks(835.5, 417.5, 60)),  # NVIDIA H200 data sheet, column NVL
+    (r"\bH200\b", Peaks(989.4, 494.7, 66.9)),  # NVIDIA H200 data sheet, column SXM
+    (r"\bH100 NVL\b", Peaks(835.5, 417.5, 60)),  # NVIDIA H100 data sheet, column NVL
+    (r"\bH100 PCIe\b", Peaks(756.5, 378, 51.2)),  # NVIDIA H100 data sheet of 2022, column PCIe
+    (r"\bH[18]00\b", Peaks(989.4, 494.7, 66.9)),  # NVIDIA H100 Tensor Core GPU Architecture, SXM5
+    (r"\bH20\b", Peaks(148, 74, 44)),  # NVIDIA H20 data sheet
+    (r"\bA[18]00\b", Peaks(312, 156, 19.5)),  # NVIDIA A100 data sheet; SXM4 and PCIe alike
+    (r"\bA10G\b", Peaks(70, 35, 35)),  # NVIDIA A10G data sheet
+    (r"\bA10\b", Peaks(125, 62.5, 31.2)),  # NVIDIA A10 data sheet
+    (r"\bA30\b", Peaks(165, 82, 10.3)),  # NVIDIA A30 data sheet
+    (r"\bA40\b", Peaks(149.7, 74.8, 37.4)),  # NVIDIA A40 data sheet
+    (r"\bRTX A6000\b", Peaks(154.8, 77.4, 38.7)),  # NVIDIA RTX A6000 data sheet
+    (r"\bRTX 6000 Ada\b", Peaks(364.2, 182.1, 91.1)),  # NVIDIA RTX 6000 Ada data sheet
+    (r"\bL40S\b", Peaks(362.05, 183, 91.6)),  # NVIDIA L40S data sheet
+    (r"\bL40\b", Peaks(181.05, 90.5, 90.5)),  # NVIDIA L40 data sheet
+    (r"\bL4\b", Peaks(121, 60, 30.3)),  # NVIDIA L4 data sheet
+    (r"\bV100S\b", Peaks(130, None, 16.4, bfloat16=False)),  # NVIDIA V100 data sheet, column V100S PCIe
+    (r"\bV100-(SXM|DGXS)", Peaks(125, None, 15.7, bfloat16=False)),  # NVIDIA V100 data sheet, column SXM2
+    (r"\bV100\b", Peaks(112, None, 14, bfloat16=False)),  # NVIDIA V100 data sheet, column PCIe
+    (r"\bT4\b", Peaks(65, None, 8.1, bfloat16=False)),  # NVIDIA T4 data sheet
+    (r"\bRTX 5090\b", Peaks(209.5, 104.8, 104.8)),  # NVIDIA RTX Blackwell GPU Architecture, float32 accumulation
+    (r"\bRTX 4090\b", Peaks(165.2, 82.6, 82.6)),  # NVIDIA Ada GPU Architecture, float32 accumulation
+    (r"\bRTX 3090\b(?! Ti)", Peaks(71, 35.6, 35.6)),  # NVIDIA GA102 GPU Architecture, float32 accumulation
+    (r"\bMI300X\b", Peaks(1307.4, 653.7, 163.4)),  # AMD Instinct MI300X data sheet
+    (r"\bMI325X\b", Peaks(1307.4, 653.7, 163.4)),  # AMD Instinct MI325X data sheet
+    (r"\bMI250X\b", Peaks(191.5, None, 47.9)),  # AMD Instinct MI250X data sheet, one die of two
+    (r"\bMI250\b", Peaks(181.05, None, 45.3)),  # AMD Instinct MI250 data sheet, one die of two
+    (r"\bMI210\b", Peaks(181, None, 45.3)),  # AMD Instinct MI210 data sheet
+)
+
+
+def peak_tflops(name: str, dtype: torch.dtype, *, tf32: bool) -> float | None:
+    """Return the peak of the device that torch calls `name` for matrices of `dtype`; None where it is not known.
+
+    `tf32` says whether training lets float32 matrices be multiplied in TF32.
+    """
+    peaks = next((peaks for pattern, peaks in TABLE if re.search(pattern, name)), None)
+    whole = None if peaks is None else _of_dtype(peaks, dtype, tf32=tf32)
+    slices = re.search(r"\bMIG (\d)g\.", name)
+    return whole if whole is None or slices is None else whole * int(slices[1]) / _SLICES
+
+
+def _of_dtype(peaks: Peaks, dtype: torch.dtype, *, tf32: bool) -> float | None:
+    if dtype in (torch.float16, torch.bfloat16):
+        return peaks.half if dtype is torch.float16 or peaks.bfloat16 else None
+    if dtype is torch.float32:
+        return peaks.tf32 if tf32 and peaks.tf32 is not None else peaks.float32
+    return None

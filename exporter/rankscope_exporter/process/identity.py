@@ -1,0 +1,188 @@
+"""The identity of this process, equal on all ranks of a launch without a collective; and the commit of its script.
+
+The commit is read from git's own files: no program is run.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import json
+import logging
+import re
+import sys
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from rankscope_contract.identity import (
+    RUN_VARIABLE,
+    Identity,
+    host_name,
+    new_incarnation,
+    new_launch_id,
+    rank_from_environment,
+    restart_count,
+    run_from_environment,
+)
+
+log = logging.getLogger("rankscope")
+
+LAUNCH_KEY: Final = "rankscope/launch"
+"""Followed by restart count and world size: torchrun's agent keeps one store over all restarts of its workers."""
+
+WAIT_FOR_RANK_0: Final = dt.timedelta(seconds=20)
+
+
+def resolve_identity(environment: Mapping[str, str], run: str | None) -> Identity:
+    """Return this process's identity; RANKSCOPE_RUN names the run, else `run`, else the scheduler's job id.
+
+    In a process group, rank 0 makes run and launch id and the others read them from the group's key-value store:
+    no collective, and a bounded wait. Without a group they are derived from what the launcher set on all ranks.
+    """
+    rank, local_rank, world_size = rank_from_environment(environment)
+    if dist.is_available() and dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    launch = _launch(environment, run, rank, world_size)
+    return Identity(
+        run=launch["run"],
+        launch_id=launch["launch_id"],
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        host=host_name(),
+        incarnation=new_incarnation(),
+    )
+
+
+def _launch(environment: Mapping[str, str], run: str | None, rank: int, world_size: int) -> dict[str, str]:
+    # RANKSCOPE_RUN is said for this launch, `run` by the script for itself, a job id by nobody in particular.
+    named = environment.get(RUN_VARIABLE) or run or run_from_environment(environment)
+    if world_size == 1:
+        return {"run": named or _generated_run(), "launch_id": new_launch_id(environment)}
+    store = group_store()
+    if store is None:
+        return _derived_launch(environment, named, "no process group at attach()")
+    key = f"{LAUNCH_KEY}/{restart_count(environment)}/{world_size}"
+    if rank == 0:
+        launch = {"run": named or _generated_run(), "launch_id": new_launch_id(environment)}
+        # Whoever attaches a second monitor in the same launch gets the launch id of the first.
+        return _decoded(store.compare_set(key, "", json.dumps(launch)))
+    try:
+        store.wait([key], WAIT_FOR_RANK_0)
+    except (RuntimeError, ValueError) as error:  # DistStoreError is a RuntimeError; a closed store says ValueError
+        return _derived_launch(environment, named, f"rank 0 has not attached a monitor: {error}")
+    return _decoded(store.get(key))
+
+
+def _decoded(text: bytes) -> dict[str, str]:
+    launch: dict[str, str] = json.loads(text)
+    return launch
+
+
+def rank_here(environment: Mapping[str, str]) -> int:
+    """Return the rank of this process: that of the process group, else what the launcher set."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return rank_from_environment(environment)[0]
+
+
+def place_in(group: Any) -> tuple[int, tuple[int, ...]] | None:
+    """Return this rank's number in a process group and the ranks of it; None where it belongs to none."""
+    if group is None or not (dist.is_available() and dist.is_initialized()):
+        return None
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return (ranks.index(dist.get_rank()), ranks) if dist.get_rank() in ranks else None
+
+
+def group_store() -> Any:
+    """Return the key-value store of the process group; None without a group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    # The only way to the group's store that does not open another port; present since torch 1.8.
+    return dist.distributed_c10d._get_default_store()  # noqa: SLF001 - no public accessor exists
+
+
+def _derived_launch(environment: Mapping[str, str], run: str | None, why: str) -> dict[str, str]:
+    """Return what all ranks can compute alone. Two launches on one address at one port cannot be told apart."""
+    variables = (
+        "SLURM_JOB_ID",
+        "SLURM_RESTART_COUNT",
+        "TORCHELASTIC_RUN_ID",
+        "TORCHELASTIC_RESTART_COUNT",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
+    text = "|".join(environment.get(name, "") for name in variables)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    name = run or f"run-{digest}"
+    hint = "" if run else f" Set {RUN_VARIABLE} to name the run, now {name!r}."
+    log.warning(
+        "%s: the launch is told apart by the launcher's variables alone, and a second one at the same address and port "
+        "would count as the same. Initialise torch.distributed before attach().%s",
+        why,
+        hint,
+    )
+    return {"run": name, "launch_id": f"derived.{digest}"}
+
+
+def _generated_run() -> str:
+    script = Path(sys.argv[0]).stem or "python"
+    now = dt.datetime.now(tz=dt.UTC)
+    return f"{script}-{now:%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:4]}"
+
+
+_SHA: Final = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
+_LONGEST_CHAIN: Final = 5
+"""References that name references; git itself follows as many."""
+
+
+def git_commit(place: Path) -> str | None:
+    """Return the commit checked out around `place`, a file or folder; None outside a repository, or if unclear."""
+    try:
+        start = place.resolve()
+        for folder in (start, *start.parents):
+            if (folder / ".git").exists():
+                return _head(_git_folder(folder / ".git"))
+    except (OSError, ValueError, RuntimeError):  # unreadable, gone meanwhile, not text, links in a circle
+        return None
+    return None
+
+
+def script_commit(script: str) -> str | None:
+    """Return the commit around `script`, else, as of a launcher installed elsewhere, around the working directory."""
+    return git_commit(Path(script)) or git_commit(Path())
+
+
+def _git_folder(dot_git: Path) -> Path:
+    """Return the folder behind `.git`, which is a file in worktrees and submodules."""
+    if dot_git.is_dir():
+        return dot_git
+    return (dot_git.parent / dot_git.read_text(encoding="utf-8").removeprefix("gitdir:").strip()).resolve()
+
+
+def _head(git: Path) -> str | None:
+    common = git / "commondir"
+    shared = (git / common.read_text(encoding="utf-8").strip()).resolve() if common.exists() else git
+    text = _line(git / "HEAD")
+    for _ in range(_LONGEST_CHAIN):
+        if text is None or _SHA.fullmatch(text):
+            return text
+        name = text.removeprefix("ref:").strip()
+        text = _line(git / name) or _line(shared / name) or _packed(shared, name)
+    return None
+
+
+def _line(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+
+
+def _packed(shared: Path, name: str) -> str | None:
+    for line in (_line(shared / "packed-refs") or "").splitlines():
+        sha, _, reference = line.partition(" ")
+        if reference == name:
+            return sha
+    return None

@@ -1,0 +1,158 @@
+"""Threads of the monitor inside the training process: how they leave torch's CPU threads alone, and their CPU time.
+
+torch divides a CPU operation among an OpenMP team, and each thread that runs such an operation has a team of its own.
+With a second team the process has more OpenMP threads than cores. libgomp then lets the workers of every team sleep
+between two operations, also those of the training thread: each operation of training has to wake them up, and a step
+takes up to 1.6 times as long.
+
+So the threads of the monitor compute with numpy. Torch may still compute there: in functions of torch that are called
+for another purpose, and in code of the user such as `on_anomaly`. `OwnThread` limits torch to one CPU thread on itself
+alone. `torch.set_num_threads` is not for this: it sets the default of every thread that the process starts later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from rankscope_exporter.base.errors import Guard
+
+_TORCH_LIBRARIES: Final = ("libtorch_cpu.so", "libtorch_cpu.dylib")
+
+
+class OwnThread(threading.Thread):
+    """A daemon thread of the monitor, on which torch uses one CPU thread."""
+
+    def __init__(self, *, target: Callable[..., object], name: str, args: tuple[Any, ...] = ()) -> None:
+        super().__init__(target=target, name=name, args=args, daemon=True)
+
+    def run(self) -> None:
+        """Limit the thread, then call the target."""
+        limit_this_thread()
+        super().run()
+
+
+def limit_this_thread() -> bool:
+    """Have torch use one CPU thread on the calling thread alone.
+
+    Return whether it does: the OpenMP library of torch may not be found.
+    """
+    # torch sets the number of a new thread at the first operation there that may be divided. This call makes it do so
+    # now, so that it does not replace the number below.
+    if torch.get_num_threads() > 1:
+        for library in _libraries():
+            library.omp_set_num_threads(1)
+            if torch.get_num_threads() == 1:
+                break
+        else:
+            return False
+    for library in _libraries():
+        # Where training has called torch.set_num_threads(), torch gives MKL a number of its own on each thread, which
+        # goes before that of OpenMP.
+        if (set_mkl := getattr(library, "MKL_Set_Num_Threads_Local", None)) is not None:
+            set_mkl(1)
+            break
+    return True
+
+
+@functools.cache
+def _libraries() -> tuple[Any, ...]:
+    """Return handles that may resolve the OpenMP functions as torch does: its own library, then preloaded libraries.
+
+    A library finds the symbols of those that it was linked with, whatever their names are: libgomp, libomp or libiomp5.
+    """
+    found = []
+    for path in (*_torch_libraries(), None):
+        try:
+            library = ctypes.CDLL(path, mode=ctypes.DEFAULT_MODE if path is None else os.RTLD_NOLOAD | os.RTLD_NOW)
+        except OSError:  # not loaded from there
+            continue
+        if hasattr(library, "omp_set_num_threads"):
+            library.omp_set_num_threads.argtypes = [ctypes.c_int]
+            library.omp_set_num_threads.restype = None
+            found.append(library)
+    return tuple(found)
+
+
+def _torch_libraries() -> Iterator[str]:
+    folder = Path(torch.__file__).parent / "lib"
+    yield from (str(folder / name) for name in _TORCH_LIBRARIES)
+    try:  # a build of torch for a distribution keeps it elsewhere
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    yield from sorted({line.split(maxsplit=5)[-1] for line in maps if line.endswith(_TORCH_LIBRARIES)})
+
+
+class CpuMeter:
+    """Seconds of CPU by name, shared by threads that come and go."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds: dict[str, float] = {}
+        self._thread = threading.local()
+
+    def lap(self, name: str) -> None:
+        """Add the CPU time that the calling thread spent since its last lap (or its start) to `name`."""
+        now = time.thread_time()
+        spent = now - getattr(self._thread, "last", 0.0)
+        self._thread.last = now
+        with self._lock:
+            self._seconds[name] = self._seconds.get(name, 0.0) + spent
+
+    def totals(self) -> dict[str, float]:
+        """Return the seconds so far by name."""
+        with self._lock:
+            return dict(self._seconds)
+
+
+MOST_WAITING: Final = 64
+
+
+class Chores:
+    """Does one thing after the other, in order. The thread starts with the first of them."""
+
+    def __init__(self, name: str, guard: Guard) -> None:
+        self.dropped = 0
+        """How many found the queue full."""
+        self._name = name
+        self._guard = guard
+        self._queue: queue.Queue[Callable[[], object] | None] = queue.Queue(MOST_WAITING)
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def put(self, chore: Callable[[], object]) -> None:
+        """Have `chore` done; never waits, from any thread."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = OwnThread(target=self._run, name=f"rankscope-{self._name.replace('_', '-')}")
+                self._thread.start()
+        try:
+            self._queue.put_nowait(chore)
+        except queue.Full:
+            self.dropped += 1
+
+    def stop(self, timeout_seconds: float) -> bool:
+        """Do what waits, for so long at most; return whether all was done."""
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        try:
+            self._queue.put(None, timeout=timeout_seconds)
+        except queue.Full:
+            return False
+        thread.join(timeout_seconds)
+        return not thread.is_alive()
+
+    def _run(self) -> None:
+        while (chore := self._queue.get()) is not None:
+            self._guard.call(self._name, chore)

@@ -1,0 +1,1 @@
+"""The publisher thread, anomaly detection, and the lines on the console."""

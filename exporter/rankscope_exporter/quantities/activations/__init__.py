@@ -1,0 +1,5 @@
+"""Outputs and inputs of modules, and their gradients."""
+
+from rankscope_exporter.quantities.activations.quantity import Activations
+
+__all__ = ["Activations"]

@@ -1,0 +1,106 @@
+"""Where in the script a collective is called: the nearest line outside of torch and of ours, and the stack above it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, Final
+
+import torch
+
+from rankscope_exporter.monitors.flight_recorder.entry import short_file
+
+MAX_FRAMES: Final = 128
+_MOST_STACKS: Final = 4096
+"""Remembered; recursion can make up more without end."""
+
+_OUR_CODE: Final = f"{Path(__file__).parents[2]}{os.sep}"
+_TORCH_CODE: Final = f"{Path(torch.__file__).parent}{os.sep}"
+_LEFT_OUT: Final = (_OUR_CODE, _TORCH_CODE, "<frozen ")
+
+_Key = tuple[tuple[CodeType, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A place in the script. `label` is its file, with folders of its package, and its line: `model/loss.py[23]`."""
+
+    label: str
+    stack: tuple[str, ...]
+    """The calls that lead there, as labels with the function, the outermost first."""
+    is_chosen: bool
+
+
+class Sites:
+    """Tells the places at which one of `expressions` is found in the stack; without any, all are chosen.
+
+    A stack is searched as lines of `/whole/path/loss.py[23] function`, the outermost first.
+    """
+
+    def __init__(self, expressions: Sequence[str] = ()) -> None:
+        self._expressions = [re.compile(expression, re.DOTALL) for expression in expressions]
+        self._known: dict[_Key, Site] = {}
+
+    def of(self, caller: FrameType) -> Site | None:
+        """Return the place where `caller` stands; None when that is torch's own code, or ours."""
+        if caller.f_code.co_filename.startswith((_OUR_CODE, _TORCH_CODE)):
+            return None
+        frames = _frames(caller)
+        key = tuple((frame.f_code, frame.f_lineno) for frame in frames)
+        site = self._known.get(key)
+        if site is None:
+            if len(self._known) >= _MOST_STACKS:
+                self._known.clear()
+            site = self._known[key] = self._made(frames)
+        return site
+
+    def of_record(self, frames: Iterable[Mapping[str, Any]], label: str) -> Site:
+        """Return the place of a call in torch's record, whose `frames` are the innermost first."""
+        own = [frame for frame in frames if not str(frame["filename"]).startswith(_LEFT_OUT)][::-1]
+        return Site(
+            label=label,
+            stack=tuple(f"{short_file(str(frame['filename']))}[{frame['line']}] {frame['name']}" for frame in own),
+            is_chosen=self._chooses(f"{frame['filename']}[{frame['line']}] {frame['name']}" for frame in own),
+        )
+
+    def _made(self, frames: Sequence[FrameType]) -> Site:
+        outermost_first = frames[::-1]
+        return Site(
+            label=_label(frames[0]),
+            stack=tuple(f"{_label(frame)} {frame.f_code.co_qualname}" for frame in outermost_first),
+            is_chosen=self._chooses(
+                f"{frame.f_code.co_filename}[{frame.f_lineno}] {frame.f_code.co_qualname}" for frame in outermost_first
+            ),
+        )
+
+    def _chooses(self, lines: Iterable[str]) -> bool:
+        if not self._expressions:
+            return True
+        text = "\n".join(lines)
+        return any(expression.search(text) for expression in self._expressions)
+
+
+def _frames(caller: FrameType) -> list[FrameType]:
+    """Return the frames of the script from `caller` on, the innermost first."""
+    frames: list[FrameType] = []
+    frame: FrameType | None = caller
+    while frame is not None and len(frames) < MAX_FRAMES:
+        if not frame.f_code.co_filename.startswith(_LEFT_OUT):
+            frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def _label(frame: FrameType) -> str:
+    """Return file and line, without the folders that differ from machine to machine."""
+    path = Path(frame.f_code.co_filename)
+    module = frame.f_globals.get("__name__") or ""
+    package = frame.f_globals.get("__package__") or ""
+    levels = package.count(".") + 1 if package else 0
+    if not package and "." in module:
+        levels = module.count(".")
+    return f"{'/'.join(path.parts[-levels - 1 :])}[{frame.f_lineno}]"

@@ -1,0 +1,64 @@
+"""Whether a gradient points where the optimizer is already heading."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final
+
+import torch
+
+from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.model.parameter_names import local_tensor, real_parts
+from rankscope_exporter.quantities.base import Quantity, Table
+from rankscope_exporter.records.host_transfer import Numbers
+
+KIND: Final = "direction_agreement"
+_MOMENTA: Final = ("exp_avg", "momentum_buffer")
+
+
+class Direction(Quantity):
+    """A feature of each parameter, between 0 and 1: (Σ sign(g)·sign(m) / n + 1) / 2 over its n elements.
+
+    g is the gradient that the optimizer is given, m the momentum before the step. An element where either is 0 counts
+    as half an agreement, a complex number as two elements. Absent while there is no momentum, as before the first step;
+    NaN when either holds a NaN.
+    """
+
+    name: ClassVar[str] = "direction"
+    measures_tensors: ClassVar[bool] = False
+
+    @staticmethod
+    def elsewhere(subject: Subject) -> frozenset[int]:
+        """Return what another rank holds alike, its optimizer's state included."""
+        return subject.state_elsewhere
+
+    def before_update(self, table: Table) -> None:
+        """Compare signs, all parameters in one transfer."""
+        names, agreements = [], []
+        framework, parameters = self.subject.framework, self.subject.tensors()
+        kept = framework.kept(parameters, self.subject.optimizers)
+        for named, parameter, own in zip(self.subject.parameters, parameters, kept, strict=True):
+            gradient = None if parameter is None else framework.gradient(parameter)
+            momentum = None if own is None else _momentum(own.state)
+            if gradient is not None and momentum is not None and not gradient.is_sparse:
+                names.append(named.name)
+                agreements.append(_agreement(real_parts(local_tensor(gradient)), real_parts(local_tensor(momentum))))
+        if agreements:
+            table.defer("features", torch.stack(agreements), lambda numbers: _rows(names, numbers))
+
+
+def _momentum(state: Mapping[str, Any]) -> torch.Tensor | None:
+    found = (state.get(key) for key in _MOMENTA)
+    return next((momentum for momentum in found if isinstance(momentum, torch.Tensor)), None)
+
+
+def _agreement(gradient: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+    same = torch.sum(gradient.sign() * momentum.sign(), dtype=torch.float64)
+    return ((same / max(1, gradient.numel()) + 1) / 2).float()
+
+
+def _rows(names: list[str], numbers: Numbers) -> list[dict[str, Any]]:
+    return [
+        {"kind": KIND, "module": name, "index": None, "micro_step": None, "value": value}
+        for name, value in zip(names, numbers.tolist(), strict=True)
+    ]

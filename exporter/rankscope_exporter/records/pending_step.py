@@ -1,0 +1,137 @@
+"""A step on its way from the training thread to the publisher thread, and the scalars that the script logged for it.
+
+A logged tensor is copied without waiting for the device, and read later on the publisher thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from rankscope_contract.events import Event, EventType, Severity
+from rankscope_exporter.records.host_transfer import Deferred, Row, Transfer
+from rankscope_exporter.records.step_record import Scalar
+from rankscope_exporter.statistics import HostCopy
+from rankscope_exporter.statistics.selection import Ops
+
+UNITS: Final[dict[str, str]] = {
+    "tokens": "tokens",
+    "samples": "samples",
+    "tokens_per_second": "tokens/s",
+    "samples_per_second": "samples/s",
+    "step_seconds": "seconds",
+}
+LABEL_OF_GROUP: Final[dict[str, str]] = {"loss": "loss", "learning_rate": "group"}
+"""A mapping given for one of these names logs one number per key, told apart by this label."""
+
+
+@dataclass(slots=True)
+class Pending:
+    """One number on its way: a float, or a tensor that a device copy is still filling."""
+
+    name: str
+    value: float | Transfer
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def scalar(self) -> Scalar:
+        """Return the number; waits for its copy, so it is called off the training thread."""
+        value = self.value.wait() if isinstance(self.value, Transfer) else self.value
+        return Scalar(self.name, float(value), UNITS.get(self.name), self.labels)
+
+
+def take(name: str, value: Any) -> Iterator[Pending]:
+    """Yield what `log(name=value)` means: one number, or one per key of a mapping; None is absent.
+
+    Raises TypeError for what is no number, ValueError for a tensor of several elements.
+    """
+    if value is None:
+        return
+    if isinstance(value, Mapping):
+        label = LABEL_OF_GROUP.get(name, "key")
+        for key, item in value.items():
+            for pending in take(name, item):
+                yield Pending(name, pending.value, {label: str(key)})
+    elif isinstance(value, torch.Tensor):
+        yield _take_tensor(name, value)
+    else:
+        yield Pending(name, float(value))
+
+
+def _take_tensor(name: str, value: torch.Tensor) -> Pending:
+    value = _without_mesh(name, value.detach())
+    if value.numel() != 1:
+        raise ValueError(f"log({name}=…) takes one number, not a tensor of shape {tuple(value.shape)}")
+    if value.is_complex() or value.is_meta:
+        raise ValueError(f"log({name}=…) takes a real number, not {value.dtype} on {value.device}")
+    return Pending(name, Transfer.of(value.reshape(())))
+
+
+def _without_mesh(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor behind a DTensor that is whole on every rank.
+
+    Reading any other one is a collective. It would start on our thread and pair with one of training's own.
+    """
+    placements = getattr(value, "placements", None)
+    if placements is None:
+        return value
+    if not all(placement.is_replicate() for placement in placements):
+        raise ValueError(f"log({name}=…) got a DTensor that is not whole on this rank: log its .full_tensor()")
+    local: torch.Tensor = value.to_local()  # type: ignore[attr-defined]  # a DTensor: it has placements
+    return local
+
+
+AMOUNTS = ("tokens", "samples")
+"""Logged numbers that are amounts of a step: they get a rate and a running total."""
+
+
+@dataclass(slots=True)
+class Draft:
+    """One step, or a moment between steps."""
+
+    step: int | None
+    ts: int  # UTC microseconds
+    ended_at: float | None = None  # by the monotonic clock; None where that is not known yet
+    sampled: bool = False
+    copy: HostCopy | None = None
+    ops: Sequence[Ops] = ()  # by entry of the plan: which statistics leave the rank
+    pending: list[Pending] = field(default_factory=list)
+    learning_rates: list[Pending] = field(default_factory=list)
+    found_inf: list[Pending] = field(default_factory=list)
+    later: list[Callable[[], Iterable[Scalar]]] = field(default_factory=list)  # numbers made on the publisher's thread
+    events: list[Event] = field(default_factory=list)
+    deferred: list[Deferred] = field(default_factory=list)
+    rows: dict[str, list[Row]] = field(default_factory=dict)  # of other datasets, by name
+    call_order: list[int] = field(default_factory=list)  # by parameter: when its gradient arrived, -1 for never
+
+
+def skipped_event() -> Event:
+    """Return the event of a step whose optimizer changed nothing."""
+    return Event(
+        type=EventType.STEP_SKIPPED,
+        severity=Severity.INFO,
+        message="gradients were computed, the optimizer was not run",
+    )
+
+
+def amounts_of(pending: Iterable[Pending]) -> dict[str, float]:
+    """Return what was logged as amounts; a tensor's value is not known yet and gives no rate."""
+    amounts: dict[str, float] = {}
+    for item in pending:
+        if item.name in AMOUNTS and not isinstance(item.value, Transfer):
+            amounts[item.name] = amounts.get(item.name, 0.0) + item.value
+    return amounts
+
+
+def timing(seconds: float, amounts: Mapping[str, float]) -> list[Pending]:
+    """Return the duration of a step and its rates."""
+    rates = [Pending(f"{name}_per_second", amount / seconds) for name, amount in amounts.items() if seconds > 0]
+    return [Pending("step_seconds", seconds), *rates]
+
+
+def now_microseconds() -> int:
+    """Return the time, UTC."""
+    return time.time_ns() // 1000

@@ -1,0 +1,224 @@
+"""All quantities of one attached model: which are due at a step, and the sheet they fill. On the training thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from rankscope_contract.records import PlanEntry
+from rankscope_exporter.adapters.base import Holder
+from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.quantities.base import ModelHooking, Quantity
+from rankscope_exporter.records.pending_step import Draft
+from rankscope_exporter.sampling.active_quantity import Member
+from rankscope_exporter.sampling.plan import Measurement, PlanBook, Sheet
+from rankscope_exporter.sampling.sampling_config import Terms
+from rankscope_exporter.statistics import Finished, HostCopy, StatisticsTable
+from rankscope_exporter.statistics.selection import NO_OP, Ops
+
+MAX_BACKLOG: Final = 64
+"""Measured steps that may wait for the publisher; one more is counted as dropped rather than waited for."""
+
+
+Part = tuple[Quantity, Terms]
+Lineup = list[tuple[Member, Terms]]
+
+
+class Collection:
+    """Begins, measures and ends the sampled part of each step."""
+
+    def __init__(
+        self,
+        quantities: Sequence[Part],
+        *,
+        device: torch.device,
+        guard: Guard,
+        measurement: Measurement | None = None,
+    ) -> None:
+        self._guard = guard
+        self.book = PlanBook()
+        self._members: list[Member] = []
+        self._per_gradient: list[Member] = []
+        self._hooking: ModelHooking | None = None
+        first = sum(len(quantity.entries()) for quantity, _ in quantities)
+        self._sheet = Sheet(self.book, StatisticsTable(first, device), measurement or Measurement())
+        self.backlog = 0
+        self.unsampled = 0  # steps not measured because the publisher was behind
+        self.take(self.lineup(quantities))
+
+    def install(self, hooking: ModelHooking) -> None:
+        """Let the quantities register hooks of their own."""
+        self._hooking = hooking
+        hooking.keep(self)
+        for member in self._members:
+            member.install(hooking, self._guard)
+
+    def remove(self) -> None:
+        """Remove the hooks of all quantities."""
+        self._hooking = None
+        for member in self._members:
+            self._guard.call(member.where, member.unhook)
+
+    def lineup(self, parts: Sequence[Part]) -> Lineup:
+        """Return what `take` will measure by, the hooks registered; who measures the same already goes on."""
+        lineup: Lineup = []
+        for quantity, terms in parts:
+            member = next((known for known in self._members if known.measures_as(quantity)), None)
+            if member is None or member.is_retired:
+                member = Member(quantity)
+                if self._hooking is not None:
+                    member.install(self._hooking, self._guard)
+            member.is_awaited = True
+            lineup.append((member, terms))
+        return lineup
+
+    def take(self, lineup: Lineup) -> None:
+        """Measure by `lineup` from now on, between two steps; every schedule begins anew, unstretched."""
+        members = [member for member, _ in lineup]
+        for member in self._members:
+            if member not in members:
+                self._guard.call(member.where, member.leave)
+        self._settle(members)
+        seat = [(f"rows of {member.quantity.name}", member, terms) for member, terms in lineup]
+        for member in members:
+            member.is_awaited = False
+        self._members = [
+            member for where, member, terms in seat if self._guard.call(where, member.be_seated, self._sheet, terms)
+        ]
+        self._listen()
+
+    def dismiss(self, lineup: Lineup) -> None:
+        """Take the hooks away that were registered for a `lineup` that will not be taken."""
+        for member, _ in lineup:
+            if member not in self._members:
+                self._guard.call(member.where, member.leave)
+
+    def stretch(self, factor: int) -> None:
+        """Measure every so many-th of the steps that are due, from the one that begins now on."""
+        for member in self._members:
+            member.schedule.stretch = factor
+
+    @property
+    def period(self) -> int:
+        """Return after how many steps what is measured repeats itself, by the longest of the schedules."""
+        return max((member.schedule.period for member in self._members if not member.schedule.is_over), default=1)
+
+    def capture(self, lineup: Lineup) -> None:
+        """Measure every step by `lineup` as well, between two steps, until it is `released`.
+
+        What is measured already goes on, and its schedule counts as before. A quantity of it that `lineup` has with
+        other options steps aside meanwhile: a tensor has one row at a step.
+        """
+        for member, terms in lineup:
+            member.is_captured, member.is_awaited = True, False
+            if member not in self._members:
+                self._seat_guest(member, terms)
+        self._listen()
+
+    def release(self) -> None:
+        """Measure no more than before `capture`."""
+        guests = [member for member in self._members if member.is_guest]
+        self._members = [member for member in self._members if not member.is_guest]
+        for member in guests:
+            self._guard.call(member.where, member.leave)
+        self._settle(self._members)
+        self._listen()
+
+    def stands(self, lineup: Lineup) -> bool:
+        """Return whether nobody of `lineup` has left, or was retired, since it was made."""
+        return not any(m.is_retired or (m.window is not None and m not in self._members) for m, _ in lineup)
+
+    def _seat_guest(self, member: Member, terms: Terms) -> None:
+        for known in self._members:
+            if type(known.quantity) is type(member.quantity):
+                known.make_room()
+        member.is_guest = True
+        if self._guard.call(f"rows of {member.quantity.name}", member.be_seated, self._sheet, terms):
+            self._members.append(member)
+
+    def _settle(self, staying: Sequence[Member]) -> None:
+        """Have those that stay measure by their schedules alone."""
+        for member in staying:
+            member.is_captured = member.is_guest = False
+            if member.is_set_aside:
+                member.come_back()
+
+    def _listen(self) -> None:
+        self._per_gradient = [member for member in self._members if member.quantity.hears("gradient_ready")]
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether all that was measured here will be no more; of a rank that measures nothing, False."""
+        own = [member for member in self._members if not member.is_guest]
+        return bool(own) and all(member.schedule.is_over for member in own)
+
+    def kinds(self) -> set[str]:
+        """Return the kinds of everything that is measured, or will be."""
+        return {kind for member in self._members for kind in member.quantity.kinds()}
+
+    def published(self) -> dict[str, Ops]:
+        """Return which statistics of each kind leave the rank."""
+        found: dict[str, Ops] = {}
+        for member in self._members:
+            for kind in member.quantity.kinds():
+                found[kind] = found.get(kind, NO_OP) | member.ops
+        return found
+
+    def quantity(self, name: str) -> Quantity | None:
+        """Return the quantity of that name, if it is measured here."""
+        return next((member.quantity for member in self._members if member.quantity.name == name), None)
+
+    def begin(self, step: int) -> bool:
+        """Note that a step begins; return whether any quantity is due."""
+        is_due = False
+        for member in self._members:
+            is_due |= member.opens(step)
+            if member.is_done:
+                self._guard.call(member.where, member.retire)
+        if is_due and self.backlog >= MAX_BACKLOG:
+            self.unsampled += 1
+            is_due = False
+            self.pause()
+        for member in self._members:
+            if member.is_open or member.coming.some_may_go:
+                self._guard.call(member.where, member.begins)
+        return is_due
+
+    def pause(self) -> None:
+        """Measure nothing until the next step begins."""
+        for member in self._members:
+            member.is_open = False
+
+    def each(self, moment: str) -> None:
+        """Tell every quantity that is due of a moment; one that fails costs its own rows alone."""
+        with torch.no_grad():
+            for member in self._members:
+                if member.is_open:
+                    where = f"{member.quantity.name} ({moment})"
+                    self._guard.call(where, getattr(member.quantity, moment), member.table)
+
+    def gradient_ready(self, index: int, holder: Holder) -> None:
+        """Tell the quantities that read gradients one by one."""
+        for member in self._per_gradient:
+            own = member.own_index(index)
+            if member.is_open and own is not None:
+                try:
+                    member.quantity.gradient_ready(own, holder, member.table)
+                except Exception as error:  # noqa: BLE001 - as the guard does, without another call for each gradient
+                    self._guard.report(f"{member.quantity.name} (gradient_ready)", error)
+
+    def look(self) -> tuple[Sequence[PlanEntry], Finished]:
+        """Return the plan and what is measured of the step under way; waits for the device, for who asks for it."""
+        return self.book.entries, self._sheet.table.look(len(self.book))
+
+    def end(self, draft: Draft) -> None:
+        """Put what was measured into `draft`."""
+        for member in self._members:
+            if member.is_open:
+                self._guard.call(member.where, member.quantity.step_ended)
+                member.closes()
+        draft.copy, draft.ops = HostCopy(self._sheet.table, len(self.book)), self.book.ops
+        draft.deferred, draft.rows = self._sheet.take_rows()
+        self.backlog += 1

@@ -1,0 +1,189 @@
+"""The `/metrics` page: a few dozen scalar families by prometheus_client, the tensor series by pyarrow.
+
+The library formats a hundred samples well and tens of thousands at the cost of the training's interpreter lock.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from rankscope_contract import SCHEMA_VERSION, __version__, metrics
+from rankscope_contract.identity import Identity
+from rankscope_contract.metrics import MetricSpec
+from rankscope_contract.rules.base import AnomalyRule
+from rankscope_exporter.records.step_record import Scalar
+from rankscope_exporter.serving.latest_values import LiveState, ScalarKey, Snapshot
+from rankscope_exporter.serving.tensor_exposition import TensorLines, TensorRenderer
+
+Samples = Iterable[tuple[tuple[str, ...], float]]
+"""Label values (without identity) and value of each sample of one family."""
+
+_PAGE_OWNED: Final = (metrics.OVERHEAD_SECONDS, metrics.SAMPLING_STRETCH)
+"""Known when the page is made, so a logged copy is not shown."""
+_NO_LINES: Final = TensorLines((), 0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What the page says of the exporter itself."""
+
+    faults: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    overhead_seconds: Mapping[str, float] = field(default_factory=dict)
+    sampling_stretch: int | None = None
+    collectives: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # calls and bytes by operation
+    ring_records: int = 0
+    ring_uncommitted: int = 0
+
+
+class Page:
+    """Renders the live state of one rank. Any number of scrapes may ask at once."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        live: LiveState,
+        standing: Callable[[], Standing],
+        *,
+        rules: Sequence[AnomalyRule],
+        series_budget: int,
+        all_ops: bool = False,
+        planned_steps: int | None = None,
+        device: str = "",
+    ) -> None:
+        self._labels = (identity.run, str(identity.rank))
+        self._live = live
+        self._standing = standing
+        self._planned_steps = planned_steps
+        self._info = (
+            identity.host,
+            str(identity.local_rank),
+            str(identity.world_size),
+            identity.incarnation,
+            identity.launch_id,
+            device,
+        )
+        names = dict(zip(metrics.TENSOR_VALUE.all_labels, self._labels, strict=False))
+        self._renderer = TensorRenderer(names, rules, series_budget, all_ops=all_ops)
+        self._rendering = threading.Lock()
+        self._rendered: tuple[int, TensorLines] = (0, _NO_LINES)
+        self._most_left_out: dict[str, int] = {}
+
+    def pieces(self) -> tuple[Any, ...]:
+        """Return the page in pieces; every kind on it comes from one record."""
+        snapshot = self._live.snapshot()
+        lines = self._tensor_lines(snapshot)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Families(self._families(snapshot)))
+        return (generate_latest(registry), *lines.pieces)
+
+    def _tensor_lines(self, snapshot: Snapshot) -> TensorLines:
+        with self._rendering:  # a second scraper of the same step waits and takes what the first one made
+            version, lines = self._rendered
+            if version < snapshot.tensors_version:
+                lines = self._renderer.render(snapshot.tensors)
+                self._rendered = (snapshot.tensors_version, lines)
+                self._note("series_budget", lines.over_budget)
+                self._note("series_ambiguous", lines.ambiguous)
+            return lines
+
+    def _note(self, reason: str, left_out: int) -> None:
+        # A counter never falls, and one that grew with every scrape would count scrapes.
+        self._most_left_out[reason] = max(self._most_left_out.get(reason, 0), left_out)
+
+    def _families(self, snapshot: Snapshot) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        for spec, samples in self._samples(snapshot):
+            make = CounterMetricFamily if spec.type == "counter" else GaugeMetricFamily
+            family = make(spec.name, spec.help, labels=spec.all_labels)
+            for labels, value in samples:
+                family.add_metric([_utf8(label) for label in (*self._labels, *labels)], value)
+            if family.samples:
+                yield family
+
+    def _samples(self, snapshot: Snapshot) -> Iterator[tuple[MetricSpec, Samples]]:
+        standing = self._standing()
+        torch = getattr(sys.modules.get("torch"), "__version__", "")
+        dropped = dict(standing.dropped)
+        for reason, left_out in self._most_left_out.items():
+            dropped[reason] = dropped.get(reason, 0) + left_out
+        dropped["series_budget"] = dropped.get("series_budget", 0) + snapshot.scalars_left_out
+        kind_steps = [
+            ((kind,), float(sampled.step))
+            for sampled in snapshot.tensors
+            if sampled.step is not None
+            for kind in sorted(sampled.kinds)
+        ]
+        yield metrics.BUILD_INFO, [((__version__, str(SCHEMA_VERSION), str(torch)), 1.0)]
+        yield metrics.RUN_INFO, [(self._info, 1.0)]
+        yield metrics.STEP, _one(snapshot.step)
+        yield metrics.STEPS_PLANNED, _one(self._planned_steps)
+        yield metrics.KIND_STEP, kind_steps
+        yield metrics.SKIPPED_STEPS, _one(snapshot.skipped_steps)
+        yield metrics.RULE_THRESHOLD, _by_name(snapshot.thresholds)
+        yield metrics.RULE_FIRING, snapshot.firing.items()
+        yield metrics.ANOMALY_EVENTS, snapshot.anomalies.items()
+        yield metrics.TENSOR_ANOMALY_EVENTS, snapshot.anomaly_series.items()
+        yield metrics.REPLICA_HASH, [((item.replicas,), float(item.value)) for item in snapshot.replica_hashes]
+        yield metrics.REPLICA_HASH_STEP, _replica_steps(snapshot)
+        yield from _scalar_samples(snapshot.scalars)
+        yield metrics.OVERHEAD_SECONDS, _by_name(standing.overhead_seconds)
+        yield metrics.SAMPLING_STRETCH, _one(standing.sampling_stretch)
+        yield metrics.COLLECTIVE_CALLS, [((op,), calls) for op, (calls, _) in standing.collectives.items()]
+        yield metrics.COLLECTIVE_BYTES, [((op,), total) for op, (_, total) in standing.collectives.items()]
+        yield metrics.FAULTS, _one(standing.faults)
+        yield metrics.DROPPED, _by_name(dropped)
+        yield metrics.RING_RECORDS, _one(standing.ring_records)
+        yield metrics.RING_UNCOMMITTED, _one(standing.ring_uncommitted)
+
+
+class _Families:
+    """What prometheus_client asks of a collector, around families that exist already."""
+
+    def __init__(self, families: Iterator[GaugeMetricFamily | CounterMetricFamily]) -> None:
+        self._families = tuple(families)
+
+    def collect(self) -> Iterable[Any]:
+        return self._families
+
+
+def _scalar_samples(scalars: Mapping[ScalarKey, Scalar]) -> Iterator[tuple[MetricSpec, Samples]]:
+    """Yield logged scalars under the metric of their own where they have one, else as samples of rankscope_scalar."""
+    own: dict[str, dict[tuple[str, ...], float]] = {}
+    others: dict[tuple[str, ...], float] = {}
+    for scalar in scalars.values():
+        spec = metrics.SCALARS_WITH_OWN_METRIC.get(scalar.name)
+        if spec in _PAGE_OWNED:
+            continue
+        if spec is None or not set(scalar.labels) <= set(spec.labels):
+            # Labels that the metric does not have stay with the name, else two scalars would share a series.
+            others[(scalar.name + (scalar.labels_text or ""),)] = scalar.value
+        else:
+            samples = own.setdefault(scalar.name, {})
+            samples[tuple(scalar.labels.get(label, "") for label in spec.labels)] = scalar.value
+    for name, samples in own.items():
+        yield metrics.SCALARS_WITH_OWN_METRIC[name], samples.items()
+    yield metrics.SCALAR, others.items()
+
+
+def _replica_steps(snapshot: Snapshot) -> Samples:
+    return [((item.replicas,), float(item.step)) for item in snapshot.replica_hashes if item.step is not None]
+
+
+def _utf8(text: str) -> str:
+    """Return `text` without what UTF-8 cannot hold (half of a surrogate pair), which would cost the whole page."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _one(value: float | None) -> Samples:
+    return () if value is None else (((), value),)
+
+
+def _by_name(values: Mapping[str, float]) -> Samples:
+    return (((name,), value) for name, value in values.items())

@@ -1,0 +1,208 @@
+"""The latest values of a rank, taken from its records as they are published, for the exposition.
+
+All values of a kind come from one record: numbers of two steps are never combined. A group of replicas has one number,
+equal on all its ranks as long as all their hashes are equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rankscope_contract.events import Event, EventType
+from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_contract.rules.base import AnomalyRule
+from rankscope_exporter.records.step_record import NamedPlan, Scalar, Statistics, StepRecord
+
+_BYTES: Final = 6
+"""A sample is a float64, which holds 53 bits exactly."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaHash:
+    """The hashes of all that the ranks `replicas` hold alike, in one number below 2^48, and their step."""
+
+    replicas: str
+    step: int | None
+    value: int
+
+
+def combined(step: int | None, rows: Iterable[Mapping[str, Any]]) -> list[ReplicaHash]:
+    """Return one number for each group of replicas in `rows`, whatever their order."""
+    groups: dict[str, list[tuple[str, ...]]] = {}
+    for row in rows:
+        if row["replicas"] is None:
+            continue
+        key = (str(row["kind"]), str(row["tensor"]), str(row.get("vpp_stage")), str(row["hash"]))
+        groups.setdefault(row["replicas"], []).append(key)
+    return [ReplicaHash(replicas, step, _number(sorted(keys))) for replicas, keys in groups.items()]
+
+
+def _number(keys: Iterable[tuple[str, ...]]) -> int:
+    text = "\n".join("\t".join(key) for key in keys)
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=_BYTES).digest(), "big")
+
+
+MAX_ANOMALY_SERIES: Final = 200
+MAX_SCALAR_SERIES: Final = 1000
+OTHER_TENSOR: Final = "_other"
+NO_KIND: Final = ""
+"""The `kind` label of what is judged without one: logged scalars."""
+
+_TENSOR_OPS: Final = (*VALUE_OPS, *COUNT_OPS)
+
+RuleKind = tuple[str, str]
+AnomalySeries = tuple[str, str, str, str]  # rule, kind, tensor, op
+ScalarKey = tuple[str, tuple[tuple[str, str], ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The statistics of one step, and the kinds that are shown from it."""
+
+    step: int | None
+    statistics: Statistics
+    kinds: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The state at one moment; everything in it belongs together."""
+
+    step: int | None
+    tensors: tuple[Sampled, ...]
+    tensors_version: int  # differs whenever `tensors` does
+    scalars: Mapping[ScalarKey, Scalar]
+    scalars_left_out: int
+    anomalies: Mapping[RuleKind, int]
+    anomaly_series: Mapping[AnomalySeries, int]
+    firing: Mapping[RuleKind, bool]
+    thresholds: Mapping[str, float]
+    skipped_steps: int
+    replica_hashes: tuple[ReplicaHash, ...] = ()
+
+
+class LiveState:
+    """Takes records from the publisher, gives snapshots to whoever renders."""
+
+    def __init__(self, rules: Sequence[AnomalyRule]) -> None:
+        self._rules = tuple(rules)
+        self._thresholds = {rule.name: _limit(rule) for rule in self._rules}
+        self._lock = threading.Lock()
+        self._step: int | None = None
+        self._latest: dict[str, tuple[int | None, Statistics]] = {}
+        self._version = 0
+        self._scalars: dict[ScalarKey, Scalar] = {}
+        self._scalars_left_out: set[ScalarKey] = set()
+        self._anomalies: dict[RuleKind, int] = {}
+        self._anomaly_series: dict[AnomalySeries, int] = {}
+        self._firing: dict[RuleKind, bool] = {}
+        self._skipped = 0
+        self._replica_hashes: dict[str, ReplicaHash] = {}
+        self._kinds_of_plan: dict[str, tuple[str, ...]] = {}
+        self.announce((NO_KIND,))
+
+    def announce(self, kinds: Iterable[str]) -> None:
+        """Show every counter of `kinds` at 0 before anything of them was seen."""
+        with self._lock:
+            for kind in kinds:
+                self._announce(kind)
+
+    def update(self, record: StepRecord) -> None:
+        """Take over what `record` says. Costs little: references are kept, no number is looked at."""
+        hashes = combined(record.step, record.hashes)
+        with self._lock:
+            self._replica_hashes.update((item.replicas, item) for item in hashes)
+            if record.step is not None:
+                self._step = record.step
+            # A look at the hardware, between steps, has nothing that was logged.
+            judged = {NO_KIND} if record.scalars and record.step is not None else set()
+            if record.statistics is not None:
+                kinds = self._kinds(record.statistics.plan)
+                judged.update(kinds)
+                for kind in kinds:
+                    self._latest[kind] = (record.step, record.statistics)
+                self._version += 1
+            for scalar in record.scalars:
+                self._take_scalar(scalar)
+            for pair in self._firing:
+                if pair[1] in judged:
+                    self._firing[pair] = False
+            for pair in record.firing:
+                self._firing[pair] = True
+                self._anomalies.setdefault(pair, 0)
+            for event in record.events:
+                self._count(event)
+
+    def snapshot(self) -> Snapshot:
+        """Return the state as it is between two records."""
+        with self._lock:
+            return Snapshot(
+                step=self._step,
+                tensors=_by_record(self._latest),
+                tensors_version=self._version,
+                scalars=dict(self._scalars),
+                scalars_left_out=len(self._scalars_left_out),
+                anomalies=dict(self._anomalies),
+                anomaly_series=dict(self._anomaly_series),
+                firing=dict(self._firing),
+                thresholds=self._thresholds,
+                skipped_steps=self._skipped,
+                replica_hashes=tuple(self._replica_hashes.values()),
+            )
+
+    def _kinds(self, plan: NamedPlan) -> tuple[str, ...]:
+        """Return the kinds of `plan` in its own order: no set, since the page has one order at every start."""
+        kinds = self._kinds_of_plan.get(plan.hash)
+        if kinds is None:
+            kinds = tuple(dict.fromkeys(str(entry.kind) for entry in plan.plan.entries))
+            self._kinds_of_plan[plan.hash] = kinds
+            for kind in kinds:
+                self._announce(kind)
+        return kinds
+
+    def _announce(self, kind: str) -> None:
+        for rule in self._rules:
+            ops = _TENSOR_OPS if kind else ("value",)
+            if any(rule.judges(kind or None, op) for op in ops):
+                self._anomalies.setdefault((rule.name, kind), 0)
+                self._firing.setdefault((rule.name, kind), False)
+
+    def _take_scalar(self, scalar: Scalar) -> None:
+        key = (scalar.name, tuple(sorted(scalar.labels.items())))
+        if key in self._scalars or len(self._scalars) < MAX_SCALAR_SERIES:
+            self._scalars[key] = scalar
+        elif len(self._scalars_left_out) < MAX_SCALAR_SERIES:  # a bounded witness: the page needs no exact number
+            self._scalars_left_out.add(key)
+
+    def _count(self, event: Event) -> None:
+        if event.type == EventType.STEP_SKIPPED:
+            self._skipped += 1
+        if event.type != EventType.ANOMALY or event.rule is None:
+            return
+        pair = (event.rule, event.kind or NO_KIND)
+        self._anomalies[pair] = self._anomalies.get(pair, 0) + 1
+        self._firing.setdefault(pair, False)
+        series = (*pair, event.tensor or "", event.op or "")
+        if series not in self._anomaly_series and len(self._anomaly_series) >= MAX_ANOMALY_SERIES:
+            series = (*pair, OTHER_TENSOR, event.op or "")
+        self._anomaly_series[series] = self._anomaly_series.get(series, 0) + 1
+
+
+def _by_record(latest: Mapping[str, tuple[int | None, Statistics]]) -> tuple[Sampled, ...]:
+    """Return one entry per record, with the kinds that are shown from it."""
+    kinds: dict[int, list[str]] = {}
+    found: dict[int, tuple[int | None, Statistics]] = {}
+    for kind, (step, statistics) in latest.items():
+        kinds.setdefault(id(statistics), []).append(kind)
+        found[id(statistics)] = (step, statistics)
+    return tuple(Sampled(*found[key], frozenset(kinds[key])) for key in found)
+
+
+def _limit(rule: AnomalyRule) -> float:
+    limit = rule.limit()
+    return math.nan if limit is None else limit

@@ -1,0 +1,241 @@
+"""Exposition of the tensor series: thousands of samples, rendered by pyarrow outside the interpreter lock.
+
+Names become line prefixes once per plan; each step costs a gather, a cast and a join. Labels distinguish the parts of a
+tensor, as `layers.0[1]`, but neither micro-batches nor calls nor model chunks; two samples with one name would make the
+page invalid. The record channel carries all of them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rankscope_contract.escaping import label_value
+from rankscope_contract.kinds import COUNT_OPS, JUDGED_OPS, VALUE_OPS
+from rankscope_contract.metrics import TENSOR_BASELINE, TENSOR_VALUE, MetricSpec
+from rankscope_contract.records import WIRE_COUNT_OPS, WIRE_VALUE_OPS, PlanEntry
+from rankscope_contract.rules.base import AnomalyRule
+from rankscope_exporter.records.step_record import NamedPlan, Statistics
+from rankscope_exporter.serving.latest_values import Sampled
+
+
+class MicroSteps:
+    """The micro-batches of a plan, and which was the last one of a step."""
+
+    def __init__(self, entries: Sequence[PlanEntry], kinds: frozenset[str]) -> None:
+        found: dict[int, list[int]] = {}
+        for position, entry in enumerate(entries):
+            if entry.micro_step is not None and entry.kind in kinds:
+                found.setdefault(entry.micro_step, []).append(position)
+        self._positions = [(micro, pa.array(found[micro], pa.int32())) for micro in sorted(found, reverse=True)]
+
+    def last(self, present: Any) -> int | None:
+        """Return the last micro-batch of which anything is there, by whether each entry is; None without any."""
+        for micro_step, positions in self._positions:
+            if pc.any(present.take(positions), min_count=0).as_py():
+                return micro_step
+        return None
+
+
+def distinct(entries: Sequence[PlanEntry], kinds: frozenset[str], last_micro_step: int | None) -> tuple[list[int], int]:
+    """Return the positions to show, one for each kind and label, and how many series that leaves out.
+
+    What stands for the whole step is preferred, else the last micro-batch; the first call of a module; a whole tensor
+    before a part that is called like it; and otherwise what comes first. Other micro-batches and calls are the same
+    series at another moment, and not left out.
+    """
+    named: dict[tuple[str, str], list[int]] = {}
+    for position, entry in enumerate(entries):
+        if entry.kind in kinds and not _is_later(entry, last_micro_step):
+            named.setdefault((entry.kind, entry.label), []).append(position)
+    shown = sorted(
+        min(positions, key=lambda position: _order(entries[position], position)) for positions in named.values()
+    )
+    return shown, _ambiguous(entries, named)
+
+
+def _is_later(entry: PlanEntry, last_micro_step: int | None) -> bool:
+    return entry.micro_step is not None and (last_micro_step is None or entry.micro_step > last_micro_step)
+
+
+def _order(entry: PlanEntry, position: int) -> tuple[int, ...]:
+    micro_step = -1 if entry.micro_step is None else -2 - entry.micro_step
+    whole = entry.micro_step is not None
+    return (entry.index is not None, whole, micro_step, entry.call_seq or 0, position)
+
+
+def _ambiguous(entries: Sequence[PlanEntry], named: Mapping[tuple[str, str], Iterable[int]]) -> int:
+    return sum(
+        len({(entries[position].index, entries[position].vpp_stage) for position in positions}) - 1
+        for positions in named.values()
+    )
+
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+_LAYOUTS_KEPT: Final = 8
+_BASELINE_SUFFIX: Final = "_baseline"
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Lines of one metric from one array of the record: line i is prefix i and the value at position i."""
+
+    prefixes: Any  # pa.StringArray
+    positions: Any  # pa.Int32Array
+    entries: Any  # pa.Int32Array: the plan entry behind each line
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    values: _Block
+    counts: _Block
+    baselines: _Block
+    over_budget: int
+    ambiguous: int
+
+    @property
+    def series(self) -> int:
+        return sum(len(block.prefixes) for block in (self.values, self.counts, self.baselines))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLines:
+    """The page's part for tensors, in pieces, and what was left out of it."""
+
+    pieces: tuple[Any, ...]
+    over_budget: int  # series beyond the budget
+    ambiguous: int  # entries that differ only in what the labels do not show
+
+
+class TensorRenderer:
+    """Renders sampled statistics under fixed identity labels. Not for several threads at once."""
+
+    def __init__(
+        self, identity: Mapping[str, str], rules: Sequence[AnomalyRule], series_budget: int, *, all_ops: bool = False
+    ) -> None:
+        self._identity = "".join(f'{name}="{label_value(value)}",' for name, value in identity.items())
+        self._rules = tuple(rules)
+        self._budget = series_budget
+        self._all_ops = all_ops
+        self._layouts: OrderedDict[tuple[str, frozenset[str], int, int | None], _Layout] = OrderedDict()
+        self._micro_steps: OrderedDict[tuple[str, frozenset[str]], MicroSteps] = OrderedDict()
+
+    def render(self, tensors: Iterable[Sampled]) -> TensorLines:
+        """Return the lines of all `tensors`: a family's lines together, as the format demands."""
+        values: list[Any] = []
+        baselines: list[Any] = []
+        over_budget = ambiguous = 0
+        left = self._budget
+        for sampled in tensors:
+            layout = self._layout(sampled, left)
+            left -= layout.series
+            over_budget += layout.over_budget
+            ambiguous += layout.ambiguous
+            values += _lines(layout.values, sampled.statistics.values, sampled.statistics)
+            values += _lines(layout.counts, sampled.statistics.counts, sampled.statistics)
+            baselines += _lines(layout.baselines, sampled.statistics.values, sampled.statistics)
+        pieces = (*_family(TENSOR_VALUE, values), *_family(TENSOR_BASELINE, baselines))
+        return TensorLines(pieces, over_budget, ambiguous)
+
+    def _layout(self, sampled: Sampled, budget: int) -> _Layout:
+        plan = sampled.statistics.plan
+        kinds = sampled.kinds
+        present = _present(sampled.statistics).is_valid()
+        micro_steps = _kept(self._micro_steps, (plan.hash, kinds), lambda: MicroSteps(plan.plan.entries, kinds))
+        last = micro_steps.last(present)
+        return _kept(
+            self._layouts, (plan.hash, kinds, budget, last), lambda: self._make_layout(plan, kinds, budget, last)
+        )
+
+    def _make_layout(self, plan: NamedPlan, kinds: frozenset[str], budget: int, last_micro_step: int | None) -> _Layout:
+        entries = plan.plan.entries
+        shown, ambiguous = distinct(entries, kinds, last_micro_step)
+        # Tensor by tensor, so that a budget leaves out whole tensors rather than one statistic of all.
+        wanted = [(position, op) for position in shown for op in self._ops(str(entries[position].kind))]
+        kept = wanted[:budget]
+
+        def block(spec: MetricSpec, ops: tuple[str, ...], suffix: str = "") -> _Block:
+            lines = [
+                (self._prefix(spec, entries[position], op.removesuffix(suffix)), ops.index(op), position)
+                for position, op in sorted(kept, key=lambda line: line[1])
+                if op in ops and op.endswith(_BASELINE_SUFFIX) == bool(suffix)
+            ]
+            return _Block(
+                pa.array([prefix for prefix, _, _ in lines], pa.string()),
+                pa.array([op * len(entries) + position for _, op, position in lines], pa.int32()),
+                pa.array([position for _, _, position in lines], pa.int32()),
+            )
+
+        return _Layout(
+            block(TENSOR_VALUE, WIRE_VALUE_OPS),
+            block(TENSOR_VALUE, WIRE_COUNT_OPS),
+            block(TENSOR_BASELINE, WIRE_VALUE_OPS, _BASELINE_SUFFIX),
+            over_budget=len(wanted) - len(kept),
+            ambiguous=ambiguous,
+        )
+
+    def _ops(self, kind: str) -> list[str]:
+        """Return the statistics of a tensor of `kind` that the page shows, baselines included."""
+        ops = [op for op in (*VALUE_OPS, *COUNT_OPS) if self._all_ops or self._is_judged(kind, op)]
+        return [*ops, *(op + _BASELINE_SUFFIX for op in JUDGED_OPS)]
+
+    def _is_judged(self, kind: str, op: str) -> bool:
+        return op in JUDGED_OPS or any(rule.judges(kind, op) for rule in self._rules)
+
+    def _prefix(self, spec: MetricSpec, entry: PlanEntry, op: str) -> str:
+        own = f'kind="{label_value(str(entry.kind))}",tensor="{label_value(entry.label)}",op="{op}"'
+        return f"{spec.name}{{{self._identity}{own}}} ".encode("utf-8", "replace").decode()
+
+
+def _kept(known: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
+    """Return what is known under `key`, made where it is not; the longest unused one is forgotten."""
+    if key not in known:
+        known[key] = make()
+        if len(known) > _LAYOUTS_KEPT:
+            known.popitem(last=False)
+    known.move_to_end(key)
+    return known[key]
+
+
+def _present(statistics: Statistics) -> Any:
+    """Return the counts that are null where a tensor is absent: other statistics may be left out by choice."""
+    entries = len(statistics.plan.plan.entries)
+    return statistics.counts.slice(COUNT_OPS.index("numel") * entries, entries)
+
+
+def _lines(block: _Block, numbers: Any, statistics: Statistics) -> list[Any]:
+    """Return the lines of a block as one buffer; what is null has no line."""
+    if not len(block.prefixes):
+        return []
+    present = _present(statistics)
+    taken = numbers.take(block.positions)
+    if present.null_count:  # an absent tensor has no line, whatever stands in its place
+        taken = pc.if_else(present.is_valid().take(block.entries), taken, pa.scalar(None, taken.type))
+    lines = pc.binary_join_element_wise(block.prefixes, _texts(taken), "\n", "")
+    _, offsets, data = lines.buffers()
+    return [] if data is None else [data.slice(0, memoryview(offsets).cast("i")[len(lines)])]
+
+
+def _texts(numbers: Any) -> Any:
+    """Return numbers as Prometheus reads them: float32 widened to double, so that its compression finds zero bits."""
+    if pa.types.is_integer(numbers.type):
+        return numbers.cast(pa.string())
+    wide = numbers.cast(pa.float64())
+    texts = wide.cast(pa.string())
+    if pc.all(pc.is_finite(wide), min_count=0).as_py():
+        return texts
+    infinite = pc.if_else(pc.greater(wide, 0.0), "+Inf", "-Inf")
+    return pc.if_else(pc.is_nan(wide), "NaN", pc.if_else(pc.is_inf(wide), infinite, texts))
+
+
+def _family(spec: MetricSpec, lines: list[Any]) -> tuple[Any, ...]:
+    if not lines:
+        return ()
+    return (f"# HELP {spec.name} {spec.help}\n# TYPE {spec.name} {spec.type}\n".encode(), *lines)

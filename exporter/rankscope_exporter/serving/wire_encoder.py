@@ -1,0 +1,146 @@
+"""Step records to one Arrow IPC stream: a row per record, lz4, names left to the plan. Pure: records in, bytes out.
+
+Everything is built column by column from whole lists; pyarrow copies and compresses outside the interpreter lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from operator import attrgetter
+from typing import Any, Final
+
+import pyarrow as pa
+
+from rankscope_contract.fields import arrow_schema, arrow_type
+from rankscope_contract.records import NESTED, WIRE_FIELDS, WIRE_METADATA
+from rankscope_exporter.records.step_record import StepRecord
+
+SCHEMA: Final = arrow_schema(pa, WIRE_FIELDS, WIRE_METADATA)
+
+# No thread pool of Arrow's own: the work belongs to the thread that answers, whose CPU time is accounted for.
+_OPTIONS: Final = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
+
+_COLUMN_TYPES: Final = {
+    dataset: {field.name: arrow_type(pa, field.type) for field in fields} for dataset, fields in NESTED.items()
+}
+_REFUSED: Final = (TypeError, ValueError, OverflowError)  # what pyarrow raises for a value that does not fit its column
+
+_ATTRIBUTES: Final = {"scalars": {"labels": "labels_text"}, "events": {}}
+"""Datasets whose rows are objects; all others are mappings. Column -> attribute where the two differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A complete stream, and how many nested rows were left out because no column can hold them."""
+
+    body: pa.Buffer
+    unencodable: int
+
+
+def encode(first_seq: int, records: Sequence[StepRecord], *, whole: bool = False) -> Encoded:
+    """Return `records`, whose seqs start at `first_seq`, as a stream with its end-of-stream mark.
+
+    A dataset of which no record has a row has no column: to read sixty columns of structs without one takes nearly as
+    long as the statistics. `whole` has all of them, for whoever puts streams together. A nested row that does not fit
+    its columns is left out and counted, so that it cannot hold up the records behind it.
+    """
+    arrays = [
+        pa.array(range(first_seq, first_seq + len(records)), pa.int64()),
+        pa.array([record.step for record in records], pa.int64()),
+        pa.array([record.micro_step for record in records], pa.int32()),
+        pa.array([record.ts for record in records], SCHEMA.field("ts").type),
+        pa.array([record.statistics.plan.hash if record.statistics else None for record in records], pa.string()),
+        _numbers([record.statistics.values if record.statistics else None for record in records], pa.float32()),
+        _numbers([record.statistics.counts if record.statistics else None for record in records], pa.int64()),
+    ]
+    unencodable = 0
+    nested = {dataset: [getattr(record, dataset) for record in records] for dataset in NESTED}
+    present = tuple(dataset for dataset, rows in nested.items() if whole or any(rows))
+    for dataset in present:
+        column, refused = _nested(dataset, nested[dataset])
+        arrays.append(column)
+        unencodable += refused
+    schema = _schema_with(present)
+    batch = pa.RecordBatch.from_arrays(arrays, schema=schema)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, schema, options=_OPTIONS) as writer:
+        writer.write_batch(batch)
+    return Encoded(sink.getvalue(), unencodable)
+
+
+@lru_cache
+def _schema_with(datasets: Sequence[str]) -> Any:
+    """Return the schema of a stream whose records have rows of these datasets alone."""
+    return pa.schema([field for field in SCHEMA if field.name not in NESTED or field.name in datasets], SCHEMA.metadata)
+
+
+def _numbers(parts: Sequence[Any], item: Any) -> Any:
+    """Return a list column with one array per record; None becomes a null list."""
+    present = [part for part in parts if part is not None]
+    if not present:
+        return pa.nulls(len(parts), pa.list_(pa.field("item", item)))
+    flat = present[0] if len(present) == 1 else pa.concat_arrays(present)
+    offsets = _offsets(0 if part is None else len(part) for part in parts)
+    absent = None if len(present) == len(parts) else pa.array([part is None for part in parts])
+    return pa.ListArray.from_arrays(offsets, flat, type=pa.list_(pa.field("item", item)), mask=absent)
+
+
+def _nested(dataset: str, rows_of_records: Sequence[Sequence[Any]]) -> tuple[Any, int]:
+    """Return the list-of-struct column of a dataset, and how many rows no column could hold."""
+    if not any(rows_of_records):
+        return _empty(dataset, len(rows_of_records)), 0
+    rows = [row for rows in rows_of_records for row in rows]
+    try:
+        return _list_of_structs(dataset, rows, map(len, rows_of_records)), 0
+    except _REFUSED:
+        kept = [[row for row in rows if _fits(dataset, row)] for rows in rows_of_records]
+        good = [row for rows in kept for row in rows]
+        return _list_of_structs(dataset, good, map(len, kept)), len(rows) - len(good)
+
+
+def _list_of_structs(dataset: str, rows: Sequence[Any], lengths: Iterable[int]) -> Any:
+    columns = [
+        pa.array(list(map(getter, rows)), type_)
+        for getter, type_ in zip(_getters(dataset), _COLUMN_TYPES[dataset].values(), strict=True)
+    ]
+    column_type = SCHEMA.field(dataset).type
+    fields = list(column_type.value_type)
+    for field, column in zip(fields, columns, strict=True):
+        if not field.nullable and column.null_count:
+            raise ValueError(f"{dataset}.{field.name} may not be null")
+    structs = pa.StructArray.from_arrays(columns, fields=fields)
+    return pa.ListArray.from_arrays(_offsets(lengths), structs, type=column_type)
+
+
+def _fits(dataset: str, row: Any) -> bool:
+    try:
+        _list_of_structs(dataset, [row], [1])
+    except _REFUSED:
+        return False
+    return True
+
+
+@lru_cache
+def _getters(dataset: str) -> tuple[Callable[[Any], Any], ...]:
+    if dataset in _ATTRIBUTES:
+        renamed = _ATTRIBUTES[dataset]
+        return tuple(attrgetter(renamed.get(name, name)) for name in _COLUMN_TYPES[dataset])
+    return tuple(_key_getter(name) for name in _COLUMN_TYPES[dataset])
+
+
+def _key_getter(name: str) -> Callable[[Mapping[str, Any]], Any]:
+    return lambda row: row.get(name)
+
+
+@lru_cache(maxsize=256)
+def _empty(dataset: str, length: int) -> Any:
+    """Return `length` empty lists; most records carry few datasets, so these arrays are made once."""
+    column_type = SCHEMA.field(dataset).type
+    return pa.ListArray.from_arrays(_offsets([0] * length), pa.array([], column_type.value_type), type=column_type)
+
+
+def _offsets(lengths: Iterable[int]) -> Any:
+    return pa.array(accumulate(lengths, initial=0), pa.int32())

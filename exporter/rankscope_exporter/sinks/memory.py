@@ -1,0 +1,108 @@
+"""Keeps the rows of the last measured steps in memory, for code in the training process that asks for them.
+
+The rows are those that the store gets, so they are there once a step is published: while training is at step n, the
+newest are usually those of step n - 1.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rankscope_contract.identity import Identity
+from rankscope_contract.kinds import COUNT_OPS
+from rankscope_contract.records import WIRE_VALUE_OPS, PlanEntry
+from rankscope_exporter.records.step_record import Statistics, StepRecord
+from rankscope_exporter.sinks.base import Sink
+
+MOST_STEPS: Final = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiOptions:
+    """Settings of the sink."""
+
+    steps: int = 8
+    """How many measured steps are kept; 56 bytes of each for every tensor."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or not 1 <= self.steps <= MOST_STEPS:
+            raise ValueError(f"steps is a number from 1 to {MOST_STEPS:,}, not {self.steps!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The statistics of one tensor at one step: `numbers` by the names in `kinds`, None for what does not exist."""
+
+    step: int
+    entry: PlanEntry
+    numbers: Mapping[str, float | int | None]
+
+
+class Api(Sink):
+    """The sink. Thread-safe."""
+
+    name = "api"
+    options_class = ApiOptions
+
+    def __init__(self, options: ApiOptions, identity: Identity) -> None:  # noqa: ARG002 - each rank has its own rows
+        self._records: collections.deque[StepRecord] = collections.deque(maxlen=options.steps)
+        self._lock = threading.Lock()
+
+    def put(self, record: StepRecord) -> None:
+        """Keep a measured step, and let go of the oldest."""
+        if record.step is not None and (record.statistics is not None or record.features):
+            with self._lock:
+                self._records.append(record)
+
+    def steps(self) -> tuple[int, ...]:
+        """Return the numbers of the steps that are kept, oldest first."""
+        return tuple(record.step for record in self._kept() if record.step is not None)
+
+    def rows(self, *kinds: str, step: int | None = None) -> tuple[Row, ...]:
+        """Return the statistics of `kinds` (all without any) at `step`, or at the last one that has some."""
+        for record in self._newest_first(step):
+            rows = tuple(rows_of(record, kinds))
+            if rows:
+                return rows
+        return ()
+
+    def features(self, *kinds: str, step: int | None = None) -> tuple[Mapping[str, Any], ...]:
+        """Return rows of `features` in the same way, each with its `kind`, `module`, `index` and `value`."""
+        for record in self._newest_first(step):
+            rows = tuple(dict(row) for row in record.features if not kinds or row["kind"] in kinds)
+            if rows:
+                return rows
+        return ()
+
+    def _kept(self) -> list[StepRecord]:
+        with self._lock:
+            return list(self._records)
+
+    def _newest_first(self, step: int | None) -> Iterator[StepRecord]:
+        return (record for record in reversed(self._kept()) if step is None or record.step == step)
+
+
+def rows_of(record: StepRecord, kinds: tuple[str, ...]) -> Iterator[Row]:
+    """Yield the statistics of `kinds` (all without any) in a record."""
+    statistics = record.statistics
+    if statistics is None or record.step is None:
+        return
+    for position, entry in enumerate(statistics.plan.plan.entries):
+        if not kinds or entry.kind in kinds:
+            numbers = _numbers(statistics, position)
+            if numbers is not None:
+                yield Row(record.step, entry, numbers)
+
+
+def _numbers(statistics: Statistics, position: int) -> dict[str, float | int | None] | None:
+    """Return the numbers at `position` of the plan; None where the tensor was absent."""
+    size = len(statistics.plan.plan.entries)
+    counts = {op: statistics.counts[place * size + position].as_py() for place, op in enumerate(COUNT_OPS)}
+    if counts["numel"] is None:
+        return None
+    values = {op: statistics.values[place * size + position].as_py() for place, op in enumerate(WIRE_VALUE_OPS)}
+    return {**values, **counts}

@@ -1,0 +1,194 @@
+"""Sharpness of the attention of each head over a whole batch, in bounded memory; and masks in one common form.
+
+Row i of a head attends with p = softmax_j(scale · q_i·k_j + mask_ij) over the keys j that are not hidden. A part of a
+mask is made when it is needed, so a mask that is broadcast stays small.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import torch
+
+from rankscope_exporter.statistics.formulas import without_autocast, working_type
+
+HIDING: Final = -1e4
+"""An additive mask of this or less hides a key: whichever number stands for minus infinity, its weight is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """`values` is [batch, heads, queries, keys], broadcast by strides of 0: bool, True where a key is hidden, or added.
+
+    `causal` hides key j from query i where j > i, both counted from 0, as torch's `is_causal` does.
+    """
+
+    values: torch.Tensor | None = None
+    causal: bool = False
+    rows: range = field(default_factory=lambda: range(0))
+
+    def grouped(self, key_heads: int, rows: range) -> Mask:
+        """Return the mask of some rows, its heads as [key heads, groups]."""
+        values = self.values
+        if values is not None:
+            values = torch.unflatten(values[:, :, rows.start :: rows.step], 1, (key_heads, -1))
+        return replace(self, values=values, rows=rows)
+
+    def add_to(self, scores: torch.Tensor, part: tuple[slice, slice, slice]) -> torch.Tensor | None:
+        """Add what is additive to `scores`, and return which are hidden; None when none is."""
+        within, heads, rows = part
+        hidden = None
+        if self.values is not None:
+            values = self.values[within, heads, :, rows]
+            if values.dtype is torch.bool:
+                hidden = values
+            else:
+                scores += values
+                hidden = values <= HIDING
+        if self.causal:
+            later = self._later(scores, rows)
+            hidden = later if hidden is None else hidden | later
+        return hidden
+
+    def _later(self, scores: torch.Tensor, rows: slice) -> torch.Tensor:
+        keys = torch.arange(scores.shape[-1], device=scores.device)
+        own = torch.arange(self.rows.start, self.rows.stop, self.rows.step, device=scores.device)[rows]
+        return keys > own[:, None]
+
+
+def hides_of(mask: torch.Tensor, *, true_attends: bool) -> torch.Tensor:
+    """Return a bool or additive mask: of what is no floating point number, non-zero elements are True."""
+    if mask.is_floating_point():
+        return mask
+    return (mask == 0) if true_attends else (mask != 0)
+
+
+def broadcast(mask: torch.Tensor, batch: int, heads: int, queries: int, keys: int) -> torch.Tensor | None:
+    """Return `mask` as [batch, heads, queries, keys] without a copy; None when it does not fit.
+
+    It is aligned at its last dimensions, as torch does it. Beyond that, [batch * heads, queries, keys] is taken apart,
+    [batch, queries, keys] holds for all heads, and [batch, keys] for all heads and queries.
+    """
+    target = (batch, heads, queries, keys)
+    shape = tuple(mask.shape)
+    if len(shape) == len(target) - 1 and shape[0] not in (1, heads):
+        if shape[0] == batch * heads:
+            mask = torch.unflatten(mask, 0, (batch, heads))
+        elif shape[0] == batch:
+            mask = mask[:, None]
+    elif len(shape) == 2 and shape[0] not in (1, queries) and shape[0] == batch:
+        mask = mask[:, None, None]
+    padded = (1,) * (len(target) - mask.dim()) + tuple(mask.shape)
+    if len(padded) != len(target) or any(own not in (1, wanted) for own, wanted in zip(padded, target, strict=True)):
+        return None
+    return mask.expand(target)
+
+
+MAX_BYTES: Final = 64 << 20
+"""Of all that is computed from scores, at a time."""
+
+_BYTES_PER_SCORE: Final = 5
+"""Times the size of an element: scores, their exponentials, queries and keys in the working type, what is hidden."""
+
+_HIDDEN: Final = -1e30
+_LEAST: Final = -80.0
+"""Below the greatest score of a row: its exponential, 2e-35, changes no sum. One of 0 takes a CPU ten times as long."""
+_CERTAIN: Final = 1e-20
+"""An entropy below it is 0: rounding, or what hidden keys leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of one call: `groups` heads of the query share one head of the keys."""
+
+    batch: int
+    key_heads: int
+    groups: int
+    queries: int
+    keys: int
+    width: int
+
+
+Chunk = tuple[slice, slice, slice]
+"""Batch elements, heads of the keys, queries."""
+
+
+def chunks(sizes: Sizes, limit: int) -> Iterator[Chunk]:
+    """Yield parts that together are all of a call; none has more than `limit` scores, elements of queries, or of keys.
+
+    The rows of one group that alone are longer are a part by themselves, and so are the keys of one head.
+    """
+    row = sizes.groups * max(sizes.keys, sizes.width)
+    whole_head = max(sizes.queries * row, sizes.keys * sizes.width, 1)
+    heads = min(max(limit // whole_head, 1), sizes.key_heads)
+    together = heads * whole_head
+    batch = min(max(limit // together, 1), sizes.batch) if heads == sizes.key_heads else 1
+    rows = min(max(limit // max(batch * heads * row, 1), 1), sizes.queries)
+    for first in range(0, sizes.batch, max(batch, 1)):
+        for head in range(0, sizes.key_heads, max(heads, 1)):
+            for start in range(0, sizes.queries, max(rows, 1)):
+                yield slice(first, first + batch), slice(head, head + heads), slice(start, start + rows)
+
+
+def sampled_rows(queries: int, rows: int | None) -> range:
+    """Return which queries are looked at: all, or at most `rows` of them at equal distances, the rest on both sides."""
+    if rows is None or queries <= rows:
+        return range(queries)
+    stride = -(-queries // rows)
+    count = -(-queries // stride)
+    first = (queries - 1 - (count - 1) * stride) // 2
+    return range(first, queries, stride)
+
+
+def attention_sums(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: Mask,
+    *,
+    scale: float | None = None,
+    rows: int | None = None,
+    max_bytes: int = MAX_BYTES,
+) -> torch.Tensor:
+    """Return float64 [3, heads] on the device, summed over the batch and the rows that attend to anything:
+
+    their entropies -Σ p ln p in nats, their greatest p, and how many there are. `query` is [batch, heads, queries,
+    width], `key` [batch, key heads, keys, width]; head h of the query reads head h // groups of the keys.
+    """  # noqa: D400 - the list goes on
+    looked_at = sampled_rows(query.shape[2], rows)
+    batch, heads, _, width = query.shape
+    sizes = Sizes(batch, key.shape[1], heads // key.shape[1], len(looked_at), key.shape[2], width)
+    dtype = working_type(query.dtype)
+    factor = 1 / math.sqrt(max(width, 1)) if scale is None else scale
+    grouped = torch.unflatten(query[:, :, looked_at.start :: looked_at.step], 1, (sizes.key_heads, sizes.groups))
+    mask = mask.grouped(sizes.key_heads, looked_at)
+    key = key.expand(batch, -1, -1, -1)
+    total = torch.zeros(3, sizes.key_heads, sizes.groups, dtype=torch.float64, device=query.device)
+    with without_autocast(query.device):
+        for part in chunks(sizes, max_bytes // (_BYTES_PER_SCORE * dtype.itemsize)):
+            within, of_heads, of_rows = part
+            queries = grouped[within, of_heads, :, of_rows].to(dtype) * factor
+            keys = key[within, of_heads].to(dtype)
+            scores = torch.matmul(queries.flatten(2, 3), keys.transpose(-1, -2))
+            scores = torch.unflatten(scores, 2, queries.shape[2:4])
+            total[:, of_heads] += _sums(scores, mask.add_to(scores, part))
+    return total.flatten(1)
+
+
+def _sums(scores: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
+    """Return [3, key heads, groups] of scores [batch, key heads, groups, rows, keys], which are used up."""
+    if hidden is not None:
+        scores.masked_fill_(hidden, _HIDDEN)
+    scores -= scores.amax(-1, keepdim=True)
+    scores.clamp_(min=_LEAST)
+    weights = scores.exp()
+    total = weights.sum(-1)
+    entropy = total.log() - weights.mul_(scores).sum(-1) / total
+    entropy.masked_fill_(entropy < _CERTAIN, 0)
+    counted = torch.ones_like(total, dtype=torch.bool) if hidden is None else ~hidden.all(-1)
+    counted = counted.expand_as(total)
+    # Products would not do: a row that is left out may hold a NaN.
+    numbers = (entropy.masked_fill(~counted, 0), total.reciprocal().masked_fill(~counted, 0), counted)
+    return torch.stack([number.sum((0, 3), dtype=torch.float64) for number in numbers])

@@ -1,0 +1,147 @@
+"""What compiled code is told about tensors: addresses and sizes in one array, made again only when a tensor moved."""
+
+from __future__ import annotations
+
+import array
+import enum
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+
+from rankscope_exporter.statistics.table import SUMS, Rows, StatisticsTable
+from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, is_dense, is_freed
+from rankscope_exporter.statistics.torch_backend import round_up
+
+BLOCK: Final = 4096
+JOB_FIELDS: Final = 5  # address, elements, entry, code, bytes per element
+
+
+class Code(enum.IntEnum):
+    """The types that compiled code reads."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    FLOAT16 = 2
+    FLOAT64 = 3
+
+
+CODES: Final = {
+    torch.float32: Code.FLOAT32,
+    torch.bfloat16: Code.BFLOAT16,
+    torch.float16: Code.FLOAT16,
+    torch.float64: Code.FLOAT64,
+}
+_CODE_AND_BYTES: Final = {dtype: (int(code), dtype.itemsize) for dtype, code in CODES.items()}
+_BITS_OF: Final = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+# Memory that torch has given back leaves its offset as address. No heap lies this low, and an address that does only
+# costs a closer look.
+_SUSPICIOUS_BELOW: Final = 1 << 36
+
+Sight = tuple[int, int, torch.dtype, bool]
+
+
+class PointerJobs:
+    """The compiled work of one group: which tensors it can read, and where they lay last time."""
+
+    def __init__(self, rows: Rows, zero_below: float) -> None:
+        self._rows = rows
+        self._zero_below = array.array("q", _thresholds(zero_below))
+        self._seen: list[Sight | None] = []
+        self._permuted: list[tuple[int, torch.Size, tuple[int, ...]]] = []
+        self._jobs = array.array("q")
+        self._others: list[int] = []
+
+    def run(
+        self, kernel: Callable[..., None], tensors: Sequence[torch.Tensor | None], table: StatisticsTable
+    ) -> Sequence[int]:
+        """Measure what compiled code can read; return the positions of the other tensors."""
+        seen = _sights(tensors)
+        if seen != self._seen or not self._permuted_as_before(tensors):
+            self._plan(tensors, seen)
+        if self._jobs:
+            sums = table.buffer.data_ptr()
+            kernel(
+                self._jobs.buffer_info()[0],
+                len(self._jobs) // JOB_FIELDS,
+                sums,
+                sums + 8 * len(SUMS) * table.size,
+                table.size,
+                self._zero_below.buffer_info()[0],
+                _scratch(),
+            )
+        return self._others
+
+    def _plan(self, tensors: Sequence[torch.Tensor | None], seen: list[Sight | None]) -> None:
+        self._seen = seen
+        self._others = []
+        self._permuted = []
+        fields: list[int] = []
+        for position, (tensor, sight, row) in enumerate(zip(tensors, seen, self._rows, strict=True)):
+            if tensor is None:
+                continue
+            if sight is None or not _readable(tensor, sight):
+                self._others.append(position)
+                continue
+            fields += (sight[0], sight[1], row, *_CODE_AND_BYTES[sight[2]])
+            if not sight[3]:
+                self._permuted.append((position, tensor.shape, tensor.stride()))
+        self._jobs = array.array("q", fields)
+
+    def _permuted_as_before(self, tensors: Sequence[torch.Tensor | None]) -> bool:
+        return all(
+            tensor is not None and tensor.shape == shape and tensor.stride() == stride
+            for position, shape, stride in self._permuted
+            for tensor in [tensors[position]]
+        )
+
+
+class _Scratch(threading.local):
+    """Room for one block of wide numbers, one for each thread: a plan may have many thousand groups."""
+
+    def __init__(self) -> None:
+        self.block = array.array("d", bytes(8 * BLOCK))
+
+
+_SCRATCH: Final = _Scratch()
+
+
+def _scratch() -> int:
+    return _SCRATCH.block.buffer_info()[0]
+
+
+def _sights(tensors: Sequence[torch.Tensor | None]) -> list[Sight | None]:
+    """Return what must be unchanged for a pointer to be used again; None for what has no pointer of its own."""
+    try:
+        return [
+            (tensor.data_ptr(), tensor.numel(), tensor.dtype, tensor.is_contiguous())  # type: ignore[union-attr]  # None is not of a plain type
+            if type(tensor) in PLAIN_TYPES
+            else None
+            for tensor in tensors
+        ]
+    except RuntimeError:  # one of them has no storage: sparse
+        return [_sights([tensor])[0] if tensor is not None and _has_memory(tensor) else None for tensor in tensors]
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.is_cpu and not tensor.is_nested
+
+
+def _readable(tensor: torch.Tensor, sight: Sight) -> bool:
+    address, numel, dtype, contiguous = sight
+    if dtype not in CODES or not _has_memory(tensor) or tensor.is_neg() or not (contiguous or is_dense(tensor)):
+        return False
+    return numel == 0 or address >= _SUSPICIOUS_BELOW or not (address == 0 or is_freed(tensor))
+
+
+def _thresholds(zero_below: float) -> list[int]:
+    """Return the bits below which a magnitude counts as zero: for each Code its own, then for each as float64."""
+    own, wide = [], []
+    for dtype in CODES:
+        smallest = round_up(zero_below, dtype) if zero_below > 0 else 0.0
+        bound = torch.tensor(smallest, dtype=torch.float64, device="cpu")  # whatever default device a script has set
+        wide.append(max(1, int(bound.view(torch.int64))))
+        own.append(max(1, int(bound.to(dtype).view(_BITS_OF[dtype]))) if dtype in _BITS_OF else 0)
+    return own + wide

@@ -1,0 +1,153 @@
+"""Groups of tensors that are measured together at every step, and the compiled CPU kernel that measures them.
+
+Importing and compiling numba takes seconds, and numba is optional. A thread does it; until the kernel is ready, or
+where numba is missing, torch operations do the same work.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import importlib
+import importlib.util
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+
+from rankscope_exporter.process.threads import OwnThread
+from rankscope_exporter.statistics import torch_backend
+from rankscope_exporter.statistics.kernel_arguments import PointerJobs
+from rankscope_exporter.statistics.table import Rows, StatisticsTable, contiguous_rows
+from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, held, is_dense
+
+log = logging.getLogger(__name__)
+
+_FORK_WAITS_SECONDS: Final = 10.0
+
+_state_lock = threading.Lock()
+_thread: threading.Thread | None = None
+_kernel: Callable[..., None] | None = None
+_seconds = 0.0
+
+
+def kernel() -> Callable[..., None] | None:
+    """Return the compiled kernel, None as long as there is none."""
+    return _kernel
+
+
+def backend_name(*, coming: bool = False) -> str:
+    """Return what measures tensors on the CPU now, "numba" or "torch"; with `coming`, what will after the warm-up."""
+    if _kernel is not None or (coming and importlib.util.find_spec("numba") is not None):
+        return "numba"
+    return "torch"
+
+
+def warm_up() -> threading.Thread | None:
+    """Begin to import and compile on a daemon thread, once a process; None when that is done or cannot be done."""
+    global _thread  # noqa: PLW0603 - one kernel for the process, like the module that holds it
+    with _state_lock:
+        if _kernel is not None or importlib.util.find_spec("numba") is None:
+            return None
+        if _thread is None:
+            _thread = OwnThread(target=_load, name="rankscope-warm-up")
+            # A child forked during an import would find its lock held for ever, and an exit during a compilation
+            # would take the compiler's memory away under it.
+            os.register_at_fork(before=_wait)
+            atexit.register(_wait)
+            _thread.start()
+        return _thread
+
+
+def warm_up_seconds() -> float:
+    """Return the CPU seconds that importing and compiling has taken in this process."""
+    return _seconds
+
+
+def _wait() -> None:
+    if _thread is not None and _thread is not threading.current_thread():
+        _thread.join(_FORK_WAITS_SECONDS)
+
+
+def _load() -> None:
+    global _kernel, _seconds  # noqa: PLW0603 - see warm_up
+    numba_log = logging.getLogger("numba")
+    if numba_log.level == logging.NOTSET:  # with the root at DEBUG, every compiled line would be logged
+        numba_log.setLevel(logging.WARNING)
+    try:
+        kernels = importlib.import_module("rankscope_exporter.statistics.numba_kernels")
+        compiled = None
+        with contextlib.suppress(RuntimeError, OSError, EOFError):  # no writable folder, or a broken file in it
+            compiled = kernels.compile_measure(cache=True)
+        _kernel = compiled or kernels.compile_measure(cache=False)
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        log.warning("numba cannot be used (%s): tensor statistics stay with torch operations", error)
+    finally:
+        _seconds = time.thread_time()
+
+
+class MeasureGroup:
+    """A fixed set of entries. Its tensors may be other objects, absent or moved at each step.
+
+    `compiled=False` stays with torch operations even when the compiled kernel is ready.
+    """
+
+    def __init__(self, rows: Sequence[int], *, zero_below: float = 0.0, compiled: bool = True) -> None:
+        self.rows: Rows = contiguous_rows(rows)
+        self._zero_below = zero_below
+        self._compiled = compiled
+        self._jobs = PointerJobs(self.rows, zero_below)
+
+    def measure(self, tensors: Sequence[torch.Tensor | None], table: StatisticsTable) -> None:
+        """Write the sums of `tensors` to the group's entries; an absent tensor leaves its entry as it is."""
+        if len(tensors) != len(self.rows):
+            raise ValueError(f"{len(tensors)} tensors for {len(self.rows)} entries: None stands for an absent one")
+        with torch.no_grad():
+            local = [tensor if type(tensor) in PLAIN_TYPES else _local(tensor) for tensor in tensors]
+            compiled = table.kernel(kernel) if self._compiled and table.device.type == "cpu" else None
+            if compiled is None:
+                self._with_torch(local, range(len(local)), table)
+                return
+            local = [_gathered(tensor) for tensor in local]
+            others = self._jobs.run(compiled, local, table)
+            if others:
+                self._with_torch(local, others, table)
+
+    def _with_torch(
+        self, tensors: Sequence[torch.Tensor | None], positions: Sequence[int], table: StatisticsTable
+    ) -> None:
+        found = [(self.rows[position], item) for position in positions if (item := held(tensors[position])) is not None]
+        rows = self.rows if len(found) == len(self.rows) else contiguous_rows([row for row, _ in found])
+        torch_backend.measure([item for _, item in found], rows, table, zero_below=self._zero_below)
+
+
+def measure(
+    tensors: Sequence[torch.Tensor | None], rows: Sequence[int], table: StatisticsTable, *, zero_below: float = 0.0
+) -> None:
+    """Write the sums of tensors[i] to entry rows[i] of `table`, with the group kept for equal `rows`."""
+    _group(rows if isinstance(rows, range) else tuple(rows), zero_below).measure(tensors, table)
+
+
+def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the shard behind a DTensor, and any other tensor as it is."""
+    if tensor is None or not hasattr(tensor, "to_local"):
+        return tensor
+    shard: torch.Tensor = tensor.to_local()
+    return shard
+
+
+def _gathered(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a part of a larger tensor as memory of its own: one copy and the kernel are cheaper than many passes."""
+    if type(tensor) not in PLAIN_TYPES or tensor is None or tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor
+    return tensor if tensor.is_contiguous() or is_dense(tensor) else tensor.contiguous()
+
+
+@functools.lru_cache(maxsize=256)
+def _group(rows: Rows, zero_below: float) -> MeasureGroup:
+    return MeasureGroup(rows, zero_below=zero_below)

@@ -1,0 +1,118 @@
+"""Selection of the statistics (ops) that are published. All ops are measured, in one pass.
+
+The publisher thread masks the others with numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_contract.rules import AnomalyRule
+from rankscope_exporter.base.validation import did_you_mean
+from rankscope_exporter.statistics import Finished
+
+Ops = frozenset[str]
+
+ALL_OPS: Final = (*VALUE_OPS, *COUNT_OPS)
+EVERY_OP: Final[Ops] = frozenset(ALL_OPS)
+NO_OP: Final[Ops] = frozenset()
+"""Of what is measured and not published at all."""
+
+ALWAYS: Final = "numel"
+"""A row without it does not exist, and shards are put together by it."""
+
+FALLBACK: Final = "norm"
+COUNTED_ANYWAY: Final = ("nans", "infs")
+"""Judged whether they are published or not: a NaN must not pass because nobody wanted its count in the store."""
+
+_ELSEWHERE: Final = ("shape", "dtype")
+_OTHER_NAMES: Final = {"id": "mean"}
+
+
+def chosen_ops(names: Sequence[str]) -> Ops:
+    """Return the statistics that `names` mean; `norm` where none is one. Raises ValueError, naming the nearest.
+
+    `shape` and `dtype` stand in the plan of every rank, and the `id` of the existing tool, the value of a single
+    number, is its mean.
+    """
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"ops is a list of statistics, not {names!r}")
+    known = {_OTHER_NAMES.get(name, name) for name in names} & EVERY_OP
+    unknown = [name for name in names if name not in (*ALL_OPS, *_ELSEWHERE, *_OTHER_NAMES)]
+    if known and unknown:
+        hint = did_you_mean(unknown[0], ALL_OPS)
+        raise ValueError(f"ops: {unknown[0]!r} is no statistic; there are {', '.join(ALL_OPS)}.{hint}")
+    return frozenset({*(known or {FALLBACK}), ALWAYS})
+
+
+def remarks(names: Sequence[str]) -> list[str]:
+    """Return what the reader should know of `names` that chosen_ops accepts."""
+    told = []
+    if not {_OTHER_NAMES.get(name, name) for name in names} & EVERY_OP:
+        told.append(f"ops {list(names)} names no statistic, norm is published; there are {', '.join(ALL_OPS)}")
+    if any(name in _ELSEWHERE for name in names):
+        told.append("ops: shape and dtype are always there, in the plan of each rank and in `tensors` of the store")
+    if "id" in names:
+        told.append("ops: id is read as mean, which of a single number is the number")
+    return told
+
+
+def unjudged(rules: Iterable[AnomalyRule], published: Mapping[str, Ops]) -> list[str]:
+    """Return a sentence for each rule that judges what is not published; `published` is by kind."""
+    told = []
+    for rule in rules:
+        missing = [op for op in ALL_OPS if op not in COUNTED_ANYWAY and _is_missed(rule, op, published)]
+        if missing:
+            told.append(f"rule {rule.name} has no {', '.join(missing)} to judge, which ops leaves out")
+    return told
+
+
+def _is_missed(rule: AnomalyRule, op: str, published: Mapping[str, Ops]) -> bool:
+    return any(rule.judges(kind, op) and op not in ops for kind, ops in published.items() if ops)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """By statistic and entry, whether it leaves the rank."""
+
+    values: npt.NDArray[np.bool_]  # [len(VALUE_OPS), T]
+    counts: npt.NDArray[np.bool_]  # [len(COUNT_OPS), T]
+
+    def only(self, finished: Finished) -> Finished:
+        """Return `finished` as rules see it: without values that are left out, and with all counts."""
+        present = finished.present & self.counts[-1]
+        values = np.where(self.values, finished.values, np.float32(np.nan))
+        return replace(finished, values=values, present=present)
+
+
+class Choices:
+    """Makes the masks of a plan, once for each choice of statistics and each length of it."""
+
+    def __init__(self) -> None:
+        self._of: Sequence[Ops] = ()
+        self._known = -1
+        self._made: Published | None = None
+
+    def of(self, ops: Sequence[Ops], known: int) -> Published | None:
+        """Return the masks of the first `known` entries, None where everything is published."""
+        if ops is not self._of or known != self._known:
+            self._of, self._known = ops, known
+            self._made = _masks(ops[:known])
+        return self._made
+
+
+def _masks(ops: Sequence[Ops]) -> Published | None:
+    distinct = list(dict.fromkeys(ops))
+    if distinct in ([], [EVERY_OP]):
+        return None
+    place = {choice: position for position, choice in enumerate(distinct)}
+    rows = [[op in choice for op in ALL_OPS] for choice in distinct]
+    mask = np.array(rows, np.bool_).T[:, [place[choice] for choice in ops]]
+    assert COUNT_OPS[-1] == "numel"
+    return Published(mask[: len(VALUE_OPS)], mask[len(VALUE_OPS) :])

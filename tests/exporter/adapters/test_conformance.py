@@ -1,0 +1,256 @@
+"""What each framework owes: every quantity on every rank, equal to a float64 training that nothing wraps.
+
+A framework is added by a loop in `loops.py` and a line in `OWED`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import defaultdict
+
+import pytest
+from tests.exporter.adapters.expectations import (
+    ALL,
+    GRADIENTS,
+    LOCAL,
+    NAMES,
+    REPLICA,
+    SHARD,
+    Owed,
+    check,
+    check_calls,
+    close,
+    count_of,
+)
+from tests.exporter.adapters.loops import (
+    ALONE,
+    CHUNKED,
+    FAILED,
+    FROZEN,
+    GROWN,
+    LOOPS,
+    MICROS,
+    MISFORTUNES,
+    SHARDED,
+    SKIPPED,
+    THAWED,
+    WORLD,
+)
+from tests.exporter.adapters.observation import Outcome, by_chunk, outcomes, train_all
+from tests.exporter.adapters.training import STEPS, Net, Truth, truths
+
+pytestmark = pytest.mark.timeout(600)  # the first test waits for all the training
+
+TOLD = ", watched by one"
+
+
+STAGE = Owed(local="full", shared=frozenset({"full"}), ranks=(0,), micros=MICROS, split=True, everywhere=False)
+OWED = {
+    "plain, reducing itself": Owed(shared=frozenset({"full"}), micros=2, by_loop=True),
+    "ddp": Owed(),
+    "ddp, accumulating, bucket views": Owed(micros=2),
+    "ddp, each reduced": Owed(micros=2),
+    "ddp, each reduced, bucket views": Owed(micros=3),
+    "ddp, gradient scaler": Owed(scaled=True),
+    "ddp, checkpointed": Owed(),
+    "ddp, checkpointed reentrantly": Owed(),
+    "ddp, compiled": Owed(activations=False),
+    "fsdp2": Owed(shared=SHARD),
+    "fsdp2, accumulating": Owed(shared=SHARD, micros=2),
+    "fsdp2, each reduced": Owed(shared=SHARD, micros=2),
+    "fsdp2, mixed precision, each reduced": Owed(shared=SHARD, micros=2, rel=0.1),
+    "fsdp2, mixed precision": Owed(shared=SHARD, micros=2, rel=0.1),  # bfloat16 has 8 bits, and sums cancel
+    "fsdp1": Owed(shared=SHARD, everywhere=False),  # the flat shard of a rank holds some tensors, and not others
+    "fsdp1, accumulating": Owed(shared=SHARD, micros=2, everywhere=False),
+    "fsdp1, each reduced": Owed(shared=SHARD, micros=2, everywhere=False),
+    "tensor parallel": Owed(local="shard", shared=SHARD | REPLICA, ranks=(0,)),
+    "pipeline, gpipe": STAGE,
+    "pipeline, 1f1b": STAGE,
+    "pipeline, interleaved": STAGE,
+    "pipeline, zero bubble": STAGE,
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Outcome]:
+    told = outcomes(tmp_path_factory.mktemp("frameworks"), train_all)
+    for name, rank in itertools.product(CHUNKED, range(WORLD)):
+        by_chunk(told[name, rank])
+    return told
+
+
+@functools.cache
+def truth_of(owed: Owed) -> list[Truth]:
+    return truths(owed.ranks, owed.micros, split=owed.split, skipped=(SKIPPED,) if owed.scaled else ())
+
+
+def test_every_loop_owes_something():
+    assert OWED.keys() == LOOPS.keys()
+
+
+@pytest.mark.parametrize("name", [*OWED, *MISFORTUNES, *ALONE])
+def test_training_is_bit_identical_and_without_a_fault(name, found):
+    for rank in range(WORLD):
+        assert [] == found[name, rank].unequal
+        assert 0 == found[name, rank].faults
+        assert [] == found[name, rank].left
+        assert name in ALONE or found[name, rank].hooked
+
+
+@pytest.mark.parametrize("name", OWED)
+def test_every_kind_is_on_every_rank_for_every_step(name, found):
+    owed = OWED[name]
+    for rank in range(WORLD):
+        by_step: dict[int, set[str]] = defaultdict(set)
+        for row in found[name, rank].rows:
+            by_step[row.step].add(str(row.kind))
+        for step in range(1, STEPS + 1):
+            expected = set(GRADIENTS[:2]) if owed.scaled and step == SKIPPED else set(kinds_of(owed))
+            activations = {kind for kind in by_step[step] if kind.startswith("act_")}
+            assert expected == by_step[step] - activations, (rank, step)
+            assert {"act_in", "act_out", "act_grad_out"} <= activations or not owed.activations
+
+
+@pytest.mark.parametrize("name", OWED)
+def test_own_gradients_of_each_rank_and_micro_batch_equal_the_reference(name, found):
+    owed = OWED[name]
+    for step, truth in enumerate(truth_of(owed), 1):
+        if owed.scaled and step == SKIPPED:
+            continue
+        scale = scale_at(owed, step)
+        for micro in (None, *range(owed.micros)):
+            groups = [(rank,) for rank in range(WORLD)] if owed.local == "partial" else [tuple(range(WORLD))]
+            for place, ranks in enumerate(groups):
+                own = truth.local(place) if micro is None else truth.micro[place][micro]
+                rows = [row for rank in ranks for row in found[name, rank].rows if row.kind == LOCAL]
+                rows = [row for row in rows if (row.step, row.micro_step) == (step, micro)]
+                assert {owed.local} <= {row.placement for row in rows} <= {owed.local, "replica"}
+                check(rows, {key: scale * value for key, value in own.items()}, owed.rel)
+
+
+@pytest.mark.parametrize("name", OWED)
+def test_what_ranks_hold_together_equals_the_reference(name, found):
+    owed = OWED[name]
+    for step, truth in enumerate(truth_of(owed), 1):
+        if owed.scaled and step == SKIPPED:
+            continue
+        for kind in kinds_of(owed):
+            if kind == LOCAL:
+                continue
+            scale = scale_at(owed, step) if kind == "grad_reduced" else 1.0
+            rows = [row for rank in range(WORLD) for row in found[name, rank].rows if row.kind == kind]
+            rows = [row for row in rows if row.step == step]
+            assert owed.shared == {row.placement for row in rows}, kind
+            known = "grad_clipped" if owed.by_loop and kind == "grad_reduced" else kind
+            expected = {key: scale * value for key, value in truth.shared[known].items()}
+            check(rows, expected, owed.rel)
+            if owed.everywhere and kind != "grad_clipped":  # of no elements, it equals the reduced one
+                assert {(tensor, WORLD) for tensor in NAMES} == set(count_of(rows).items())
+
+
+@pytest.mark.parametrize("name", [name for name, owed in OWED.items() if owed.activations])
+def test_activations_of_each_rank_and_micro_batch_equal_the_reference(name, found):
+    owed = OWED[name]
+    told = 0
+    for rank, (step, truth) in itertools.product(range(WORLD), enumerate(truth_of(owed), 1)):
+        if owed.scaled and step == SKIPPED:
+            continue
+        of_rank = truth.seen[rank if len(owed.ranks) > 1 else 0]
+        rows = [row for row in found[name, rank].rows if row.step == step and row.kind.startswith("act_")]
+        for row in rows:
+            assert row.micro_step is not None
+            scale = scale_at(owed, step) if "grad" in row.kind else 1.0
+            close([row], scale * of_rank[row.micro_step][str(row.kind), row.tensor], owed.rel)
+        told += len(rows)
+    pairs = WORLD if owed.local != "full" else 1  # a layer is on every rank, or on the one of its stage
+    assert (STEPS - owed.scaled) * owed.micros * pairs * len(of_rank[0]) == told
+
+
+def test_a_step_that_the_scaler_skips_is_there_with_the_gradients_that_made_it_so(found):
+    for rank in range(WORLD):
+        outcome = found["ddp, gradient scaler", rank]
+        rows = [row for row in outcome.rows if row.step == SKIPPED]
+        assert (SKIPPED, "step_skipped") in outcome.events
+        assert all(row.counts["nans"] + row.counts["infs"] for row in rows if row.kind in GRADIENTS)
+        assert {"grad_unreduced", "grad_reduced"} <= {row.kind for row in rows}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_shard_names_the_ranks_that_hold_the_others(name, found):
+    for rank in range(WORLD):
+        sharded = {row.shard_group for row in found[name, rank].rows if row.placement == "shard"}
+        whole = {row.shard_group for row in found[name, rank].rows if row.placement != "shard"}
+        assert ({"0,1"}, {None}) == (sharded, whole)
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp1", "fsdp2, mixed precision"])
+def test_a_gradient_before_it_is_sharded_has_the_form_of_the_whole_tensor(name, found):
+    shapes = {key: tuple(item.shape) for key, item in Net().named_parameters()}
+    own = [row for row in found[name, 0].rows if row.kind == LOCAL]
+
+    assert shapes == {row.tensor: row.shape for row in own}
+    assert {"bfloat16" if "mixed" in name else "float32"} == {row.dtype for row in own}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_rank_measures_without_the_others(name, found):
+    """A hidden collective would have hung, or mixed up what the ranks say to each other."""
+    both = {(row.step, row.kind, row.tensor, row.numbers["norm"]) for row in found[name.removesuffix(TOLD), 0].rows}
+    alone = {(row.step, row.kind, row.tensor, row.numbers["norm"]) for row in found[name, 0].rows}
+
+    assert both == alone
+    assert [] == found[name, 1].rows
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+def test_modules_of_all_stages_are_read_when_they_are_called(name, found):
+    check_calls([found[name, rank] for rank in range(WORLD)], truth_of(STAGE), MICROS, split=True)
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+def test_each_stage_of_a_rank_has_its_number(name, found):
+    for rank in range(WORLD):
+        assert {0, 1} == {row.vpp_stage for row in found[name, rank].rows if row.kind.startswith("act_")}
+        assert {None} == {row.vpp_stage for row in found["pipeline, 1f1b", rank].rows}
+
+
+def test_gradients_are_there_from_the_step_that_thaws_a_parameter_to_the_one_that_freezes_it(found):
+    for rank in range(WORLD):
+        steps = steps_of(found["fsdp2, thawed and frozen", rank], LOCAL, "blocks.0.up.weight", "leave.weight")
+        reduced = steps_of(
+            found["fsdp2, thawed and frozen", rank], "grad_reduced", "blocks.0.up.weight", "leave.weight"
+        )
+        expected = [set(range(THAWED, STEPS + 1)), set(range(1, FROZEN))]
+        assert (expected, expected) == (steps, reduced)
+
+
+@pytest.mark.parametrize("name", [name for name in MISFORTUNES if "failing" in name])
+def test_a_forward_pass_that_ends_in_an_exception_is_no_step(name, found):
+    for rank in range(WORLD):
+        failing = [row for row in found[name, rank].rows if row.micro_step is None]
+        usual = [row for row in found[name.removesuffix(", failing"), rank].rows if row.micro_step is None]
+        assert usual == failing
+        rows = [row for row in found[name, rank].rows if row.step == FAILED and row.kind == LOCAL]
+        assert {None, 1} == {row.micro_step for row in rows}  # the second forward pass of its step
+
+
+def test_a_layer_that_is_added_is_not_measured_and_does_no_harm(found):
+    for rank in range(WORLD):
+        rows = found["pipeline, growing", rank].rows
+        assert {1, 2, 3} == {row.step for row in rows if row.kind == "param_after"}
+        assert not [row for row in rows if row.tensor.startswith(f"blocks.{GROWN}")]
+
+
+def steps_of(outcome: Outcome, kind: str, *tensors: str) -> list[set[int]]:
+    rows = [row for row in outcome.rows if row.kind == kind and row.micro_step is None]
+    return [{row.step for row in rows if row.tensor == tensor} for tensor in tensors]
+
+
+def kinds_of(owed: Owed) -> list[str]:
+    return [kind for kind in ALL if not (owed.by_loop and kind == "grad_clipped")]
+
+
+def scale_at(owed: Owed, step: int) -> float:
+    """Return the loss scale: it is halved by the step that was skipped."""
+    return (8.0 if step < SKIPPED else 4.0) if owed.scaled else 1.0

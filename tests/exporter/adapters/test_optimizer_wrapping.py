@@ -1,0 +1,132 @@
+"""A replaced method: calls are seen, copies of the object are not watched, and the earlier method is put back."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rankscope_exporter.adapters.optimizer_wrapping import Replaced
+
+
+class Engine:
+    """Counts its own updates."""
+
+    def __init__(self) -> None:
+        self.updates = 0
+
+    def update(self, by: int = 1) -> int:
+        self.updates += by
+        return self.updates
+
+
+class Passing:
+    """Has the methods of another object."""
+
+    def __init__(self, inner: Engine) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+@pytest.fixture
+def seen() -> list[int]:
+    return []
+
+
+@pytest.fixture
+def around(seen: list[int]) -> Callable[..., Any]:
+    def note(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        seen.append(result)
+        return result
+
+    return note
+
+
+@pytest.mark.parametrize("make", [Engine, lambda: Passing(Engine())])
+def test_each_call_is_seen_until_it_is_removed(make, seen, around):
+    engine = make()
+    replaced = Replaced(engine, "update", around)
+
+    assert (2, 5) == (engine.update(2), engine.update(by=3))
+
+    replaced.remove()
+
+    assert "update" not in engine.__dict__
+    assert (6, [2, 5]) == (engine.update(), seen)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_copy_of_the_object_updates_itself_and_is_not_seen(way, removed, seen, around):
+    engine = Engine()
+    replaced = Replaced(engine, "update", around)
+    engine.update()
+    copied = way(engine)
+    if removed:
+        replaced.remove()
+
+    assert (2, 3) == (copied.update(), copied.update())
+    assert (1, [1]) == (engine.updates, seen)
+
+
+def test_a_pickled_object_loads_where_rankscope_is_not_installed(around):
+    engine = Engine()
+    Replaced(engine, "update", around)
+
+    assert b"rankscope" not in pickle.dumps(engine)
+
+
+def test_it_is_a_method_of_the_object_that_others_can_wrap_and_bind_again(seen, around):
+    """A learning-rate scheduler of torch takes the function, and puts a method of its own around it."""
+    engine = Engine()
+    replaced = Replaced(engine, "update", around)
+    function = engine.update.__func__
+    engine.update = types.MethodType(lambda owner, by: function.__get__(owner, Engine)(by), engine)  # type: ignore[method-assign]
+    engine.update(4)
+    replaced.remove()
+
+    assert (5, [4]) == (engine.update(1), seen)
+
+
+def test_a_method_of_the_object_itself_is_called_and_put_back(seen, around):
+    engine = Engine()
+    engine.update = types.MethodType(lambda owner, by: Engine.update(owner, 10 * by), engine)  # type: ignore[method-assign]
+    before = engine.update
+    replaced = Replaced(engine, "update", around)
+
+    assert (10, [10]) == (engine.update(1), seen)
+    assert (20, [10]) == (copy.deepcopy(engine).update(1), seen)
+
+    replaced.remove()
+
+    assert before is engine.update
+
+
+def test_an_error_of_the_original_is_raised(around):
+    engine = Engine()
+    Replaced(engine, "update", around)
+
+    with pytest.raises(TypeError):
+        engine.update("x")
+
+
+def test_the_object_is_not_kept_alive(around):
+    engine = Engine()
+    replaced = Replaced(engine, "update", around)
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    replaced.remove()
+
+    assert gone() is None

@@ -1,0 +1,192 @@
+"""An optimizer that updates flat copies, one parameter group after another, inside of one method: read as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.exporter.adapters.expectations import ALL, GRADIENTS, LOCAL, check
+from tests.exporter.adapters.loops import SKIPPED, Loop
+from tests.exporter.adapters.observation import Outcome, watched
+from tests.exporter.adapters.training import ADAM, CLIP, STEPS, Net, batch, loss_of, truths
+
+from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_exporter.adapters import framework_of
+from rankscope_exporter.adapters.partitioned_optimizer import Part, Parted
+from rankscope_exporter.base.errors import ConfigError
+
+
+class Flattened:
+    """Keeps what it updates in one flat tensor for each group, and shows its optimizer one group at a time."""
+
+    def __init__(self, model: Net) -> None:
+        parameters = list(model.parameters())
+        self.groups = [parameters[::2], parameters[1::2]]
+        self.flats = [torch.cat([item.detach().reshape(-1) for item in group]) for group in self.groups]
+        self.optimizer = torch.optim.Adam([{"params": [flat]} for flat in self.flats], **ADAM)
+
+    def places(self) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
+        """Return each parameter with its group and its start there."""
+        for number, group in enumerate(self.groups):
+            start = 0
+            for parameter in group:
+                yield parameter, number, start
+                start += parameter.numel()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        if all(bool(item.grad.isfinite().all()) for group in self.groups for item in group):
+            groups = self.optimizer.param_groups
+            for number, flat in enumerate(self.flats):
+                flat.grad = CLIP * torch.cat([item.grad.reshape(-1) for item in self.groups[number]])
+                self.optimizer.param_groups = [groups[number]]
+                self.optimizer.step()
+                flat.grad = None
+            self.optimizer.param_groups = groups
+        for parameter, number, start in self.places():
+            parameter.copy_(self.flats[number][start : start + parameter.numel()].view(parameter.shape))
+            parameter.grad = None
+
+
+class OfFlattened(Parted):
+    """What this package must know of it."""
+
+    def __init__(self, model: Net, flattened: Flattened) -> None:
+        super().__init__(model)
+        self.flattened = flattened
+        self.parts = {
+            id(parameter): Part(flattened.flats[group], flattened.optimizer, group, start, parameter.numel())
+            for parameter, group, start in flattened.places()
+        }
+
+    def reduced_gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        return parameter.grad
+
+    def earlier_gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        return parameter.grad
+
+    def install(self, hooking: Any) -> None:
+        self.watch(self.flattened, "step", hooking)
+
+
+class FlatLoop(Loop):
+    def train(self, optimizer: Any) -> list[Any]:
+        losses = []
+        for step in range(1, STEPS + 1):
+            losses.append(self.backward(step))
+            self.attached.flattened.step()
+        return losses
+
+    def optimizer(self) -> Any:
+        return self.attached.flattened
+
+
+def flat_loop(*, infinite: bool = False, micros: int = 1) -> FlatLoop:
+    model = Net()
+
+    def backward(step: int) -> torch.Tensor:
+        for micro in range(micros):
+            loss = loss_of(model(batch(0, step, micro))) * (float("inf") if infinite and step == SKIPPED else 1.0)
+            loss.backward()
+        return loss.detach()
+
+    return FlatLoop(OfFlattened(model, Flattened(model)), model, backward)
+
+
+@pytest.fixture(scope="module")
+def outcome() -> Outcome:
+    return watched(lambda _rank: flat_loop(micros=2), 0)
+
+
+def test_training_is_bit_identical_and_the_method_is_there_again():
+    loops: list[FlatLoop] = []
+
+    def make(_rank: int) -> FlatLoop:
+        loops.append(flat_loop())
+        return loops[-1]
+
+    outcome = watched(make, 0)
+
+    assert ([], 0, []) == (outcome.unequal, outcome.faults, outcome.left)
+    assert "step" not in vars(loops[-1].attached.flattened)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_every_kind_is_put_together_from_the_parts_of_all_groups(kind, outcome):
+    for step, truth in enumerate(truths((0,), 2), 1):
+        rows = [row for row in outcome.rows if (str(row.kind), row.step, row.micro_step) == (kind, step, None)]
+        check(rows, truth.local(0) if kind == LOCAL else truth.shared[kind], 1e-4)
+
+
+def test_each_micro_batch_has_its_own_gradients(outcome):
+    for step, truth in enumerate(truths((0,), 2), 1):
+        for micro in range(2):
+            rows = [row for row in outcome.rows if (row.kind, row.step, row.micro_step) == (LOCAL, step, micro)]
+            check(rows, truth.micro[0][micro], 1e-4)
+
+
+class OfScattered(OfFlattened):
+    scatters = True
+
+
+def test_a_sum_over_micro_batches_that_nobody_keeps_is_kept_here_once_it_was_seen_to_be_missing():
+    def make(_rank: int) -> FlatLoop:
+        loop = flat_loop(micros=2)
+        loop.attached = OfScattered(loop.model, loop.attached.flattened)
+        return loop
+
+    outcome = watched(make, 0)
+
+    assert {(step, micro) for step in range(1, STEPS + 1) for micro in (0, 1, None)} - {(1, None)} == {
+        (row.step, row.micro_step) for row in outcome.rows if row.kind == LOCAL
+    }
+    for step, truth in list(enumerate(truths((0,), 2), 1))[1:]:
+        rows = [row for row in outcome.rows if (row.kind, row.step, row.micro_step) == (LOCAL, step, None)]
+        check(rows, truth.local(0), 1e-4)
+    assert ([], 0) == (outcome.unequal, outcome.faults)
+
+
+def test_an_update_that_does_not_happen_is_a_step_that_was_skipped():
+    outcome = watched(lambda _rank: flat_loop(infinite=True), 0)
+
+    assert (SKIPPED, "step_skipped") in outcome.events
+    assert set(GRADIENTS[:2]) == {row.kind for row in outcome.rows if row.step == SKIPPED and row.kind in ALL}
+    assert {1, 2, 3} == {row.step for row in outcome.rows}
+
+
+def test_all_learning_rates_are_there_though_one_group_is_shown_at_a_time():
+    loop = flat_loop()
+    loop.attached.flattened.optimizer.param_groups[1]["lr"] = 0.5
+    with Monitor(MonitorConfig(console=False, exit_wait_seconds=0)) as monitor:
+        monitor.attach(loop.attached, loop.optimizer())
+        loop.train(None)
+        monitor.end_step()
+        session = monitor._session
+        session.publisher.stop(5.0)
+        records = session.channel.ring.after(-1, 1 << 30).records
+    rates = {item.value for record in records for item in record.scalars if item.name == "learning_rate"}
+
+    assert {ADAM["lr"], 0.5} == rates
+
+
+def test_a_list_of_models_is_refused_where_nobody_makes_one_of_them():
+    with pytest.raises(ConfigError, match="attach a monitor to each model"):
+        framework_of([Net(), Net()])
+
+    assert "plain" == framework_of([Net()]).name
+
+
+def test_a_method_that_somebody_wraps_meanwhile_is_left_alone():
+    loop = flat_loop()
+    flattened = loop.attached.flattened
+    with Monitor(MonitorConfig(console=False, exit_wait_seconds=0)) as monitor:
+        monitor.attach(loop.attached, flattened)
+        ours = flattened.step
+        flattened.step = lambda: ours()  # noqa: PLW0108 - another's wrapper
+        loop.train(None)
+        theirs = flattened.step
+
+    assert theirs is flattened.step
+    loop.train(None)

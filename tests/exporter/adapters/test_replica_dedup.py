@@ -1,0 +1,216 @@
+"""Of what is the same on ranks by construction the first of them has the rows, where `attach` is given the group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.exporter.adapters.loops import WORLD, Loop, ddp, ddp_scaled, fsdp1, fsdp2, plainly, tensor_parallel
+from tests.exporter.adapters.observation import Found, Outcome, begin, outcomes, read, unequal
+from tests.exporter.adapters.training import ADAM, Net
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_exporter.adapters import framework_of
+from rankscope_exporter.api.session_factory import find_mates
+from rankscope_exporter.model.parameter_names import named_parameters
+
+pytestmark = pytest.mark.timeout(400)  # the first test waits for all the training
+
+QUANTITIES = ("parameters", "gradients", "optimizer_state", "adam_updates", "direction", "activations")
+SHARED = {"param_before", "param_after", "grad_reduced", "grad_clipped", "exp_avg", "exp_avg_sq"}
+STATE = {"exp_avg", "exp_avg_sq"}
+NAMES = {name for name, _ in Net().named_parameters()}
+
+
+def hooked(rank: int) -> Loop:
+    """A communication hook of the user's: who knows what it does."""
+    loop = ddp(rank)
+    loop.model.register_comm_hook(None, allreduce_hook)  # type: ignore[operator]  # of DDP
+    return loop
+
+
+def ignoring(rank: int) -> Loop:
+    """DDP is told to leave a parameter alone."""
+    net = Net()
+    net._ddp_params_and_buffers_to_ignore = ["leave.bias"]  # type: ignore[assignment]  # as DDP has it
+    return plainly(torch.nn.parallel.DistributedDataParallel(net), rank)
+
+
+def half_frozen(rank: int) -> Loop:
+    net = Net()
+    assert net.leave is not None
+    net.leave.requires_grad_(False)
+    return plainly(torch.nn.parallel.DistributedDataParallel(net), rank)
+
+
+def hybrid(rank: int) -> Loop:
+    """FSDP2 with copies: two of them, each in one part."""
+    model = Net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("copies", "parts")))
+    return plainly(model, rank)
+
+
+@dataclass(frozen=True)
+class Case:
+    loop: Any
+    group: str = "dp_group"
+    left: frozenset[str] = frozenset(NAMES)
+    """Parameters of which the first rank has what is shared."""
+    zero: bool = False
+
+
+TP_WHOLE = frozenset({"blocks.0.down.bias", "blocks.1.down.bias"})
+CASES = {
+    "ddp": Case(ddp),
+    "ddp, gradient scaler": Case(ddp_scaled),
+    "ddp, ZeRO": Case(ddp, zero=True),
+    "ddp, a communication hook": Case(hooked, left=frozenset()),
+    "ddp, ignoring": Case(ignoring, left=frozenset(NAMES - {"leave.bias"})),
+    "ddp, frozen": Case(half_frozen, left=frozenset(NAMES - {"leave.bias", "leave.weight"})),
+    "fsdp1": Case(fsdp1, left=frozenset()),
+    "fsdp2": Case(fsdp2, left=frozenset()),
+    "fsdp2, copies": Case(hybrid),
+    "tensor parallel": Case(tensor_parallel, group="tp_group", left=TP_WHOLE),
+}
+
+
+@dataclass
+class Pair:
+    """One rank with and without the group."""
+
+    usual: Outcome = field(default_factory=Outcome)
+    grouped: Outcome = field(default_factory=Outcome)
+    state: bool = False
+    """Whether both were trained to the same bits."""
+    notes: list[str] = field(default_factory=list)
+    others: list[dict[str, int]] = field(default_factory=list)
+    """How many features and histograms the grouped run has, by step."""
+
+
+def train_pairs(rank: int, store: str, names: list[str], results: Any) -> None:
+    begin(rank, store)
+    for name in names:
+        case, pair = CASES[name], Pair()
+        states = [
+            train(case, rank, pair.usual, pair, {}),
+            train(case, rank, pair.grouped, pair, {case.group: dist.group.WORLD}),
+        ]
+        pair.state = not any(unequal(*both) for both in zip(*states, strict=True))
+        results.put((name, rank, pair))
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def train(case: Case, rank: int, outcome: Outcome, pair: Pair, groups: dict[str, Any]) -> list[torch.Tensor]:
+    loop = case.loop(rank)
+    optimizer: Any = loop.optimizer()
+    if case.zero:
+        optimizer = ZeroRedundancyOptimizer(loop.model.parameters(), torch.optim.Adam, **ADAM)
+    # One way to measure, since two round differently and the compiled one is ready at any step.
+    config = MonitorConfig(quantities=QUANTITIES, statistics="torch", console=False, exit_wait_seconds=0)
+    with Monitor(config) as monitor:
+        monitor.attach(loop.attached, optimizer, **groups)
+        loop.train(optimizer)
+        monitor.end_step()
+        read(monitor, outcome)
+        outcome.faults = monitor.faults
+        session = monitor._session
+        assert session is not None
+        records = session.channel.ring.after(-1, 1 << 30).records
+    if groups:
+        pair.notes = [str(e.message) for record in records for e in record.events if e.type == "note"]
+        pair.others = [
+            {"features": len(record.features), "histograms": len(record.histograms)}
+            for record in records
+            if record.statistics is not None
+        ]
+    return loop.state()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Pair]:
+    return outcomes(tmp_path_factory.mktemp("mates"), train_pairs, tuple(CASES))
+
+
+def keyed(rows: list[Found]) -> dict[tuple[Any, ...], Found]:
+    return {(row.step, row.kind, row.tensor, row.micro_step): row for row in rows}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_the_same_and_the_first_rank_publishes_all(name, found):
+    for rank in range(WORLD):
+        assert found[name, rank].state
+        assert 0 == found[name, rank].usual.faults == found[name, rank].grouped.faults
+    first = found[name, 0]
+
+    assert keyed(first.usual.rows) == keyed(first.grouped.rows)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_other_rank_has_what_is_its_own_and_nothing_that_the_first_has_alike(name, found):
+    case, pair = CASES[name], found[name, 1]
+    usual, grouped = keyed(pair.usual.rows), keyed(pair.grouped.rows)
+    shared = SHARED - STATE if case.zero else SHARED
+    left = {key for key in usual if key[1] in shared and key[2] in case.left}
+
+    assert usual.keys() - left == grouped.keys()
+    assert all(grouped[key] == usual[key] for key in grouped)
+    assert {"grad_unreduced", "act_in"} <= {kind for _, kind, _, _ in grouped}
+    assert bool(left) == bool(case.left)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.left])
+def test_what_is_left_to_the_first_rank_is_what_it_has(name, found):
+    mine, its = keyed(found[name, 1].usual.rows), keyed(found[name, 0].grouped.rows)
+    case = CASES[name]
+    shared = SHARED - STATE if case.zero else SHARED
+    for key, row in mine.items():
+        if key[1] in shared and key[2] in case.left:
+            assert (its[key].numbers, its[key].counts) == (row.numbers, row.counts)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_store_is_told_who_publishes(name, found):
+    case = CASES[name]
+    told = [[note for note in found[name, rank].notes if case.group in note] for rank in range(WORLD)]
+    if case.left:
+        shares = f"rank 0 publishes what {len(case.left)} of {len(NAMES)} parameters have in common on its ranks"
+        assert [[], [f"{case.group}: {shares}"]] == told
+    else:
+        assert all(len(notes) == 1 and "no parameter is known to be the same" in notes[0] for notes in told)
+
+
+def test_histograms_and_features_of_the_same_are_left_to_the_first_as_well(found):
+    first, other = (found["ddp", rank].others for rank in range(WORLD))
+
+    assert [2 * len(NAMES)] * len(first) == [of["histograms"] for of in first]
+    assert {0} == {of["histograms"] + of["features"] for of in other}
+    assert {True} == {of["histograms"] > 0 for of in found["fsdp2", 1].others}
+
+
+def test_megatrons_marks_tell_what_tensor_parallel_ranks_have_in_common_and_experts_are_not_of_it(monkeypatch):
+    """What is split is marked True, the rest False; an expert's gradients are reduced over another group."""
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    for layer, split in zip(net, (False, True, False), strict=True):
+        for parameter in layer.parameters():
+            parameter.tensor_model_parallel = split
+    for parameter in net[2].parameters():
+        parameter.allreduce = False
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [4, 6])
+    monkeypatch.setattr(dist, "get_rank", lambda: 6)
+    framework, parameters = framework_of(net), named_parameters(net)
+    of_tp = find_mates(framework, parameters, {"dp_group": None, "tp_group": object()})
+    of_dp = find_mates(framework, parameters, {"dp_group": object(), "tp_group": None})
+
+    assert {0, 1} == of_tp.positions
+    assert ["tp_group: rank 4 publishes what 2 of 6 parameters have in common on its ranks"] == [
+        event.message for event in of_tp.events
+    ]
+    assert (frozenset(), 1) == (of_dp.positions, len(of_dp.complaints))

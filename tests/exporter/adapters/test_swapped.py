@@ -1,0 +1,139 @@
+"""Parameters that torch swaps, an option of `.to()` and `load_state_dict`: training and rows are as without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rankscope_exporter import Monitor
+from rankscope_exporter.adapters.parameter_hooks import ACCUMULATED, GRADIENT
+
+QUANTITIES = ("parameters", "gradients", "micro_gradients", "optimizer_state", "activations")
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def swapping() -> Iterator[None]:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+class Net(nn.Module):
+    """Passes a parameter to a module, so that it is an activation as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 3, bias=False)
+        self.norm = nn.BatchNorm1d(3)
+        self.last = nn.Bilinear(3, 4, 2)
+        self.inner = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(self.norm(self.first(x)), self.inner(self.first.weight)[: len(x)])
+        return result
+
+
+Change = Callable[[nn.Module, list[Any]], None]
+
+
+def convert(net: nn.Module, _seen: list[Any]) -> None:
+    net.to(torch.float64)
+
+
+def convert_and_back(net: nn.Module, _seen: list[Any]) -> None:
+    """Convert more than once, so that a tensor may get the address of an earlier one."""
+    for dtype in (torch.float64, torch.float32, torch.float64, torch.float32):
+        net.to(dtype)
+
+
+def load(net: nn.Module, _seen: list[Any]) -> None:
+    net.load_state_dict({name: 0.5 * value for name, value in net.state_dict().items()})
+
+
+def hook(net: nn.Module, seen: list[Any]) -> None:
+    weight, bias = net.get_parameter("first.weight"), net.get_parameter("last.bias")
+    weight.register_hook(lambda gradient: 0.5 * gradient)
+    bias.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+
+
+WAYS: dict[str, dict[int, Sequence[Change]]] = {
+    "converted": {3: (convert,)},
+    "converted more than once": {3: (convert_and_back,)},
+    "loaded": {3: (load,), 5: (load, load)},
+    # Torch calls hooks that are the first of a parameter, registered after a swap ...
+    "converted, then hooked": {3: (convert, hook)},
+    # ... and none of a parameter that had hooks when it was swapped, however late they are registered.
+    "hooked, then converted": {2: (hook,), 3: (convert, hook)},
+}
+"""The action before a step."""
+
+
+class Outcome:
+    """A training to which something happens before some steps."""
+
+    def __init__(self, way: str, *, watched: bool, every: int = 1) -> None:
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        config = {"quantities": list(QUANTITIES), "every": every, "console": False, "exit_wait_seconds": 0}
+        self.monitor = Monitor(config)
+        if watched:
+            self.monitor.attach(net, optimizer)
+        self.seen: list[Any] = []
+        self.kinds: list[set[tuple[str, str, int | None]]] = []
+        for step in range(1, STEPS + 1):
+            for change in WAYS[way].get(step, ()):
+                change(net, self.seen)
+            optimizer.zero_grad()
+            dtype = net.first.weight.dtype
+            net(torch.arange(12.0).reshape(3, 4).to(dtype) / step).square().sum().backward()
+            rows = [row.entry for row in self.monitor.current("grad_unreduced", "grad_reduced", "act_grad_out")]
+            self.kinds.append({(entry.kind, entry.tensor, entry.micro_step) for entry in rows})
+            optimizer.step()
+        self.monitor.detach()
+        self.left = [getattr(item, table) for item in net.parameters() for table in (ACCUMULATED, GRADIENT)]
+        self.state = [*net.state_dict().values(), *self.seen]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_training_is_the_same_to_the_last_bit(way, every):
+    alone, watched = Outcome(way, watched=False), Outcome(way, watched=True, every=every)
+
+    assert len(alone.state) == len(watched.state)
+    assert all(torch.equal(one, other) for one, other in zip(alone.state, watched.state, strict=True))
+    assert 0 == watched.monitor.faults
+
+
+@pytest.mark.parametrize("way", ["converted", "converted more than once", "loaded"])
+def test_the_rows_of_each_step_are_those_before_the_swap(way):
+    outcome = Outcome(way, watched=True)
+
+    assert [outcome.kinds[0]] * STEPS == outcome.kinds
+    assert {"first.weight", "norm.weight", "last.bias", "inner"} <= {tensor for _, tensor, _ in outcome.kinds[0]}
+
+
+@pytest.mark.parametrize("way", ["converted", "loaded"])
+def test_no_table_of_hooks_is_left_behind(way):
+    assert {None} == set(Outcome(way, watched=True).left)
+
+
+def test_a_swap_in_the_middle_of_a_step_works_as_without_a_monitor():
+    """A loop that sees a NaN loads good parameters before it steps."""
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    config = {"quantities": list(QUANTITIES), "console": False, "exit_wait_seconds": 0}
+    with Monitor(config).attach(net, optimizer) as monitor:
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(torch.ones(3, 4)).sum().backward()
+            net.load_state_dict({name: value.clone() for name, value in net.state_dict().items()})
+            net.to(torch.float64)
+            net.to(torch.float32)
+
+        assert 0 == monitor.faults

@@ -1,0 +1,465 @@
+"""Parts of a monitor that do not depend on each other: one that fails is named once and takes no other one with it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.exporter.conftest import wait_until
+from tests.programs import run_program
+from torch import nn
+
+from rankscope_contract.events import EventType
+from rankscope_exporter import AnomalyNan, Monitor
+from rankscope_exporter.adapters.base import Together, remove_all
+from rankscope_exporter.api.session import Session
+from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.monitors.flight_recorder.poller import CollectiveReader
+from rankscope_exporter.monitors.hangs.watchdog import Watchdog
+from rankscope_exporter.monitors.hardware.poller import HardwareWatch
+from rankscope_exporter.observers.throughput.meter import Throughput
+from rankscope_exporter.publishing import publisher as publisher_module
+from rankscope_exporter.publishing.publisher import Publisher
+from rankscope_exporter.quantities.gradients import Gradients
+from rankscope_exporter.quantities.micro_batches import MicroGradients
+from rankscope_exporter.reactions.anomaly_capture import Captures
+from rankscope_exporter.reactions.anomaly_reactions import Alongside
+from rankscope_exporter.reconfiguration.change_sources import Switching
+from rankscope_exporter.sampling.active_quantity import Member
+from rankscope_exporter.serving.rank_server import Channel
+from rankscope_exporter.training.hooks import Hooks
+from rankscope_exporter.training.recorder import Recorder
+
+WHY = "no such device"
+
+
+class Training:
+    """A small training under a monitor, whose records are at hand."""
+
+    def __init__(self, **settings: Any) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        config = {"console": False, "exit_wait_seconds": 0, "quantities": ["parameters", "gradients"], **settings}
+        self.monitor = Monitor(config).attach(self.net, self.optimizer)
+        self.session: Session = self.monitor._session  # type: ignore[assignment]
+
+    def train(self, steps: int = 3, **values: Any) -> None:
+        for _ in range(steps):
+            self.net(torch.ones(2, 3)).sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.monitor.log(**(values or {"loss": 1.0}))
+
+    def finish(self) -> None:
+        session = self.session
+        self.monitor.detach()
+        self.records = session.channel.ring.after(-1, 1 << 30).records
+
+    def kinds(self) -> set[str]:
+        """Return the kinds that have rows."""
+        found = set()
+        for record in self.records:
+            if record.statistics is not None:
+                entries = record.statistics.plan.plan.entries
+                sizes = record.statistics.counts[-len(entries) :]
+                found |= {e.kind for e, n in zip(entries, sizes, strict=True) if n.is_valid}
+        return found
+
+    def scalars(self, name: str) -> list[float]:
+        return [item.value for record in self.records for item in record.scalars if item.name == name]
+
+    def types(self) -> set[str]:
+        return {event.type for record in self.records for event in record.events}
+
+
+def broken(*_: Any, **__: Any) -> Any:
+    raise OSError(WHY)
+
+
+def hooks_of(training: Training) -> int:
+    modules = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in training.net.modules())
+    tensors = sum(len(p._post_accumulate_grad_hooks or ()) for p in training.net.parameters())
+    optimizer = training.optimizer
+    return modules + tensors + len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+
+
+def named(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the first words of each fault that was named."""
+    return [record.getMessage().partition(" failed")[0] for record in caplog.records if WHY in record.getMessage()]
+
+
+# The beginning.
+
+OPTIONAL = {
+    "watchdog": (Watchdog, "start"),
+    "throughput": (Throughput, "install"),
+    "hardware": (HardwareWatch, "start"),
+    "remarks": (Session, "_remark"),
+    "switching": (Switching, "start"),
+}
+
+
+@pytest.mark.parametrize("part", OPTIONAL)
+def test_an_optional_part_that_does_not_start_leaves_the_others(part, monkeypatch, caplog):
+    started = []
+    for name, (owner, method) in OPTIONAL.items():
+        original = getattr(owner, method)
+        replacement = broken if name == part else _noting(started, name, original)
+        monkeypatch.setattr(owner, method, replacement)
+    training = Training()
+    training.train()
+    training.finish()
+
+    assert set(OPTIONAL) - {part} == set(started)
+    assert {"param_after", "grad_reduced"} <= training.kinds()
+    assert 1 == len(named(caplog))
+
+
+def _noting(started: list[str], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        started.append(name)
+        return original(*args)
+
+    return call
+
+
+def test_an_attach_that_fails_undoes_all_it_began_whatever_raises(monkeypatch, caplog):
+    undone = []
+    monkeypatch.setattr(Hooks, "install", broken)
+    monkeypatch.setattr(Hooks, "remove", _noting(undone, "hooks", broken))
+    monkeypatch.setattr(Publisher, "stop", _noting(undone, "publisher", broken))
+    monkeypatch.setattr(Channel, "close", _noting(undone, "channel", Channel.close))
+    training = Training()
+
+    assert ["hooks", "publisher", "channel"] == undone
+    assert None is training.monitor.address
+    assert ["undoing attach()", "attach()"] == named(caplog)
+
+
+def test_groups_that_cannot_be_looked_up_leave_the_model_measured(monkeypatch, caplog):
+    monkeypatch.setattr("rankscope_exporter.api.session_factory.find_mates", broken)
+    training = Training()
+    training.train()
+    training.finish()
+
+    assert {"param_after", "grad_reduced"} <= training.kinds()
+    assert ["dp_group and tp_group"] == named(caplog)
+
+
+# The end.
+
+ENDING = {
+    "hooks": (Hooks, "remove"),
+    "watchdog": (Watchdog, "stop"),
+    "hardware": (HardwareWatch, "stop"),
+    "last step": (Recorder, "finish"),
+    "captures": (Captures, "finish"),
+    "collectives": (CollectiveReader, "stop"),
+    "publisher": (Publisher, "stop"),
+    "on_anomaly": (Alongside, "stop"),
+    "switching": (Switching, "stop"),
+}
+
+
+@pytest.mark.parametrize("part", ENDING)
+def test_a_part_that_fails_at_the_end_leaves_the_exit_record(part, monkeypatch, caplog):
+    """And the others are ended, the port is closed."""
+    ended: list[str] = []
+    training = Training(capture={})
+    for name, (owner, method) in ENDING.items():
+        monkeypatch.setattr(owner, method, _noting(ended, name, broken if name == part else getattr(owner, method)))
+    training.train()
+    address = training.monitor.address
+    training.finish()
+    wait_until(lambda: EventType.EXIT in _types(training.session))
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"{address}/healthz", timeout=5)
+
+    monkeypatch.undo()
+    training.session.hooks.remove()  # where the part is the hooks: they would adopt the optimizer of a later test
+
+    assert set(ENDING) == set(ended)
+    assert 1 == len(named(caplog))
+
+
+def _types(session: Session) -> set[str]:
+    return {event.type for record in session.channel.ring.after(-1, 1 << 30).records for event in record.events}
+
+
+class Handle:
+    def __init__(self, removed: list[str], name: str, *, fails: bool = False) -> None:
+        self._removed, self._name, self._fails = removed, name, fails
+
+    def remove(self) -> None:
+        self._removed.append(self._name)
+        if self._fails:
+            raise OSError(WHY)
+
+
+def test_a_hook_that_cannot_be_removed_leaves_no_other_hook(caplog):
+    training = Training()
+    training.train()
+    removed: list[str] = []
+    training.session.hooks._handles.insert(0, Handle(removed, "first", fails=True))
+    training.session.hooks.keep(Handle(removed, "last"))
+    training.finish()
+
+    assert (["first", "last"], 0) == (removed, hooks_of(training))
+    assert ["removing a hook"] == named(caplog)
+
+
+def test_a_quantity_whose_hooks_cannot_be_removed_leaves_those_of_no_other(monkeypatch, caplog):
+    training = Training(quantities=["activations", "structure", "gradients"])
+    training.train()
+    monkeypatch.setattr(Member, "unhook", _breaking("activations", Member.unhook))
+    before = hooks_of(training)
+    training.finish()
+
+    assert 0 < hooks_of(training) < before  # those of activations
+    assert ["hooks of activations"] == named(caplog)
+
+
+def _breaking(name: str, original: Callable[[Member], None]) -> Callable[[Member], None]:
+    def unhook(member: Member) -> None:
+        if member.quantity.name == name:
+            raise OSError(WHY)
+        original(member)
+
+    return unhook
+
+
+@pytest.mark.parametrize("remove", [remove_all, lambda handles: Together(handles).remove()])
+def test_handles_are_removed_in_order_before_an_error_is_raised(remove):
+    removed: list[str] = []
+    handles = [Handle(removed, "one"), Handle(removed, "two", fails=True), Handle(removed, "three")]
+    with pytest.raises(OSError, match=WHY):
+        remove(handles)
+
+    assert ["one", "two", "three"] == removed
+
+
+OF_PROCESS = """
+import os
+from rankscope_exporter.process import lifecycle
+
+class Part:
+    def __init__(self, name):
+        self.name = name
+    def write(self, call):
+        print(call, self.name, flush=True)
+        if self.name == "broken":
+            raise OSError("no such device")
+    def abandon_after_fork(self):
+        self.write("abandoned")
+    def end_of_process(self, reason, error):
+        self.write("ended")
+
+for name in ("one", "broken", "two", "three"):
+    lifecycle.watch(Part(name))
+if os.fork() == 0:
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_a_monitor_that_fails_at_fork_or_exit_leaves_the_others():
+    done = run_program(OF_PROCESS)
+
+    assert 0 == done.returncode, done.stderr
+    names = ("broken", "one", "three", "two")
+    assert sorted(f"{what} {name}" for what in ("abandoned", "ended") for name in names) == sorted(
+        done.stdout.splitlines()
+    )
+
+
+OF_SIGNAL = """
+import os, signal, time
+from rankscope_exporter.process import stop_signals
+
+class Part:
+    def __init__(self, name):
+        self.name = name
+    def last_records(self, name):
+        if self.name == "broken":
+            raise OSError("no such device")
+        return self.wait
+    def wait(self):
+        print("heard", self.name, flush=True)
+        if self.name == "waiting":
+            raise OSError("no such device")
+
+for name in ("one", "broken", "waiting", "two"):
+    stop_signals.take(Part(name), ["SIGTERM"])
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(60)
+"""
+
+
+def test_a_monitor_that_fails_at_a_stop_signal_leaves_the_others():
+    done = run_program(OF_SIGNAL)
+
+    assert -15 == done.returncode, done.stderr
+    assert ["heard one", "heard two", "heard waiting"] == sorted(done.stdout.splitlines())
+    assert 2 == done.stderr.count("OSError: no such device")
+
+
+# A step.
+
+
+def test_a_logged_value_that_is_no_number_leaves_the_others(caplog):
+    training = Training()
+    training.train(2, loss=1.5, note="a text", tokens=4)
+    training.finish()
+
+    assert ([1.5, 1.5], [4.0, 4.0]) == (training.scalars("loss"), training.scalars("tokens"))
+    assert 2 == training.monitor.faults
+    assert 1 == len([record for record in caplog.records if "log(note=…) failed" in record.getMessage()])
+
+
+def test_a_learning_rate_that_cannot_be_read_leaves_the_other_values():
+    training = Training()
+    training.optimizer.param_groups[0]["lr"] = {"of": "nothing"}
+    training.optimizer.step = lambda *_: None  # type: ignore[method-assign]
+    training.session.recorder.forward_begins()
+    training.session.recorder.update_begins(training.optimizer)
+    training.session.recorder.end_step(skipped=False)
+    training.finish()
+
+    assert "param_before" in training.kinds()
+    assert 1 == training.monitor.faults
+
+
+def test_statistics_that_cannot_be_read_leave_numbers_and_events_of_the_step(monkeypatch, caplog):
+    monkeypatch.setattr(publisher_module, "finish", broken)
+    training = Training(rules=[AnomalyNan()])
+    training.train(1)
+    training.train(1, loss=float("nan"))
+    training.finish()
+
+    assert [1.0] == training.scalars("loss")[:1]
+    assert {EventType.ANOMALY, EventType.FAULT} <= training.types()
+    assert ["statistics of a step"] == named(caplog)
+
+
+def test_a_copy_of_statistics_that_fails_leaves_the_numbers_of_the_step(monkeypatch, caplog):
+    monkeypatch.setattr("rankscope_exporter.sampling.active_quantities.HostCopy", broken)
+    training = Training()
+    training.train(2)
+    training.finish()
+
+    assert [1.0, 1.0] == training.scalars("loss")
+    assert ["copying statistics"] == named(caplog)
+
+
+def test_a_quantity_that_fails_at_a_gradient_leaves_the_others(monkeypatch, caplog):
+    monkeypatch.setattr(Gradients, "gradient_ready", broken)
+    heard: list[str] = []
+    monkeypatch.setattr(MicroGradients, "gradient_ready", lambda *_: heard.append("micro"), raising=False)
+    training = Training(quantities=["gradients", "micro_gradients"])
+    training.train(1)
+    training.finish()
+
+    assert 4 == len(heard)
+    assert ["gradients (gradient_ready)"] == named(caplog)
+
+
+def test_a_channel_that_refuses_a_record_leaves_sinks_and_callbacks(monkeypatch, caplog):
+    told: list[int | None] = []
+    training = Training(rules=[AnomalyNan()], sinks={"api": {}})
+    monkeypatch.setattr(training.session.channel, "publish", broken)
+    monkeypatch.setattr(training.session.alongside, "fired", lambda step, _events: told.append(step))
+    training.train(1, loss=float("nan"))
+    training.monitor.detach()
+
+    assert [1] == [step for step in told if step is not None]
+    assert (1,) == training.monitor.sink("api").steps()
+    assert ["publishing a record"] == named(caplog)
+
+
+def test_a_console_that_fails_leaves_captures_and_callbacks(monkeypatch):
+    told: list[int | None] = []
+    training = Training(rules=[AnomalyNan()])
+    monkeypatch.setattr(training.session.console, "firing", broken)
+    monkeypatch.setattr(training.session.alongside, "fired", lambda step, _events: told.append(step))
+    training.train(1, loss=float("nan"))
+    training.finish()
+
+    assert [1] == told
+
+
+# The page.
+
+
+@pytest.mark.parametrize("part", ["_overhead", "_dropped", "collectives", "stretch"])
+def test_a_part_of_the_page_that_fails_leaves_the_others(part, monkeypatch, caplog):
+    training = Training()
+    training.train()
+    monkeypatch.setattr(training.session.channel, part, broken)
+    page = urllib.request.urlopen(f"{training.monitor.address}/metrics", timeout=30).read().decode()
+    training.finish()
+
+    assert "rankscope_run_info{" in page
+    assert "rankscope_ring_records{" in page
+    assert 1 == len(named(caplog))
+
+
+@pytest.mark.parametrize("part", ["keeper", "_server", "_registration"])
+def test_a_part_of_the_channel_that_fails_to_close_leaves_no_other_open(part, monkeypatch):
+    training = Training(serve={"ingest_url": "http://127.0.0.1:9"})
+    channel = training.session.channel
+    closed: list[str] = []
+    for name, method in (("keeper", "close"), ("_server", "stop"), ("_registration", "stop")):
+        owner = getattr(channel, name)
+        original = getattr(owner, method)
+        monkeypatch.setattr(owner, method, _noting(closed, name, broken if name == part else original))
+    training.finish()
+
+    assert ["_registration", "_server", "keeper"] == closed
+    if part == "_server":
+        monkeypatch.undo()
+        channel._server.stop()
+
+
+# Switching.
+
+
+def test_a_fault_in_agreeing_leaves_the_switch_thread_at_work(monkeypatch, tmp_path):
+    """Ranks that cannot be asked raise RuntimeError or ValueError; anything else is a fault of ours."""
+    path = tmp_path / "switch.json"
+    path.write_text(json.dumps({"dynamic_on": False}))
+    training = Training(switch_file=str(path), switch_poll_seconds=0.01)
+    switching, looked = training.session.switching, []
+    monkeypatch.setattr(switching, "_agreement", _Failing(looked))
+    wait_until(lambda: len(looked) > 3)
+    monkeypatch.undo()
+    training.finish()
+
+    assert training.monitor.faults > 3
+
+
+class _Failing:
+    """An agreement with other ranks that raises an error that is not foreseen."""
+
+    pending = False
+
+    def __init__(self, looked: list[str]) -> None:
+        self._looked = looked
+
+    def look(self) -> Any:
+        self._looked.append("looked")
+        raise TypeError(WHY)
+
+
+def test_a_guard_names_each_place_once(caplog):
+    caplog.set_level(logging.ERROR, "rankscope")
+    guard = Guard()
+    for where in ("one", "two", "one"):
+        guard.call(where, broken)
+
+    assert (["one", "two"], 3) == (named(caplog), guard.count)

@@ -1,0 +1,161 @@
+"""`anomaly.json` in the tool's words, whole after every step, whatever happens to the file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankscope_contract.events import Event, EventType
+from rankscope_contract.identity import Identity
+from rankscope_exporter import ConfigError, MonitorConfig
+from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.sinks import anomaly_file
+from rankscope_exporter.sinks.anomaly_file import Anomalies, AnomalyOptions
+from rankscope_ingest.importers.base import Faults
+from rankscope_ingest.importers.msprobe.anomalies import read_anomalies
+
+RECORDED = Path(__file__).parents[3] / "data/msprobe/single_rank/anomaly_detected/rank0/anomaly.json"
+
+
+def sink(folder: Path, rank: int = 3) -> Anomalies:
+    return Anomalies(
+        AnomalyOptions(folder=str(folder)),
+        Identity(run="r", launch_id="l", rank=rank, world_size=4, incarnation="5eed5eed" * 4),
+    )
+
+
+def anomaly(tensor: str = "head.weight", **others: Any) -> Event:
+    told = {
+        "kind": "grad_reduced",
+        "op": "norm",
+        "rule": "AnomalyTurbulence",
+        "value": 3.0,
+        "baseline": 1.5,
+        "call_id": 7,
+    }
+    return Event(type=EventType.ANOMALY, tensor=tensor, **{**told, **others})
+
+
+def record(step: int | None, *events: Event) -> StepRecord:
+    return StepRecord(ts=0, step=step, events=events)
+
+
+def read(folder: Path, rank: int = 3) -> dict[str, dict[str, Any]]:
+    document: dict[str, dict[str, Any]] = json.loads((folder / f"anomaly_detected/rank{rank}/anomaly.json").read_text())
+    return document
+
+
+def test_an_entry_has_the_tools_fields_key_and_message(tmp_path):
+    sink(tmp_path).put(record(5, anomaly()))
+    (key, entry), = read(tmp_path).items()  # fmt: skip
+    name = "0:head.weight/rank3/post_grad"
+
+    assert list(next(iter(json.loads(RECORDED.read_text()).values()))) == list(entry)
+    assert f"{name}_step_4_call_7" == key
+    assert {
+        "rank": 3,
+        "step": 4,
+        "micro_step": 0,
+        "pp_stage": 3,
+        "vpp_stage": 0,
+        "call_id": 7,
+        "tag_name": name,
+        "message": f"Rule AnomalyTurbulence reports anomaly signal in ('{name}', 'norm') at step 4, "
+        "current value 3.0, history mean 1.5.",
+        "group_mates": [0, 1, 2, 3],
+    } == entry
+
+
+def test_several_statistics_of_a_tensor_are_all_there(tmp_path):
+    events = [anomaly(op=op) for op in ("norm", "mean", "norm")]
+    sink(tmp_path).put(record(1, *events))
+
+    assert ["norm", "mean", "norm"] == [entry["message"].split("'")[3] for entry in read(tmp_path).values()]
+
+
+def test_our_import_reads_back_what_was_found(tmp_path):
+    found = [
+        (2, anomaly("layers.0", kind="act_out", micro_step=1, op="nans", rule="AnomalyNan", baseline=None)),
+        (3, anomaly("w", kind="exp_avg")),
+        (3, anomaly("w", kind="param_after", call_id=None)),
+    ]
+    written = sink(tmp_path)
+    for step, event in found:
+        written.put(record(step, event))
+    back = list(read_anomalies(tmp_path / "anomaly_detected/rank3/anomaly.json", Faults(), attempt=0, source="x"))
+    rows = [(item.step, item.micro_step, item.rows["events"][0]) for item in back]
+
+    assert [(step, event.micro_step, event.kind, event.tensor, event.op, event.rule, event.call_id)
+            for step, event in found] == [
+        (step, micro, row["kind"], row["tensor"], row["op"], row["rule"], row["call_id"]) for step, micro, row in rows
+    ]  # fmt: skip
+    assert math.isnan(rows[0][2]["baseline"])
+
+
+def test_the_file_is_whole_after_every_step_and_a_new_run_begins_anew(tmp_path):
+    first = sink(tmp_path)
+    for step in range(1, 6):
+        first.put(record(step, anomaly(), anomaly("b")))
+        first.put(record(step))
+        assert 2 * step == len(read(tmp_path))
+    second = sink(tmp_path)
+    second.put(record(1))
+
+    assert not list(tmp_path.rglob("anomaly.json"))
+    second.put(record(2, anomaly()))
+    assert 1 == len(read(tmp_path))
+
+
+def test_a_file_that_was_taken_away_is_begun_again(tmp_path):
+    written = sink(tmp_path)
+    written.put(record(1, anomaly()))
+    (tmp_path / "anomaly_detected/rank3/anomaly.json").unlink()
+    written.put(record(2, anomaly()))
+
+    assert [1] == [entry["step"] for entry in read(tmp_path).values()]
+
+
+def test_a_disk_that_takes_half_a_write_leaves_the_file_whole(tmp_path, monkeypatch):
+    written = sink(tmp_path)
+    written.put(record(1, anomaly()))
+    pwrite, sizes = os.pwrite, iter([20])
+    monkeypatch.setattr(os, "pwrite", lambda handle, data, place: pwrite(handle, data[: next(sizes, None)], place))
+    with pytest.raises(OSError, match="20 of"):
+        written.put(record(2, anomaly()))
+    assert [0] == [entry["step"] for entry in read(tmp_path).values()]
+
+    written.put(record(3, anomaly()))
+    assert [0, 2] == [entry["step"] for entry in read(tmp_path).values()]
+
+
+def test_the_file_has_a_bound(tmp_path, monkeypatch):
+    monkeypatch.setattr(anomaly_file, "MOST_BYTES", 600)
+    written = sink(tmp_path)
+    written.put(record(1, anomaly()))
+    with pytest.raises(OSError, match="takes no more"):
+        written.put(record(2, anomaly()))
+
+    assert 1 == len(read(tmp_path))
+
+
+def test_what_is_no_anomaly_of_a_tensor_is_left_out(tmp_path):
+    sink(tmp_path).put(record(1, Event(type=EventType.NOTE), anomaly(None, op="loss"), anomaly(kind=None)))  # type: ignore[arg-type]
+
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_of_any_kind_stay_names(tmp_path):
+    name = 'a"b\\c\n☃\ud800'
+    sink(tmp_path).put(record(1, anomaly(name)))
+
+    assert 1 == len(read(tmp_path))
+
+
+def test_a_wrong_folder_is_refused():
+    with pytest.raises(ConfigError, match=r"sinks\.anomalies: folder is a path, not 3"):
+        MonitorConfig(sinks={"anomalies": {"folder": 3}})

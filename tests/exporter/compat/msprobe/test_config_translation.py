@@ -1,0 +1,193 @@
+"""The tool's configuration is taken as it is wherever a configuration is taken; what is wrong in it is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankscope_contract.rules.nan import AnomalyNan
+from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_exporter import ConfigError, Monitor, MonitorConfig
+from rankscope_exporter.compat.msprobe import TrainerMon
+from rankscope_exporter.sampling.sampling_config import measuring_of
+
+FROM_THE_MANUAL = """{
+    "targets": {
+        "language_model.encoder.layers.0": {"input": "tuple[2]:0", "output": "tensor", "input_grad":"tuple[2]:0", "output_grad":"tuple[1]:0"}
+    },
+    "dynamic_on": false,  // only with DYNAMIC_MONITOR=True
+    "start_step": 0,
+    "collect_times": 100000000,
+    "step_interval": 1,
+    "print_struct": false,
+    "module_ranks": [0,1,2,3],
+    "ur_distribution": true,
+    "xy_distribution": true,
+    "all_xy": true,
+    "forward_only": false,
+    "backward_only": false,
+    "mv_distribution": true,
+    "param_distribution": true,
+    "wg_distribution": true,
+    "monitor_mbs_grad": true,
+    "cc_distribution": {"enable":true, "cc_codeline":[]},
+    "alert": {
+        "rules": [{"rule_name": "AnomalyTurbulence", "args": {"threshold": 0.5}}],  // 0.5: fifty percent off
+        "dump": false
+    },
+    /* where it goes */
+    "format": "csv",
+    "ops": ["min", "max", "norm", "zeros", "nans", "mean"],
+    "eps": 1e-8,
+    "ndigits": 12,
+    "step_count_per_record": 1,
+    "append_output": [],
+    "squash_name": true
+}
+"""  # noqa: E501 - as the manual prints it
+
+
+def test_the_example_of_the_manual_is_taken_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "monitor_config.json"
+    path.write_text(FROM_THE_MANUAL)
+    config = MonitorConfig.from_file(path)
+
+    assert {
+        "parameters", "gradients", "micro_gradients", "optimizer_state", "adam_updates", "activations", "collectives"
+    } == set(config.quantities)  # fmt: skip
+    assert [[0, 1, 2, 3]] * 7 == [table["ranks"] for table in config.options.values()]
+    assert (AnomalyTurbulence(threshold=0.5),) == config.rules
+    assert (1e-8, 1, None) == (config.zero_below, config.every, config.times)
+    assert {"csv"} == set(config.sinks)
+    assert config == TrainerMon(path)._config
+
+
+def test_a_mapping_and_a_document_that_switches_are_taken_too() -> None:
+    asked = {"wg_distribution": True, "step_interval": 3, "collect_times": 7, "dynamic_on": True, "start_step": 9}
+    config = Monitor(asked).config
+    switched = measuring_of(asked, MonitorConfig(), on=False)
+
+    assert (("gradients",), 3, 7) == (config.quantities, config.every, config.times)
+    assert switched.on
+    assert (("gradients",), 3, 7) == (switched.config.quantities, switched.config.every, switched.config.times)
+
+
+def test_what_is_ours_alone_may_stand_beside_the_tools_keys() -> None:
+    config = MonitorConfig.from_mapping(
+        {"wg_distribution": True, "run": "pretraining", "serve": {"ring_records": 512}, "remarks": ["hello"]}
+    )
+
+    assert ("pretraining", 512, ("hello",)) == (config.run, config.serve.ring_records, config.remarks)
+
+
+def test_our_own_configurations_stay_what_they_are() -> None:
+    for ours in ({}, {"dynamic_on": True}, {"every": 2}, {"ops": ["norm"]}, {"quantities": ["gradients"]}):
+        assert MonitorConfig(**ours) == MonitorConfig.from_mapping(ours)
+
+
+def test_what_is_not_said_has_the_tools_defaults() -> None:
+    config = MonitorConfig.from_mapping({"wg_distribution": True})
+
+    assert ({"csv"}, (), ("norm",), 1e-8) == (set(config.sinks), config.rules, config.ops, config.zero_below)
+
+
+def test_a_null_is_what_is_not_said() -> None:
+    assert MonitorConfig.from_mapping({"wg_distribution": True}) == MonitorConfig.from_mapping(
+        {"wg_distribution": True, "start_step": None, "collect_times": None, "targets": None}
+    )
+
+
+def test_rules_keep_their_order_and_have_names_of_their_own() -> None:
+    rules = [
+        {"rule_name": "AnomalyNan", "args": {"threshold": 5}},
+        {"rule_name": "AnomalyTurbulence", "args": {"threshold": 0.5}},
+        {"rule_name": "AnomalyNan"},
+    ]
+
+    assert (
+        AnomalyNan(threshold=5.0, infs=True),
+        AnomalyTurbulence(threshold=0.5),
+        AnomalyNan(name="AnomalyNan_2", infs=False),
+    ) == MonitorConfig.from_mapping({"alert": {"rules": rules}, "wg_distribution": True}).rules
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({"wg_distributon": True}, "unknown setting wg_distributon.*Did you mean wg_distribution?"),
+        ({"xy_distribution": True, "all_xyz": True}, "Did you mean all_xy?"),
+        ({"wg_distribution": True, "every": 2}, "every cannot stand beside wg_distribution: .* step_interval"),
+        ({"wg_distribution": True, "quantities": ["gradients"]}, "quantities cannot stand beside wg_distribution"),
+        ({"quantities": ["gradients"], "target": ["a"]}, "unknown setting target; there are"),
+        ({"wg_distribution": 1}, "wg_distribution is true or false, not 1"),
+        ({"targets": ["a"]}, 'targets is a table such as {"layers.0"'),
+        ({"targets": {"a": "tensor"}}, "targets is a table such as"),
+        ({"xy_distribution": True, "targets": {"a": {}, "b": {"out": "tensor"}}}, "'out' is unknown"),
+        ({"xy_distribution": True, "targets": {"a": {"output": "garbage"}}}, "'garbage' names no part of an object"),
+        ({"wg_distribution": True, "targets": {"b": {"outputs": "tensor"}}}, "targets: .*'b'.*'outputs' is unknown"),
+        ({"start_step": -1}, "start_step is a whole number from 0 on, not -1"),
+        ({"step_interval": 0}, "step_interval is a whole number from 1 on, not 0"),
+        ({"collect_times": 1.5}, "collect_times is a whole number from 0 on, not 1.5"),
+        ({"module_ranks": "0"}, "module_ranks is a list of rank numbers such as .0, 1., not '0'"),
+        ({"module_ranks": [True]}, "module_ranks is a list of rank numbers"),
+        ({"l2_targets": {"atention_hook": []}}, "Did you mean l2_targets.attention_hook?"),
+        ({"l2_targets": {"linear_hook": "fc"}}, "l2_targets.linear_hook is a list of modules, not 'fc'"),
+        ({"sa_order": "b,h,s,d"}, "sa_order is 's,b,h,d' or 'b,s,h,d'"),
+        ({"cc_distribution": True}, "cc_distribution is a table of enable, cc_codeline"),
+        ({"cc_distribution": {"enabled": True}}, "Did you mean cc_distribution.enable?"),
+        ({"cc_distribution": {"enable": 1}}, "cc_distribution.enable is true or false"),
+        ({"cc_distribution": {"cc_codeline": "a"}}, "cc_distribution.cc_codeline is a list"),
+        ({"cc_distribution": {"cc_codeline": ["train.py["]}}, "cc_codeline is a list of regular expressions"),
+        ({"alert": []}, "alert is a table of rules and dump"),
+        ({"alert": {"rule": []}}, "Did you mean alert.rules?"),
+        ({"alert": {"dump": "yes"}}, "alert.dump is true or false"),
+        ({"alert": {"rules": {"rule_name": "AnomalyNan"}}}, "alert.rules is a list of rules"),
+        ({"alert": {"rules": [{"rule_name": "AnomalyNaN"}]}}, "Did you mean AnomalyNan?"),
+        ({"alert": {"rules": [{"rule_name": "AnomalyTurbulence"}]}}, "AnomalyTurbulence needs args.threshold"),
+        ({"alert": {"rules": [{"rule_name": "AnomalyTurbulence", "args": {"threshold": 0}}]}}, "give a share above 0"),
+        ({"alert": {"rules": [{"rule_name": "AnomalyNan", "args": {"limit": 3}}]}}, "args of AnomalyNan"),
+        ({"format": "parquet"}, "format is one of csv, tensorboard, api, not 'parquet'"),
+        ({"format": "api", "ops": ["norm", "nons"]}, "'nons' is no statistic; there are norm.* Did you mean 'nans'?"),
+        ({"ops": "norm", "wg_distribution": True}, "ops is a list of names"),
+        ({"eps": "small"}, "eps is a number from 0 on"),
+        ({"ndigits": 0}, "ndigits is a whole number from 1 to 20"),
+        ({"step_count_per_record": 2_000_000}, "step_count_per_record is a whole number from 1 to 1000000"),
+        ({"append_output": ["Dec03_21-34-40"]}, "append_output is empty or two times"),
+        ({"append_output": ["a", "b"]}, "'a' is no time of a folder"),
+        ({"squash_name": "yes"}, "squash_name is true or false"),
+    ],
+)  # fmt: skip
+def test_a_wrong_key_or_value_is_named_with_what_would_be_right(document: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words.replace("?", "[?]")):
+        MonitorConfig.from_mapping(document)
+
+
+def test_a_wrong_file_is_named_in_the_error(tmp_path: Path) -> None:
+    path = tmp_path / "monitor_config.json"
+    for text, words in (
+        ("{", "monitor_config.json: "),
+        ("[]", "a table of settings"),
+        ('{"nix": 1}', "unknown setting"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            TrainerMon(path)
+    path.unlink()
+    with pytest.raises(ConfigError, match="No such file"):
+        TrainerMon(path)
+
+
+def test_settings_in_python_are_refused_with_where_they_belong() -> None:
+    with pytest.raises(ConfigError, match="path of a JSON file, not a dict: settings in Python go to rankscope"):
+        TrainerMon({"wg_distribution": True})  # type: ignore[arg-type]
+
+
+def test_the_translation_of_a_document_is_json(tmp_path: Path) -> None:
+    """A watched file is compared with what other ranks read by its text."""
+    path = tmp_path / "monitor_config.json"
+    path.write_text(FROM_THE_MANUAL)
+
+    assert json.dumps(MonitorConfig.from_file(path).options)

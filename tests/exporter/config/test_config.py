@@ -1,0 +1,178 @@
+"""Configuration: defaults that work, errors that name the key, the fault and the nearest right word."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankscope_contract.rules.nan import AnomalyNan
+from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_exporter import ConfigError, Monitor, MonitorConfig
+from rankscope_exporter.compat.msprobe import TrainerMon
+from rankscope_exporter.sampling.sampling_config import measuring_of
+
+TOML = """
+every = 5
+tensors = ["blocks.*"]
+[[rules]]
+rule_name = "AnomalyTurbulence"
+args = {threshold = 0.5}
+[serve]
+ring_records = 512
+"""
+
+
+def test_a_toml_file_gives_the_same_as_python(tmp_path: Path) -> None:
+    path = tmp_path / "monitor.toml"
+    path.write_text(TOML)
+    config = MonitorConfig.from_file(path)
+
+    assert 5 == config.every
+    assert ("blocks.*",) == config.tensors
+    assert (AnomalyTurbulence(threshold=0.5),) == config.rules
+    assert 512 == config.serve.ring_records
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"evry": 2}, ["evry", "Did you mean every?"]),
+        ({"serve": {"lisen": "127.0.0.1:0"}}, ["serve.lisen", "Did you mean serve.listen?"]),
+        ({"every": 0}, ["every", "from 1 on", "0"]),
+        ({"every": True}, ["every"]),
+        ({"quantities": ["gradient"]}, ["'gradient'", "Did you mean 'gradients'?"]),
+        ({"quantities": "gradients"}, ["quantities", "['gradients']"]),
+        ({"rules": [{"rule_name": "AnomalyNaN"}]}, ["AnomalyNaN", "Did you mean 'AnomalyNan'?"]),
+        (
+            {"rules": [{"rule_name": "AnomalyTurbulence", "args": {"treshold": 1}}]},
+            ["treshold", "it takes", "threshold"],
+        ),
+        ({"rules": [{"rule_name": "AnomalyTurbulence", "args": {"threshold": -1}}]}, ["threshold", "above 0"]),
+        ({"zero_below": float("nan")}, ["zero_below"]),
+        ({"statistics": "fast"}, ["statistics", "'auto' or 'torch'"]),
+        ({"steps": "some"}, ["steps", "'auto' or 'explicit'"]),
+        ({"enabled": "no"}, ["enabled is true or false"]),
+        ({"exit_wait_seconds": "5"}, ["exit_wait_seconds is a number"]),
+        ({"quantities": None}, ["quantities is a list"]),
+        ({"tensors": [1]}, ["tensors is a list of names"]),
+        ({"run": 5}, ["run is a name"]),
+        ({"rules": [5]}, ["rules holds tables"]),
+        ({"serve": 5}, ["serve is a table"]),
+        ({"serve": {"ring_records": "512"}}, ["ring_records is a whole number"]),
+        ({"serve": {"listen": 5}}, ["listen is text"]),
+    ],
+)
+def test_a_wrong_setting_is_named_with_what_would_be_right(settings: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        MonitorConfig.from_mapping(settings)
+
+    assert [] == [word for word in words if word not in str(error.value)]
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"total_steps": "9"}, {"total_steps": 1.5}, {"total_steps": 0}, {"first_step": "x"}]
+)
+def test_numbers_of_steps_are_whole(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="number of steps"):
+        Monitor(**arguments)
+
+
+def test_two_rules_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'AnomalyNan' is used twice"):
+        MonitorConfig(rules=(AnomalyNan(), AnomalyNan(threshold=3.0)))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+
+    with pytest.raises(ConfigError, match=r"broken\.json"):
+        MonitorConfig.from_file(broken)
+    with pytest.raises(ConfigError, match=r"absent\.toml"):
+        Monitor(str(tmp_path / "absent.toml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"every": 2,}', "take away the comma before it"),
+        ('{"quantities": ["gradients", // all\n ]}', "take away the comma before it"),
+        ("[" * 100_000, "recursion"),
+        ('{"every": ' + "9" * 5000 + "}", "4300 digits"),
+        ("", "Expecting value"),
+        ('{"every": 2, "run": "a", "every": 3}', "'every' stands twice in one table, as 2 and as 3: take one away"),
+        ('{"options": {"gradients": {"every": 2, "every": 4}}}', "'every' stands twice in one table, as 2 and as 4"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_said(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "monitor.json"
+    path.write_text(text)
+
+    with pytest.raises(ConfigError, match=words):
+        MonitorConfig.from_file(path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"options": 5}, "options is a table"),
+        ({"options": {5: {}}}, "5 is unknown"),
+        ({"options": {"gradients": {"ops": 5}}}, "ops is a list of statistics, not 5"),
+        ({"options": {"gradients": {"targets": 5}}}, "targets is a list of names, not 5"),
+        ({"options": {"gradients": {"targets": None}}}, "targets is a list of names, not None"),
+        ({"options": {"gradients": {"ranks": 5}}}, "ranks is a list of rank numbers, not 5"),
+        ({"sinks": {5: {}}}, "5 is unknown; there are"),
+        ({5: 1}, "unknown setting 5"),
+    ],
+)
+def test_what_is_of_another_type_is_refused_as_a_wrong_setting(settings: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        MonitorConfig.from_mapping({"quantities": ["gradients"], **settings})
+    with pytest.raises(ConfigError):
+        measuring_of({"quantities": ["gradients"], **settings}, MonitorConfig(), on=True)
+
+
+@pytest.mark.parametrize(("name", "text"), [("monitor.json", '{"every": 2}\r\n'), ("monitor.toml", "every = 2\r\n")])
+def test_a_file_may_begin_with_a_mark_of_its_encoding(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+
+    assert 2 == MonitorConfig.from_file(path).every
+
+
+def test_a_path_that_is_none_is_named() -> None:
+    for given in (Monitor, TrainerMon):
+        with pytest.raises(ConfigError, match="null byte"):
+            given("monitor\0.json")
+
+
+@pytest.mark.parametrize("number", [10**400, math.inf])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        lambda number: {"zero_below": number},
+        lambda number: {"exit_wait_seconds": number},
+        lambda number: {"switch_poll_seconds": number},
+        lambda number: {"hang_after_seconds": number},
+        lambda number: {"wg_distribution": True, "eps": number},
+        lambda number: {"alert": {"rules": [{"rule_name": "AnomalyNan", "args": {"threshold": number}}]}},
+    ],
+)
+def test_a_number_that_no_clock_and_no_tensor_can_hold_is_refused(settings: Any, number: float) -> None:
+    with pytest.raises(ConfigError):
+        MonitorConfig.from_mapping(settings(number))
+
+
+def test_the_environment_goes_over_the_file() -> None:
+    config = MonitorConfig(every=3).with_environment({"RANKSCOPE_DISABLED": "1", "RANKSCOPE_TOKEN": "secret"})
+
+    assert not config.enabled
+    assert "secret" == config.serve.token
+    assert 3 == config.every
+
+
+def test_the_token_is_not_in_what_the_rank_shows() -> None:
+    assert "secret" not in repr(MonitorConfig().with_environment({"RANKSCOPE_TOKEN": "secret"}))

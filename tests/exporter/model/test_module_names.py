@@ -1,0 +1,103 @@
+"""Modules under the names the user knows, also behind wrappers; and calls that are found again when recomputed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from rankscope_exporter.model.module_names import defines_forward, named_modules, selected, unmatched
+from rankscope_exporter.model.name_patterns import Targets
+from rankscope_exporter.quantities.activations.entries import Call, Calls
+
+
+def test_wrappers_do_not_show_and_the_users_own_module_is_taken():
+    inner = nn.Linear(2, 2)
+    model = nn.Sequential(checkpoint_wrapper(inner), nn.ModuleList([nn.Tanh()]))
+    modules = {item.name: item for item in named_modules(model)}
+
+    assert ["", "0", "1.0"] == list(modules)
+    assert inner is modules["0"].module
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_a_scripted_module_can_be_called_and_a_list_cannot():
+    class Own(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    script = torch.jit.script(nn.Linear(2, 2))
+
+    assert [True, True, False] == [defines_forward(kind) for kind in (type(script), Own, nn.ModuleList)]
+    assert ["", "0"] == [item.name for item in named_modules(nn.Sequential(script))]
+
+
+def test_a_shared_module_has_one_name_and_aliases_and_is_a_target_by_each():
+    shared = nn.Linear(2, 2)
+    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)})
+    modules = named_modules(model)
+
+    assert [("a", ("b.0",)), ("b", ())] == [(item.name, item.aliases) for item in modules]
+    assert ["a"] == [item.name for item in selected(modules, Targets(["b.?"]))]
+    assert ["target 'c' matches no module"] == unmatched(modules, Targets(["c", "b.0"]))
+
+
+@pytest.mark.parametrize("way", ["wrapped", "in place", "all"])
+def test_what_is_inside_of_compiled_code_is_marked(way):
+    part = nn.Sequential(nn.Linear(2, 2))
+    model = nn.Sequential(part, nn.Tanh())
+    if way == "wrapped":
+        model[0] = torch.compile(part, backend="eager")
+    elif way == "in place":
+        part.compile(backend="eager")
+    else:
+        model = torch.compile(model, backend="eager")
+    compiled = {item.name: item.compiled for item in named_modules(model)}
+
+    assert {
+        "wrapped": {"": False, "0": False, "0.0": True, "1": False},
+        "in place": {"": False, "0": True, "0.0": True, "1": False},
+        "all": {"": False, "0": True, "0.0": True, "1": True},
+    }[way] == compiled
+
+
+def test_calls_of_a_module_are_numbered_within_a_micro_batch():
+    calls = Calls()
+    made = [calls.begins(*call, with_gradients=True) for call in (("a", 0), ("a", 0), ("b", 0), ("a", 1), ("a", 0))]
+
+    assert [None, 1, None, None, 2] == [call.seq for call in made]
+    assert calls.again("a", 0) is None
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_recomputed_parts_are_found_again_in_whatever_order(seed):
+    """Random calls, of shared modules and in several micro-batches; of each part the first argument is kept."""
+    choice = random.Random(seed)
+    calls, parts, pointer = Calls(), [], 1000
+    for _ in range(choice.randint(1, 6)):
+        part: list[Call] = []
+        micro_step = choice.randint(0, 2)
+        pointer += 1
+        for number in range(choice.randint(1, 4)):
+            # The memory of what lies inside of a part is used again and again.
+            where = pointer if number == 0 else choice.randint(1, 3)
+            part.append(calls.begins(choice.choice("abc"), micro_step, with_gradients=False, pointer=where))
+        parts.append(part)
+    choice.shuffle(parts)
+    for part in parts:
+        assert part == [calls.again(call.module, call.pointer if not n else 2) for n, call in enumerate(part)]
+        calls.gradient_arrived()
+
+    assert calls.again("a", 0) is None
+
+
+def test_without_its_argument_the_latest_part_is_the_one():
+    calls = Calls()
+    parts = [[calls.begins(name, 0, with_gradients=False) for name in "ab"] for _ in range(3)]
+
+    for part in reversed(parts):
+        assert part == [calls.again(call.module, 0) for call in part]
+        calls.gradient_arrived()

@@ -1,0 +1,220 @@
+"""The thread that reads: what it publishes, counts and leaves alone, without a process group of this process."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from tests.exporter.conftest import wait_until
+from tests.exporter.monitors.flight_recorder.test_step_assignment import raw
+from tests.programs import run_program
+
+from rankscope_exporter import ConfigError, MonitorConfig
+from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.monitors.flight_recorder import poller, torch_api
+from rankscope_exporter.monitors.flight_recorder.poller import CollectiveReader
+from rankscope_exporter.monitors.flight_recorder.torch_api import Report, prepare_stacks
+from rankscope_exporter.records.pending_step import Draft
+from rankscope_exporter.records.step_record import StepRecord
+
+
+class Torch:
+    """A double of torch's recorder. Counts how it was read."""
+
+    def __init__(self) -> None:
+        self.entries: list[dict[str, Any]] = []
+        self.asked: list[str] = []
+        self.has_compiler = True
+
+    def with_stacks(self, _report: Report) -> dict[str, Any]:
+        self.asked.append("with")
+        return {"cpu": self.entries}
+
+    def without_stacks(self, _report: Report) -> dict[str, Any]:
+        self.asked.append("without")
+        return {"cpu": self.entries}
+
+
+@pytest.fixture
+def torch_(monkeypatch: pytest.MonkeyPatch) -> Torch:
+    double = Torch()
+    monkeypatch.setattr(poller, "has_groups", lambda: True)
+    monkeypatch.setattr(poller, "_read_before", {})
+    monkeypatch.setattr(poller, "prepare_stacks", lambda: double.has_compiler)
+    monkeypatch.setattr(poller, "read_with_stacks", double.with_stacks)
+    monkeypatch.setattr(poller, "read_without_stacks", double.without_stacks)
+    return double
+
+
+def made(share: float = 1.0) -> tuple[CollectiveReader, list[StepRecord], Guard]:
+    records: list[StepRecord] = []
+    guard = Guard()
+    return CollectiveReader(share, records.append, guard), records, guard
+
+
+def step(reading: CollectiveReader, number: int) -> None:
+    reading.step_begins(number)
+    reading.step_ends(Draft(number, 0))
+
+
+def test_a_step_has_its_rows_in_a_record_of_no_step(torch_):
+    """A record that is late must not turn back what the page and the service take for the latest step."""
+    reading, records, _ = made()
+    reading.step_begins(3)
+    torch_.entries = [raw(0, reading._began_us)]
+    reading.step_ends(Draft(3, 0))
+    reading.stop(60)
+
+    assert [3] == [row["step"] for record in records for row in record.collectives]
+    assert {None} == {record.step for record in records}
+
+
+def test_what_was_overwritten_is_counted_and_said_in_an_event(torch_):
+    reading, records, _ = made()
+    torch_.entries = [raw(5, 0), raw(6, 0)]
+    step(reading, 1)
+    reading.stop(60)
+
+    assert 5 == reading.overwritten
+    (event,) = [event for record in records for event in record.events]
+    assert ("note", "collectives_overrun", 5.0) == (event.type, event.op, event.value)
+
+
+def test_thousands_of_entries_are_read_without_stacks_and_without_the_interpreter_lock(torch_, monkeypatch):
+    monkeypatch.setattr(poller, "MOST_WITH_STACKS", 2)
+    reading, _, _ = made()
+    torch_.entries = [raw(number, 0) for number in range(3)]
+    step(reading, 1)
+    wait_until(lambda: torch_.asked)
+    reading.stop(60)
+
+    assert ["with", "without"] == torch_.asked
+
+
+def test_a_process_without_the_compiler_is_read_without_stacks(torch_):
+    """Torch would bring it in to write them."""
+    torch_.has_compiler = False
+    reading, _, _ = made()
+    step(reading, 1)
+    reading.stop(60)
+
+    assert {"without"} == set(torch_.asked)
+
+
+def test_a_record_that_cannot_be_read_costs_a_fault_and_no_training(torch_):
+    reading, records, guard = made()
+    torch_.entries = [{"record_id": 1}]
+    step(reading, 1)
+    reading.stop(60)
+
+    assert ([], True) == (records, guard.count > 0)
+
+
+def test_at_the_end_what_is_just_over_is_looked_at_once_more(torch_, monkeypatch):
+    """Torch notes it a moment later; a call that is said to be never left must be one."""
+    reading, records, _ = made()
+    torch_.entries = [raw(0, 0, over=False)]
+    step(reading, 1)
+    wait_until(lambda: torch_.asked)
+    monkeypatch.setattr(poller.time, "sleep", lambda _seconds: torch_.entries.__setitem__(0, raw(0, 0)))
+    reading.stop(60)
+
+    assert ["left"] == [row["state"] for record in records for row in record.collectives]
+
+
+def test_a_process_without_groups_has_no_thread(monkeypatch):
+    monkeypatch.setattr(poller, "has_groups", lambda: False)
+    reading, records, _ = made()
+    before = threading.active_count()
+    for number in range(5):
+        step(reading, number)
+    reading.stop(60)
+
+    assert (before, [], 0) == (threading.active_count(), records, len(reading._ended))
+
+
+def test_a_share_of_nothing_reads_nothing(torch_):
+    reading, records, _ = made(0)
+    step(reading, 1)
+    reading.stop(60)
+
+    assert ([], []) == (torch_.asked, records)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, "much", True])
+def test_a_share_that_is_none_is_refused(share):
+    with pytest.raises(ConfigError, match="collectives_share"):
+        MonitorConfig(collectives_share=share)
+
+
+OVERRUN = """
+import json, torch, torch.distributed as dist, rankscope
+import tempfile, time
+dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
+net = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+config = rankscope.MonitorConfig(console=False, exit_wait_seconds=0, collectives_share=1.0)
+monitor = rankscope.Monitor(config).attach(net, optimizer)
+session = monitor._session
+net(torch.ones(2, 3)).sum().backward()
+for _ in range(20):
+    dist.all_reduce(torch.ones(3))
+optimizer.step()
+monitor.end_step()
+while not session.followers.collectives.totals.by_op():
+    time.sleep(0.01)
+monitor.detach()
+records = session.channel.ring.after(-1, 1 << 40).records
+page = b"".join(bytes(piece) for piece in session.channel.page()).decode()
+dist.destroy_process_group()
+print(json.dumps({
+    "rows": [row["collective_seq"] for record in records for row in record.collectives],
+    "places": [row["call_seq"] for record in records for row in record.collectives],
+    "said": [event.message for record in records for event in record.events if event.op == "collectives_overrun"],
+    "dropped": [line for line in page.splitlines() if 'reason="collectives_overrun"' in line],
+}))
+"""
+
+
+def test_a_ring_of_torch_that_is_too_small_leaves_a_gap_that_is_counted():
+    """Of twenty real collectives torch keeps the last eight."""
+    done = run_program(OVERRUN, TORCH_FR_BUFFER_SIZE="8")
+
+    assert 0 == done.returncode, done.stderr
+    told = json.loads(done.stdout)
+    assert [*range(13, 21)] == told["rows"]
+    assert [None] * 8 == told["places"]
+    assert ["12 collectives have no row"] == [text.partition(":")[0] for text in told["said"]]
+    assert ["12.0"] == [line.rpartition(" ")[2] for line in told["dropped"]]
+
+
+def test_groups_that_cannot_be_looked_up_leave_the_rows(torch_, monkeypatch, caplog):
+    class Changed:
+        """The module of another release of torch."""
+
+        pg_names = 7
+
+    monkeypatch.setattr(dist.distributed_c10d, "_world", Changed())
+    reading, records, guard = made()
+    reading.step_begins(3)
+    torch_.entries = [raw(0, reading._began_us)]
+    reading.step_ends(Draft(3, 0))
+    reading.stop(60)
+
+    assert [(3, None)] == [(row["step"], row["group_ranks"]) for record in records for row in record.collectives]
+    assert 0 < guard.count
+    assert 1 == len([record for record in caplog.records if "ranks of process groups failed" in record.getMessage()])
+
+
+def test_a_compiler_that_cannot_be_imported_leaves_the_record_without_stacks(monkeypatch):
+    def broken(_name):
+        raise RuntimeError("no cache folder")
+
+    monkeypatch.setitem(sys.modules, "torch._dynamo", object())  # as in a process that has loaded it
+    monkeypatch.setattr(torch_api.importlib, "import_module", broken)
+
+    assert False is prepare_stacks()

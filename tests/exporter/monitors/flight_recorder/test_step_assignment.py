@@ -1,0 +1,145 @@
+"""Which step a collective belongs to, and what was overwritten, against a record that is replayed call by call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankscope_exporter.monitors.flight_recorder.step_assignment import Timeline
+
+RANKS = {"0": (0, 1)}
+
+
+def raw(number: int, at_us: int, *, over: bool = True, **more: Any) -> dict[str, Any]:
+    return {
+        "record_id": number, "collective_seq_id": number + 1, "p2p_seq_id": 0, "is_p2p": False,
+        "process_group": ("0", "default_pg"), "profiling_name": "gloo:all_reduce", "state": "scheduled",
+        "time_created_ns": at_us * 1000 + 7, "retired": over, **more,
+    }  # fmt: skip
+
+
+def test_a_call_is_of_the_step_that_began_last_before_it():
+    timeline = Timeline()
+    timeline.step_ended(7, 10, 20)
+    timeline.step_ended(8, 25, 40)
+    taken = timeline.take({"cpu": [raw(0, 5), raw(1, 10), raw(2, 22), raw(3, 25), raw(4, 39)]}, RANKS)
+
+    assert [(None, 0), (7, 0), (7, 1), (8, 0), (8, 1)] == [(row["step"], row["call_seq"]) for row in taken.rows]
+
+
+def test_a_call_waits_for_the_end_of_its_step():
+    """Until then it may turn out to be of the next one."""
+    timeline = Timeline()
+    timeline.step_ended(1, 0, 10)
+
+    assert [] == timeline.take({"cpu": [raw(0, 15)]}, RANKS).rows
+    timeline.step_ended(2, 14, 30)
+    assert [2] == [row["step"] for row in timeline.take({"cpu": [raw(0, 15)]}, RANKS).rows]
+    assert [] == timeline.take({"cpu": [raw(0, 15)]}, RANKS).rows
+
+
+def test_a_call_under_way_waits_until_it_is_over_and_keeps_its_place():
+    timeline = Timeline()
+    timeline.step_ended(1, 0, 10)
+    first = timeline.take({"cpu": [raw(0, 1, over=False), raw(1, 2)]}, RANKS).rows
+    second = timeline.take({"cpu": [raw(0, 1, duration_ms=2.5), raw(1, 2)]}, RANKS).rows
+
+    assert [(2, 1, "left", None)] == [_told(row) for row in first]
+    assert [(1, 0, "left", 0.0025)] == [_told(row) for row in second]
+
+
+@pytest.mark.parametrize(("end", "state"), [("overwritten", None), ("last reading", "entered")])
+def test_of_what_is_never_seen_to_be_over_it_is_said_that_it_was_entered_unless_torch_forgot_it(end, state):
+    timeline = Timeline()
+    timeline.step_ended(1, 0, 10)
+    timeline.take({"cpu": [raw(0, 1, over=False)]}, RANKS)
+    last = [raw(1, 2)] if end == "overwritten" else [raw(0, 1, over=False), raw(1, 2)]
+
+    taken = timeline.take({"cpu": last}, RANKS, is_last=end == "last reading")
+    assert [(1, 0, state, None), (2, 1, "left", None)] == [_told(row) for row in taken.rows]
+
+
+def test_the_last_reading_takes_what_is_behind_the_last_step():
+    timeline = Timeline()
+    timeline.step_ended(1, 0, 10)
+
+    assert [1] == [row["step"] for row in timeline.take({"cpu": [raw(0, 99)]}, RANKS, is_last=True).rows]
+
+
+def test_calls_of_a_step_of_which_some_were_overwritten_have_no_place():
+    timeline = Timeline()
+    timeline.step_ended(1, 0, 10)
+    timeline.take({"cpu": [raw(0, 1)]}, RANKS)
+    timeline.step_ended(2, 10, 20)
+    timeline.step_ended(3, 20, 30)
+    taken = timeline.take({"cpu": [raw(5, 12), raw(6, 13), raw(7, 21)]}, RANKS)
+
+    assert 4 == taken.overwritten
+    assert [(2, None), (2, None), (3, 0)] == [(row["step"], row["call_seq"]) for row in taken.rows]
+
+
+def test_a_record_that_begins_anew_is_followed():
+    timeline = Timeline()
+    timeline.step_ended(1, 0, 10)
+    timeline.take({"cpu": [raw(8, 1), raw(9, 2, over=False)]}, RANKS)
+    timeline.step_ended(2, 10, 20)
+    taken = timeline.take({"cpu": [raw(0, 11), raw(1, 12)]}, RANKS)
+
+    assert 0 == taken.overwritten
+    assert [(1, None), (2, "left"), (2, "left")] == [(row["step"], row["state"]) for row in taken.rows]
+
+
+def test_two_recorders_of_one_process_have_one_order():
+    timeline = Timeline()
+    timeline.step_ended(1, 0, 10)
+    taken = timeline.take({"cpu": [raw(0, 1), raw(1, 5)], "nccl": [raw(0, 3)]}, RANKS)
+
+    assert [(1, 0), (3, 1), (5, 2)] == [(row["t_start"], row["call_seq"]) for row in taken.rows]
+
+
+def _told(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["collective_seq"], row["call_seq"], row["state"], row["duration"]
+
+
+@st.composite
+def trainings(draw: st.DrawFn) -> tuple[int, list[tuple[str, int]]]:
+    """Return the size of the ring, and what happens: a call, a step that ends and the next that begins, a reading."""
+    events = draw(st.lists(st.sampled_from(["call", "call", "call", "step", "read"]), max_size=60))
+    return draw(st.integers(1, 8)), [(event, draw(st.integers(0, 2))) for event in events]
+
+
+@given(trainings())
+def test_every_call_has_one_row_or_was_counted_as_overwritten(training):
+    """Whatever the order of calls, steps and readings; calls last for any number of events."""
+    ring, events = training
+    timeline, rows, overwritten = Timeline(), [], 0
+    calls: list[tuple[int, int, int]] = []  # when, its step, when it is over
+    step, began = 1, 0
+    for now, (event, length) in enumerate([*events, ("read", 0)], start=1):
+        if event == "call":
+            calls.append((now, step, now + length))
+        elif event == "step":
+            timeline.step_ended(step, began, now)
+            step, began = step + 1, now
+        else:
+            is_last = now > len(events)
+            if is_last:
+                timeline.step_ended(step, began, now)
+            held = [raw(number, at, over=end <= now) for number, (at, _, end) in enumerate(calls)][-ring:]
+            taken = timeline.take({"cpu": held}, RANKS, is_last=is_last)
+            rows += taken.rows
+            overwritten += taken.overwritten
+
+    assert len(calls) == len(rows) + overwritten
+    expected = {number + 1: of for number, (_, of, _) in enumerate(calls)}
+    assert {row["collective_seq"]: expected[row["collective_seq"]] for row in rows} == {
+        row["collective_seq"]: row["step"] for row in rows
+    }
+    assert len(rows) == len({row["collective_seq"] for row in rows})
+    for of in set(expected.values()):
+        numbers = [seq for seq, its in expected.items() if its == of]
+        places = {row["collective_seq"]: row["call_seq"] for row in rows if row["step"] == of}
+        assert all(place is None or numbers[place] == seq for seq, place in places.items())

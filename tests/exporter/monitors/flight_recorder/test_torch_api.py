@@ -1,0 +1,387 @@
+"""Reading torch's recorders independently, by a function or through torch's worker server."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.programs import run_program
+
+from rankscope_exporter.monitors.flight_recorder import torch_api
+from rankscope_exporter.monitors.flight_recorder.entry import Entry, read_flight_record
+from rankscope_exporter.monitors.flight_recorder.torch_api import (
+    CPU,
+    NCCL,
+    Recorder,
+    read_with_stacks,
+    read_without_stacks,
+)
+
+C10D = torch._C._distributed_c10d
+DATA = Path(__file__).parents[3] / "data" / "flight"
+"""Dumps of NCCL that were written by hand; see its README."""
+
+GOOD = Recorder(name="good", with_stacks="_test_good_pickle", plain="_test_good_json", handler="test_none")
+BROKEN = Recorder(name="broken", with_stacks="_test_broken", plain="_test_broken", handler="test_none")
+ABSENT = Recorder(name="absent", with_stacks="_test_none", plain="_test_none", handler="test_none")
+
+
+def entry(number: int, **more: Any) -> dict[str, Any]:
+    return {
+        "record_id": number, "time_created_ns": 1000 * number, "profiling_name": "gloo:all_reduce",
+        "process_group": ["0", "default_pg"], "collective_seq_id": number, "p2p_seq_id": 0, **more,
+    }  # fmt: skip
+
+
+def broken(*_: object) -> bytes:
+    raise RuntimeError("CUDA error: unspecified launch failure")
+
+
+@pytest.fixture
+def functions(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Add functions of a good and a broken recorder to torch's, and return the document of the good one."""
+    document: dict[str, Any] = {"entries": [entry(2), entry(1)]}
+    monkeypatch.setattr(C10D, GOOD.plain, lambda *_: json.dumps(document).encode(), raising=False)
+    monkeypatch.setattr(C10D, GOOD.with_stacks, lambda *_: pickle.dumps(document), raising=False)
+    monkeypatch.setattr(C10D, BROKEN.plain, broken, raising=False)
+    return document
+
+
+class Failures(list[tuple[str, BaseException]]):
+    """The reported failures."""
+
+    def report(self, where: str, error: BaseException) -> None:
+        self.append((where, error))
+
+
+@pytest.fixture
+def failures() -> Failures:
+    return Failures()
+
+
+READINGS = {"with stacks": read_with_stacks, "without": read_without_stacks}
+
+
+@pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)
+@pytest.mark.parametrize("order", [(BROKEN, GOOD), (GOOD, BROKEN)], ids=["broken first", "broken last"])
+def test_a_recorder_that_fails_is_reported_and_the_other_is_returned(read, order, functions, failures):
+    entries = read(failures.report, recorders=order)
+
+    assert {"good": [entry(1), entry(2)]} == entries
+    assert ["reading the flight record of broken"] == [where for where, _ in failures]
+    assert "unspecified launch failure" in str(failures[0][1])
+
+
+@pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)
+def test_a_recorder_whose_functions_are_missing_has_no_entries(read, functions, failures):
+    assert {"good": [entry(1), entry(2)]} == read(failures.report, recorders=(ABSENT, GOOD))
+    assert [] == failures
+
+
+@pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)
+def test_a_torch_without_recorders_has_no_entries(read, failures, monkeypatch):
+    monkeypatch.setattr(torch_api, "_c10d", lambda: None)
+
+    assert {} == read(failures.report, recorders=(CPU, NCCL))
+    assert [] == failures
+
+
+@pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)
+def test_this_build_of_torch_is_read_without_a_process_group(read):
+    """In a process of its own: the record of this one has the groups of other tests."""
+    ended = run_program(
+        f"from rankscope_exporter.monitors.flight_recorder.torch_api import {read.__name__}\n"
+        f"failures = []\nprint({read.__name__}(lambda *failure: failures.append(failure)), failures)"
+    )
+
+    assert "{} []" == ended.stdout.strip(), ended.stderr
+
+
+@pytest.mark.parametrize("missing", ["process_group", "record_id"])
+def test_an_entry_without_a_needed_field_is_left_out_and_reported(missing, functions, failures):
+    functions["entries"].append({name: value for name, value in entry(3).items() if name != missing})
+
+    assert [1, 2] == [raw["record_id"] for raw in read_without_stacks(failures.report, recorders=[GOOD])["good"]]
+    assert "1 of 3 entries" in str(failures[0][1])
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return print, ("called",)
+
+
+@pytest.mark.parametrize("thing", [Harmful(), torch.float32, {1, 2, 3}.__class__])
+def test_nothing_that_a_pickled_record_names_is_called_or_imported(thing, functions, failures, capsys):
+    functions["entries"] = [thing]
+
+    assert {} == read_with_stacks(failures.report, recorders=[GOOD])
+    assert "a flight record holds no" in str(failures[0][1])
+    assert "" == capsys.readouterr().out
+
+
+def test_the_function_is_called_where_the_handler_answers_no_json(functions, failures):
+    """`ping` answers with `pong`."""
+    recorder = Recorder(name="cpu", with_stacks="_test_none", plain=GOOD.plain, handler="ping")
+
+    assert {"cpu": [entry(1), entry(2)]} == read_without_stacks(failures.report, recorders=[recorder])
+    assert [] == failures
+
+
+# Captures of graphs.
+
+
+class Runtime:
+    """A double of a device's runtime, which keeps the mode in which a thread meets captures of graphs."""
+
+    def __init__(self) -> None:
+        self.mode, self.modes = 0, []
+
+    def exchange(self, wanted: Any) -> int:
+        mode = ctypes.cast(wanted, ctypes.POINTER(ctypes.c_int)).contents
+        self.mode, mode.value = mode.value, self.mode
+        self.modes.append(self.mode)
+        return 0
+
+
+DEVICE = Recorder(
+    name="device", with_stacks="_test_device", plain="_test_device", handler="test_none", asks_device=True
+)
+
+
+@pytest.fixture
+def on_a_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+
+
+def test_the_device_is_asked_in_the_mode_that_spares_captures(on_a_device, failures, monkeypatch):
+    """The thread gets its own mode back."""
+    runtime, seen = Runtime(), []
+    monkeypatch.setattr(torch_api, "_exchange_of_modes", lambda: runtime.exchange)
+    monkeypatch.setattr(C10D, DEVICE.plain, lambda *_: seen.append(runtime.mode) or "{}", raising=False)
+    read_without_stacks(failures.report, recorders=[DEVICE])
+
+    assert ([2], [2, 0], []) == (seen, runtime.modes, failures)
+
+
+@pytest.mark.parametrize(("is_urgent", "names"), [(True, {"device", "good"}), (False, {"good"})])
+def test_without_that_mode_the_device_is_asked_in_a_hang_alone(
+    is_urgent, names, on_a_device, functions, failures, monkeypatch
+):
+    """The other recorder is read in any case."""
+    monkeypatch.setattr(torch_api, "_exchange_of_modes", lambda: None)
+    monkeypatch.setattr(C10D, DEVICE.plain, getattr(C10D, GOOD.plain), raising=False)
+
+    assert names == set(read_without_stacks(failures.report, is_urgent=is_urgent, recorders=[DEVICE, GOOD]))
+    assert [] == [where for where, error in failures if is_urgent or "captures of graphs" not in str(error)]
+
+
+# A dump of NCCL.
+
+NOW = 1_764_036_000.1
+
+
+def of_record(entries: Any) -> dict[str, Any]:
+    record = read_flight_record(entries, "hang", NOW, {"0": (0, 1, 2, 3), "1": (0, 2), "2": (0, 1)})
+    return {
+        "pending": str(record.pending),
+        "age": record.pending.age_seconds,
+        "latest": str(record.latest),
+        "under way": [item.op for item in record.collectives if item.is_pending],
+        "groups": [(group.id, group.ranks, group.latest_seq) for group in record.groups],
+    }
+
+
+RECORD = {
+    "pending": "all_reduce seq 12 (nccl, default_pg, Float scalar)",
+    "age": 0.08,
+    "latest": "recv 0<-1 seq 8 (nccl, mesh_pp, BFloat16 8x512)",
+    "under way": ["all_reduce", "recv 0<-1"],
+    "groups": [("1", "0,2", 41), ("0", "0-3", 12)],
+}
+
+
+def test_a_pickled_dump_of_nccl_is_read_with_its_stacks(failures, monkeypatch):
+    monkeypatch.setattr(C10D, NCCL.with_stacks, lambda *_: (DATA / "nccl_dump.pickle").read_bytes(), raising=False)
+    entries = read_with_stacks(failures.report, recorders=[NCCL])["nccl"]
+
+    assert RECORD == of_record(entries)
+    assert [88, 91, 97, 103, 110] == [raw["frames"][-1]["line"] for raw in entries]
+    assert [] == failures
+
+
+def test_rows_of_a_dump_of_nccl_have_what_the_store_needs(failures, monkeypatch):
+    monkeypatch.setattr(C10D, NCCL.with_stacks, lambda *_: (DATA / "nccl_dump.pickle").read_bytes(), raising=False)
+    entries = read_with_stacks(failures.report, recorders=[NCCL])["nccl"]
+    rows = [Entry.of(raw, {"1": (0, 2)}).row(5, 0) for raw in entries]
+
+    assert ["_all_gather_base", "send", "_reduce_scatter_base", "all_reduce", "recv"] == [row["op"] for row in rows]
+    assert [40, 7, 41, 12, 8] == [row["collective_seq"] for row in rows]
+    assert ["left", "left", "left", "entered", "entered"] == [row["state"] for row in rows]
+    assert [0.0015, 0.00025, None, None, None] == [row["duration"] for row in rows]
+    assert [4096, 8192, 4096, 4, 8192] == [row["bytes"] for row in rows]
+
+
+SERVER = """
+import json, os, sys, threading
+import torch, torch.distributed as dist
+from rankscope_exporter.monitors.flight_recorder.torch_api import CPU, Recorder, read_without_stacks
+from rankscope_exporter.monitors.flight_recorder.worker_server import register_handler
+c10d = torch._C._distributed_c10d
+free = threading.Event()
+
+def answers(request, response):
+    response.set_content(open(DUMP).read(), "application/json")
+
+def hangs(request, response):
+    free.wait()
+    answers(request, response)
+
+def fails(request, response):
+    raise ValueError("no such device")
+
+for handler in (answers, hangs, fails):
+    register_handler(handler.__name__, handler)
+
+def device(handler, plain="none"):
+    return Recorder(name="nccl", with_stacks="none", plain=plain, handler=handler, asks_device=True)
+
+failures = []
+
+def read(*recorders, seconds=60.0):
+    found = read_without_stacks(lambda *what: failures.append(what), seconds=seconds, recorders=recorders)
+    return {name: [raw["profiling_name"] for raw in entries] for name, entries in found.items()}
+
+def failed():
+    reported = [[where, type(error).__name__, str(error)] for where, error in failures]
+    failures.clear()
+    return reported
+
+def join():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(torch.ones(2))
+"""
+
+OF_GLOO = {"cpu": ["gloo:all_reduce"]}
+OF_BOTH = OF_GLOO | {
+    "nccl": [
+        "nccl:_all_gather_base",
+        "nccl:send 0->1",
+        "nccl:_reduce_scatter_base",
+        "nccl:all_reduce",
+        "nccl:recv 0<-1",
+    ]
+}
+WHERE = "reading the flight record of nccl"
+
+
+def run_server(code: str) -> Any:
+    """Run `code` in another process, as worker servers run until theirs ends; return the JSON that it prints."""
+    done = run_program(SERVER.replace("DUMP", repr(str(DATA / "nccl_dump.json"))) + code)
+
+    assert 0 == done.returncode, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_dump_of_nccl_comes_through_the_worker_server():
+    told = run_server("""
+found = read_without_stacks(lambda *what: failures.append(what), recorders=[device("answers")])
+print(json.dumps([found["nccl"], failed()]))
+""")
+
+    assert (RECORD, []) == (of_record(told[0]) | {"groups": RECORD["groups"]}, told[1])
+
+
+def test_a_device_that_hangs_costs_its_own_record_alone():
+    """It is asked again once it has answered, and until then occupies no further thread of the server."""
+    told = run_server("""
+join()
+first = read(device("hangs"), CPU, seconds=0.1)
+threads = len(os.listdir("/proc/self/task"))
+again = [read(CPU, device("answers"), seconds=0.05) for _ in range(20)]
+grown = len(os.listdir("/proc/self/task")) - threads
+hung = failed()
+free.set()
+print(json.dumps([first, again, grown, hung, read(CPU, device("answers")), failed()]))
+""")
+    first, again, grown, hung, later, failed = told
+
+    assert (OF_GLOO, [OF_GLOO] * 20, 0) == (first, again, grown)
+    assert {(WHERE, "TimeoutError")} == {(where, kind) for where, kind, _ in hung}
+    assert (OF_BOTH, []) == (later, failed)
+
+
+def test_a_process_ends_while_a_device_hangs():
+    assert [] == run_server("""
+read(device("hangs"), seconds=0.1)
+print("[]")
+""")
+
+
+def test_the_function_is_called_where_the_handler_fails():
+    told = run_server(
+        """
+c10d._test_dump = lambda *_: open(DUMP).read()
+both = read(device("fails", "_test_dump")), failed()
+print(json.dumps([*both, read(device("fails")), failed()]))
+""".replace("DUMP", repr(str(DATA / "nccl_dump.json")))
+    )
+    found, nothing, none, failures = told
+
+    assert ({"nccl": OF_BOTH["nccl"]}, [], {}) == (found, nothing, none)
+    assert [[WHERE, "RuntimeError"]] == [failure[:2] for failure in failures]
+    assert "ValueError: no such device" in failures[0][2]
+
+
+def test_a_forked_child_starts_a_server_of_its_own():
+    told = run_server("""
+join()
+parent = read(device("answers"))
+pid = os.fork()
+if pid == 0:
+    os._exit(0 if parent == read(device("answers")) and not failures else 1)
+print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), read(device("answers")) == parent]))
+""")
+
+    assert [0, True] == told
+
+
+def test_no_server_is_started_where_its_threads_have_no_room():
+    """Torch would abort the process."""
+    told = run_server("""
+import resource
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + (64 << 20),) * 2)
+print(json.dumps([read(device("answers")), failed()]))
+""")
+
+    assert {} == told[0]
+    assert [[WHERE, "RuntimeError", "the process may not start the threads of torch's worker server"]] == told[1]
+
+
+def test_the_dumps_written_by_hand_have_the_fields_that_torch_writes():
+    """Gloo's recorder is the same code of torch; only a timed device adds a duration."""
+    of_torch = run_server("""
+import pickle
+from rankscope_exporter.monitors.flight_recorder.torch_api import prepare_stacks
+import torch._dynamo
+prepare_stacks()
+join()
+plain, stacks = json.loads(c10d._dump_fr_trace_json(True, False)), pickle.loads(c10d._dump_fr_trace(True, True, False))
+print(json.dumps([
+    [sorted(document), sorted(document["entries"][0]), sorted(next(iter(document["pg_status"].values())))]
+    for document in (plain, stacks)
+] + [plain["version"]]))
+""")
+    by_hand = [
+        json.loads((DATA / "nccl_dump.json").read_text()),
+        pickle.loads((DATA / "nccl_dump.pickle").read_bytes()),
+    ]
+
+    assert of_torch == [
+        [sorted(dump), sorted(dump["entries"][3]), sorted(dump["pg_status"]["0"])] for dump in by_hand
+    ] + [by_hand[0]["version"]]

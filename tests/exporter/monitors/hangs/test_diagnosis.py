@@ -1,0 +1,152 @@
+"""Stacks are out before anything else is asked for, and a device that does not answer holds up nobody twice."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from rankscope_contract.events import Event
+from rankscope_contract.stacks import Collective, FlightRecord
+from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.monitors.hangs import diagnosis
+
+
+def test_a_flight_record_that_never_comes_costs_one_thread_and_no_stacks(monkeypatch):
+    never, asked = threading.Event(), []
+
+    def hold(_reason, _report):
+        asked.append(threading.current_thread())
+        never.wait(30)
+
+    monkeypatch.setattr(diagnosis, "take_flight_record", hold)
+    monkeypatch.setattr(diagnosis, "FLIGHT_SECONDS", 0.05)
+    published = []
+    taking = diagnosis.Diagnosis(3, published.append, lambda: 41, Guard())
+    taken = [taking.take("hang", first=Event(type="hang")) for _ in range(3)]
+    never.set()
+
+    assert [None] * 3 == [each.flight for each in taken]
+    assert ["hang", "stacks"] * 3 == [event.type for record in published for event in record.events]
+    assert {41} == {record.step for record in published}
+    assert 1 == len(asked)
+
+
+def test_what_was_taken_a_moment_ago_is_given_again_and_recorded_once(monkeypatch):
+    now = [100.0]
+    published = []
+    taking = diagnosis.Diagnosis(0, published.append, lambda: None, Guard(), clock=lambda: now[0])
+    first = taking.take("request")
+    now[0] += diagnosis.MIN_SECONDS / 2
+    again = taking.take("call")
+    now[0] += diagnosis.MIN_SECONDS
+    later = taking.take("call")
+
+    assert first is again
+    assert first is not later
+    assert 2 == len(published)
+
+
+def test_a_handler_that_asks_while_stacks_are_recorded_gets_them_and_does_not_wait_for_what_it_interrupted():
+    """Two signals in a row: the second handler runs on top of the first one, on the thread that trains."""
+    published, asked = [], []
+
+    def publish(record):
+        published.append(record)
+        asked.append(taking.take("call"))
+
+    def interrupted():
+        asked.append(taking.take("call"))
+
+    taking = diagnosis.Diagnosis(0, publish, lambda: 7, Guard())
+    training = threading.Thread(target=interrupted, daemon=True)
+    training.start()
+    training.join(30)
+
+    assert (2, 1) == (len(asked), len(published))
+    stands = [frame.function for thread in asked[0].stacks.threads for frame in thread.frames]
+    assert "interrupted" in stands
+
+
+def test_whoever_asks_does_not_wait_for_a_thread_that_a_disk_holds_up(monkeypatch):
+    monkeypatch.setattr(diagnosis, "LOCK_SECONDS", 0.05)
+    held, freed = threading.Event(), threading.Event()
+
+    def publish(_record):
+        held.set()
+        freed.wait(30)
+
+    taking = diagnosis.Diagnosis(0, publish, lambda: 7, Guard())
+    watchdog = threading.Thread(target=taking.tell, args=(Event(type="hang"),), daemon=True)
+    watchdog.start()
+    held.wait(30)
+    taken = taking.take("call")
+    freed.set()
+    watchdog.join(30)
+
+    assert 7 == taken.step
+    assert taken.stacks.threads
+
+
+# Stacks, flight record and publishing do not depend on each other.
+
+RECORD = FlightRecord(
+    reason="hang",
+    collectives=(Collective(op="all_reduce", backend="gloo", group="dp", seq=5, is_pending=True, age_seconds=9.0),),
+    recorded=1,
+)
+
+
+def failing(*_args):
+    raise OSError("no such device")
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Play a process whose flight record can be read."""
+    monkeypatch.setattr(diagnosis, "take_flight_record", lambda _reason, _report: RECORD)
+
+
+def told(published):
+    return [event.type for record in published for event in record.events]
+
+
+def test_stacks_that_cannot_be_taken_leave_the_flight_record(recorded, monkeypatch):
+    monkeypatch.setattr(diagnosis, "take_stacks", failing)
+    published, guard = [], Guard()
+    taken = diagnosis.Diagnosis(0, published.append, lambda: 7, guard).take("hang", first=Event(type="hang"))
+
+    assert (RECORD, (), 1) == (taken.flight, taken.stacks.threads, guard.count)
+    assert ["hang", "flight_record"] == told(published)
+
+
+@pytest.mark.parametrize("refused", ["hang", "stacks", "flight_record"])
+def test_an_event_that_cannot_be_published_leaves_the_others(refused, recorded):
+    published, guard = [], Guard()
+
+    def publish(record):
+        if record.events[0].type == refused:
+            failing()
+        published.append(record)
+
+    taken = diagnosis.Diagnosis(0, publish, lambda: 7, guard).take("hang", first=Event(type="hang"))
+
+    assert [kind for kind in ("hang", "stacks", "flight_record") if kind != refused] == told(published)
+    assert (RECORD, 1) == (taken.flight, guard.count)
+
+
+def test_a_recorder_that_fails_is_reported_behind_the_record_that_was_read(monkeypatch):
+    """A report takes locks that a training that hangs may hold, as one that waits for its device."""
+    held, published, guard = threading.Event(), [], Guard()
+
+    def take(_reason, report):
+        report("reading the flight record of nccl", TimeoutError("no answer within 1.5 s"))
+        return RECORD
+
+    monkeypatch.setattr(diagnosis, "take_flight_record", take)
+    guard.on_first = lambda *_: held.wait(60)
+    taken = diagnosis.Diagnosis(0, published.append, lambda: 7, guard).take("hang")
+    held.set()
+
+    assert RECORD == taken.flight
+    assert ["stacks", "flight_record"] == told(published)

@@ -1,0 +1,316 @@
+"""What is made of NVML's answers, played by the double RecordedNvml. No test here has run on a GPU."""
+
+from __future__ import annotations
+
+import ctypes.util
+import inspect
+import json
+import logging
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+import torch
+from tests.exporter.monitors.hardware.recorded_nvml import RecordedNvml
+
+from rankscope_contract.metrics import SCALARS_WITH_OWN_METRIC
+from rankscope_exporter.monitors.hardware import gpu as gpu_module
+from rankscope_exporter.monitors.hardware.gpu import Gpu, uuid_of
+from rankscope_exporter.monitors.hardware.nvml_metrics import _MEMBERS, READINGS, THROTTLE_REASONS
+
+FIRST = "GPU-aaaaaaaa-0000-1111-2222-333333333333"
+BUSY = "GPU-bbbbbbbb-0000-1111-2222-333333333333"
+PLAIN = "GPU-cccccccc-0000-1111-2222-333333333333"
+SLICE = "MIG-dddddddd-0000-1111-2222-333333333333"
+
+
+def opened(nvml: RecordedNvml, uuid: str) -> Gpu:
+    gpu = Gpu.open(nvml, uuid)
+    assert gpu is not None
+    return gpu
+
+
+def unexpected(where: str, error: BaseException) -> None:
+    raise AssertionError(f"{where}: {error!r}")
+
+
+def values(gpu: Gpu) -> dict[tuple[str, ...], float]:
+    """Return what a look has, by name and labels without the GPU's."""
+    found = {}
+    for scalar in gpu.read(unexpected):
+        labels = dict(scalar.labels)
+        assert labels.pop("gpu") == gpu.uuid
+        found[scalar.name, *labels.values()] = scalar.value
+    return found
+
+
+def test_each_quantity_comes_in_its_base_unit():
+    throttled = {("gpu_throttled", reason): float(reason == "sw_power_cap") for reason in THROTTLE_REASONS}
+
+    assert {
+        ("gpu_utilization",): 0.97,
+        ("gpu_memory_utilization",): 0.41,
+        ("gpu_memory_used_bytes",): 60 * 2.0**30,
+        ("gpu_memory_total_bytes",): 80 * 2.0**30,
+        ("gpu_power_watts",): 683.211,
+        ("gpu_power_limit_watts",): 700,
+        ("gpu_energy_joules_total",): 123456.789,
+        ("gpu_temperature_celsius", "gpu"): 71,
+        ("gpu_temperature_celsius", "memory"): 88,
+        ("gpu_clock_hertz", "sm"): 1.755e9,
+        ("gpu_clock_hertz", "memory"): 2.619e9,
+        ("gpu_clock_limit_hertz", "sm"): 1.98e9,
+        ("gpu_clock_limit_hertz", "memory"): 2.619e9,
+        ("gpu_ecc_errors_total", "corrected"): 17,
+        ("gpu_ecc_errors_total", "uncorrected"): 0,
+        ("gpu_remapped_rows", "corrected"): 1,
+        ("gpu_remapped_rows", "uncorrected"): 0,
+        ("gpu_remapped_rows", "pending"): 1,
+        ("gpu_remapped_rows", "failed"): 0,
+        ("gpu_pcie_bytes_per_second", "sent"): 2048 * 1024,
+        ("gpu_pcie_bytes_per_second", "received"): 1024 * 1024,
+        ("gpu_pcie_replays_total",): 2,
+        ("gpu_nvlink_bytes_total", "sent"): 5000 * 1024,
+        ("gpu_nvlink_bytes_total", "received"): 6000 * 1024,
+        ("gpu_xid_errors_total",): 0,
+        **throttled,
+    } == values(opened(RecordedNvml(), BUSY))
+
+
+def test_each_look_has_what_is_there_then():
+    gpu = opened(RecordedNvml(), BUSY)
+    values(gpu)
+
+    later = values(gpu)
+
+    assert (0.12, 412, 1.2e9) == (
+        later["gpu_utilization",],
+        later["gpu_power_watts",],
+        later["gpu_clock_hertz", "sm"],
+    )
+    assert {"hw_slowdown", "hw_thermal"} == {reason for reason in THROTTLE_REASONS if later["gpu_throttled", reason]}
+    assert 1 == later["gpu_ecc_errors_total", "uncorrected"]
+
+
+def test_every_scalar_of_a_gpu_has_a_metric_of_its_own_with_its_labels():
+    for scalar in opened(RecordedNvml(), BUSY).read(unexpected):
+        spec = SCALARS_WITH_OWN_METRIC[scalar.name]
+        assert set(scalar.labels) == set(spec.labels)
+        assert (spec.type == "counter") == scalar.name.endswith("_total")
+
+
+def test_what_a_board_does_not_know_is_absent_and_said_once(caplog):
+    caplog.set_level(logging.DEBUG, "rankscope")
+    nvml = RecordedNvml()
+    gpu = opened(nvml, PLAIN)
+
+    first, second = values(gpu), values(gpu)
+
+    assert {"gpu_utilization", "gpu_memory_utilization", "gpu_memory_used_bytes", "gpu_memory_total_bytes"} == {
+        name for name, *_ in first
+    }
+    assert {("gpu_power_watts",)} == second.keys() - first.keys()  # an error that may pass is asked again
+    assert 2 == nvml.calls.count("nvmlDeviceGetTotalEccErrors")  # one that is final is not, for either kind
+    assert 2 == len([record for record in caplog.records if record.getMessage().startswith("ecc (")])
+
+
+@pytest.mark.parametrize("uuid", [SLICE, SLICE.removeprefix("MIG-")])
+def test_a_slice_of_a_gpu_is_found_and_has_what_a_slice_has(uuid):
+    gpu = opened(RecordedNvml(), uuid)
+
+    assert SLICE == gpu.uuid
+    assert {("gpu_memory_used_bytes",): 30 * 2.0**30, ("gpu_memory_total_bytes",): 40 * 2.0**30} == values(gpu)
+    assert [] == gpu.xids(unexpected)
+
+
+def test_the_gpu_is_that_of_torch_whatever_number_it_has_there(monkeypatch):
+    """With CUDA_VISIBLE_DEVICES=1 the second GPU of the host is torch's cuda:0."""
+    visible = [BUSY.removeprefix("GPU-")]
+    properties = lambda device: SimpleNamespace(uuid=visible[device.index])  # noqa: E731 - torch's signature
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+    uuid = uuid_of(torch.device("cuda", 0))
+
+    assert uuid is not None
+    assert 0.97 == values(opened(RecordedNvml(), uuid))["gpu_utilization",]
+
+
+def test_other_devices_have_no_uuid_of_nvidias():
+    assert uuid_of(torch.device("cpu")) is None
+    assert uuid_of(torch.device("meta")) is None
+
+
+def test_xids_are_events_each_told_once_and_counted():
+    gpu = opened(RecordedNvml(), BUSY)
+
+    first = gpu.xids(unexpected)
+    values(gpu)
+    second = gpu.xids(unexpected)
+
+    assert [(31, "critical"), (79, "critical")] == [(event.value, event.severity) for event in (*first, *second)]
+    assert f"XID 79 on {BUSY}: the GPU has fallen off the bus" == second[0].message
+    assert {"xid": 79, "gpu": BUSY} == json.loads(second[0].details or "")
+    assert [] == gpu.xids(unexpected)
+    assert 2 == values(gpu)["gpu_xid_errors_total",]
+
+
+def test_without_a_driver_there_is_nothing_to_read():
+    nvml = RecordedNvml()
+    nvml.is_there = False
+
+    assert Gpu.open(nvml, BUSY) is None
+
+
+def test_a_gpu_that_nvml_does_not_know_is_left_and_nvml_with_it():
+    nvml = RecordedNvml()
+
+    assert Gpu.open(nvml, "GPU-00000000") is None
+    assert nvml.open_sessions == 0
+
+
+def test_nvml_is_let_go():
+    nvml = RecordedNvml()
+
+    opened(nvml, BUSY).close()
+
+    assert nvml.open_sessions == 0
+
+
+def test_without_the_module_nothing_is_read(monkeypatch):
+    def missing(_name):
+        raise ModuleNotFoundError
+
+    monkeypatch.setattr(gpu_module.importlib, "import_module", missing)
+
+    assert gpu_module.load_nvml() is None
+
+
+# The double against the real module, which needs no GPU to be imported.
+
+
+def test_the_real_module_without_a_driver_is_no_error():
+    nvml = gpu_module.load_nvml()
+
+    assert nvml is pynvml
+    if not ctypes.util.find_library("nvidia-ml"):
+        assert Gpu.open(nvml, BUSY) is None
+
+
+def test_all_that_is_asked_the_real_module_has_with_the_same_arguments():
+    asked: dict[str, tuple] = {}
+
+    class Listening:
+        def __getattr__(self, name):
+            real = getattr(pynvml, name)
+            if not inspect.isfunction(real):
+                return real
+
+            def note(*args):
+                asked[name] = args
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+
+            return note
+
+    for reading in READINGS:
+        with pytest.raises(pynvml.NVMLError):
+            list(reading.read(Listening(), "handle"))
+
+    assert len(asked) > 10
+    for name, args in asked.items():
+        inspect.signature(getattr(pynvml, name)).bind(*args)
+    for name in ("nvmlInit", "nvmlShutdown", "nvmlEventSetCreate", "nvmlEventSetFree", "nvmlEventSetWait_v2"):
+        assert inspect.isfunction(getattr(pynvml, name))
+
+
+def test_answers_of_the_double_have_the_fields_of_the_real_structures():
+    nvml = RecordedNvml()
+    pairs = [
+        (nvml.nvmlDeviceGetUtilizationRates(BUSY), pynvml.c_nvmlUtilization_t),
+        (nvml.nvmlDeviceGetMemoryInfo(BUSY), pynvml.c_nvmlMemory_t),
+        (nvml.nvmlDeviceGetFieldValues(BUSY, [82])[0], pynvml.c_nvmlFieldValue_t),
+        (nvml.nvmlEventSetWait_v2([{"xid": 1, "after": 0}], 0), pynvml.c_nvmlEventData_t),
+    ]
+    for answer, structure in pairs:
+        assert set(vars(answer)) <= {name for name, *_ in structure._fields_}
+
+
+def test_the_value_of_a_field_stands_where_the_real_module_has_it():
+    kinds = ("DOUBLE", "UNSIGNED_INT", "UNSIGNED_LONG", "UNSIGNED_LONG_LONG", "SIGNED_LONG_LONG", "SIGNED_INT")
+
+    assert list(range(6)) == [getattr(pynvml, f"NVML_VALUE_TYPE_{kind}") for kind in kinds]
+    assert set(_MEMBERS) <= {name for name, _ in pynvml.c_nvmlValue_t._fields_}
+
+
+# One quantity that fails takes no other one with it.
+
+PARTS = {
+    "nvmlDeviceGetClockInfo/2": ("gpu_clock_hertz", "memory"),
+    "nvmlDeviceGetMaxClockInfo/1": ("gpu_clock_limit_hertz", "sm"),
+    "nvmlDeviceGetTotalEccErrors/0/0": ("gpu_ecc_errors_total", "corrected"),
+    "nvmlDeviceGetPcieThroughput/0": ("gpu_pcie_bytes_per_second", "sent"),
+    "nvmlDeviceGetFieldValues/[(139, 4294967295)]": ("gpu_nvlink_bytes_total", "received"),
+    "nvmlDeviceGetPowerUsage": ("gpu_power_watts",),
+}
+ERRORS = {
+    "not supported": pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED),
+    "an older module": AttributeError("module 'pynvml' has no such function"),
+    "anything": OSError("the driver is gone"),
+}
+
+
+class Failing:
+    """The double, of which one call raises: that of a function, with these arguments behind the handle if given."""
+
+    def __init__(self, call, error):
+        self._real, self._call, self._error = RecordedNvml(), call, error
+
+    def __getattr__(self, name):
+        found = getattr(self._real, name)
+        if not inspect.isroutine(found):
+            return found
+
+        def answer(*args):
+            if self._call in (name, "/".join([name, *map(str, args[1:])])):
+                raise self._error
+            return found(*args)
+
+        return answer
+
+
+def note(reported):
+    return lambda _where, error: reported.append(str(error))
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize(("call", "missing"), PARTS.items())
+def test_a_quantity_that_fails_leaves_all_others(call, missing, kind):
+    reported = []
+    scalars = opened(Failing(call, ERRORS[kind]), BUSY).read(note(reported))
+    found = {(scalar.name, *(scalar.labels[name] for name in scalar.labels if name != "gpu")) for scalar in scalars}
+
+    assert {missing} == values(opened(RecordedNvml(), BUSY)).keys() - found
+    assert ["the driver is gone"] * (kind == "anything") == reported
+
+
+def test_xids_that_cannot_be_asked_for_leave_the_quantities():
+    gpu = opened(Failing("nvmlEventSetCreate", ERRORS["an older module"]), BUSY)
+
+    assert {("gpu_xid_errors_total",)} == values(opened(RecordedNvml(), BUSY)).keys() - values(gpu).keys()
+    assert [] == gpu.xids(unexpected)
+
+
+def test_an_error_behind_an_xid_does_not_take_it_back():
+    nvml, reported = RecordedNvml(), []
+    gpu = opened(nvml, BUSY)
+    answers = [nvml.nvmlEventSetWait_v2(gpu._events, 0), ERRORS["anything"]]
+
+    def wait(*_):
+        if isinstance(answers[0], Exception):
+            raise answers[0]
+        return answers.pop(0)
+
+    nvml.nvmlEventSetWait_v2 = wait
+
+    assert [31] == [event.value for event in gpu.xids(note(reported))]
+    assert ["the driver is gone"] == reported

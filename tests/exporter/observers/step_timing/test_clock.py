@@ -1,0 +1,157 @@
+"""The clock of a device, with a double that is called one: its events pass when the device comes by, no sooner."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from rankscope_exporter import Monitor
+from rankscope_exporter.observers.step_timing import clock as clocks
+from rankscope_exporter.observers.step_timing.clock import DeviceClock, HostClock, clock_of
+
+
+class DeviceDouble:
+    """Stands for a device and its stream: work and events queue up, and pass in order when `run` lets them."""
+
+    def __init__(self) -> None:
+        self.queue: list[EventDouble | float] = []
+        self.now = 0.0
+        self.made = 0
+
+    def work(self, seconds: float) -> None:
+        self.queue.append(seconds)
+
+    def event(self) -> EventDouble:
+        self.made += 1
+        return EventDouble(self)
+
+    def run(self, items: int | None = None) -> None:
+        for _ in range(len(self.queue) if items is None else items):
+            item = self.queue.pop(0)
+            if isinstance(item, EventDouble):
+                item.passed_at = self.now
+            else:
+                self.now += item
+
+
+class EventDouble:
+    """What torch.cuda.Event(enable_timing=True) is, as far as we use it; waiting for one is an error."""
+
+    def __init__(self, device: DeviceDouble) -> None:
+        self._device = device
+        self.passed_at: float | None = None
+
+    def record(self) -> None:
+        self.passed_at = None
+        self._device.queue.append(self)
+
+    def query(self) -> bool:
+        return self.passed_at is not None
+
+    def elapsed_time(self, end: EventDouble) -> float:
+        assert self.passed_at is not None, "torch raises: not all events have completed"
+        assert end.passed_at is not None, "torch raises: not all events have completed"
+        return 1e3 * (end.passed_at - self.passed_at)
+
+    def synchronize(self) -> None:
+        raise AssertionError("training or publisher waited for the device")
+
+
+@pytest.fixture
+def device() -> DeviceDouble:
+    return DeviceDouble()
+
+
+def test_the_host_runs_ahead_and_the_device_is_what_is_timed(device):
+    clock = DeviceClock(device.event)
+    begin = clock.now()
+    device.work(0.25)
+    end = clock.now()
+    assert not begin.query()
+    device.run()
+
+    assert clock.reached(end)
+    assert 0.25 == clock.seconds(begin, end)
+
+
+def test_the_publisher_naps_until_the_device_came_by(device):
+    naps: list[float] = []
+    clock = DeviceClock(device.event, sleep=lambda seconds: (naps.append(seconds), device.run(1)))
+    device.work(1.0)
+    end = clock.now()
+
+    assert clock.reached(end)
+    assert 2 == len(naps)
+
+
+def test_a_device_that_never_comes_by_is_given_up(device, monkeypatch):
+    monkeypatch.setattr(clocks, "PATIENCE_SECONDS", 0.1)
+    clock = DeviceClock(device.event, sleep=lambda _seconds: None)
+
+    assert not clock.reached(clock.now())
+
+
+def test_events_are_used_again(device):
+    clock = DeviceClock(device.event)
+    for _ in range(5):
+        clock.give_back(clock.now())
+
+    assert 1 == device.made
+
+
+def test_nothing_is_queued_into_a_graph_that_is_captured(device):
+    clock = DeviceClock(device.event, is_capturing=lambda: True)
+
+    assert clock.now() is None
+    assert not clock.reached(clock.now())
+    assert [] == device.queue
+
+
+def test_only_a_cuda_device_has_a_clock_of_its_own():
+    assert isinstance(clock_of(torch.device("cpu")), HostClock)
+    assert isinstance(clock_of(torch.device("meta")), HostClock)
+    assert isinstance(clock_of(torch.device("cuda")), DeviceClock)
+
+
+class Queueing(nn.Module):
+    """Queues work on the device double: the host does nothing and goes on."""
+
+    def __init__(self, device: DeviceDouble) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+        self.device = device
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.device.work(0.5)
+        return self.linear(x)
+
+
+def test_a_step_is_timed_by_the_device_though_the_host_is_steps_ahead(device, quiet, monkeypatch, eventually):
+    """Three steps are queued before the device begins; each gets what it took there, and no event is waited for."""
+    monkeypatch.setattr(
+        "rankscope_exporter.observers.step_timing.observer.clock_of", lambda _device: DeviceClock(device.event)
+    )
+    net = Queueing(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    published: list = []
+    with Monitor(quiet).attach(net, optimizer) as monitor:
+        monitor._session.publisher._publish_record = published.append
+        for _ in range(4):
+            net(torch.ones(3, 2)).sum().backward()
+            device.work(0.125)  # as an optimizer does
+            optimizer.step()
+            device.work(2.0)  # a copy of the next batch
+        monitor.end_step()
+        assert not published  # the publisher waits for the device, and training did not
+        device.run()
+        eventually(lambda: len(published) >= 4)
+        assert 0 == monitor.faults
+
+    steps = {
+        record.step: {scalar.labels["phase"]: scalar.value for scalar in record.scalars if "step_phase" in scalar.name}
+        for record in published
+    }
+    assert pytest.approx(2.625) == steps[1]["first_step"]
+    assert pytest.approx((0.5, 0.125, 2.0)) == (steps[2]["forward"], steps[2]["other"], steps[2]["data_wait"])
+    assert pytest.approx(2.625) == sum(steps[3].values())

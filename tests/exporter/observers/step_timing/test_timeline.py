@@ -1,0 +1,160 @@
+"""Marks become phases: stretches by their own word, gaps by what lies on both sides, and nothing is lost or made up."""
+
+from __future__ import annotations
+
+import operator
+import typing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankscope_exporter.observers.step_timing.timeline import Kind, Made, Mark, Traits, made_of, stretches_of
+
+ALONE = Traits()
+DDP = Traits(shows_reductions=True)
+
+
+def made(text: str, traits: Traits = ALONE, *, is_first: bool = False) -> Made:
+    """Return what marks written as "0 opens, 1 forward_begins, …" are made of; "phase_begins:name" names a phase."""
+    marks = []
+    for part in text.split(","):
+        at, what = part.split()
+        kind, _, name = what.partition(":")
+        marks.append(Mark(kind, float(at), name))  # type: ignore[arg-type]  # a typo fails the test
+    stretches = list(stretches_of(marks, traits))
+    return made_of(stretches, lambda begin, end: end - begin, is_first=is_first)
+
+
+PLAIN = (
+    "0 opens, 0 step_begins, 0 forward_begins, 2 forward_ended, 3 backward_begins, 7 backward_ends, 8 backward_ended,"
+    "9 update_begins, 12 updated, 20 closes:forward"
+)
+
+
+def test_a_plain_step():
+    """The loss belongs to the backward pass, clipping to nothing, and what follows the update is the wait for data."""
+    found = made(PLAIN)
+
+    assert {"forward": 2, "backward": 6, "other": 1, "optimizer": 3, "data_wait": 8, "monitor": 0} == found.phases
+    assert found.pre_collective is None
+
+
+def test_where_the_framework_reduces_at_the_end_waiting_is_told_from_computing():
+    found = made(PLAIN, DDP)
+
+    assert (5, 1) == (found.phases["backward"], found.phases["collective"])
+    assert 7 == found.pre_collective
+
+
+def test_micro_batches_add_up_and_data_is_waited_for_between_them():
+    found = made(
+        "0 opens, 0 step_begins, 0 forward_begins, 1 forward_ended, 1 backward_begins, 2 backward_ends,"
+        "2 backward_ended, 5 forward_begins, 6 forward_ended, 6 backward_begins, 7 backward_ends, 9 backward_ended,"
+        "9 update_begins, 10 updated, 10 closes:forward",
+        DDP,
+    )
+
+    assert (2, 2, 3, 2) == operator.itemgetter("forward", "backward", "data_wait", "collective")(found.phases)
+    assert 4 == found.pre_collective  # without the wait for data, up to the reduction that matters
+
+
+def test_between_micro_batches_of_a_pipeline_nobody_waits_for_data():
+    text = (
+        "0 opens, 0 forward_begins, 1 forward_ended, 2 forward_begins, 3 forward_ended, 4 backward_begins,"
+        "5 backward_ends, 5 backward_ended, 7 forward_begins, 8 forward_ended, 8 backward_begins, 9 backward_ends,"
+        "9 backward_ended, 9 update_begins, 9 updated, 11 closes:forward"
+    )
+
+    assert 2 == made(text, Traits(interleaves=True)).phases["data_wait"]
+    assert 3 == made(text, Traits(interleaves=True)).phases["other"]
+
+
+def test_announced_phases_are_neither_counted_twice_nor_taken_for_a_wait():
+    found = made(
+        "0 opens, 0 forward_begins, 1 forward_ended, 1 backward_begins, 2 backward_ends, 2 backward_ended,"
+        "2 update_begins, 3 updated, 4 phase_begins:evaluation, 5 evaluation_begins, 6 evaluation_ended,"
+        "7 phase_begins:checkpoint, 9 phase_ended:checkpoint, 10 phase_ended:evaluation, 12 closes:forward"
+    )
+
+    assert (4, 2, 3) == operator.itemgetter("evaluation", "checkpoint", "data_wait")(found.phases)
+    assert {"evaluation": 4, "checkpoint": 2} == found.announced
+
+
+def test_an_evaluation_nobody_announced_shows_by_its_forwards():
+    found = made("0 opens, 0 update_begins, 1 updated, 2 evaluation_begins, 8 evaluation_ended, 9 closes:forward")
+
+    assert (7, 1) == (found.phases["evaluation"], found.phases["data_wait"])  # with its own wait for data before it
+
+
+def test_a_closure_runs_the_passes_inside_of_the_update():
+    found = made(
+        "0 opens, 0 step_begins, 0 update_begins, 1 forward_begins, 3 forward_ended, 3 backward_begins,"
+        "6 backward_ends, 6 backward_ended, 8 updated, 9 closes:update"
+    )
+
+    assert (2, 3, 3, 1) == operator.itemgetter("forward", "backward", "optimizer", "data_wait")(found.phases)
+
+
+@pytest.mark.parametrize(
+    ("text", "traits"),
+    [
+        ("0 opens, 0 update_begins, 1 updated, 5 closes:script", ALONE),  # nobody knows what the script did there
+        ("0 opens, 4 backward_begins, 4 backward_ends, 4 backward_ended, 4 closes:script", ALONE),  # forward unseen
+        (
+            "0 opens, 0 backward_begins, 0 backward_ends, 0 backward_ended, 4 closes:forward",
+            Traits(has_optimizer=False),
+        ),
+        ("0 opens, 4 gives_up, 8 closes:forward", ALONE),
+    ],
+)
+def test_what_cannot_be_told_is_other_than_all_of_it(text, traits):
+    found = made(text, traits)
+
+    assert 4 <= found.phases["other"]
+    assert "data_wait" not in found.phases or found.phases["data_wait"] == 4
+    assert "forward" not in found.phases
+
+
+def test_reading_of_ours_is_nobody_elses():
+    found = made(
+        "0 opens, 0 step_begins, 0 reading_begins, 1 reading_ended, 1 forward_begins, 2 forward_ended,"
+        "2 backward_begins, 3 backward_ends, 3 reading_begins, 5 reading_ended, 6 backward_ended, 6 update_begins,"
+        "7 updated, 7 reading_begins, 9 reading_ended, 10 closes:forward",
+        DDP,
+    )
+
+    assert (5, 1, 1) == operator.itemgetter("monitor", "collective", "data_wait")(found.phases)
+    assert 2 == found.pre_collective
+
+
+def test_the_first_step_is_kept_apart():
+    found = made(PLAIN.replace("12 updated", "12 updated, 13 phase_begins:checkpoint, 15 phase_ended:checkpoint"),
+                 DDP, is_first=True)  # fmt: skip
+
+    assert {"first_step": 18, "checkpoint": 2, "monitor": 0} == found.phases
+    assert found.pre_collective is None
+
+
+KINDS = [kind for kind in typing.get_args(Kind) if kind not in ("opens", "closes")]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 9)), max_size=30),
+    st.sampled_from(["forward", "backward", "update", "script"]),
+    st.builds(Traits, shows_reductions=st.booleans(), interleaves=st.booleans(), has_optimizer=st.booleans()),
+    st.booleans(),
+)
+def test_phases_add_up_to_the_whole_whatever_the_marks(steps, cause, traits, is_first):
+    """Hooks come in any order where a training does something odd: an exception, a nested pass, a detach within."""
+    marks, now = [Mark("opens", 0)], 0
+    for kind, later in steps:
+        now += later
+        marks.append(Mark(kind, now, "checkpoint" if kind.startswith("phase") else ""))
+    marks.append(Mark("closes", now, cause))
+    found = made_of(list(stretches_of(marks, traits)), lambda a, b: b - a, is_first=is_first)
+
+    assert now == sum(found.phases.values())
+    assert all(0 <= seconds for seconds in found.phases.values())
+    assert all(seconds <= found.phases[phase] for phase, seconds in found.announced.items())
+    assert found.pre_collective is None or 0 <= found.pre_collective <= now

@@ -1,0 +1,254 @@
+"""One training in a process of its own; reports its OpenMP threads, and how often they and the training thread slept.
+
+    python -m tests.exporter.process.openmp_runs CASE THREADS environment|call
+
+`environment`: OMP_NUM_THREADS alone gives the number of threads; `call`: torch.set_num_threads() as well. Each case has
+the same model, the same steps and a gloo group of one rank, monitored or not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from rankscope_exporter import Anomaly, AnomalyNan, Monitor
+from rankscope_exporter.publishing import publisher
+from rankscope_exporter.statistics import HostCopy, warm_up
+
+STEPS = 200
+WARM_UP_STEPS = 45
+"""The kernel is imported from the third step on that is sampled, and the rules fire within them."""
+
+EVERY = 20
+NAN_STEPS = (21, 30)
+QUIET_SECONDS = 2.5
+"""Beyond the limit of the case with everything, so that its watchdog reads stacks and the flight record."""
+
+DATASETS = ("features", "histograms", "hashes", "modules", "collectives")
+
+TASKS = Path("/proc/self/task")
+
+EVERYTHING: dict[str, Any] = {
+    "quantities": [
+        *("parameters", "gradients", "optimizer_state", "activations", "direction", "micro_gradients", "structure"),
+        *("attention", "linear", "router", "adam_updates", "hashes", "collectives"),
+    ],
+    "options": {
+        "attention": {"targets": ["*.core"], "order": "b,h,s,d"},
+        "router": {"targets": ["*.gate"], "top_k": 2},
+        "hashes": {"of": "all", "state": True, "every": EVERY},
+    },
+    "rules": [AnomalyNan()],
+    "capture": {"quantities": ["activations"], "steps": 2, "cooldown_steps": 5},
+    "collectives_share": 0.01,
+    "hang_after_seconds": 1.0,
+    "hang_in_phase_after_seconds": 1.0,
+    "stacks_signal": "SIGUSR2",
+    "hardware": {"every_seconds": 0.5},
+}
+
+
+def works_with_torch(*_: object) -> None:
+    """Run operations that torch, MKL and LAPACK divide among threads."""
+    torch.rand(447, dtype=torch.float64).sqrt().exp()
+    ones = torch.ones(512, 512)
+    (ones @ ones).add(ones)
+    torch.linalg.eigvalsh(torch.eye(200).expand(4, -1, -1))
+
+
+def finish_with_torch(copy: HostCopy) -> Any:
+    """Take the square root of sums on the publisher thread with torch."""
+    torch.rand(447, dtype=torch.float64).sqrt()
+    return finish(copy)
+
+
+finish = publisher.finish
+
+
+@dataclass
+class Case:
+    """One training. `limited` is whether the monitor's threads may limit torch on themselves, as they do by default."""
+
+    settings: Mapping[str, Any] | None = field(default_factory=dict)
+    limited: bool = True
+    finish: Callable[[HostCopy], Any] = finish
+    on_anomaly: Callable[[Anomaly], object] | None = None
+
+
+CASES = {
+    "unmonitored": Case(None),
+    # Without the limit any arithmetic of torch on one of our threads shows.
+    "default": Case(limited=False),
+    "torch arithmetic": Case(limited=False, finish=finish_with_torch),
+    "everything": Case(EVERYTHING, limited=False),
+    "everything, on_anomaly with torch": Case(EVERYTHING, on_anomaly=works_with_torch),
+}
+
+
+class Core(nn.Module):
+    """The core of an attention."""
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        attended: torch.Tensor = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return attended
+
+
+class Block(nn.Module):
+    """Attention, a router of four experts, and a perceptron."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.core = nn.LayerNorm(width), Core()
+        self.project = nn.Linear(width, 3 * width)
+        self.gate = nn.Linear(width, 4)
+        self.enter, self.leave = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.project(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.core(*parts).transpose(1, 2).flatten(2)
+        weight = self.gate(x).softmax(-1).amax(-1, keepdim=True)
+        out: torch.Tensor = x + weight * self.leave(functional.gelu(self.enter(x)))
+        return out
+
+
+class Shifts(nn.Module):
+    """A layer of many small parameters: as many rows in each table of statistics as a model of 12 blocks has."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.shifts = nn.ParameterList(torch.zeros(width) for _ in range(150))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.stack(list(self.shifts)).sum(0)
+
+
+def native_threads() -> set[int]:
+    """Return the training thread and all threads that Python does not know."""
+    others = {thread.native_id for thread in threading.enumerate()} - {threading.get_native_id()}
+    return {int(task.name) for task in TASKS.iterdir()} - others
+
+
+def lasting_threads(known: set[int]) -> set[int]:
+    """Return the same; a thread of Python's that begins or ends just now is not taken for a native one."""
+    found = native_threads()
+    for _ in range(20):
+        if found <= known:
+            break
+        time.sleep(0.005)
+        found &= native_threads()
+    return found
+
+
+def switches(threads: set[int]) -> int:
+    """Return how often `threads` gave up the processor of their own accord, all of them together."""
+    counted = 0
+    for thread in threads:
+        lines = (TASKS / str(thread) / "status").read_text().splitlines()
+        counted += sum(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
+    return counted
+
+
+def numbers_of_threads() -> list[int]:
+    """Return the default number of threads by torch and by the OpenMP library that torch uses."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    return [torch.get_num_threads(), library.omp_get_max_threads()]
+
+
+def on_a_new_thread(function: Callable[[], list[int]]) -> list[int]:
+    """Return the result of `function` on a thread that the script itself starts."""
+    found: list[list[int]] = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def run(case: Case, threads: int, how: str) -> dict[str, Any]:
+    """Train, and return the report."""
+    if how == "call":
+        torch.set_num_threads(threads)
+    if not case.limited:
+        threads.limit_this_thread = lambda: True
+    publisher.finish = case.finish
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        found = train(case, Path(folder))
+        dist.destroy_process_group()
+    return found
+
+
+def train(case: Case, folder: Path) -> dict[str, Any]:
+    """Train with a monitor, or without one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(64, 4), Shifts(64), nn.Linear(64, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    monitor = None
+    if case.settings is not None:
+        files = {"sinks": {name: {"folder": str(folder / name)} for name in ("csv", "tensorboard", "anomalies")}}
+        own = {**files, "serve": {"spool_dir": str(folder)}} if case.settings else {}
+        settings = {"every": EVERY, "console": False, "exit_wait_seconds": 0, **own, **case.settings}
+        monitor = Monitor(settings, on_anomaly=case.on_anomaly).attach(model, optimizer)
+        print(monitor.address, flush=True)
+    known: set[int] = set()
+
+    def step(number: int) -> None:
+        nonlocal known
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 32, 64)).square().mean()
+        loss.backward()
+        dist.all_reduce(torch.ones(3))
+        optimizer.step()
+        if monitor is not None:
+            monitor.batch([number])
+            monitor.log(loss=float("nan") if number in NAN_STEPS else loss.detach())
+        known |= lasting_threads(known)
+
+    for number in range(WARM_UP_STEPS):
+        step(number)
+    if monitor is not None and (kernel := warm_up()) is not None:
+        kernel.join()
+    time.sleep(QUIET_SECONDS)
+    known |= lasting_threads(known)
+    by_step = []
+    for number in range(WARM_UP_STEPS, WARM_UP_STEPS + STEPS):
+        before = switches(known)
+        step(number)
+        by_step.append(switches(known) - before)
+    found = {
+        "threads": len(known),
+        # Other processes of the machine take cores in bursts, and OpenMP threads sleep meanwhile. A second team has
+        # them sleep at every step: the lower quartile of the steps shows it and leaves the bursts out.
+        "switches": STEPS * statistics.quantiles(by_step, n=4)[0],
+        "numbers": [*numbers_of_threads(), *on_a_new_thread(numbers_of_threads)],
+        "own": sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread()),
+    }
+    if monitor is not None:
+        session = monitor._session
+        assert session is not None
+        monitor.detach()
+        records = session.channel.ring.after(-1, 1 << 62).records
+        found["rows"] = sorted({name for record in records for name in DATASETS if getattr(record, name)})
+        found["features"] = sorted({row["kind"] for record in records for row in record.features})
+        found["events"] = sorted({str(event.type) for record in records for event in record.events})
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(run(CASES[sys.argv[1]], int(sys.argv[2]), sys.argv[3])))

@@ -1,0 +1,82 @@
+"""The commit of the training script, against git's own word."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rankscope_exporter.config.monitor_config import MonitorConfig
+from rankscope_exporter.config.resolve import public_settings
+from rankscope_exporter.process.identity import git_commit
+from rankscope_exporter.serving.config import ServeConfig
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false")
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    folder = tmp_path / "code"
+    (folder / "deep").mkdir(parents=True)
+    git(folder, "init", "-q", "-b", "main")
+    (folder / "deep" / "train.py").touch()
+    git(folder, "add", ".")
+    git(folder, "commit", "-q", "-m", "one")
+    return folder
+
+
+def told(folder: Path) -> str:
+    return git(folder, "rev-parse", "HEAD")
+
+
+def test_branch_packed_detached_and_worktree_are_what_git_says(repository: Path, tmp_path: Path) -> None:
+    script = repository / "deep" / "train.py"
+
+    assert told(repository) == git_commit(script)
+    git(repository, "commit", "-q", "--allow-empty", "-m", "two")
+    git(repository, "pack-refs", "--all")
+    assert told(repository) == git_commit(script)
+    git(repository, "worktree", "add", "-q", "-b", "feature/x", str(tmp_path / "tree"), "HEAD~1")
+    assert told(tmp_path / "tree") == git_commit(tmp_path / "tree" / "deep")
+    git(repository, "checkout", "-q", "--detach", "HEAD~1")
+    assert told(repository) == git_commit(script)
+
+
+@pytest.mark.parametrize("head", [None, b"", b"ref: refs/heads/gone\n", b"\xff\xfe", b"ref: HEAD\n"])
+def test_a_repository_that_makes_no_sense_has_no_commit(tmp_path: Path, head: bytes | None) -> None:
+    (tmp_path / ".git").mkdir()
+    if head is not None:
+        (tmp_path / ".git" / "HEAD").write_bytes(head)
+
+    assert None is git_commit(tmp_path)
+
+
+def test_outside_a_repository_there_is_no_commit(tmp_path: Path) -> None:
+    assert None is git_commit(tmp_path / "missing" / "train.py")
+
+
+@pytest.mark.parametrize("script", ["deep/train.py", "/usr/bin/launcher"])
+def test_what_a_rank_tells_of_itself_names_the_commit_of_its_script_or_of_where_it_was_started(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    monkeypatch.chdir(repository)
+    monkeypatch.setattr("sys.argv", [script, "--lr", "3"])
+
+    assert told(repository) == public_settings(MonitorConfig())["git_commit"]
+
+
+def test_what_a_rank_tells_of_itself_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "sys.argv", ["train.py", "--hf-token", "correct-horse", "--data", "s3://me:correct-horse@host/x"]
+    )
+    shown = public_settings(MonitorConfig(serve=ServeConfig(token="correct-horse")))
+
+    assert ["train.py", "--hf-token", "***", "--data", "s3://***@host/x"] == shown["argv"]
+    assert "***" == shown["serve"]["token"]
+    assert "correct-horse" not in json.dumps(shown)

@@ -1,0 +1,107 @@
+"""Identity: who names the run, and that all ranks of a launch agree without a collective."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from tests.programs import warm_processes
+
+from rankscope_exporter.process.identity import resolve_identity
+
+
+def test_a_single_process_names_its_run_after_the_script() -> None:
+    identity = resolve_identity({}, None)
+
+    assert (0, 0, 1) == (identity.rank, identity.local_rank, identity.world_size)
+    assert identity.run
+    assert identity.run != resolve_identity({}, None).run
+
+
+@pytest.mark.parametrize(
+    ("environment", "configured", "run"),
+    [
+        ({"RANKSCOPE_RUN": "env", "SLURM_JOB_ID": "7"}, "config", "env"),
+        ({"SLURM_JOB_ID": "7"}, "config", "config"),
+        ({"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "elastic"}, None, "7"),
+        ({"TORCHELASTIC_RUN_ID": "elastic"}, None, "elastic"),
+    ],
+)
+def test_who_names_the_run(environment: dict[str, str], configured: str | None, run: str) -> None:
+    assert run == resolve_identity(environment, configured).run
+
+
+def test_the_id_torchrun_sets_without_being_asked_names_no_run() -> None:
+    assert "none" != resolve_identity({"TORCHELASTIC_RUN_ID": "none"}, None).run
+
+
+def test_two_launches_of_one_job_have_different_launch_ids() -> None:
+    environment = {"SLURM_JOB_ID": "7"}
+
+    assert resolve_identity(environment, None).launch_id != resolve_identity(environment, None).launch_id
+
+
+def _in_group(rank: int, store: str, results: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    first = resolve_identity({}, None)
+    second = resolve_identity({}, None)
+    results.put((rank, first.run, first.launch_id, first.incarnation, second.launch_id))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_ranks_of_a_group_share_run_and_launch_but_not_incarnation(tmp_path: Path) -> None:
+    context = warm_processes()
+    results = context.Queue()
+    workers = [context.Process(target=_in_group, args=(rank, str(tmp_path / "store"), results)) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    rows = sorted(results.get(timeout=150) for _ in workers)
+    for worker in workers:
+        worker.join(30)
+
+    assert [0, 1] == [row[0] for row in rows]
+    assert 1 == len({row[1] for row in rows})
+    assert 1 == len({row[2] for row in rows} | {row[4] for row in rows})
+    assert 2 == len({row[3] for row in rows})
+
+
+def _restarted(rank: int, store: str, results: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    launches = [resolve_identity({"TORCHELASTIC_RESTART_COUNT": count}, None).launch_id for count in "011"]
+    results.put(launches)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_restart_on_the_store_of_the_former_one_is_another_launch(tmp_path: Path) -> None:
+    """The agent of torchrun keeps its store over restarts of its workers: what the first left there is not taken."""
+    context = warm_processes()
+    results = context.Queue()
+    workers = [context.Process(target=_restarted, args=(rank, str(tmp_path / "store"), results)) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    said = [results.get(timeout=150) for _ in workers]
+    for worker in workers:
+        worker.join(30)
+
+    assert said[0] == said[1]
+    assert said[0][0] != said[0][1] == said[0][2]
+
+
+def test_a_requeued_job_without_a_group_is_another_launch() -> None:
+    launcher = {"WORLD_SIZE": "2", "SLURM_JOB_ID": "7", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+    requeued = {**launcher, "SLURM_RESTART_COUNT": "1"}
+
+    assert resolve_identity(launcher, None).launch_id != resolve_identity(requeued, None).launch_id
+
+
+def test_without_a_group_ranks_derive_one_name_from_the_launcher() -> None:
+    launcher = {"WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+    first = resolve_identity({**launcher, "RANK": "0"}, None)
+    second = resolve_identity({**launcher, "RANK": "1"}, None)
+
+    assert (first.run, first.launch_id) == (second.run, second.launch_id)
+    assert [0, 1] == [first.rank, second.rank]

@@ -1,0 +1,265 @@
+"""The vectorised judge says, for every series, exactly what the contract's plain evaluator says."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.properties import examples
+
+from rankscope_contract.evaluate import evaluate, next_baseline, to_float32
+from rankscope_contract.kinds import COUNT_OPS, JUDGED_OPS, VALUE_OPS
+from rankscope_contract.records import PlanEntry
+from rankscope_contract.rules import rule_from_config
+from rankscope_contract.rules.nan import AnomalyNan
+from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_exporter.publishing.anomaly_detector import Judge
+from rankscope_exporter.statistics import Finished
+
+VECTORS = pathlib.Path(__file__).parents[2] / "contract" / "data" / "anomaly_vectors.json"
+
+KINDS = ("act_out", "grad_reduced", "param_after")
+NULL = math.nan
+
+value32 = st.one_of(
+    st.sampled_from([NULL, math.inf, -math.inf, 0.0, -0.0, 1.0, 1.5, -2.0, 3.4e38]),
+    st.floats(-100, 100, width=32),
+    st.floats(width=32),
+)
+count = st.sampled_from([0, 0, 0, 1, 7, 2**33])
+threshold = st.sampled_from([0.5, 1.0]) | st.floats(1e-3, 1e3)
+some_kinds = st.none() | st.lists(st.sampled_from(KINDS), max_size=2).map(tuple)
+turbulence = st.builds(
+    AnomalyTurbulence,
+    threshold=threshold,
+    direction=st.sampled_from(["up", "both"]),
+    ops=st.sampled_from([("norm", "mean"), ("norm",), ("mean",)]),
+    kinds=some_kinds,
+    name=st.uuids().map(str),
+)
+nan = st.builds(
+    AnomalyNan, threshold=st.none() | threshold, infs=st.booleans(), kinds=some_kinds, name=st.uuids().map(str)
+)
+observation = st.tuples(st.booleans(), st.tuples(*[value32] * len(VALUE_OPS)), st.tuples(count, count))
+
+
+@st.composite
+def stories(draw):
+    """Return rules, the kinds of some entries, and what was observed of each entry at each step."""
+    kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4))
+    rules = draw(st.lists(turbulence | nan, max_size=4))
+    steps = draw(st.lists(st.tuples(*[observation] * len(kinds)), min_size=1, max_size=8))
+    return rules, kinds, steps
+
+
+def finished(step) -> Finished:
+    """Return one step's observations as they come from the statistics."""
+    present = np.array([seen for seen, _, _ in step])
+    values = np.array([values for _, values, _ in step], np.float32).T
+    counts = np.zeros((len(COUNT_OPS), len(step)), np.int64)
+    counts[:2] = np.array([counts for _, _, counts in step]).T
+    return Finished(np.where(present, values, np.float32(math.nan)), np.where(present, counts, 0), present)
+
+
+def plan(kinds):
+    return [PlanEntry(kind=kind, tensor=f"t{number}") for number, kind in enumerate(kinds)]
+
+
+def bits(number: float | None) -> bytes:
+    return struct.pack("<d", math.nan if number is None else number)
+
+
+def one_entry(rules, observations):
+    """Return the judgement on each step of a single gradient."""
+    judge = Judge(rules, plan(["grad_reduced"]))
+    return [judge.observe(finished([observed])) for observed in observations]
+
+
+def norm_of(value, *, nans=0, infs=0, present=True):
+    return present, (value, NULL, NULL, NULL), (nans, infs)
+
+
+def expected_firings(rules, kinds, steps):
+    """Return what the plain evaluator says, series by series: {(step, entry, op): (rule, value, baseline)}."""
+    firings = {}
+    for entry, kind in enumerate(kinds):
+        seen = [(number, step[entry]) for number, step in enumerate(steps) if step[entry][0]]
+        for place, op in enumerate(("nans", "infs")):
+            for firing in evaluate(rules, kind, op, [float(counts[place]) for _, (_, _, counts) in seen]):
+                step = seen[firing.position][0]
+                if (step, entry, "nans") not in firings:  # one firing for the non-finite elements of an entry
+                    firings[step, entry, op] = (firing.rule.name, firing.value, math.nan)
+        for place, op in enumerate(VALUE_OPS):
+            series = [(step, values[place]) for step, (_, values, _) in seen if not math.isnan(values[place])]
+            for firing in evaluate(rules, kind, op, [value for _, value in series]):
+                baseline = firing.baseline if op in JUDGED_OPS else math.nan
+                firings[series[firing.position][0], entry, op] = (firing.rule.name, firing.value, baseline)
+    return firings
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(stories())
+def test_firings_are_those_of_the_plain_evaluator(story):
+    rules, kinds, steps = story
+    judge = Judge(rules, plan(kinds), limit=1000)
+    found = {}
+    for number, step in enumerate(steps):
+        for firing in judge.observe(finished(step)).firings:
+            found[number, firing.entry, firing.op] = (firing.rule.name, firing.value, firing.baseline)
+
+    expected = expected_firings(rules, kinds, steps)
+    assert expected.keys() == found.keys()
+    for place, (rule, value, baseline) in expected.items():
+        assert (rule, bits(value), bits(baseline)) == (found[place][0], bits(found[place][1]), bits(found[place][2]))
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(stories())
+def test_shown_baselines_are_what_the_plain_evaluator_compares_with(story):
+    rules, kinds, steps = story
+    judge = Judge(rules, plan(kinds))
+    own = {(op, entry): math.nan for op in JUDGED_OPS for entry in range(len(kinds))}
+    for step in steps:
+        shown = judge.observe(finished(step)).baselines
+        for row, op in enumerate(JUDGED_OPS):
+            for entry, (present, values, _) in enumerate(step):
+                if not present:
+                    assert math.isnan(shown[row, entry])
+                    continue
+                before = own[op, entry]
+                own[op, entry] = after = next_baseline(before, to_float32(values[VALUE_OPS.index(op)]))
+
+                assert bits(after if math.isnan(before) else before) == bits(float(shown[row, entry]))
+
+
+@pytest.mark.parametrize("vector", json.loads(VECTORS.read_text())["series"], ids=lambda v: v["id"])
+def test_recorded_vectors_through_the_judge(vector):
+    """What a tensor cannot show (a NaN norm) is null here, and counted as `nans`."""
+    rules = [rule_from_config(entry) for entry in vector["rules"]]
+    column = VALUE_OPS.index(vector["op"])
+    judge = Judge(rules, plan(["grad_reduced"]))
+    found, alive = [], []
+    for step, recorded in enumerate(vector["series"]):
+        value = float(recorded)
+        values = [NULL] * len(VALUE_OPS)
+        values[column] = value if math.isfinite(value) else NULL
+        judgement = judge.observe(finished([(True, values, (math.isnan(value), math.isinf(value)))]))
+        found += [(step, firing.rule.name) for firing in judgement.firings if firing.op == vector["op"]]
+        alive.append(math.isfinite(value))
+
+    numbers = [float(value) if ok else NULL for value, ok in zip(vector["series"], alive, strict=True)]
+    known = [(i, value) for i, value in enumerate(numbers) if not math.isnan(value)]
+    plain = evaluate(rules, "grad_reduced", vector["op"], [value for _, value in known])
+    assert [(known[firing.position][0], firing.rule.name) for firing in plain] == found
+
+
+def test_nans_and_infs_of_one_entry_are_one_firing():
+    (judgement,) = one_entry([AnomalyNan()], [norm_of(NULL, nans=3, infs=2)])
+
+    assert [("nans", 3.0, None)] == [(firing.op, firing.value, firing.baseline) for firing in judgement.firings]
+
+
+def test_infs_alone_fire_and_in_seed_mode_do_not():
+    (judgement,) = one_entry([AnomalyNan()], [norm_of(1.0, infs=2)])
+    (seed,) = one_entry([AnomalyNan(infs=False)], [norm_of(1.0, infs=2)])
+
+    assert ["infs"] == [firing.op for firing in judgement.firings]
+    assert () == seed.firings
+
+
+def test_absence_leaves_the_baseline_alone():
+    steps = [norm_of(1.0), norm_of(9.0, present=False), norm_of(NULL), norm_of(1.0)]
+    shown = [float(judgement.baselines[0, 0]) for judgement in one_entry([], steps)]
+
+    assert 1.0 == shown[0]
+    assert math.isnan(shown[1])
+    assert [1.0, 1.0] == shown[2:]
+
+
+def test_infinite_values_and_large_thresholds_never_raise():
+    steps = [norm_of(1.0), norm_of(math.inf), norm_of(3.4e38), norm_of(NULL)]
+    with np.errstate(all="raise"):
+        judged = one_entry([AnomalyTurbulence(threshold=1e300), AnomalyNan(threshold=10**300)], steps)
+
+    assert [0, 1, 0, 0] == [len(judgement.firings) for judgement in judged]
+
+
+def test_an_absent_entry_never_fires():
+    absent = Finished(
+        np.full((len(VALUE_OPS), 1), math.nan, np.float32), np.full((len(COUNT_OPS), 1), 5), np.array([False])
+    )
+
+    assert () == Judge([AnomalyNan(threshold=1.0)], plan(["act_out"])).observe(absent).firings
+
+
+def test_firings_are_ordered_by_entry_and_capped_with_the_rest_counted():
+    judge = Judge([AnomalyNan(threshold=1.0)], plan(["act_out"] * 50), limit=5)
+    judgement = judge.observe(finished([norm_of(5.0, nans=1)] * 50))
+
+    assert [(0, "nans"), (0, "norm"), (1, "nans"), (1, "norm"), (2, "nans")] == [
+        (firing.entry, firing.op) for firing in judgement.firings
+    ]
+    assert 95 == judgement.left_out
+
+
+def test_of_a_step_with_micro_batches_the_first_cause_is_never_cut_off():
+    """A NaN that begins in an activation of the first micro-batch is in all that comes behind it."""
+    order = [("param_before", None), ("act_out", 0), ("act_grad_out", 0), ("act_out", 1), ("grad_unreduced", None)]
+    entries = [PlanEntry(kind=kind, tensor="t", micro_step=micro_step) for kind, micro_step in reversed(order)]
+    judgement = Judge([AnomalyNan()], entries, limit=4).observe(finished([norm_of(5.0, nans=1)] * 5))
+    told = [(entries[firing.entry].kind, entries[firing.entry].micro_step) for firing in judgement.firings]
+
+    assert order[:4] == told
+
+
+def test_firing_names_every_rule_that_fires_on_a_kind_beyond_the_cap_too():
+    rules = [AnomalyTurbulence(threshold=0.5), AnomalyNan(threshold=5.0, kinds=["grad_reduced", "act_out"])]
+    judge = Judge(rules, plan(["act_out", "grad_reduced", "param_after"]), limit=1)
+    judge.observe(finished([norm_of(1.0)] * 3))
+    judgement = judge.observe(finished([norm_of(1.0), norm_of(6.0), norm_of(2.0)]))
+
+    # On the gradient turbulence names the alert; the limit is exceeded all the same, and PromQL says so as well.
+    assert {
+        ("AnomalyTurbulence", "grad_reduced"),
+        ("AnomalyTurbulence", "param_after"),
+        ("AnomalyNan", "grad_reduced"),
+    } == judgement.firing
+    assert ["AnomalyTurbulence"] == [firing.rule.name for firing in judgement.firings]
+
+
+def test_a_firing_carries_value_baseline_and_threshold():
+    _, judgement = one_entry([AnomalyTurbulence(threshold=0.5)], [norm_of(1.0), norm_of(2.0)])
+    (firing,) = judgement.firings
+
+    assert (0, "norm", 2.0, 1.0, 0.5) == (firing.entry, firing.op, firing.value, firing.baseline, firing.threshold)
+    assert frozenset({("AnomalyTurbulence", "grad_reduced")}) == judgement.firing
+
+
+def test_scalars_are_judged_by_the_rules_for_scalars():
+    judge = Judge([AnomalyTurbulence(threshold=0.5), AnomalyNan()], [])
+
+    assert [None, None, "AnomalyNan", "AnomalyNan"] == [
+        rule and rule.name
+        for rule in (judge.judge_scalar("loss", value) for value in (1.0, 100.0, math.nan, -math.inf))
+    ]
+
+
+def test_a_plan_without_entries_is_judged():
+    values, counts = np.zeros((len(VALUE_OPS), 0), np.float32), np.zeros((len(COUNT_OPS), 0), np.int64)
+    empty = Finished(values, counts, np.zeros(0, np.bool_))
+    judgement = Judge([AnomalyNan(), AnomalyTurbulence(threshold=1)], []).observe(empty)
+
+    assert () == judgement.firings
+    assert (len(JUDGED_OPS), 0) == judgement.baselines.shape
+
+
+def test_a_judgement_is_not_changed_by_later_steps():
+    first, _ = one_entry([], [norm_of(1.0), norm_of(100.0)])
+
+    assert 1.0 == float(first.baselines[0, 0])

@@ -1,0 +1,120 @@
+"""What a rank prints: who, what and where, and never a flood."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from rankscope_contract.events import Event, EventType, ExitReason
+from rankscope_exporter.process.lifecycle import encodable, exit_reason, weighed_reason
+from rankscope_exporter.publishing.console import FREE_LINES, MIN_SECONDS_BETWEEN_LINES, Console, banner
+
+
+def anomaly(kind: str, message: str) -> Event:
+    return Event(type=EventType.ANOMALY, kind=kind, message=message)
+
+
+def test_a_firing_is_one_line_that_names_the_first_cause() -> None:
+    stream = io.StringIO()
+    console = Console(3, enabled=True, stream=stream)
+    console.firing(7, [anomaly("grad_reduced", "effect"), anomaly("grad_unreduced", "cause")])
+
+    assert "rankscope: step 7, rank 3: cause (and 1 more at this step)\n" == stream.getvalue()
+
+
+def test_a_training_that_diverges_does_not_flood_the_console() -> None:
+    stream, now = io.StringIO(), [0.0]
+    console = Console(0, enabled=True, stream=stream, clock=lambda: now[0])
+    for step in range(100):
+        console.firing(step, [anomaly("grad_reduced", "again")])
+    now[0] = MIN_SECONDS_BETWEEN_LINES
+    console.firing(100, [anomaly("grad_reduced", "again")])
+    lines = stream.getvalue().splitlines()
+
+    assert FREE_LINES + 1 == len(lines)
+    assert f"[{100 - FREE_LINES} steps with firings not shown]" in lines[-1]
+
+
+def test_a_closed_stream_and_a_disabled_console_are_silent() -> None:
+    stream = io.StringIO()
+    Console(0, enabled=False, stream=stream).line("nothing")
+    assert "" == stream.getvalue()
+    stream.close()
+    Console(0, enabled=True, stream=stream).line("nothing")
+
+
+def test_the_banner_says_what_is_watched_what_it_costs_and_who_reads_it() -> None:
+    lines = banner(
+        run="my run",
+        world_size=2,
+        what="gradients",
+        tensors=3,
+        elements=1_234_567,
+        series=12,
+        bytes_per_step=336,
+        every=5,
+        backend="numba",
+        address="http://127.0.0.1:9",
+        service=None,
+    )
+
+    assert 2 == len(lines)
+    assert (
+        "run 'my run' on 2 ranks; gradients of 3 tensors (1,234,567 elements) every 5 steps, numba kernel" == lines[0]
+    )
+    assert lines[1].startswith("12 series, about 0 kB a step; http://127.0.0.1:9/metrics, read by nobody yet: ")
+    assert "RANKSCOPE_INGEST_URL" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (None, ExitReason.COMPLETED),
+        (SystemExit(0), ExitReason.COMPLETED),
+        (SystemExit(None), ExitReason.COMPLETED),
+        (SystemExit(3), ExitReason.EXCEPTION),
+        (SystemExit("no data"), ExitReason.EXCEPTION),
+        (SystemExit(128 + 15), ExitReason.SIGNAL),
+        (SystemExit(128 + 2), ExitReason.SIGNAL),
+        (SystemExit(128 + 9), ExitReason.EXCEPTION),
+        (KeyboardInterrupt(), ExitReason.SIGNAL),
+        (ValueError("no"), ExitReason.EXCEPTION),
+    ],
+)
+def test_why_a_process_ends(error: BaseException | None, reason: ExitReason) -> None:
+    assert reason is exit_reason(error)[0]
+
+
+@pytest.mark.parametrize(
+    ("ended_by", "last_step", "planned", "weighed"),
+    [
+        (None, 100, 100, (ExitReason.COMPLETED, None)),
+        (None, 40, 100, (ExitReason.COMPLETED, None)),
+        (None, None, None, (ExitReason.COMPLETED, None)),
+        (SystemExit(0), 100, 100, (ExitReason.COMPLETED, None)),
+        (SystemExit(0), 40, None, (ExitReason.COMPLETED, None)),
+        (SystemExit(0), 40, 100, (ExitReason.UNKNOWN, "sys.exit(0) at step 40 of 100 planned")),
+        (SystemExit(143), 100, 100, (ExitReason.SIGNAL, "SIGTERM, SystemExit: 143")),
+        (KeyboardInterrupt(), 40, 100, (ExitReason.SIGNAL, "KeyboardInterrupt")),
+        (SystemExit(3), 100, 100, (ExitReason.EXCEPTION, "SystemExit: 3")),
+    ],
+)
+def test_what_was_planned_tells_an_end_from_a_stop(
+    ended_by: BaseException | None,
+    last_step: int | None,
+    planned: int | None,
+    weighed: tuple[ExitReason, str | None],
+) -> None:
+    assert weighed == weighed_reason(*exit_reason(ended_by), last_step, planned)
+
+
+@pytest.mark.parametrize(("last_step", "reason"), [(100, ExitReason.COMPLETED), (40, ExitReason.UNKNOWN)])
+def test_a_process_that_ends_without_a_word_has_completed_what_was_planned_or_nobody_knows(
+    last_step: int, reason: ExitReason
+) -> None:
+    assert (reason, None) == weighed_reason(ExitReason.UNKNOWN, None, last_step, 100)
+
+
+def test_text_that_utf8_cannot_say_is_written_out() -> None:
+    assert "a\\ud800 é" == encodable("a\ud800 é")

@@ -1,0 +1,251 @@
+"""What two ranks of a gloo group do, with and without the monitor; each case returns what its test compares."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+import unittest.mock
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests.exporter.quantities.collective_runs import WORLD, Run, functions, given, left, train
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from rankscope_contract.rules.nan import AnomalyNan
+from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_exporter.quantities.collectives.quantity import quantity
+
+
+def sequences(rank: int) -> Any:
+    """Return runs of calls that are repeated, asynchronous, chosen or not, each by its name."""
+
+    def repeated(step: int) -> None:
+        for number in range(3):
+            dist.all_reduce(given(rank, number) * step)
+
+    def at_places(_step: int) -> None:
+        dist.all_reduce(given(rank))
+        here(lambda: dist.all_reduce(given(rank, 1)))
+        dist.broadcast(given(rank), 0)
+
+    def asynchronous(_step: int) -> None:
+        first, second, third = (given(rank, number) for number in range(3))
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in (first, second)]
+        works.reverse()
+        for work in works:
+            assert work is not None
+            work.wait()
+            first.add_(0)
+            work.wait()
+        forgotten = dist.broadcast(third, 0, async_op=True)
+        assert forgotten is not None
+        forgotten.get_future().wait()
+
+    def none(_step: int) -> None:
+        pass
+
+    def beside(_step: int) -> None:
+        thread = threading.Thread(target=lambda: dist.all_reduce(given(rank)))
+        thread.start()
+        thread.join()
+
+    def spoiled(_step: int) -> None:
+        bad = given(rank)
+        bad[1] = torch.nan
+        dist.all_reduce(bad if rank == 0 else given(rank))
+
+    def coalesced(_step: int) -> None:
+        with dist._coalescing_manager():
+            dist.all_reduce(given(rank))
+            dist.all_reduce(given(rank, 1))
+
+    def waited_elsewhere(_step: int) -> None:
+        """Wait as if another stream were current; this machine has none."""
+        work = dist.all_reduce(given(rank), async_op=True)
+        assert work is not None
+        with unittest.mock.patch.object(quantity, "stream_of", return_value=7):
+            work.wait()
+
+    def failing(_step: int) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for call in (
+                lambda: dist.all_reduce("no tensor"),
+                lambda: dist.all_reduce(*()),
+                lambda: dist.broadcast(given(0)),
+            ):
+                try:
+                    call()
+                except (TypeError, ValueError) as error:
+                    errors.append(repr(error))
+
+    errors: list[str] = []
+    bare = train(failing), [*errors]
+    errors.clear()
+    return {
+        "repeated": train(repeated, {}, steps=2),
+        "most calls": train(repeated, {"most_calls": 2}),
+        "every": train(repeated, {"every": 2, "inputs": True}, steps=3),
+        "after the update": train(none, {}, after=repeated, steps=2),
+        "call sites": train(at_places, {"call_sites": [r"collective_cases\.py\[\d+\] here\b"]}),
+        "no such site": train(at_places, {"call_sites": [r"nowhere\.py\[1\]"]}),
+        "targets": train(at_places, {"targets": ["broadcast", "all_gathr"]}),
+        "asynchronous": train(asynchronous, {}, steps=2),
+        "log only": train(at_places, {"log_only": True, "inputs": True}, steps=3),
+        "none": train(none, {}),
+        "beside": train(beside, {}),
+        "spoiled": train(spoiled, {"inputs": True}, rules=(AnomalyNan(),)),
+        "another stream": train(waited_elsewhere, {}),
+        "coalesced": train(coalesced, {}),
+        "failing": train(failing, {}),
+        "errors": (bare[1], errors),
+    }
+
+
+def here(call: Callable[[], Any]) -> int:
+    """Make the call from this function, and return the line above."""
+    call()
+    return sys._getframe().f_lineno - 1
+
+
+def training(_rank: int) -> Any:
+    """Return the parameters of a training that reduces its gradients by itself, without and with the monitor."""
+
+    def once(options: Mapping[str, Any] | None) -> list[torch.Tensor]:
+        torch.manual_seed(dist.get_rank())
+        net = nn.Linear(5, 3)
+        for parameter in net.parameters():
+            dist.broadcast(parameter.detach(), 0)
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+        config = MonitorConfig(
+            quantities=("collectives", "gradients"), options={"collectives": dict(options or {})},
+            enabled=options is not None, console=False, exit_wait_seconds=0,
+        )  # fmt: skip
+        monitor = Monitor(config).attach(net, optimizer)
+        for _ in range(4):
+            net(torch.randn(6, 5)).square().mean().backward()
+            works = [dist.all_reduce(p.grad, async_op=True) for p in net.parameters()]
+            for work in works:
+                work.wait()
+            for parameter in net.parameters():
+                assert parameter.grad is not None
+                parameter.grad /= WORLD
+            optimizer.step()
+            optimizer.zero_grad()
+        monitor.detach()
+        assert monitor.faults == 0
+        return [parameter.detach().clone() for parameter in net.parameters()]
+
+    return once(None), once({"inputs": True})
+
+
+def cause(rank: int) -> Any:
+    """Return the kinds that fire, in order, when a gradient is spoiled on rank 0 before it is reduced."""
+    torch.manual_seed(0)
+    net = nn.Linear(3, 2, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    config = MonitorConfig(
+        quantities=("parameters", "gradients", "collectives"), options={"collectives": {"inputs": True}},
+        console=False, exit_wait_seconds=0, statistics="torch", rules=(AnomalyNan(),),
+    )  # fmt: skip
+    monitor = Monitor(config).attach(net, optimizer)
+    net(torch.ones(4, 3)).square().mean().backward()
+    gradient = net.weight.grad
+    assert gradient is not None
+    if rank == 0:
+        gradient[0, 0] = torch.nan
+    dist.all_reduce(gradient)
+    optimizer.step()
+    return [kind for _, _, kind, _ in left(monitor, net).events]
+
+
+def wrapped(rank: int) -> Any:
+    """Return runs of frameworks that communicate by themselves, each with the parameters it has without the monitor."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+
+    def train_wrapped(make: Callable[[], nn.Module], *, on: bool) -> Run:
+        torch.manual_seed(0)
+        net = make()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        config = MonitorConfig(quantities=("collectives",), enabled=on, console=False, exit_wait_seconds=0)
+        monitor = Monitor(config).attach(net, optimizer)
+        for step in (1, 2):
+            net(torch.full((2, 4), float(rank + step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        run = left(monitor, net)
+        run.parameters = [getattr(one, "_local_tensor", one) for one in run.parameters]
+        return run
+
+    makers = {
+        "DDP": lambda: DistributedDataParallel(nn.Linear(4, 2)),
+        "FSDP1": lambda: FullyShardedDataParallel(nn.Linear(4, 2), device_id=torch.device("cpu"), use_orig_params=True),
+        "FSDP2": lambda: fully_shard(nn.Linear(4, 2), mesh=mesh),
+    }
+    return {name: (train_wrapped(make, on=True), train_wrapped(make, on=False)) for name, make in makers.items()}
+
+
+def told(rank: int) -> Any:
+    """Return what is said of a training under DDP of which all calls of the first step are to be told, and faults."""
+    train(lambda _step: None, {})  # whatever was called before is read by this monitor
+    torch.manual_seed(0)
+    net = DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    options = {"collectives": {"log_only": True}}
+    config = MonitorConfig(quantities=("collectives",), options=options, console=False, exit_wait_seconds=0)
+    monitor = Monitor(config).attach(net, optimizer)
+    for step in (1, 2, 3):
+        net(torch.ones(2, 4)).square().mean().backward()
+        for number in range(3):
+            dist.all_reduce(given(rank, number))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            dist.broadcast(given(rank), 0)
+        else:
+            dist.barrier()
+    return left(monitor, net)
+
+
+def compiled(rank: int) -> Any:
+    """Return what a compiled function gives that reduces, without and with the monitor, and the rows of the latter."""
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def reduced(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        dist.all_reduce(y)
+        return y + 1
+
+    bare = reduced(given(rank))
+    torch.compiler.reset()
+    seen = []
+    run = train(lambda step: seen.append(reduced(given(rank)).sum().item()), {"every": 2}, steps=3)
+    return bare.sum().item(), seen, run
+
+
+CASES = {
+    "functions": functions,
+    "sequences": sequences,
+    "training": training,
+    "cause": cause,
+    "wrapped": wrapped,
+    "told": told,
+    "compiled": compiled,
+}
+
+
+def work(rank: int, store: str, results: Any) -> None:
+    """Run all cases; starting torch costs more than all of them."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    for name, case in CASES.items():
+        results.put((name, rank, pickle.dumps(case(rank))))  # as bytes: tensors would stay with this process
+        dist.barrier()
+    dist.destroy_process_group()

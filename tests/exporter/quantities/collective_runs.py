@@ -1,0 +1,204 @@
+"""Training with collectives under the monitor, and every function once with what each rank gives and gets."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_exporter.sinks.memory import Row, rows_of
+
+WORLD = 2
+LONG_SECONDS = 60.0
+
+Script = Callable[[int], None]
+
+
+@dataclass
+class Run:
+    """What one rank has of a run. Rows are (kind, function, index, call_seq) to their numbers, by step."""
+
+    rows: dict[int, dict[tuple[Any, ...], Mapping[str, Any]]]
+    names: set[str]
+    said: list[str]
+    events: list[tuple[str, str | None, str | None, int | None]]
+    faults: int
+    parameters: list[torch.Tensor]
+    attributes: set[tuple[Any, ...]] = field(default_factory=set)
+
+    def of(self, kind: str, step: int = 1) -> dict[tuple[Any, ...], Mapping[str, Any]]:
+        return {key[1:]: numbers for key, numbers in self.rows.get(step, {}).items() if key[0] == kind}
+
+
+def train(
+    script: Script,
+    options: Mapping[str, Any] | None = None,
+    *,
+    steps: int = 1,
+    after: Script | None = None,
+    **more: Any,
+) -> Run:
+    """Train a layer; `script` runs between backward and update, `after` behind the update. Without options: bare."""
+    torch.manual_seed(0)
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    config = MonitorConfig(
+        quantities=("collectives",),
+        options={"collectives": dict(options or {})},
+        enabled=options is not None,
+        console=False,
+        exit_wait_seconds=0,
+        statistics="torch",
+        **more,
+    )
+    monitor = Monitor(config).attach(net, optimizer)
+    for step in range(1, steps + 1):
+        net(torch.ones(4, 3) * step).square().mean().backward()
+        script(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if after is not None:
+            after(step)
+    return left(monitor, net)
+
+
+def left(monitor: Monitor, net: nn.Module) -> Run:
+    """Detach, and return what the run left."""
+    session = monitor._session
+    records: Sequence[Any] = ()
+    if session is not None:
+        monitor.end_step()
+        assert session.publisher.catch_up(LONG_SECONDS)
+        monitor.detach()
+        records = session.channel.ring.after(-1, 1 << 40).records
+    rows = [row for record in records for row in rows_of(record, ())]
+    found: dict[int, dict[tuple[Any, ...], Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row.step, {})[_key(row)] = row.numbers
+    events = [event for record in records for event in record.events]
+    return Run(
+        found,
+        {row.entry.tensor for row in rows},
+        [event.message for event in events if event.type in ("note", "fault")],
+        [(event.type, event.rule, event.kind, event.call_id) for event in events if event.type == "anomaly"],
+        monitor.faults,
+        [parameter.detach().clone() for parameter in net.parameters()],
+        {(row.entry.shape, row.entry.dtype, row.entry.micro_step, row.entry.placement) for row in rows},
+    )
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return row.entry.kind, row.entry.tensor.partition("@")[0], row.entry.index, row.entry.call_seq
+
+
+def given(rank: int, number: int = 0, size: int = 4) -> torch.Tensor:
+    """Return what `rank` sends: different for each rank, number and element."""
+    return torch.arange(size, dtype=torch.float32) + 10 * (rank + 1) + 100 * number
+
+
+# Every function once: what is called, and what each rank gives and gets, by hand.
+
+
+def every_function(rank: int) -> dict[str, tuple[Any, list[Any], list[Any]]]:
+    """Return, for each function, a call of it, and the tensors that this rank gives and gets, by index."""
+    mine, other = given(rank), given(1 - rank)
+    both = [given(0), given(1)]
+    total, joined = both[0] + both[1], torch.cat(both)
+    halves = list(mine.chunk(WORLD))
+    sums = list(total.chunk(WORLD))
+    swapped = [one.chunk(WORLD)[rank] for one in both]
+    uneven = [given(rank, 1, 3), given(rank, 2, 5)]
+
+    def buffer(size: int = 4) -> torch.Tensor:
+        return torch.zeros(size)
+
+    def only(on: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return tensors if rank == on else []
+
+    def pair(send: Callable[[], Any], receive: Callable[[], Any]) -> None:
+        for call in (send, receive) if rank == 0 else (receive, send):
+            work = call()
+            if isinstance(work, dist.Work):
+                work.wait()
+
+    def batch() -> None:
+        operations = [
+            dist.P2POp(dist.isend, uneven[0], 1 - rank),
+            dist.P2POp(dist.irecv, buffer(3), 1 - rank),
+            dist.P2POp(dist.isend, uneven[1], 1 - rank),
+            dist.P2POp(dist.irecv, buffer(5), 1 - rank),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    theirs = [given(1 - rank, 1, 3), given(1 - rank, 2, 5)]
+    return {
+        "all_reduce": (lambda: dist.all_reduce(mine.clone()), [mine], [total]),
+        "broadcast": (lambda: dist.broadcast(mine.clone(), src=1), only(1, [mine]), [both[1]]),
+        "reduce": (lambda: dist.reduce(mine.clone(), dst=1), [mine], only(1, [total])),
+        "scatter": (
+            lambda: dist.scatter(buffer(2), halves if rank == 0 else None, src=0),
+            only(0, halves),
+            [both[0].chunk(WORLD)[rank]],
+        ),
+        "gather": (
+            lambda: dist.gather(mine, [buffer(), buffer()] if rank == 0 else None, dst=0), [mine], only(0, both)
+        ),
+        "all_gather": (lambda: dist.all_gather([buffer(), buffer()], mine), [mine], both),
+        "reduce_scatter": (lambda: dist.reduce_scatter(buffer(2), halves), halves, [sums[rank]]),
+        "_reduce_scatter_base": (lambda: dist._reduce_scatter_base(buffer(2), mine), [mine], [sums[rank]]),
+        "reduce_scatter_tensor": (lambda: dist.reduce_scatter_tensor(buffer(2), mine), [mine], [sums[rank]]),
+        "_all_gather_base": (lambda: dist._all_gather_base(buffer(8), mine), [mine], [joined]),
+        "all_gather_into_tensor": (lambda: dist.all_gather_into_tensor(buffer(8), mine), [mine], [joined]),
+        "all_gather_single": (lambda: dist.all_gather_single(buffer(8), mine), [mine], [joined]),
+        "reduce_scatter_single": (lambda: dist.reduce_scatter_single(buffer(2), mine), [mine], [sums[rank]]),
+        "all_to_all": (lambda: dist.all_to_all([buffer(2), buffer(2)], halves), halves, swapped),
+        "all_to_all_single": (lambda: dist.all_to_all_single(buffer(4), mine), [mine], [torch.cat(swapped)]),
+        "send": (lambda: pair(lambda: dist.send(mine, 1 - rank), lambda: dist.recv(buffer(), 1 - rank)), [mine], []),
+        "recv": (None, [], [other]),
+        "isend": (lambda: pair(lambda: dist.isend(mine, 1 - rank), lambda: dist.irecv(buffer(), 1 - rank)), [mine], []),
+        "irecv": (None, [], [other]),
+        "batch_isend_irecv": (batch, {0: uneven[0], 2: uneven[1]}, {1: theirs[0], 3: theirs[1]}),
+    }  # fmt: skip
+
+
+LISTS = {
+    *((name, kind) for name in ("all_to_all", "batch_isend_irecv") for kind in ("comm_in", "comm_out")),
+    *((name, "comm_in") for name in ("scatter", "reduce_scatter")),
+    *((name, "comm_out") for name in ("gather", "all_gather")),
+}
+"""Sides whose tensors have a position."""
+
+
+def functions(rank: int) -> Any:
+    """Return the rows of every function, and what they should be."""
+    table = every_function(rank)
+    refused: dict[str, str] = {}
+
+    def script(_step: int) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of functions that torch has deprecated
+            for name, (call, _, _) in table.items():
+                try:
+                    if call is not None:
+                        call()
+                except (RuntimeError, NotImplementedError) as error:  # that gloo does not have
+                    refused[name] = str(error)
+
+    run = train(script, {"inputs": True})
+    expected: dict[str, dict[tuple[Any, ...], torch.Tensor]] = {"comm_in": {}, "comm_out": {}}
+    for name, (_, gives, gets) in table.items():
+        for kind, tensors in (("comm_in", gives), ("comm_out", gets)):
+            if name in refused and kind == "comm_out":
+                continue
+            lists = (name, kind) in LISTS
+            items = tensors.items() if isinstance(tensors, dict) else enumerate(tensors)
+            for index, tensor in items:
+                expected[kind][name, index if lists else None, None] = tensor
+    return run, expected, refused

@@ -1,0 +1,83 @@
+"""Runs of a model whose features are measured: what was published, what was said, and where the run ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from tests.exporter.quantities.activation_runs import published
+from torch import nn
+
+from rankscope_exporter import Monitor, MonitorConfig
+
+
+class Feature(NamedTuple):
+    """What identifies a row of a step."""
+
+    kind: str
+    module: str
+    index: int | None = None
+    micro_step: int | None = None
+
+
+class FeatureRun(NamedTuple):
+    """What a monitored run left."""
+
+    rows: dict[int, dict[Feature, float]]
+    said: list[str]
+    state: dict[str, torch.Tensor]
+    losses: list[float]
+    faults: int
+
+
+def train(
+    model: nn.Module,
+    losses_of: Sequence[Callable[[nn.Module, int], torch.Tensor]],
+    quantities: Mapping[str, Mapping[str, Any]] | None,
+    *,
+    steps: int = 2,
+    watched: nn.Module | None = None,
+) -> FeatureRun:
+    """Train `steps` steps, a loss for each micro-batch; `quantities` holds options by name, None is no monitor."""
+    losses: list[float] = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = MonitorConfig(
+        quantities=tuple(quantities or ()),
+        options=quantities or {},
+        enabled=quantities is not None,
+        console=False,
+        exit_wait_seconds=0,
+        statistics="torch",
+    )
+    monitor = Monitor(config).attach(watched or model, optimizer)
+    for step in range(1, steps + 1):
+        for loss_of in losses_of:
+            loss = loss_of(model, step)
+            loss.backward()
+            losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    monitor.end_step()
+    rows, said = read_features(monitor, steps) if quantities is not None else ({}, [])
+    monitor.detach()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    return FeatureRun(rows, said, state, losses, monitor.faults)
+
+
+def read_features(monitor: Monitor, last_step: int) -> tuple[dict[int, dict[Feature, float]], list[str]]:
+    """Return the features by step, and what was told, once `last_step` has been published."""
+    records, said = published(monitor, last_step)
+    rows: dict[int, dict[Feature, float]] = {}
+    for record in records:
+        for row in record.features:
+            assert record.step is not None
+            key = Feature(row["kind"], row["module"], row["index"], row["micro_step"])
+            assert key not in rows.setdefault(record.step, {}), "two rows of one name"
+            rows[record.step][key] = row["value"]
+    return rows, said
+
+
+def equal_bits(one: FeatureRun, other: FeatureRun) -> bool:
+    """Return whether two runs ended in the very same parameters, by the very same losses."""
+    return one.losses == other.losses and all(torch.equal(one.state[n], other.state[n]) for n in other.state)

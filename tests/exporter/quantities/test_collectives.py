@@ -1,0 +1,269 @@
+"""What the script's collectives give back and are given: numbers by hand on two real ranks; nothing else changes."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from typing import Any
+
+import pytest
+import torch
+from tests.exporter.quantities.collective_cases import CASES, work
+from tests.exporter.quantities.collective_runs import WORLD, Run, given
+from tests.programs import warm_processes
+
+from rankscope_exporter import ConfigError, MonitorConfig
+from rankscope_exporter.quantities.collectives.signatures import OPERATIONS
+
+pytestmark = pytest.mark.timeout(400)  # the first test waits for the two ranks
+
+RANKS = range(WORLD)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Any]:
+    """Run all cases in one pair of processes."""
+    context = warm_processes()
+    results = context.Queue()
+    store = str(tmp_path_factory.mktemp("collectives") / "store")
+    workers = [context.Process(target=work, args=(rank, store, results), daemon=True) for rank in RANKS]
+    for worker in workers:
+        worker.start()
+    found = [results.get(timeout=180) for _ in range(WORLD * len(CASES))]
+    for worker in workers:
+        worker.join(60)
+
+    assert [0] * WORLD == [worker.exitcode for worker in workers]
+    return {(case, rank): pickle.loads(outcome) for case, rank, outcome in found}
+
+
+@pytest.fixture
+def runs(outcomes):
+    """Return the runs of one case on both ranks."""
+
+    def both(name: str) -> list[Run]:
+        return [outcomes["sequences", rank][name] for rank in RANKS]
+
+    return both
+
+
+# Numbers.
+
+
+def test_every_function_has_the_numbers_of_what_it_is_given_and_gives_back(outcomes):
+    for rank in RANKS:
+        run, expected, _ = outcomes["functions", rank]
+        for kind, tensors in expected.items():
+            found = run.of(kind)
+
+            assert set(tensors) == set(found)
+            for key, tensor in tensors.items():
+                exact = tensor.double()
+                numbers = {"norm": exact.norm(), "min": exact.min(), "max": exact.max(), "mean": exact.mean()}
+                assert {op: pytest.approx(float(value), rel=1e-6) for op, value in numbers.items()} == {
+                    op: found[key][op] for op in numbers
+                }, (kind, key)
+                assert (tensor.numel(), 0) == (found[key]["numel"], found[key]["nans"])
+        assert (0, []) == (run.faults, run.said)
+
+
+def test_no_function_that_the_existing_tool_knows_is_left_out(outcomes):
+    _, expected, refused = outcomes["functions", 0]
+    called = {key[0] for tensors in expected.values() for key in tensors}
+
+    assert set(OPERATIONS) == called
+    assert {} == refused
+
+
+def test_rows_are_named_by_function_and_place(outcomes):
+    run, _, _ = outcomes["functions", 1]
+
+    assert all(re.fullmatch(r"\w+@exporter/quantities/collective_runs\.py\[\d+\]", name) for name in run.names)
+    assert {((4,), "float32", None, "full")} <= run.attributes
+
+
+def test_calls_of_one_place_are_counted_within_the_step(runs):
+    for run in runs("repeated"):
+        for step in (1, 2):
+            sums = [step * (given(0, number) + given(1, number)).norm() for number in range(3)]
+            found = run.of("comm_out", step)
+
+            assert [("all_reduce", None, seq) for seq in (None, 1, 2)] == list(found)
+            assert pytest.approx([float(norm) for norm in sums]) == [row["norm"] for row in found.values()]
+
+
+def test_calls_behind_the_update_belong_to_the_step(runs):
+    for run in runs("after the update"):
+        assert {1: 3, 2: 3} == {step: len(rows) for step, rows in run.rows.items()}
+
+
+def test_only_steps_that_are_due_have_rows(runs):
+    for run in runs("every"):
+        assert {1: 6, 3: 6} == {step: len(rows) for step, rows in run.rows.items()}
+
+
+def test_what_an_asynchronous_call_gives_back_is_read_when_it_was_waited_for(runs):
+    sums = [float((given(0, number) + given(1, number)).norm()) for number in (0, 1)]
+    for run in runs("asynchronous"):
+        for step in (1, 2):
+            assert pytest.approx(sums) == [row["norm"] for row in run.of("comm_out", step).values()]
+
+
+def test_a_call_that_nobody_waits_for_has_no_row_and_is_named_once(runs):
+    for run in runs("asynchronous"):
+        (sentence,) = run.said
+
+        assert re.search(r"broadcast@.*\]: is not waited for within its step by wait\(\)", sentence)
+
+
+# Which calls.
+
+
+def test_call_sites_choose_by_the_stack(runs):
+    for run in runs("call sites"):
+        assert (
+            pytest.approx(float((given(0, 1) + given(1, 1)).norm()))
+            == run.of("comm_out")["all_reduce", None, None]["norm"]
+        )
+        assert (1, []) == (len(run.rows[1]), run.said)
+
+
+def test_call_sites_that_are_nowhere_are_said_with_the_calls_there_are(runs):
+    for run in runs("no such site"):
+        (sentence,) = run.said
+
+        assert "call_sites are found in the stack of no call; there are all_reduce@" in sentence
+        assert {} == run.rows
+
+
+def test_targets_choose_by_function_and_one_without_a_call_is_named_with_the_nearest(runs):
+    for run in runs("targets"):
+        assert [("broadcast", None, None)] == list(run.of("comm_out"))
+        assert ["collectives: target 'all_gathr' matches no collective; nearest: all_reduce"] == run.said
+
+
+def test_no_more_rows_than_most_calls(runs):
+    for run in runs("most calls"):
+        (sentence,) = run.said
+
+        assert 2 == len(run.rows[1])
+        assert "called more than 2 times in a step" in sentence
+
+
+@pytest.mark.parametrize(
+    ("case", "sentence"),
+    [
+        ("none", "no call of the script was seen in a measured step"),
+        ("beside", "on a thread beside the training"),
+        ("coalesced", "is coalesced with others"),
+        ("another stream", "is on another stream than the training"),
+    ],
+)
+def test_what_is_not_measured_is_said(case, sentence, runs):
+    for run in runs(case):
+        assert ({}, 0, 1) == (run.rows, run.faults, len(run.said))
+        assert sentence in run.said[0]
+
+
+# Saying what is called.
+
+
+def test_log_only_tells_every_call_once_and_measures_nothing(runs):
+    for rank, run in enumerate(runs("log only")):
+        assert {} == run.rows
+        assert ["all_reduce", "all_reduce", "broadcast"] == [re.findall(r": (\w+)@", text)[0] for text in run.said]
+        assert "float32[4] -> float32[4], group default_pg of 2 ranks, called from … > " in run.said[0]
+        place = r"> exporter/quantities/collective_cases\.py\[\d+\] sequences.<locals>.at_places$"
+        assert re.search(place, run.said[0])
+        assert re.search(r"cases\.py\[\d+\] here > exporter/quantities/collective_cases\.py", run.said[1])
+        assert [": nothing -> float32[4]", ": float32[4] -> float32[4]"][rank == 0] in run.said[2]
+        assert not any(re.search(r"[ >]/\w", text) for text in run.said)  # no folder of this machine
+
+
+def test_log_only_tells_what_torch_itself_calls_too_before_the_second_step_and_training_goes_on(outcomes):
+    """DDP's own, and a barrier, which no quantity measures; of the second step nothing."""
+    for rank in RANKS:
+        run = outcomes["told", rank]
+        said = [text.removeprefix("collectives: ") for text in run.said if text.startswith("collectives: ")]
+        calls = [re.match(r"(?:(\d+) times )?(\w+)@", text).groups() for text in said]
+
+        assert [
+            ("3", "all_reduce"), (None, "all_gather"), (None, "broadcast"), (None, "broadcast"),
+            (None, "all_reduce"), (None, "barrier"),
+        ] == calls  # fmt: skip
+        assert "float32[4] -> float32[4], group default_pg of 2 ranks, called from " in said[0]
+        assert "int64[1] -> int64[2, 1], group default_pg of 2 ranks, called from " in said[1]  # DDP compares shapes
+        assert (
+            "float32[10] -> float32[10], group default_pg of 2 ranks, called from " in said[4]
+        )  # gradients, one bucket
+        assert all(re.search(r" > exporter/quantities/collective_cases\.py\[\d+\] told$", text) for text in said)
+        assert (0, {}) == (run.faults, run.rows)
+
+
+# Nothing else changes.
+
+
+def test_a_training_that_reduces_by_itself_is_the_same_bit_for_bit(outcomes):
+    for rank in RANKS:
+        bare, watched = outcomes["training", rank]
+
+        assert all(torch.equal(one, other) for one, other in zip(bare, watched, strict=True))
+
+
+@pytest.mark.parametrize("framework", ["DDP", "FSDP1", "FSDP2"])
+def test_what_a_framework_of_torch_sends_is_left_out_and_said(framework, outcomes):
+    for rank in RANKS:
+        run, bare = outcomes["wrapped", rank][framework]
+
+        assert ({}, 0) == (run.rows, run.faults)
+        said = [text for text in run.said if text.startswith("collectives: ")]
+        assert ["no call of the script was seen"] == [text[13:43] for text in said]
+        assert all(torch.equal(one, other) for one, other in zip(run.parameters, bare.parameters, strict=True))
+
+
+def test_a_call_that_fails_fails_in_the_same_words(outcomes):
+    for rank in RANKS:
+        bare, watched = outcomes["sequences", rank]["errors"]
+
+        assert (3, bare) == (len(bare), watched)
+        assert 0 == outcomes["sequences", rank]["failing"].faults
+
+
+def test_compiled_code_is_whole_and_reduces_as_before(outcomes):
+    for rank in RANKS:
+        bare, seen, run = outcomes["compiled", rank]
+
+        assert ([bare] * 3, 0, {}) == (seen, run.faults, run.rows)
+
+
+def test_a_nan_is_found_and_the_rank_that_gave_it_is_the_first_cause(runs):
+    first, second = runs("spoiled")
+
+    assert [("anomaly", "AnomalyNan", "comm_in", 0), ("anomaly", "AnomalyNan", "comm_out", 1)] == first.events
+    assert [("anomaly", "AnomalyNan", "comm_out", 1)] == second.events
+
+
+def test_what_comes_of_a_spoiled_input_is_told_behind_it(outcomes):
+    """The rank that has the cause is the one whose first kind is what was given."""
+    assert ["comm_in", "comm_out", "grad_reduced", "param_after"] == outcomes["cause", 0]
+    assert ["comm_out", "grad_reduced", "param_after"] == outcomes["cause", 1]
+
+
+# What cannot be meant.
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"call_sites": ["("]}, "call_sites: '\\(' is no regular expression"),
+        ({"call_sites": "train"}, "call_sites is a list of regular expressions"),
+        ({"inputs": 1}, "inputs is true or false"),
+        ({"log_only": "yes"}, "log_only is true or false"),
+        ({"most_calls": 0}, "most_calls is a whole number from 1 on"),
+        ({"most_calls": None}, "most_calls is a whole number from 1 on"),
+        ({"input": True}, "Did you mean options.collectives.inputs"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        MonitorConfig(quantities=("collectives",), options={"collectives": options})

@@ -1,0 +1,261 @@
+"""How attention and routers are read: arguments, masks and logits in every form, and what cannot be read is said."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.exporter.quantities.feature_runs import Feature, train
+from torch import nn
+
+
+class Form(nn.Module):
+    """A module that answers with what it is told to."""
+
+    def __init__(self, answer: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.answer = answer
+        self.weight = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x: torch.Tensor, **_: Any) -> Any:
+        return self.answer(x @ self.weight.t())
+
+
+class Forms(nn.Module):
+    def __init__(self, answer: Callable[[torch.Tensor], Any], calls: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate = Form(answer)
+        self.never = Form(answer)
+        self.calls = calls
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.calls):
+            self.gate(x)
+        return x.sum() * self.gate.weight.sum()
+
+
+def form_loss(model: nn.Module, _step: int) -> torch.Tensor:
+    return model(torch.arange(8.0).view(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("answer", "options", "measured"),
+    [
+        (lambda z: z, {"top_k": 1}, True),
+        (lambda z: (z.argmax(-1), z), {"top_k": 1, "output": "tuple[2]:1"}, True),
+        (lambda z: {"scores": z.sum(), "logits": z}, {"top_k": 1, "output": "dict:logits"}, True),
+        (lambda z: z.argmax(-1), {"top_k": 1}, "router: gate: returns what is int64[2], which are no logits"),
+        (lambda z: None, {"top_k": 1}, "router: gate: returns no 'tensor'"),
+        (lambda z: z, {"output": "tuple[2]:1"}, "router: gate: returns no 'tuple[2]:1'"),
+    ],
+)  # fmt: skip
+def test_logits_are_found_in_what_a_router_returns(answer, options, measured):
+    run = train(Forms(answer), [form_loss], {"router": {"targets": ["gate"], **options}})
+    if measured is not True:
+        assert (0, {}, [measured]) == (run.faults, run.rows, run.said)
+        return
+
+    logits = torch.arange(8.0).view(2, 4) @ Forms(answer).gate.weight.detach().t()
+    rows = run.rows[1]
+    assert [0, 1, 2] == sorted(key.index for key in rows if key.kind == "router_load")
+    assert 1 == pytest.approx(sum(value for key, value in rows.items() if key.kind == "router_load"))
+    expected = float(torch.distributions.Categorical(logits=logits.double()).entropy().mean())
+    assert expected == pytest.approx(rows[Feature("router_entropy", "gate", None, 0)], rel=1e-5)
+    assert [] == run.said
+
+
+@pytest.mark.parametrize(("rows", "bias"), [(3, False), (3, True), (4, True)])
+def test_logits_are_computed_where_a_router_returns_probabilities(rows, bias):
+    """From a weight of experts x width, or of width x experts; with what it is given before it writes over it."""
+
+    class Probabilities(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wg = nn.Parameter(torch.randn(rows, 7 - rows))
+            self.bias = nn.Parameter(torch.randn(3)) if bias else None
+            self.topk = 1
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            x.data.zero_()
+            return torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
+
+    torch.manual_seed(0)
+    model = Forms(lambda z: z)
+    model.gate = Probabilities()
+    model.forward = lambda x: model.gate(x.clone())[0].sum() * model.never.weight.sum()
+    run = train(model, [form_loss], {"router": {"targets": ["gate"], "logits": "computed"}}, steps=1)
+
+    wide = model.gate.wg.detach().double()
+    logits = torch.arange(8.0).double().view(2, 4) @ (wide.t() if rows == 3 else wide)
+    logits = logits + model.gate.bias.detach() if bias else logits
+    assert (0, []) == (run.faults, run.said)
+    found = run.rows[1]
+    expected = float(torch.distributions.Categorical(logits=logits).entropy().mean())
+    assert expected == pytest.approx(found[Feature("router_entropy", "gate", None, 0)], rel=1e-5)
+    loads = logits.argmax(-1).bincount(minlength=3) / 2
+    assert loads.tolist() == [found[Feature("router_load", "gate", expert, 0)] for expert in range(3)]
+    assert Feature("router_similarity", "gate") in found
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda gate, x: gate(x.long()), "is given what is int64[2, 4], which are no logits"),
+        (lambda gate, x: gate(x[:, :2]), "has a weight of shape [3, 4], which does not fit what it is given"),
+    ],
+)
+def test_logits_that_cannot_be_computed_are_said(call, said):
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    model = Called(Router(), call)
+    run = train(model, [form_loss], {"router": {"targets": ["core"], "logits": "computed", "top_k": 1}}, steps=2)
+
+    assert (0, {}, [f"router: core: {said}"]) == (run.faults, run.rows, run.said)
+
+
+def test_what_a_router_cannot_tell_is_said_once():
+    options = {"router": {"targets": ["gate", "never", "gaet"]}}
+    run = train(Forms(lambda z: z, calls=2), [form_loss], options, steps=3)
+
+    assert {"router_entropy", "router_similarity"} == {key.kind for key in run.rows[3]}
+    assert [
+        "router: gate: has no router_load, since how many experts a token goes to is not known: set top_k",
+        "router: gate: is called more than once in a micro-batch, of which only the first call is measured",
+        "router: never: was not called in a forward of the model, so it is not measured",
+        "router: target 'gaet' matches no module; nearest: gate",
+    ] == sorted(run.said)
+    assert 0 == run.faults
+
+
+# Arguments of attention.
+
+
+class Called(nn.Module):
+    """Calls a core in the form that is asked for."""
+
+    def __init__(self, core: nn.Module, call: Callable[[nn.Module, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.core, self.call = core, call
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.call(self.core, x)
+        return (x * self.scale).sum()
+
+
+class Signature(nn.Module):
+    """A core with the usual parameters; computes nothing."""
+
+    def forward(
+        self, q: Any, k: Any, v: Any = None, attention_mask: Any = None, is_causal: Any = None, **_: Any
+    ) -> Any:
+        return q
+
+
+class OfMegatron(Signature):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn_mask_type = type("AttnMaskType", (), {"name": "padding_causal"})()
+
+
+OfMegatron.__module__ = "megatron.core.transformer.dot_product_attention"
+
+X = torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(3))  # b h s d
+TRIL = torch.ones(5, 5, dtype=torch.bool).tril()
+
+
+def entropies(scale: float = 0.5, hidden: torch.Tensor | None = None) -> list[float]:
+    scores = X.double() @ X.double().transpose(2, 3) * scale
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -math.inf)
+    return torch.distributions.Categorical(logits=scores).entropy().mean((0, 2)).tolist()
+
+
+CALLS: dict[str, tuple[nn.Module, Callable[[nn.Module, torch.Tensor], Any], dict[str, Any], list[float]]] = {
+    "by position": (Signature(), lambda core, x: core(x, x), {}, entropies()),
+    "by keyword, meant by position": (Signature(), lambda core, x: core(k=x, q=x), {}, entropies()),
+    "by position, meant by name": (Signature(), lambda core, x: core(x, x), {"query": "q", "key": "k"}, entropies()),
+    "other arguments": (
+        Signature(),
+        lambda core, x: core(x.sum(), None, x, key=x),
+        {"query": 2, "key": "key"},
+        entropies(),
+    ),
+    "mask by position": (Signature(), lambda core, x: core(x, x, x, TRIL), {}, entropies(hidden=~TRIL)),
+    "mask by keyword": (Signature(), lambda core, x: core(x, x, attention_mask=TRIL), {}, entropies(hidden=~TRIL)),
+    "mask of another name": (Signature(), lambda core, x: core(x, x, m=TRIL), {"mask": "m"}, entropies(hidden=~TRIL)),
+    "mask left out": (Signature(), lambda core, x: core(x, x, x, TRIL), {"mask": "none"}, entropies()),
+    "mask that hides": (
+        Signature(),
+        lambda core, x: core(x, x, x, ~TRIL),
+        {"mask_true": "hides"},
+        entropies(hidden=~TRIL),
+    ),
+    "causal flag": (Signature(), lambda core, x: core(x, x, is_causal=True), {}, entropies(hidden=~TRIL)),
+    "causal flag left out": (Signature(), lambda core, x: core(x, x, is_causal=True), {"causal": False}, entropies()),
+    "causal by option": (Signature(), lambda core, x: core(x, x), {"causal": True}, entropies(hidden=~TRIL)),
+    "causal by attribute": (OfMegatron(), lambda core, x: core(x, x), {}, entropies(hidden=~TRIL)),
+    "Megatron's masks hide": (
+        OfMegatron(),
+        lambda core, x: core(x, x, x, ~TRIL),
+        {"causal": False},
+        entropies(hidden=~TRIL),
+    ),
+    "scale by argument": (Signature(), lambda core, x: core(x, x, scale=2), {}, entropies(2.0)),
+    "scale by option": (Signature(), lambda core, x: core(x, x, scale=2), {"scale": 0.1}, entropies(0.1)),
+    "batch first": (
+        Signature(),
+        lambda core, x: core(x.transpose(1, 2), x.transpose(1, 2)),
+        {"order": "b,s,h,d"},
+        entropies(),
+    ),
+    "sequence first": (
+        Signature(),
+        lambda core, x: core(x.permute(2, 0, 1, 3), x.permute(2, 0, 1, 3)),
+        {"order": "s, b, h, d"},
+        entropies(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_query_key_mask_and_scale_are_found_in_a_call(name):
+    core, call, options, expected = CALLS[name]
+    settings = {"targets": ["core"], "order": "b,h,s,d", **options}
+    run = train(Called(core, call), [lambda model, _step: model(X)], {"attention": settings}, steps=1)
+
+    assert (0, []) == (run.faults, run.said)
+    found = [run.rows[1][Feature("attention_entropy", "core", head, 0)] for head in range(3)]
+    assert expected == pytest.approx(found, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda core, x: core(x, None), "key is no tensor among its arguments"),
+        (lambda core, x: core(x.flatten(2), x), "query is [2, 3, 20], not four dimensions of numbers: target the core"),
+        (lambda core, x: core(x, x.long()), "key is [2, 3, 5, 4], not four dimensions of numbers: target the core"),
+        (lambda core, x: core(x, x[:, :2]), "3 heads of the query share no 2 heads of the key evenly: see order"),
+        (lambda core, x: core(x, x[..., :3]), "query [2, 3, 5, 4] and key [2, 3, 5, 3]"),
+        (lambda core, x: core(x, x[:, :, :0]), "key has no elements"),
+        (lambda core, x: core(x, x, x, TRIL[:4, :4]), "mask of shape [4, 4] fits no scores of its calls"),
+        (lambda core, x: core(x, x.to("meta")), "key is a meta tensor"),
+    ],
+)  # fmt: skip
+def test_a_call_that_cannot_be_read_is_said_once_and_has_no_rows(call, said):
+    settings = {"targets": ["core"], "order": "b,h,s,d"}
+    run = train(Called(Signature(), call), [lambda model, _step: model(X)], {"attention": settings}, steps=2)
+
+    assert (0, {}) == (run.faults, run.rows)
+    assert 1 == len(run.said)
+    assert run.said[0].startswith(f"attention: core: {said}")

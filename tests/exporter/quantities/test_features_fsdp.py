@@ -1,0 +1,151 @@
+"""Two real ranks that shard their parameters: weights are read where they are whole, without communication."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.exporter.quantities.feature_runs import Feature, train
+from tests.programs import warm_processes
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+WORLD = 2
+QUANTITIES: dict[str, dict[str, Any]] = {"linear": {}, "router": {"targets": ["gate"], "top_k": 1}}
+NEVER = "linear: unused: was not called in a forward of the model, so it is not measured"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.gate = nn.Linear(6, 3)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gate(self.second(torch.relu(self.first(x))))
+
+
+class Sharded(nn.Module):
+    """A weight in parts that no framework puts together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        part = distribute_tensor(torch.randn(4, 8), init_device_mesh("cpu", (WORLD,)), [Shard(0)])
+        self.part = nn.Module()
+        self.part.weight = nn.Parameter(part)
+        self.part.forward = lambda x: x + self.part.weight.to_local().sum()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(self.first(x))
+
+
+def net() -> Net:
+    torch.manual_seed(3)
+    return Net()
+
+
+def sharded_in_place() -> nn.Module:
+    model = net()
+    for part in (model.second, model):
+        fully_shard(part).set_force_sum_reduction_for_comms(enable=True)  # Gloo has no other
+    return model
+
+
+CASES: dict[str, Any] = {
+    "FSDP2": sharded_in_place,
+    "FSDP1": lambda: FullyShardedDataParallel(net(), device_id=torch.device("cpu")),
+    "FSDP1, original parameters": lambda: FullyShardedDataParallel(
+        net(), use_orig_params=True, device_id=torch.device("cpu")
+    ),
+    "in parts": Sharded,
+}
+
+
+def loss(rank: int) -> Any:
+    def of(model: nn.Module, step: int) -> torch.Tensor:
+        return model(torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))).square().mean()
+
+    return of
+
+
+def work(rank: int, store: str, results: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    for case, make in CASES.items():
+        if case == "in parts":
+            run = train(make(), [loss(rank)], {"linear": {}}, steps=2)
+            results.put((case, rank, run.rows, run.said, run.faults, True))
+            continue
+        bare = train(make(), [loss(rank)], None, steps=2)
+        run = train(make(), [loss(rank)], QUANTITIES, steps=2)
+        results.put((case, rank, run.rows, run.said, run.faults, bare.losses == run.losses))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def references() -> list[dict[Feature, float]]:
+    """Return the features of weights that one process has that computes the batches of all ranks."""
+    model, found = net(), []
+    for step in (1, 2):
+        found.append({})
+        for name in ("first", "second", "gate"):
+            values = torch.linalg.svdvals(model.get_submodule(name).weight.detach().double())
+            found[-1][Feature("spectral_norm", name)] = float(values[0])
+            found[-1][Feature("stable_rank", name)] = float(values.norm() / values[0])
+        vectors = nn.functional.normalize(model.gate.weight.detach().double(), dim=1)
+        cosines = (vectors @ vectors.t())[*torch.triu_indices(3, 3, 1)]
+        found[-1][Feature("router_similarity", "gate")] = float(cosines.mean())
+        for rank in range(WORLD):
+            (loss(rank)(model, step) / WORLD).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(0.1 * parameter.grad)
+                parameter.grad = None
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], tuple[Any, ...]]:
+    """Run all cases in one pair of processes: starting torch costs more than all of the training."""
+    context = warm_processes()
+    results = context.Queue()
+    store = str(tmp_path_factory.mktemp("fsdp") / "store")
+    workers = [context.Process(target=work, args=(rank, store, results), daemon=True) for rank in range(WORLD)]
+    for worker in workers:
+        worker.start()
+    rows = [results.get(timeout=150) for _ in range(WORLD * len(CASES))]
+    for worker in workers:
+        worker.join(30)
+
+    assert [0] * WORLD == [worker.exitcode for worker in workers]
+    return {(case, rank): rest for case, rank, *rest in rows}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "in parts"])
+def test_every_rank_has_the_features_of_whole_weights(case, outcomes):
+    expected = references()
+    for rank in range(WORLD):
+        rows, said, faults, is_equal = outcomes[case, rank]
+
+        assert (0, True) == (faults, is_equal)
+        assert [NEVER] == said
+        for step in (1, 2):
+            of_weights = {key: value for key, value in rows[step].items() if key.micro_step is None}
+            assert expected[step - 1].keys() == of_weights.keys()
+            for key, value in expected[step - 1].items():
+                assert value == pytest.approx(of_weights[key], rel=1e-4), key
+            assert {"router_entropy", "router_load"} == {key.kind for key in rows[step] if key not in of_weights}
+
+
+def test_a_weight_that_is_never_whole_is_said_once_and_has_no_rows(outcomes):
+    for rank in range(WORLD):
+        rows, said, faults, _ = outcomes["in parts", rank]
+
+        assert {"first"} == {key.module for key in rows[2]}
+        assert (["linear: part: has a weight in parts on several ranks"], 0) == (said, faults)

@@ -1,0 +1,243 @@
+"""The structure of a model and the call stacks of its modules: rows, text, and the file of the existing tool."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from rankscope_exporter import ConfigError, Monitor, MonitorConfig
+from rankscope_exporter.quantities.structure import call_stack
+
+RECORDED = Path(__file__).parents[2] / "data/msprobe/print_struct/module_struct.json"
+
+
+class Core(nn.Module):
+    """Attention over (sequence, batch, head, width), without weights."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        return nn.functional.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3).flatten(2)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln1, self.ln2 = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.qkv, self.proj = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.core = Core()
+        self.fc1, self.fc2 = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.view(8, 4, 2, 8) for part in self.qkv(self.ln1(x)).chunk(3, -1))
+        x = x + self.proj(self.core(q, k, v))
+        return x + self.fc2(torch.relu(self.fc1(self.ln2(x))))
+
+
+class Transformer(nn.Module):
+    """The model whose structure the tool printed into the recorded file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids).transpose(0, 1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.transpose(0, 1))
+
+
+def run(
+    model: nn.Module, batch: torch.Tensor, steps: int = 2, quantities: tuple[str, ...] = ("structure",), **options: Any
+) -> tuple[list[dict[str, Any]], str, list[str]]:
+    """Return rows, the text and what was told."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    config = MonitorConfig(
+        quantities=quantities, options={"structure": options}, console=False, exit_wait_seconds=0, statistics="torch"
+    )
+    monitor = Monitor(config).attach(model, optimizer)
+    assert not monitor.structure()
+    for _ in range(steps):
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    monitor.end_step()
+    session = monitor._session
+    assert session is not None
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        records = session.channel.ring.after(-1, 1 << 30).records
+        if any(record.step == steps and record.scalars for record in records):
+            break
+        time.sleep(0.005)
+    text = monitor.structure()
+    said = [event.message for record in records for event in record.events if event.type in ("note", "fault")]
+    assert 0 == monitor.faults
+    monitor.detach()
+    assert not monitor.structure()
+    assert {1} >= {record.step for record in records if record.modules}
+    return [dict(row) for record in records for row in record.modules], text, said
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]], str]:
+    folder = tmp_path_factory.mktemp("structure")
+    batch = torch.arange(32).view(4, 8)
+    rows, text, said = run(Transformer(), batch, print_struct=True, output_dir=str(folder))
+
+    assert [] == said
+    return folder / "module_struct/rank0/module_struct.json", rows, text
+
+
+def test_the_file_is_the_one_that_the_tool_writes_of_this_model(written):
+    assert json.loads(RECORDED.read_text()) == json.loads(written[0].read_text())
+    assert ["module_struct.json"] == [path.name for path in written[0].parent.iterdir()]
+
+
+def test_rows_say_class_shapes_types_gradients_and_placement(written):
+    rows = {row["module"]: row for row in written[1]}
+
+    assert len(rows) == len(written[1]) == 19
+    head = rows["head"]
+    assert ("Linear", "full") == (head["class"], head["placement"])
+    assert [{"shape": [4, 8, 16], "dtype": "float32", "grad": "float32"}] == json.loads(head["inputs"])
+    assert [{"shape": [4, 8, 32], "dtype": "float32", "grad": "float32"}] == json.loads(head["outputs"])
+    core = rows["layers.1.core"]
+    assert core["placement"] is None
+    assert [0, 1, 2] == [item["index"] for item in json.loads(core["inputs"])]
+    assert [{"shape": [4, 8], "dtype": "int64"}] == json.loads(rows[""]["inputs"])
+
+
+def test_text_has_a_line_for_each_module(written):
+    lines = written[2].splitlines()
+
+    assert "(the model): Transformer(int64[4, 8]) -> float32[4, 8, 32]" == lines[0]
+    assert "layers.0.fc1: Linear(float32[8, 4, 16]) -> float32[8, 4, 32]" in lines
+    assert 19 == len(lines)
+
+
+def test_libraries_beside_torch_are_the_users():
+    """Their folders begin with the name of torch's."""
+    beside = Path(torch.__file__).parent.with_name("torchvision") / "resnet.py"
+    found: dict[str, Any] = {"sys": sys, "call_stack": call_stack}
+    exec(compile("def forward():\n    return call_stack(sys._getframe())\n", str(beside), "exec"), found)
+
+    assert f"{beside}:2 forward" == found["forward"]()[-1]
+
+
+def test_stacks_are_the_users_calls_the_outermost_first(written):
+    stacks = {row["module"]: row["stack"].splitlines() for row in written[1]}
+    here = Path(__file__).name
+
+    assert [f"{here}", "Layer.forward"] == [
+        Path(stacks["layers.1.fc2"][-1].rsplit(":", 1)[0]).name,
+        stacks["layers.1.fc2"][-1].rsplit(" ", 1)[1],
+    ]
+    assert ["run", "Transformer.forward", "Layer.forward"] == [
+        call.rsplit(" ", 1)[1] for call in stacks["layers.1.fc2"][-3:]
+    ]
+    assert "run" == stacks[""][-1].rsplit(" ", 1)[1]
+    assert all(len(stack) <= 24 for stack in stacks.values())
+    assert not any("torch" in Path(call.rsplit(":", 1)[0]).parts for stack in stacks.values() for call in stack)
+
+
+class Forms(nn.Module):
+    """A module that is never called, one that is called twice, and what is no plain tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = nn.Linear(4, 4)
+        self.never = nn.Linear(2, 2)
+        self.pair = Pair()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.twice(self.twice(x)[:1])
+        found = self.pair(y, mask=y > 0)
+        out: torch.Tensor = checkpoint(self.twice, found["y"], use_reentrant=True)
+        return out
+
+
+class Pair(nn.Module):
+    def forward(self, y: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
+        return {"y": y, "count": 3, "both": (mask, y)}
+
+
+def test_other_forms_the_first_call_and_what_was_not_called(tmp_path):
+    rows, text, said = run(
+        Forms(), torch.ones(3, 4), stacks=False, print_struct=True, output_dir=str(tmp_path), targets=["re:.+"]
+    )
+    by_name = {row["module"]: row for row in rows}
+    document = json.loads((tmp_path / "module_struct/rank0/module_struct.json").read_text())
+
+    assert [] == said
+    assert {"twice", "never", "pair"} == by_name.keys()
+    assert [3, 4] == json.loads(by_name["twice"]["inputs"])[0]["shape"]
+    never = by_name["never"]
+    assert ("Linear", None, None, None) == (never["class"], never["inputs"], never["outputs"], never["stack"])
+    assert "never: Linear, not called" in text.splitlines()
+    assert ["", ".mask"] == [item["path"].replace("[0]", "") for item in json.loads(by_name["pair"]["inputs"])]
+    assert {
+        "config": "dict[3]",
+        "y": "size=(1, 4), dtype=torch.float32",
+        "count": "<class 'int'>",
+        "both": "<class 'tuple'>",
+    } == document["0:pair"]["output"]
+    assert {"0:twice", "0:pair"} == document.keys()
+
+
+def test_it_goes_beside_activations_and_changes_no_bit():
+    def train(**options: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Transformer()
+        run(model, torch.arange(32).view(4, 8), 3, **options)
+        return [parameter.detach() for parameter in model.parameters()]
+
+    both = train(quantities=("activations", "structure", "parameters"))
+    torch.manual_seed(0)
+    bare = Transformer()
+    optimizer = torch.optim.SGD(bare.parameters(), lr=0.01)
+    for _ in range(3):
+        bare(torch.arange(32).view(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert all(torch.equal(one, other) for one, other in zip(both, bare.parameters(), strict=True))
+
+
+def test_a_folder_that_cannot_be_written_is_said_and_training_and_rows_go_on(tmp_path):
+    (tmp_path / "file").write_text("")
+    rows, _, said = run(Forms(), torch.ones(3, 4), print_struct=True, output_dir=str(tmp_path / "file"))
+
+    assert 4 == len(rows)
+    assert [True] == ["cannot be written: Not a directory" in message for message in said]
+
+
+def test_where_the_file_goes_without_a_setting(tmp_path, monkeypatch):
+    monkeypatch.setenv("MONITOR_OUTPUT_DIR", str(tmp_path / "there"))
+    monkeypatch.setenv("RANK", "3")
+    run(Forms(), torch.ones(3, 4), print_struct=True)
+
+    assert (tmp_path / "there/module_struct/rank3/module_struct.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"print_struct": "yes"}, "print_struct is true or false"),
+        ({"output_dir": 3}, "output_dir is a folder"),
+        ({"stack": True}, r"Did you mean options\.structure\.stacks"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(options, text):
+    with pytest.raises(ConfigError, match=text):
+        MonitorConfig(quantities=("structure",), options={"structure": options})

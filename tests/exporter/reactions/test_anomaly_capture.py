@@ -1,0 +1,450 @@
+"""A rule fires: more is measured for some steps, the samples are named, the script is told, and all is as before."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.exporter.conftest import wait_until
+from torch import nn
+
+from rankscope_exporter import Anomaly, AnomalyNan, AnomalyTurbulence, ConfigError, Monitor, MonitorConfig
+from rankscope_exporter.records.step_record import Scalar
+
+CAPTURE: dict[str, Any] = {"quantities": ["activations"], "steps": 3, "cooldown_steps": 6}
+PLAIN: dict[str, Any] = {
+    "quantities": ["parameters"],
+    "rules": [AnomalyNan()],
+    "every": 4,
+    "console": False,
+    "exit_wait_seconds": 0,
+}
+
+
+class Training:
+    """Logs a loss at every step, NaN at some, and waits then until the capture is known."""
+
+    def __init__(self, *, on_anomaly: Callable[[Anomaly], object] | None = None, **settings: Any) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.monitor = Monitor({**PLAIN, "capture": CAPTURE, **settings}, on_anomaly=on_anomaly)
+        self.monitor.attach(self.net, self.optimizer)
+        session = self.monitor._session
+        assert session is not None
+        self.board, self.ring, self.publisher = session.board, session.channel.ring, session.publisher
+        self.step = 0
+
+    def train(self, steps: int, *, loss: float = 1.0, ids: Callable[[int], Any] = lambda step: [step]) -> None:
+        for _ in range(steps):
+            self.step += 1
+            self.monitor.batch(ids(self.step))
+            self.net(torch.ones(2, 3)).sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.monitor.log(loss=loss)
+
+    def fire(self, **more: Any) -> None:
+        """Make one step whose loss is NaN, and have it published."""
+        self.train(1, loss=float("nan"), **more)
+        self.monitor.end_step()
+        assert self.publisher.catch_up(60)
+
+    def finish(self) -> None:
+        self.monitor.detach()
+        self.records = self.ring.after(-1, 1 << 30).records
+        assert 0 == self.monitor.faults
+
+    def steps_with(self, kind: str) -> list[int | None]:
+        """Return the numbers of the steps at which something of `kind` was measured."""
+        found = []
+        for record in self.records:
+            if record.statistics is not None:
+                entries = record.statistics.plan.plan.entries
+                sizes = record.statistics.counts[-len(entries) :]
+                if any(e.kind == kind and n.is_valid for e, n in zip(entries, sizes, strict=True)):
+                    found.append(record.step)
+        return found
+
+    def told(self, state: str) -> list[dict[str, Any]]:
+        events = [e for r in self.records for e in r.events if e.type == "capture"]
+        return [d for e in events if (d := {**json.loads(e.details or ""), "rule": e.rule})["state"] == state]
+
+
+def hooks(net: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in net.modules())
+
+
+def test_a_firing_has_more_measured_for_so_many_steps_while_all_else_goes_on():
+    training = Training()
+    training.train(5)
+    before = hooks(training.net)
+    training.fire()
+    training.train(9)
+    after = hooks(training.net)
+    training.finish()
+
+    assert [7, 8, 9] == training.steps_with("act_out")
+    assert [1, 5, 9, 13] == training.steps_with("param_before")
+    assert before == after
+    (asked,), (began,), (ended,) = (training.told(state) for state in ("asked", "began", "ended"))
+    assert ("AnomalyNan", 6, {"6": [[6]]}) == (asked["rule"], asked["fired_step"], asked["samples"])
+    assert (7, 9) == (began["first_step"], began["last_step"])
+    assert ({"7": [[7]], "8": [[8]], "9": [[9]]}, False) == (ended["samples"], ended["cut_short"])
+
+
+def test_what_is_measured_already_is_captured_too_and_counts_on_as_before():
+    """Parameters at every 4th step, at most 3 times."""
+    training = Training(capture={**CAPTURE, "quantities": ["parameters"]}, times=3)
+    training.train(1)
+    training.fire()
+    training.train(14)
+    training.finish()
+
+    assert [1, 3, 4, 5, 9] == training.steps_with("param_before")
+
+
+def test_a_quantity_may_be_captured_with_options_of_its_own():
+    """Its rows are no doubles of those that are measured anyway, which go on afterwards with the rows they had."""
+    capture = {**CAPTURE, "options": {"parameters": {"targets": ["0.*"]}}, "quantities": ["parameters"]}
+    training = Training(capture=capture, options={"parameters": {"targets": ["0.weight", "2.*"]}}, every=2)
+    training.train(3)
+    training.fire()
+    training.train(6)
+    training.finish()
+    found: dict[int | None, list[str]] = {}
+    for record in training.records:
+        if record.statistics is not None:
+            entries = record.statistics.plan.plan.entries
+            sizes = record.statistics.counts[-len(entries) :]
+            measured = [e.tensor for e, n in zip(entries, sizes, strict=True) if n.is_valid and e.kind == "param_after"]
+            found[record.step] = sorted(measured)
+
+    usual, captured = ["0.weight", "2.bias", "2.weight"], ["0.bias", "0.weight"]
+    assert {1: usual, 3: usual, 5: captured, 6: captured, 7: captured, 9: usual} == found
+
+
+def test_firings_within_the_cooldown_have_nothing_captured_and_there_is_an_end_of_it():
+    training = Training(capture={**CAPTURE, "max_captures": 2})
+    for _ in range(20):
+        training.fire()
+    training.finish()
+
+    assert [1, 8] == [told["fired_step"] for told in training.told("asked")]  # 6 steps of cooldown
+    assert [2, 3, 4, 9, 10, 11] == training.steps_with("act_out")
+
+
+def test_a_switch_ends_a_capture():
+    training = Training()
+    training.fire()
+    training.train(1)
+    training.monitor.switch({"quantities": ["parameters"], "every": 1})
+    training.train(3)
+    training.finish()
+
+    assert [2] == training.steps_with("act_out")
+    assert [1, 3, 4, 5] == training.steps_with("param_before")
+    assert [True] == [told["cut_short"] for told in training.told("ended")]
+
+
+def test_the_end_of_training_ends_a_capture():
+    training = Training()
+    training.fire()
+    training.train(2)
+    training.finish()
+
+    assert [{"2": [[2]], "3": [[3]]}] == [told["samples"] for told in training.told("ended")]
+
+
+def test_a_capture_that_training_does_not_live_to_see_is_said():
+    """The rule fires at the last step, and its capture would begin with the next one."""
+    training = Training()
+    training.train(2)
+    training.train(1, loss=float("nan"))
+    training.finish()
+
+    assert [3] == [told["fired_step"] for told in training.told("asked")]
+    assert [] == training.told("began")
+    assert [3] == [told["fired_step"] for told in training.told("missed")]
+
+
+def test_a_capture_that_came_is_none_that_was_missed():
+    training = Training()
+    training.fire()
+    training.train(9)
+    training.finish()
+
+    assert [2] == [told["first_step"] for told in training.told("began")]
+    assert [] == training.told("missed")
+
+
+def test_only_the_rules_that_were_chosen_are_captured():
+    rules = [AnomalyNan(), AnomalyNan(name="large", threshold=1e15)]
+    training = Training(rules=rules, capture={**CAPTURE, "rules": ["large"]})
+    training.fire()
+    training.train(2)
+    training.train(1, loss=1e16)
+    training.monitor.end_step()
+    training.publisher.catch_up(60)
+    training.train(4)
+    training.finish()
+
+    assert [(4, "large")] == [(told["fired_step"], told["rule"]) for told in training.told("asked")]
+
+
+def test_training_is_the_same_to_the_bit():
+    def weights(capture: Any) -> list[torch.Tensor]:
+        training = Training(capture=capture)
+        training.train(2)
+        training.fire()
+        training.train(5)
+        training.finish()
+        return [parameter.detach() for parameter in training.net.parameters()]
+
+    assert all(torch.equal(*pair) for pair in zip(weights(None), weights(CAPTURE), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ([3, 1], [3, 1]),
+        (("a.jpg", "b.jpg"), ["a.jpg", "b.jpg"]),
+        (torch.tensor([[7, 8]]), [7, 8]),
+        ({"shard": 3, "rows": [1, 2]}, {"shard": 3, "rows": [1, 2]}),
+        ("epoch 1, batch 3", "epoch 1, batch 3"),
+        (range(3), [0, 1, 2]),
+        ({(1, 2): "a"}, "a dict that JSON cannot hold: TypeError"),
+        ([float("nan")], "a list that JSON cannot hold: ValueError"),
+    ],
+)
+def test_ids_may_be_what_json_can_hold_or_a_tensor(said, expected):
+    training = Training()
+    training.fire(ids=lambda _: said)
+    training.finish()
+
+    assert [{"1": [expected]}] == [told["samples"] for told in training.told("asked")]
+
+
+def test_ids_belong_to_the_step_of_the_forward_pass_that_follows():
+    """Two micro-batches, and the second of them is named while the step is under way."""
+    training = Training()
+    for ids in ([1, 2], [3, 4]):
+        training.monitor.batch(ids)
+        training.net(torch.ones(2, 3)).sum().backward()
+    training.optimizer.step()
+    training.monitor.log(loss=float("nan"))
+    training.monitor.batch([5, 6])
+    training.net(torch.ones(2, 3)).sum().backward()
+    training.publisher.catch_up(60)
+    training.finish()
+
+    assert [{"1": [[1, 2], [3, 4]]}] == [told["samples"] for told in training.told("asked")]
+
+
+def test_ids_of_an_evaluation_are_of_no_step():
+    training = Training()
+    for ids in (["seen", 1], ["seen", 2]):
+        training.monitor.batch(ids)
+        with torch.no_grad():
+            training.net(torch.ones(2, 3))
+    training.fire()
+    training.finish()
+
+    assert [{"1": [[1]]}] == [told["samples"] for told in training.told("asked")]
+
+
+def test_ids_of_a_batch_that_is_evaluated_before_it_is_trained_on_are_of_the_step():
+    """As with a reference that is the same model without its adapters."""
+    training = Training()
+    training.monitor.batch([7])
+    with torch.no_grad():
+        training.net(torch.ones(2, 3))
+    training.net(torch.ones(2, 3)).sum().backward()
+    training.optimizer.step()
+    training.monitor.log(loss=float("nan"))
+    training.finish()
+
+    assert [{"1": [[7]]}] == [told["samples"] for told in training.told("asked")]
+
+
+def test_ids_of_a_model_that_is_trained_in_evaluation_mode_are_of_the_step():
+    training = Training()
+    training.net.eval()
+    training.train(2)
+    training.fire()
+    training.finish()
+
+    assert [{"3": [[3]]}] == [told["samples"] for told in training.told("asked")]
+
+
+def test_ids_that_are_said_in_an_iterator_are_left_to_the_script():
+    training = Training()
+    ids = iter([1, 2])
+    training.monitor.batch(ids)
+
+    assert [1, 2] == list(ids)
+    training.finish()
+
+
+def test_of_ids_without_end_only_the_first_are_looked_at():
+    training = Training()
+    training.fire(ids=lambda _: range(10**12))
+    training.finish()
+    (told,) = training.told("asked")
+
+    assert 10**12 == len(told["samples"]["1"][0]) + told["samples_left_out"]
+
+
+def test_what_ids_do_not_fit_an_event_are_counted():
+    training = Training()
+    training.fire(ids=lambda _: [f"{'x' * 40}{i}" for i in range(5000)])
+    training.finish()
+    (told,) = training.told("asked")
+
+    assert 5000 == len(told["samples"]["1"][0]) + told["samples_left_out"]
+    assert 0 < len(json.dumps(told)) < 20_000
+
+
+def test_the_script_is_told_once_a_step_off_the_training_thread_with_the_first_cause():
+    seen: list[tuple[Anomaly, str]] = []
+    training = Training(capture=None, on_anomaly=lambda a: seen.append((a, threading.current_thread().name)))
+    training.train(1)
+    training.train(1, loss=float("nan"))
+    with torch.no_grad():
+        training.net[0].weight[0, 0] = float("nan")
+    training.train(3)
+    training.finish()
+
+    assert [2, 5] == [anomaly.step for anomaly, _ in seen]  # at step 5 the parameters are measured again
+    assert {"rankscope-on-anomaly"} == {name for _, name in seen} - {threading.current_thread().name}
+    loss, first = seen[0][0], seen[1][0]
+    assert ("AnomalyNan", None, "loss") == (loss.rule, loss.tensor, loss.op)
+    assert ("AnomalyNan", "param_before", "nans") == (first.rule, first.kind, first.op)
+    assert (training.monitor.run or first.run, 0, ([5],)) == (first.run, first.rank, first.samples)
+    assert len(first.events) > 1
+
+
+def test_a_function_that_fails_or_takes_its_time_holds_up_nothing():
+    gate, calls = threading.Event(), []
+
+    def told(anomaly: Anomaly) -> None:
+        calls.append(anomaly.step)
+        gate.wait(60)
+        raise OSError("no pager")
+
+    training = Training(capture=None, on_anomaly=told)
+    for _ in range(100):
+        training.fire()
+    dropped = training.monitor._session.alongside.dropped()["on_anomaly"]  # type: ignore[union-attr]  # attached
+    published = len([r for r in training.ring.after(-1, 1 << 30).records if any(e.type == "anomaly" for e in r.events)])
+    gate.set()
+    training.monitor.detach()
+    wait_until(lambda: len(calls) == 100 - dropped)
+
+    assert (100, 35) == (published, dropped)  # one is being called, 64 wait
+    assert 65 == training.monitor.faults
+
+
+@pytest.mark.parametrize(
+    ("capture", "why"),
+    [
+        ({"quantites": []}, "Did you mean capture.quantities"),
+        ({"quantities": ["activation"]}, "Did you mean 'activations'"),
+        ({"rules": ["AnomalyNaN"]}, "Did you mean 'AnomalyNan'"),
+        ({"rules": "AnomalyNan"}, r"write \['AnomalyNan'\]"),
+        ({"steps": 0}, "capture.steps is a whole number from 1 on"),
+        ({"cooldown_steps": -1}, "capture.cooldown_steps is a whole number from 0 on"),
+        ({"options": {"activations": {"target": []}}}, "Did you mean options.activations.targets"),
+        ({"options": {"router": {}}}, "add 'router' to capture.quantities"),
+        ({"flight_record": "yes"}, "capture.flight_record is true or false"),
+        (True, "capture is a table of settings"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_what_would_be_right(capture, why):
+    with pytest.raises(ConfigError, match=why):
+        MonitorConfig.from_mapping({"capture": capture})
+
+
+def test_every_rule_may_be_chosen_by_a_star_and_by_default():
+    both = (MonitorConfig(capture={"rules": "*"}), MonitorConfig(capture={}))  # type: ignore[arg-type]  # a mapping
+
+    assert 2 == sum(c.capture is not None and c.capture.chooses("anything") for c in both)
+
+
+def test_what_is_called_when_a_rule_fires_must_be_a_function():
+    with pytest.raises(ConfigError, match="on_anomaly is a function"):
+        Monitor(on_anomaly="notify")  # type: ignore[arg-type]  # as a script may have it
+
+
+def test_rules_by_name_are_those_that_the_monitor_has():
+    rules = (AnomalyTurbulence(threshold=3.0, name="spike"),)
+
+    assert MonitorConfig(rules=rules, capture={"rules": ["spike"]}).capture is not None  # type: ignore[arg-type]
+
+
+# Parts of a capture that do not depend on each other.
+
+
+def failing(*_: Any, **__: Any) -> Any:
+    raise OSError("no such device")
+
+
+def test_a_capture_that_cannot_be_asked_for_leaves_the_flight_record(monkeypatch):
+    taken: list[str] = []
+    training = Training()
+    captures = training.monitor._session.alongside.captures
+    monkeypatch.setattr(captures._asking, "aside", failing)
+    monkeypatch.setattr(captures, "_take_flight_record", lambda: taken.append("taken"))
+    training.train(2)
+    training.fire()
+    wait_until(lambda: taken)
+    training.monitor.detach()
+
+    assert (["taken"], 1) == (taken, training.monitor.faults)
+
+
+def test_a_capture_whose_hooks_cannot_be_removed_has_an_end(monkeypatch):
+    training = Training()
+    captures = training.monitor._session.alongside.captures
+    monkeypatch.setattr(captures, "_release", failing)
+    training.train(2)
+    training.fire()
+    training.train(9)
+    training.monitor.detach()
+    training.records = training.ring.after(-1, 1 << 30).records
+
+    assert [False] == [told["cut_short"] for told in training.told("ended")]
+    assert 1 == training.monitor.faults
+
+
+def test_samples_that_cannot_be_read_leave_event_and_callback(monkeypatch):
+    seen: list[tuple[Any, ...]] = []
+    training = Training(on_anomaly=lambda anomaly: seen.append((anomaly.step, anomaly.samples)))
+    training.train(2)
+    monkeypatch.setattr("rankscope_exporter.records.host_transfer.Transfer.wait", failing)
+    monkeypatch.setattr(
+        "rankscope_exporter.records.pending_step.Pending.scalar", lambda item: Scalar(item.name, item.value)
+    )
+    training.fire(ids=lambda step: torch.tensor([step]))
+    wait_until(lambda: seen)
+    monkeypatch.undo()
+    training.finish()
+
+    assert [(3, ("a tensor that cannot be read: OSError",))] == seen
+    assert [{"3": ["a tensor that cannot be read: OSError"]}] == [told["samples"] for told in training.told("asked")]
+
+
+def test_batches_that_cannot_be_found_leave_the_callback(monkeypatch):
+    seen: list[tuple[Any, ...]] = []
+    training = Training(on_anomaly=lambda anomaly: seen.append((anomaly.step, anomaly.samples)))
+    training.train(2)
+    monkeypatch.setattr(training.monitor._session.alongside.callbacks, "_samples", failing)
+    training.fire()
+    wait_until(lambda: seen)
+    training.monitor.detach()
+
+    assert ([(3, ())], 1) == (seen, training.monitor.faults)

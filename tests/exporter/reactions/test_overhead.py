@@ -1,0 +1,176 @@
+"""What the monitor says it costs is what a process spends more with it than without, threads and pages included."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+import torch
+from tests.programs import run_program
+
+from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_exporter.training.cpu_time import Team
+
+PROGRAM = """
+import json, os, statistics, sys, time, urllib.request
+reader, writer = os.pipe()
+reading = os.fork() == 0  # before any thread is started: reading a page must not count
+if reading:
+    os.close(writer)
+    for url in os.fdopen(reader):
+        for path in ("/metrics", "/records?after=-1"):
+            request = urllib.request.Request(url.strip() + path, headers={"Rankscope-Schema": "1"})
+            try:
+                urllib.request.urlopen(request, timeout=60).read()
+            except OSError:
+                pass
+    os._exit(0)
+os.close(reader)
+pages = os.fdopen(writer, "w", buffering=1)
+import torch
+from torch import nn
+from rankscope_exporter import Monitor, MonitorConfig
+
+STEPS, PAIRS, PAGES = 40, 2, 5
+inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+config = MonitorConfig(console=False, exit_wait_seconds=0, statistics="torch", hang_after_seconds=0)
+
+def train(net, optimizer, monitor, steps):
+    for step in range(steps):
+        loss = net(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        monitor.log(loss=loss, tokens=8)
+        monitor.batch([step])
+        if monitor.address and step % (STEPS // PAGES) == 0:
+            print(monitor.address, file=pages)
+
+def seconds(*, attached):
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(16, 16) for _ in range(12)])
+    optimizer = torch.optim.Adam(net.parameters())
+    monitor = Monitor(config)
+    if attached:
+        monitor.attach(net, optimizer)
+    train(net, optimizer, monitor, 5)  # what is made once is made here
+    if attached:
+        monitor._session.publisher.catch_up(60)
+        time.sleep(0.2)
+    before, own = time.process_time(), sum(monitor.overhead_seconds().values())
+    train(net, optimizer, monitor, STEPS)
+    if attached:
+        monitor.end_step()
+        monitor._session.publisher.catch_up(60)
+        time.sleep(0.2)  # for the last page
+    result = time.process_time() - before, sum(monitor.overhead_seconds().values()) - own
+    by_thread = monitor.overhead_seconds()
+    monitor.detach()
+    return *result, by_thread
+
+seconds(attached=True)  # the first of all imports and makes more
+ratios = []
+for _ in range(PAIRS):
+    bare, _, _ = seconds(attached=False)
+    whole, own, by_thread = seconds(attached=True)
+    ratios.append(own / (whole - bare))
+share = (whole - bare) / whole
+print(json.dumps({"ratio": statistics.mean(ratios), "ratios": ratios, "share": share, "by": by_thread}))
+"""
+
+
+@pytest.fixture(scope="module")
+def paired() -> dict[str, Any]:
+    """Train in a process with and without the monitor, in turn."""
+    done = run_program(PROGRAM, seconds=300)
+
+    assert 0 == done.returncode, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_the_sum_over_threads_is_what_the_process_spends_more_within_30_percent(paired):
+    """CPU time, not wall time: most of what the process does is ours here, so the difference is no noise."""
+    assert paired["share"] > 0.4, paired
+    assert 0.7 <= paired["ratio"] <= 1.3, paired
+
+
+def test_each_part_that_worked_is_named(paired):
+    assert all(paired["by"][name] > 0 for name in ("attach", "hooks", "publisher", "http")), paired
+
+
+def test_what_the_script_calls_counts(quiet):
+    """A log() that is made to work for 50 ms."""
+    net = torch.nn.Linear(2, 2)
+    monitor = Monitor(quiet).attach(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    before = monitor.overhead_seconds()["hooks"]
+    monitor.log(loss=_Slow())
+    spent = monitor.overhead_seconds()["hooks"] - before
+    monitor.detach()
+
+    assert 0.05 <= spent
+
+
+class _Slow:
+    def __float__(self) -> float:
+        until = time.thread_time() + 0.05
+        while time.thread_time() < until:
+            pass
+        return 1.0
+
+
+def test_threads_that_torch_divides_our_operations_among_count_while_we_read_and_not_else():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        team, tensor = Team(), torch.ones(1 << 22)
+        team.find()
+        tensor.add(tensor)
+        assert 0.0 == team.seconds
+        own = time.thread_time()
+        team.reading_begins()
+        for _ in range(20):
+            tensor.add(tensor)
+        team.reading_ended()
+        own = time.thread_time() - own
+    finally:
+        torch.set_num_threads(threads)
+
+    assert len(team._clocks) == 1
+    assert 0.1 * own < team.seconds
+
+
+def test_with_one_thread_there_is_no_team_and_nothing_is_read():
+    team = Team()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        team.find()
+        team.reading_begins()
+        team.reading_ended()
+    finally:
+        torch.set_num_threads(threads)
+
+    assert ((), 0.0) == (team._clocks, team.seconds)
+
+
+def test_what_is_stored_is_what_the_page_shows(reader, eventually):
+    """A row for each thread, from time to time."""
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    monitor = Monitor(MonitorConfig(console=False, exit_wait_seconds=0)).attach(net, optimizer)
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    monitor.end_step()
+    rows = eventually(
+        lambda: [s for r in reader(monitor).records() for s in r["scalars"] or () if s["name"] == "overhead_seconds"]
+    )
+    shown = monitor.overhead_seconds()
+    monitor.detach()
+
+    stored = {json.loads(row["labels"])["thread"]: row["value"] for row in rows}
+    assert {"hooks", "publisher", "attach", "intra_op"} <= stored.keys() <= shown.keys()
+    assert all(0 <= value <= shown[name] for name, value in stored.items())
+    assert 0 == monitor.faults

@@ -1,0 +1,279 @@
+"""Ranks agree on a step: every interleaving of looks, however fast each one trains, ends with one step for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.properties import examples
+
+from rankscope_exporter.reconfiguration.agreement import Agreement, Proposal
+
+
+class Shelf:
+    """What torch's stores do, in a dictionary."""
+
+    def __init__(self) -> None:
+        self.data: dict[str, str] = {}
+        self.between: Callable[[], None] = lambda: None  # what happens before a word is heard
+
+    def get(self, key: str) -> bytes:
+        self.between()
+        return self.data[key].encode()
+
+    def set(self, key: str, value: str) -> None:
+        self.between()
+        self.data[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.data for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        self.between()
+        self.data[key] = str(int(self.data.get(key, "0")) + amount)
+        return int(self.data[key])
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self.between()
+        if self.data.get(key, "") == expected:
+            self.data[key] = desired
+        return self.data.get(key, expected).encode()
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Rank:
+    """Trains and looks; a change that was agreed takes place when its step opens, or at the next one."""
+
+    agreement: Agreement
+    step: int = 0
+    seconds: float | None = 0.1
+    waiting: list[Proposal] = field(default_factory=list)
+    taken: dict[int, int] = field(default_factory=dict)  # by number of the change: the step at which it took place
+    asks: bool = False  # training itself has asked the store, and waits for its answer
+
+    def train(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.step += 1
+            if self.agreement.must_arrive(self.step):
+                self.asks = True
+                self.waiting += self.agreement.arrive(self.step)
+                self.asks = False
+            while self.waiting and self.waiting[0].step <= self.step:
+                self.taken[self.waiting.pop(0).number] = self.step
+
+    def look(self) -> None:
+        self.waiting += self.agreement.look()
+
+
+def ranks(world: int, clock: Clock | None = None, store: object = None, margin: float = 1.0) -> list[Rank]:
+    made: list[Rank] = []
+    shelf = store or Shelf()
+    for number in range(world):
+        agreement = Agreement(
+            shelf,  # type: ignore[arg-type]  # whichever store
+            "switch",
+            number,
+            world,
+            lambda number=number: (made[number].step, made[number].seconds),
+            margin_seconds=margin,
+            clock=clock or Clock(),
+        )
+        agreement.begin(0, "{}", 0)
+        made.append(Rank(agreement))
+    return made
+
+
+def test_what_the_first_rank_says_at_attach_holds_for_all():
+    shelf = Shelf()
+    one, other = (Agreement(shelf, "s", rank, 2, lambda: (0, None), margin_seconds=1) for rank in range(2))
+
+    assert one.begin(1, "first", 5) == other.begin(1, "second", 6)
+    assert "first" == other.begin(1, "third", 6).document
+
+
+@pytest.mark.parametrize("kind", ["dictionary", "HashStore", "TCPStore"])
+def test_all_ranks_change_at_the_step_that_lies_a_margin_ahead(kind):
+    """1 s of steps of 0.1 s each."""
+    stores = {"HashStore": dist.HashStore, "TCPStore": lambda: dist.TCPStore("127.0.0.1", 0, 1, is_master=True)}
+    held = stores[kind]() if kind in stores else None
+    store = dist.PrefixStore("group", held).clone() if held is not None else None  # as torch gives the group's
+    all_ranks = ranks(3, store=store)
+    for rank in all_ranks:
+        rank.train(7)
+    all_ranks[1].agreement.propose("new", "call", 1)
+    for _ in range(2):
+        for rank in all_ranks:
+            rank.look()
+    for rank in all_ranks:
+        rank.train(20)
+
+    assert [{1: 17}] * 3 == [rank.taken for rank in all_ranks]
+
+
+def test_a_rank_that_is_past_the_step_moves_it():
+    slow, fast = ranks(2)
+    slow.train(5)
+    fast.train(30)
+    slow.agreement.propose("new", "call", 1)  # for step 15
+    for _ in range(3):
+        slow.look()
+        fast.look()
+    slow.train(60)
+    fast.train(35)
+
+    assert slow.taken == fast.taken == {2: 50}  # twice the margin, from where the fast one was
+
+
+def test_who_comes_too_close_to_the_step_moves_it_rather_than_sealing():
+    """Fewer than half of the steps were left: the other might not have heard in time."""
+    slow, fast = ranks(2)
+    slow.agreement.propose("new", "call", 1)  # for step 10
+    slow.look()
+    slow.train(6)
+    fast.train(6)
+    fast.look()
+    slow.look()
+    slow.train(3)
+    fast.look()
+    slow.look()
+    fast.look()
+    slow.train(30)
+    fast.train(30)
+
+    assert slow.taken == fast.taken == {2: 26}
+
+
+def test_who_says_nothing_is_left_out_after_a_while_and_catches_up():
+    clock = Clock()
+    here, there, silent = ranks(3, clock)
+    here.agreement.propose("new", "call", 1)
+    here.look()
+    there.look()
+    for _ in range(2):
+        clock.now += 16
+        here.look()
+        there.look()
+    (agreed,) = here.waiting
+    for rank in (here, there, silent):
+        rank.train(12)
+    silent.look()
+    silent.train()
+
+    assert (2,) == agreed.without
+    assert here.taken == there.taken == {1: 10}
+    assert {1: 13} == silent.taken
+
+
+def test_a_later_change_wins_over_one_that_is_pending_and_comes_after_one_that_is_agreed():
+    here, there = ranks(2)
+    here.agreement.propose("first", "call", 1)
+    there.agreement.propose("second", "request")
+    for rank in (here, there, here):
+        rank.look()
+    there.agreement.propose("third", "request")
+    for rank in (there, here, there):
+        rank.look()
+    told = [proposal.document for proposal in here.waiting]
+    for rank in (here, there):
+        rank.train(40)
+
+    assert ["second", "third"] == told
+    assert here.taken == there.taken
+    assert sorted(here.taken.values()) == list(here.taken.values())
+
+
+def test_an_old_edit_that_a_rank_sees_late_is_no_change():
+    here, there = ranks(2)
+    here.agreement.propose("first", "file", 10)
+    here.agreement.propose("second", "file", 20)
+    there.agreement.propose("first", "file", 10)
+    for rank in (here, there, here):
+        rank.look()
+
+    assert ["second"] == [proposal.document for proposal in here.waiting]
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(st.data())
+def test_ranks_change_at_one_step_however_late_they_look_and_however_fast_they_train(data):
+    """Training goes on between any two words with the store, also of the very rank that speaks."""
+    world = data.draw(st.integers(2, 4))
+    shelf = Shelf()
+    all_ranks = ranks(world, store=shelf, margin=data.draw(st.sampled_from((0.0, 0.4, 2.0))))
+    speaking: list[Rank] = []
+
+    def others_train() -> None:
+        for rank in data.draw(st.lists(st.sampled_from(all_ranks), max_size=3)):
+            # At the step of a change training waits for its own thread to have spoken.
+            waits = rank in speaking and rank.agreement.must_arrive(rank.step + 1)
+            if not rank.asks and not waits:
+                rank.train()
+
+    shelf.between = others_train
+    for turn in range(data.draw(st.integers(5, 25))):
+        rank = data.draw(st.sampled_from(all_ranks))
+        speaking.append(rank)
+        if turn < 4:
+            rank.agreement.propose(f"change {turn}", "request")
+        else:
+            rank.look()
+        speaking.clear()
+    shelf.between = lambda: None
+    for _ in range(40):
+        for rank in all_ranks:
+            rank.look()
+            rank.train()
+    for rank in all_ranks:
+        rank.train(1000 - rank.step)
+
+    assert all(rank.taken == all_ranks[0].taken for rank in all_ranks)
+    assert all_ranks[0].taken
+
+
+def test_a_change_beside_others_replaces_none_and_is_replaced_by_none():
+    """What a budget or a capture asks for must not cost a switch that is under way, nor the other way round."""
+    one, other = ranks(2)
+
+    assert one.agreement.propose("switch", "file", 1)
+    assert not other.agreement.propose("stretch", "budget", stands=True)
+    for _ in range(3):
+        one.look()
+        other.look()
+    assert other.agreement.propose("stretch", "budget", stands=True)
+    assert not one.agreement.propose("switch again", "file", 2)
+    for _ in range(3):
+        one.look()
+        other.look()
+
+    assert [["switch", "stretch"]] * 2 == [[change.document for change in rank.waiting] for rank in (one, other)]
+
+
+def test_what_a_source_asks_for_up_to_a_stamp_is_heard_once_of_all_ranks():
+    """A NaN that all ranks see at the same step, or soon after, is captured once."""
+    one, other = ranks(2)
+
+    assert one.agreement.propose("of one", "capture", 7, until=20, stands=True)
+    assert all(
+        other.agreement.propose("of the other", "capture", step, until=step + 13, stands=True) for step in (7, 20)
+    )
+    for _ in range(3):
+        one.look()
+        other.look()
+    assert other.agreement.propose("later", "capture", 21, until=34, stands=True)
+    for _ in range(3):
+        one.look()
+        other.look()
+
+    assert [["of one", "later"]] * 2 == [[change.document for change in rank.waiting] for rank in (one, other)]

@@ -1,0 +1,417 @@
+"""Switching while training runs: the six scenarios of the existing tool, a call, and what each leaves behind."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.exporter.conftest import wait_until
+from torch import nn
+
+from rankscope_exporter import ConfigError, Monitor, MonitorConfig
+from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.reconfiguration.change_sources import Switching
+from rankscope_exporter.reconfiguration.watched_file import SwitchFile
+
+SETTINGS: dict[str, Any] = {
+    "quantities": ["parameters"],
+    "console": False,
+    "exit_wait_seconds": 0,
+    "switch_poll_seconds": 0.01,
+}
+
+
+class Training:
+    """A model that is trained step by step while its configuration is edited."""
+
+    def __init__(self, path: Path, first_step: int = 0) -> None:
+        torch.manual_seed(0)
+        self.path = path
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.monitor = Monitor(path, first_step=first_step)
+        self.monitor.attach(self.net, self.optimizer)
+        session = self.monitor._session
+        assert session is not None
+        self.board, self.recorder, self.ring = session.board, session.recorder, session.channel.ring
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.net(torch.ones(2, 3)).sum().backward()
+            self.optimizer.step()
+
+    def edit(self, **settings: Any) -> None:
+        """Edit the file, and wait until the edit was seen."""
+        write(self.path, **settings)
+        wait_until(lambda: self.board.state()["to_come"])
+
+    def finish(self) -> tuple[list[int], list[dict[str, Any]]]:
+        """Return the numbers of the measured steps, and what events say."""
+        self.monitor.detach()
+        records = self.ring.after(-1, 1 << 30).records
+        events = [(record.step, event) for record in records for event in record.events]
+        told = [{**json.loads(e.details), "at": step} for step, e in events if e.type == "switch" and e.details]
+        assert 0 == self.monitor.faults
+        return [r.step for r in records if r.statistics is not None and r.step is not None], told
+
+    def messages(self) -> list[str]:
+        return [e.message for record in self.ring.after(-1, 1 << 30).records for e in record.events if e.type == "note"]
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def hook_count(net: nn.Module) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in net.modules())
+
+
+def write(path: Path, **settings: Any) -> None:
+    path.write_text(json.dumps({**SETTINGS, **settings}, indent=2))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "monitor.json"
+
+
+@pytest.fixture
+def _dynamic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYNAMIC_MONITOR", "True")
+
+
+@pytest.mark.parametrize("variable", [None, "False"])
+def test_scenario_1_static_mode_measures_whatever_dynamic_on_says(path, monkeypatch, variable):
+    if variable is not None:
+        monkeypatch.setenv("DYNAMIC_MONITOR", variable)
+    write(path, dynamic_on=False, times=2)
+    training = Training(path)
+    training.train(2)
+    write(path, dynamic_on=True, every=7)
+    training.train(2)
+
+    assert ([0, 1], []) == training.finish()
+    assert "rankscope-switch" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.usefixtures("_dynamic")
+@pytest.mark.parametrize("settings", [{"dynamic_on": False}, {}])
+def test_scenario_2_off_at_first_measures_nothing(path, settings):
+    write(path, **settings)
+    training = Training(path)
+    training.train(3)
+
+    assert ([], []) == training.finish()
+
+
+@pytest.mark.usefixtures("_dynamic")
+def test_scenario_3_on_at_first_measures_from_step_1_whatever_start_step_says(path):
+    write(path, dynamic_on=True, times=2, options={"parameters": {"start_step": 50}})
+    training = Training(path)
+    training.train(5)
+    steps, told = training.finish()
+
+    assert [1, 2] == steps
+    assert [(1, "file"), (3, "times")] == [(event["at"], event["source"]) for event in told]
+    assert json.loads(path.read_text())["dynamic_on"] is False
+
+
+@pytest.mark.usefixtures("_dynamic")
+def test_scenario_4_switched_on_in_step_3_measures_from_step_4(path):
+    write(path, dynamic_on=False)
+    training = Training(path)
+    training.train(4)
+    training.edit(dynamic_on=True, times=2, options={"parameters": {"start_step": 50}})
+    training.train(5)
+
+    assert [4, 5] == training.finish()[0]
+
+
+@pytest.mark.usefixtures("_dynamic")
+def test_scenario_5_an_edit_restarts_the_count_and_times_0_stops(path):
+    write(path, dynamic_on=True, times=3)
+    training = Training(path)
+    training.train(3)  # measured: 1, 2
+    training.edit(dynamic_on=True, times=3, quantities=["gradients"])
+    training.train(2)  # 3, 4: the third of them is to come
+    training.edit(dynamic_on=True, times=0)
+    training.train(3)
+    steps, told = training.finish()
+
+    assert [1, 2, 3, 4] == steps
+    assert [1, 3, 5, 6] == [event["at"] for event in told]
+    assert (["parameters"], ["gradients"]) == (told[1]["was"]["quantities"], told[1]["now"]["quantities"])
+    assert json.loads(path.read_text())["dynamic_on"] is False
+
+
+@pytest.mark.usefixtures("_dynamic")
+def test_an_edit_restarts_the_count_of_what_is_measured_as_before(path):
+    write(path, dynamic_on=True, times=3)
+    training = Training(path)
+    training.train(3)  # 1, 2
+    training.edit(dynamic_on=True, times=3, every=2)
+    training.train(8)
+
+    assert [1, 2, 3, 5, 7] == training.finish()[0]
+
+
+@pytest.mark.usefixtures("_dynamic")
+def test_scenario_6_after_the_end_the_file_says_so_and_switches_on_again(path):
+    write(path, dynamic_on=True, times=1)
+    path.chmod(0o640)
+    training = Training(path)
+    training.train(3)  # 1
+    wait_until(lambda: json.loads(path.read_text())["dynamic_on"] is False)
+    training.train(2)
+    training.edit(dynamic_on=True, times=2)
+    training.train(4)
+    steps, told = training.finish()
+
+    assert [1, 5, 6] == steps
+    assert ["file", "times", "file", "times"] == [event["source"] for event in told]
+    assert 0o640 == path.stat().st_mode & 0o777
+    assert [path] == list(path.parent.iterdir())
+
+
+@pytest.mark.usefixtures("_dynamic")
+def test_a_rank_that_measures_nothing_itself_ends_nothing(path):
+    """Else it would write the end into the file while the other ranks measure."""
+    write(path, dynamic_on=True, times=2, options={"parameters": {"ranks": [1]}})
+    training = Training(path)
+    training.train(4)
+    steps, told = training.finish()
+
+    assert [] == steps
+    assert ["file"] == [event["source"] for event in told]
+    assert json.loads(path.read_text())["dynamic_on"] is True
+
+
+@pytest.mark.usefixtures("_dynamic")
+def test_dynamic_on_false_stops_at_once(path):
+    write(path, dynamic_on=True)
+    training = Training(path)
+    training.train(3)
+    training.edit(dynamic_on=False)
+    training.train(2)
+
+    assert [1, 2] == training.finish()[0]
+
+
+@pytest.mark.usefixtures("_dynamic")
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('{"dynamic_on": tr', "Expecting value"),
+        ('{"dynamic_on": true, "quantitis": []}', "Did you mean quantities"),
+        ('{"dynamic_on": true, "options": {"parameters": {"every": 0}}}', "every is a whole number from 1 on"),
+        ("[]", "a table of settings is expected"),
+        ("\udcff", "can't decode"),
+    ],
+)
+def test_a_broken_edit_keeps_the_old_configuration_and_says_why(path, text, why, capfd):
+    write(path, dynamic_on=True, console=True)
+    training = Training(path)
+    training.train(2)
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    wait_until(training.messages)
+    training.train(2)
+    messages = training.messages()
+    steps, told = training.finish()
+
+    assert [1, 2, 3] == steps
+    assert 1 == len(told) == len(messages)
+    assert why in messages[0]
+    assert 1 == capfd.readouterr().err.count(why)
+
+
+def test_an_edit_counts_once_it_has_stood_from_one_look_to_the_next(path):
+    """An editor that writes in two goes leaves half a file for a moment, which is no broken edit."""
+    write(path)
+    file = SwitchFile(path)
+    file.read()
+    seen = []
+    for text in ('{"every": 2', '{"every": 2}', '{"every": 3}'):
+        path.write_text(text)
+        seen.append(file.poll())
+    seen += [file.poll(), file.poll()]
+
+    assert [None, None, None, {"every": 3}, None] == [edit and edit.document for edit in seen]
+
+
+def test_what_cannot_change_while_training_runs_is_named(path, monkeypatch):
+    monkeypatch.setenv("RANKSCOPE_SWITCH_FILE", str(path))
+    other = path.with_name("other.json")
+    write(other)
+    training = Training(other)
+    write(path, dynamic_on=True, zero_below=0.5)  # a file that was not there before
+    wait_until(lambda: training.board.state()["to_come"])
+    training.train(1)
+    _, told = training.finish()
+
+    assert ["zero_below"] == told[0]["needs_restart"]
+
+
+def test_a_call_changes_what_is_measured_and_off_leaves_no_hook(path):
+    write(path)
+    training = Training(path)
+    module_hooks = lambda: sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in training.net.modules())  # noqa: E731 - counts now
+    training.train(1)
+    before = module_hooks()  # without the one that has a look at the first forward
+    training.monitor.switch({"quantities": ["activations", "parameters"]})
+    training.train(2)
+    entries = len(training.board._collection.book)
+    during = module_hooks()
+    training.monitor.switch(on=False)
+    training.train(2)
+    after = module_hooks()
+    training.monitor.switch({"quantities": ["activations", "parameters"], "every": 2})
+    training.train(3)
+    steps, told = training.finish()
+
+    assert [0, 1, 2, 5, 7] == steps
+    assert [1, 3, 5] == [event["at"] for event in told]
+    assert entries == len(training.board._collection.book)  # the same rows are filled again
+    assert during > after
+    assert before == after
+    assert 0 == module_hooks()
+
+
+def test_a_call_that_cannot_be_meant_is_refused_and_changes_nothing(path):
+    write(path)
+    training = Training(path)
+    with pytest.raises(ConfigError, match="Did you mean 'gradients'"):
+        training.monitor.switch({"quantities": ["gradient"]})
+    training.train(1)
+
+    assert ([0], []) == training.finish()
+
+
+def test_rows_of_activations_begin_with_the_first_step_root_included(path):
+    """Hooks that were registered while the model's own pre-hook runs would miss the model itself."""
+    write(path)
+    training = Training(path)
+    training.train(1)
+    training.monitor.switch({"quantities": ["activations"]})
+    training.train(1)
+    training.monitor.detach()
+    (record,) = (r for r in training.ring.after(-1, 1 << 30).records if r.step == 1 and r.statistics is not None)
+    kinds = {(entry.kind, entry.module) for entry in record.statistics.plan.plan.entries}
+
+    assert {("act_in", ""), ("act_out", ""), ("act_in", "0"), ("act_out", "0")} <= kinds
+
+
+def test_of_two_changes_for_one_step_the_last_one_holds_from_its_first_module_on(path):
+    write(path)
+    training = Training(path)
+    training.train(1)
+    training.monitor.switch({"quantities": ["parameters"]})
+    training.monitor.switch({"quantities": ["activations"]})
+    training.train(1)
+    measured, told = training.finish()
+    (record,) = (r for r in training.ring.after(-1, 1 << 30).records if r.step == 1 and r.statistics is not None)
+    kinds = {(entry.kind, entry.module) for entry in record.statistics.plan.plan.entries}
+
+    assert 1 in measured
+    assert [(1, ["parameters"]), (1, ["activations"])] == [(event["at"], event["now"]["quantities"]) for event in told]
+    assert {("act_in", ""), ("act_out", ""), ("act_in", "0"), ("act_out", "0")} <= kinds
+
+
+def test_what_the_first_of_two_changes_for_one_step_leaves_out_and_the_last_one_takes_up_again_goes_on(path):
+    write(path, quantities=["activations"])
+    training = Training(path, first_step=1)
+    training.train(1)
+    hooks = hook_count(training.net)  # without the one that has a look at the first forward
+
+    for quantities in (["parameters", "linear"], ["activations"], ["router"], ["activations"]):
+        training.monitor.switch({"quantities": quantities})
+    training.train(2)
+
+    assert hooks == hook_count(training.net)  # and what was asked for in between has left none
+    rows = [row.step for row in training.monitor.current("act_in")]
+    assert [3] * 4 == rows  # the model and its three modules
+    training.finish()
+
+
+def test_detach_leaves_no_trace(path, monkeypatch):
+    monkeypatch.setenv("DYNAMIC_MONITOR", "True")
+    write(path, dynamic_on=True, quantities=["activations", "gradients", "parameters"])
+    threads, files = set(threading.enumerate()), open_files()
+    training = Training(path)
+    training.train(2)
+    training.edit(dynamic_on=True, quantities=["activations", "optimizer_state"])
+    training.train(2)
+    training.finish()
+    hooks = [
+        *(m._forward_hooks for m in training.net.modules()),
+        *(m._forward_pre_hooks for m in training.net.modules()),
+        *(m._backward_hooks for m in training.net.modules()),
+        *(p._post_accumulate_grad_hooks or {} for p in training.net.parameters()),
+        training.optimizer._optimizer_step_pre_hooks,
+        training.optimizer._optimizer_step_post_hooks,
+    ]
+
+    assert [0] * len(hooks) == [len(found) for found in hooks]
+    assert set() == set(threading.enumerate()) - threads
+    assert files == open_files()
+    assert [path] == list(path.parent.iterdir())
+
+
+def test_training_is_the_same_bit_for_bit_while_measuring_is_switched(path):
+    write(path)
+    training, twin = Training(path), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    twin.load_state_dict(training.net.state_dict())
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for step in range(6):
+        if step % 2:
+            training.monitor.switch({"quantities": ["activations", "gradients"]}, on=step != 3)
+        training.train(1)
+        optimizer.zero_grad()
+        twin(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    training.finish()
+
+    assert all(torch.equal(a, b) for a, b in zip(training.net.parameters(), twin.parameters(), strict=True))
+
+
+def test_a_monitor_that_is_not_attached_can_be_switched():
+    Monitor(MonitorConfig(console=False)).switch(on=False)
+
+
+class Held:
+    """A lock that somebody else holds until it is `free`; it notes how long it would have been waited for."""
+
+    def __init__(self) -> None:
+        self.free = False
+        self.waits: list[float] = []
+
+    def acquire(self, timeout: float) -> bool:
+        self.waits.append(timeout)
+        return self.free
+
+    def release(self) -> None:
+        pass
+
+
+def test_training_waits_once_for_a_store_that_gives_no_answer_and_not_at_every_step():
+    lock, arrived = Held(), []
+    agreement: Any = SimpleNamespace(must_arrive=lambda _step: True, arrive=lambda step: arrived.append(step) or [])
+    board: Any = None  # of which nothing is asked while nothing is agreed
+    switching = Switching(
+        MonitorConfig(), board, lambda _: [], guard=Guard(), tell=print, agreement=agreement, first_step=1
+    )
+    switching._agreeing = lock
+    for step in (1, 2, 3):
+        switching.arrive(step)
+    lock.free = True
+    switching.arrive(4)
+    lock.free = False
+    switching.arrive(5)
+
+    assert [4] == arrived
+    assert [2.0, 0.0, 0.0, 0.0, 2.0] == lock.waits

@@ -1,0 +1,241 @@
+"""Quantities that are due at different steps, plans that grow, and rows beside the table."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from rankscope_contract.records import PlanEntry
+from rankscope_exporter import ConfigError, Monitor, MonitorConfig, quantities
+from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, Table
+from rankscope_exporter.quantities.parameters import Parameters
+from rankscope_exporter.sampling.plan import PlanBook
+from rankscope_exporter.statistics import HostCopy, StatisticsTable, finish, measure
+
+
+class Outputs(Parameters):
+    """What each module returns. No direct subclass of Quantity: those are offered to every configuration."""
+
+    name: ClassVar[str] = "test_outputs"
+    of_modules: ClassVar[bool] = True
+    before_update = after_update = Quantity.step_begins
+
+    def entries(self) -> list[PlanEntry]:
+        return []
+
+    def install(self, hooking: Hooking, gate: Gate) -> None:
+        self._rows: dict[tuple[str, int], range | None] = {}
+        for name, module in self.subject.framework.module.named_modules():
+            if name and self.targets.selects(name):
+
+                def read(_module: Any, _inputs: Any, output: torch.Tensor, name: str = name) -> None:
+                    if hooking.in_forward:
+                        self._read(name, hooking.micro_step, output, gate.table)
+
+                hooking.keep(module.register_forward_hook(hooking.guarded("outputs", read, gate)))
+
+    def _read(self, name: str, micro_step: int, output: torch.Tensor, table: Table) -> None:
+        key = (name, micro_step)
+        if key not in self._rows:
+            self._rows[key] = table.add([PlanEntry(kind="act_out", tensor=name, micro_step=micro_step)])
+        rows = self._rows[key]
+        if rows is not None:
+            table.measure([output], rows)
+        table.defer("features", output.amax(), lambda most: [feature(name, micro_step, float(most))])
+        table.write("modules", {"module": name, "class": "Linear"})
+
+
+def feature(name: str, micro_step: int, value: float) -> dict[str, Any]:
+    return {"kind": "largest", "module": name, "micro_step": micro_step, "value": value}
+
+
+@pytest.fixture
+def _with_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    classes = {**quantities.quantity_classes(), Outputs.name: Outputs}
+    monkeypatch.setattr(quantities, "quantity_classes", lambda: classes)
+
+
+def train(net: nn.Module, batches: list[list[torch.Tensor]]) -> list[list[dict[str, torch.Tensor]]]:
+    """Train by accumulation; return what each module gave, by step and micro-batch."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    seen: list[list[dict[str, torch.Tensor]]] = []
+    for micros in batches:
+        optimizer.zero_grad()
+        seen.append([])
+        for batch in micros:
+            found: dict[str, torch.Tensor] = {}
+            value = batch
+            for name, module in net.named_children():
+                value = found[name] = module(value)
+            seen[-1].append(found)
+            value.sum().backward()
+        optimizer.step()
+    return seen
+
+
+@pytest.mark.usefixtures("_with_outputs")
+def test_a_plan_grows_with_what_runs_and_micro_batches_are_told_apart(reader, eventually):
+    torch.manual_seed(0)
+    make = lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))  # noqa: E731 - two equal models
+    net, twin = make(), make()
+    twin.load_state_dict(net.state_dict())
+    batches = [[torch.randn(5, 3) for _ in range(micros)] for micros in (1, 3, 2)]
+    expected = train(twin, batches)
+    config = MonitorConfig(quantities=("parameters", "test_outputs"), console=False, exit_wait_seconds=0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with Monitor(config).attach(net, optimizer) as monitor:
+        read = reader(monitor)
+        for micros in batches:
+            optimizer.zero_grad()
+            for batch in micros:
+                net(batch).sum().backward()
+            optimizer.step()
+        with torch.no_grad():
+            net.eval()(batches[0][0])  # an evaluation is no part of a step
+        monitor.end_step()
+        records = eventually(lambda: [r for r in read.records() if r["step"] == 3] and read.records())
+
+        norms = {
+            (row.step, row.tensor, row.micro_step): row.numbers["norm"] for row in read.rows() if row.kind == "act_out"
+        }
+        assert 0 == monitor.faults
+    wanted = {
+        (step, name, micro): float(found[name].detach().double().norm())
+        for step, micros in enumerate(expected, 1)
+        for micro, found in enumerate(micros)
+        for name in found
+    }
+    assert wanted.keys() == norms.keys()
+    assert all(wanted[key] == pytest.approx(norms[key], rel=1e-6) for key in wanted)
+    features = {(r["step"], f["module"], f["micro_step"]): f["value"] for r in records for f in r["features"] or ()}
+    assert wanted.keys() == features.keys()
+    assert float(expected[1][2]["1"].max()) == pytest.approx(features[2, "1", 2])
+    assert 12 == sum(len(record["modules"] or ()) for record in records)
+
+
+def test_each_quantity_has_its_own_steps_targets_and_ranks(reader, eventually):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    config = MonitorConfig(
+        quantities=("parameters", "gradients", "optimizer_state"),
+        options={
+            "parameters": {"every": 2, "targets": ["0.*"]},
+            "gradients": {"start_step": 3, "times": 2, "targets": ["1.weight"]},
+            "optimizer_state": {"ranks": [7]},
+        },
+        console=False,
+        exit_wait_seconds=0,
+    )
+    with Monitor(config).attach(net, optimizer) as monitor:
+        read = reader(monitor)
+        for _ in range(6):
+            net(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        monitor.end_step()
+        rows = eventually(lambda: [row for row in read.rows() if row.step == 5] and read.rows())
+        found = {(row.step, row.kind, row.tensor) for row in rows}
+
+    assert {1, 3, 5} == {step for step, kind, _ in found if kind == "param_after"}
+    assert {3, 4} == {step for step, kind, _ in found if kind == "grad_reduced"}
+    assert {"0.weight", "0.bias"} == {tensor for _, kind, tensor in found if kind == "param_before"}
+    assert {"1.weight"} == {tensor for _, kind, tensor in found if kind.startswith("grad_")}
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"gradient": {}}, "Did you mean 'gradients'"),
+        ({"optimizer_state": {}}, "add 'optimizer_state' to quantities"),
+        ({"gradients": {"evry": 2}}, r"Did you mean options\.gradients\.every"),
+        ({"gradients": {"every": 0}}, "every is a whole number from 1 on"),
+        ({"gradients": {"targets": "x"}}, "targets is a list of names"),
+        ({"gradients": []}, "options.gradients is a table"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(options, text):
+    with pytest.raises(ConfigError, match=text):
+        MonitorConfig(quantities=("gradients",), options=options)
+
+
+def test_a_table_that_grows_keeps_what_was_measured():
+    table = StatisticsTable(1, torch.device("cpu"))
+    measure([torch.tensor([3.0, 4.0])], range(1), table)
+    early = HostCopy(table, 1)
+    measure([torch.tensor([3.0, 4.0])], range(1), table)
+    table.grow(70)
+    measure([torch.ones(9)], range(69, 70), table)
+    late = finish(HostCopy(table, 70))
+
+    assert [5.0] == finish(early).values[0].tolist()
+    assert (5.0, 3.0) == (float(late.values[0, 0]), float(late.values[0, 69]))
+    assert [0, 69] == late.present.nonzero()[0].tolist()
+
+
+def test_a_full_plan_counts_what_it_leaves_out():
+    book = PlanBook(max_entries=2)
+
+    assert range(2) == book.add([PlanEntry(kind="act_out", tensor=name) for name in "ab"])
+    assert book.add([PlanEntry(kind="act_out", tensor="c")]) is None
+    assert 1 == book.left_out
+    assert book.plan(1).hash != book.plan(2).hash
+
+
+class TiedNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(3, 3, bias=False)
+        self.middle = nn.Linear(3, 3)
+        self.head = nn.Linear(3, 3, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.mark.parametrize(
+    ("tensors", "expected"),
+    [
+        (["*"], {"embedding.weight", "middle.weight", "middle.bias"}),
+        (["*.weight"], {"embedding.weight", "middle.weight"}),
+        (["head.*"], {"embedding.weight"}),  # its other name
+        (["middle.bias"], {"middle.bias"}),
+        ([r"re:mid\w+\.(weight|bias)"], {"middle.weight", "middle.bias"}),
+    ],
+)
+def test_parameters_are_chosen_by_name_glob_or_regular_expression(tensors, expected, reader, eventually):
+    net = TiedNet()
+    config = MonitorConfig(quantities=("parameters",), tensors=tensors, console=False, exit_wait_seconds=0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with Monitor(config).attach(net, optimizer) as monitor:
+        read = reader(monitor)
+        net.head(net.middle(net.embedding(torch.ones(1, 3)))).sum().backward()
+        optimizer.step()
+        monitor.end_step()
+        rows = eventually(read.rows)
+
+    assert expected == {row.tensor for row in rows}
+
+
+def test_a_target_that_selects_no_parameter_names_the_nearest(reader, eventually):
+    net = TiedNet()
+    config = MonitorConfig(
+        quantities=("parameters", "gradients"),
+        tensors=["middle.wait", "*"],
+        options={"gradients": {"targets": ["midle.bias", "middle.*"]}},
+        console=False,
+        exit_wait_seconds=0,
+    )
+    with Monitor(config).attach(net, torch.optim.SGD(net.parameters(), lr=0.1)) as monitor:
+        notes = eventually(lambda: len(found := reader(monitor).events()) == 2 and found)
+        texts = {note["message"] for note in notes}
+
+    assert any(
+        text.startswith("tensors: target 'middle.wait' matches no parameter; nearest: middle.") for text in texts
+    )
+    assert any(text.startswith("gradients: target 'midle.bias' matches no parameter; nearest: mid") for text in texts)
+
+
+def test_a_pattern_that_is_none_is_refused_when_the_monitor_is_made():
+    with pytest.raises(ConfigError, match=r"tensors: target 're:\(' is no regular expression"):
+        MonitorConfig(tensors=["re:("])

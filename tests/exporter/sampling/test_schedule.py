@@ -1,0 +1,59 @@
+"""Which steps a quantity is measured at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankscope_exporter.sampling.sampling_config import Schedule, Timing
+
+
+def measured(timing: Timing, steps: Iterable[int]) -> list[int]:
+    schedule = Schedule(timing)
+    taken = []
+    for step in steps:
+        if schedule.begins(step):
+            schedule.taken()
+            taken.append(step)
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("timing", "expected"),
+    [
+        (Timing(), list(range(1, 13))),
+        (Timing(every=5), [1, 6, 11]),
+        (Timing(start_step=4), list(range(4, 13))),
+        (Timing(start_step=4, every=3), [4, 7, 10]),
+        (Timing(start_step=4, every=3, times=2), [4, 7]),
+        (Timing(times=0), []),
+        (Timing(start_step=50), []),
+    ],
+)
+def test_steps_that_are_measured(timing, expected):
+    assert expected == measured(timing, range(1, 13))
+
+
+def test_a_training_number_that_jumps_neither_skips_nor_repeats():
+    """Resumed at 100 after 1 … 4: steps are counted, only the first one is looked for by its number."""
+    assert [3, 100, 102] == measured(Timing(start_step=3, every=2), [1, 2, 3, 4, 100, 101, 102])
+
+
+def test_a_step_that_was_due_but_not_measured_does_not_count_as_taken():
+    schedule = Schedule(Timing(times=1))
+
+    assert schedule.begins(1)
+    assert schedule.begins(2)
+    schedule.taken()
+    assert schedule.is_over
+    assert not schedule.begins(3)
+
+
+@given(st.integers(1, 7), st.integers(0, 30), st.integers(0, 9))
+def test_never_more_often_nor_earlier_than_asked(every, start, times):
+    taken = measured(Timing(start_step=start, every=every, times=times), range(40))
+
+    assert taken == list(range(start, 40, every))[:times]

@@ -1,0 +1,326 @@
+"""The live page: what Prometheus reads, character by character and by its own tools."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import re
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+from tests.properties import examples
+
+from rankscope_contract.evaluate import to_float32
+from rankscope_contract.events import Event, EventType
+from rankscope_contract.identity import Identity
+from rankscope_contract.metrics import CATALOG
+from rankscope_contract.records import PlanEntry
+from rankscope_contract.rules.nan import AnomalyNan
+from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_exporter.records.step_record import Scalar
+from rankscope_exporter.serving.exposition import Page, Standing
+from rankscope_exporter.serving.latest_values import LiveState
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "exporter_page.txt"
+RULES = (AnomalyNan(), AnomalyTurbulence(threshold=3.0))
+NASTY = 'la"yer\\s.0\n{a="b", } 学习 #'
+
+
+class Bench:
+    """A page without a server, and its samples as prometheus_client's parser reads them."""
+
+    def __init__(self, *, run="run-1", rules=RULES, series_budget=20_000, standing=Standing(), **options):  # noqa: B008 - frozen
+        identity = Identity(
+            run=run, launch_id="launch-1", rank=3, local_rank=1, world_size=4, host="node-1", incarnation="feedc0de"
+        )
+        self.live = LiveState(rules)
+        self.page = Page(identity, self.live, lambda: standing, rules=rules, series_budget=series_budget, **options)
+
+    @property
+    def text(self) -> str:
+        return b"".join(bytes(piece) for piece in self.page.pieces()).decode()
+
+    def samples(self, name: str) -> dict[tuple[str, ...], float]:
+        """Return the samples of `name` by the values of its own labels, in the catalogue's order."""
+        labels = CATALOG[name].labels
+        families = text_string_to_metric_families(self.text)
+        return {
+            tuple(sample.labels.get(label, "") for label in labels): sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == name
+        }
+
+
+def _filled(record) -> Bench:
+    bench = Bench(
+        standing=Standing(
+            faults=1,
+            dropped={"ring_overrun": 0},
+            overhead_seconds={"publisher": 0.25},
+            ring_records=3,
+            ring_uncommitted=2,
+        ),
+        planned_steps=100,
+        device="cpu",
+    )
+    weights = [PlanEntry(kind="grad_reduced", tensor=name) for name in ("wte.weight", NASTY, "absent")]
+    numbers = {
+        "norm": 0.1, "min": -1.0, "max": 1.0, "mean": -2.5e-9, "norm_baseline": 0.3, "mean_baseline": 1e30,
+        "nans": 0, "infs": 2, "zeros": 7, "numel": 12,
+    }  # fmt: skip
+    overflown = {"norm": math.inf, "mean": -math.inf, "nans": 1 << 40, "numel": 12}
+    bench.live.update(
+        record(7, [*weights, PlanEntry(kind="exp_avg", tensor="wte.weight")], [numbers, overflown, None, {}])
+    )
+    bench.live.update(
+        record(
+            8,
+            scalars=(
+                Scalar("loss", math.nan, labels={"loss": "lm"}),
+                Scalar("loss", 1.5, labels={"loss": "lm", "split": "val"}),
+                Scalar("learning_rate", 3e-4, labels={"group": "0"}),
+                Scalar("grad_norm", math.inf),
+                Scalar("tokens_total", 1_000_000.0, "tokens"),
+                Scalar("my scalar", -math.inf),
+            ),
+            events=(
+                Event(type=EventType.ANOMALY, rule="AnomalyNan", kind="grad_reduced", tensor=NASTY, op="nans"),
+                Event(type=EventType.STEP_SKIPPED),
+            ),
+            firing=frozenset({("AnomalyNan", "grad_reduced")}),
+        )
+    )
+    return bench
+
+
+def test_the_page_is_the_golden_page(record):
+    text = re.sub(r"(rankscope_build_info\{).*(\})", r"\1…\2", _filled(record).text)
+
+    assert GOLDEN.read_text(encoding="utf-8") == text
+
+
+def test_promtool_finds_no_fault_with_the_page(record, require_server):
+    check = subprocess.run(
+        [require_server("promtool", "prometheus"), "check", "metrics"],
+        input=_filled(record).text.encode(),
+        capture_output=True,
+        check=False,
+    )
+
+    assert (0, b"", b"") == (check.returncode, check.stdout, check.stderr)
+
+
+def test_the_page_parses_back_to_the_numbers_of_the_record(record):
+    bench = _filled(record)
+
+    assert {
+        ("grad_reduced", "wte.weight", "norm"): to_float32(0.1),
+        ("grad_reduced", "wte.weight", "mean"): to_float32(-2.5e-9),
+        ("grad_reduced", "wte.weight", "nans"): 0,
+        ("grad_reduced", "wte.weight", "infs"): 2,
+        ("grad_reduced", NASTY, "norm"): math.inf,
+        ("grad_reduced", NASTY, "mean"): -math.inf,
+        ("grad_reduced", NASTY, "nans"): 1 << 40,
+        ("grad_reduced", NASTY, "infs"): 0,
+        ("exp_avg", "wte.weight", "nans"): 0,
+        ("exp_avg", "wte.weight", "infs"): 0,
+    } == bench.samples("rankscope_tensor_value")
+    assert {("grad_reduced", "wte.weight", "norm"), ("grad_reduced", "wte.weight", "mean")} == set(
+        bench.samples("rankscope_tensor_baseline")
+    )
+    assert {("grad_reduced",): 7, ("exp_avg",): 7} == bench.samples("rankscope_kind_step")
+    assert {("lm",)} == set(bench.samples("rankscope_loss"))
+    assert {('loss{"loss":"lm","split":"val"}',): 1.5, ("my scalar",): -math.inf} == bench.samples("rankscope_scalar")
+
+
+def test_non_finite_values_are_spelled_as_prometheus_spells_them(record):
+    values = {line.rpartition(" ")[2] for line in _filled(record).text.splitlines()}
+
+    assert {"NaN", "+Inf", "-Inf"} <= values
+    assert not {value for value in values if value.lower() in ("nan", "inf", "-inf")} - {"NaN", "-Inf"}
+
+
+def test_every_metric_of_the_page_is_in_the_catalogue_with_its_labels(record):
+    for family in text_string_to_metric_families(_filled(record).text):
+        for sample in family.samples:
+            spec = CATALOG[sample.name]
+            assert set(spec.all_labels) == set(sample.labels)
+            assert ("run-1", "3") == (sample.labels["run"], sample.labels["rank"])
+            assert (spec.type, spec.help) == (family.type, family.documentation)
+
+
+def test_an_empty_state_is_a_valid_page_without_tensors():
+    bench = Bench()
+
+    assert {} == bench.samples("rankscope_tensor_value")
+    assert {} == bench.samples("rankscope_step")
+    assert {("AnomalyNan", ""): 0} == bench.samples("rankscope_anomaly_events_total")
+
+
+def test_an_absent_tensor_has_no_sample_even_where_a_value_stands(record, statistics):
+    import pyarrow as pa
+
+    from rankscope_exporter.records.step_record import Statistics, StepRecord
+
+    entries = [PlanEntry(kind="act_out", tensor=name) for name in ("here", "gone")]
+    made = statistics(entries, [{"norm": 1.0}, None])
+    stale = Statistics(made.plan, pa.array([1.0] * len(made.values), pa.float32()), made.counts)
+    bench = Bench()
+    bench.live.update(StepRecord(ts=0, step=0, statistics=stale))
+
+    assert {"here"} == {tensor for _, tensor, _ in bench.samples("rankscope_tensor_value")}
+
+
+def test_only_judged_ops_are_shown_unless_all_are_asked_for(record):
+    entries, numbers = [PlanEntry(kind="act_out", tensor="a")], [{"norm": 1.0, "max": 2.0}]
+    shown = []
+    for bench in (Bench(rules=()), Bench(), Bench(rules=(AnomalyNan(threshold=9.0),)), Bench(all_ops=True)):
+        bench.live.update(record(0, entries, numbers))
+        shown.append({op for _, _, op in bench.samples("rankscope_tensor_value")})
+
+    assert [
+        {"norm"},
+        {"norm", "nans", "infs"},
+        {"norm", "max", "nans", "infs"},
+        {"norm", "max", "nans", "infs", "zeros", "numel"},
+    ] == [ops - {"numel"} if number < 3 else ops for number, ops in enumerate(shown)]
+
+
+def test_series_beyond_the_budget_are_left_out_and_counted_once(record):
+    entries = [PlanEntry(kind="act_out", tensor=f"t{number}") for number in range(10)]
+    bench = Bench(series_budget=12)
+    for step in range(3):
+        bench.live.update(record(step, entries, [{"norm": 1.0, "mean": 0.0, "norm_baseline": 1.0}] * 10))
+        shown = bench.samples("rankscope_tensor_value")
+        dropped = bench.samples("rankscope_dropped_total")
+
+    assert {"t0", "t1"} == {tensor for _, tensor, _ in shown}
+    assert {("series_budget",): 48, ("series_ambiguous",): 0} == dropped
+
+
+def test_parts_of_a_tensor_have_labels_of_their_own_and_chunks_do_not_repeat_a_series(record):
+    """What labels cannot tell apart is shown once, the whole before a part of the same name; the rest is counted."""
+    entries = [
+        PlanEntry(kind="act_out", tensor="a", index=0),
+        PlanEntry(kind="act_out", tensor="a"),
+        PlanEntry(kind="act_out", tensor="b", vpp_stage=0),
+        PlanEntry(kind="act_out", tensor="b", vpp_stage=1),
+        PlanEntry(kind="act_out", tensor="a", index=1),
+        PlanEntry(kind="act_out", tensor="a[1]"),
+    ]
+    bench = Bench()
+    bench.live.update(record(0, entries, [{"norm": float(number)} for number in range(6)]))
+    norms = {key[1]: value for key, value in bench.samples("rankscope_tensor_value").items() if key[2] == "norm"}
+
+    assert {"a[0]": 0.0, "a": 1.0, "b": 2.0, "a[1]": 5.0} == norms
+    assert 4 == bench.text.count('op="norm"')
+    assert 2 == bench.samples("rankscope_dropped_total")[("series_ambiguous",)]
+
+
+def test_the_last_micro_batch_of_each_step_is_shown_and_the_first_call(record):
+    """A step of fewer micro-batches shows its own last one, also where the plan knows more; nothing is repeated."""
+    entries = [
+        PlanEntry(kind="act_out", tensor="a", micro_step=micro, call_seq=call)
+        for micro in range(3)
+        for call in (None, 1)
+    ] + [
+        PlanEntry(kind="grad_unreduced", tensor="w", micro_step=0),
+        PlanEntry(kind="grad_unreduced", tensor="w"),
+    ]
+    bench = Bench()
+    seen = []
+    for step, micro_batches in enumerate((3, 2, 1, 0)):
+        numbers = [{"norm": float(position)} if position < 2 * micro_batches else None for position in range(6)]
+        bench.live.update(record(step, entries, [*numbers, {"norm": 7.0}, {"norm": 8.0}]))
+        values = bench.samples("rankscope_tensor_value")
+        assert bench.text.count('op="norm"') == len({key for key in values if key[2] == "norm"})
+        seen.append({key[1]: value for key, value in values.items() if key[2] == "norm"})
+
+    assert [{"a": 4.0, "w": 8.0}, {"a": 2.0, "w": 8.0}, {"a": 0.0, "w": 8.0}, {"w": 8.0}] == seen
+    assert 0 == bench.samples("rankscope_dropped_total")[("series_ambiguous",)]
+
+
+def test_half_a_surrogate_pair_costs_one_character_and_not_the_page(record):
+    bench = Bench()
+    bench.live.update(record(0, scalars=(Scalar("bad \ud800 name", 1.0),)))
+
+    assert {("bad ? name",): 1.0} == bench.samples("rankscope_scalar")
+
+
+def test_the_tensors_of_a_step_are_rendered_once(record):
+    bench = _filled(record)
+    first, second = bench.page.pieces(), bench.page.pieces()
+    bench.live.update(record(9, [PlanEntry(kind="act_out", tensor="a")], [{"norm": 1.0}]))
+    third = bench.page.pieces()
+
+    assert all(one is other for one, other in zip(first[1:], second[1:], strict=True))
+    assert third[2] is not first[2]
+
+
+_labels = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r"), max_size=12)
+
+
+@settings(deadline=None)
+@given(names=st.tuples(_labels, _labels, _labels, _labels), value=st.floats(width=32))
+def test_any_name_and_value_comes_back(record, names, value):
+    run, tensor, kind, scalar = names
+    bench = Bench(run=run)
+    entries = [PlanEntry(kind=kind, tensor=tensor)]
+    bench.live.update(record(0, entries, [{"norm": value}], scalars=(Scalar(f"s{scalar}", 1.0),)))
+    shown = bench.samples("rankscope_tensor_value")[kind, tensor, "norm"]
+
+    assert value == shown or (math.isnan(value) and math.isnan(shown))
+    assert (f"s{scalar}",) in bench.samples("rankscope_scalar")
+
+
+@pytest.mark.parametrize(
+    ("accept", "packed"),
+    [({}, False), ({"Accept_Encoding": "identity"}, False), ({"Accept_Encoding": "deflate, gzip;q=0"}, False),
+     ({"Accept_Encoding": "gzip"}, True), ({"Accept_Encoding": "deflate, GZIP;q=0.5"}, True)],
+)  # fmt: skip
+def test_the_page_is_compressed_for_who_takes_it(rank, record, accept, packed):
+    rank.channel.publish(record(0, [PlanEntry(kind="act_out", tensor="a")], [{"norm": 1.0}]))
+    got = rank.get("/metrics", **accept)
+    text = gzip.decompress(got.body) if packed else got.body
+
+    assert ("gzip" if packed else None) == got.headers["Content-Encoding"]
+    assert "text/plain; version=0.0.4; charset=utf-8" == got.headers["Content-Type"]
+    assert len(got.body) == int(got.headers["Content-Length"])
+    assert b'op="norm"} 1\n' in text or b'op="norm"} 1.0\n' in text
+
+
+def test_a_page_never_mixes_two_steps_of_a_kind(rank, record):
+    """Scrapes during publishing: every number of a kind is the step that rankscope_kind_step names."""
+    entries = [PlanEntry(kind=kind, tensor=f"t{number}") for kind in ("act_in", "act_out") for number in range(50)]
+    done = threading.Event()
+
+    def publish():
+        step = 0
+        while not done.is_set():
+            kinds = entries if step % 3 else entries[:50]
+            rank.channel.publish(record(step, kinds, [{"norm": float(step), "numel": 1}] * len(kinds)))
+            step += 1
+
+    publisher = threading.Thread(target=publish)
+    publisher.start()
+    try:
+        pages = [rank.get("/metrics").text for _ in range(examples(60))]
+    finally:
+        done.set()
+        publisher.join()
+
+    steps = set()
+    for page in pages:
+        kind_steps = dict(re.findall(r'^rankscope_kind_step\{kind="(\w+)".*\} (\d+)\.0$', page, re.MULTILINE))
+        norms = re.findall(r'^rankscope_tensor_value\{.*kind="(\w+)".*op="norm"\} (\d+)(?:\.0)?$', page, re.MULTILINE)
+        assert {(kind, kind_steps[kind]) for kind in kind_steps} == set(norms)
+        assert len(kind_steps) * 50 == len(norms)
+        steps |= set(kind_steps.values())
+    assert len(steps) > 2
+    assert [] == rank.faults

@@ -1,0 +1,159 @@
+"""What the live state keeps of a stream of records."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from rankscope_contract.events import Event, EventType
+from rankscope_contract.records import PlanEntry
+from rankscope_contract.rules.nan import AnomalyNan
+from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_exporter.records.step_record import Scalar, StepRecord
+from rankscope_exporter.serving.latest_values import MAX_ANOMALY_SERIES, MAX_SCALAR_SERIES, LiveState
+
+NAN = AnomalyNan()
+TURBULENCE = AnomalyTurbulence(threshold=3.0, kinds=("grad_reduced",))
+GRADIENT = PlanEntry(kind="grad_reduced", tensor="a")
+ACTIVATION = PlanEntry(kind="act_out", tensor="a")
+ONE = ({"norm": 1.0},)
+
+
+@pytest.fixture
+def live():
+    return LiveState([NAN, TURBULENCE])
+
+
+def _anomaly(rule="AnomalyNan", kind="grad_reduced", tensor="a", op="nans"):
+    return Event(type=EventType.ANOMALY, rule=rule, kind=kind, tensor=tensor, op=op)
+
+
+def test_scalar_counters_stand_at_zero_before_anything_happened(live):
+    snapshot = live.snapshot()
+
+    assert {("AnomalyNan", ""): 0} == snapshot.anomalies
+    assert {("AnomalyNan", ""): False} == snapshot.firing
+
+
+def test_a_kind_seen_in_a_plan_has_its_counters_at_zero(live, record):
+    live.update(record(0, [GRADIENT, ACTIVATION], ONE * 2))
+
+    assert {
+        ("AnomalyNan", ""): 0,
+        ("AnomalyNan", "grad_reduced"): 0,
+        ("AnomalyTurbulence", "grad_reduced"): 0,
+        ("AnomalyNan", "act_out"): 0,
+    } == live.snapshot().anomalies
+
+
+def test_a_kind_can_be_announced_before_its_first_record(live):
+    live.announce(["grad_reduced"])
+
+    assert 0 == live.snapshot().anomalies["AnomalyTurbulence", "grad_reduced"]
+
+
+def test_firings_are_counted_per_kind_and_per_series(live, record):
+    live.update(record(0, events=(_anomaly(), _anomaly(op="infs"), Event(type="note", rule="AnomalyNan"))))
+    live.update(record(1, events=(_anomaly(),)))
+    snapshot = live.snapshot()
+
+    assert 3 == snapshot.anomalies["AnomalyNan", "grad_reduced"]
+    assert {
+        ("AnomalyNan", "grad_reduced", "a", "nans"): 2,
+        ("AnomalyNan", "grad_reduced", "a", "infs"): 1,
+    } == snapshot.anomaly_series
+
+
+def test_beyond_the_cap_firings_count_under_other(live, record):
+    for number in range(MAX_ANOMALY_SERIES + 30):
+        live.update(record(0, events=(_anomaly(tensor=f"t{number}"),)))
+    live.update(record(0, events=(_anomaly(tensor="t0"),)))
+    series = live.snapshot().anomaly_series
+
+    assert 30 == series["AnomalyNan", "grad_reduced", "_other", "nans"]
+    assert 2 == series["AnomalyNan", "grad_reduced", "t0", "nans"]
+    assert MAX_ANOMALY_SERIES + 1 == len(series)
+
+
+def test_a_rule_fires_until_its_kind_is_judged_again(live, record):
+    firing = frozenset({("AnomalyNan", "grad_reduced")})
+    live.update(record(0, [GRADIENT], ONE, firing=firing))
+    live.update(record(1, [ACTIVATION], ONE, scalars=(Scalar("loss", 1.0),)))
+    still = live.snapshot().firing["AnomalyNan", "grad_reduced"]
+    live.update(record(2, [GRADIENT], ONE))
+
+    assert still
+    assert not live.snapshot().firing["AnomalyNan", "grad_reduced"]
+
+
+def test_a_look_at_the_hardware_between_steps_judges_nothing_that_was_logged(live, record):
+    live.update(record(0, firing=frozenset({("AnomalyNan", "")}), scalars=(Scalar("loss", math.nan),)))
+    live.update(StepRecord(ts=0, scalars=(Scalar("gpu_power_watts", 1.0),)))
+    still = live.snapshot().firing["AnomalyNan", ""]
+    live.update(record(1, scalars=(Scalar("loss", 1.0),)))
+
+    assert still
+    assert not live.snapshot().firing["AnomalyNan", ""]
+
+
+def test_each_kind_comes_from_its_latest_record(live, record):
+    both = record(0, [GRADIENT, ACTIVATION], ONE * 2)
+    later = record(5, [GRADIENT], ONE)
+    live.update(both)
+    live.update(later)
+    live.update(record(6, scalars=(Scalar("loss", 1.0),)))
+    snapshot = live.snapshot()
+
+    assert {(5, frozenset({"grad_reduced"})), (0, frozenset({"act_out"}))} == {
+        (sampled.step, sampled.kinds) for sampled in snapshot.tensors
+    }
+    assert 6 == snapshot.step
+
+
+def test_the_version_moves_with_the_statistics_alone(live, record):
+    live.update(record(0, [GRADIENT], ONE))
+    first = live.snapshot().tensors_version
+    live.update(record(1, scalars=(Scalar("loss", 1.0),)))
+    second = live.snapshot().tensors_version
+    live.update(record(2, [GRADIENT], ONE))
+
+    assert first == second < live.snapshot().tensors_version
+
+
+def test_a_step_may_rewind(live, record):
+    live.update(record(9, [GRADIENT], ONE))
+    live.update(record(3, [GRADIENT], ONE))
+    snapshot = live.snapshot()
+
+    assert (3, [3]) == (snapshot.step, [sampled.step for sampled in snapshot.tensors])
+
+
+def test_scalars_keep_their_latest_value_by_name_and_labels(live, record):
+    live.update(record(0, scalars=(Scalar("loss", 1.0, labels={"loss": "lm"}), Scalar("loss", 2.0))))
+    live.update(record(1, scalars=(Scalar("loss", math.nan),)))
+    values = {key: scalar.value for key, scalar in live.snapshot().scalars.items()}
+
+    assert 1.0 == values["loss", (("loss", "lm"),)]
+    assert math.isnan(values["loss", ()])
+
+
+def test_scalar_names_are_bounded(live, record):
+    for step in range(MAX_SCALAR_SERIES + 5):
+        live.update(record(step, scalars=(Scalar(f"loss at {step}", 1.0),)))
+    snapshot = live.snapshot()
+
+    assert (MAX_SCALAR_SERIES, 5) == (len(snapshot.scalars), snapshot.scalars_left_out)
+
+
+def test_skipped_steps_are_counted(live, record):
+    live.update(record(0, events=(Event(type=EventType.STEP_SKIPPED), Event(type=EventType.PHASE))))
+
+    assert 1 == live.snapshot().skipped_steps
+
+
+def test_thresholds_are_nan_without_one(live):
+    thresholds = live.snapshot().thresholds
+
+    assert 3.0 == thresholds["AnomalyTurbulence"]
+    assert math.isnan(thresholds["AnomalyNan"])

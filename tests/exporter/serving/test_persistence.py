@@ -1,0 +1,618 @@
+"""A rank with a spool as others see it: what the ring has lost is served from disk, and dead processes have a voice."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankscope_contract.channel import Registration, RegistrationReply
+from rankscope_contract.records import PlanEntry
+from rankscope_contract.spool import Orphan, SpoolReader
+from rankscope_contract.spool.layout import read_service, service_name
+from rankscope_exporter.base.errors import ConfigError
+from rankscope_exporter.serving import orphan_recovery, spool_writer
+from rankscope_exporter.serving.config import ServeConfig
+from rankscope_exporter.serving.spool import Spool, needed_plans
+
+ENTRY = PlanEntry(kind="param_after", tensor="w", shape=(2,))
+OWN = "feedc0de"
+LEASE = {"Rankscope_Lease": "lease-1"}
+
+
+def leave_behind(root: Path, incarnation: str, records: list[Any], service: str | None = None, **who: Any) -> Spool:
+    """Leave the spool of a process that published `records` and was killed."""
+    facts = {"run": "run-1", "rank": 0, "world_size": 2, "launch_id": "launch-0", "started_at": 7} | who
+    spool = Spool(str(root), incarnation, max_bytes=1 << 30, service=service)
+    spool.open(Registration(local_rank=0, host="node-0", pid=1, incarnation=incarnation, url="", **facts))
+    for seq, record in enumerate(records):
+        spool.append(seq, record)
+    spool.close()
+    return spool
+
+
+def metric(page: str, reason: str) -> float:
+    (line,) = [line for line in page.splitlines() if line.startswith("rankscope_dropped_total") and reason in line]
+    return float(line.rpartition(" ")[2])
+
+
+def test_what_the_ring_has_overwritten_is_served_from_disk(new_rank, record, tmp_path):
+    """A service that is away for longer than the ring is deep finds everything."""
+    rank = new_rank(ring_records=256, spool_dir=str(tmp_path))
+    for step in range(300):
+        rank.channel.publish(record(step, [ENTRY], [{"norm": 1.0}]))
+    seqs: list[int] = []
+    while (got := rank.records(seqs[-1] if seqs else -1)).status == 200:
+        assert "Rankscope-Lost" not in got.headers
+        assert [int(got.headers[f"Rankscope-{name}"]) for name in ("First", "Last")] == [got.seqs[0], got.seqs[-1]]
+        seqs += got.seqs
+
+    assert list(range(300)) == seqs
+    assert 0 == metric(rank.get("/metrics").text, "ring_overrun")
+    assert 0 == metric(rank.get("/metrics").text, "spool_full")
+
+
+def test_what_neither_ring_nor_disk_has_is_told_as_lost_and_counted(new_rank, record, tmp_path):
+    rank = new_rank(ring_records=256, spool_dir=str(tmp_path), spool_bytes=60_000)
+    for step in range(300):
+        rank.channel.publish(record(step))
+    got = rank.records(-1)
+    page = rank.get("/metrics").text
+
+    assert "0-43" == got.headers["Rankscope-Lost"]
+    assert 44 == got.seqs[0]
+    assert 44 == metric(page, "ring_overrun")
+    assert 0 < metric(page, "spool_full") < 300
+
+
+def test_a_folder_that_cannot_be_used_costs_the_spool_alone(new_rank, record, tmp_path):
+    (tmp_path / "taken").write_text("a file stands where the folder should be")
+    rank = new_rank(spool_dir=str(tmp_path / "taken"))
+    seqs = [rank.channel.publish(record(step)) for step in range(3)]
+
+    assert [0, 1, 2] == seqs == rank.records(-1).seqs
+    assert ["spool"] == [where for where, _ in rank.faults]
+    assert 3 == metric(rank.get("/metrics").text, "spool_error")
+
+
+def test_a_forked_child_holds_nothing_of_the_spool(new_rank, service, until, record, tmp_path):
+    """It may outlive its parent, whose lock must then be free; the parent goes on as before."""
+    leave_behind(tmp_path, "dead", [record(0)])
+    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
+    rank.channel.publish(record(0))
+    until(lambda: rank.channel.keeper.orphan("dead") is not None)
+    child = os.fork()
+    if child == 0:
+        try:
+            rank.channel.abandon_after_fork()
+            rank.channel.publish(record(1))
+            open_files = [path.resolve() for path in Path("/proc/self/fd").iterdir()]
+            os._exit(sum(tmp_path in path.parents for path in open_files))
+        finally:
+            os._exit(99)
+    code = os.waitpid(child, 0)[1]
+    rank.channel.publish(record(1))
+
+    assert 0 == code
+    assert rank.channel.keeper.orphan("dead") is not None
+    assert [0, 1] == rank.records(-1).seqs
+    assert Orphan.take(tmp_path / OWN, needed_plans) is None
+
+
+class _Disk:
+    """Hangs in `write`, for records alone, from `hang` to `answer`. Calls of other parts of the process go through."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._root = root.resolve()
+        self._answers = threading.Event()
+        self._real = os.write
+        self._answers.set()
+        monkeypatch.setattr(os, "write", self._write)
+
+    def hang(self) -> None:
+        self._answers.clear()
+
+    def answer(self) -> None:
+        self._answers.set()
+
+    def _write(self, descriptor: int, data: Any) -> int:
+        if self._root in Path(f"/proc/self/fd/{descriptor}").resolve().parents:
+            assert self._answers.wait(60)
+        return self._real(descriptor, data)
+
+
+@pytest.fixture
+def disk(tmp_path, monkeypatch):
+    """Return the disk under `tmp_path`, of which the publisher is not very patient."""
+    monkeypatch.setattr(spool_writer, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(spool_writer, "CLOSE_SECONDS", 0.2)
+    made = _Disk(tmp_path, monkeypatch)
+    yield made
+    made.answer()
+
+
+def on_disk(rank: Any, seqs: range) -> list[int]:
+    return [seq for seq in seqs if rank.channel.keeper.holds(seq)]
+
+
+def test_each_record_is_on_disk_before_it_can_be_fetched(new_rank, record, tmp_path, monkeypatch):
+    rank = new_rank(spool_dir=str(tmp_path))
+    append, early = rank.channel.ring.append, []
+
+    def noting(one: Any) -> int:
+        early.append(rank.channel.ring.head + 1 - SpoolReader(tmp_path / OWN, needed_plans).head())
+        return append(one)
+
+    monkeypatch.setattr(rank.channel.ring, "append", noting)
+    for step in range(20):
+        rank.channel.publish(record(step))
+
+    assert [0] * 20 == early
+
+
+def test_a_disk_that_hangs_holds_back_neither_records_nor_alerts(new_rank, record, tmp_path, disk):
+    """One record waits for a moment, those after it do not at all; what others see of the rank goes on."""
+    rank = new_rank(spool_dir=str(tmp_path))
+    rank.channel.publish(record(0))
+    disk.hang()
+    began = time.monotonic()
+    for step in range(1, 30):
+        rank.channel.publish(record(step))
+    seconds = time.monotonic() - began
+    got = rank.records(-1)
+
+    assert 5.0 > seconds  # one wait and not 29
+    assert list(range(30)) == got.seqs
+    assert [0] == on_disk(rank, range(30))
+    assert ["spool"] == [where for where, _ in rank.faults]
+    assert "has not answered for 0.2 s" in str(rank.faults[0][1])
+    assert rank.channel.keeper.folder is None  # nobody is told that all of it waits there
+
+
+def test_the_spool_goes_on_when_the_disk_answers_again(new_rank, record, tmp_path, disk, until, monkeypatch, caplog):
+    """What waited is written, what did not find room is counted, and a file of its own begins behind the gap."""
+    monkeypatch.setattr(spool_writer, "BACKLOG_RECORDS", 3)
+    rank = new_rank(spool_dir=str(tmp_path))
+    rank.channel.publish(record(0))
+    disk.hang()
+    for step in range(1, 9):
+        rank.channel.publish(record(step))
+    behind = metric(rank.get("/metrics").text, "spool_behind")
+    disk.answer()
+    until(lambda: rank.channel.keeper.folder)
+    for step in range(9, 12):
+        rank.channel.publish(record(step))
+    rank.channel.close()
+
+    assert 5 == behind
+    assert [0, 1, 2, 3, 9, 10, 11] == on_disk(rank, range(12))
+    assert [f"{first:012d}.arrows" for first in (0, 9)] == sorted(
+        path.name for path in (tmp_path / OWN).glob("*.arrows")
+    )
+    orphan = Orphan.take(tmp_path / OWN, needed_plans)
+    assert (0, 3) == (orphan.after(-1, 1 << 20).first, orphan.after(-1, 1 << 20).last)
+    assert (9, 11) == (orphan.after(3, 1 << 20).first, orphan.after(3, 1 << 20).last)
+    orphan.release()
+    assert 1 == sum("answers again: 5 records are not in it" in text for text in caplog.messages)
+    assert 1 == len(rank.faults)
+
+
+def test_a_hang_of_a_moment_costs_the_spool_nothing(new_rank, record, tmp_path, disk, until):
+    rank = new_rank(spool_dir=str(tmp_path))
+    disk.hang()
+    for step in range(20):
+        rank.channel.publish(record(step))
+    disk.answer()
+    until(lambda: rank.channel.keeper.folder)
+    rank.channel.close()
+
+    assert list(range(20)) == on_disk(rank, range(20))
+    assert 0 == rank.channel.keeper.dropped["spool_behind"]
+
+
+def test_a_disk_that_hangs_while_it_deletes_does_not_hold_up_who_commits(
+    new_rank, service, until, record, tmp_path, monkeypatch
+):
+    """What a store has is noted in a request of the service and in the heartbeat: both must go on."""
+    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path), spool_bytes=60_000)
+    for step in range(8):
+        rank.channel.publish(record(step))
+    until(lambda: rank.channel.lease)
+    answers, real = threading.Event(), os.unlink
+
+    def unlink(path: Any, *arguments: Any, **named: Any) -> None:
+        assert ".arrows" not in str(path) or answers.wait(60)
+        real(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    got = rank.records(6, committed=6, **LEASE)
+    seq = rank.channel.publish(record(8))
+    answers.set()
+
+    assert [7] == got.seqs
+    assert 8 == seq
+
+
+def test_a_disk_that_hangs_holds_up_neither_attach_nor_the_end(new_rank, record, tmp_path, disk):
+    rank = new_rank(spool_dir=str(tmp_path))
+
+    assert [] == list(tmp_path.iterdir())  # nothing was asked of the disk yet
+    disk.hang()
+    rank.channel.publish(record(0))
+    began = time.monotonic()
+    rank.channel.close()
+
+    assert 30.0 > time.monotonic() - began  # the disk hangs for ever
+    assert Orphan.take(tmp_path / OWN, needed_plans) is None  # the end of the process gives the lock back
+
+
+def test_without_a_thread_to_write_the_ring_still_takes_the_record(new_rank, record, tmp_path, monkeypatch):
+    """Python starts none while it ends."""
+    rank = new_rank(spool_dir=str(tmp_path))
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        seqs = [rank.channel.publish(record(step)) for step in range(2)]
+
+    assert [0, 1] == seqs == rank.records(-1).seqs
+    assert 2 == metric(rank.get("/metrics").text, "spool_error")
+
+
+def test_a_record_that_the_ring_refuses_does_not_stand_on_disk_either(new_rank, record, statistics, tmp_path):
+    rank = new_rank(spool_dir=str(tmp_path))
+    good = record(0, [ENTRY], [{"norm": 1.0}])
+    bad = type(good.statistics)(good.statistics.plan, good.statistics.values[:1], good.statistics.counts)
+    with pytest.raises(ValueError, match="needs"):
+        rank.channel.publish(type(good)(ts=1, step=0, statistics=bad))
+    seq = rank.channel.publish(good)
+    rank.channel.close()
+
+    assert 0 == seq
+    assert [f"{0:012d}.arrows"] == [path.name for path in (tmp_path / OWN).glob("*.arrows")]
+    assert [] == rank.faults
+
+
+def test_a_rank_whose_records_are_all_committed_leaves_nothing(new_rank, service, until, record, tmp_path):
+    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
+    for step in range(3):
+        rank.channel.publish(record(step))
+    until(lambda: rank.channel.lease)
+    rank.records(2, committed=2, **LEASE)
+    rank.channel.close()
+
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_the_identity_on_disk_is_what_the_service_would_have_been_told(new_rank, record, tmp_path):
+    rank = new_rank(spool_dir=str(tmp_path), settings={"every": 5})
+    rank.channel.publish(record(0))
+    known = json.loads((tmp_path / OWN / "identity.json").read_text())["registration"]
+
+    assert ("run-1", "launch-1", 0, 2, OWN) == tuple(
+        known[name] for name in ("run", "launch_id", "rank", "world_size", "incarnation")
+    )
+    assert ("node-1", os.getpid(), 100, {"every": 5}) == tuple(
+        known[name] for name in ("host", "pid", "planned_steps", "config")
+    )
+    assert known["started_at"] > 0
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("http://Node-1:9470", "http://node-1:9470"),
+        ("HTTP://node-1:9470/", "http://node-1:9470"),
+        ("https://node-1", "https://node-1:443"),
+        ("http://node-1/rankscope/", "http://node-1:80/rankscope"),
+        ("http://user:secret@node-1:9470?token=secret#x", "http://node-1:9470"),
+        ("http://[::1]:9470", "http://[::1]:9470"),
+    ],
+)
+def test_a_service_has_one_name_however_it_is_spelled_and_no_secret_is_in_it(url, name):
+    assert name == service_name(url)
+
+
+def test_a_rank_hands_over_what_is_for_its_own_service_or_for_none_that_is_named(
+    new_rank, service, until, record, tmp_path
+):
+    """The store of another service would have runs that are not its own, and the right one would miss them."""
+    leave_behind(tmp_path, "other", [record(0)], service="http://127.0.0.1:9", started_at=1)
+    leave_behind(tmp_path, "same", [record(0)], service=service_name(service.url), started_at=2)
+    leave_behind(tmp_path, "unnamed", [record(0)], started_at=3)
+    leave_behind(tmp_path, "old", [record(0)], started_at=4)
+    identity = json.loads((tmp_path / "old" / "identity.json").read_text())
+    del identity["service"]  # as earlier releases wrote it
+    (tmp_path / "old" / "identity.json").write_text(json.dumps(identity))
+    rank = new_rank(ingest_url=service.url + "/", spool_dir=str(tmp_path))
+    until(lambda: OWN in {told["incarnation"] for told in service.registrations})
+    rank.channel.publish(record(0))
+
+    assert {"same", "unnamed", "old", OWN} == {told["incarnation"] for told in service.registrations}
+    assert (tmp_path / "other" / f"{0:012d}.arrows").exists()
+    assert rank.channel.keeper.orphan("other") is None
+    assert service_name(service.url) == read_service(tmp_path / OWN)
+
+
+def test_spools_of_dead_processes_are_registered_before_the_rank_itself_and_served(
+    new_rank, service, until, record, tmp_path
+):
+    records = [record(step, [ENTRY], [{"norm": 1.0}]) for step in range(4)]
+    leave_behind(tmp_path, "dead-b", records[:2], started_at=9)
+    leave_behind(tmp_path, "dead-a", records, started_at=8)
+    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
+    until(lambda: len(service.registrations) >= 3)
+    first, second, third = service.registrations[:3]
+    got = rank.get("/records?incarnation=dead-a&after=0")
+    plan = rank.get(f"/plan/{records[0].statistics.plan.hash}")
+
+    assert ["dead-a", "dead-b", OWN] == [told["incarnation"] for told in (first, second, third)]
+    assert ("launch-0", "draining", 3, OWN) == tuple(
+        first[name] for name in ("launch_id", "state", "head", "served_by")
+    )
+    assert rank.channel.url == first["url"]
+    assert third["served_by"] is None
+    assert [1, 2, 3] == got.seqs
+    assert ("dead-a", "draining", "3") == tuple(
+        got.headers[f"Rankscope-{name}"] for name in ("Incarnation", "State", "Head")
+    )
+    assert records[0].statistics.plan.json == plan.text
+
+
+def test_a_served_spool_goes_once_the_holder_of_its_lease_has_all_of_it(new_rank, service, until, record, tmp_path):
+    leave_behind(tmp_path, "dead", [record(step) for step in range(4)])
+    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
+    until(lambda: service.registrations)
+    until(lambda: rank.channel.keeper.orphan("dead").lease)
+    path = "/records?incarnation=dead"
+    stranger = rank.get(f"{path}&after=3&committed=3")
+    waiting = rank.get(f"{path}&after=3&committed=1", **LEASE)
+
+    assert (204, 204) == (stranger.status, waiting.status)
+    assert (tmp_path / "dead").exists()
+    drained = rank.get(f"{path}&after=3&committed=3", **LEASE)
+    assert (503, "draining") == (drained.status, drained.headers["Rankscope-State"])
+    assert not (tmp_path / "dead").exists()
+    assert 409 == rank.get(f"{path}&after=3").status
+
+
+def test_a_served_spool_also_goes_by_what_the_reply_says_is_committed(
+    new_rank, service, until, record, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(orphan_recovery, "FINISH_SECONDS", 0.0)
+    leave_behind(tmp_path, "dead", [record(step) for step in range(4)])
+    service.committed = 3
+    new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
+
+    until(lambda: not (tmp_path / "dead").exists())
+
+
+def test_a_reader_hears_that_a_spool_is_drained_though_a_reply_said_before_that_all_is_committed(
+    new_rank, service, until, record, tmp_path
+):
+    """It would take us for another process otherwise, and the dead one for vanished just now."""
+    leave_behind(tmp_path, "dead", [record(step) for step in range(4)])
+    service.committed = 3
+    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
+    until(lambda: sum(told["incarnation"] == "dead" for told in service.registrations) >= 2)
+
+    assert 503 == rank.get("/records?incarnation=dead&after=3&committed=3", **LEASE).status
+
+
+class _Service:
+    """Hears of processes, and refuses some."""
+
+    def __init__(self, refused: tuple[str, ...] = ()) -> None:
+        self.heard: list[str] = []
+        self.refused = refused
+
+    def register(self, registration: Registration) -> RegistrationReply:
+        if registration.incarnation in self.refused:
+            raise orphan_recovery.RefusedError(409, "not you")
+        self.heard.append(registration.incarnation)
+        return RegistrationReply(lease="l", attempt=0, heartbeat_seconds=1.0, committed=-1)
+
+    def poke(self, incarnation: str) -> None:
+        """Hear nothing."""
+
+
+@pytest.fixture
+def orphans_of(tmp_path, monkeypatch):
+    """Return what begins to speak, to a service, for the spools below `tmp_path`: for two of them at a time."""
+    monkeypatch.setattr(orphan_recovery, "AT_ONCE", 2)
+    monkeypatch.setattr(orphan_recovery, "HEARTBEAT_SECONDS", 0.01)
+    begun: list[orphan_recovery.Orphans] = []
+
+    def begin(service: _Service) -> orphan_recovery.Orphans:
+        begun.append(
+            orphan_recovery.Orphans(str(tmp_path), OWN, service, lambda: "http://127.0.0.1:1", on_fault=pytest.fail)
+        )
+        begun[0].start()
+        return begun[0]
+
+    yield begin
+    for orphans in begun:
+        orphans.stop()
+
+
+def test_a_rank_speaks_for_a_few_dead_processes_at_a_time_the_oldest_first(orphans_of, until, record, tmp_path):
+    """Thousands may lie there after a night of crashes, and each costs the training process an open file."""
+    for number in (3, 1, 2):
+        leave_behind(tmp_path, f"dead-{number}", [record(0)])
+    service = _Service()
+    orphans = orphans_of(service)
+    until(lambda: len(service.heard) >= 6)
+
+    assert {"dead-3", "dead-1"} == set(service.heard)
+    orphans.finished(orphans.get("dead-3"))
+    until(lambda: "dead-2" in service.heard)
+
+
+def test_dead_processes_that_the_service_refuses_do_not_keep_others_waiting(orphans_of, until, record, tmp_path):
+    for number in range(5):
+        leave_behind(tmp_path, f"dead-{number}", [record(0)])
+    service = _Service(refused=("dead-0", "dead-1"))
+    orphans_of(service)
+
+    until(lambda: {"dead-2", "dead-3"} <= set(service.heard))
+
+
+def test_several_ranks_that_start_at_once_share_what_was_left(new_rank, service, until, record, tmp_path):
+    """The lock decides: each spool has one voice."""
+    for number in range(6):
+        leave_behind(tmp_path, f"dead-{number}", [record(0)])
+    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
+    other = orphan_recovery.Orphans(
+        str(tmp_path), "another", _Deaf(), lambda: "http://127.0.0.1:1", on_fault=lambda where, error: None
+    )
+    other.start()
+    other.wait_looked(5.0)
+    until(lambda: len(service.registrations) >= 1)
+    voices = [
+        sum(voice.get(f"dead-{number}") is not None for voice in (rank.channel.keeper._orphans, other))
+        for number in range(6)
+    ]
+    other.stop()
+
+    assert [1] * 6 == voices
+
+
+class _Deaf:
+    def register(self, registration: Registration) -> Any:
+        raise orphan_recovery.UnreachableError("nobody")
+
+    def poke(self, incarnation: str) -> None:
+        """Hear nothing."""
+
+
+def test_what_is_not_drained_when_the_rank_ends_waits_for_the_next(new_rank, service, until, record, tmp_path):
+    leave_behind(tmp_path, "dead", [record(step) for step in range(4)])
+    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
+    until(lambda: service.registrations)
+    rank.channel.close()
+    again = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
+
+    until(lambda: again.channel.keeper.orphan("dead") is not None)
+    assert [0, 1, 2, 3] == again.get("/records?incarnation=dead&after=-1").seqs
+
+
+@pytest.mark.parametrize("name", ["../dead", "dead/..", "..", "%2e%2e", ".", ""])
+def test_no_path_leads_out_of_the_folder(new_rank, service, until, record, tmp_path, name):
+    leave_behind(tmp_path / "spool", "dead", [record(0)])
+    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path / "spool"))
+    until(lambda: service.registrations)
+
+    assert 409 == rank.get(f"/records?incarnation={name}&after=-1").status
+    assert 404 == rank.get(f"/plan/{name or 'x'}/../identity").status
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda folder: (folder / "identity.json").write_text('{"format": 1, "registr'),
+        lambda folder: (folder / "identity.json").unlink(),
+        lambda folder: (folder / "identity.json").write_text('{"format": 2, "registration": {"schema_version": 1}}'),
+        lambda folder: (folder / "identity.json").write_text(
+            (folder / "identity.json").read_text().replace('"rank": 0', '"rank": "zero"')
+        ),
+        lambda folder: folder.rename(folder.with_name("copied")),
+    ],
+    ids=["torn", "missing", "future", "foreign", "renamed"],
+)
+def test_a_folder_that_is_not_understood_is_left_alone_and_named_once(
+    new_rank, service, until, record, tmp_path, caplog, spoil
+):
+    leave_behind(tmp_path, "dead", [record(0)])
+    leave_behind(tmp_path, "good", [record(0)])
+    spoil(tmp_path / "dead")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign.txt").write_text("no spool")
+    before = sorted(path.name for path in tmp_path.glob("*/*"))
+    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
+    until(lambda: rank.channel.keeper.orphan("good") is not None)
+    until(lambda: "passed over" in caplog.text)  # whichever of them comes first
+
+    assert rank.channel.keeper.orphan("dead") is None
+    assert before == sorted(path.name for path in tmp_path.glob("*/*") if OWN not in str(path))
+    assert 1 == sum("passed over" in message for message in caplog.messages)
+    assert [] == rank.faults
+
+
+def test_a_spool_of_another_user_is_named_and_left_alone(
+    new_rank, service, until, record, tmp_path, caplog, monkeypatch
+):
+    leave_behind(tmp_path, "theirs", [record(0)])
+    leave_behind(tmp_path, "ours", [record(0)])
+    real = os.open
+
+    def refuse(path: Any, *arguments: Any, **named: Any) -> int:
+        if "theirs" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
+    until(lambda: rank.channel.keeper.orphan("ours") is not None)
+
+    assert rank.channel.keeper.orphan("theirs") is None
+    assert "Permission denied" in caplog.text
+    assert [] == rank.faults
+
+
+def test_a_disk_that_fails_while_a_spool_is_served_is_said_to_the_reader(
+    new_rank, service, until, record, tmp_path, monkeypatch
+):
+    leave_behind(tmp_path, "dead", [record(0)])
+    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
+    until(lambda: rank.channel.keeper.orphan("dead") is not None)
+
+    def fail(_self: Any, _cursor: int, _max_bytes: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(SpoolReader, "after", fail)
+    got = rank.get("/records?incarnation=dead&after=-1")
+
+    assert 500 == got.status
+    assert "Input/output error" in got.text
+
+
+def test_settings_are_checked():
+    found = ServeConfig.from_environment({"RANKSCOPE_SPOOL_DIR": "~/spool", "RANKSCOPE_SPOOL_SYNC": "1"})
+
+    assert (str(Path("~/spool").expanduser()), True) == (found.spool_dir, found.spool_sync)
+    assert ServeConfig().spool_dir is None
+    with pytest.raises(ConfigError, match="spool_bytes is 0"):
+        ServeConfig(spool_bytes=0)
+    with pytest.raises(ConfigError, match="spool_dir is text"):
+        ServeConfig(spool_dir=5)
+
+
+@pytest.mark.parametrize("part", ["_orphans", "_writer"])
+def test_a_part_that_fails_to_close_leaves_no_other_open(part, new_rank, service, tmp_path, monkeypatch):
+    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
+    closed: list[str] = []
+
+    def closing(name: str, original: Any) -> Any:
+        def call(*args: Any) -> None:
+            closed.append(name)
+            original(*args)
+            if name == part:
+                raise OSError("the disk is gone")
+
+        return call
+
+    for name, method in (("_orphans", "stop"), ("_writer", "close")):
+        owner = getattr(rank.channel.keeper, name)
+        monkeypatch.setattr(owner, method, closing(name, getattr(owner, method)))
+    with pytest.raises(OSError, match="the disk is gone"):
+        rank.channel.close()
+
+    assert ["_orphans", "_writer"] == closed

@@ -1,0 +1,58 @@
+"""A rank can say who reads it, without keeping much and without trusting what readers call themselves."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+
+from rankscope_exporter.serving.routes import MOST_READERS, Readers
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_latest_reader_of_each_page_comes_first_with_its_age():
+    clock = Clock()
+    readers = Readers(clock)
+    readers.note("/metrics", "Prometheus/2.42.0")
+    clock.now = 101.0
+    readers.note("/records", "Rankscope/1")
+    clock.now = 102.5
+    readers.note("/metrics", "Prometheus/2.42.0")
+    clock.now = 103.0
+
+    assert [
+        {"page": "/metrics", "by": "Prometheus/2.42.0", "seconds_ago": 0.5},
+        {"page": "/records", "by": "Rankscope/1", "seconds_ago": 2.0},
+    ] == readers.latest()
+
+
+def test_pages_that_nobody_waits_for_are_not_kept():
+    readers = Readers()
+    readers.note("/config", "curl")
+    readers.note("/plan/1", "curl")
+
+    assert [] == readers.latest()
+
+
+def test_thousands_of_names_cost_nothing_and_move_no_cursor():
+    readers = Readers()
+    for number in range(1000):
+        readers.note("/metrics", f"{number}\x1b[2J{'x' * 1000}")
+
+    assert MOST_READERS == len(readers.latest())
+    assert all(reader["by"].isprintable() and len(reader["by"]) <= 80 for reader in readers.latest())
+    assert readers.latest()[0]["by"].startswith("999?[2J")
+
+
+def test_health_page_tells_who_reads(rank):
+    request = urllib.request.Request(rank.channel.url + "/metrics", headers={"User-Agent": "Prometheus/2.42.0"})
+    urllib.request.urlopen(request, timeout=5).close()
+    (reader,) = json.loads(rank.get("/healthz").body)["readers"]
+
+    assert ("/metrics", "Prometheus/2.42.0") == (reader["page"], reader["by"])
+    assert reader["seconds_ago"] < 10

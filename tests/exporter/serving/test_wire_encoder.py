@@ -1,0 +1,223 @@
+"""The stream says exactly what the records said: every field, and NaN, Inf, null and 0 apart."""
+
+from __future__ import annotations
+
+import datetime as dt
+import math
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankscope_contract.events import Event, EventType, Severity
+from rankscope_contract.fields import arrow_schema
+from rankscope_contract.kinds import COUNT_OPS, Kind
+from rankscope_contract.records import NESTED, WIRE_FIELDS, WIRE_METADATA, WIRE_VALUE_OPS, PlanEntry
+from rankscope_exporter.records.step_record import Scalar, StepRecord
+from rankscope_exporter.serving.wire_encoder import encode
+
+EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
+
+
+def _decoded(records, first=0):
+    return pa.ipc.open_stream(encode(first, records).body).read_all().to_pylist()
+
+
+def _timestamp(microseconds):
+    return EPOCH + dt.timedelta(microseconds=microseconds)
+
+
+def _same(left, right):
+    """Return whether two numbers (or nulls) are the same, NaN like NaN and 0.0 unlike -0.0."""
+    if isinstance(left, float) and isinstance(right, float):
+        return (math.isnan(left) and math.isnan(right)) or (
+            left == right and math.copysign(1, left) == math.copysign(1, right)
+        )
+    return left == right
+
+
+def _all_same(left, right):
+    return len(left) == len(right) and all(_same(*pair) for pair in zip(left, right, strict=True))
+
+
+def test_the_schema_is_the_contracts():
+    schema = pa.ipc.open_stream(encode(0, [StepRecord(ts=0)], whole=True).body).schema
+
+    assert arrow_schema(pa, WIRE_FIELDS, WIRE_METADATA).equals(schema, check_metadata=True)
+
+
+def test_a_dataset_of_which_no_record_has_a_row_has_no_column():
+    records = [StepRecord(ts=0), StepRecord(ts=1, scalars=(Scalar("loss", 0.5),))]
+    lean, whole = (pa.ipc.open_stream(encode(0, records, whole=whole).body).read_all() for whole in (False, True))
+
+    assert ["seq", "step", "micro_step", "ts", "plan", "values", "counts", "scalars"] == lean.column_names
+    assert lean.equals(whole.select(lean.column_names), check_metadata=True)
+    assert {0} == {len(rows) for name in set(whole.column_names) - set(lean.column_names) for rows in whole[name]}
+
+
+def test_the_body_is_compressed_with_lz4_and_ends_the_stream(record):
+    numbers = [{"norm": 1.0}] * 1000
+    entries = [PlanEntry(kind="grad_reduced", tensor=f"t{i}") for i in range(1000)]
+    body = encode(0, [record(1, entries, numbers)]).body.to_pybytes()
+
+    assert len(body) < 1000 * 4 * len(WIRE_VALUE_OPS) // 2
+    assert body.endswith(b"\xff\xff\xff\xff\x00\x00\x00\x00")
+
+
+def test_common_fields_come_back():
+    rows = _decoded([StepRecord(ts=5, step=7, micro_step=2), StepRecord(ts=6)], first=41)
+
+    assert [41, 42] == [row["seq"] for row in rows]
+    assert [7, None] == [row["step"] for row in rows]
+    assert [2, None] == [row["micro_step"] for row in rows]
+    assert [_timestamp(5), _timestamp(6)] == [row["ts"] for row in rows]
+
+
+def test_statistics_keep_null_zero_infinity_and_absence_apart(record):
+    entries = [PlanEntry(kind="grad_reduced", tensor=name) for name in ("a", "b", "c")]
+    numbers = [
+        {"norm": 0.0, "min": -0.0, "max": math.inf, "mean": None, "nans": 3, "infs": 0, "zeros": 0, "numel": 9},
+        None,
+        {"norm": 1e-45, "min": -math.inf, "norm_baseline": 0.5, "numel": 1 << 40},
+    ]
+    first, without, again = _decoded([record(1, entries, numbers), StepRecord(ts=0), record(2, entries, numbers)])
+    wanted = [(row or {}).get(op) for op in WIRE_VALUE_OPS for row in numbers]
+    float32 = pa.array(wanted, pa.float32()).to_pylist()
+
+    assert _all_same(float32, first["values"])
+    assert [None if row is None else row.get(op, 0) for op in COUNT_OPS for row in numbers] == first["counts"]
+    assert (None, None, None) == (without["plan"], without["values"], without["counts"])
+    assert first["counts"] == again["counts"]
+    assert record(1, entries, numbers).statistics.plan.hash == first["plan"]
+
+
+def test_scalars_keep_nan_infinity_unit_and_labels():
+    scalars = (
+        Scalar("loss", math.nan, None, {"loss": "lm"}),
+        Scalar("gnorm", -math.inf),
+        Scalar("学习率 'lr\"", 0.0, "1/s", {"b": "ü", "a": "x\ny"}),
+        Scalar("int", 3),
+    )
+    (row,) = _decoded([StepRecord(ts=0, scalars=scalars)])
+
+    assert ["loss", "gnorm", "学习率 'lr\"", "int"] == [scalar["name"] for scalar in row["scalars"]]
+    assert _all_same([math.nan, -math.inf, 0.0, 3.0], [scalar["value"] for scalar in row["scalars"]])
+    assert [None, None, "1/s", None] == [scalar["unit"] for scalar in row["scalars"]]
+    assert ['{"loss":"lm"}', None, '{"a":"x\\ny","b":"ü"}', None] == [scalar["labels"] for scalar in row["scalars"]]
+
+
+def test_events_keep_every_field():
+    full = Event(
+        type=EventType.ANOMALY,
+        severity=Severity.CRITICAL,
+        rule="AnomalyNan",
+        kind=Kind.GRAD_REDUCED,
+        tensor="a",
+        op="nans",
+        value=math.nan,
+        baseline=math.inf,
+        threshold=0.0,
+        pp_stage=1,
+        vpp_stage=0,
+        call_id=12,
+        message="first\nsecond ☠",
+        details='{"a": 1}',
+    )
+    (row,) = _decoded([StepRecord(ts=0, events=(full, Event(type="note")))])
+    got, bare = row["events"]
+
+    assert {field.name for field in NESTED["events"]} == got.keys()
+    for name, value in got.items():
+        assert _same(getattr(full, name), value), name
+    assert ("note", "info", None, "", None) == (
+        bare["type"], bare["severity"], bare["value"], bare["message"], bare["details"],
+    )  # fmt: skip
+
+
+def test_every_nested_dataset_comes_back_under_its_record():
+    feature = {"kind": "act_out", "module": "layers.0", "index": 3, "value": 0.25, "micro_step": 2}
+    histogram = {
+        "kind": "grad_reduced", "tensor": "a", "scheme": "log2",
+        "below": 0, "above": 1, "nonfinite": 2, "counts": [0, 5, 1 << 40],
+    }  # fmt: skip
+    collective = {
+        "call_seq": 4, "op": "all_reduce", "group": "dp", "group_size": 2, "bytes": 1 << 33, "dtype": "bf16",
+        "call_site": None, "t_start": 1_700_000_000_000_001, "duration": 0.5,
+    }  # fmt: skip
+    module = {
+        "module": "layers.0", "class": "Linear", "inputs": "[]", "outputs": "[]", "placement": "full",
+        "stack": "x.py:1",
+    }  # fmt: skip
+    records = [
+        StepRecord(ts=0, features=(feature,), histograms=(histogram,)),
+        StepRecord(ts=1),
+        StepRecord(ts=2, features=(feature, feature), collectives=(collective,), modules=(module,)),
+    ]
+    rows = _decoded(records)
+
+    feature, histogram, module = _whole("features", feature), _whole("histograms", histogram), _whole("modules", module)
+    collective = _whole("collectives", {**collective, "t_start": _timestamp(collective["t_start"])})
+    assert [[feature], [], [feature, feature]] == [row["features"] for row in rows]
+    assert [[histogram], [], []] == [row["histograms"] for row in rows]
+    assert [collective] == rows[2]["collectives"]
+    assert [[], [], [module]] == [row["modules"] for row in rows]
+
+
+def _whole(dataset: str, row: dict[str, Any]) -> dict[str, Any]:
+    """Return `row` with null for what it leaves out."""
+    return {field.name: None for field in NESTED[dataset]} | row
+
+
+def test_a_row_that_fits_no_column_is_left_out_and_counted():
+    """One bad row must not hold up every record behind it."""
+    good = _whole("features", {"kind": "act_out", "module": "a", "value": 1.0})
+    bad = [
+        {**good, "index": 1 << 40},
+        {**good, "value": "much"},
+        {**good, "module": "\ud800"},
+        {"kind": "act_out", "index": None, "value": 1.0},
+    ]
+    encoded = encode(
+        0, [StepRecord(ts=0, features=(bad[0], good, bad[1])), StepRecord(ts=1, features=(*bad[2:], good))]
+    )
+    rows = pa.ipc.open_stream(encoded.body).read_all().to_pylist()
+
+    assert [[good], [good]] == [row["features"] for row in rows]
+    assert 4 == encoded.unencodable
+
+
+_float32 = st.one_of(st.none(), st.floats(width=32, allow_nan=False))
+_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1)),
+            st.one_of(
+                st.none(), st.lists(st.one_of(st.none(), st.tuples(_float32, st.integers(0, 2**62))), max_size=3)
+            ),
+            st.lists(st.tuples(_text, st.floats(), st.one_of(st.none(), _text)), max_size=3),
+        ),
+        min_size=1,
+        max_size=5,
+    )
+)
+@pytest.mark.timeout(120)
+def test_any_records_come_back_as_they_were(record, steps):
+    records = []
+    for step, numbers, scalars in steps:
+        rows = None if not numbers else [row and {"norm": row[0], "numel": row[1]} for row in numbers]
+        entries = [PlanEntry(kind="act_in", tensor=str(i)) for i in range(len(rows or ()))]
+        made = record(0, entries, rows or (), scalars=tuple(Scalar(*scalar) for scalar in scalars))
+        records.append(StepRecord(ts=made.ts, step=step, statistics=made.statistics, scalars=made.scalars))
+
+    for made, row in zip(records, _decoded(records), strict=True):
+        assert made.step == row["step"]
+        assert (made.statistics and made.statistics.values.to_pylist()) == row["values"]
+        assert (made.statistics and made.statistics.counts.to_pylist()) == row["counts"]
+        for scalar, got in zip(made.scalars, row.get("scalars", ()), strict=True):
+            assert (scalar.name, scalar.unit) == (got["name"], got["unit"])
+            assert _same(scalar.value, got["value"])

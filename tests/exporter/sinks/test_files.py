@@ -1,0 +1,159 @@
+"""Files that hold whole writes: a full disk, a kill at any moment, a fork."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.exporter.sinks.reading import imported
+from tests.exporter.sinks.records import FINITE, entry, identity, record
+
+from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.sinks import files
+from rankscope_exporter.sinks.base import Sinks
+from rankscope_exporter.sinks.csv_msprobe import Csv, CsvOptions
+from rankscope_exporter.sinks.files import output_folder
+from rankscope_exporter.sinks.tensorboard import TensorBoard, TensorBoardOptions
+
+ROWS = tuple((entry(f"layers.{place}.weight"), FINITE) for place in range(20))
+
+
+@contextlib.contextmanager
+def files_no_longer_than(size: int) -> Iterator[None]:
+    """Let no file of this process grow beyond `size`: a write that would is cut, and the next one fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_costs_whole_steps_and_no_part_of_one(tmp_path):
+    guard = Guard()
+    sinks = Sinks([Csv(CsvOptions(folder=str(tmp_path), steps_per_file=100), identity())], guard)
+    sinks.put(record(1, *ROWS))
+    (path,) = tmp_path.glob("*/*")
+    before = path.read_bytes()
+    with files_no_longer_than(len(before) + len(before) // 2):
+        sinks.put(record(2, *ROWS))
+
+    assert 1 == guard.count
+    assert before == path.read_bytes()
+    for step in (3, 4):
+        sinks.put(record(step, *ROWS))
+    rows, faults = imported(tmp_path)
+    assert 0 == faults.count
+    assert {1: 20, 4: 20} == {step: [row["step"] for row in rows["tensor_stats"]].count(step) for step in (1, 4)}
+
+
+def test_a_disk_that_is_full_from_the_beginning_leaves_no_part_of_a_file(tmp_path):
+    sinks = Sinks([Csv(CsvOptions(folder=str(tmp_path)), identity())], Guard())
+    with files_no_longer_than(100):
+        sinks.put(record(1, *ROWS))
+
+    assert [] == list(tmp_path.glob("*/*"))
+
+
+def test_a_full_disk_leaves_event_files_that_can_be_continued(tmp_path):
+    sinks = Sinks([TensorBoard(TensorBoardOptions(folder=str(tmp_path)), identity())], Guard())
+    sinks.put(record(1, *ROWS))
+    (path,) = tmp_path.rglob("events*")
+    before = path.read_bytes()
+    with files_no_longer_than(len(before) + 100):
+        sinks.put(record(2, *ROWS))
+
+    assert before == path.read_bytes()
+
+
+def killed(at: str, during: Callable[[], None]) -> None:
+    """Run `during` in a process that is killed half way through its first write ("write") or before its rename."""
+    child = os.fork()
+    if child == 0:
+        try:
+            whole = os.write
+
+            def half(descriptor: int, data: bytes) -> int:
+                whole(descriptor, data[: len(data) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+                return 0
+
+            if at == "write":
+                os.write = half
+            else:
+                Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign,return-value]  # it never returns
+            during()
+        finally:
+            os._exit(1)
+    assert signal.SIGKILL == os.WTERMSIG(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("at", ["write", "rename"])
+def test_a_kill_while_a_file_is_made_leaves_none(tmp_path, at):
+    """And what it leaves hidden is no more than one file, which the next one writes over."""
+    sink = Csv(CsvOptions(folder=str(tmp_path)), identity())
+    for _ in range(2):
+        killed(at, lambda: sink.put(record(1, *ROWS)))
+
+    assert [] == list(tmp_path.glob("*/*.csv"))
+    assert [".grad_reduced_0-0.csv.partial"] == [path.name for path in tmp_path.glob("*/.*")]
+    sink.put(record(1, *ROWS))
+    assert ["grad_reduced_0-0.csv"] == [path.name for path in (next(tmp_path.iterdir())).iterdir()]
+
+
+def test_a_kill_while_lines_are_added_leaves_whole_rows_and_a_last_one_that_the_next_write_takes_away(tmp_path):
+    sink = Csv(CsvOptions(folder=str(tmp_path), steps_per_file=10), identity())
+    sink.put(record(1, *ROWS))
+    killed("write", lambda: sink.put(record(2, *ROWS)))
+
+    (path,) = tmp_path.glob("*/*.csv")
+    torn = path.read_bytes()
+    assert not torn.endswith(b"\n")
+    rows, _ = imported(tmp_path)
+    assert 20 <= len(rows["tensor_stats"]) < 40
+    sink.put(record(3, *ROWS))
+    rows, faults = imported(tmp_path)
+    assert 0 == faults.count
+    assert 20 == [row["step"] for row in rows["tensor_stats"]].count(3)
+
+
+@pytest.mark.parametrize("torn", [b"", b"0,w,1", b"x" * 10_000])
+@pytest.mark.parametrize("whole", [b"", b"header\n", b"header\n" + b"row\n" * 3_000])
+def test_only_what_follows_the_last_whole_line_is_taken_away(tmp_path, whole, torn):
+    path = tmp_path / "file"
+    path.write_bytes(whole + torn)
+    files.append(path, b"new\n", lines=True)
+
+    assert whole + b"new\n" == path.read_bytes()
+
+
+def descriptors() -> set[str]:
+    return {path.name for path in Path("/proc/self/fd").iterdir()}
+
+
+def test_no_descriptor_stays_open(tmp_path):
+    sinks = Sinks(
+        [
+            Csv(CsvOptions(folder=str(tmp_path)), identity()),
+            TensorBoard(TensorBoardOptions(folder=str(tmp_path)), identity()),
+        ],
+        Guard(),
+    )
+    sinks.put(record(1, *ROWS))
+    before = descriptors()
+    for step in range(2, 6):
+        sinks.put(record(step, *ROWS))
+
+    assert before == descriptors()
+
+
+def test_the_home_of_nobody_is_a_folder_as_any_other(tmp_path, monkeypatch):
+    """An error here would leave the training without a monitor."""
+    monkeypatch.chdir(tmp_path)
+
+    assert tmp_path / "~nobody-of-that-name" / "out" == output_folder("~nobody-of-that-name/out")

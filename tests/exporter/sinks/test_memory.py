@@ -1,0 +1,116 @@
+"""The rows that code in the training process may ask for."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from tests.exporter.sinks.records import ABSENT, FINITE, entry, identity, record
+from torch import nn
+
+from rankscope_exporter import ConfigError, Monitor, MonitorConfig
+from rankscope_exporter.sinks.memory import Api, ApiOptions
+
+
+def api(steps: int = 8) -> Api:
+    return Api(ApiOptions(steps=steps), identity())
+
+
+def test_rows_are_of_the_last_step_that_has_the_kind():
+    kept = api()
+    kept.put(record(1, (entry("w"), FINITE), (entry("w", "param_after"), FINITE)))
+    kept.put(record(2, (entry("w"), FINITE | {"norm": 7.0}), (entry("w", "param_after"), ABSENT)))
+
+    assert [(2, "w", 7.0)] == [(row.step, row.entry.tensor, row.numbers["norm"]) for row in kept.rows("grad_reduced")]
+    assert [1] == [row.step for row in kept.rows("param_after")]
+    assert [1, 1] == [row.step for row in kept.rows(step=1)]
+    assert () == kept.rows("exp_avg")
+
+
+def test_what_does_not_exist_is_none_and_what_was_absent_has_no_row():
+    kept = api()
+    nothing_finite = FINITE | dict.fromkeys(("norm", "min", "max", "mean")) | {"nans": 4}
+    kept.put(record(1, (entry("w"), nothing_finite), (entry("b"), ABSENT)))
+
+    (row,) = kept.rows()
+    assert (None, 4) == (row.numbers["norm"], row.numbers["nans"])
+
+
+def test_no_more_steps_are_kept_than_asked_for():
+    kept = api(steps=2)
+    for step in range(1, 6):
+        kept.put(record(step, (entry(), FINITE)))
+        kept.put(record(step))  # what is said about a step later holds no rows
+
+    assert (4, 5) == kept.steps()
+    assert () == kept.rows(step=3)
+
+
+def test_features_are_kept_beside():
+    kept = api()
+    kept.put(record(3, features=({"kind": "stable_rank", "module": "head", "index": None, "value": 2.0},)))
+
+    assert [2.0] == [row["value"] for row in kept.features("stable_rank")]
+    assert () == kept.features("softmax_max")
+
+
+def test_threads_may_ask_while_rows_arrive():
+    kept = api(steps=3)
+    wrong = []
+    done = threading.Event()
+
+    def ask() -> None:
+        while not done.is_set():
+            steps = kept.steps()
+            if list(steps) != sorted(steps) or len(steps) > 3:
+                wrong.append(steps)
+            kept.rows("grad_reduced")
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    for step in range(300):
+        kept.put(record(step, (entry(), FINITE)))
+    done.set()
+    asking.join()
+
+    assert [] == wrong
+
+
+def test_a_training_is_asked_for_its_gradients(eventually):
+    """The rows are those of the record: beside the channel, not instead of it."""
+    config = MonitorConfig(console=False, exit_wait_seconds=60, sinks={"api": {"steps": 2}})
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with Monitor(config).attach(net, optimizer) as monitor:
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(torch.ones(4, 3)).sum().backward()
+            optimizer.step()
+        sink = monitor.sink("api")
+        assert isinstance(sink, Api)
+        rows = eventually(lambda: sink.rows("grad_reduced", step=2), 60)
+
+    assert {"weight": pytest.approx(4.0 * 6**0.5), "bias": pytest.approx(4.0 * 2**0.5)} == {
+        row.entry.tensor: row.numbers["norm"] for row in rows
+    }
+    assert (2, 3) == sink.steps(), "it may still be asked after detaching, and the last step is there"
+
+
+def test_a_monitor_without_the_sink_has_none():
+    assert Monitor(MonitorConfig(console=False)).sink("api") is None
+
+
+@pytest.mark.parametrize(
+    ("sinks", "says"),
+    [
+        ({"apu": {}}, "'apu' is unknown; there are .*Did you mean 'api'"),
+        ({"api": {"step": 3}}, "unknown setting sinks.api.step; .*Did you mean sinks.api.steps"),
+        ({"api": {"steps": 0}}, "sinks.api: steps is a number from 1"),
+        ({"api": True}, "sinks.api is a table"),
+        (["api"], "sinks is a table"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_the_nearest_name(sinks, says):
+    with pytest.raises(ConfigError, match=says):
+        MonitorConfig.from_mapping({"sinks": sinks})

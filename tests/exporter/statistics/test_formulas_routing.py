@@ -1,0 +1,111 @@
+"""Numbers of routers against every token by itself; and what no formula of a feature may do."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rankscope_exporter.statistics.formulas.attention import Mask, attention_sums
+from rankscope_exporter.statistics.formulas.routing import routing_sums, similarity
+from rankscope_exporter.statistics.formulas.spectral import spectral_numbers
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_routing_is_that_of_every_token_by_itself(monkeypatch):
+    monkeypatch.setattr("rankscope_exporter.statistics.formulas.routing._TOKENS", 12)
+    logits = normal(2, 9, 5)
+    logits[1, 3, 2] = -math.inf
+    logits[0, 0, 4] = -math.inf
+    tokens, entropy, known, *chosen = routing_sums(logits, 2).tolist()
+
+    expected, counts = 0.0, [0] * 5
+    for token in logits.reshape(-1, 5).double():
+        weights = torch.softmax(token, 0)
+        expected -= float(torch.special.xlogy(weights, weights).sum())
+        for expert in sorted(range(5), key=lambda i, t=token: float(t[i]))[-2:]:
+            counts[expert] += 1
+    assert (18, 18, counts) == (tokens, known, chosen)
+    assert expected == pytest.approx(entropy, rel=1e-6)
+
+
+def test_a_token_that_is_not_a_number_spoils_the_entropy_and_is_not_counted():
+    logits = normal(6, 4)
+    logits[2, 1] = math.nan
+    tokens, entropy, known, *chosen = routing_sums(logits, 1).tolist()
+
+    assert (6, 5, 5) == (tokens, known, sum(chosen))
+    assert math.isnan(entropy)
+    assert [0, 0] == [*routing_sums(logits, None).tolist()[2:4]]
+    assert [0] * 7 == routing_sums(torch.empty(0, 4), 2).tolist()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_similarity_is_the_mean_cosine_of_all_pairs(transposed):
+    weight = normal(6, 10)
+    weight[2] = 0
+    pairs = itertools.combinations(weight.double(), 2)
+    expected = [float(torch.nn.functional.cosine_similarity(one, other, 0)) for one, other in pairs]
+
+    found = similarity(weight.t() if transposed else weight, 6)
+    assert sum(expected) / len(expected) == pytest.approx(float(found), rel=1e-6)
+    assert pytest.approx(1) == float(similarity(torch.ones(4, 3), 4))
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def everything() -> list[torch.Tensor]:
+    queries, logits = normal(2, 4, 6, 4), normal(5, 4)
+    return [
+        attention_sums(queries, queries[:, :2], Mask(queries[:, :, :, :1] > 0, causal=True), rows=3),
+        spectral_numbers([normal(20, 30), normal(20, 30, seed=1)], 0.01),
+        routing_sums(logits, 2),
+        similarity(logits, 5),
+    ]
+
+
+def test_nothing_touches_the_global_generator_and_all_is_the_same_again():
+    before = torch.get_rng_state()
+    first = everything()
+    torch.rand(1)
+    second = everything()
+
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    torch.set_rng_state(before)
+    everything()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_nothing_waits_for_the_device():
+    """None of the operations that read a number on the host, or whose shape depends on one."""
+    with Operations() as operations:
+        everything()
+
+    waiting = ("_local_scalar_dense", "nonzero", "equal.default", "masked_select", "linalg", "unique", "bincount")
+    found = {name for name in operations.names if any(word in name for word in waiting)}
+    assert {name for name in found if "vector_norm" not in name} == set()
+
+
+def test_deterministic_algorithms_may_be_asked_for():
+    torch.use_deterministic_algorithms(mode=True)
+    try:
+        everything()
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
