@@ -27,6 +27,7 @@ from torch import nn
 from torch.nn import functional
 
 from rankscope_exporter import Anomaly, AnomalyNan, Monitor
+from rankscope_exporter.process import threads as own_threads
 from rankscope_exporter.publishing import publisher
 from rankscope_exporter.statistics import HostCopy, warm_up
 
@@ -184,7 +185,7 @@ def run(case: Case, threads: int, how: str) -> dict[str, Any]:
     if how == "call":
         torch.set_num_threads(threads)
     if not case.limited:
-        threads.limit_this_thread = lambda: True
+        own_threads.limit_this_thread = lambda: True
     publisher.finish = case.finish
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)

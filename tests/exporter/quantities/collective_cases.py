@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_exporter.quantities.collectives.quantity import quantity
+from rankscope_exporter.quantities.collectives import quantity
 
 
 def sequences(rank: int) -> Any:

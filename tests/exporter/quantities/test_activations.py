@@ -15,8 +15,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
-from test_structure import Transformer
 from tests.exporter.quantities.activation_runs import Key, Notes, Run, equal_bits, nothing, same, train
+from tests.exporter.quantities.test_structure import Transformer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

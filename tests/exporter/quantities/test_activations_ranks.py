@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_activations import Blocks, batch, blocks
 from tests.exporter.quantities.activation_runs import Key, Notes, equal_bits, read, same, train
+from tests.exporter.quantities.test_activations import Blocks, batch, blocks
 from tests.programs import warm_processes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -78,7 +78,7 @@ def test_no_function_that_the_existing_tool_knows_is_left_out(outcomes):
 def test_rows_are_named_by_function_and_place(outcomes):
     run, _, _ = outcomes["functions", 1]
 
-    assert all(re.fullmatch(r"\w+@exporter/quantities/collective_runs\.py\[\d+\]", name) for name in run.names)
+    assert all(re.fullmatch(r"\w+@tests/exporter/quantities/collective_runs\.py\[\d+\]", name) for name in run.names)
     assert {((4,), "float32", None, "full")} <= run.attributes
 
 
@@ -173,9 +173,9 @@ def test_log_only_tells_every_call_once_and_measures_nothing(runs):
         assert {} == run.rows
         assert ["all_reduce", "all_reduce", "broadcast"] == [re.findall(r": (\w+)@", text)[0] for text in run.said]
         assert "float32[4] -> float32[4], group default_pg of 2 ranks, called from … > " in run.said[0]
-        place = r"> exporter/quantities/collective_cases\.py\[\d+\] sequences.<locals>.at_places$"
+        place = r"> tests/exporter/quantities/collective_cases\.py\[\d+\] sequences.<locals>.at_places$"
         assert re.search(place, run.said[0])
-        assert re.search(r"cases\.py\[\d+\] here > exporter/quantities/collective_cases\.py", run.said[1])
+        assert re.search(r"cases\.py\[\d+\] here > tests/exporter/quantities/collective_cases\.py", run.said[1])
         assert [": nothing -> float32[4]", ": float32[4] -> float32[4]"][rank == 0] in run.said[2]
         assert not any(re.search(r"[ >]/\w", text) for text in run.said)  # no folder of this machine
 
@@ -196,7 +196,7 @@ def test_log_only_tells_what_torch_itself_calls_too_before_the_second_step_and_t
         assert (
             "float32[10] -> float32[10], group default_pg of 2 ranks, called from " in said[4]
         )  # gradients, one bucket
-        assert all(re.search(r" > exporter/quantities/collective_cases\.py\[\d+\] told$", text) for text in said)
+        assert all(re.search(r" > tests/exporter/quantities/collective_cases\.py\[\d+\] told$", text) for text in said)
         assert (0, {}) == (run.faults, run.rows)
 
 
