@@ -18,7 +18,7 @@ from _noise import six_statistics
 
 from rankscope_contract.identity import Identity
 from rankscope_exporter.serving.config import ServeConfig
-from rankscope_exporter.serving.rank_server import Channel
+from rankscope_exporter.serving.rank_server import RankServer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +49,11 @@ def main(ranks: Ranks) -> None:
         channel.close()
 
 
-def _channel(rank: int, ranks: Ranks) -> Channel:
+def _channel(rank: int, ranks: Ranks) -> RankServer:
     identity = Identity(
         run="peers", launch_id="peers", rank=rank, world_size=ranks.targets, incarnation=uuid.uuid4().hex
     )
-    return Channel(
+    return RankServer(
         identity,
         ServeConfig(ingest_url=ranks.ingest_url, page_ops="all", series_budget=1_000_000),
         rules=(),

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from _rows import Row, print_rows
 
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_exporter.monitors.flight_recorder.step_assignment import Timeline
+from rankscope_exporter.monitors.flight_recorder.step_assignment import StepAssignment
 from rankscope_exporter.monitors.flight_recorder.torch_api import (
     CPU,
     prepare_stacks,
@@ -84,7 +84,7 @@ def _without_stacks() -> Any:
 
 
 def _rows_of_all() -> Any:
-    return Timeline().take(_with_stacks(), ranks_by_group(_fail), is_last=True)
+    return StepAssignment().take(_with_stacks(), ranks_by_group(_fail), is_last=True)
 
 
 def _function() -> Any:
@@ -153,7 +153,7 @@ def _training() -> list[Row]:
     seconds = time.monotonic() - began
     cost, rows = (
         monitor.overhead_seconds()["collectives"],
-        sum(calls for calls, _ in session.followers.collectives.counts().values()),
+        sum(calls for calls, _ in session.step_observers.collectives.counts().values()),
     )
     monitor.detach()
     note = f"{steps} steps of {COLLECTIVES_PER_STEP} collectives in {seconds:.0f} s: {rows:,} rows"

@@ -16,10 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from rankscope_contract.identity import Identity
 from rankscope_contract.kinds import JUDGED_OPS
 from rankscope_exporter.process.threads import CpuMeter
-from rankscope_exporter.serving.exposition import Page, Standing
-from rankscope_exporter.serving.latest_values import LiveState
+from rankscope_exporter.serving.exposition import ExporterStats, Exposition
+from rankscope_exporter.serving.latest_values import LatestValues
 from rankscope_exporter.serving.node_exposition import joined, merged
-from rankscope_exporter.serving.node_peers import Neighbours
+from rankscope_exporter.serving.node_peers import NodePeers
 
 RANKS, SERIES, ROUNDS = 8, 15_000, 15
 
@@ -44,9 +44,9 @@ def run() -> list[Row]:
 
 
 def _page(rank: int) -> bytes:
-    live = LiveState(())
+    live = LatestValues(())
     identity = Identity(run="bench", launch_id="bench", rank=rank, host="bench", incarnation=f"{rank:032}")
-    page = Page(identity, live, Standing, rules=(), series_budget=100_000)
+    page = Exposition(identity, live, ExporterStats, rules=(), series_budget=100_000)
     live.update(next(iter(records(SERIES // (2 * len(JUDGED_OPS)), 1, seed=rank))))
     return joined(page.pieces())
 
@@ -80,9 +80,9 @@ def _gathering(pages: list[bytes]) -> tuple[float, float]:
     return statistics.median(cpu for cpu, _ in spent), statistics.median(wall for _, wall in spent)
 
 
-def _neighbours(rank: int, page: bytes) -> Neighbours:
+def _neighbours(rank: int, page: bytes) -> NodePeers:
     identity = Identity(run="bench", launch_id="bench", rank=rank, host="bench", incarnation=f"{rank:032}")
-    made = Neighbours(identity, lambda: page, on_fault=print, meter=CpuMeter())
+    made = NodePeers(identity, lambda: page, on_fault=print, meter=CpuMeter())
     made.start()
     return made
 

@@ -13,23 +13,26 @@ from _rows import Row
 
 from rankscope_exporter.base.errors import Guard
 from rankscope_exporter.observers.step_timing.clock import HostClock
-from rankscope_exporter.observers.step_timing.observer import Phases
-from rankscope_exporter.observers.step_timing.timeline import Traits
-from rankscope_exporter.records.pending_step import Draft
-from rankscope_exporter.records.step_events import Moments
+from rankscope_exporter.observers.step_timing.observer import StepTimingObserver
+from rankscope_exporter.observers.step_timing.timeline import LoopTraits
+from rankscope_exporter.records.pending_step import PendingStep
+from rankscope_exporter.records.step_events import StepEvents
 
 STEPS = 2_000
 REPEATS = 30
 
 
 def run() -> list[Row]:
-    alone = _least(lambda moments, drafts: _step(moments, drafts, 1), follow=False)
+    alone = _least(lambda step_events, pending_steps: _step(step_events, pending_steps, 1), follow=False)
     return [
         Row("moments of a step that nobody follows", alone, "us", "told all the same"),
         *(
             Row(
                 f"moments of a step of {micro} micro-batch{'es' if micro > 1 else ''}",
-                _least(lambda moments, drafts, micro=micro: _step(moments, drafts, micro), follow=True),
+                _least(
+                    lambda step_events, pending_steps, micro=micro: _step(step_events, pending_steps, micro),
+                    follow=True,
+                ),
                 "us",
                 "on the training thread",
             )
@@ -39,28 +42,28 @@ def run() -> list[Row]:
     ]
 
 
-def _step(moments: Moments, drafts: list[Draft], micro_batches: int) -> None:
-    moments.tell("step_begins", 1)
+def _step(step_events: StepEvents, pending_steps: list[PendingStep], micro_batches: int) -> None:
+    step_events.tell("step_begins", 1)
     for _ in range(micro_batches):
         for moment in ("forward_begins", "forward_ended", "backward_begins", "backward_ends", "backward_ended"):
-            moments.tell(moment)
-    moments.tell("update_begins")
-    moments.tell("updated")
-    draft = Draft(1, 0, ended_at=time.monotonic())
-    moments.tell("step_ends", draft)
-    moments.tell("step_timed", draft, "forward")
-    drafts.append(draft)
+            step_events.tell(moment)
+    step_events.tell("update_begins")
+    step_events.tell("updated")
+    pending_step = PendingStep(1, 0, ended_at=time.monotonic())
+    step_events.tell("step_ends", pending_step)
+    step_events.tell("step_timed", pending_step, "forward")
+    pending_steps.append(pending_step)
 
 
-def _least(step: Callable[[Moments, list[Draft]], None], *, follow: bool) -> float:
+def _least(step: Callable[[StepEvents, list[PendingStep]], None], *, follow: bool) -> float:
     best = float("inf")
     for _ in range(REPEATS):
-        moments, drafts = Moments(Guard()), []
+        step_events, pending_steps = StepEvents(Guard()), []
         if follow:
-            moments.follow(Phases(HostClock(), Traits(shows_reductions=True), lambda _draft: None))
+            step_events.follow(StepTimingObserver(HostClock(), LoopTraits(shows_reductions=True), lambda _draft: None))
         began = time.thread_time()
         for _ in range(STEPS):
-            step(moments, drafts)
+            step(step_events, pending_steps)
         best = min(best, time.thread_time() - began)
     return 1e6 * best / STEPS
 
@@ -68,13 +71,13 @@ def _least(step: Callable[[Moments, list[Draft]], None], *, follow: bool) -> flo
 def _read() -> float:
     best = float("inf")
     for _ in range(REPEATS):
-        moments, drafts = Moments(Guard()), []
-        moments.follow(Phases(HostClock(), Traits(shows_reductions=True), lambda _draft: None))
+        step_events, pending_steps = StepEvents(Guard()), []
+        step_events.follow(StepTimingObserver(HostClock(), LoopTraits(shows_reductions=True), lambda _draft: None))
         for _ in range(STEPS):
-            _step(moments, drafts, 1)
+            _step(step_events, pending_steps, 1)
         began = time.thread_time()
-        for draft in drafts:
-            for later in draft.later:
+        for pending_step in pending_steps:
+            for later in pending_step.later:
                 later()
         best = min(best, time.thread_time() - began)
     return 1e6 * best / STEPS

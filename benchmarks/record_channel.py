@@ -15,7 +15,7 @@ from _rows import Row, cpu_seconds, print_rows
 from rankscope_contract.channel import SCHEMA_HEADER
 from rankscope_contract.identity import Identity
 from rankscope_exporter.serving.config import ServeConfig
-from rankscope_exporter.serving.rank_server import Channel
+from rankscope_exporter.serving.rank_server import RankServer
 from rankscope_exporter.serving.wire_encoder import encode
 from rankscope_ingest.channel.checked import Checked, RowContext, check
 from rankscope_ingest.channel.decode import decode
@@ -114,9 +114,9 @@ def _into(folder: Path) -> list[Row]:
     ]
 
 
-def _channel(rank: int) -> Channel:
+def _channel(rank: int) -> RankServer:
     identity = Identity(run="bench", launch_id="bench", rank=rank, world_size=RANKS, incarnation=f"{rank:032x}")
-    return Channel(
+    return RankServer(
         identity,
         ServeConfig(),
         rules=(),

@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from rankscope_contract.identity import Identity
 from rankscope_contract.kinds import JUDGED_OPS
 from rankscope_contract.metrics import TENSOR_BASELINE, TENSOR_VALUE
-from rankscope_exporter.serving.exposition import Page, Standing
-from rankscope_exporter.serving.latest_values import LiveState
+from rankscope_exporter.serving.exposition import ExporterStats, Exposition
+from rankscope_exporter.serving.latest_values import LatestValues
 
 SERIES = (2_000, 15_000)
 
@@ -40,12 +40,12 @@ def run() -> list[Row]:
 
 
 def _ours(tensors: int) -> float:
-    live = LiveState(())
+    live = LatestValues(())
     identity = Identity(run="bench", launch_id="bench", host="bench", incarnation="0" * 32)
-    page = Page(
+    page = Exposition(
         identity,
         live,
-        lambda: Standing(faults=0, dropped={}, overhead_seconds={}, ring_records=0, ring_uncommitted=0),
+        lambda: ExporterStats(faults=0, dropped={}, overhead_seconds={}, ring_records=0, ring_uncommitted=0),
         rules=(),
         series_budget=100_000,
         all_ops=False,

@@ -16,7 +16,7 @@ from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_contract.records import PlanEntry
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
-from rankscope_exporter.publishing.anomaly_detector import Judge
+from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector
 from rankscope_exporter.statistics import Finished, HostCopy, MeasureGroup, StatisticsTable, finish, warm_up
 
 PARAMETERS = 10_000_000
@@ -102,21 +102,25 @@ def _overhead() -> list[Row]:
 
 def _judge(entries: int) -> list[Row]:
     rules = [AnomalyNan(), AnomalyTurbulence(threshold=0.5)]
-    judge = Judge(rules, [PlanEntry(kind=f"kind{number % 6}", tensor=f"t{number}") for number in range(entries)])
+    detector = AnomalyDetector(
+        rules, [PlanEntry(kind=f"kind{number % 6}", tensor=f"t{number}") for number in range(entries)]
+    )
     counts = np.zeros((len(COUNT_OPS), entries), np.int64)
     values = np.random.default_rng(0).random((len(VALUE_OPS), entries), np.float32) + 1
     quiet = Finished(values, counts, np.ones(entries, np.bool_))
     burning = Finished(values * 1e6, counts + 1, quiet.present)
-    judge.observe(quiet)
+    detector.observe(quiet)
     return [
-        Row(f"judge {entries:,} entries", cpu_seconds(lambda: _times(20, judge, quiet)) * 5e4, "µs", "nothing fires"),
-        Row(f"judge {entries:,} entries, all firing", cpu_seconds(lambda: judge.observe(burning)) * 1e6, "µs", ""),
+        Row(
+            f"judge {entries:,} entries", cpu_seconds(lambda: _times(20, detector, quiet)) * 5e4, "µs", "nothing fires"
+        ),
+        Row(f"judge {entries:,} entries, all firing", cpu_seconds(lambda: detector.observe(burning)) * 1e6, "µs", ""),
     ]
 
 
-def _times(count: int, judge: Judge, finished: Finished) -> None:
+def _times(count: int, detector: AnomalyDetector, finished: Finished) -> None:
     for _ in range(count):
-        judge.observe(finished)
+        detector.observe(finished)
 
 
 if __name__ == "__main__":

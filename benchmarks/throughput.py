@@ -17,7 +17,7 @@ from rankscope_exporter.observers.resources import resident_bytes
 from rankscope_exporter.observers.throughput import Throughput, ThroughputConfig
 from rankscope_exporter.observers.throughput.costs import Inputs, cost_of
 from rankscope_exporter.observers.throughput.parameter_counts import ALONE
-from rankscope_exporter.records.pending_step import Draft, Pending, timing
+from rankscope_exporter.records.pending_step import Pending, PendingStep, timing
 
 REPEATS = 2000
 
@@ -43,7 +43,7 @@ def formula(model: nn.Module, inputs: Inputs) -> Callable[[], object]:
     return lambda: cost_of(framework, ALONE, inputs, "auto")
 
 
-def metered(model: nn.Module, inputs: Inputs) -> tuple[Throughput, Callable[[], Draft]]:
+def metered(model: nn.Module, inputs: Inputs) -> tuple[Throughput, Callable[[], PendingStep]]:
     meter = Throughput(
         framework_of(model),
         ThroughputConfig(flops_per_token=1e6, peak_tflops=1.0),
@@ -52,24 +52,24 @@ def metered(model: nn.Module, inputs: Inputs) -> tuple[Throughput, Callable[[], 
         tell=print,
     )
     meter._inputs = inputs  # noqa: SLF001 - as after the first forward
-    return meter, lambda: Draft(1, 0, pending=[Pending("tokens", 1024.0), *timing(0.1, {"tokens": 1024.0})])
+    return meter, lambda: PendingStep(1, 0, pending=[Pending("tokens", 1024.0), *timing(0.1, {"tokens": 1024.0})])
 
 
 def followed(model: nn.Module, inputs: Inputs) -> float:
-    meter, draft = metered(model, inputs)
+    meter, pending_step = metered(model, inputs)
 
     def step() -> None:
-        made = draft()
+        made = pending_step()
         meter.forward_begins()
         meter.step_ends(made)
         meter.step_timed(made, "forward")
 
-    return seconds_of(step) - seconds_of(draft)
+    return seconds_of(step) - seconds_of(pending_step)
 
 
 def published(model: nn.Module, inputs: Inputs) -> float:
-    meter, draft = metered(model, inputs)
-    made = draft()
+    meter, pending_step = metered(model, inputs)
+    made = pending_step()
     meter.step_ends(made)
     meter.step_timed(made, "forward")
     return seconds_of(made.later[0])

@@ -24,7 +24,7 @@ from rankscope_contract.identity import Identity
 from rankscope_contract.records import Plan, PlanEntry
 from rankscope_exporter.records.step_record import NamedPlan, Scalar, Statistics, StepRecord
 from rankscope_exporter.serving.config import ServeConfig
-from rankscope_exporter.serving.rank_server import Channel
+from rankscope_exporter.serving.rank_server import RankServer
 
 PLAN = NamedPlan.of(Plan((PlanEntry(kind="param_after", tensor="w"),)))
 
@@ -46,7 +46,7 @@ def live(order: dict[str, Any]) -> None:
         run="r", launch_id=life, rank=rank, world_size=2, local_rank=rank, host="h", incarnation=f"{life}-{rank}"
     )
     config = ServeConfig.from_environment({**os.environ, **order["environment"]})
-    channel = Channel(
+    channel = RankServer(
         identity,
         dataclasses.replace(config, ring_records=order["ring"]),
         rules=(),

@@ -15,7 +15,7 @@ from torch import nn
 
 from rankscope_exporter import Monitor, count_flops
 from rankscope_exporter.monitors.hardware import poller
-from rankscope_exporter.monitors.hardware.poller import HardwareWatch
+from rankscope_exporter.monitors.hardware.poller import HardwarePoller
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -29,7 +29,7 @@ def query(page: str) -> str:
 def test_clocks_meet_steps_by_time_and_slow_ranks_are_found_as_the_pages_say(monkeypatch):
     double = RecordedNvml()
     monkeypatch.setattr(poller, "uuid_of", lambda _device: "bbbbbbbb-0000-1111-2222-333333333333")
-    monkeypatch.setattr(HardwareWatch.__init__, "__kwdefaults__", {"nvml": lambda: double})
+    monkeypatch.setattr(HardwarePoller.__init__, "__kwdefaults__", {"nvml": lambda: double})
     model = nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = {

@@ -23,7 +23,7 @@ from rankscope_contract.identity import Identity
 from rankscope_contract.records import Plan, PlanEntry
 from rankscope_exporter.records.step_record import NamedPlan, Scalar, Statistics, StepRecord
 from rankscope_exporter.serving.config import ServeConfig
-from rankscope_exporter.serving.rank_server import Channel
+from rankscope_exporter.serving.rank_server import RankServer
 from rankscope_storage.connection import connect
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +97,7 @@ def open_channel(service, rank, *, world_size=2, launch_id="launch"):
     identity = Identity(
         run="r", launch_id=launch_id, rank=rank, world_size=world_size, host="h", incarnation=f"{launch_id}-{rank}"
     )
-    channel = Channel(
+    channel = RankServer(
         identity,
         ServeConfig(ingest_url=service.url),
         rules=(),

@@ -16,7 +16,7 @@ from rankscope_exporter.adapters.parameter_hooks import ACCUMULATED, GRADIENT, A
 from rankscope_exporter.adapters.placement import Layout, is_replicated_over, layout_of, replicas_of
 from rankscope_exporter.model.parameter_names import NamedParameter, entry, found_in_place, local_tensor
 
-__all__ = ["Form", "Framework", "Holder", "Hooking", "Kept", "Removable", "remove_all"]
+__all__ = ["Framework", "GradientSource", "Hooking", "ParameterState", "Removable", "TensorSpec", "remove_all"]
 
 
 def remove_all(handles: Iterable[Removable]) -> None:
@@ -42,7 +42,7 @@ def is_stood_in_for(current: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     return current is not None and not isinstance(current, nn.Parameter)
 
 
-class Together:
+class HandleGroup:
     """Several hooks as one."""
 
     def __init__(self, handles: Sequence[Removable]) -> None:
@@ -73,7 +73,7 @@ class Hooking(Protocol):
         ...
 
 
-class Holder(Protocol):
+class GradientSource(Protocol):
     """Where a gradient stands: a parameter, or what a framework puts in its place."""
 
     @property
@@ -83,7 +83,7 @@ class Holder(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class TensorSpec:
     """Shape and type of a tensor on this rank."""
 
     shape: tuple[int, ...]
@@ -91,7 +91,7 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class ParameterState:
     """What an optimizer keeps for one parameter: tensors of its state as they lie on this rank."""
 
     optimizer: torch.optim.Optimizer
@@ -163,12 +163,12 @@ class Framework:
         """Return the chunk of each parameter and module by identity; nothing where there is one only."""
         return {}
 
-    def form(self, parameter: torch.Tensor) -> Form:
+    def form(self, parameter: torch.Tensor) -> TensorSpec:
         """Return the form of what this rank updates of a parameter, and of its optimizer state."""
         local = local_tensor(parameter)
-        return Form(tuple(local.shape), local.dtype)
+        return TensorSpec(tuple(local.shape), local.dtype)
 
-    def reduced_form(self, parameter: torch.Tensor) -> Form:
+    def reduced_spec(self, parameter: torch.Tensor) -> TensorSpec:
         """Return the form of this rank's part of a reduced gradient."""
         return self.form(parameter)
 
@@ -177,7 +177,7 @@ class Framework:
         layout = self.layout(parameter)
         return Layout("partial", layout.shard_group) if self.copies(world_size) > 1 else layout
 
-    def local_form(self, parameter: torch.Tensor) -> Form | None:  # noqa: ARG002 - for frameworks that gather it
+    def local_spec(self, parameter: torch.Tensor) -> TensorSpec | None:  # noqa: ARG002 - for frameworks that gather it
         """Return the form of this rank's own gradient where it is not that of the parameter here."""
         return None
 
@@ -239,7 +239,7 @@ class Framework:
         return False
 
     @property
-    def finishes_after_backward(self) -> bool:
+    def reduces_after_last_backward(self) -> bool:
         """Return whether gradients are reduced only after the last backward pass, and `Hooking.reduced` says when."""
         return False
 
@@ -266,7 +266,7 @@ class Framework:
         return tuple(unwrapped(item) for item in given)
 
     @property
-    def hands_over_copies(self) -> bool:
+    def optimizer_takes_copies(self) -> bool:
         """Return whether the optimizer gets gradients in other tensors, or changed without a trace in the tensor."""
         return False
 
@@ -285,7 +285,7 @@ class Framework:
 
     def kept(
         self, parameters: Sequence[nn.Parameter | None], optimizers: Sequence[torch.optim.Optimizer]
-    ) -> list[Kept | None]:
+    ) -> list[ParameterState | None]:
         """Return what the optimizers keep for each of `parameters`; None where there is none."""
         groups = {
             id(item): (optimizer, group)
@@ -297,7 +297,7 @@ class Framework:
         for parameter in parameters:
             own = groups.get(id(parameter))
             state = {} if own is None or parameter is None else own[0].state.get(parameter, {})
-            found.append(None if own is None else Kept(*own, state))
+            found.append(None if own is None else ParameterState(*own, state))
         return found
 
     def groups_of(self, optimizer: torch.optim.Optimizer) -> Sequence[Mapping[str, Any]]:
@@ -329,15 +329,15 @@ class Framework:
         """Have `hook` called with the model, or a chunk of it, and its arguments, before a forward of that."""
         if self.announced is not None:
             return self.announced.before(hook)
-        return Together([chunk.register_forward_pre_hook(hook) for chunk in self.chunks])
+        return HandleGroup([chunk.register_forward_pre_hook(hook) for chunk in self.chunks])
 
     def on_forward_end(self, hook: Callable[..., None]) -> Removable:
         """Have `hook` called after a forward of the model, or of a chunk of it, also of one that raised."""
         if self.announced is not None:
             return self.announced.after(hook)
-        return Together([chunk.register_forward_hook(hook, always_call=True) for chunk in self.chunks])
+        return HandleGroup([chunk.register_forward_hook(hook, always_call=True) for chunk in self.chunks])
 
-    def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[Holder], None]) -> Removable:
+    def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[GradientSource], None]) -> Removable:
         """Have `hook` called whenever a backward pass has added all it has to this rank's own gradient."""
         return TensorHook(parameter, hook, table=ACCUMULATED)
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rankscope_exporter.adapters.base import Form, Framework, Hooking
-from rankscope_exporter.adapters.deepspeed_zero import Stage, stage_of
-from rankscope_exporter.adapters.optimizer_wrapping import Replaced, unwrapped
-from rankscope_exporter.adapters.partitioned_optimizer import Parted
+from rankscope_exporter.adapters.base import Framework, Hooking, TensorSpec
+from rankscope_exporter.adapters.deepspeed_zero import ZeroStage, stage_of
+from rankscope_exporter.adapters.optimizer_wrapping import PatchedMethod, unwrapped
+from rankscope_exporter.adapters.partitioned_optimizer import PartitionedOptimizer
 from rankscope_exporter.adapters.placement import Layout, loaded, sharded_over
 
 # The engine calls this one method, at the boundary of an accumulation only, to clip and to step. There is no public
@@ -75,7 +75,7 @@ class DeepSpeed(_OfEngine, Framework):
         return True
 
     @property
-    def finishes_after_backward(self) -> bool:
+    def reduces_after_last_backward(self) -> bool:
         """Return True: the reduction follows the backward pass."""
         return True
 
@@ -84,7 +84,7 @@ class DeepSpeed(_OfEngine, Framework):
         return self._reduced
 
     @property
-    def hands_over_copies(self) -> bool:
+    def optimizer_takes_copies(self) -> bool:
         """Return True: see the class."""
         return True
 
@@ -106,10 +106,10 @@ class DeepSpeed(_OfEngine, Framework):
             before()
             return original(*args, **kwargs)
 
-        hooking.keep(Replaced(self._engine, _UPDATE, update))
+        hooking.keep(PatchedMethod(self._engine, _UPDATE, update))
 
 
-class DeepSpeedZero(_OfEngine, Parted):
+class DeepSpeedZero(_OfEngine, PartitionedOptimizer):
     """ZeRO 1, 2 and 3, and all that keeps float32 copies: the optimizer is given flat parts of them."""
 
     name: ClassVar[str] = "deepspeed_zero"
@@ -138,13 +138,13 @@ class DeepSpeedZero(_OfEngine, Parted):
         """Return that each rank has a share of every element, of its own data."""
         return Layout("partial") if self.copies(world_size) > 1 else super().layout(parameter)
 
-    def local_form(self, parameter: torch.Tensor) -> Form | None:
+    def local_spec(self, parameter: torch.Tensor) -> TensorSpec | None:
         """Return the form of the whole gradient, in the type of the forward pass."""
-        return Form(tuple(getattr(parameter, "ds_shape", parameter.shape)), parameter.dtype)
+        return TensorSpec(tuple(getattr(parameter, "ds_shape", parameter.shape)), parameter.dtype)
 
-    def reduced_form(self, parameter: torch.Tensor) -> Form:
+    def reduced_spec(self, parameter: torch.Tensor) -> TensorSpec:
         """Return the form of the part, in the type that DeepSpeed accumulates in."""
-        return Form(self.form(parameter).shape, self._stage.accumulates_in or parameter.dtype)
+        return TensorSpec(self.form(parameter).shape, self._stage.accumulates_in or parameter.dtype)
 
     @property
     def scatters(self) -> bool:
@@ -177,7 +177,7 @@ def _is_engine(model: nn.Module) -> bool:
     return isinstance(model, loaded("deepspeed.runtime.engine", "DeepSpeedEngine"))
 
 
-def _stage(engine: Any) -> Stage | None:
+def _stage(engine: Any) -> ZeroStage | None:
     optimizer = engine.optimizer
     return None if optimizer is None or isinstance(optimizer, torch.optim.Optimizer) else stage_of(optimizer)
 

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rankscope_exporter.adapters.partitioned_optimizer import FROZEN, Part
+from rankscope_exporter.adapters.partitioned_optimizer import FROZEN, ParameterPartition
 
-Parts = dict[int, Part | None]
+Parts = dict[int, ParameterPartition | None]
 
 
-class Stage:
+class ZeroStage:
     """An optimizer of DeepSpeed's: copies of whole parameters, as for float16 or bfloat16 without ZeRO."""
 
     scatters: bool = False
@@ -37,7 +37,7 @@ class Stage:
             zip(self.optimizer.fp16_groups, self.optimizer.fp32_groups, strict=True)
         ):
             for parameter, copy in zip(models, copies, strict=True):
-                self._parts[id(parameter)] = Part(copy, self.inner, group)
+                self._parts[id(parameter)] = ParameterPartition(copy, self.inner, group)
         return self._parts
 
     def reduced(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -48,11 +48,11 @@ class Stage:
         """Return the sum of this rank's own gradients so far."""
         return parameter.grad
 
-    def _part(self, parameter: nn.Parameter) -> Part | None:
+    def _part(self, parameter: nn.Parameter) -> ParameterPartition | None:
         return self._parts.get(id(parameter))
 
 
-class Flat(Stage):
+class FusedFp16(ZeroStage):
     """The same copies as views of one flat tensor, for fused optimizers."""
 
     def parts(self) -> Parts:
@@ -61,12 +61,12 @@ class Flat(Stage):
             start = 0
             for parameter in models:
                 flat = self.optimizer.fp32_groups_flat[group]
-                self._parts[id(parameter)] = Part(flat, self.inner, group, start, parameter.numel())
+                self._parts[id(parameter)] = ParameterPartition(flat, self.inner, group, start, parameter.numel())
                 start += parameter.numel()
         return self._parts
 
 
-class Mapped(Stage):
+class MappedPartitions(ZeroStage):
     """DeepSpeed links each parameter to its fragment of this rank's flat partition, where it has one."""
 
     def partitions(self) -> tuple[list[Any], list[torch.Tensor]]:
@@ -81,13 +81,13 @@ class Mapped(Stage):
                 self.process_groups[id(parameter)] = self.optimizer.real_dp_process_group[group]
                 mapping = parameter._hp_mapping  # noqa: SLF001 - see the top of the module
                 where = None if mapping is None else mapping.hp_fragment_address
-                self._parts[id(parameter)] = where and Part(
+                self._parts[id(parameter)] = where and ParameterPartition(
                     flats[group], self.inner, group, int(where.start), int(where.numel)
                 )
         return self._parts
 
 
-class Divided(Mapped):
+class Zero1And2(MappedPartitions):
     """ZeRO 1 and 2: `averaged_gradients` has, for each group, the pieces of this rank's partition one after another."""
 
     def __init__(self, optimizer: Any) -> None:
@@ -128,7 +128,7 @@ class Divided(Mapped):
         return found
 
 
-class Bfloat(Mapped):
+class Bf16Zero1(MappedPartitions):
     """ZeRO 1 in bfloat16 with sums in float32: all-reduced gradients are whole on each rank, in views of one tensor."""
 
     def __init__(self, optimizer: Any) -> None:
@@ -165,7 +165,7 @@ class Bfloat(Mapped):
         return whole
 
 
-class Scattered(Stage):
+class Zero3(ZeroStage):
     """ZeRO 3: parameters themselves are divided evenly, one by one, the last part padded."""
 
     scatters = True
@@ -183,11 +183,13 @@ class Scattered(Stage):
                 _, start, padded = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
                 count = self._own_elements(parameter, padded)
                 self._places[id(parameter)] = number, position
-                self._parts[id(parameter)] = Part(flat, self.inner, group, start, count) if count else None
+                self._parts[id(parameter)] = (
+                    ParameterPartition(flat, self.inner, group, start, count) if count else None
+                )
         for parameter in self.optimizer.module.parameters():
             if id(parameter) not in self._parts and hasattr(parameter, "ds_tensor"):
                 count = self._own_elements(parameter, parameter.ds_tensor.numel())
-                held = Part(parameter.ds_tensor, self.inner, FROZEN, 0, count)
+                held = ParameterPartition(parameter.ds_tensor, self.inner, FROZEN, 0, count)
                 self._parts[id(parameter)] = held if count else None
         return self._parts
 
@@ -207,16 +209,16 @@ class Scattered(Stage):
         return None if pieces is None else pieces[place[1]].detach().view(-1).narrow(0, 0, part.count)
 
 
-_KINDS: Final[tuple[tuple[str, Callable[[Any], Stage]], ...]] = (
-    ("fp32_partitioned_groups_flat", Scattered),
-    ("single_partition_of_fp32_groups", Divided),
-    ("fp32_groups_flat_partition", Bfloat),
-    ("fp32_groups_flat", Flat),
-    ("fp32_groups", Stage),
+_KINDS: Final[tuple[tuple[str, Callable[[Any], ZeroStage]], ...]] = (
+    ("fp32_partitioned_groups_flat", Zero3),
+    ("single_partition_of_fp32_groups", Zero1And2),
+    ("fp32_groups_flat_partition", Bf16Zero1),
+    ("fp32_groups_flat", FusedFp16),
+    ("fp32_groups", ZeroStage),
 )
 """Told apart by what they have, since subclasses bear other names."""
 
 
-def stage_of(optimizer: Any) -> Stage | None:
+def stage_of(optimizer: Any) -> ZeroStage | None:
     """Return what is known of an optimizer that DeepSpeed made; None of one that is not known."""
     return next((kind(optimizer) for attribute, kind in _KINDS if hasattr(optimizer, attribute)), None)

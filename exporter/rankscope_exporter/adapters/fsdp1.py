@@ -11,7 +11,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import unserializable_hook
 
-from rankscope_exporter.adapters.base import Form, Framework, Holder, Hooking, Removable, alive, is_stood_in_for
+from rankscope_exporter.adapters.base import (
+    Framework,
+    GradientSource,
+    Hooking,
+    Removable,
+    TensorSpec,
+    alive,
+    is_stood_in_for,
+)
 from rankscope_exporter.adapters.placement import Gathered, Layout, loaded, sharded_over
 from rankscope_exporter.base.tracing import uncompiled
 from rankscope_exporter.model.parameter_names import NamedParameter
@@ -77,13 +85,13 @@ class FullyShardedData(Gathered, Framework):
         managed = self._unit_of(parameter) is not None
         return Layout("partial") if managed else super().local_layout(parameter, world_size)
 
-    def local_form(self, parameter: torch.Tensor) -> Form | None:
+    def local_spec(self, parameter: torch.Tensor) -> TensorSpec | None:
         """Return the form of the gathered gradient: whole, in the type of the forward pass."""
         viewed = self._viewed(parameter)
         if viewed is None:
             return None
         mixed = viewed.unit.mixed_precision
-        return Form(tuple(viewed.shape), (mixed and mixed.param_dtype) or parameter.dtype)
+        return TensorSpec(tuple(viewed.shape), (mixed and mixed.param_dtype) or parameter.dtype)
 
     def is_in_place(self, named: NamedParameter) -> bool:
         """Return whether the module holds the parameter, or a view for the moment."""
@@ -114,7 +122,7 @@ class FullyShardedData(Gathered, Framework):
                 hook = hooking.always("hooking gathered parameters", lambda *_, views=views: _hook_all(views))
                 hooking.keep(unit.module.register_forward_pre_hook(hook))
 
-    def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[Holder], None]) -> Removable:
+    def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[GradientSource], None]) -> Removable:
         """Hook the views, whose gradient is complete before it joins that of the flat parameter."""
         viewed = self._viewed(parameter)
         if viewed is None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from rankscope_exporter.adapters.base import Form, Framework, Holder, Hooking, Removable, alive
+from rankscope_exporter.adapters.base import Framework, GradientSource, Hooking, Removable, TensorSpec, alive
 from rankscope_exporter.adapters.placement import Gathered, Layout, loaded
 from rankscope_exporter.base.tracing import uncompiled
 from rankscope_exporter.model.parameter_names import NamedParameter, local_tensor
@@ -32,7 +32,9 @@ class FullyShard(Gathered, Framework):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self._root = weakref.ref(model)
-        self._waiting: list[tuple[int, _Late]] = []  # hooks of sharded parameters, by identity, to be registered
+        self._waiting: list[
+            tuple[int, _DeferredHook]
+        ] = []  # hooks of sharded parameters, by identity, to be registered
         # Found once: a model has thousands of modules, and this is asked for each parameter.
         self._sources = {
             id(source.sharded_param): (weakref.ref(group), weakref.ref(source))
@@ -54,14 +56,14 @@ class FullyShard(Gathered, Framework):
         managed = self._source(parameter) is not None
         return Layout("partial") if managed else super().local_layout(parameter, world_size)
 
-    def local_form(self, parameter: torch.Tensor) -> Form | None:
+    def local_spec(self, parameter: torch.Tensor) -> TensorSpec | None:
         """Return the form of the gathered gradient: whole, in the type of the forward pass."""
         source = self._source(parameter)
         if source is None:
             return None
         policy = getattr(self._sources[id(parameter)][0](), "mp_policy", None)
         shape = getattr(source, "_orig_size", parameter.shape)
-        return Form(tuple(shape), getattr(policy, "param_dtype", None) or parameter.dtype)
+        return TensorSpec(tuple(shape), getattr(policy, "param_dtype", None) or parameter.dtype)
 
     def is_in_place(self, named: NamedParameter) -> bool:
         """Return whether the module holds the parameter, or what FSDP has gathered it to for the moment."""
@@ -83,7 +85,7 @@ class FullyShard(Gathered, Framework):
         look = hooking.always("finding gathered parameters", self._look)
         hooking.keep(self.model.register_forward_hook(look))
 
-    def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[Holder], None]) -> Removable:
+    def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[GradientSource], None]) -> Removable:
         """Hook the gathered parameter, whose gradient is this rank's own."""
         if self._source(parameter) is None:
             return super().on_accumulated(parameter, hook)
@@ -103,15 +105,15 @@ class FullyShard(Gathered, Framework):
         base = super().on_gradient
         return self._later(parameter, lambda gathered, _source: base(gathered, hook))
 
-    def _later(self, parameter: nn.Parameter, register: Callable[[nn.Parameter, Any], Removable]) -> _Late:
-        late = _Late(register)
+    def _later(self, parameter: nn.Parameter, register: Callable[[nn.Parameter, Any], Removable]) -> _DeferredHook:
+        late = _DeferredHook(register)
         self._waiting += self._still_waiting([(id(parameter), late)])
         return late
 
     def _look(self, *_: Any) -> None:
         self._waiting = self._still_waiting(self._waiting)
 
-    def _still_waiting(self, waiting: list[tuple[int, _Late]]) -> list[tuple[int, _Late]]:
+    def _still_waiting(self, waiting: list[tuple[int, _DeferredHook]]) -> list[tuple[int, _DeferredHook]]:
         """Register what can be registered, and return the others."""
         left = []
         for number, late in waiting:
@@ -163,7 +165,7 @@ def _gradient_of(gathered: nn.Parameter, source: Any) -> torch.Tensor | None:
     return local_tensor(earlier) + local_tensor(own).to(earlier.dtype)
 
 
-class _Late:
+class _DeferredHook:
     """A hook that is registered once its tensor exists, unless it was removed before."""
 
     def __init__(self, register: Callable[[nn.Parameter, Any], Removable]) -> None:

@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rankscope_exporter.adapters.base import Form, Hooking, Removable
+from rankscope_exporter.adapters.base import Hooking, Removable, TensorSpec
 from rankscope_exporter.adapters.monitored_model import as_one, numbers_of
 from rankscope_exporter.adapters.optimizer_wrapping import unwrapped
-from rankscope_exporter.adapters.partitioned_optimizer import Part, Parted
+from rankscope_exporter.adapters.partitioned_optimizer import ParameterPartition, PartitionedOptimizer
 from rankscope_exporter.adapters.placement import Layout, loaded, sharded_over
 
 # Nothing of Megatron is imported, and of its buckets, which change from release to release, nothing is read: what is
 # needed are attributes of parameters and optimizers, and of the optimizer that the script steps its `step`.
 
 
-class Megatron(Parted):
+class Megatron(PartitionedOptimizer):
     """Gradients of micro-batches are summed in `main_grad`, reduced when the last is through, clipped in `step`.
 
     With the distributed optimizer `main_grad` is reduced only in the range of a parameter that this rank updates.
@@ -106,13 +106,13 @@ class Megatron(Parted):
         whole = super().layout(parameter)
         return sharded_over(_group(_ACROSS_MODEL), whole) if _is_tensor_parallel(parameter) else whole
 
-    def local_form(self, parameter: torch.Tensor) -> Form | None:
+    def local_spec(self, parameter: torch.Tensor) -> TensorSpec | None:
         """Return the form of what this rank computes with."""
-        return Form(tuple(parameter.shape), parameter.dtype)
+        return TensorSpec(tuple(parameter.shape), parameter.dtype)
 
-    def reduced_form(self, parameter: torch.Tensor) -> Form:
+    def reduced_spec(self, parameter: torch.Tensor) -> TensorSpec:
         """Return the form of the part, in the type that gradients are summed in."""
-        return Form(self.form(parameter).shape, getattr(parameter, "main_grad", parameter).dtype)
+        return TensorSpec(self.form(parameter).shape, getattr(parameter, "main_grad", parameter).dtype)
 
     @property
     def interleaves_micro_batches(self) -> bool:
@@ -172,7 +172,7 @@ class Megatron(Parted):
                 self.parts[id(parameter)] = None
         for parameter, own in _pairs(member, inner):
             if id(own) in groups:
-                self.parts[id(parameter)] = Part(own, inner, groups[id(own)])
+                self.parts[id(parameter)] = ParameterPartition(own, inner, groups[id(own)])
             if hasattr(member, "model_param_gbuf_map"):
                 here = member._get_model_param_range_map(parameter)["param"]  # noqa: SLF001 - Megatron's own ranges
                 self._ranges[id(parameter)] = here.start, here.end

@@ -59,7 +59,7 @@ class Borrowed(MutableSequence[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class MonitoredModel:
     """The monitored model as its framework wraps it, its parameters, and their optimizers."""
 
     framework: Framework
@@ -129,7 +129,7 @@ class Subject:
         divided = loaded("torch.distributed.optim", "ZeroRedundancyOptimizer")
         return frozenset() if any(isinstance(item, divided) for item in self.optimizers) else self.elsewhere
 
-    def only(self, targets: Targets, without: frozenset[int] = frozenset()) -> Subject:
+    def only(self, targets: Targets, without: frozenset[int] = frozenset()) -> MonitoredModel:
         """Return the subject with the parameters that `targets` selects by name or alias, less those at `without`."""
         if targets.selects_all and not without:
             return self
@@ -155,7 +155,7 @@ def as_one(chunks: Sequence[nn.Module]) -> nn.Module:
     return chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
 
 
-def told_apart(row: Row) -> Row:
+def with_chunk_number(row: Row) -> Row:
     """Return a row of a parameter or module of such a model, with the chunk that its name begins with."""
     name: str = row["tensor"] if "tensor" in row else row["module"]
     return {**row, "vpp_stage": int(name.partition(".")[0])}

@@ -29,7 +29,7 @@ Around = Callable[..., Any]
 """Called with the original method and the arguments of the call, and returns what the call returns."""
 
 
-class Replaced:
+class PatchedMethod:
     """Has `around` called instead of `owner.name` until `remove`. The owner is not kept alive.
 
     The replacement is a method of the owner, like the original. In a copy of the owner it calls the original method of

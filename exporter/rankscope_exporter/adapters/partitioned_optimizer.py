@@ -10,15 +10,15 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import nn
 
-from rankscope_exporter.adapters.base import Form, Framework, Holder, Hooking, Kept, Removable
-from rankscope_exporter.adapters.optimizer_wrapping import Replaced
+from rankscope_exporter.adapters.base import Framework, GradientSource, Hooking, ParameterState, Removable, TensorSpec
+from rankscope_exporter.adapters.optimizer_wrapping import PatchedMethod
 from rankscope_exporter.base.tracing import is_dynamo_compiling, uncompiled
 
 FROZEN: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ParameterPartition:
     """What this rank updates of a parameter: `count` elements, from `start`, of a `tensor` that the optimizer steps."""
 
     tensor: torch.Tensor
@@ -38,18 +38,18 @@ class Part:
         return whole.detach().view(-1).narrow(0, self.start, self.count)
 
     @property
-    def form(self) -> Form:
+    def form(self) -> TensorSpec:
         """Return shape and type."""
-        return Form(tuple(self.tensor.shape) if self.count is None else (self.count,), self.tensor.dtype)
+        return TensorSpec(tuple(self.tensor.shape) if self.count is None else (self.count,), self.tensor.dtype)
 
-    def kept(self, groups: Sequence[Mapping[str, Any]]) -> Kept:
+    def kept(self, groups: Sequence[Mapping[str, Any]]) -> ParameterState:
         """Return this part of what the optimizer keeps; `groups` are all of its parameter groups."""
         state = self.optimizer.state.get(self.tensor, {})
         own = {key: self.of(value) if _lies_as(value, self.tensor) else value for key, value in state.items()}
-        return Kept(self.optimizer, groups[self.group] if 0 <= self.group < len(groups) else {}, own)
+        return ParameterState(self.optimizer, groups[self.group] if 0 <= self.group < len(groups) else {}, own)
 
 
-class Parted(Framework):
+class PartitionedOptimizer(Framework):
     """One method of the script's optimizer or engine makes the whole update, from reduced gradients on.
 
     It is replaced on the object until detach(), by one that says when: before it gradients are reduced, not unscaled
@@ -64,7 +64,7 @@ class Parted(Framework):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.parts: dict[int, Part | None] = {}
+        self.parts: dict[int, ParameterPartition | None] = {}
         """By identity of the parameter; None for one that is divided, with nothing for this rank."""
         self._groups: dict[int, Sequence[Mapping[str, Any]]] = {}  # by identity of the optimizer
         self._moment = _IDLE
@@ -114,7 +114,7 @@ class Parted(Framework):
         return True
 
     @property
-    def finishes_after_backward(self) -> bool:
+    def reduces_after_last_backward(self) -> bool:
         """Return True: when the update begins, reduced gradients are complete."""
         return True
 
@@ -129,7 +129,7 @@ class Parted(Framework):
     # What the optimizer works on.
 
     @property
-    def hands_over_copies(self) -> bool:
+    def optimizer_takes_copies(self) -> bool:
         """Return True."""
         return True
 
@@ -138,26 +138,26 @@ class Parted(Framework):
         """Return True."""
         return True
 
-    def form(self, parameter: torch.Tensor) -> Form:
+    def form(self, parameter: torch.Tensor) -> TensorSpec:
         """Return the form of the part."""
         part = self.parts.get(id(parameter), _WHOLE)
         if part is _WHOLE:
             return super().form(parameter)
-        return part.form if isinstance(part, Part) else Form((0,), parameter.dtype)
+        return part.form if isinstance(part, ParameterPartition) else TensorSpec((0,), parameter.dtype)
 
     def held(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return the part that the optimizer steps."""
         part = self.parts.get(id(parameter), _WHOLE)
         if part is _WHOLE:
             return parameter
-        return part.of(part.tensor) if isinstance(part, Part) and self._is_due(part) else None
+        return part.of(part.tensor) if isinstance(part, ParameterPartition) and self._is_due(part) else None
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return the reduced gradient when the update begins, and what the optimizer is given when it steps."""
         part = self.parts.get(id(parameter))
         if self._moment is _REDUCED:
             return self.reduced_gradient(parameter)
-        if self._moment is _STEPPING and isinstance(part, Part) and self._is_due(part):
+        if self._moment is _STEPPING and isinstance(part, ParameterPartition) and self._is_due(part):
             return part.of(part.tensor.grad)
         return None
 
@@ -165,7 +165,7 @@ class Parted(Framework):
         self,
         parameters: Sequence[nn.Parameter | None],
         optimizers: Sequence[torch.optim.Optimizer],  # noqa: ARG002 - a part knows its own
-    ) -> list[Kept | None]:
+    ) -> list[ParameterState | None]:
         """Return the parts of what the optimizers keep."""
         parts = (self.parts.get(id(parameter)) for parameter in parameters)
         return [None if part is None else part.kept(self.groups_of(part.optimizer)) for part in parts]
@@ -174,12 +174,12 @@ class Parted(Framework):
         """Return the groups as they were before the update: some frameworks show the optimizer one at a time."""
         return self._groups.get(id(optimizer), optimizer.param_groups)
 
-    def _is_due(self, part: Part) -> bool:
+    def _is_due(self, part: ParameterPartition) -> bool:
         return self._moment is not _STEPPING or part.group == FROZEN or id(part.tensor) in self._now
 
     # Where hooks belong.
 
-    def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[Holder], None]) -> Removable:
+    def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[GradientSource], None]) -> Removable:
         """Hook the gradient on its way to where the framework collects it."""
 
         @uncompiled
@@ -227,7 +227,7 @@ class Parted(Framework):
                 self._stepped.clear()
                 self._seen.clear()
 
-        hooking.keep(Replaced(owner, method, watched))
+        hooking.keep(PatchedMethod(owner, method, watched))
 
     @functools.cached_property
     def _inner(self) -> dict[int, torch.optim.Optimizer]:

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Final, Protocol
 import torch
 from torch import nn
 
-from rankscope_exporter.adapters.base import Form, Framework, Holder, Hooking, Removable
+from rankscope_exporter.adapters.base import Framework, GradientSource, Hooking, Removable, TensorSpec
 from rankscope_exporter.adapters.monitored_model import Borrowed, as_one, numbers_of
-from rankscope_exporter.adapters.optimizer_wrapping import Replaced
+from rankscope_exporter.adapters.optimizer_wrapping import PatchedMethod
 from rankscope_exporter.adapters.placement import Layout, loaded
 from rankscope_exporter.model.parameter_names import NamedParameter
 
@@ -90,9 +90,9 @@ class Pipeline(Framework):
         """Ask the inner framework."""
         return self._of(parameter).layout(parameter)
 
-    def local_form(self, parameter: torch.Tensor) -> Form | None:
+    def local_spec(self, parameter: torch.Tensor) -> TensorSpec | None:
         """Ask the inner framework."""
-        return self._of(parameter).local_form(parameter)
+        return self._of(parameter).local_spec(parameter)
 
     def is_same_on(self, parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
         """Ask the inner framework."""
@@ -126,7 +126,7 @@ class Pipeline(Framework):
         return self._inner[0].reduces or self.stages[0].group_size == torch.distributed.get_world_size()
 
     @property
-    def finishes_after_backward(self) -> bool:
+    def reduces_after_last_backward(self) -> bool:
         """Return True: gradients are scaled, and reduced over pipelines, when all micro-batches are through."""
         return True
 
@@ -164,12 +164,12 @@ class Pipeline(Framework):
             with hooking.paused():
                 return original(*args, **kwargs)
 
-        hooking.keep(Replaced(stage, "perform_reduce_grad", finish))
+        hooking.keep(PatchedMethod(stage, "perform_reduce_grad", finish))
         for name in _TRIALS:
             if hasattr(stage, name):
-                hooking.keep(Replaced(stage, name, see_nothing))
+                hooking.keep(PatchedMethod(stage, name, see_nothing))
 
-    def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[Holder], None]) -> Removable:
+    def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[GradientSource], None]) -> Removable:
         """Do what the inner framework does."""
         return self._of(parameter).on_accumulated(parameter, hook)
 

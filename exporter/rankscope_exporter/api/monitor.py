@@ -22,19 +22,19 @@ from rankscope_contract.events import Event, EventType, ExitReason
 from rankscope_contract.phases import WITHIN_A_STEP
 from rankscope_contract.stacks import stacks_text
 from rankscope_exporter.adapters import Framework, Stage
-from rankscope_exporter.api.phase import Phase, Phases
+from rankscope_exporter.api.phase import OpenPhases, Phase
 from rankscope_exporter.api.session import Session
 from rankscope_exporter.api.session_factory import Optimizers, attached
-from rankscope_exporter.base.copies import CopiesDoNothing, StaysBehind
+from rankscope_exporter.base.copies import CopiesDoNothing, NotCopied
 from rankscope_exporter.base.errors import ConfigError, Guard
 from rankscope_exporter.base.tracing import is_dynamo_compiling, on_compilation, uncompiled
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.config.resolve import Given, config_of
 from rankscope_exporter.model.parameter_names import encodable
-from rankscope_exporter.monitors.hangs.diagnosis import Taken
+from rankscope_exporter.monitors.hangs.diagnosis import CapturedStacks
 from rankscope_exporter.process import lifecycle, stop_signals
 from rankscope_exporter.reactions.anomaly_callback import OnAnomaly
-from rankscope_exporter.sampling.sampling_config import SWITCH, measuring_of
+from rankscope_exporter.sampling.sampling_config import SWITCH, sampling_config_from
 from rankscope_exporter.sinks import Sink
 from rankscope_exporter.sinks.memory import Row
 
@@ -97,7 +97,7 @@ class Monitor(CopiesDoNothing):
         self._sinks: Mapping[str, Sink] = {}
         self._ending: Session | None = None  # while it says goodbye
         self._stop_asked: str | None = None  # the signal that asked for an end
-        self._phases = Phases(self._phase_begins, self._phase_ended)
+        self._phases = OpenPhases(self._phase_begins, self._phase_ended)
         self._was_compiled = on_compilation(self._call_compiles)
 
     def _call_compiles(self) -> None:
@@ -112,7 +112,7 @@ class Monitor(CopiesDoNothing):
             "_session": None,
             "_ending": None,
             "_stop_asked": None,
-            "_phases": Phases(),
+            "_phases": OpenPhases(),
             "_was_compiled": on_compilation(lambda: None),
         }
 
@@ -162,10 +162,10 @@ class Monitor(CopiesDoNothing):
         )
         self._sinks = session.sinks.by_name
         for name in self._phases.names:
-            session.recorder.moments.tell("phase_begins", name)
+            session.recorder.step_events.tell("phase_begins", name)
         lifecycle.watch(self)
         self._stop_asked = None
-        self._guard.call("stop_signals", stop_signals.take, self, self._config.stop_signals)
+        self._guard.call("stop_signals", stop_signals.install, self, self._config.stop_signals)
 
     def detach(self) -> None:
         """Take every hook away, publish what is left, say that this rank is done, and stop serving."""
@@ -207,39 +207,39 @@ class Monitor(CopiesDoNothing):
         """Let go of training and record the end; return what waits for the service and stops serving."""
         session, self._session = self._session, None
         if session is None:
-            return StaysBehind(lambda: None)
+            return NotCopied(lambda: None)
         self._ending = session
         deadline = time.monotonic() + wait_seconds
         self._guard.call("detach()", session.hooks.remove)
         self._guard.call("detach()", session.watchdog.stop)
-        self._guard.call("detach()", session.followers.hardware.stop)
+        self._guard.call("detach()", session.step_observers.hardware.stop)
         self._guard.call("end of training", self._record_end, session, reason, error)
-        return StaysBehind(lambda: self._see_off(session, deadline, wait_seconds))
+        return NotCopied(lambda: self._finish_serving(session, deadline, wait_seconds))
 
     def _record_end(self, session: Session, reason: ExitReason, error: str | None) -> None:
         last_step = self._guard.call("end of training", session.recorder.finish)
-        self._guard.call("end of training", session.alongside.finish, session.publisher.catch_up)
+        self._guard.call("end of training", session.reactions.finish, session.publisher.catch_up)
         reason, error = lifecycle.weighed_reason(reason, error, last_step, self._total_steps, self._stop_asked)
         session.recorder.event(lifecycle.exit_event(reason, error, last_step))
 
-    def _see_off(self, session: Session, deadline: float, wait_seconds: float) -> None:
+    def _finish_serving(self, session: Session, deadline: float, wait_seconds: float) -> None:
         self._guard.call("end of training", self._drain, session, deadline, wait_seconds)
-        self._guard.call("detach()", session.switching.stop)
+        self._guard.call("detach()", session.change_sources.stop)
         self._guard.call("closing", session.channel.close)
         # Only now: a process that another thread forks meanwhile must let go of sockets and locks.
         self._ending = None
-        self._guard.call("detach()", stop_signals.give_back, self)
+        self._guard.call("detach()", stop_signals.uninstall, self)
         lifecycle.forget(self)
         self._guard.on_first = None
 
     def _drain(self, session: Session, deadline: float, wait_seconds: float) -> None:
         left_seconds = max(PUBLISH_SECONDS, deadline - time.monotonic())
-        self._guard.call("detach()", session.followers.collectives.stop, left_seconds)
-        for part in (session.publisher, session.alongside):
+        self._guard.call("detach()", session.step_observers.collectives.stop, left_seconds)
+        for part in (session.publisher, session.reactions):
             self._guard.call("end of training", part.stop, max(PUBLISH_SECONDS, deadline - time.monotonic()))
         left = session.channel.drain(max(0.0, deadline - time.monotonic()))
         if left and session.channel.service_url:
-            kept = session.channel.keeper.folder
+            kept = session.channel.persistence.folder
             fate = f"wait in {kept} for a service or the next rank here" if kept else "are lost with this process"
             session.console.line(
                 f"rank {session.identity.rank}: {left} records were not committed by {session.channel.service_url} "
@@ -272,7 +272,7 @@ class Monitor(CopiesDoNothing):
         """
         session = self._session
         if session is not None:
-            session.hooks.call("batch()", session.alongside.batches.say, ids)
+            session.hooks.call("batch()", session.reactions.batches.say, ids)
 
     @_opaque
     def event(self, type: str, message: str = "", **details: Any) -> None:  # noqa: A002 - the field's own word
@@ -304,7 +304,7 @@ class Monitor(CopiesDoNothing):
             session.hooks.call("phase()", self._tell_phase, session, name)
 
     def _tell_phase(self, session: Session, name: str) -> None:
-        session.recorder.moments.tell("phase_begins", name)
+        session.recorder.step_events.tell("phase_begins", name)
         self._show_phase(session)
 
     def _phase_ended(self, name: str, seconds: float) -> None:
@@ -313,10 +313,10 @@ class Monitor(CopiesDoNothing):
             session.hooks.call("phase()", self._end_phase, session, name, seconds)
 
     def _end_phase(self, session: Session, name: str, seconds: float) -> None:
-        session.recorder.moments.tell("phase_ended", name)
+        session.recorder.step_events.tell("phase_ended", name)
         self._show_phase(session)
         if name not in WITHIN_A_STEP:
-            session.recorder.add(session.followers.phases.total(name))
+            session.recorder.add(session.step_observers.phases.total(name))
             self._event(session, EventType.PHASE, name, {"phase": name, "seconds": seconds})
 
     def _show_phase(self, session: Session) -> None:
@@ -347,7 +347,7 @@ class Monitor(CopiesDoNothing):
         if self.is_copy:
             return
         document = {SWITCH: on, **(config or {})}
-        measuring_of(document, self._config, on=on)
+        sampling_config_from(document, self._config, on=on)
         session = self._session
         if session is not None:
             session.hooks.call("switch()", session.switch, document)
@@ -360,7 +360,7 @@ class Monitor(CopiesDoNothing):
         session = self._session
         if session is None:
             return None
-        taken: Taken | None = self._guard.call("dump_stacks()", session.diagnosis.take, "call")
+        taken: CapturedStacks | None = self._guard.call("dump_stacks()", session.diagnosis.take, "call")
         return None if taken is None else stacks_text(taken.stacks)
 
     # What one may ask.
@@ -399,7 +399,7 @@ class Monitor(CopiesDoNothing):
     def measuring(self) -> dict[str, Any]:
         """Return what is measured, since which step, and what is `to_come`; empty while not attached."""
         session = self._session
-        return {} if session is None else session.board.state()
+        return {} if session is None else session.change_queue.state()
 
     @_opaque
     def remark(self, sentence: str) -> None:

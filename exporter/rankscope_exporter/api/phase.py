@@ -15,7 +15,7 @@ def _nobody(*_: Any) -> None:
     """Do nothing."""
 
 
-class Phases(CopiesDoNothing):
+class OpenPhases(CopiesDoNothing):
     """The phases under way, the innermost last; `begins` and `ended` are called with the name of each."""
 
     def __init__(self, begins: Callable[[str], None] = _nobody, ended: Callable[[str, float], None] = _nobody) -> None:
@@ -41,7 +41,7 @@ class Phases(CopiesDoNothing):
 class Phase(CopiesDoNothing, contextlib.ContextDecorator):
     """Lasts from `__enter__` to `__exit__`, and may be entered again afterwards. As a decorator, it is one per call."""
 
-    def __init__(self, name: str, phases: Phases) -> None:
+    def __init__(self, name: str, phases: OpenPhases) -> None:
         self.name = name
         self._phases = phases
         self._began: list[float] = []

@@ -14,38 +14,38 @@ from typing import Any, Final
 from rankscope_contract.events import Event, EventType, Severity
 from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_contract.records import WIRE_VALUE_OPS, PlanEntry
-from rankscope_exporter.adapters.monitored_model import Subject
-from rankscope_exporter.api.step_observers import Followers
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
+from rankscope_exporter.api.step_observers import StepObservers
 from rankscope_exporter.base.errors import Guard, fault_text
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.config.resolve import public_settings
 from rankscope_exporter.model.parameter_names import element_count, encodable
 from rankscope_exporter.monitors.hangs.diagnosis import Diagnosis
 from rankscope_exporter.monitors.hangs.watchdog import HangLimits, Watchdog
-from rankscope_exporter.observers.resources import Accounts
+from rankscope_exporter.observers.resources import OverheadReporter
 from rankscope_exporter.observers.throughput.parameter_counts import ALONE, Parallel
 from rankscope_exporter.process.identity import resolve_identity
-from rankscope_exporter.publishing.anomaly_detector import Judge
+from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector
 from rankscope_exporter.publishing.console import Console, banner
 from rankscope_exporter.publishing.publisher import Publisher
 from rankscope_exporter.quantities.structure import Structure
 from rankscope_exporter.reactions.anomaly_callback import OnAnomaly
-from rankscope_exporter.reactions.anomaly_reactions import Alongside, Parts
+from rankscope_exporter.reactions.anomaly_reactions import AnomalyReactions, ReactionDependencies
 from rankscope_exporter.reconfiguration.agreement import agreement_of
-from rankscope_exporter.reconfiguration.change_queue import Switchboard
-from rankscope_exporter.reconfiguration.change_sources import Switching
-from rankscope_exporter.records.pending_step import Draft
+from rankscope_exporter.reconfiguration.change_queue import ChangeQueue
+from rankscope_exporter.reconfiguration.change_sources import ChangeSources
+from rankscope_exporter.records.pending_step import PendingStep
 from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.sampling.active_quantities import Collection
+from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 from rankscope_exporter.sampling.plan import Measurement
-from rankscope_exporter.sampling.sampling_config import Measuring, chosen
-from rankscope_exporter.serving.rank_server import Channel
+from rankscope_exporter.sampling.sampling_config import SamplingConfig, chosen
+from rankscope_exporter.serving.rank_server import RankServer
 from rankscope_exporter.serving.ring import Ring
 from rankscope_exporter.sinks import sink_class
 from rankscope_exporter.sinks.base import Sinks
 from rankscope_exporter.sinks.memory import Row, rows_of
 from rankscope_exporter.statistics import Finished, backend_name, warm_up, warm_up_seconds
-from rankscope_exporter.statistics.selection import remarks, unjudged
+from rankscope_exporter.statistics.selection import op_notices, rule_notices
 from rankscope_exporter.training.hooks import Hooks
 from rankscope_exporter.training.recorder import Recorder
 from rankscope_exporter.training.step_tracker import StepTracker
@@ -101,7 +101,7 @@ class Session:
 
     def __init__(
         self,
-        subject: Subject,
+        monitored: MonitoredModel,
         config: MonitorConfig,
         guard: Guard,
         *,
@@ -110,29 +110,29 @@ class Session:
         on_anomaly: OnAnomaly | None = None,
         parallel: Parallel = ALONE,
     ) -> None:
-        self.subject = subject
+        self.monitored = monitored
         self.config = config
         self._guard = guard
         self.identity = resolve_identity(os.environ, config.run)
-        device = subject.device
+        device = monitored.device
         self.console = Console(self.identity.rank, enabled=config.console)
         explicit = config.steps == "explicit"
-        self._collection = Collection(
-            [] if config.switch_file is not None else chosen(subject, config, self.identity.rank),
+        self._active_quantities = ActiveQuantities(
+            [] if config.switch_file is not None else chosen(monitored, config, self.identity.rank),
             device=device,
             guard=guard,
             measurement=Measurement(config.zero_below, compiled=config.statistics == "auto"),
         )
-        self._book = self._collection.book
+        self._book = self._active_quantities.book
         self.recorder = Recorder(
-            subject,
-            self._collection,
+            monitored,
+            self._active_quantities,
             self._hand_over,
             guard=guard,
-            tracker=StepTracker(first_step, has_optimizer=bool(subject.optimizers), explicit=explicit),
+            tracker=StepTracker(first_step, has_optimizer=bool(monitored.optimizers), explicit=explicit),
         )
-        self.followers = Followers(
-            subject,
+        self.step_observers = StepObservers(
+            monitored,
             config,
             guard,
             device=device,
@@ -143,13 +143,13 @@ class Session:
             tell=self._tell,
             mention=self._say,
         )
-        self.followers.follow(self.recorder.moments)
+        self.step_observers.follow(self.recorder.step_events)
         self.attach_seconds = 0.0
         """CPU time of what attach() did on the thread that called it."""
         self._is_warm = False
         self._remarked: set[str] = set()
-        self.hooks = Hooks(subject, self.recorder, guard)
-        self.channel = Channel(
+        self.hooks = Hooks(monitored, self.recorder, guard)
+        self.channel = RankServer(
             self.identity,
             config.serve,
             rules=config.rules,
@@ -164,69 +164,71 @@ class Session:
         self.sinks = Sinks([cls(config.options_of_sink(cls), self.identity) for cls in classes], guard)
         self.publisher = Publisher(
             self._book,
-            Judge(config.rules),
+            AnomalyDetector(config.rules),
             self._publish,
             guard=guard,
             on_firing=self._fired,
         )
-        self.channel.announce(sorted(self._collection.kinds()))
-        self.diagnosis = Diagnosis(self.identity.rank, self.channel.publish, lambda: self.channel.standing()[0], guard)
+        self.channel.announce(sorted(self._active_quantities.kinds()))
+        self.diagnosis = Diagnosis(self.identity.rank, self.channel.publish, lambda: self.channel.progress()[0], guard)
         self.watchdog = Watchdog(
             HangLimits(training=config.hang_after_seconds, in_phase=config.hang_in_phase_after_seconds),
             config.stacks_signal,
             self.diagnosis,
             guard,
-            standing=self.channel.standing,
+            standing=self.channel.progress,
             planned_steps=total_steps,
             say=self.console.line,
         )
-        self.board = Switchboard(
-            self._collection,
-            Measuring(on=config.switch_file is None, config=config),
+        self.change_queue = ChangeQueue(
+            self._active_quantities,
+            SamplingConfig(on=config.switch_file is None, config=config),
             guard=guard,
             first_step=first_step,
         )
-        self.switching = Switching(
+        self.change_sources = ChangeSources(
             config,
-            self.board,
-            lambda changed: chosen(subject, changed, self.identity.rank, switched=True),
+            self.change_queue,
+            lambda changed: chosen(monitored, changed, self.identity.rank, switched=True),
             guard=guard,
             tell=self._tell,
-            agreement=agreement_of(self.identity, self.board.pace, config.switch_poll_seconds),
+            agreement=agreement_of(self.identity, self.change_queue.pace, config.switch_poll_seconds),
             first_step=first_step,
         )
-        wired = Parts(
-            subject=subject,
-            collection=self._collection,
+        wired = ReactionDependencies(
+            monitored=monitored,
+            active_quantities=self._active_quantities,
             recorder=self.recorder,
-            board=self.board,
-            switching=self.switching,
+            change_queue=self.change_queue,
+            change_sources=self.change_sources,
             diagnosis=self.diagnosis,
             cost=self._lasting_overhead,
-            changed=lambda: self.channel.announce(sorted(self._collection.kinds())),
+            changed=lambda: self.channel.announce(sorted(self._active_quantities.kinds())),
             say=self._say,
         )
-        self.alongside = Alongside(config, self.identity, guard, wired, on_anomaly)
-        self.recorder.moments.follow(Accounts(self.overhead, lambda: self.alongside.governor.stretch))
+        self.reactions = AnomalyReactions(config, self.identity, guard, wired, on_anomaly)
+        self.recorder.step_events.follow(
+            OverheadReporter(self.overhead, lambda: self.reactions.overhead_controller.stretch)
+        )
         self._connect()
         guard.on_first = self._tell_fault
 
     def _connect(self) -> None:
         """Tell the parts whom they call; nothing runs yet."""
-        self.board.taken = self._measuring_changed
-        self.board.arrives = self.switching.arrive
-        self.recorder.before_step, self.recorder.after_update = self.board.opens, self.board.ready
-        self.channel.take_switch, self.channel.measuring = self.switching.request, self.board.state
-        self.channel.stretch = lambda: self.alongside.governor.stretch
+        self.change_queue.on_change = self._measuring_changed
+        self.change_queue.resolve_pending = self.change_sources.resolve
+        self.recorder.before_step, self.recorder.after_update = self.change_queue.before_step, self.change_queue.ready
+        self.channel.take_switch, self.channel.measuring = self.change_sources.request, self.change_queue.state
+        self.channel.stretch = lambda: self.reactions.overhead_controller.stretch
         self.hooks.beat = self.watchdog.beat
         self.hooks.tell = self._tell
-        self.channel.collectives = self.followers.collectives.counts
+        self.channel.collectives = self.step_observers.collectives.counts
         self.channel.take_stacks = lambda: self.diagnosis.take("request").document(self.identity.rank)
         self.publisher.published = self.recorder.published
         self.publisher.flush_idle = self.recorder.flush_idle
         self.publisher.finished = self.sinks.close
-        self.publisher.pp_stage = self.subject.framework.pp_stage
-        self.publisher.has_chunks = len(self.subject.framework.chunks) > 1
+        self.publisher.pp_stage = self.monitored.framework.pp_stage
+        self.publisher.has_chunks = len(self.monitored.framework.chunks) > 1
         self.recorder.on_open, self.recorder.on_rest = self._step_opens, self.hooks.rest
 
     def start(self) -> str:
@@ -247,22 +249,22 @@ class Session:
                 self._guard.call("undoing attach()", step)
             raise
         self._guard.call("starting the watchdog", self.watchdog.start)
-        self.followers.start(self.hooks)
-        self._guard.call("remarks on the configuration", self._remark, self.config)
-        self._guard.call("starting the switch thread", self.switching.start)
+        self.step_observers.start(self.hooks)
+        self._guard.call("remarks on the configuration", self._publish_notices, self.config)
+        self._guard.call("starting the switch thread", self.change_sources.start)
         return address
 
     def switch(self, document: Mapping[str, Any]) -> None:
         """Change what is measured because the script says so. Raises ConfigError."""
-        self.switching.call(document)
-        self.recorder.between(self.board.ready)
+        self.change_sources.call(document)
+        self.recorder.between(self.change_queue.ready)
 
     def print_banner(self, address: str) -> None:
         """Tell on rank 0 what is monitored, what it costs, and who reads it."""
         if self.identity.rank != 0:
             return
         entries = len(self._book)
-        parameters = self.subject.parameters
+        parameters = self.monitored.parameters
         lines = banner(
             run=self.identity.run,
             world_size=self.identity.world_size,
@@ -288,8 +290,8 @@ class Session:
             "warm_up": warm_up_seconds(),
             "publisher": self.publisher.cpu_seconds,
             "watchdog": self.watchdog.cpu_seconds,
-            "switch": self.switching.cpu_seconds,
-            **self.followers.overhead_seconds(),
+            "switch": self.change_sources.cpu_seconds,
+            **self.step_observers.overhead_seconds(),
         }
 
     def _what(self) -> str:
@@ -299,11 +301,11 @@ class Session:
 
     def _dropped(self) -> dict[str, int]:
         return {
-            "publisher_behind": self._collection.unsampled + self.publisher.dropped,
+            "publisher_behind": self._active_quantities.unsampled + self.publisher.dropped,
             "events_per_step": self.publisher.events_left_out,
             "plan_full": self._book.left_out,
-            **self.followers.left_out(),
-            **self.alongside.dropped(),
+            **self.step_observers.left_out(),
+            **self.reactions.dropped(),
             **self.sinks.missed,
         }
 
@@ -317,10 +319,10 @@ class Session:
 
     def _fired(self, step: int | None, anomalies: Sequence[Event]) -> None:
         self._guard.call("the console", self.console.firing, step, anomalies)
-        self.alongside.fired(step, anomalies)
+        self.reactions.fired(step, anomalies)
 
-    def _hand_over(self, draft: Draft) -> None:
-        self.publisher.put(draft)
+    def _hand_over(self, pending_step: PendingStep) -> None:
+        self.publisher.put(pending_step)
 
     def _send(self, record: StepRecord) -> None:
         self.channel.publish(record)
@@ -336,17 +338,17 @@ class Session:
         self.hooks.look_again()
 
     def _measuring_changed(self) -> None:
-        self.channel.announce(sorted(self._collection.kinds()))
-        self._remark(self.board.measuring.config)
+        self.channel.announce(sorted(self._active_quantities.kinds()))
+        self._publish_notices(self.change_queue.measuring.config)
 
-    def _remark(self, config: MonitorConfig) -> None:
+    def _publish_notices(self, config: MonitorConfig) -> None:
         """Say once what is asked for and not done, chosen without an effect, and which rules miss what is left out."""
         own = [
             (f"options.{name}.", table["ops"]) for name, table in config.options.items() if table.get("ops") is not None
         ]
         told = [*config.remarks]
-        told += [f"{where}{text}" for where, names in [("", config.ops), *own] for text in remarks(names)]
-        for sentence in (*told, *unjudged(self.config.rules, self._collection.published())):
+        told += [f"{where}{text}" for where, names in [("", config.ops), *own] for text in op_notices(names)]
+        for sentence in (*told, *rule_notices(self.config.rules, self._active_quantities.published())):
             if sentence not in self._remarked:
                 self._remarked.add(sentence)
                 self._tell(sentence)
@@ -357,7 +359,7 @@ class Session:
 
     def structure(self) -> str:
         """Return the structure of the model in words, empty until it was seen."""
-        quantity = self._collection.quantity(Structure.name)
+        quantity = self._active_quantities.quantity(Structure.name)
         return quantity.text if isinstance(quantity, Structure) else ""
 
     def _say(self, message: str) -> None:

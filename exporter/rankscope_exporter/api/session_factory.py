@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from rankscope_contract.events import Event, EventType, Severity
 from rankscope_exporter.adapters import Framework, Stage, framework_of
-from rankscope_exporter.adapters.monitored_model import Borrowed, Subject
+from rankscope_exporter.adapters.monitored_model import Borrowed, MonitoredModel
 from rankscope_exporter.api.session import Session
 from rankscope_exporter.base.errors import Guard
 from rankscope_exporter.config.monitor_config import MonitorConfig
-from rankscope_exporter.model.name_patterns import Targets, sentences
+from rankscope_exporter.model.name_patterns import Targets, target_notices
 from rankscope_exporter.model.parameter_names import NamedParameter, named_parameters
 from rankscope_exporter.observers.throughput.parameter_counts import ALONE, parallel_of
 from rankscope_exporter.process.identity import place_in
@@ -54,17 +54,19 @@ def attached(
     lazy = [item.name for item in selected if item.is_lazy]
     chosen = tuple(item for item in selected if not item.is_lazy)
     of_groups = {DP: groups["dp_group"], TP: groups["tp_group"]}
-    mates = guard.call("dp_group and tp_group", find_mates, framework, chosen, of_groups) or Mates()
+    replica_dedup = (
+        guard.call("dp_group and tp_group", find_replica_dedup, framework, chosen, of_groups) or ReplicaDedup()
+    )
     given = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
     world_size = torch.distributed.get_world_size() if _in_process_group() else 1
     optimizers = Borrowed(framework.optimizers(given))
-    subject = Subject(framework, chosen, optimizers, world_size, elsewhere=mates.positions)
+    monitored = MonitoredModel(framework, chosen, optimizers, world_size, elsewhere=replica_dedup.positions)
     names = [name for item in parameters for name in (item.name, *item.aliases)]
-    complaints = [f"tensors: {sentence}" for sentence in sentences(targets, names, "parameter")]
+    notices = [f"tensors: {sentence}" for sentence in target_notices(targets, names, "parameter")]
     if lazy:
-        complaints.append(_of_lazy(lazy))
+        notices.append(_of_lazy(lazy))
     session = Session(
-        subject,
+        monitored,
         config,
         guard,
         first_step=first_step,
@@ -74,9 +76,9 @@ def attached(
     )
     address = session.start()
     session.attach_seconds = time.thread_time() - began
-    for sentence in (*complaints, *mates.complaints):
+    for sentence in (*notices, *replica_dedup.notices):
         guard.call("a remark of attach()", session.hooks.tell, sentence)
-    for event in mates.events:
+    for event in replica_dedup.events:
         guard.call("an event of attach()", session.recorder.event, event)
     guard.call("the banner", session.print_banner, address)
     return session
@@ -97,18 +99,20 @@ DP, TP = "dp_group", "tp_group"
 
 
 @dataclass(frozen=True, slots=True)
-class Mates:
+class ReplicaDedup:
     """What is left to others: positions of parameters, what the store is told of it, what a reader should know."""
 
     positions: frozenset[int] = frozenset()
     events: tuple[Event, ...] = ()
-    complaints: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
 
 
-def find_mates(framework: Framework, parameters: Sequence[NamedParameter], groups: dict[str, Any]) -> Mates:
+def find_replica_dedup(
+    framework: Framework, parameters: Sequence[NamedParameter], groups: dict[str, Any]
+) -> ReplicaDedup:
     """Return what the first ranks of `groups`, by DP and TP, publish for this one."""
     positions: set[int] = set()
-    events, complaints = [], []
+    events, notices = [], []
     for name, group in groups.items():
         if group is None:
             continue
@@ -116,15 +120,15 @@ def find_mates(framework: Framework, parameters: Sequence[NamedParameter], group
             ranks = dist.get_process_group_ranks(group)
             here = ranks.index(dist.get_rank())
         except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
-            complaints.append(f"{name} is no process group of this rank, which publishes everything: {error}")
+            notices.append(f"{name} is no process group of this rank, which publishes everything: {error}")
             continue
         same = [i for i, named in enumerate(parameters) if _is_same(framework, named, name, ranks)]
         if len(ranks) > 1 and not same:
-            complaints.append(f"{name}: no parameter is known to be the same on its ranks: each publishes everything")
+            notices.append(f"{name}: no parameter is known to be the same on its ranks: each publishes everything")
         if here > 0 and same:
             positions.update(same)
             events.append(_event(name, ranks, len(same), len(parameters)))
-    return Mates(frozenset(positions), tuple(events), tuple(complaints))
+    return ReplicaDedup(frozenset(positions), tuple(events), tuple(notices))
 
 
 def _is_same(framework: Framework, named: NamedParameter, name: str, ranks: Sequence[int]) -> bool:

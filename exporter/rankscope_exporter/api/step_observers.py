@@ -7,41 +7,41 @@ from collections.abc import Callable
 import torch
 
 from rankscope_exporter.adapters.base import Hooking
-from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.base.errors import Guard
 from rankscope_exporter.config.monitor_config import MonitorConfig
-from rankscope_exporter.monitors.flight_recorder.poller import CollectiveReader
-from rankscope_exporter.monitors.hardware.poller import HardwareWatch
-from rankscope_exporter.observers.resources import Memory
-from rankscope_exporter.observers.step_timing.observer import Phases
+from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPoller
+from rankscope_exporter.monitors.hardware.poller import HardwarePoller
+from rankscope_exporter.observers.resources import MemoryObserver
+from rankscope_exporter.observers.step_timing.observer import StepTimingObserver
 from rankscope_exporter.observers.throughput.meter import Throughput
 from rankscope_exporter.observers.throughput.parameter_counts import Parallel
-from rankscope_exporter.records.pending_step import Draft
-from rankscope_exporter.records.step_events import Moments
+from rankscope_exporter.records.pending_step import PendingStep
+from rankscope_exporter.records.step_events import StepEvents
 from rankscope_exporter.records.step_record import StepRecord
 
 
-class Followers:
+class StepObservers:
     """Built with the session; each notes little on the training thread, and does the rest on others."""
 
     def __init__(
         self,
-        subject: Subject,
+        monitored: MonitoredModel,
         config: MonitorConfig,
         guard: Guard,
         *,
         device: torch.device,
         parallel: Parallel,
         rank: int,
-        hand_over: Callable[[Draft], None],
+        hand_over: Callable[[PendingStep], None],
         publish: Callable[[StepRecord], object],
         tell: Callable[[str], None],
         mention: Callable[[str], None],
     ) -> None:
         self._guard = guard
-        self.memory = Memory(device)
+        self.memory = MemoryObserver(device)
         self.throughput = Throughput(
-            subject.framework,
+            monitored.framework,
             config.throughput,
             parallel,
             device=device,
@@ -49,14 +49,14 @@ class Followers:
             mention=mention,
             is_first=rank == 0,
         )
-        self.phases = Phases.of(subject, device, hand_over, times_steps=config.phases)
-        self.collectives = CollectiveReader(config.collectives_share, publish, guard)
-        self.hardware = HardwareWatch(device, config.hardware.every_seconds, hand_over, guard)
+        self.phases = StepTimingObserver.of(monitored, device, hand_over, times_steps=config.phases)
+        self.collectives = FlightRecorderPoller(config.collectives_share, publish, guard)
+        self.hardware = HardwarePoller(device, config.hardware.every_seconds, hand_over, guard)
 
-    def follow(self, moments: Moments) -> None:
+    def follow(self, step_events: StepEvents) -> None:
         """Hear of every step from now on."""
         for follower in (self.memory, self.throughput, self.phases, self.collectives):
-            moments.follow(follower)
+            step_events.follow(follower)
 
     def start(self, hooking: Hooking) -> None:
         """Install the hooks of throughput and start the hardware thread; a part that does not start is reported."""

@@ -49,7 +49,7 @@ def _inert(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, CopiesDoNothing) else value
 
 
-class StaysBehind:
+class NotCopied:
     """A callable that is not copied with the object that holds it.
 
     The copy gets a method of the standard library that does nothing, so it loads where Rankscope is not installed.

@@ -27,7 +27,7 @@ from torch._C._dynamo import eval_frame
 from torch.fx import _symbolic_trace
 from torch.utils import _python_dispatch
 
-from rankscope_exporter.base.copies import StaysBehind
+from rankscope_exporter.base.copies import NotCopied
 
 # None of these has a public name. Missing ones fail at import, which the tests of a new release of torch show.
 _dispatch_modes: Final = torch._C._len_torch_dispatch_stack  # noqa: SLF001 - see above
@@ -126,7 +126,7 @@ def on_compilation(listener: Callable[[], object]) -> Callable[[], int]:
     return was_compiled
 
 
-class Entry(StaysBehind):
+class Entry(NotCopied):
     """A hook as torch calls it. A copy of its module, saved or not, gets a function that does nothing in its place.
 
     `was_compiled`, from `on_compilation`, is called when Dynamo compiles the hook.

@@ -247,7 +247,7 @@ class MonitorConfig:
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> MonitorConfig:
         """Return the configuration of a parsed JSON or TOML document; unknown keys are named with the nearest one."""
-        values = in_our_words(settings)
+        values = own_settings(settings)
         check_keys(values, setting_names(), "")
         if "rules" in values:
             values["rules"] = tuple(_rule(entry) for entry in listed("rules", values["rules"], object))
@@ -282,7 +282,7 @@ def setting_names() -> set[str]:
     return {item.name for item in fields(MonitorConfig)}
 
 
-def in_our_words(settings: Mapping[str, Any]) -> dict[str, Any]:
+def own_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return `settings` as those of a MonitorConfig, whose names they may or may not have. Raises ConfigError."""
     return translated_settings(settings, setting_names())
 

@@ -18,7 +18,7 @@ from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.config.resolve import Given
 
 
-class Attended(CopiesDoNothing):
+class CallbackBase(CopiesDoNothing):
     """The monitor of the training under way; before and after it nothing happens.
 
     The configuration is checked at construction and raises ConfigError; nothing after it raises into training.

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from rankscope_exporter.base.copies import CopiesDoNothing
 from rankscope_exporter.config.resolve import Given
-from rankscope_exporter.integrations.callback_base import Attended
+from rankscope_exporter.integrations.callback_base import CallbackBase
 from rankscope_exporter.model.module_names import defines_forward
 
 _NOTED_BY_THE_MONITOR = frozenset({"learning_rate"})  # per parameter group
@@ -29,7 +29,7 @@ class RankscopeCallback(CopiesDoNothing, TrainerCallback):  # type: ignore[misc,
 
     def __init__(self, config: Given = None) -> None:
         """Take what Monitor takes."""
-        self._attended = Attended(config)
+        self._attended = CallbackBase(config)
         self._tokens_seen = 0
 
     def on_train_begin(

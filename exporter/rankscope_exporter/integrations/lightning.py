@@ -13,7 +13,7 @@ from rankscope_exporter.adapters.parameter_hooks import Announced
 from rankscope_exporter.base.copies import CopiesDoNothing
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.config.resolve import Given
-from rankscope_exporter.integrations.callback_base import Attended
+from rankscope_exporter.integrations.callback_base import CallbackBase
 
 
 class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-ignore]  # lightning may be missing where types are checked
@@ -25,7 +25,7 @@ class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-
 
     def __init__(self, config: Given = None) -> None:
         """Take what Monitor takes."""
-        self._attended = Attended(config)
+        self._attended = CallbackBase(config)
         self._announced: Announced | None = None
         self._updates = 0
         self._before_evaluation: set[str] = set()
@@ -45,7 +45,7 @@ class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-
         self._updates = trainer.global_step
         done = trainer.fit_loop.total_batch_idx + 1 if by_batch else trainer.global_step
         self._attended.begin(
-            self._subject(trainer.strategy.model, pl_module),
+            self._monitored(trainer.strategy.model, pl_module),
             trainer.optimizers,
             first_step=done + 1,
             total_steps=None if by_batch else _planned(trainer),
@@ -104,7 +104,7 @@ class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-
         """Say why training ends."""
         self._attended.end(exception)
 
-    def _subject(self, model: Any, pl_module: Any) -> Framework:
+    def _monitored(self, model: Any, pl_module: Any) -> Framework:
         """Return the adapter; a module that nothing wraps is never called as a whole."""
         framework = framework_of(model)
         self._announced = Announced(pl_module) if model is pl_module else None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from rankscope_exporter.model.name_patterns import Targets, sentences
+from rankscope_exporter.model.name_patterns import Targets, target_notices
 from rankscope_exporter.model.parameter_names import entry, plain_name
 
 
@@ -67,7 +67,7 @@ def selected(modules: Iterable[NamedModule], targets: Targets) -> tuple[NamedMod
 
 def unmatched(modules: Iterable[NamedModule], targets: Targets) -> list[str]:
     """Return a sentence for each target that selects no module, with the nearest names."""
-    return sentences(targets, (name for item in modules for name in (item.name, *item.aliases)), "module")
+    return target_notices(targets, (name for item in modules for name in (item.name, *item.aliases)), "module")
 
 
 def _can_be_called(module: nn.Module) -> bool:

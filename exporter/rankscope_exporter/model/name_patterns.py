@@ -42,24 +42,26 @@ class Targets:
         """Return the patterns that select none of `names`, as they are called, each with the names nearest to it."""
         known = list(names)
         return {
-            said(pattern): difflib.get_close_matches(said(pattern).removeprefix(REGEX), known, n=3, cutoff=0.4)
+            display_name(pattern): difflib.get_close_matches(
+                display_name(pattern).removeprefix(REGEX), known, n=3, cutoff=0.4
+            )
             for pattern, compiled in self._compiled
             if pattern != "*" and not any(name == pattern or compiled.fullmatch(name) for name in known)
         }
 
 
-def made_of(name: str, expression: str) -> str:
+def regex_pattern(name: str, expression: str) -> str:
     """Return the pattern `expression`, which stands for `name` and is called by it."""
     return f"{REGEX}{expression}" if set(name) & {"(", ")"} else f"{REGEX}(?#{name}){expression}"
 
 
-def said(pattern: str) -> str:
+def display_name(pattern: str) -> str:
     """Return the name that a pattern was made of, any other pattern itself."""
     found = _SAID.match(pattern)
     return pattern if found is None else found[1]
 
 
-def sentences(targets: Targets, names: Iterable[str], of: str) -> list[str]:
+def target_notices(targets: Targets, names: Iterable[str], of: str) -> list[str]:
     """Return a sentence for each target that selects none of `names`, with the nearest; `of` is what they name."""
     return [
         f"target {target!r} matches no {of}" + (f"; nearest: {', '.join(near)}" if near else "")

@@ -15,8 +15,8 @@ from typing import Final
 
 import torch
 
-from rankscope_exporter.records.pending_step import Draft
-from rankscope_exporter.records.step_events import Follower
+from rankscope_exporter.records.pending_step import PendingStep
+from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.records.step_record import Scalar
 
 _STATM: Final = Path("/proc/self/statm")
@@ -32,16 +32,16 @@ _OF_ALLOCATOR: Final = {
 }
 
 
-class Memory(Follower):
+class MemoryObserver(StepObserver):
     """Adds what memory is held to each measured step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def step_ends(self, draft: Draft) -> None:
+    def step_ends(self, pending_step: PendingStep) -> None:
         """Have it read when the step is published."""
-        if draft.sampled:
-            draft.later += [self.of_process, self.of_allocator]
+        if pending_step.sampled:
+            pending_step.later += [self.of_process, self.of_allocator]
 
     def of_process(self) -> list[Scalar]:
         """Return the resident memory of this process."""
@@ -73,7 +73,7 @@ def resident_bytes() -> int:
 EVERY_SECONDS: Final = 10.0
 
 
-class Accounts(Follower):
+class OverheadReporter(StepObserver):
     """Adds what each thread has cost, and the stretch, to the first step and the last, and every so often."""
 
     def __init__(
@@ -87,12 +87,12 @@ class Accounts(Follower):
         self._clock = clock
         self._due_at = float("-inf")
 
-    def step_ends(self, draft: Draft) -> None:
+    def step_ends(self, pending_step: PendingStep) -> None:
         """Have the numbers read on the publisher's thread."""
         now = self._clock()
         if now >= self._due_at:
             self._due_at = now + EVERY_SECONDS
-            draft.later.append(self._scalars)
+            pending_step.later.append(self._scalars)
 
     def training_ends(self) -> None:
         """Have them once more with the last step."""

@@ -15,7 +15,7 @@ from rankscope_exporter.model.parameter_names import encodable
 from rankscope_exporter.process import stop_signals
 
 
-class Attached(Protocol):
+class AttachedMonitor(Protocol):
     """What a monitor offers to the process around it."""
 
     def abandon_after_fork(self) -> None:
@@ -32,14 +32,14 @@ _STOPPED_BY_CODE: Final = {
 }
 """Exit codes by which a script that caught a signal says so, as a shell does."""
 
-_attached: set[Attached] = set()
+_attached: set[AttachedMonitor] = set()
 """Strong references: a monitor that the script has dropped still has hooks, threads and a socket to answer for."""
 
 _registered = False
 _earlier_error: BaseException | None = None
 
 
-def watch(monitor: Attached) -> None:
+def watch(monitor: AttachedMonitor) -> None:
     """Tell `monitor` about forks and the end of the process until `forget` or its own end."""
     global _registered, _earlier_error  # noqa: PLW0603 - process-wide hooks can be registered but never removed
     # A notebook leaves the error of an earlier cell there.
@@ -51,7 +51,7 @@ def watch(monitor: Attached) -> None:
     _attached.add(monitor)
 
 
-def forget(monitor: Attached) -> None:
+def forget(monitor: AttachedMonitor) -> None:
     """Stop telling `monitor`."""
     _attached.discard(monitor)
 

@@ -32,7 +32,7 @@ _AGAIN_SECONDS: Final = 0.01
 _INSIDE_SECONDS: Final = 2.0
 _OWN_CODE: Final = __name__.partition(".")[0] + "."
 
-LastWord = Callable[[], None]
+FinalWait = Callable[[], None]
 
 
 class Stoppable(Protocol):
@@ -41,23 +41,23 @@ class Stoppable(Protocol):
     def stop_asked(self, name: str) -> None:
         """Note that the signal came; training may go on."""
 
-    def last_records(self, name: str) -> LastWord:
+    def last_records(self, name: str) -> FinalWait:
         """Record that the signal ends this process, and return what waits until it was heard. Called once."""
 
 
 @dataclass(slots=True)
-class _Taken:
+class _Installed:
     former: Callable[[int, FrameType | None], object] | int
     monitors: set[Stoppable] = field(default_factory=set)
     came_at: float | None = None
 
 
-_taken: dict[int, _Taken] = {}
+_taken: dict[int, _Installed] = {}
 _work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 _worker: threading.Thread | None = None
 
 
-def take(monitor: Stoppable, names: Iterable[str]) -> None:
+def install(monitor: Stoppable, names: Iterable[str]) -> None:
     """Tell `monitor` of these signals until `give_back`. Raises ConfigError, and takes none, where that cannot be."""
     numbers = [signal.Signals[name] for name in names]
     if numbers and threading.current_thread() is not threading.main_thread():
@@ -68,7 +68,7 @@ def take(monitor: Stoppable, names: Iterable[str]) -> None:
     for number in numbers:
         former = signal.getsignal(number)
         if number not in _taken and former is not None and former != signal.SIG_IGN:  # nohup: nothing ends by it
-            _taken[number] = _Taken(former)
+            _taken[number] = _Installed(former)
             signal.signal(number, _on_signal)
         if number in _taken:
             _taken[number].monitors.add(monitor)
@@ -76,7 +76,7 @@ def take(monitor: Stoppable, names: Iterable[str]) -> None:
         _start_worker()
 
 
-def give_back(monitor: Stoppable) -> None:
+def uninstall(monitor: Stoppable) -> None:
     """Tell `monitor` no more, and put back what was there. Off the main thread a handler stays that only passes on."""
     for number, taken in list(_taken.items()):
         taken.monitors.discard(monitor)
@@ -116,7 +116,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
         _work.put(lambda: _send_again(number))
         return
     signal.signal(number, taken.former)  # a second signal ends the process at once
-    _say_last_words(tuple(taken.monitors), signal.Signals(number).name)
+    _publish_exit(tuple(taken.monitors), signal.Signals(number).name)
     os.kill(os.getpid(), number)
 
 
@@ -136,7 +136,7 @@ def _send_again(number: int) -> None:
         signal.pthread_kill(ident, number)
 
 
-def _say_last_words(monitors: Iterable[Stoppable], name: str) -> None:
+def _publish_exit(monitors: Iterable[Stoppable], name: str) -> None:
     """Record them here, and have another thread wait for the service: what this one holds meanwhile stays held."""
     waiting = []
     for monitor in monitors:
@@ -152,7 +152,7 @@ def _say_last_words(monitors: Iterable[Stoppable], name: str) -> None:
         heard.wait(max(0.0, deadline - time.monotonic()))
 
 
-def _then(wait: LastWord, heard: threading.Event) -> Callable[[], None]:
+def _then(wait: FinalWait, heard: threading.Event) -> Callable[[], None]:
     def work() -> None:
         try:
             wait()

@@ -118,7 +118,7 @@ class CpuMeter:
 MOST_WAITING: Final = 64
 
 
-class Chores:
+class BackgroundWorker:
     """Does one thing after the other, in order. The thread starts with the first of them."""
 
     def __init__(self, name: str, guard: Guard) -> None:

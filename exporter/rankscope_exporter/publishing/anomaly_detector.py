@@ -50,7 +50,7 @@ class Firing(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class StepVerdict:
     """The verdict on one step."""
 
     baselines: Float32s  # [len(JUDGED_OPS), T]: what each value was compared with, NaN where nothing
@@ -76,7 +76,7 @@ class _Scope:
     mask: Bools | None  # [T]; None means all of them
 
 
-class Judge:
+class AnomalyDetector:
     """Keeps the baselines of the entries of a plan, which may grow, and judges step after step."""
 
     def __init__(self, rules: Sequence[AnomalyRule], entries: Sequence[PlanEntry] = (), *, limit: int = 64) -> None:
@@ -103,16 +103,16 @@ class Judge:
         self._kinds += sorted({entry.kind for entry in added} - set(self._kinds))
         place = {kind: index for index, kind in enumerate(self._kinds)}
         kinds = np.array([place[entry.kind] for entry in added], np.int64)
-        moments = np.array([_moment(entry) for entry in added], np.float64)
+        step_events = np.array([_moment(entry) for entry in added], np.float64)
         own = np.array([-1] * len(added) if owners is None else owners[known:], np.int64)
         self._kind_of_entry = np.concatenate([self._kind_of_entry, kinds])
-        self._moment_of_entry = np.concatenate([self._moment_of_entry, moments])
+        self._moment_of_entry = np.concatenate([self._moment_of_entry, step_events])
         self._owner_of_entry = np.concatenate([self._owner_of_entry, own])
         fresh = np.full((len(JUDGED_OPS), len(added)), math.nan, np.float32)
         self._baselines = np.concatenate([self._baselines, fresh], axis=1)
         self._scopes = {op: self._scopes_of(op) for op in _OPS}
 
-    def observe(self, finished: Finished, call_order: Sequence[int] = ()) -> Judgement:
+    def observe(self, finished: Finished, call_order: Sequence[int] = ()) -> StepVerdict:
         """Judge one step and move the baselines on. Absent entries and null values leave their baseline alone.
 
         `call_order` says of each parameter when its gradient arrived (-1: not at all). What belongs to no parameter was
@@ -123,13 +123,13 @@ class Judge:
             verdicts = self._verdicts(finished, against)
             shown = np.where(finished.present, against, np.float32(math.nan))
             if not any(bool(fires.any()) for _, fires in verdicts.values()):
-                return Judgement(shown)
+                return StepVerdict(shown)
             calls = self._calls(call_order)
             firings, left_out = self._firings(finished, before, verdicts, calls)
             order = {firing.entry: int(calls[firing.entry]) for firing in firings}
-            return Judgement(shown, firings, left_out, self._firing(verdicts), order)
+            return StepVerdict(shown, firings, left_out, self._firing(verdicts), order)
 
-    def judge_scalar(self, name: str, value: float) -> AnomalyRule | None:
+    def check_scalar(self, name: str, value: float) -> AnomalyRule | None:
         """Return the rule that fires on this observation of the scalar `name`."""
         series = self._scalars.get(name)
         if series is None and len(self._scalars) >= MAX_SCALARS:

@@ -16,17 +16,17 @@ import pyarrow.compute as pc
 
 from rankscope_contract.events import Event, EventType
 from rankscope_contract.records import PlanEntry
-from rankscope_exporter.adapters.monitored_model import told_apart
+from rankscope_exporter.adapters.monitored_model import with_chunk_number
 from rankscope_exporter.base.errors import Guard
 from rankscope_exporter.process.threads import OwnThread
-from rankscope_exporter.publishing.anomaly_detector import Firing, Judge, Judgement
+from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector, Firing, StepVerdict
 from rankscope_exporter.records.host_transfer import Deferred, Row
-from rankscope_exporter.records.pending_step import Draft, skipped_event
+from rankscope_exporter.records.pending_step import PendingStep, skipped_event
 from rankscope_exporter.records.step_record import Scalar, Statistics, StepRecord
-from rankscope_exporter.sampling.plan import PlanBook
+from rankscope_exporter.sampling.plan import PlanRegistry
 from rankscope_exporter.serving.latest_values import NO_KIND
 from rankscope_exporter.statistics import Finished, finish
-from rankscope_exporter.statistics.selection import Choices, Published
+from rankscope_exporter.statistics.selection import Published, SelectionMasks
 
 IDLE_FLUSH_SECONDS = 2.0
 """A finished step does not wait longer than this for the next one to begin: a checkpoint may take minutes."""
@@ -45,20 +45,20 @@ class Publisher:
 
     def __init__(
         self,
-        book: PlanBook,
-        judge: Judge,
+        book: PlanRegistry,
+        detector: AnomalyDetector,
         publish: Callable[[StepRecord], object],
         *,
         guard: Guard,
         on_firing: Callable[[int | None, Sequence[Event]], None],
     ) -> None:
         self._book = book
-        self._judge = judge
-        self._choices = Choices()
+        self._judge = detector
+        self._choices = SelectionMasks()
         self._publish_record = publish
         self._guard = guard
         self._on_firing = on_firing
-        self._queue: queue.SimpleQueue[Draft | threading.Event | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[PendingStep | threading.Event | None] = queue.SimpleQueue()
         self._thread = OwnThread(target=self._run, name="rankscope-publisher")
         self._totals: dict[str, float] = {}
         self.pp_stage: int | None = None
@@ -78,12 +78,12 @@ class Publisher:
         """Start the thread."""
         self._thread.start()
 
-    def put(self, draft: Draft) -> None:
+    def put(self, pending_step: PendingStep) -> None:
         """Take over a draft; never blocks."""
         if self._queue.qsize() >= MAX_QUEUE:
             self.dropped += 1
         else:
-            self._queue.put(draft)
+            self._queue.put(pending_step)
 
     def catch_up(self, timeout_seconds: float) -> bool:
         """Wait until everything that is queued now has been published, and return whether that was done in time."""
@@ -107,24 +107,24 @@ class Publisher:
                 self._guard.call("flush of an idle step", self.flush_idle, IDLE_FLUSH_SECONDS)
                 looked_at = time.monotonic()
             try:
-                draft = self._queue.get(timeout=IDLE_FLUSH_SECONDS / 2)
+                pending_step = self._queue.get(timeout=IDLE_FLUSH_SECONDS / 2)
             except queue.Empty:
                 continue
-            if draft is None:
+            if pending_step is None:
                 self.finished()
                 return
-            if isinstance(draft, threading.Event):
-                draft.set()
+            if isinstance(pending_step, threading.Event):
+                pending_step.set()
                 continue
-            self._guard.call("publishing a step", self._publish, draft)
+            self._guard.call("publishing a step", self._publish, pending_step)
             self.cpu_seconds = time.thread_time()
 
-    def _publish(self, draft: Draft) -> None:
-        statistics, judgement = self._guard.call("statistics of a step", self._statistics, draft) or (None, None)
-        read = (self._guard.call("a logged number", pending.scalar) for pending in draft.pending)
+    def _publish(self, pending_step: PendingStep) -> None:
+        statistics, judgement = self._guard.call("statistics of a step", self._statistics, pending_step) or (None, None)
+        read = (self._guard.call("a logged number", pending.scalar) for pending in pending_step.pending)
         scalars = [scalar for scalar in read if scalar is not None]
-        events = list(draft.events)
-        found_inf = [self._guard.call("found_inf", pending.scalar) for pending in draft.found_inf]
+        events = list(pending_step.events)
+        found_inf = [self._guard.call("found_inf", pending.scalar) for pending in pending_step.found_inf]
         if any(scalar is not None and scalar.value for scalar in found_inf):
             events.append(skipped_event())
         if judgement is not None:
@@ -135,43 +135,43 @@ class Publisher:
             events.append(event)
             firing.add((str(event.rule), NO_KIND))
         scalars += self._running_totals(scalars)
-        for later in draft.later:  # not judged: bytes and seconds of ours are no numbers of the training
+        for later in pending_step.later:  # not judged: bytes and seconds of ours are no numbers of the training
             scalars += self._guard.call(f"reading {getattr(later, '__qualname__', 'a number')}", later) or ()
         record = StepRecord(
-            ts=draft.ts,
-            step=draft.step,
+            ts=pending_step.ts,
+            step=pending_step.step,
             statistics=statistics,
             scalars=tuple(scalars),
             events=tuple(events),
             firing=frozenset(firing),
-            **self._other_rows(draft),
+            **self._other_rows(pending_step),
         )
         self._guard.call("publishing a step", self._publish_record, record)
         anomalies = [event for event in events if event.type == EventType.ANOMALY]
         if anomalies:
-            self._on_firing(draft.step, anomalies)
+            self._on_firing(pending_step.step, anomalies)
 
-    def _statistics(self, draft: Draft) -> tuple[Statistics | None, Judgement | None]:
-        if draft.copy is None:
+    def _statistics(self, pending_step: PendingStep) -> tuple[Statistics | None, StepVerdict | None]:
+        if pending_step.copy is None:
             return None, None
         try:
-            finished = finish(draft.copy)
+            finished = finish(pending_step.copy)
         finally:
             self.published()
         known = len(finished.present)
-        published = self._choices.of(draft.ops, known)
+        published = self._choices.of(pending_step.ops, known)
         finished = published.only(finished) if published is not None else finished
         self._judge.extend(self._book.entries[:known], self._book.owners[:known])
-        judgement = self._judge.observe(finished, draft.call_order)
+        judgement = self._judge.observe(finished, pending_step.call_order)
         values, counts = arrow_statistics(finished, judgement.baselines, published)
         if published is None:
             return Statistics(self._book.plan(known), values, counts), judgement
         measured = arrow_counts(finished.counts, np.broadcast_to(finished.present, finished.counts.shape))
-        return Statistics(self._book.plan(known), values, counts, draft.ops, measured), judgement
+        return Statistics(self._book.plan(known), values, counts, pending_step.ops, measured), judgement
 
-    def _other_rows(self, draft: Draft) -> dict[str, Any]:
-        rows = {name: list(known) for name, known in draft.rows.items()}
-        for deferred in draft.deferred:
+    def _other_rows(self, pending_step: PendingStep) -> dict[str, Any]:
+        rows = {name: list(known) for name, known in pending_step.rows.items()}
+        for deferred in pending_step.deferred:
             read = self._guard.call(f"rows of {deferred.dataset}", self._rows_of, deferred)
             if deferred.dataset is not None:
                 rows.setdefault(deferred.dataset, []).extend(read or ())
@@ -179,7 +179,7 @@ class Publisher:
 
     def _rows_of(self, deferred: Deferred) -> Sequence[Row]:
         read = deferred.read()
-        return [told_apart(row) for row in read] if self.has_chunks and deferred.dataset in _OF_CHUNKS else read
+        return [with_chunk_number(row) for row in read] if self.has_chunks and deferred.dataset in _OF_CHUNKS else read
 
     def _anomaly(self, firing: Firing, order: int | None) -> Event:
         entry = self._book.entries[firing.entry]
@@ -202,7 +202,7 @@ class Publisher:
 
     def _judged_scalars(self, scalars: Iterable[Scalar]) -> Iterable[Event]:
         for scalar in scalars:
-            rule = self._judge.judge_scalar(scalar.name, scalar.value)
+            rule = self._judge.check_scalar(scalar.name, scalar.value)
             if rule is not None:
                 yield Event(
                     type=EventType.ANOMALY,

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from rankscope_exporter.adapters.base import Kept
-from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.adapters.base import ParameterState
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.model.parameter_names import local_tensor, real_parts
 from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Table
 from rankscope_exporter.records.host_transfer import Numbers, Row
@@ -54,21 +54,21 @@ class AdamUpdates(Quantity):
     measures_tensors: ClassVar[bool] = False
     options_class: ClassVar[type[QuantityOptions]] = AdamUpdatesOptions
 
-    def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
-        super().__init__(subject, options)
+    def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
+        super().__init__(monitored, options)
         assert isinstance(self.options, AdamUpdatesOptions)
         self._bins = self.options
 
     @staticmethod
-    def elsewhere(subject: Subject) -> frozenset[int]:
+    def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
         """Return what another rank holds alike, its optimizer's state included."""
-        return subject.state_elsewhere
+        return monitored.state_elsewhere
 
     def after_update(self, table: Table) -> None:
         """Count the elements of every parameter that an Adam has updated."""
-        kept = self.subject.framework.kept(self.subject.tensors(), self.subject.optimizers)
+        kept = self.monitored.framework.kept(self.monitored.tensors(), self.monitored.optimizers)
         names, counted = [], []
-        for named, own in zip(self.subject.parameters, kept, strict=True):
+        for named, own in zip(self.monitored.parameters, kept, strict=True):
             if own is not None and _is_adam(own):
                 names.append(named.name)
                 counted.append(_histograms(own.state, own.group, self._bins))
@@ -89,7 +89,7 @@ class AdamUpdates(Quantity):
                 }
 
 
-def _is_adam(kept: Kept) -> bool:
+def _is_adam(kept: ParameterState) -> bool:
     known = {"betas", "eps"} <= kept.group.keys() and not isinstance(kept.optimizer, _OTHER_FORMULAS)
     return known and {"exp_avg", "exp_avg_sq", "step"} <= kept.state.keys()
 

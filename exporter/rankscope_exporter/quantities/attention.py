@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.quantities.attention_options import Arguments, AttentionOptions
-from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Table
-from rankscope_exporter.quantities.module_calls import ModuleCalls, Running, whole_matrix
+from rankscope_exporter.quantities.base import Hooking, Quantity, QuantityOptions, SamplingGate, Table
+from rankscope_exporter.quantities.module_calls import ModuleCalls, Running, local_matrix_or_reason
 from rankscope_exporter.records.host_transfer import Numbers, Row
 from rankscope_exporter.statistics.formulas import without_autocast, working_type
 from rankscope_exporter.statistics.formulas.attention import HIDING, Mask, attention_sums, broadcast, hides_of
@@ -44,9 +44,9 @@ def projected(
         if reason is not None:
             return f"{name} is {reason}"
     if module.in_proj_weight is not None:
-        weights = [whole_matrix(module.in_proj_weight)]
+        weights = [local_matrix_or_reason(module.in_proj_weight)]
     else:
-        weights = [whole_matrix(module.q_proj_weight), whole_matrix(module.k_proj_weight)]
+        weights = [local_matrix_or_reason(module.q_proj_weight), local_matrix_or_reason(module.k_proj_weight)]
     matrices = [weight for weight in weights if isinstance(weight, torch.Tensor)]
     if len(matrices) < len(weights):
         return "projects with a weight that is not whole on this rank"
@@ -111,16 +111,16 @@ class Attention(Quantity):
     of_modules: ClassVar[bool] = True
     options: AttentionOptions
 
-    def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
-        super().__init__(subject, options)
+    def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
+        super().__init__(monitored, options)
         self._calls: ModuleCalls
-        self._gate: Gate
+        self._gate: SamplingGate
 
-    def install(self, hooking: Hooking, gate: Gate) -> None:
+    def install(self, hooking: Hooking, gate: SamplingGate) -> None:
         """Register on every module of the targets."""
         self._gate = gate
         self._calls = ModuleCalls(self.name, hooking, gate)
-        for named in self._calls.find(self.subject.framework.module, self.targets):
+        for named in self._calls.find(self.monitored.framework.module, self.targets):
             module = named.module
             if module is not None:
                 self._calls.before(named, functools.partial(self._read, Arguments(module, self.options)))

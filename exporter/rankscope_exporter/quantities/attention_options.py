@@ -111,10 +111,10 @@ class Arguments:
         wanted = self._options.causal
         if isinstance(wanted, bool):
             return wanted
-        said = [self._get(name, args, kwargs) for name in _CAUSAL]
+        display_name = [self._get(name, args, kwargs) for name in _CAUSAL]
         # The dictionary itself: a property could compute anything.
-        said += [vars(module).get(name) for name in _CAUSAL]
-        return next((answer for answer in map(_says_causal, said) if answer is not None), False)
+        display_name += [vars(module).get(name) for name in _CAUSAL]
+        return next((answer for answer in map(_says_causal, display_name) if answer is not None), False)
 
     def scale(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
         """Return what q·k is multiplied with; None is the usual."""

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from rankscope_contract.records import PlanEntry
-from rankscope_exporter.adapters.base import Form, Holder, Removable
-from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.adapters.base import GradientSource, Removable, TensorSpec
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.placement import Layout
-from rankscope_exporter.model.name_patterns import Targets, sentences
+from rankscope_exporter.model.name_patterns import Targets, target_notices
 from rankscope_exporter.records.host_transfer import Numbers, Row
 from rankscope_exporter.statistics.selection import chosen_ops
 
@@ -67,7 +67,7 @@ class Table(Protocol):
         ...
 
 
-class Gate(Protocol):
+class SamplingGate(Protocol):
     """Tells a quantity's own hooks whether to read, and where to write."""
 
     @property
@@ -87,7 +87,7 @@ class Hook(Protocol):
     was_called: bool
     is_compiled: bool
     """Whether the hook was seen to be part of compiled code, where it does not run."""
-    called_in_vain: Callable[[], None]
+    on_inactive_call: Callable[[], None]
     """Called instead of reading anything at a step that is not measured."""
 
     def __call__(self, *args: Any) -> None:
@@ -95,7 +95,7 @@ class Hook(Protocol):
         ...
 
 
-class ModelHooking(Protocol):
+class ModelHookContext(Protocol):
     """What it takes to hook a model: everything registered goes through the guard and away at detach."""
 
     @property
@@ -125,7 +125,7 @@ class ModelHooking(Protocol):
         """Say something that its reader should know, on the console and as an event."""
         ...
 
-    def guarded(self, where: str, function: Callable[..., None], gate: Gate) -> Hook:
+    def guarded(self, where: str, function: Callable[..., None], gate: SamplingGate) -> Hook:
         """Return `function` as a hook: called while `gate` is open, timed, and never raising into training.
 
         Its result is dropped, gradients are off inside, nothing runs while a graph is being compiled, and it is inert
@@ -145,7 +145,7 @@ class ModelHooking(Protocol):
         ...
 
 
-class Hooking(ModelHooking, Protocol):
+class Hooking(ModelHookContext, Protocol):
     """What a quantity is given: the hooking of the model, with hooks that come and go with the quantity's own steps."""
 
     def hook(self, hook: Hook, register: Callable[[], Removable | None], *, stays: bool = False) -> None:
@@ -209,23 +209,23 @@ class Quantity:
     measures_tensors: ClassVar[bool] = True
     """Whether it has statistics of tensors, of which `ops` chooses."""
 
-    def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
+    def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
         self.options = options or self.options_class()
         self.targets = Targets(self.options.targets)
-        self._offered = subject
-        self.subject = subject if self.of_modules else subject.only(self.targets, self.elsewhere(subject))
+        self._offered = monitored
+        self.monitored = monitored if self.of_modules else monitored.only(self.targets, self.elsewhere(monitored))
 
     @staticmethod
-    def elsewhere(subject: Subject) -> frozenset[int]:  # noqa: ARG004 - for quantities that are the same on ranks
+    def elsewhere(monitored: MonitoredModel) -> frozenset[int]:  # noqa: ARG004 - for quantities that are the same on ranks
         """Return the positions of parameters of which another rank publishes all that this quantity has."""
         return frozenset()
 
-    def complaints(self) -> list[str]:
+    def notices(self) -> list[str]:
         """Return a sentence for each target that selects no parameter; modules are the quantity's own business."""
         if self.of_modules:
             return []
         names = (name for item in self._offered.parameters for name in (item.name, *item.aliases))
-        return sentences(self.targets, names, "parameter")
+        return target_notices(self.targets, names, "parameter")
 
     def entries(self) -> list[PlanEntry]:
         """Return the entries this quantity fills, in the order of its rows; more may be added later."""
@@ -237,10 +237,10 @@ class Quantity:
 
     def owners(self, count: int) -> list[int]:
         """Return for each of the `count` entries the parameter it belongs to: all parameters, kind after kind."""
-        own = self.subject.owners()
+        own = self.monitored.owners()
         return [own[i % len(own)] for i in range(count)] if len(own) else []
 
-    def install(self, hooking: Hooking, gate: Gate) -> None:
+    def install(self, hooking: Hooking, gate: SamplingGate) -> None:
         """Register hooks of its own; called once, when the model is attached."""
 
     @classmethod
@@ -251,7 +251,7 @@ class Quantity:
     def step_begins(self, table: Table) -> None:
         """A sampled step begins; the table is empty."""
 
-    def gradient_ready(self, index: int, holder: Holder, table: Table) -> None:
+    def gradient_ready(self, index: int, holder: GradientSource, table: Table) -> None:
         """Parameter `index` has just accumulated its gradient in `holder`, inside the backward pass."""
 
     def backward_ends(self, table: Table) -> None:
@@ -271,22 +271,22 @@ class Quantity:
 
     def parameter_entries(self, kind: str, *, local: bool = False, reduced: bool = False) -> list[PlanEntry]:
         """Return one entry of `kind` for each parameter: of this rank's own gradient, of the reduced one, or others."""
-        count = len(self.subject.parameters)
+        count = len(self.monitored.parameters)
         return [self.parameter_entry(kind, index, local=local, reduced=reduced) for index in range(count)]
 
     def parameter_entry(
         self, kind: str, index: int, *, local: bool = False, reduced: bool = False, micro_step: int | None = None
     ) -> PlanEntry:
         """Return the entry of `kind` for parameter `index`."""
-        framework = self.subject.framework
-        named, parameter = self.subject.parameters[index], self.subject.parameter(index)
-        layout, form = Layout("full"), Form(named.shape, named.dtype)  # of one that is gone, which has no rows
+        framework = self.monitored.framework
+        named, parameter = self.monitored.parameters[index], self.monitored.parameter(index)
+        layout, form = Layout("full"), TensorSpec(named.shape, named.dtype)  # of one that is gone, which has no rows
         if parameter is not None and local:
-            layout = framework.local_layout(parameter, self.subject.world_size)
-            form = framework.local_form(parameter) or framework.form(parameter)
+            layout = framework.local_layout(parameter, self.monitored.world_size)
+            form = framework.local_spec(parameter) or framework.form(parameter)
         elif parameter is not None:
             layout = framework.layout(parameter)
-            form = (framework.reduced_form if reduced else framework.form)(parameter)
+            form = (framework.reduced_spec if reduced else framework.form)(parameter)
         return PlanEntry(
             kind=kind,
             tensor=named.name,
@@ -303,4 +303,4 @@ class Quantity:
     @property
     def placement(self) -> str:
         """Return how what is not sharded lies on the ranks."""
-        return "replica" if self.subject.framework.replicated else "full"
+        return "replica" if self.monitored.framework.replicated else "full"

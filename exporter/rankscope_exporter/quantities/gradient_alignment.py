@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.model.parameter_names import local_tensor, real_parts
 from rankscope_exporter.quantities.base import Quantity, Table
 from rankscope_exporter.records.host_transfer import Numbers
@@ -16,7 +16,7 @@ KIND: Final = "direction_agreement"
 _MOMENTA: Final = ("exp_avg", "momentum_buffer")
 
 
-class Direction(Quantity):
+class GradientAlignment(Quantity):
     """A feature of each parameter, between 0 and 1: (Σ sign(g)·sign(m) / n + 1) / 2 over its n elements.
 
     g is the gradient that the optimizer is given, m the momentum before the step. An element where either is 0 counts
@@ -28,16 +28,16 @@ class Direction(Quantity):
     measures_tensors: ClassVar[bool] = False
 
     @staticmethod
-    def elsewhere(subject: Subject) -> frozenset[int]:
+    def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
         """Return what another rank holds alike, its optimizer's state included."""
-        return subject.state_elsewhere
+        return monitored.state_elsewhere
 
     def before_update(self, table: Table) -> None:
         """Compare signs, all parameters in one transfer."""
         names, agreements = [], []
-        framework, parameters = self.subject.framework, self.subject.tensors()
-        kept = framework.kept(parameters, self.subject.optimizers)
-        for named, parameter, own in zip(self.subject.parameters, parameters, kept, strict=True):
+        framework, parameters = self.monitored.framework, self.monitored.tensors()
+        kept = framework.kept(parameters, self.monitored.optimizers)
+        for named, parameter, own in zip(self.monitored.parameters, parameters, kept, strict=True):
             gradient = None if parameter is None else framework.gradient(parameter)
             momentum = None if own is None else _momentum(own.state)
             if gradient is not None and momentum is not None and not gradient.is_sparse:

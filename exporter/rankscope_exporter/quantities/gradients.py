@@ -8,11 +8,11 @@ import torch
 
 from rankscope_contract.kinds import Kind
 from rankscope_contract.records import PlanEntry
-from rankscope_exporter.adapters.base import Holder
-from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.adapters.base import GradientSource
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.model.parameter_names import local_tensor
-from rankscope_exporter.quantities.base import BACKWARD, Gate, Hooking, Quantity, QuantityOptions, Table
-from rankscope_exporter.quantities.micro_batches import GradientsOptions, LocalSums
+from rankscope_exporter.quantities.base import BACKWARD, Hooking, Quantity, QuantityOptions, SamplingGate, Table
+from rankscope_exporter.quantities.micro_batches import GradientsOptions, MicroBatchSums
 from rankscope_exporter.records.host_transfer import Numbers
 
 
@@ -22,7 +22,7 @@ class Gradients(Quantity):
     `grad_clipped` is what the optimizer sees, and absent where that is bit for bit the reduced gradient. With a
     gradient scaler the first two carry the loss scale; what the scaler and clipping make of them is in the third.
 
-    Where the framework reduces each micro-batch, `grad_unreduced` of several is the sum that `LocalSums` keeps.
+    Where the framework reduces each micro-batch, `grad_unreduced` of several is the sum that `MicroBatchSums` keeps.
 
     A gradient that does not exist (unused or frozen parameter, `zero_grad` since) is absent, never a stale value.
     """
@@ -31,20 +31,22 @@ class Gradients(Quantity):
     options_class: ClassVar[type[QuantityOptions]] = GradientsOptions
     options: GradientsOptions
 
-    def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
-        super().__init__(subject, options)
-        self._sums = LocalSums(self.subject, wanted=self.options.sum_micro_batches)
-        count = len(self.subject.parameters)
+    def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
+        super().__init__(monitored, options)
+        self._sums = MicroBatchSums(self.monitored, wanted=self.options.sum_micro_batches)
+        count = len(self.monitored.parameters)
         self._unreduced, self._reduced = range(count), range(count, 2 * count)
         self._clipped = range(2 * count, 3 * count)
-        self._batched = subject.framework.local_until_backward_ends
+        self._batched = monitored.framework.local_until_backward_ends
         # A loop that reduces by itself between backward and step is seen at the step only.
-        self._reduced_by_loop = subject.copies > 1 and not subject.framework.reduces
-        framework = subject.framework
+        self._reduced_by_loop = monitored.copies > 1 and not monitored.framework.reduces
+        framework = monitored.framework
         # Where nobody reduces and no backward pass was seen, the loop has made gradients by torch.autograd.grad.
-        self._assigned_by_loop = not (subject.copies > 1 or framework.reduces or framework.finishes_after_backward)
-        owners = self.subject.owners()
-        self._elsewhere = frozenset(i for i, owner in enumerate(owners) if owner in self.subject.elsewhere)
+        self._assigned_by_loop = not (
+            monitored.copies > 1 or framework.reduces or framework.reduces_after_last_backward
+        )
+        owners = self.monitored.owners()
+        self._elsewhere = frozenset(i for i, owner in enumerate(owners) if owner in self.monitored.elsewhere)
         self._mixed = False
         self._arrived: set[int] = set()  # whose gradients a backward pass has told of
         self._left: list[tuple[int, int] | None] = []  # identity and version of each gradient as backward left it
@@ -60,7 +62,7 @@ class Gradients(Quantity):
             *self.parameter_entries(Kind.GRAD_CLIPPED),
         ]
 
-    def install(self, hooking: Hooking, gate: Gate) -> None:
+    def install(self, hooking: Hooking, gate: SamplingGate) -> None:
         """Hook nothing yet: gradients are summed up here only where nobody else does."""
         self._sums.install(hooking, gate)
 
@@ -75,7 +77,7 @@ class Gradients(Quantity):
         """Let go of what was summed up."""
         self._sums.release()
 
-    def gradient_ready(self, index: int, holder: Holder, table: Table) -> None:
+    def gradient_ready(self, index: int, holder: GradientSource, table: Table) -> None:
         """Read one gradient before it is reduced in place, or sharded."""
         if self._batched or self._mixed or self._sums.are_kept:
             return
@@ -96,17 +98,17 @@ class Gradients(Quantity):
             self._sums.learn()
             table.forget(self._unreduced)
         elif self._batched:
-            own = (None if parameter is None else parameter.grad for parameter in self.subject.tensors())
+            own = (None if parameter is None else parameter.grad for parameter in self.monitored.tensors())
             table.measure(list(own), self._unreduced)
 
     def backward_ended(self, table: Table) -> None:
         """Read the reduced gradients; without a reduction they are the local ones."""
-        if self.subject.framework.reduces_in_backward():
+        if self.monitored.framework.reduces_in_backward():
             self._mixed = True
-            if self.subject.framework.finishes_after_backward:  # no further micro-batch comes
+            if self.monitored.framework.reduces_after_last_backward:  # no further micro-batch comes
                 self._finish_sums(table)
             table.measure(self._own(self._gradients()), self._reduced)
-        elif self.subject.copies > 1 or self.subject.framework.finishes_after_backward:
+        elif self.monitored.copies > 1 or self.monitored.framework.reduces_after_last_backward:
             return
         elif self._elsewhere:
             table.measure(self._own(self._gradients()), self._reduced)
@@ -134,7 +136,9 @@ class Gradients(Quantity):
             self._read_clipped(gradients, table)
         elif self._assigned_by_loop:
             whole = gradients
-            if BACKWARD in self.subject.compiled:  # what was changed since the backward pass is what clipping has left
+            if (
+                BACKWARD in self.monitored.compiled
+            ):  # what was changed since the backward pass is what clipping has left
                 whole = [gradient if _is_fresh(gradient) else None for gradient in gradients]
                 changed = [None if _is_fresh(gradient) else gradient for gradient in gradients]
                 table.measure(self._own(changed), self._clipped)
@@ -144,7 +148,7 @@ class Gradients(Quantity):
     def _read_clipped(self, gradients: list[torch.Tensor | None], table: Table) -> None:
         pairs = zip(gradients, self._left, strict=True)
         changed = [gradient if _sight(gradient) != left else None for gradient, left in pairs]
-        copies = self.subject.framework.hands_over_copies
+        copies = self.monitored.framework.optimizer_takes_copies
         changed = self._own(gradients if copies or self._changed_unseen is not False else changed)
         if all(gradient is None for gradient in changed):
             return
@@ -169,8 +173,8 @@ class Gradients(Quantity):
         ]
 
     def _gradients(self) -> list[torch.Tensor | None]:
-        gradient = self.subject.framework.gradient
-        return [None if parameter is None else gradient(parameter) for parameter in self.subject.tensors()]
+        gradient = self.monitored.framework.gradient
+        return [None if parameter is None else gradient(parameter) for parameter in self.monitored.tensors()]
 
 
 def _is_partial(gradient: torch.Tensor | None) -> bool:

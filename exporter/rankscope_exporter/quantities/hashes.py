@@ -16,7 +16,7 @@ from typing import ClassVar, Final, Literal
 import torch
 
 from rankscope_contract.kinds import COUNT_OPS, Kind
-from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.placement import loaded, ranks_text
 from rankscope_exporter.model.name_patterns import Targets
 from rankscope_exporter.model.parameter_names import local_tensor, plain_name
@@ -79,19 +79,19 @@ class Hashes(Quantity):
 
     options: HashesOptions
 
-    def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
-        super().__init__(subject, options)
+    def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
+        super().__init__(monitored, options)
         self._groups: dict[int, str | None] = {}  # parameter -> its replicas, as text
         self._measures: dict[torch.device, Measure] = {}
         self._buffers = Targets(self.options.buffers)
-        for index, parameter in enumerate(self.subject.tensors()):
+        for index, parameter in enumerate(self.monitored.tensors()):
             ranks = () if parameter is None else self._ranks_of(parameter)
             if parameter is not None and (len(ranks) > 1 or self.options.of == "all"):
                 self._groups[index] = ranks_text(ranks) if len(ranks) > 1 else None
 
-    def complaints(self) -> list[str]:
+    def notices(self) -> list[str]:
         """Return what no parameter matches, and that there may be nothing to compare."""
-        found = super().complaints()
+        found = super().notices()
         if not self._groups:
             found.append(
                 "no parameter is known to have replicas on other ranks; where the loop itself keeps ranks equal, "
@@ -113,11 +113,11 @@ class Hashes(Quantity):
             table.defer(DATASET, numbers, functools.partial(_rows, [_Described.of(item) for item in items]))
 
     def _items(self) -> Iterator[_Item]:
-        framework, tensors = self.subject.framework, self.subject.tensors()
+        framework, tensors = self.monitored.framework, self.monitored.tensors()
         for index, replicas in self._groups.items():
             parameter = tensors[index]
             if parameter is not None:
-                name, stage = self.subject.parameters[index].name, framework.vpp_stage(parameter)
+                name, stage = self.monitored.parameters[index].name, framework.vpp_stage(parameter)
                 yield _Item(Kind.PARAM_AFTER, name, stage, replicas, local_tensor(parameter.detach()))
         if self.options.state and self._groups and not self._has_divided_state():
             yield from self._state(tensors)
@@ -125,19 +125,19 @@ class Hashes(Quantity):
             yield from self._kept_buffers()
 
     def _state(self, tensors: Sequence[torch.nn.Parameter | None]) -> Iterator[_Item]:
-        framework = self.subject.framework
-        kept = framework.kept(tensors, self.subject.optimizers)
+        framework = self.monitored.framework
+        kept = framework.kept(tensors, self.monitored.optimizers)
         for index, replicas in self._groups.items():
             own, parameter = kept[index], tensors[index]
             if own is None or parameter is None:
                 continue
             for key, value in own.state.items():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                    kind, name = KIND_OF_STATE.get(key, key), self.subject.parameters[index].name
+                    kind, name = KIND_OF_STATE.get(key, key), self.monitored.parameters[index].name
                     yield _Item(kind, name, framework.vpp_stage(parameter), replicas, local_tensor(value.detach()))
 
     def _kept_buffers(self) -> Iterator[_Item]:
-        for name, buffer in self.subject.framework.module.named_buffers():
+        for name, buffer in self.monitored.framework.module.named_buffers():
             ranks = self._ranks_of(buffer) or self._world()
             if self._buffers.selects(plain_name(name)) and (len(ranks) > 1 or self.options.of == "all"):
                 replicas = ranks_text(ranks) if len(ranks) > 1 else None
@@ -145,18 +145,18 @@ class Hashes(Quantity):
 
     def _has_divided_state(self) -> bool:
         divided = loaded("torch.distributed.optim", "ZeroRedundancyOptimizer")
-        return self.subject.framework.hands_over_copies or any(
-            isinstance(item, divided) for item in self.subject.optimizers
+        return self.monitored.framework.optimizer_takes_copies or any(
+            isinstance(item, divided) for item in self.monitored.optimizers
         )
 
     def _ranks_of(self, tensor: torch.Tensor) -> Sequence[int]:
-        known = self.subject.framework.replicas(tensor)
-        if known or not self.options.everywhere or self.subject.framework.layout(tensor).placement == "shard":
+        known = self.monitored.framework.replicas(tensor)
+        if known or not self.options.everywhere or self.monitored.framework.layout(tensor).placement == "shard":
             return known
         return self._world()
 
     def _world(self) -> Sequence[int]:
-        return range(self.subject.world_size)
+        return range(self.monitored.world_size)
 
 
 class Measure:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.hooks import unserializable_hook
 
 from rankscope_exporter.adapters.base import Removable
-from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import GRADIENT, ParameterHook, TensorHook
 from rankscope_exporter.model.module_names import NamedModule
 from rankscope_exporter.quantities.base import Hook, Hooking
@@ -20,7 +20,7 @@ NAMES_SHOWN: Final = 3
 MODEL: Final = "the model"
 
 
-class Gaps:
+class CoverageNotes:
     """Reasons, each with the modules it holds for; a module is named once for a reason."""
 
     def __init__(self) -> None:
@@ -47,12 +47,12 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-class Handles:
+class HookHandles:
     """What was registered on tensors since the last removal: hooks of a leaf would outlive the graph."""
 
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
-        self._positions = {named.identity: index for index, named in enumerate(subject.parameters)}
+    def __init__(self, monitored: MonitoredModel) -> None:
+        self._monitored = monitored
+        self._positions = {named.identity: index for index, named in enumerate(monitored.parameters)}
         self._handles: list[Removable] = []
 
     def hook(self, tensor: torch.Tensor, hook: Callable[..., None]) -> int:
@@ -64,8 +64,8 @@ class Handles:
             return int(handle.id)
         own = TensorHook(tensor, hook, table=GRADIENT)
         position = self._positions.get(id(tensor))
-        if position is not None and self._subject.parameter(position) is tensor:
-            hook_of_parameter = ParameterHook(functools.partial(self._subject.parameter, position), lambda _: own)
+        if position is not None and self._monitored.parameter(position) is tensor:
+            hook_of_parameter = ParameterHook(functools.partial(self._monitored.parameter, position), lambda _: own)
             hook_of_parameter.renew(tensor)
             self._handles.append(hook_of_parameter)
         else:
@@ -89,10 +89,10 @@ def hook_after(hooking: Hooking, named: NamedModule, hook: Hook) -> None:
     _hook(hooking, named, hook, lambda module: module.register_forward_hook(hook, with_kwargs=True))
 
 
-def hook_gradient(hooking: Hooking, subject: Subject, index: int, hook: Hook) -> None:
+def hook_gradient(hooking: Hooking, monitored: MonitoredModel, index: int, hook: Hook) -> None:
     """Have `hook` called with each summand of the gradient of parameter `index`, unless the parameter is frozen."""
-    find = functools.partial(subject.parameter, index)
-    handle = ParameterHook(find, lambda parameter: subject.framework.on_gradient(parameter, hook))
+    find = functools.partial(monitored.parameter, index)
+    handle = ParameterHook(find, lambda parameter: monitored.framework.on_gradient(parameter, hook))
     hooking.hook(hook, lambda: handle if handle.renew_found() else None)
 
 

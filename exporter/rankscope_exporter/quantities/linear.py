@@ -11,16 +11,16 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import nn
 
-from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.model.module_names import NamedModule
-from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Table
+from rankscope_exporter.quantities.base import Hooking, Quantity, QuantityOptions, SamplingGate, Table
 from rankscope_exporter.quantities.module_calls import (
     ModuleCalls,
     Running,
     is_matrix,
-    may_become_whole,
+    local_matrix_or_reason,
+    may_be_gathered,
     weight_of,
-    whole_matrix,
 )
 from rankscope_exporter.records.host_transfer import Numbers, Row
 from rankscope_exporter.statistics.formulas.spectral import batches, norms, spectral_numbers
@@ -66,26 +66,26 @@ class Linear(Quantity):
     of_modules: ClassVar[bool] = True
     options: LinearOptions
 
-    def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
-        super().__init__(subject, options)
+    def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
+        super().__init__(monitored, options)
         self._whole: list[NamedModule] = []
         self._measured: set[str] = set()
         self._calls: ModuleCalls
-        self._gate: Gate
+        self._gate: SamplingGate
 
-    def install(self, hooking: Hooking, gate: Gate) -> None:
+    def install(self, hooking: Hooking, gate: SamplingGate) -> None:
         """Choose the modules; only those whose weight is in parts get a hook."""
         self._gate = gate
         self._calls = ModuleCalls(self.name, hooking, gate)
-        found = [named for named in self._calls.find(self.subject.framework.module, self.targets) if _is_meant(named)]
+        found = [named for named in self._calls.find(self.monitored.framework.module, self.targets) if _is_meant(named)]
         if not found:
             self._calls.tell("no module of the targets has a 2-D weight, so nothing is measured")
         for named in found:
             weight = _weight_of(named)
-            whole = whole_matrix(weight)
+            whole = local_matrix_or_reason(weight)
             if isinstance(whole, torch.Tensor):
                 self._whole.append(named)
-            elif may_become_whole(weight):
+            elif may_be_gathered(weight):
                 self._calls.before(named, self._called)
             else:
                 self._calls.missing(whole, named)
@@ -112,7 +112,7 @@ class Linear(Quantity):
             if named.module is None:  # the training has dropped the layer
                 continue
             weight = _weight_of(named)
-            whole = whole_matrix(weight)
+            whole = local_matrix_or_reason(weight)
             if isinstance(whole, str):
                 self._calls.missing(whole, named)
             elif whole.numel():

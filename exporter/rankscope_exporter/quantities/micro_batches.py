@@ -18,9 +18,9 @@ from typing import Any, ClassVar, Final
 import torch
 
 from rankscope_contract.kinds import Kind
-from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.model.parameter_names import local_tensor
-from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Table
+from rankscope_exporter.quantities.base import Hooking, Quantity, QuantityOptions, SamplingGate, Table
 from rankscope_exporter.quantities.hook_handles import hook_gradient
 
 _PROC: Final = Path("/proc")
@@ -98,22 +98,22 @@ class GradientsOptions(QuantityOptions):
             raise ValueError(f"sum_micro_batches is true, false or null, not {self.sum_micro_batches!r}")
 
 
-class LocalSums:
+class MicroBatchSums:
     """The sums of one step, by position of the parameter."""
 
-    def __init__(self, subject: Subject, *, wanted: bool | None) -> None:
-        self._subject = subject
+    def __init__(self, monitored: MonitoredModel, *, wanted: bool | None) -> None:
+        self._monitored = monitored
         self._wanted = wanted
         self._is_known = False  # whether the loop was seen to accumulate what is reduced each time
         self._sums: dict[int, torch.Tensor] = {}
         self._hooked: set[int] = set()
         self._told: set[str] = set()
         self._hooking: Hooking | None = None
-        self._gate: Gate | None = None
+        self._gate: SamplingGate | None = None
         self.are_kept = False
         """Whether the step under way is summed up here."""
 
-    def install(self, hooking: Hooking, gate: Gate) -> None:
+    def install(self, hooking: Hooking, gate: SamplingGate) -> None:
         """Note how to hook, which is done once it is needed."""
         self._hooking, self._gate = hooking, gate
         hooking.keep(_AtDetach(self.release))
@@ -136,16 +136,16 @@ class LocalSums:
 
     def tensors(self) -> list[torch.Tensor | None]:
         """Return the sums so far by position; None where no gradient came."""
-        return [self._sums.get(index) for index in range(len(self._subject.parameters))]
+        return [self._sums.get(index) for index in range(len(self._monitored.parameters))]
 
     def _is_needed(self) -> bool:
-        each = self._subject.framework.reduces_each_micro_batch
+        each = self._monitored.framework.reduces_each_micro_batch
         if self._wanted is not None or self._hooking is None:
             return bool(self._wanted)
         return each is not False and bool(each or self._is_known)
 
     def _fits(self) -> bool:
-        parameters = [item for item in self._subject.tensors() if item is not None and item.requires_grad]
+        parameters = [item for item in self._monitored.tensors() if item is not None and item.requires_grad]
         if not parameters:
             return False
         size, free = sum(map(self._bytes_of, parameters)), free_bytes(parameters[0].device)
@@ -161,22 +161,22 @@ class LocalSums:
         return False
 
     def _bytes_of(self, parameter: torch.nn.Parameter) -> int:
-        form = self._subject.framework.local_form(parameter)
+        form = self._monitored.framework.local_spec(parameter)
         shape = local_tensor(parameter).shape if form is None else form.shape
         return math.prod(shape) * self._dtype_of(parameter).itemsize
 
     def _dtype_of(self, parameter: torch.nn.Parameter) -> torch.dtype:
-        return self._subject.framework.reduced_form(parameter).dtype
+        return self._monitored.framework.reduced_spec(parameter).dtype
 
     def _hook_parameters(self) -> None:
         assert self._hooking is not None
         assert self._gate is not None
-        for index, parameter in enumerate(self._subject.tensors()):
+        for index, parameter in enumerate(self._monitored.tensors()):
             if parameter is not None and parameter.requires_grad and index not in self._hooked:
                 self._hooked.add(index)
                 add = functools.partial(self._add, index, self._dtype_of(parameter))
                 hook = self._hooking.guarded("a gradient to be summed up", add, self._gate)
-                hook_gradient(self._hooking, self._subject, index, hook)
+                hook_gradient(self._hooking, self._monitored, index, hook)
 
     def _add(self, index: int, dtype: torch.dtype, gradient: torch.Tensor) -> None:
         if self._hooking is not None:
@@ -226,33 +226,33 @@ class MicroGradients(Quantity):
 
     name: ClassVar[str] = "micro_gradients"
 
-    def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
-        super().__init__(subject, options)
-        self._interleaved = subject.framework.interleaves_micro_batches
+    def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
+        super().__init__(monitored, options)
+        self._interleaved = monitored.framework.interleaves_micro_batches
         self._rows: dict[tuple[int, int], range | None] = {}
-        self._passes = [0] * len(self.subject.parameters)
+        self._passes = [0] * len(self.monitored.parameters)
         self._hooked: set[int] = set()
         self._hooking: Hooking | None = None
-        self._gate: Gate | None = None
+        self._gate: SamplingGate | None = None
 
-    def install(self, hooking: Hooking, gate: Gate) -> None:
+    def install(self, hooking: Hooking, gate: SamplingGate) -> None:
         """Hook every parameter that takes gradients."""
         self._hooking, self._gate = hooking, gate
         self._hook_parameters(hooking, gate)
 
     def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
         """Count from the first micro-batch; a parameter may have been thawed since."""
-        self._passes = [0] * len(self.subject.parameters)
+        self._passes = [0] * len(self.monitored.parameters)
         if self._hooking is not None and self._gate is not None:
             self._hook_parameters(self._hooking, self._gate)
 
-    def _hook_parameters(self, hooking: Hooking, gate: Gate) -> None:
-        for index, parameter in enumerate(self.subject.tensors()):
+    def _hook_parameters(self, hooking: Hooking, gate: SamplingGate) -> None:
+        for index, parameter in enumerate(self.monitored.tensors()):
             if parameter is not None and parameter.requires_grad and index not in self._hooked:
                 self._hooked.add(index)
                 read = functools.partial(self._read, index)
                 hook = hooking.guarded("a micro-batch's gradient", read, gate)
-                hook_gradient(hooking, self.subject, index, hook)
+                hook_gradient(hooking, self.monitored, index, hook)
 
     def _read(self, index: int, gradient: torch.Tensor) -> None:
         assert self._hooking is not None
@@ -266,7 +266,7 @@ class MicroGradients(Quantity):
         key = index, micro_step
         if key not in self._rows:
             entry = self.parameter_entry(Kind.GRAD_UNREDUCED, index, local=True, micro_step=micro_step)
-            self._rows[key] = table.add([entry], [self.subject.owners()[index]])
+            self._rows[key] = table.add([entry], [self.monitored.owners()[index]])
         rows = self._rows[key]
         if rows is not None:
             table.measure([gradient], rows)

@@ -15,8 +15,8 @@ from torch import nn
 
 from rankscope_exporter.model.module_names import NamedModule, named_modules, selected, unmatched
 from rankscope_exporter.model.name_patterns import Targets
-from rankscope_exporter.quantities.base import Gate, Hook, Hooking
-from rankscope_exporter.quantities.hook_handles import Gaps, hook_after, hook_before
+from rankscope_exporter.quantities.base import Hook, Hooking, SamplingGate
+from rankscope_exporter.quantities.hook_handles import CoverageNotes, hook_after, hook_before
 from rankscope_exporter.statistics.tensor_access import is_freed, why_not_measurable
 
 
@@ -39,11 +39,11 @@ Returned = Callable[[Running, Any], None]
 class ModuleCalls:
     """Finds the modules of a quantity, hooks them, and says what cannot be measured: each thing once."""
 
-    def __init__(self, name: str, hooking: Hooking, gate: Gate) -> None:
+    def __init__(self, name: str, hooking: Hooking, gate: SamplingGate) -> None:
         self._name = name
         self._hooking = hooking
         self._gate = gate
-        self._gaps = Gaps()
+        self._gaps = CoverageNotes()
         self._hooked: list[tuple[NamedModule, Hook]] = []
         self._called: set[str] = set()
         self._seen: set[tuple[str, int]] = set()
@@ -155,12 +155,12 @@ def is_matrix(weight: torch.Tensor | None) -> bool:
     return weight is not None and weight.dim() == _MATRIX
 
 
-def may_become_whole(weight: torch.Tensor | None) -> bool:
+def may_be_gathered(weight: torch.Tensor | None) -> bool:
     """Return whether it may be in parts, flat or freed between two calls, as FSDP has it."""
     return weight is None or hasattr(weight, "placements") or weight.dim() != _MATRIX or is_freed(weight)
 
 
-def whole_matrix(weight: torch.Tensor | None) -> torch.Tensor | str:
+def local_matrix_or_reason(weight: torch.Tensor | None) -> torch.Tensor | str:
     """Return the matrix that lies on this rank; or why there is none, in words."""
     if weight is None:
         return "has a weight that is computed, or none"

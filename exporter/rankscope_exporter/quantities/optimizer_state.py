@@ -10,7 +10,7 @@ import torch
 
 from rankscope_contract.kinds import Kind
 from rankscope_contract.records import PlanEntry
-from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.model.name_patterns import Targets
 from rankscope_exporter.model.parameter_names import local_tensor
 from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Table
@@ -45,17 +45,17 @@ class OptimizerState(Quantity):
     name: ClassVar[str] = "optimizer_state"
     options_class: ClassVar[type[QuantityOptions]] = OptimizerStateOptions
 
-    def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
-        super().__init__(subject, options)
-        self._kept = _kept_state(subject.optimizers)
+    def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
+        super().__init__(monitored, options)
+        self._kept = _kept_state(monitored.optimizers)
         assert isinstance(self.options, OptimizerStateOptions)
         self._named = Targets(self.options.names)
         self._found: dict[str, tuple[list[int], range | None]] = {}  # further key -> parameters that have it, and rows
 
     @staticmethod
-    def elsewhere(subject: Subject) -> frozenset[int]:
+    def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
         """Return what another rank holds alike, its optimizer's state included."""
-        return subject.state_elsewhere
+        return monitored.state_elsewhere
 
     def entries(self) -> list[PlanEntry]:
         """Return the entries of each kept kind in turn."""
@@ -63,7 +63,7 @@ class OptimizerState(Quantity):
 
     def after_update(self, table: Table) -> None:
         """Read the state the step left."""
-        kept = self.subject.framework.kept(self.subject.tensors(), self.subject.optimizers)
+        kept = self.monitored.framework.kept(self.monitored.tensors(), self.monitored.optimizers)
         states: list[Mapping[str, Any]] = [{} if own is None else own.state for own in kept]
         count = len(states)
         for position, (key, _) in enumerate(self._kept):
@@ -80,7 +80,7 @@ class OptimizerState(Quantity):
         for key in dict.fromkeys(key for state in states for key in self._further(state) if key not in known):
             owners = [index for index, state in enumerate(states) if _tensor(state, key) is not None]
             entries = [self._entry(key, index, states[index][key]) for index in owners]
-            positions = self.subject.owners()
+            positions = self.monitored.owners()
             self._found[key] = owners, table.add(entries, [positions[index] for index in owners])
 
     def _further(self, state: Mapping[str, Any]) -> Iterator[str]:

@@ -8,7 +8,7 @@ import torch
 
 from rankscope_contract.kinds import Kind
 from rankscope_contract.records import PlanEntry
-from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Table
 
 
@@ -20,15 +20,15 @@ class Parameters(Quantity):
 
     name: ClassVar[str] = "parameters"
 
-    def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
-        super().__init__(subject, options)
-        count = len(self.subject.parameters)
+    def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
+        super().__init__(monitored, options)
+        count = len(self.monitored.parameters)
         self._before, self._after = range(count), range(count, 2 * count)
 
     @staticmethod
-    def elsewhere(subject: Subject) -> frozenset[int]:
+    def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
         """Return what another rank holds alike."""
-        return subject.elsewhere
+        return monitored.elsewhere
 
     def entries(self) -> list[PlanEntry]:
         """Return all `param_before`, then all `param_after`."""
@@ -46,5 +46,5 @@ class Parameters(Quantity):
         table.measure(self._held(), self._after)
 
     def _held(self) -> list[torch.Tensor | None]:
-        held = self.subject.framework.held
-        return [None if parameter is None else held(parameter) for parameter in self.subject.tensors()]
+        held = self.monitored.framework.held
+        return [None if parameter is None else held(parameter) for parameter in self.monitored.tensors()]

@@ -11,12 +11,12 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import nn
 
-from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.model.module_names import NamedModule
 from rankscope_exporter.model.parameter_names import entry
 from rankscope_exporter.model.pytree import Found, ObjectSpec, received, returned
-from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Table
-from rankscope_exporter.quantities.module_calls import ModuleCalls, Running, weight_of, whole_matrix
+from rankscope_exporter.quantities.base import Hooking, Quantity, QuantityOptions, SamplingGate, Table
+from rankscope_exporter.quantities.module_calls import ModuleCalls, Running, local_matrix_or_reason, weight_of
 from rankscope_exporter.records.host_transfer import Numbers, Row
 from rankscope_exporter.statistics.formulas.routing import product, routing_sums, similarity
 from rankscope_exporter.statistics.tensor_access import why_not_measurable
@@ -67,18 +67,18 @@ class Router(Quantity):
     of_modules: ClassVar[bool] = True
     options: RouterOptions
 
-    def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
-        super().__init__(subject, options)
+    def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
+        super().__init__(monitored, options)
         self._spec = None if self.options.output is None else ObjectSpec.parse(self.options.output)
         self._compared: set[str] = set()
         self._calls: ModuleCalls
-        self._gate: Gate
+        self._gate: SamplingGate
 
-    def install(self, hooking: Hooking, gate: Gate) -> None:
+    def install(self, hooking: Hooking, gate: SamplingGate) -> None:
         """Register on every module of the targets."""
         self._gate = gate
         self._calls = ModuleCalls(self.name, hooking, gate)
-        root = self.subject.framework.module
+        root = self.monitored.framework.module
         for named in self._calls.find(root, self.targets):
             holder = _holder(root, named)
             if self.options.logits == "computed":
@@ -149,7 +149,7 @@ def _computed(module: nn.Module, found: Found) -> torch.Tensor | str:
     reason = "nothing" if given is None else _why_not(given)
     if given is None or reason is not None:
         return f"is given what is {reason}"
-    weight = whole_matrix(weight_of(module))
+    weight = local_matrix_or_reason(weight_of(module))
     if isinstance(weight, str):
         return weight
     if given.shape[-1] not in weight.shape:
@@ -179,7 +179,7 @@ def _top_k(module: nn.Module | None) -> int | None:
 def _weight(module: nn.Module, experts: int) -> torch.Tensor | None:
     """Return the weight of a router, its own or that of a layer in it; None when it is not whole here."""
     for owner in (module, *module.children()):
-        whole = whole_matrix(weight_of(owner))
+        whole = local_matrix_or_reason(weight_of(owner))
         if isinstance(whole, torch.Tensor) and experts in whole.shape:
             return whole
     return None

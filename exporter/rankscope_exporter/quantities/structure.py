@@ -17,14 +17,14 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.model.module_names import NamedModule, named_modules, selected, unmatched
 from rankscope_exporter.model.parameter_names import local_tensor
 from rankscope_exporter.model.pytree import Found, Slot, children, received, returned
 from rankscope_exporter.process.identity import rank_here
 from rankscope_exporter.quantities.activations.entries import placement_of
-from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Table
-from rankscope_exporter.quantities.hook_handles import Handles, hook_after, hook_before
+from rankscope_exporter.quantities.base import Hooking, Quantity, QuantityOptions, SamplingGate, Table
+from rankscope_exporter.quantities.hook_handles import HookHandles, hook_after, hook_before
 from rankscope_exporter.records.host_transfer import Row
 
 MODEL: Final = "(the model)"
@@ -200,28 +200,28 @@ class Structure(Quantity):
     of_modules: ClassVar[bool] = True
     options: StructureOptions
 
-    def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
-        super().__init__(subject, options)
+    def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
+        super().__init__(monitored, options)
         self.text = ""
         """The structure as it was last seen, a line for each module."""
         self._modules: tuple[NamedModule, ...] = ()
         self._seen: dict[str, Seen] = {}
         self._open: set[str] = set()  # modules whose first call is under way
-        self._handles = Handles(subject)
+        self._handles = HookHandles(monitored)
         self._tell: Callable[[str], None] = lambda _message: None
 
-    def install(self, hooking: Hooking, gate: Gate) -> None:
+    def install(self, hooking: Hooking, gate: SamplingGate) -> None:
         """Register on every module of the targets."""
         self._tell = lambda message: hooking.tell(f"structure: {message}")
         hooking.keep(self._handles)
-        modules = named_modules(self.subject.framework.module)
+        modules = named_modules(self.monitored.framework.module)
         for sentence in unmatched(modules, self.targets):
             self._tell(sentence)
         self._modules = selected(modules, self.targets)
         for named in self._modules:
             self._follow(named, hooking, gate)
 
-    def _follow(self, named: NamedModule, hooking: Hooking, gate: Gate) -> None:
+    def _follow(self, named: NamedModule, hooking: Hooking, gate: SamplingGate) -> None:
         def before(_module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             if hooking.in_forward:
                 self._called(named, received(args, kwargs), hooking, gate)
@@ -250,14 +250,14 @@ class Structure(Quantity):
         for named in self._modules:
             module = named.module
             if module is not None:
-                placement, vpp_stage = _placement(module, self.placement), self.subject.framework.vpp_stage(module)
+                placement, vpp_stage = _placement(module, self.placement), self.monitored.framework.vpp_stage(module)
                 yield named.name, Seen(named.name, type(module).__name__, placement, vpp_stage=vpp_stage)
 
     def after_update(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
         """Let go of tensors that outlive their graph."""
         self._handles.remove()
 
-    def _called(self, named: NamedModule, found: Found, hooking: Hooking, gate: Gate) -> None:
+    def _called(self, named: NamedModule, found: Found, hooking: Hooking, gate: SamplingGate) -> None:
         seen = self._seen.get(named.name)
         if seen is None or seen.inputs is not None:
             return
@@ -267,12 +267,12 @@ class Structure(Quantity):
             seen.stack = call_stack(sys._getframe())  # noqa: SLF001 - the only way to look without building a traceback
         self._watch(found, seen.inputs or [], hooking, gate)
 
-    def _returned(self, seen: Seen, output: Any, hooking: Hooking, gate: Gate) -> None:
+    def _returned(self, seen: Seen, output: Any, hooking: Hooking, gate: SamplingGate) -> None:
         found = returned(output)
         seen.gave(output, found)
         self._watch(found, seen.outputs or [], hooking, gate)
 
-    def _watch(self, found: Found, described: Iterable[Described], hooking: Hooking, gate: Gate) -> None:
+    def _watch(self, found: Found, described: Iterable[Described], hooking: Hooking, gate: SamplingGate) -> None:
         if not hooking.grad_enabled:
             return
         for slot, item in zip(found.slots, described, strict=True):

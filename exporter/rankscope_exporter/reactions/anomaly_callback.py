@@ -10,7 +10,7 @@ from typing import Any
 
 from rankscope_contract.events import Event, causal_key
 from rankscope_exporter.base.errors import Guard
-from rankscope_exporter.process.threads import Chores, limit_this_thread
+from rankscope_exporter.process.threads import BackgroundWorker, limit_this_thread
 
 log = logging.getLogger("rankscope")
 
@@ -78,7 +78,7 @@ def in_causal_order(step: int | None, events: Sequence[Event]) -> tuple[Event, .
     )
 
 
-class Callbacks:
+class AnomalyCallback:
     """Calls one function, one anomaly after the other, on a thread of its own."""
 
     def __init__(
@@ -88,7 +88,7 @@ class Callbacks:
         self._function = function
         self._guard = guard
         self._samples = samples
-        self._chores = Chores("on_anomaly", guard)
+        self._chores = BackgroundWorker("on_anomaly", guard)
 
     @property
     def dropped(self) -> int:

@@ -12,10 +12,10 @@ from typing import Any, Final, Protocol
 
 from rankscope_contract.events import Event, EventType
 from rankscope_exporter.config.sections import CaptureConfig
-from rankscope_exporter.process.threads import Chores
+from rankscope_exporter.process.threads import BackgroundWorker
 from rankscope_exporter.reactions.anomaly_callback import in_causal_order
-from rankscope_exporter.reactions.sample_ids import Batches, Named, read
-from rankscope_exporter.sampling.active_quantities import Collection, Lineup, Part
+from rankscope_exporter.reactions.sample_ids import Named, SampleIds, read
+from rankscope_exporter.sampling.active_quantities import ActiveQuantities, PreparedQuantities, Part
 
 CAPTURE: Final = "capture"
 """The source that such a change names."""
@@ -69,7 +69,7 @@ class Reason:
 
 
 @dataclass(slots=True, kw_only=True)
-class Capturing:
+class PlannedCapture:
     """One capture, to come. `begins` says whether it may, and what is to be said."""
 
     reason: Reason
@@ -77,26 +77,26 @@ class Capturing:
     parts: list[Part]
     begins: Callable[[Reason, int, int | None], list[Event]]
     began: Callable[[], None]
-    lineup: Lineup | None = None
+    prepared: PreparedQuantities | None = None
 
     def is_due(self, step: int) -> bool:
         """Return whether it holds from step number `step` on at the latest."""
         return self.step is None or self.step <= step
 
-    def ready(self, collection: Collection) -> None:
+    def ready(self, active_quantities: ActiveQuantities) -> None:
         """Register the hooks of what is captured; again where a switch has sent some of it away meanwhile."""
-        if self.lineup is None or not collection.stands(self.lineup):
-            self.lineup = collection.lineup(self.parts)
+        if self.prepared is None or not active_quantities.is_current(self.prepared):
+            self.prepared = active_quantities.prepare(self.parts)
 
-    def take(self, collection: Collection, step: int) -> list[Event]:
+    def take(self, active_quantities: ActiveQuantities, step: int) -> list[Event]:
         """Measure more from this step on, unless enough was captured."""
         events = self.begins(self.reason, step, self.step)
         if events:
-            self.ready(collection)
-            collection.capture(self.lineup or [])
+            self.ready(active_quantities)
+            active_quantities.capture(self.prepared or [])
             self.began()
         else:
-            collection.dismiss(self.lineup or [])
+            active_quantities.discard(self.prepared or [])
         return events
 
     def shown(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class Capturing:
         return {"capture": [quantity.name for quantity, _ in self.parts], "reason": self.reason.message}
 
 
-class Asking(Protocol):
+class ChangeRequester(Protocol):
     """How changes beside what is measured are asked for."""
 
     def aside(
@@ -114,7 +114,7 @@ class Asking(Protocol):
         ...
 
 
-class Captures:
+class CaptureController:
     """Hears of firings on the publisher's thread, of other ranks' on the switch thread, of steps on the training's.
 
     `take_flight_record` publishes one, and `record` hands an event over; both may wait, on a thread of their own.
@@ -123,9 +123,9 @@ class Captures:
     def __init__(
         self,
         config: CaptureConfig | None,
-        asking: Asking,
-        batches: Batches,
-        chores: Chores,
+        asking: ChangeRequester,
+        batches: SampleIds,
+        worker: BackgroundWorker,
         *,
         rank: int,
         parts: Callable[[], list[Part]],
@@ -138,7 +138,7 @@ class Captures:
         self._config = config
         self._asking = asking
         self._batches = batches
-        self._chores = chores
+        self._chores = worker
         self._rank = rank
         self._parts = parts
         self._release = release
@@ -172,7 +172,7 @@ class Captures:
 
     # Captures that all ranks agreed on.
 
-    def make(self, document: Mapping[str, Any], step: int | None) -> Capturing:
+    def make(self, document: Mapping[str, Any], step: int | None) -> PlannedCapture:
         """Return the capture that `document` means, for `step`."""
         reason, config = Reason(**document), self._config
         if config is not None:
@@ -180,7 +180,7 @@ class Captures:
             if reason.rank != self._rank:
                 self._flight_record()
         parts = self._parts() if config is not None and self._count < config.max_captures else []
-        return Capturing(reason=reason, step=step, parts=parts, begins=self._begins, began=self.changed)
+        return PlannedCapture(reason=reason, step=step, parts=parts, begins=self._begins, began=self.changed)
 
     def _begins(self, reason: Reason, step: int, agreed: int | None) -> list[Event]:
         config = self._config

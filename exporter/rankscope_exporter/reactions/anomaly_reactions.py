@@ -11,20 +11,20 @@ from typing import Any, Final
 
 from rankscope_contract.events import Event
 from rankscope_contract.identity import Identity
-from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.base.errors import Guard
 from rankscope_exporter.base.validation import share_of
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.monitors.hangs.diagnosis import Diagnosis
-from rankscope_exporter.process.threads import Chores
-from rankscope_exporter.reactions.anomaly_callback import Callbacks, OnAnomaly
-from rankscope_exporter.reactions.anomaly_capture import CAPTURE, Captures
-from rankscope_exporter.reactions.overhead_controller import BUDGET, Governor
-from rankscope_exporter.reactions.overhead_window import OverheadWatch
-from rankscope_exporter.reactions.sample_ids import Batches, read
-from rankscope_exporter.reconfiguration.change_queue import Switchboard
-from rankscope_exporter.reconfiguration.change_sources import Switching
-from rankscope_exporter.sampling.active_quantities import Collection, Part
+from rankscope_exporter.process.threads import BackgroundWorker
+from rankscope_exporter.reactions.anomaly_callback import AnomalyCallback, OnAnomaly
+from rankscope_exporter.reactions.anomaly_capture import CAPTURE, CaptureController
+from rankscope_exporter.reactions.overhead_controller import BUDGET, OverheadController
+from rankscope_exporter.reactions.overhead_window import OverheadWindow
+from rankscope_exporter.reactions.sample_ids import SampleIds, read
+from rankscope_exporter.reconfiguration.change_queue import ChangeQueue
+from rankscope_exporter.reconfiguration.change_sources import ChangeSources
+from rankscope_exporter.sampling.active_quantities import ActiveQuantities, Part
 from rankscope_exporter.sampling.sampling_config import chosen
 from rankscope_exporter.training.recorder import Recorder
 
@@ -33,14 +33,14 @@ FINISH_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class ReactionDependencies:
     """What it is wired to."""
 
-    subject: Subject
-    collection: Collection
+    monitored: MonitoredModel
+    active_quantities: ActiveQuantities
     recorder: Recorder
-    board: Switchboard
-    switching: Switching
+    change_queue: ChangeQueue
+    change_sources: ChangeSources
     diagnosis: Diagnosis
     cost: Callable[[], float]
     """CPU seconds of the monitor so far."""
@@ -50,24 +50,29 @@ class Parts:
     """Prints a line on the console."""
 
 
-class Alongside:
+class AnomalyReactions:
     """Built with the session, told of firings by the publisher, stopped when training ends."""
 
     def __init__(
-        self, config: MonitorConfig, identity: Identity, guard: Guard, parts: Parts, on_anomaly: OnAnomaly | None
+        self,
+        config: MonitorConfig,
+        identity: Identity,
+        guard: Guard,
+        parts: ReactionDependencies,
+        on_anomaly: OnAnomaly | None,
     ) -> None:
         self._identity = identity
         self._guard = guard
         self._is_wanted = config.capture is not None
-        self._chores = Chores("capture", guard)
-        self.batches = Batches()
-        self.callbacks = Callbacks(on_anomaly, guard, self._samples)
-        self.governor = self._governor(config, parts)
+        self._chores = BackgroundWorker("capture", guard)
+        self.batches = SampleIds()
+        self.callbacks = AnomalyCallback(on_anomaly, guard, self._samples)
+        self.overhead_controller = self._governor(config, parts)
         self.captures = self._captures(config, parts)
-        parts.recorder.moments.follow(self.batches)
-        parts.board.companions += [self.governor, self.captures]
-        parts.switching.asides |= {BUDGET: self.governor.make, CAPTURE: self.captures.make}
-        parts.switching.listens = config.max_overhead is not None or config.capture is not None
+        parts.recorder.step_events.follow(self.batches)
+        parts.change_queue.companions += [self.overhead_controller, self.captures]
+        parts.change_sources.asides |= {BUDGET: self.overhead_controller.make, CAPTURE: self.captures.make}
+        parts.change_sources.listens = config.max_overhead is not None or config.capture is not None
 
     def fired(self, step: int | None, events: Sequence[Event]) -> None:
         """Do what is to be done when rules fired at `step`. On the publisher's thread."""
@@ -95,43 +100,43 @@ class Alongside:
     def _samples(self, step: int | None) -> Sequence[Any]:
         return read(self.batches.of(step))[0].get(str(step), ())
 
-    def _governor(self, config: MonitorConfig, parts: Parts) -> Governor:
+    def _governor(self, config: MonitorConfig, parts: ReactionDependencies) -> OverheadController:
         allowed = share_of(config.max_overhead)
-        return Governor(
-            None if allowed is None else OverheadWatch(allowed),
-            parts.switching,
+        return OverheadController(
+            None if allowed is None else OverheadWindow(allowed),
+            parts.change_sources,
             cost=parts.cost,
-            period=lambda: parts.collection.period,
-            changes=lambda: parts.board.changes,
+            period=lambda: parts.active_quantities.period,
+            changes=lambda: parts.change_queue.changes,
             rank=self._identity.rank,
             world_size=self._identity.world_size,
             say=parts.say,
         )
 
-    def _captures(self, config: MonitorConfig, parts: Parts) -> Captures:
-        captures = Captures(
+    def _captures(self, config: MonitorConfig, parts: ReactionDependencies) -> CaptureController:
+        captures = CaptureController(
             config.capture,
-            parts.switching,
+            parts.change_sources,
             self.batches,
             self._chores,
             rank=self._identity.rank,
-            parts=lambda: captured(parts.subject, config, self._identity.rank),
-            release=parts.collection.release,
+            parts=lambda: captured(parts.monitored, config, self._identity.rank),
+            release=parts.active_quantities.release,
             record=parts.recorder.event,
             take_flight_record=lambda: parts.diagnosis.take_flight("capture"),
         )
 
         def changed() -> None:
-            self.governor.pause()  # what a capture costs was asked for
+            self.overhead_controller.pause()  # what a capture costs was asked for
             parts.changed()
 
         captures.changed = changed
         return captures
 
 
-def captured(subject: Subject, config: MonitorConfig, rank: int) -> list[Part]:
+def captured(monitored: MonitoredModel, config: MonitorConfig, rank: int) -> list[Part]:
     """Return what `config` captures on this rank."""
     if config.capture is None:
         return []
     settings = config.capture.settings(config.options)
-    return chosen(subject, replace(config, capture=None, **settings), rank, switched=True)
+    return chosen(monitored, replace(config, capture=None, **settings), rank, switched=True)

@@ -14,16 +14,16 @@ from typing import Any, Final, Protocol
 
 from rankscope_contract.events import Event, EventType, Severity
 from rankscope_exporter.base.validation import percent
-from rankscope_exporter.reactions.overhead_window import MOST_STRETCH, Judged, OverheadWatch, Verdict
+from rankscope_exporter.reactions.overhead_window import MOST_STRETCH, Judged, OverheadWindow, Verdict
 from rankscope_exporter.reconfiguration.agreement import Agreement
-from rankscope_exporter.sampling.active_quantities import Collection
+from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 
 BUDGET: Final = "budget"
 """The source that such a change names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class DecimationRequest:
     """What a rank asks of all: numbers, as they stand in the event of each."""
 
     stretch: int
@@ -34,7 +34,7 @@ class Need:
     """How many changes had taken place where that was measured: behind another one it means nothing any more."""
 
     @classmethod
-    def of(cls, document: Mapping[str, Any]) -> Need:
+    def of(cls, document: Mapping[str, Any]) -> DecimationRequest:
         """Return what a document says."""
         return cls(**document)
 
@@ -44,26 +44,26 @@ class Need:
 
 
 @dataclass(slots=True, kw_only=True)
-class Stretching:
+class DecimationChange:
     """One change of the stretch. `stretch` takes it over and returns what held before; None where it means nothing."""
 
-    need: Need
+    need: DecimationRequest
     step: int | None
-    stretch: Callable[[Need], int | None]
+    stretch: Callable[[DecimationRequest], int | None]
 
     def is_due(self, step: int) -> bool:
         """Return whether it holds from step number `step` on at the latest."""
         return self.step is None or self.step <= step
 
-    def ready(self, collection: Collection) -> None:
+    def ready(self, active_quantities: ActiveQuantities) -> None:
         """Need no hooks."""
 
-    def take(self, collection: Collection, step: int) -> list[Event]:
+    def take(self, active_quantities: ActiveQuantities, step: int) -> list[Event]:
         """Stretch from this step on, which is measured or not as all later ones are."""
         before = self.stretch(self.need)
         if before is None or before == self.need.stretch:
             return []
-        collection.stretch(self.need.stretch)
+        active_quantities.stretch(self.need.stretch)
         return [self._event(before, step)]
 
     def shown(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class Stretching:
         return Event(type=EventType.BUDGET, severity=severity, message=message, details=json.dumps(details))
 
 
-def sentence(need: Need, before: int) -> str:
+def sentence(need: DecimationRequest, before: int) -> str:
     """Return what is measured from now on, and why."""
     what = f"one in {need.stretch} of the chosen steps is measured" if need.stretch > 1 else "every chosen step is"
     allowed = f"max_overhead is {percent(need.max_overhead)}"
@@ -95,25 +95,27 @@ def sentence(need: Need, before: int) -> str:
     return f"{what}: {share} on rank {need.rank}, {allowed}"
 
 
-class Asking(Protocol):
+class ChangeRequester(Protocol):
     """How changes beside what is measured are asked for."""
 
-    def aside(self, document: Mapping[str, Any], source: str, *, is_moot: Callable[[], bool] = lambda: False) -> None:
+    def aside(
+        self, document: Mapping[str, Any], source: str, *, is_obsolete: Callable[[], bool] = lambda: False
+    ) -> None:
         """Ask for one."""
         ...
 
-    def errand(self, ask: Callable[[Agreement], None]) -> bool:
+    def run_with_agreement(self, ask: Callable[[Agreement], None]) -> bool:
         """Ask the other ranks something; return whether there are any."""
         ...
 
 
-class Governor:
+class OverheadController:
     """One rank's part; without a `watch` it goes along with what others ask for. Called on the training thread."""
 
     def __init__(
         self,
-        watch: OverheadWatch | None,
-        asking: Asking,
+        watch: OverheadWindow | None,
+        asking: ChangeRequester,
         *,
         cost: Callable[[], float],
         period: Callable[[], int],
@@ -137,9 +139,9 @@ class Governor:
         self._counted_at = -1  # and when it counted itself among those that have room
         self._said_floor = False
 
-    def make(self, document: Mapping[str, Any], step: int | None) -> Stretching:
+    def make(self, document: Mapping[str, Any], step: int | None) -> DecimationChange:
         """Return the change that `document` means."""
-        return Stretching(need=Need.of(document), step=step, stretch=self._take)
+        return DecimationChange(need=DecimationRequest.of(document), step=step, stretch=self._take)
 
     # Of every step.
 
@@ -190,13 +192,15 @@ class Governor:
             if agreement.count(f"room/{changes}", amount) >= self._world_size and judged is not None:
                 self._ask(judged)
 
-        if not self._asking.errand(count) and judged is not None:
+        if not self._asking.run_with_agreement(count) and judged is not None:
             self._ask(judged)
 
     def _ask(self, judged: Judged) -> None:
         changes, allowed = self._changes(), self._over
-        need = Need(stretch=judged.wanted, share=judged.share, max_overhead=allowed, rank=self._rank, changes=changes)
-        self._asking.aside(need.document(), BUDGET, is_moot=lambda: self._changes() != changes)
+        need = DecimationRequest(
+            stretch=judged.wanted, share=judged.share, max_overhead=allowed, rank=self._rank, changes=changes
+        )
+        self._asking.aside(need.document(), BUDGET, is_obsolete=lambda: self._changes() != changes)
 
     @property
     def _over(self) -> float:
@@ -212,7 +216,7 @@ class Governor:
 
     # When a change takes place.
 
-    def _take(self, need: Need) -> int | None:
+    def _take(self, need: DecimationRequest) -> int | None:
         """Hold the stretch that `need` names, and return the one before; None where something changed meanwhile."""
         if need.changes != self._changes() - 1:  # the change itself is counted already
             return None

@@ -43,7 +43,7 @@ class Judged:
     wanted: int
 
 
-class OverheadWatch:
+class OverheadWindow:
     """Told of every step that begins; holds the stretch that is in force."""
 
     def __init__(

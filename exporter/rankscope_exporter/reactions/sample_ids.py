@@ -16,8 +16,8 @@ from typing import Any, Final
 import torch
 
 from rankscope_exporter.records.host_transfer import Transfer
-from rankscope_exporter.records.pending_step import Draft
-from rankscope_exporter.records.step_events import Follower
+from rankscope_exporter.records.pending_step import PendingStep
+from rankscope_exporter.records.step_events import StepObserver
 
 KEPT_STEPS: Final = 64
 MOST_IDS: Final = 1024
@@ -66,7 +66,7 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-class Batches(Follower):
+class SampleIds(StepObserver):
     """Gives each batch to the step that its forward pass belongs to."""
 
     def __init__(self) -> None:
@@ -106,10 +106,10 @@ class Batches(Follower):
             self._now += self._said
             self._said, self._evaluated = [], 0
 
-    def step_ends(self, draft: Draft) -> None:
+    def step_ends(self, pending_step: PendingStep) -> None:
         """Only now the number of the step is certain: the script may have given it late."""
         with self._lock:
-            self._ended.append((draft.step, self._now))
+            self._ended.append((pending_step.step, self._now))
             self._now, self._has_forward = [], False
 
     def of(self, step: int | None) -> Named:

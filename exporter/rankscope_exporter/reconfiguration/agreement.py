@@ -164,11 +164,11 @@ class Agreement:
             told += self._news(self._take_part(state, state.pending))
         return told
 
-    def must_arrive(self, step: int) -> bool:
+    def must_resolve(self, step: int) -> bool:
         """Return whether step number `step`, about to begin, may be that of a change whose fate is not known here."""
         return any(step >= promise.step for promise in self._promises)
 
-    def arrive(self, step: int) -> list[Proposal]:
+    def resolve(self, step: int) -> list[Proposal]:
         """Return what was agreed and not told yet; what was answered and not sealed by now is moved behind `step`."""
         for _ in range(_ATTEMPTS):
             state = self._state()
@@ -218,12 +218,12 @@ class Agreement:
         else:
             heard = self._store.add(f"{self._name}/{pending.number}", 0)
         if heard >= self._world_size:
-            return self._seal(state, pending)
+            return self._commit(state, pending)
         if self._clock() - self._armed[1] > self._patience_seconds:
-            return self._seal(state, replace(pending, without=self._silent(pending.number)))
+            return self._commit(state, replace(pending, without=self._unresponsive(pending.number)))
         return state
 
-    def _seal(self, state: _State, pending: Proposal) -> _State:
+    def _commit(self, state: _State, pending: Proposal) -> _State:
         step, _ = self._pace()
         if pending.step - step < self._margin(pending.margin_seconds / 2, LEAST_STEPS // 2):
             return self._move(state, pending)
@@ -244,7 +244,7 @@ class Agreement:
         a_step = self._pace()[1]
         return max(least, min(MOST_STEPS, math.ceil(seconds / max(a_step, 1e-6)))) if a_step is not None else least
 
-    def _silent(self, number: int) -> tuple[int, ...]:
+    def _unresponsive(self, number: int) -> tuple[int, ...]:
         keys = {rank: f"{self._name}/{number}/{rank}" for rank in range(self._world_size)}
         return tuple(rank for rank, key in keys.items() if not self._store.check([key]))
 

@@ -14,11 +14,11 @@ from typing import Any, Final, Protocol
 
 from rankscope_contract.events import Event, EventType, Severity
 from rankscope_exporter.base.errors import Guard
-from rankscope_exporter.sampling.active_quantities import Collection, Lineup, Part
-from rankscope_exporter.sampling.sampling_config import Measuring
+from rankscope_exporter.sampling.active_quantities import ActiveQuantities, PreparedQuantities, Part
+from rankscope_exporter.sampling.sampling_config import SamplingConfig
 
 
-class Aside(Protocol):
+class PlannedChange(Protocol):
     """Comes at a step, as a change of what is measured does."""
 
     step: int | None
@@ -28,11 +28,11 @@ class Aside(Protocol):
         """Return whether it holds from step number `step` on at the latest."""
         ...
 
-    def ready(self, collection: Collection) -> None:
+    def ready(self, active_quantities: ActiveQuantities) -> None:
         """Register hooks, outside of the forward pass that would miss some of them. May be called again."""
         ...
 
-    def take(self, collection: Collection, step: int) -> list[Event]:
+    def take(self, active_quantities: ActiveQuantities, step: int) -> list[Event]:
         """Take place as step number `step` begins; return what is to be said."""
         ...
 
@@ -41,7 +41,7 @@ class Aside(Protocol):
         ...
 
 
-class Companion(Protocol):
+class ChangeListener(Protocol):
     """Goes along with the steps, on the training thread."""
 
     def step_begins(self, step: int) -> list[Event]:
@@ -65,46 +65,48 @@ _KEEP: Final = 0.8
 class Change:
     """What is measured from the first step at or behind `step` on; without a number from the next one on."""
 
-    measuring: Measuring
+    measuring: SamplingConfig
     parts: list[Part]
     source: str
     step: int | None = None
     without: tuple[int, ...] = ()
     """Ranks that were not heard and may take the change over later."""
-    lineup: Lineup | None = None
+    prepared: PreparedQuantities | None = None
 
     def is_due(self, step: int) -> bool:
         """Return whether it holds from step number `step` on at the latest."""
         return self.step is None or self.step <= step
 
-    def ready(self, collection: Collection) -> None:
+    def ready(self, active_quantities: ActiveQuantities) -> None:
         """Register the hooks it needs."""
-        if self.lineup is None:
-            self.lineup = collection.lineup(self.parts)
+        if self.prepared is None:
+            self.prepared = active_quantities.prepare(self.parts)
 
     def shown(self) -> dict[str, Any]:
         """Return it as /config shows what is to come."""
         return self.measuring.shown()
 
 
-class Switchboard:
+class ChangeQueue:
     """Changes the members of a collection between two steps, and says so with an event of the first new step."""
 
-    def __init__(self, collection: Collection, measuring: Measuring, *, guard: Guard, first_step: int) -> None:
+    def __init__(
+        self, active_quantities: ActiveQuantities, measuring: SamplingConfig, *, guard: Guard, first_step: int
+    ) -> None:
         self.measuring = measuring
         self.ended = threading.Event()
         """Set when everything that was switched on has been measured as often as was asked for."""
-        self.taken: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None
         """Called on the training thread when a change has taken place."""
-        self.arrives: Callable[[int], None] = lambda _: None
+        self.resolve_pending: Callable[[int], None] = lambda _: None
         """Called on the training thread with the number of a step that begins, before what is due is looked at."""
-        self.companions: list[Companion] = []
+        self.companions: list[ChangeListener] = []
         """Told of every step, and of every change but those beside what is measured."""
         self.changes = 0
         """How many took place, those beside what is measured included: the same on all ranks at the same step."""
-        self._collection = collection
+        self._active_quantities = active_quantities
         self._guard = guard
-        self._waiting: list[Change | Aside] = []
+        self._waiting: list[Change | PlannedChange] = []
         self._lock = threading.Lock()
         self._pace: tuple[int, float | None] = (first_step - 1, None)
         self._opened_at: float | None = None
@@ -113,7 +115,7 @@ class Switchboard:
 
     # From any thread.
 
-    def put(self, change: Change | Aside) -> None:
+    def put(self, change: Change | PlannedChange) -> None:
         """Have `change` take place at its step, behind those that wait already."""
         with self._lock:
             self._waiting.append(change)
@@ -136,19 +138,19 @@ class Switchboard:
     def ready(self) -> None:
         """Register the hooks of the next change, outside of the forward pass that would miss some of them."""
         coming = self._pace[0] + 1
-        self.arrives(coming)
+        self.resolve_pending(coming)
         if not self._waiting:
             return
         with self._lock:
             due = [change for change in self._waiting if change.is_due(coming)] or self._waiting[:1]
         for index, change in enumerate(due):
             if not _is_replaced(change, due[index + 1 :]):
-                change.ready(self._collection)
+                change.ready(self._active_quantities)
 
-    def opens(self, step: int) -> list[Event]:
+    def before_step(self, step: int) -> list[Event]:
         """Note that step number `step` is about to begin, and do what is due. A few comparisons when nothing is."""
         self._note_pace(step)  # first: the thread that promises something looks at the pace behind its promise
-        self.arrives(step)
+        self.resolve_pending(step)
         events: list[Event] = []
         for companion in self.companions:
             events += self._guard.call("switching", companion.step_begins, step) or ()
@@ -160,40 +162,42 @@ class Switchboard:
             if isinstance(change, Change):
                 events += self._take(change, step, is_replaced=_is_replaced(change, due))
             else:
-                events += self._guard.call("switching", change.take, self._collection, step) or ()
-        if not events and self._since is not None and self.measuring.on and self._collection.is_over:
-            events += [self._end(step), *self._tell_companions(step)]
+                events += self._guard.call("switching", change.take, self._active_quantities, step) or ()
+        if not events and self._since is not None and self.measuring.on and self._active_quantities.is_over:
+            events += [self._end(step), *self._notify_listeners(step)]
         return events
 
     def _take(self, change: Change, step: int, *, is_replaced: bool) -> list[Event]:
         """Have `change` hold from now on; one that another replaces at this very step is told, and touches no hooks."""
         before, self.measuring = self.measuring, change.measuring
-        if is_replaced:  # the other's lineup goes on with members that this one would have sent away
-            self._guard.call("switching", self._collection.dismiss, change.lineup or [])
+        if is_replaced:  # the other's quantities go on with members that this one would have sent away
+            self._guard.call("switching", self._active_quantities.discard, change.prepared or [])
         else:
-            lineup = self._collection.lineup(change.parts) if change.lineup is None else change.lineup
-            self._guard.call("switching", self._collection.take, lineup)
+            prepared = self._active_quantities.prepare(change.parts) if change.prepared is None else change.prepared
+            self._guard.call("switching", self._active_quantities.replace, prepared)
         self.ended.clear()
         self._since, self._by = step, change.source
-        self.taken()
-        return [_event(before, change, step), *self._tell_companions(step)]
+        self.on_change()
+        return [_event(before, change, step), *self._notify_listeners(step)]
 
-    def _tell_companions(self, step: int) -> list[Event]:
+    def _notify_listeners(self, step: int) -> list[Event]:
         """Tell those that go along that something else is measured."""
         told = (self._guard.call("switching", companion.switched, step) for companion in self.companions)
         return [event for events in told for event in events or ()]
 
     def _end(self, step: int) -> Event:
-        self._collection.take([])
+        self._active_quantities.replace([])
         before = self.measuring
-        self.measuring = Measuring(on=False, config=before.config)
+        self.measuring = SamplingConfig(on=False, config=before.config)
         self.ended.set()
         change = Change(measuring=self.measuring, parts=[], source="times", step=step)
         return _event(before, change, step)
 
     def is_over(self) -> bool:
         """Return whether what was switched on has been measured as often as was asked for."""
-        return self.ended.is_set() or (self._since is not None and self.measuring.on and self._collection.is_over)
+        return self.ended.is_set() or (
+            self._since is not None and self.measuring.on and self._active_quantities.is_over
+        )
 
     def _note_pace(self, step: int) -> None:
         now = time.monotonic()
@@ -205,12 +209,12 @@ class Switchboard:
         self._pace = (step, seconds)
 
 
-def _is_replaced(change: Change | Aside, later: Sequence[Change | Aside]) -> bool:
+def _is_replaced(change: Change | PlannedChange, later: Sequence[Change | PlannedChange]) -> bool:
     """Return whether one of `later`, due at the same step, says anew what is measured."""
     return isinstance(change, Change) and any(isinstance(other, Change) for other in later)
 
 
-def _event(before: Measuring, change: Change, step: int) -> Event:
+def _event(before: SamplingConfig, change: Change, step: int) -> Event:
     after = change.measuring
     late = 0 if change.step is None else step - change.step
     details = {
@@ -235,7 +239,7 @@ def _event(before: Measuring, change: Change, step: int) -> Event:
     return Event(type=EventType.SWITCH, severity=severity, message=text, details=json.dumps(details))
 
 
-def _words(measuring: Measuring) -> str:
+def _words(measuring: SamplingConfig) -> str:
     if not measuring.on or measuring.config.times == 0:
         return "nothing is measured"
     config = measuring.config

@@ -20,9 +20,9 @@ from rankscope_exporter.base.errors import ConfigError, Guard
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.reconfiguration.agreement import Agreement, Proposal
-from rankscope_exporter.reconfiguration.change_queue import Aside, Change, Switchboard
+from rankscope_exporter.reconfiguration.change_queue import Change, ChangeQueue, PlannedChange
 from rankscope_exporter.reconfiguration.watched_file import Edit, SwitchFile
-from rankscope_exporter.sampling.sampling_config import Measuring, Part, as_text, measuring_of
+from rankscope_exporter.sampling.sampling_config import Part, SamplingConfig, as_text, sampling_config_from
 
 log = logging.getLogger("rankscope")
 
@@ -36,7 +36,7 @@ _ARRIVAL_SECONDS: Final = 2.0
 """How long training waits at most for the thread's word with the store; without it a change is taken late, and said."""
 
 
-MakeAside = Callable[[Mapping[str, Any], int | None], Aside]
+MakeAside = Callable[[Mapping[str, Any], int | None], PlannedChange]
 """Makes a change beside what is measured of what was said and the step agreed on."""
 
 
@@ -49,16 +49,16 @@ class _Asked:
     stamp: int | None = None
     until: int | None = None
     stands: bool = False
-    is_moot: Callable[[], bool] = lambda: False
+    is_obsolete: Callable[[], bool] = lambda: False
 
 
-class Switching:
+class ChangeSources:
     """The sources of changes of one rank. `agree` makes the agreement with the other ranks, None without any."""
 
     def __init__(
         self,
         base: MonitorConfig,
-        board: Switchboard,
+        change_queue: ChangeQueue,
         parts: Callable[[MonitorConfig], list[Part]],
         *,
         guard: Guard,
@@ -67,7 +67,7 @@ class Switching:
         first_step: int,
     ) -> None:
         self._base = base
-        self._board = board
+        self._change_queue = change_queue
         self._parts = parts
         self._guard = guard
         self._tell = tell
@@ -119,7 +119,7 @@ class Switching:
         self._woken.set()
         if self._thread.ident is not None:
             self._thread.join(1.0)
-        if self._board.is_over():
+        if self._change_queue.is_over():
             self._guard.call("the switch file", self._write_off)
 
     # Sources.
@@ -134,7 +134,7 @@ class Switching:
     def request(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
         """Take over what a request says, and return what is measured and what is to come. Raises ConfigError."""
         self._submit(self._checked(document, REQUEST), REQUEST, None)
-        return self._board.state()
+        return self._change_queue.state()
 
     def aside(
         self,
@@ -143,22 +143,22 @@ class Switching:
         *,
         stamp: int | None = None,
         until: int | None = None,
-        is_moot: Callable[[], bool] = lambda: False,
+        is_obsolete: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Ask for a change beside what is measured, unless it `is_moot` by the time others can hear of it.
+        """Ask for a change beside what is measured, unless it `is_obsolete` by the time others can hear of it.
 
         Of what `source` asks for on all ranks, nothing up to the stamp `until` is heard any more.
         """
         if self._agreement is None:
-            self._board.put(self.asides[source](document, None))
+            self._change_queue.put(self.asides[source](document, None))
         else:
             asked = _Asked(
-                text=as_text(document), source=source, stamp=stamp, until=until, stands=True, is_moot=is_moot
+                text=as_text(document), source=source, stamp=stamp, until=until, stands=True, is_obsolete=is_obsolete
             )
             self._asked.put(asked)
             self._woken.set()
 
-    def errand(self, ask: Callable[[Agreement], None]) -> bool:
+    def run_with_agreement(self, ask: Callable[[Agreement], None]) -> bool:
         """Have the thread ask the other ranks something; return whether there are any that can be asked."""
         if self._agreement is None:
             return False
@@ -181,22 +181,22 @@ class Switching:
 
     def _put(self, text: str, source: str, step: int | None, without: tuple[int, ...] = ()) -> None:
         if source in self.asides:
-            self._board.put(self.asides[source](json.loads(text), step))
+            self._change_queue.put(self.asides[source](json.loads(text), step))
             return
         measuring = self._measuring(text, source)
         self._wants_on, self._written_off = measuring.on, False
         parts = self._parts(measuring.config) if measuring.on else []
-        self._board.put(Change(measuring=measuring, parts=parts, source=source, step=step, without=without))
+        self._change_queue.put(Change(measuring=measuring, parts=parts, source=source, step=step, without=without))
 
-    def _measuring(self, text: str, source: str) -> Measuring:
-        return measuring_of(json.loads(text), self._base, on=source != FILE)
+    def _measuring(self, text: str, source: str) -> SamplingConfig:
+        return sampling_config_from(json.loads(text), self._base, on=source != FILE)
 
     # On the training thread.
 
-    def arrive(self, step: int) -> None:
+    def resolve(self, step: int) -> None:
         """Learn what became of a change for step number `step`, which is about to begin, unless that is known."""
         agreement = self._agreement
-        if agreement is None or not agreement.must_arrive(step):
+        if agreement is None or not agreement.must_resolve(step):
             return
         # Whoever holds it waits for a store that gives no answer: training waits for that once, and not at every step.
         if not self._agreeing.acquire(timeout=0.0 if self._is_held_up else _ARRIVAL_SECONDS):
@@ -206,7 +206,7 @@ class Switching:
             return
         self._is_held_up = False
         try:
-            self._take_over(lambda: agreement.arrive(step))
+            self._take_over(lambda: agreement.resolve(step))
         finally:
             self._agreeing.release()
 
@@ -226,7 +226,7 @@ class Switching:
     def _look_at_file(self) -> None:
         if self._file is None:
             return
-        if self._board.ended.is_set() and not self._written_off:
+        if self._change_queue.ended.is_set() and not self._written_off:
             self._written_off, self._wants_on = True, False
             if self._of_others(Agreement.claim, self._file.stamp, alone=True):
                 self._write_off()
@@ -285,7 +285,7 @@ class Switching:
 
     @staticmethod
     def _propose(agreement: Agreement, asked: _Asked) -> bool:
-        return asked.is_moot() or agreement.propose(
+        return asked.is_obsolete() or agreement.propose(
             asked.text, asked.source, asked.stamp, until=asked.until, stands=asked.stands
         )
 

@@ -89,7 +89,7 @@ AMOUNTS = ("tokens", "samples")
 
 
 @dataclass(slots=True)
-class Draft:
+class PendingStep:
     """One step, or a moment between steps."""
 
     step: int | None

@@ -1,6 +1,6 @@
-"""The moments of a step as they come by on the training thread, for parts that follow every step, measured or not.
+"""Events of a step on the training thread, for observers that run on every step, sampled or not.
 
-A part derives from `Follower` and says what it does at the moments it cares about. It is called between two lines of
+An observer derives from `StepObserver` and implements the events that it needs. It is called between two lines of
 the training: it may note the time or keep a reference, and does no I/O, waits for nothing, and grows with nothing.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 from rankscope_exporter.base.errors import Guard
-from rankscope_exporter.records.pending_step import Draft
+from rankscope_exporter.records.pending_step import PendingStep
 
 Moment = Literal[
     "step_begins",
@@ -37,7 +37,7 @@ Cause = Literal["forward", "backward", "update", "script"]
 """What ends a step: the begin of the next one with one of these, or the script by its own word."""
 
 
-class Follower:
+class StepObserver:
     """Does nothing at any moment. Which moments come, and how often, is the training's affair."""
 
     def step_begins(self, step: int) -> None:
@@ -85,13 +85,13 @@ class Follower:
     def phase_ended(self, name: str) -> None:
         """The innermost phase, which is called `name`, is over."""
 
-    def step_ends(self, draft: Draft) -> None:
+    def step_ends(self, pending_step: PendingStep) -> None:
         """The step is over and about to be handed over: the last chance to add to its record.
 
         One that waits long for the next step is handed over meanwhile, by the publisher's thread.
         """
 
-    def step_timed(self, draft: Draft, cause: Cause) -> None:
+    def step_timed(self, pending_step: PendingStep, cause: Cause) -> None:
         """How long the step took is known, and stands in `draft`; `cause` is what has ended it.
 
         Mostly the record of the step. Of one that was handed over before, it is a second one with its number.
@@ -101,17 +101,17 @@ class Follower:
         """No step follows the one that is under way, if there is one."""
 
 
-class Moments:
+class StepEvents:
     """Tells the followers; what one of them raises is counted, and the others hear all the same."""
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
         self._calls: dict[str, list[Callable[..., None]]] = {moment: [] for moment in get_args(Moment)}
 
-    def follow(self, follower: Follower) -> None:
+    def follow(self, follower: StepObserver) -> None:
         """Let `follower` hear of what comes from now on, of the moments that it has something to do at."""
         for moment, calls in self._calls.items():
-            if getattr(type(follower), moment) is not getattr(Follower, moment):
+            if getattr(type(follower), moment) is not getattr(StepObserver, moment):
                 calls.append(getattr(follower, moment))
 
     def tell(self, moment: Moment, *args: object) -> None:

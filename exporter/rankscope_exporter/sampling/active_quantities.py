@@ -8,13 +8,13 @@ from typing import Final
 import torch
 
 from rankscope_contract.records import PlanEntry
-from rankscope_exporter.adapters.base import Holder
+from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.base.errors import Guard
-from rankscope_exporter.quantities.base import ModelHooking, Quantity
-from rankscope_exporter.records.pending_step import Draft
-from rankscope_exporter.sampling.active_quantity import Member
-from rankscope_exporter.sampling.plan import Measurement, PlanBook, Sheet
-from rankscope_exporter.sampling.sampling_config import Terms
+from rankscope_exporter.quantities.base import ModelHookContext, Quantity
+from rankscope_exporter.records.pending_step import PendingStep
+from rankscope_exporter.sampling.active_quantity import ActiveQuantity
+from rankscope_exporter.sampling.plan import Measurement, PlanRegistry, StepBuffers
+from rankscope_exporter.sampling.sampling_config import QuantitySampling
 from rankscope_exporter.statistics import Finished, HostCopy, StatisticsTable
 from rankscope_exporter.statistics.selection import NO_OP, Ops
 
@@ -22,11 +22,11 @@ MAX_BACKLOG: Final = 64
 """Measured steps that may wait for the publisher; one more is counted as dropped rather than waited for."""
 
 
-Part = tuple[Quantity, Terms]
-Lineup = list[tuple[Member, Terms]]
+Part = tuple[Quantity, QuantitySampling]
+PreparedQuantities = list[tuple[ActiveQuantity, QuantitySampling]]
 
 
-class Collection:
+class ActiveQuantities:
     """Begins, measures and ends the sampled part of each step."""
 
     def __init__(
@@ -38,17 +38,17 @@ class Collection:
         measurement: Measurement | None = None,
     ) -> None:
         self._guard = guard
-        self.book = PlanBook()
-        self._members: list[Member] = []
-        self._per_gradient: list[Member] = []
-        self._hooking: ModelHooking | None = None
+        self.book = PlanRegistry()
+        self._members: list[ActiveQuantity] = []
+        self._per_gradient: list[ActiveQuantity] = []
+        self._hooking: ModelHookContext | None = None
         first = sum(len(quantity.entries()) for quantity, _ in quantities)
-        self._sheet = Sheet(self.book, StatisticsTable(first, device), measurement or Measurement())
+        self._sheet = StepBuffers(self.book, StatisticsTable(first, device), measurement or Measurement())
         self.backlog = 0
         self.unsampled = 0  # steps not measured because the publisher was behind
-        self.take(self.lineup(quantities))
+        self.replace(self.prepare(quantities))
 
-    def install(self, hooking: ModelHooking) -> None:
+    def install(self, hooking: ModelHookContext) -> None:
         """Let the quantities register hooks of their own."""
         self._hooking = hooking
         hooking.keep(self)
@@ -61,37 +61,37 @@ class Collection:
         for member in self._members:
             self._guard.call(member.where, member.unhook)
 
-    def lineup(self, parts: Sequence[Part]) -> Lineup:
+    def prepare(self, parts: Sequence[Part]) -> PreparedQuantities:
         """Return what `take` will measure by, the hooks registered; who measures the same already goes on."""
-        lineup: Lineup = []
+        prepared: PreparedQuantities = []
         for quantity, terms in parts:
             member = next((known for known in self._members if known.measures_as(quantity)), None)
             if member is None or member.is_retired:
-                member = Member(quantity)
+                member = ActiveQuantity(quantity)
                 if self._hooking is not None:
                     member.install(self._hooking, self._guard)
-            member.is_awaited = True
-            lineup.append((member, terms))
-        return lineup
+            member.is_kept_for_next = True
+            prepared.append((member, terms))
+        return prepared
 
-    def take(self, lineup: Lineup) -> None:
-        """Measure by `lineup` from now on, between two steps; every schedule begins anew, unstretched."""
-        members = [member for member, _ in lineup]
+    def replace(self, prepared: PreparedQuantities) -> None:
+        """Measure by `prepared` from now on, between two steps; every schedule begins anew, unstretched."""
+        members = [member for member, _ in prepared]
         for member in self._members:
             if member not in members:
                 self._guard.call(member.where, member.leave)
         self._settle(members)
-        seat = [(f"rows of {member.quantity.name}", member, terms) for member, terms in lineup]
+        seat = [(f"rows of {member.quantity.name}", member, terms) for member, terms in prepared]
         for member in members:
-            member.is_awaited = False
+            member.is_kept_for_next = False
         self._members = [
-            member for where, member, terms in seat if self._guard.call(where, member.be_seated, self._sheet, terms)
+            member for where, member, terms in seat if self._guard.call(where, member.activate, self._sheet, terms)
         ]
         self._listen()
 
-    def dismiss(self, lineup: Lineup) -> None:
-        """Take the hooks away that were registered for a `lineup` that will not be taken."""
-        for member, _ in lineup:
+    def discard(self, prepared: PreparedQuantities) -> None:
+        """Take the hooks away that were registered for a `prepared` that will not be taken."""
+        for member, _ in prepared:
             if member not in self._members:
                 self._guard.call(member.where, member.leave)
 
@@ -105,45 +105,45 @@ class Collection:
         """Return after how many steps what is measured repeats itself, by the longest of the schedules."""
         return max((member.schedule.period for member in self._members if not member.schedule.is_over), default=1)
 
-    def capture(self, lineup: Lineup) -> None:
-        """Measure every step by `lineup` as well, between two steps, until it is `released`.
+    def capture(self, prepared: PreparedQuantities) -> None:
+        """Measure every step by `prepared` as well, between two steps, until it is `released`.
 
-        What is measured already goes on, and its schedule counts as before. A quantity of it that `lineup` has with
+        What is measured already goes on, and its schedule counts as before. A quantity of it that `prepared` has with
         other options steps aside meanwhile: a tensor has one row at a step.
         """
-        for member, terms in lineup:
-            member.is_captured, member.is_awaited = True, False
+        for member, terms in prepared:
+            member.is_captured, member.is_kept_for_next = True, False
             if member not in self._members:
-                self._seat_guest(member, terms)
+                self._activate_temporary(member, terms)
         self._listen()
 
     def release(self) -> None:
         """Measure no more than before `capture`."""
-        guests = [member for member in self._members if member.is_guest]
-        self._members = [member for member in self._members if not member.is_guest]
+        guests = [member for member in self._members if member.is_temporary]
+        self._members = [member for member in self._members if not member.is_temporary]
         for member in guests:
             self._guard.call(member.where, member.leave)
         self._settle(self._members)
         self._listen()
 
-    def stands(self, lineup: Lineup) -> bool:
-        """Return whether nobody of `lineup` has left, or was retired, since it was made."""
-        return not any(m.is_retired or (m.window is not None and m not in self._members) for m, _ in lineup)
+    def is_current(self, prepared: PreparedQuantities) -> bool:
+        """Return whether nobody of `prepared` has left, or was retired, since it was made."""
+        return not any(m.is_retired or (m.window is not None and m not in self._members) for m, _ in prepared)
 
-    def _seat_guest(self, member: Member, terms: Terms) -> None:
+    def _activate_temporary(self, member: ActiveQuantity, terms: QuantitySampling) -> None:
         for known in self._members:
             if type(known.quantity) is type(member.quantity):
-                known.make_room()
-        member.is_guest = True
-        if self._guard.call(f"rows of {member.quantity.name}", member.be_seated, self._sheet, terms):
+                known.suspend()
+        member.is_temporary = True
+        if self._guard.call(f"rows of {member.quantity.name}", member.activate, self._sheet, terms):
             self._members.append(member)
 
-    def _settle(self, staying: Sequence[Member]) -> None:
+    def _settle(self, staying: Sequence[ActiveQuantity]) -> None:
         """Have those that stay measure by their schedules alone."""
         for member in staying:
-            member.is_captured = member.is_guest = False
-            if member.is_set_aside:
-                member.come_back()
+            member.is_captured = member.is_temporary = False
+            if member.is_suspended:
+                member.resume()
 
     def _listen(self) -> None:
         self._per_gradient = [member for member in self._members if member.quantity.hears("gradient_ready")]
@@ -151,7 +151,7 @@ class Collection:
     @property
     def is_over(self) -> bool:
         """Return whether all that was measured here will be no more; of a rank that measures nothing, False."""
-        own = [member for member in self._members if not member.is_guest]
+        own = [member for member in self._members if not member.is_temporary]
         return bool(own) and all(member.schedule.is_over for member in own)
 
     def kinds(self) -> set[str]:
@@ -191,7 +191,7 @@ class Collection:
         for member in self._members:
             member.is_open = False
 
-    def each(self, moment: str) -> None:
+    def notify(self, moment: str) -> None:
         """Tell every quantity that is due of a moment; one that fails costs its own rows alone."""
         with torch.no_grad():
             for member in self._members:
@@ -199,7 +199,7 @@ class Collection:
                     where = f"{member.quantity.name} ({moment})"
                     self._guard.call(where, getattr(member.quantity, moment), member.table)
 
-    def gradient_ready(self, index: int, holder: Holder) -> None:
+    def gradient_ready(self, index: int, holder: GradientSource) -> None:
         """Tell the quantities that read gradients one by one."""
         for member in self._per_gradient:
             own = member.own_index(index)
@@ -209,16 +209,16 @@ class Collection:
                 except Exception as error:  # noqa: BLE001 - as the guard does, without another call for each gradient
                     self._guard.report(f"{member.quantity.name} (gradient_ready)", error)
 
-    def look(self) -> tuple[Sequence[PlanEntry], Finished]:
+    def peek(self) -> tuple[Sequence[PlanEntry], Finished]:
         """Return the plan and what is measured of the step under way; waits for the device, for who asks for it."""
         return self.book.entries, self._sheet.table.look(len(self.book))
 
-    def end(self, draft: Draft) -> None:
+    def end(self, pending_step: PendingStep) -> None:
         """Put what was measured into `draft`."""
         for member in self._members:
             if member.is_open:
                 self._guard.call(member.where, member.quantity.step_ended)
                 member.closes()
-        draft.copy, draft.ops = HostCopy(self._sheet.table, len(self.book)), self.book.ops
-        draft.deferred, draft.rows = self._sheet.take_rows()
+        pending_step.copy, pending_step.ops = HostCopy(self._sheet.table, len(self.book)), self.book.ops
+        pending_step.deferred, pending_step.rows = self._sheet.take_rows()
         self.backlog += 1

@@ -15,14 +15,14 @@ from torch import nn
 from rankscope_exporter.adapters.base import Removable, remove_all
 from rankscope_exporter.adapters.parameter_hooks import ParameterHook
 from rankscope_exporter.base.errors import Guard
-from rankscope_exporter.quantities.base import Gate, Hook, ModelHooking, Quantity, QuantityOptions
-from rankscope_exporter.sampling.plan import Sheet, TableWindow
-from rankscope_exporter.sampling.sampling_config import Schedule, Terms, Timing
+from rankscope_exporter.quantities.base import Hook, ModelHookContext, Quantity, QuantityOptions, SamplingGate
+from rankscope_exporter.sampling.plan import StepBuffers, TableView
+from rankscope_exporter.sampling.sampling_config import QuantitySampling, Schedule, Timing
 from rankscope_exporter.statistics.selection import EVERY_OP, Ops
 
 
 @dataclass(slots=True)
-class _Coming:
+class _Transient:
     hook: Hook
     register: Callable[[], Removable | None]
     handle: Removable | None
@@ -41,7 +41,7 @@ class _Coming:
             self.handle = None
 
 
-class ComingHooks:
+class TransientHooks:
     """Knows how each hook is registered, and which are there.
 
     A hook that was not called since it was registered is not removed before detach: it costs nothing. Its module may be
@@ -49,7 +49,7 @@ class ComingHooks:
     """
 
     def __init__(self) -> None:
-        self._all: list[_Coming] = []
+        self._all: list[_Transient] = []
         self._some_are_away = False
         self._are_on_parameters = False
         self.some_may_go = False
@@ -62,9 +62,9 @@ class ComingHooks:
         the hook.
         """
         if not stays:
-            hook.called_in_vain = self._called_in_vain
+            hook.on_inactive_call = self._on_inactive_call
         handle = register()
-        self._all.append(_Coming(hook, register, handle, stays))
+        self._all.append(_Transient(hook, register, handle, stays))
         self._are_on_parameters |= isinstance(handle, ParameterHook)
         self.some_may_go = self._some_are_away = True
 
@@ -99,33 +99,33 @@ class ComingHooks:
             coming.go()
         self._all.clear()
 
-    def _called_in_vain(self) -> None:
+    def _on_inactive_call(self) -> None:
         self.some_may_go = True
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class ActiveQuantity:
     """A quantity of a collection. Its hooks may be there before its rows are: it is due only once it is seated."""
 
     quantity: Quantity
-    window: TableWindow | None = None
+    window: TableView | None = None
     schedule: Schedule = field(default_factory=lambda: Schedule(Timing()))
     ops: Ops = EVERY_OP
     is_open: bool = False
     """Whether the step under way is measured by this quantity. A field: closed hooks ask for it all the time."""
     is_captured: bool = False
     """Whether every step is measured for the time being, whatever the schedule says."""
-    is_guest: bool = False
+    is_temporary: bool = False
     """Whether it is here for that alone."""
-    is_set_aside: bool = False
+    is_suspended: bool = False
     """Whether a guest measures in its place: the same quantity with other options."""
     is_due: bool = False
     """Whether the schedule has the step under way measured."""
     is_retired: bool = False
-    is_awaited: bool = False
+    is_kept_for_next: bool = False
     """Whether a change that is to come goes on with it: its hooks stay."""
     handles: list[Removable] = field(default_factory=list)
-    coming: ComingHooks = field(default_factory=ComingHooks)
+    coming: TransientHooks = field(default_factory=TransientHooks)
 
     @property
     def where(self) -> str:
@@ -133,32 +133,32 @@ class Member:
         return f"hooks of {self.quantity.name}"
 
     @property
-    def table(self) -> TableWindow:
+    def table(self) -> TableView:
         """Where the quantity writes. Only asked for while it is due."""
         assert self.window is not None
         return self.window
 
     def own_index(self, index: int) -> int | None:
         """Return where the quantity itself counts parameter `index` of the subject; None when it leaves it out."""
-        positions = self.quantity.subject.positions
+        positions = self.quantity.monitored.positions
         if positions is None:
             return index
         place = bisect.bisect_left(positions, index)
         return place if place < len(positions) and positions[place] == index else None
 
-    def install(self, hooking: ModelHooking, guard: Guard) -> None:
+    def install(self, hooking: ModelHookContext, guard: Guard) -> None:
         """Let the quantity register hooks, which are this member's to remove."""
-        for sentence in self.quantity.complaints():
+        for sentence in self.quantity.notices():
             hooking.tell(f"{self.quantity.name}: {sentence}")
-        own = OwnHooking(hooking, self.handles, self.coming)
+        own = ActiveHookContext(hooking, self.handles, self.coming)
         guard.call(self.where, self.quantity.install, own, self)
 
-    def be_seated(self, sheet: Sheet, terms: Terms) -> bool:
+    def activate(self, sheet: StepBuffers, terms: QuantitySampling) -> bool:
         """Begin to count steps anew, and find rows of the sheet where there are none yet; return that it is done."""
         self.schedule, self.ops = Schedule(terms.timing), terms.ops
         if self.window is None:
             entries = self.quantity.entries()
-            self.window = TableWindow.seated(sheet, entries, self.quantity.owners(len(entries)), terms.ops)
+            self.window = TableView.create(sheet, entries, self.quantity.owners(len(entries)), terms.ops)
         else:
             self.window.publish(terms.ops)
         return True
@@ -166,7 +166,7 @@ class Member:
     def opens(self, step: int) -> bool:
         """Note that step number `step` begins; return whether it is measured."""
         self.is_due = self.schedule.begins(step)
-        self.is_open = self.is_captured or (self.is_due and not self.is_set_aside)
+        self.is_open = self.is_captured or (self.is_due and not self.is_suspended)
         return self.is_open
 
     def closes(self) -> None:
@@ -178,7 +178,7 @@ class Member:
     @property
     def is_done(self) -> bool:
         """Return whether its hooks are of no use any more."""
-        return self.schedule.is_over and not (self.is_awaited or self.is_captured or self.is_retired)
+        return self.schedule.is_over and not (self.is_kept_for_next or self.is_captured or self.is_retired)
 
     def begins(self) -> None:
         """Have the hooks there that the step needs which begins, and no others."""
@@ -190,7 +190,7 @@ class Member:
     def retire(self) -> None:
         """Remove the hooks for good: nothing is measured any more, and a quantity hooks a model only once.
 
-        Those that were never called stay until `unhook`, see `ComingHooks`.
+        Those that were never called stay until `unhook`, see `TransientHooks`.
         """
         self.is_retired = True
         self.coming.retire()
@@ -204,15 +204,15 @@ class Member:
         self.handles.clear()
         remove_all(handles)
 
-    def make_room(self) -> None:
+    def suspend(self) -> None:
         """Let a guest measure the same quantity, and fill the rows, for the time being."""
-        self.is_set_aside = True
+        self.is_suspended = True
         if self.window is not None:
             self.window.release()
 
-    def come_back(self) -> None:
+    def resume(self) -> None:
         """Go on as before."""
-        self.is_set_aside = False
+        self.is_suspended = False
         if self.window is not None:
             self.window.reclaim()
 
@@ -220,7 +220,7 @@ class Member:
         """Take the hooks away, and let others fill the rows."""
         self.is_open = False
         self.unhook()
-        if self.window is not None and not self.is_set_aside:  # else a guest may have them
+        if self.window is not None and not self.is_suspended:  # else a guest may have them
             self.window.release()
 
     def measures_as(self, other: Quantity) -> bool:
@@ -233,10 +233,10 @@ def _bare(options: QuantityOptions) -> QuantityOptions:
     return replace(options, start_step=None, every=None, times=None, ranks=None, ops=None)
 
 
-class OwnHooking:
+class ActiveHookContext:
     """The hooking of a model, with the handles kept apart."""
 
-    def __init__(self, hooking: ModelHooking, handles: list[Removable], coming: ComingHooks) -> None:
+    def __init__(self, hooking: ModelHookContext, handles: list[Removable], coming: TransientHooks) -> None:
         self._hooking = hooking
         self._handles = handles
         self._coming = coming
@@ -272,7 +272,7 @@ class OwnHooking:
         """Say something that its reader should know."""
         self._hooking.tell(message)
 
-    def guarded(self, where: str, function: Callable[..., None], gate: Gate) -> Hook:
+    def guarded(self, where: str, function: Callable[..., None], gate: SamplingGate) -> Hook:
         """Return `function` as a hook."""
         return self._hooking.guarded(where, function, gate)
 

@@ -23,7 +23,7 @@ MAX_ENTRIES: Final = 200_000
 """64 bytes each in every table; a model that makes up names without end must not fill the memory."""
 
 
-class PlanBook:
+class PlanRegistry:
     """Grows on the training thread; the publisher may ask for a plan of any length that has been."""
 
     def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
@@ -92,10 +92,10 @@ class Measurement:
 
 
 @dataclass(slots=True)
-class Sheet:
+class StepBuffers:
     """What the quantities share: the plan, the table of its entries, and the other rows of the step under way."""
 
-    book: PlanBook
+    book: PlanRegistry
     table: StatisticsTable
     measurement: Measurement
     deferred: list[Deferred] = field(default_factory=list)
@@ -108,10 +108,10 @@ class Sheet:
         return deferred, rows
 
 
-class TableWindow(Table):
+class TableView(Table):
     """One quantity's view of the sheet: its rows are counted from its own first entry."""
 
-    def __init__(self, sheet: Sheet, first: int, ops: Ops) -> None:
+    def __init__(self, sheet: StepBuffers, first: int, ops: Ops) -> None:
         self._sheet = sheet
         self._first = first
         self._ops = ops
@@ -119,7 +119,7 @@ class TableWindow(Table):
         self._added: list[range] = []
 
     @classmethod
-    def seated(cls, sheet: Sheet, entries: Sequence[PlanEntry], owners: Sequence[int], ops: Ops) -> TableWindow:
+    def create(cls, sheet: StepBuffers, entries: Sequence[PlanEntry], owners: Sequence[int], ops: Ops) -> TableView:
         """Return a window whose first rows are `entries`, of which the statistics `ops` are published."""
         rows = sheet.book.add(entries, owners, ops)
         window = cls(sheet, len(sheet.book) if rows is None else rows.start, ops)

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
-from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.base.errors import ConfigError
-from rankscope_exporter.config.monitor_config import MonitorConfig, in_our_words
+from rankscope_exporter.config.monitor_config import MonitorConfig, own_settings
 from rankscope_exporter.quantities import Quantity, select_quantities
 from rankscope_exporter.quantities.base import QuantityOptions
 from rankscope_exporter.statistics.selection import EVERY_OP, Ops, chosen_ops
@@ -62,7 +62,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class QuantitySampling:
     """On which steps a quantity is measured, and which of its statistics leave the rank."""
 
     timing: Timing = field(default_factory=Timing)
@@ -79,11 +79,11 @@ CHANGEABLE: Final = ("quantities", "options", "every", "times", "ops")
 _SAID: Final = "remarks"
 """Said when a document takes effect."""
 
-Part = tuple[Quantity, Terms]
+Part = tuple[Quantity, QuantitySampling]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measuring:
+class SamplingConfig:
     """What is measured from some step on."""
 
     on: bool
@@ -105,9 +105,9 @@ def as_text(document: Mapping[str, Any]) -> str:
         raise ConfigError(f"what is measured has no JSON form: {error}") from error
 
 
-def measuring_of(document: Mapping[str, Any], base: MonitorConfig, *, on: bool) -> Measuring:
+def sampling_config_from(document: Mapping[str, Any], base: MonitorConfig, *, on: bool) -> SamplingConfig:
     """Return what `document` asks for, over what was configured; `on` where it does not say. Raises ConfigError."""
-    document = in_our_words(document)
+    document = own_settings(document)
     settings = {name: getattr(base, name) for name in CHANGEABLE} | document
     if "quantities" in document and "options" not in document:
         kept = document["quantities"]
@@ -116,10 +116,10 @@ def measuring_of(document: Mapping[str, Any], base: MonitorConfig, *, on: bool) 
     others = {item.name for item in fields(MonitorConfig)} - {*CHANGEABLE, *_ENVIRONMENT, SWITCH, _SAID}
     fixed = tuple(sorted(name for name in others & document.keys() if getattr(config, name) != getattr(base, name)))
     changed = replace(base, **{name: getattr(config, name) for name in (*CHANGEABLE, _SAID)})
-    return Measuring(on=config.dynamic_on if SWITCH in document else on, config=changed, fixed=fixed)
+    return SamplingConfig(on=config.dynamic_on if SWITCH in document else on, config=changed, fixed=fixed)
 
 
-def chosen(subject: Subject, config: MonitorConfig, rank: int, *, switched: bool = False) -> list[Part]:
+def chosen(monitored: MonitoredModel, config: MonitorConfig, rank: int, *, switched: bool = False) -> list[Part]:
     """Return what this rank measures, and when; what is switched on begins at once, whatever `start_step` says."""
     parts: list[Part] = []
     for quantity_class in select_quantities(config.quantities):
@@ -127,7 +127,7 @@ def chosen(subject: Subject, config: MonitorConfig, rank: int, *, switched: bool
         if options.ranks is None or rank in options.ranks:
             ops = chosen_ops(config.ops if options.ops is None else options.ops)
             timing = _timing(options, config, switched=switched)
-            parts.append((quantity_class(subject, options), Terms(timing, ops)))
+            parts.append((quantity_class(monitored, options), QuantitySampling(timing, ops)))
     return parts
 
 

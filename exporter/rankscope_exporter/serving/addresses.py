@@ -141,7 +141,7 @@ def send_raw(connection: socket.socket, status: str, text: str, headers: str = "
         log.debug("a client was gone before its answer")
 
 
-def see_off(connection: socket.socket) -> None:
+def drain_and_close(connection: socket.socket) -> None:
     """Give a client a moment to read why its handshake failed: a close before it has spoken out would be a reset."""
     try:
         socket.socket.shutdown(connection, socket.SHUT_WR)

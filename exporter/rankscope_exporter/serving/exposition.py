@@ -19,7 +19,7 @@ from rankscope_contract.identity import Identity
 from rankscope_contract.metrics import MetricSpec
 from rankscope_contract.rules.base import AnomalyRule
 from rankscope_exporter.records.step_record import Scalar
-from rankscope_exporter.serving.latest_values import LiveState, ScalarKey, Snapshot
+from rankscope_exporter.serving.latest_values import LatestValues, ScalarKey, Snapshot
 from rankscope_exporter.serving.tensor_exposition import TensorLines, TensorRenderer
 
 Samples = Iterable[tuple[tuple[str, ...], float]]
@@ -31,7 +31,7 @@ _NO_LINES: Final = TensorLines((), 0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class ExporterStats:
     """What the page says of the exporter itself."""
 
     faults: int = 0
@@ -43,14 +43,14 @@ class Standing:
     ring_uncommitted: int = 0
 
 
-class Page:
+class Exposition:
     """Renders the live state of one rank. Any number of scrapes may ask at once."""
 
     def __init__(
         self,
         identity: Identity,
-        live: LiveState,
-        standing: Callable[[], Standing],
+        live: LatestValues,
+        standing: Callable[[], ExporterStats],
         *,
         rules: Sequence[AnomalyRule],
         series_budget: int,

@@ -30,10 +30,10 @@ from rankscope_exporter.serving.addresses import (
     REQUEST_BODY_READ,
     TEXT,
     Address,
+    drain_and_close,
     hang_up,
     refuse,
     resolve,
-    see_off,
     send_raw,
 )
 from rankscope_exporter.serving.config import ServeConfig
@@ -241,7 +241,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 send_raw(connection, "400 Bad Request", "this port speaks TLS: write https://", is_clear=True)
             if why is not None:
                 self.server.complain(self.client_address[0], why)
-                see_off(connection)
+                drain_and_close(connection)
             raise
 
     def handle_one_request(self) -> None:

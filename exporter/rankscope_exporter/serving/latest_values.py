@@ -86,7 +86,7 @@ class Snapshot:
     replica_hashes: tuple[ReplicaHash, ...] = ()
 
 
-class LiveState:
+class LatestValues:
     """Takes records from the publisher, gives snapshots to whoever renders."""
 
     def __init__(self, rules: Sequence[AnomalyRule]) -> None:

@@ -10,7 +10,7 @@ from rankscope_contract.escaping import label_value
 from rankscope_contract.identity import Identity
 from rankscope_contract.metrics import NODE_RANKS
 from rankscope_exporter.process.threads import CpuMeter
-from rankscope_exporter.serving.node_peers import Gathered, Neighbours
+from rankscope_exporter.serving.node_peers import Gathered, NodePeers
 
 _HELP: Final = b"# HELP "
 _NEXT: Final = b"\n# HELP "
@@ -18,7 +18,7 @@ _NEXT: Final = b"\n# HELP "
 _TYPE: Final = b"# TYPE "
 
 
-class NodePage:
+class NodeExposition:
     """The node's page as one of its ranks makes it; every rank can, so that none of them has to be there."""
 
     def __init__(
@@ -31,7 +31,7 @@ class NodePage:
         self._identity = identity
         self._own = own
         self._on_fault = on_fault
-        self._neighbours = Neighbours(identity, lambda: joined(own()), on_fault=on_fault, meter=meter)
+        self._neighbours = NodePeers(identity, lambda: joined(own()), on_fault=on_fault, meter=meter)
 
     @property
     def node(self) -> str:

@@ -43,7 +43,7 @@ class Gathered:
     silent: int
 
 
-class Neighbours:
+class NodePeers:
     """This rank's socket, and the way to the others'. No thread and no file before `start()`."""
 
     def __init__(

@@ -38,7 +38,7 @@ FINISH_SECONDS: Final = 5.0
 """How long a spool that is stored stays, so that its reader hears from us, and not by our silence, that it is done."""
 
 
-class Orphans:
+class OrphanRecovery:
     """What this process serves for dead ones. Methods may be called from any thread."""
 
     def __init__(

@@ -28,7 +28,7 @@ from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.serving.http_server import Answer
-from rankscope_exporter.serving.orphan_recovery import Orphans
+from rankscope_exporter.serving.orphan_recovery import OrphanRecovery
 from rankscope_exporter.serving.registration import Client
 from rankscope_exporter.serving.ring import record_bytes
 from rankscope_exporter.serving.spool import Spool
@@ -79,7 +79,7 @@ ELDERS_FIRST_SECONDS = 2.0
 """How long our own registration waits for those of dead processes: attempts are numbered as launches are heard of."""
 
 
-class Keeper:
+class Persistence:
     """Keeps records until a store has them, also beyond the life of a process."""
 
     def __init__(
@@ -95,7 +95,7 @@ class Keeper:
         self._service = None if config.ingest_url is None else service_name(config.ingest_url)
         self._incarnation = incarnation
         self._on_fault = on_fault
-        self._orphans: Orphans | None = None
+        self._orphans: OrphanRecovery | None = None
         self._spool: Spool | None = None
         self._writer: SpoolWriter | None = None
         if config.spool_dir is not None:
@@ -125,12 +125,12 @@ class Keeper:
     def serve_orphans(self, client: Client, url: Callable[[], str | None]) -> None:
         """Begin to look for what dead processes left, and to register it."""
         if self._root is not None:
-            self._orphans = Orphans(
+            self._orphans = OrphanRecovery(
                 self._root, self._incarnation, client, url, service=self._service, on_fault=self._on_fault
             )
             self._orphans.start()
 
-    def wait_for_elders(self) -> None:
+    def wait_for_older_launches(self) -> None:
         """Wait, not for long, until those that were found have been registered."""
         if self._orphans is not None:
             self._orphans.wait_looked(ELDERS_FIRST_SECONDS)

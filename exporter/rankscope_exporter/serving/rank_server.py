@@ -23,11 +23,11 @@ from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.serving.addresses import Address
 from rankscope_exporter.serving.config import ServeConfig
-from rankscope_exporter.serving.exposition import Page, Standing
+from rankscope_exporter.serving.exposition import ExporterStats, Exposition
 from rankscope_exporter.serving.http_server import HttpServer, open_server
-from rankscope_exporter.serving.latest_values import LiveState
-from rankscope_exporter.serving.node_exposition import NodePage
-from rankscope_exporter.serving.persistence import Keeper
+from rankscope_exporter.serving.latest_values import LatestValues
+from rankscope_exporter.serving.node_exposition import NodeExposition
+from rankscope_exporter.serving.persistence import Persistence
 from rankscope_exporter.serving.registration import RegistrationLoop
 from rankscope_exporter.serving.ring import Ring
 from rankscope_exporter.serving.routes import Routes
@@ -40,7 +40,7 @@ _URGENT: Final = (EventType.ANOMALY, EventType.EXIT, EventType.HANG, EventType.S
 _INERT: Final = -1
 
 
-class Channel:
+class RankServer:
     """Keeps the records of one process and hands them out. No socket and no thread before `start()`."""
 
     def __init__(
@@ -58,8 +58,10 @@ class Channel:
     ) -> None:
         self.incarnation = identity.incarnation
         self._meter = CpuMeter()
-        self.keeper = Keeper(config, identity.incarnation, self._describe, on_fault=on_fault, meter=self._meter)
-        self.ring = Ring(config.ring_records, config.ring_bytes, is_kept=self.keeper.holds)
+        self.persistence = Persistence(
+            config, identity.incarnation, self._describe, on_fault=on_fault, meter=self._meter
+        )
+        self.ring = Ring(config.ring_records, config.ring_bytes, is_kept=self.persistence.holds)
         self.service_url = config.ingest_url
         self.scraped_by: str | None = None
         self.url: str | None = None
@@ -70,11 +72,11 @@ class Channel:
         self._planned_steps = planned_steps
         self._on_fault = on_fault
         self._overhead, self._dropped, self._faults = overhead, dropped, faults
-        self._live = LiveState(rules)
-        self._page = Page(
+        self._live = LatestValues(rules)
+        self._page = Exposition(
             identity,
             self._live,
-            self._standing,
+            self._stats,
             rules=rules,
             series_budget=config.series_budget,
             all_ops=config.page_ops == "all",
@@ -100,7 +102,7 @@ class Channel:
         self._publishing = threading.Lock()
         self._server: HttpServer | None = None
         self._registration: RegistrationLoop | None = None
-        self._node = NodePage(identity, self.page, on_fault, self._meter) if config.node_page else None
+        self._node = NodeExposition(identity, self.page, on_fault, self._meter) if config.node_page else None
         self._discovery: DiscoveryFile | None = None
         self._closed = False
         self._abandoned = False
@@ -120,13 +122,13 @@ class Channel:
             self.close()
             raise
         self._server.start()
-        self._meet_neighbours()
+        self._start_node_peers()
         if client is not None:
             self._registration = RegistrationLoop(
                 client, self._introduce, self._on_reply, on_fault=self._on_fault, meter=self._meter
             )
             try:
-                self.keeper.serve_orphans(client, lambda: self.url)
+                self.persistence.serve_orphans(client, lambda: self.url)
             except Exception as error:  # noqa: BLE001 - records of dead processes; this rank registers all the same
                 self._on_fault("spools of dead processes", error)
             self._registration.start()
@@ -141,7 +143,7 @@ class Channel:
         if self._abandoned:
             return _INERT
         with self._publishing:  # spool, ring and page get records in one order
-            self.keeper.keep(self.ring.head + 1, record)
+            self.persistence.keep(self.ring.head + 1, record)
             seq = self.ring.append(record)
             if record.step is not None:
                 self._step = record.step
@@ -177,7 +179,7 @@ class Channel:
             return
         self._closed = True
         with contextlib.ExitStack() as stack:  # closes all of them, in reverse order, and then raises what one raised
-            stack.callback(self.keeper.close)
+            stack.callback(self.persistence.close)
             if self._server is not None:
                 stack.callback(self._server.stop)
             if self._node is not None:
@@ -191,7 +193,7 @@ class Channel:
         """In a forked child: close the inherited sockets and be inert. Takes no lock, since its owner may be gone."""
         self._abandoned = True
         with contextlib.ExitStack() as stack:  # as in close()
-            stack.callback(self.keeper.abandon)
+            stack.callback(self.persistence.abandon)
             if self._node is not None:
                 stack.callback(self._node.abandon)
             if self._server is not None:
@@ -217,19 +219,19 @@ class Channel:
     def commit(self, seq: int) -> None:
         """Note that a store has everything up to `seq`. Raises CursorError above the newest record."""
         self.ring.commit(seq)
-        self.keeper.commit(seq)
+        self.persistence.commit(seq)
 
     def plan(self, plan_hash: str) -> str | None:
         """Return the text of a plan that records served from here use."""
         plan = self.ring.plan(plan_hash)
-        return self.keeper.plan(plan_hash) if plan is None else plan.json
+        return self.persistence.plan(plan_hash) if plan is None else plan.json
 
     def health(self) -> dict[str, Any]:
         """Return what /healthz shows."""
         state = STATE_DRAINING if self._draining else STATE_RUNNING
         return {"status": "ok", "state": state, "incarnation": self.incarnation, "head": self.ring.head}
 
-    def standing(self) -> tuple[int | None, str | None]:
+    def progress(self) -> tuple[int | None, str | None]:
         """Return the last step that was published, and the phase that training is in."""
         return self._step, self._phase
 
@@ -269,7 +271,7 @@ class Channel:
         tls = client_tls(config) if config.ingest_url.startswith("https:") else None
         return ServiceClient(config.ingest_url, config.secret, tls)
 
-    def _meet_neighbours(self) -> None:
+    def _start_node_peers(self) -> None:
         """Join the node's page. Where that cannot be, the rank's own page stays, and the fault is counted."""
         if self._node is not None:
             try:
@@ -282,12 +284,12 @@ class Channel:
             self._discovery = DiscoveryFile(self._config.discovery_dir, self._identity)
             self._discovery.write(str(address), self._config.scheme)
 
-    def _standing(self) -> Standing:
+    def _stats(self) -> ExporterStats:
         nothing: Mapping[str, Any] = {}
         own = {"ring_overrun": self.ring.overrun, "unencodable": self._unencodable}
-        dropped = {**own, **self.keeper.dropped, **self._asked("dropped records", self._dropped, nothing)}
+        dropped = {**own, **self.persistence.dropped, **self._asked("dropped records", self._dropped, nothing)}
         overhead = self._asked("overhead", self._overhead, nothing)
-        return Standing(
+        return ExporterStats(
             sampling_stretch=self._asked("the stretch of sampling", self.stretch, None),
             collectives=self._asked("collectives", self.collectives, nothing),
             faults=self._faults(),
@@ -306,7 +308,7 @@ class Channel:
             return otherwise
 
     def _introduce(self) -> Registration:
-        self.keeper.wait_for_elders()
+        self.persistence.wait_for_older_launches()
         return self._describe()
 
     def _describe(self) -> Registration:

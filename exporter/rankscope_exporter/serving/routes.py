@@ -42,16 +42,16 @@ from rankscope_contract.channel import (
 )
 from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.serving.http_server import Answer, Request
-from rankscope_exporter.serving.persistence import Keeper, orphan_answer, stretch_answer
+from rankscope_exporter.serving.persistence import Persistence, orphan_answer, stretch_answer
 from rankscope_exporter.serving.ring import CursorError, Ring
 from rankscope_exporter.serving.wire_encoder import encode
 
-MOST_READERS: Final = 8
+MOST_CLIENTS: Final = 8
 _LONGEST_NAME: Final = 80
 _WATCHED: Final = frozenset({METRICS_PATH, NODE_METRICS_PATH, RECORDS_PATH})
 
 
-class Readers:
+class RecentClients:
     """The latest readers of each page. Asked and told by any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -67,7 +67,7 @@ class Readers:
         with self._lock:
             self._seen.pop((path, name), None)
             self._seen[path, name] = self._clock()
-            if len(self._seen) > MOST_READERS:
+            if len(self._seen) > MOST_CLIENTS:
                 del self._seen[next(iter(self._seen))]
 
     def latest(self) -> list[dict[str, Any]]:
@@ -100,7 +100,7 @@ class Host(Protocol):
 
     incarnation: str
     ring: Ring
-    keeper: Keeper
+    persistence: Persistence
 
     @property
     def draining(self) -> bool:
@@ -172,7 +172,7 @@ class Routes:
     def __init__(self, host: Host, token: str | None) -> None:
         self._host = host
         self._token = token
-        self._readers = Readers()
+        self._readers = RecentClients()
 
     def __call__(self, request: Request) -> Answer:
         """Return the answer to a GET, or to what else there is."""
@@ -219,31 +219,33 @@ class Routes:
             return refusal
         poll = _Poll.of(request.query)
         if poll.incarnation not in (None, self._host.incarnation):
-            orphan = self._host.keeper.orphan(str(poll.incarnation))
+            orphan = self._host.persistence.orphan(str(poll.incarnation))
             if orphan is not None:
                 committed = poll.committed if _holds_lease(request, orphan.lease) else None
-                answer = orphan_answer(orphan, self._standing(), poll.after, committed, poll.max_bytes)
+                answer = orphan_answer(orphan, self._state_headers(), poll.after, committed, poll.max_bytes)
                 if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
-                    self._host.keeper.finished(orphan)
+                    self._host.persistence.finished(orphan)
                 return answer
-            return self._say(HTTPStatus.CONFLICT, f"this process is {self._host.incarnation}")
+            return self._respond(HTTPStatus.CONFLICT, f"this process is {self._host.incarnation}")
         try:
             if poll.committed is not None and _holds_lease(request, self._host.lease):
                 self._host.polled(poll.committed)
-            stretch = self._host.keeper.after(poll.after, poll.max_bytes, self._host.ring.first)
+            stretch = self._host.persistence.after(poll.after, poll.max_bytes, self._host.ring.first)
             if stretch is not None:
-                return stretch_answer(stretch, self._standing(), poll.after)
+                return stretch_answer(stretch, self._state_headers(), poll.after)
             window = self._host.ring.after(poll.after, poll.max_bytes)
         except CursorError as error:
-            return self._say(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, str(error))
+            return self._respond(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, str(error))
         if not window.records:
             done = self._host.draining and not self._host.ring.uncommitted
             if done:
-                return self._say(HTTPStatus.SERVICE_UNAVAILABLE, "drained: everything is committed, the process ends")
-            return Answer(HTTPStatus.NO_CONTENT, headers=self._standing())
+                return self._respond(
+                    HTTPStatus.SERVICE_UNAVAILABLE, "drained: everything is committed, the process ends"
+                )
+            return Answer(HTTPStatus.NO_CONTENT, headers=self._state_headers())
         encoded = encode(window.first, window.records)
         self._host.count_unencodable(encoded.unencodable)
-        headers = self._standing() | {
+        headers = self._state_headers() | {
             FIRST_HEADER: str(window.first),
             LAST_HEADER: str(window.last),
             ROWS_HEADER: str(len(window.records)),
@@ -252,7 +254,7 @@ class Routes:
             headers[LOST_HEADER] = f"{window.lost[0]}-{window.lost[1]}"
         return Answer(HTTPStatus.OK, (encoded.body,), ARROW_STREAM, headers)
 
-    def _standing(self) -> dict[str, str]:
+    def _state_headers(self) -> dict[str, str]:
         ring = self._host.ring
         return {
             SCHEMA_HEADER: str(SCHEMA_VERSION),
@@ -262,8 +264,8 @@ class Routes:
             STATE_HEADER: STATE_DRAINING if self._host.draining else STATE_RUNNING,
         }
 
-    def _say(self, status: int, text: str) -> Answer:
-        return Answer(status, ((text + "\n").encode(),), headers=self._standing())
+    def _respond(self, status: int, text: str) -> Answer:
+        return Answer(status, ((text + "\n").encode(),), headers=self._state_headers())
 
     def _plan(self, plan_hash: str) -> Answer:
         plan = self._host.plan(plan_hash)

@@ -43,7 +43,7 @@ _SUSPICIOUS_BELOW: Final = 1 << 36
 Sight = tuple[int, int, torch.dtype, bool]
 
 
-class PointerJobs:
+class KernelArguments:
     """The compiled work of one group: which tensors it can read, and where they lay last time."""
 
     def __init__(self, rows: Rows, zero_below: float) -> None:
@@ -58,7 +58,7 @@ class PointerJobs:
         self, kernel: Callable[..., None], tensors: Sequence[torch.Tensor | None], table: StatisticsTable
     ) -> Sequence[int]:
         """Measure what compiled code can read; return the positions of the other tensors."""
-        seen = _sights(tensors)
+        seen = _fingerprints(tensors)
         if seen != self._seen or not self._permuted_as_before(tensors):
             self._plan(tensors, seen)
         if self._jobs:
@@ -112,7 +112,7 @@ def _scratch() -> int:
     return _SCRATCH.block.buffer_info()[0]
 
 
-def _sights(tensors: Sequence[torch.Tensor | None]) -> list[Sight | None]:
+def _fingerprints(tensors: Sequence[torch.Tensor | None]) -> list[Sight | None]:
     """Return what must be unchanged for a pointer to be used again; None for what has no pointer of its own."""
     try:
         return [
@@ -122,7 +122,9 @@ def _sights(tensors: Sequence[torch.Tensor | None]) -> list[Sight | None]:
             for tensor in tensors
         ]
     except RuntimeError:  # one of them has no storage: sparse
-        return [_sights([tensor])[0] if tensor is not None and _has_memory(tensor) else None for tensor in tensors]
+        return [
+            _fingerprints([tensor])[0] if tensor is not None and _has_memory(tensor) else None for tensor in tensors
+        ]
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

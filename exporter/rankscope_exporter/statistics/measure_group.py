@@ -22,7 +22,7 @@ import torch
 
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.statistics import torch_backend
-from rankscope_exporter.statistics.kernel_arguments import PointerJobs
+from rankscope_exporter.statistics.kernel_arguments import KernelArguments
 from rankscope_exporter.statistics.table import Rows, StatisticsTable, contiguous_rows
 from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, held, is_dense
 
@@ -101,7 +101,7 @@ class MeasureGroup:
         self.rows: Rows = contiguous_rows(rows)
         self._zero_below = zero_below
         self._compiled = compiled
-        self._jobs = PointerJobs(self.rows, zero_below)
+        self._jobs = KernelArguments(self.rows, zero_below)
 
     def measure(self, tensors: Sequence[torch.Tensor | None], table: StatisticsTable) -> None:
         """Write the sums of `tensors` to the group's entries; an absent tensor leaves its entry as it is."""

@@ -134,7 +134,7 @@ def _scale(least: Number, most: Number) -> Number:
 
 
 @_compiled
-def _careful(address: Number, size: Number, zero64: Number) -> Block:
+def _block_float64(address: Number, size: Number, zero64: Number) -> Block:
     """Measure float64 elements: non-finite ones are counted and left out."""
     values, patterns = carray(_float64s(address), size), carray(_int64s(address), size)
     squares, total = 0.0, 0.0
@@ -276,9 +276,9 @@ def _block(  # noqa: PLR0917 - addresses and sizes
             squares, total = _float16_sums(address, size)
             return squares, total, _half(low), _half(high), 0, 0, few
     else:
-        return _careful(address, size, zero64)
+        return _block_float64(address, size, zero64)
     _widened(address, size, code, scratch)
-    return _careful(scratch, size, zero64)
+    return _block_float64(scratch, size, zero64)
 
 
 def _measure(  # noqa: PLR0917 - addresses and sizes

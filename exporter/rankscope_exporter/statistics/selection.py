@@ -51,7 +51,7 @@ def chosen_ops(names: Sequence[str]) -> Ops:
     return frozenset({*(known or {FALLBACK}), ALWAYS})
 
 
-def remarks(names: Sequence[str]) -> list[str]:
+def op_notices(names: Sequence[str]) -> list[str]:
     """Return what the reader should know of `names` that chosen_ops accepts."""
     told = []
     if not {_OTHER_NAMES.get(name, name) for name in names} & EVERY_OP:
@@ -63,7 +63,7 @@ def remarks(names: Sequence[str]) -> list[str]:
     return told
 
 
-def unjudged(rules: Iterable[AnomalyRule], published: Mapping[str, Ops]) -> list[str]:
+def rule_notices(rules: Iterable[AnomalyRule], published: Mapping[str, Ops]) -> list[str]:
     """Return a sentence for each rule that judges what is not published; `published` is by kind."""
     told = []
     for rule in rules:
@@ -91,7 +91,7 @@ class Published:
         return replace(finished, values=values, present=present)
 
 
-class Choices:
+class SelectionMasks:
     """Makes the masks of a plan, once for each choice of statistics and each length of it."""
 
     def __init__(self) -> None:

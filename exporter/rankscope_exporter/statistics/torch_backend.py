@@ -1,7 +1,7 @@
 """Statistics with torch operations alone: for every device and every type of number.
 
 `exact_sums` is one formula without a host sync, in float64: the way on accelerators. On a CPU, where looking at a
-result costs nothing, `lean_sums` makes four passes at float32 speed, and tensors whose sums look unsafe are measured
+result costs nothing, `fast_sums` makes four passes at float32 speed, and tensors whose sums look unsafe are measured
 again with the exact formula.
 """
 
@@ -56,7 +56,7 @@ def _on_cpu(flats: Sequence[torch.Tensor], zero_below: float) -> tuple[torch.Ten
     exact = set(range(len(flats)))
     lean = [i for i, flat in enumerate(flats) if flat.is_cpu and flat.dtype in _LEAN_TYPES and flat.numel()]
     if lean:
-        sums[:, lean], counts[:, lean], trusted = lean_sums([flats[i] for i in lean], zero_below)
+        sums[:, lean], counts[:, lean], trusted = fast_sums([flats[i] for i in lean], zero_below)
         exact.difference_update(itertools.compress(lean, trusted.tolist()))
     if exact:
         rest = sorted(exact)
@@ -79,7 +79,7 @@ def _stacked(columns: Sequence[Sums], device: torch.device) -> torch.Tensor:
     return flat.view(len(columns), -1).t().contiguous()
 
 
-def lean_sums(flats: Sequence[torch.Tensor], zero_below: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def fast_sums(flats: Sequence[torch.Tensor], zero_below: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return float64 sums, int64 counts and which columns can be trusted, of flat CPU tensors of common float types."""
     squares = torch.zeros(len(flats), dtype=torch.float64, device=_CPU)
     total = torch.zeros_like(squares)

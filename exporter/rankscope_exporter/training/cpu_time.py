@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from rankscope_exporter.base.errors import Guard
-from rankscope_exporter.records.step_events import Follower
+from rankscope_exporter.records.step_events import StepObserver
 
 _ELEMENTS_PER_THREAD: Final = 1 << 16
 """torch gives a thread at least 2**15 elements of an operation (at::internal::GRAIN_SIZE)."""
@@ -40,7 +40,7 @@ _READING_SECONDS: Final = _least(lambda: None)
 """Of one reading of the clock: half of each of the two falls outside of what they enclose."""
 
 
-class Team(Follower):
+class IntraOpThreads(StepObserver):
     """The threads of torch's pool that work for the training thread; `seconds` is what they worked for us."""
 
     def __init__(self) -> None:
@@ -75,14 +75,14 @@ class Team(Follower):
             return self._began
 
 
-class TrainingClock:
+class HookClock:
     """Calls what training calls of ours, through the guard, and adds up what that costs."""
 
     def __init__(self, guard: Guard, *, on_cpu: bool) -> None:
         self.cpu_seconds = 0.0
         """Of the training thread: everything that reads a tensor, begins or ends a step, or comes from the script. The
         bare calls, of a few hooks in each step, are not in it: timing them would cost more than they do."""
-        self.team = Team()
+        self.team = IntraOpThreads()
         self._guard = guard
         self._on_cpu = on_cpu
 

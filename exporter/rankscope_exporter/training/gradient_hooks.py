@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from rankscope_exporter.adapters.base import Holder, remove_all
-from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.adapters.base import GradientSource, remove_all
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import ParameterHook
 
 
@@ -19,8 +19,8 @@ class GradientHooks:
     keeps its own, which costs nothing until a pass of another kind reaches it.
     """
 
-    def __init__(self, subject: Subject, hook_of: Callable[[int], Callable[[Holder], None]]) -> None:
-        self._subject = subject
+    def __init__(self, monitored: MonitoredModel, hook_of: Callable[[int], Callable[[GradientSource], None]]) -> None:
+        self._monitored = monitored
         self._hook_of = hook_of
         self._handles: dict[int, ParameterHook] = {}
         self._pass: list[int] = []  # whose hooks were called in the backward pass under way, in this order
@@ -33,15 +33,15 @@ class GradientHooks:
     def hook_all(self) -> None:
         """Register on every parameter that takes gradients now and has no hook."""
         self._are_few = False
-        for index, parameter in enumerate(self._subject.found()):
+        for index, parameter in enumerate(self._monitored.found()):
             if parameter is not None and parameter.requires_grad:
                 if index not in self._handles:
                     self._handles[index] = self._handle_of(index)
                 self._handles[index].renew(parameter)
 
     def _handle_of(self, index: int) -> ParameterHook:
-        framework, hook = self._subject.framework, self._hook_of(index)
-        find = functools.partial(self._subject.parameter, index)
+        framework, hook = self._monitored.framework, self._hook_of(index)
+        find = functools.partial(self._monitored.parameter, index)
         return ParameterHook(find, lambda parameter: framework.on_accumulated(parameter, hook))
 
     def keep_few(self) -> None:

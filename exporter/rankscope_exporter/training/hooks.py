@@ -10,8 +10,8 @@ from typing import Any, Final
 import torch
 from torch.autograd import Variable
 
-from rankscope_exporter.adapters.base import Holder, Removable
-from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.adapters.base import GradientSource, Removable
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.base.errors import Guard
 from rankscope_exporter.base.tracing import (
     Entry,
@@ -21,8 +21,8 @@ from rankscope_exporter.base.tracing import (
     on_compilation,
     uncompiled,
 )
-from rankscope_exporter.quantities.base import BACKWARD, Gate, Hook
-from rankscope_exporter.training.cpu_time import TrainingClock
+from rankscope_exporter.quantities.base import BACKWARD, Hook, SamplingGate
+from rankscope_exporter.training.cpu_time import HookClock
 from rankscope_exporter.training.gradient_hooks import GradientHooks
 from rankscope_exporter.training.model_changes import REMEDY, ChangedModel, ReplacedOptimizers
 from rankscope_exporter.training.recorder import Recorder
@@ -48,22 +48,22 @@ class Hooks:
     `active` is cleared to make all hooks inert together, as a forked child must.
     """
 
-    def __init__(self, subject: Subject, recorder: Recorder, guard: Guard) -> None:
+    def __init__(self, monitored: MonitoredModel, recorder: Recorder, guard: Guard) -> None:
         self.active = True
-        self.clock = TrainingClock(guard, on_cpu=subject.device.type == "cpu")
-        recorder.moments.follow(self.clock.team)
-        self._subject = subject
+        self.clock = HookClock(guard, on_cpu=monitored.device.type == "cpu")
+        recorder.step_events.follow(self.clock.team)
+        self._monitored = monitored
         self._recorder = recorder
-        self._moments = recorder.moments
+        self._moments = recorder.step_events
         self._guard = guard
         self._handles: list[Removable] = []
-        self._gradients = GradientHooks(subject, self._gradient_hook)
-        self._changed = ChangedModel(subject)
-        self._replacing = ReplacedOptimizers(subject.optimizers, self._replaced, subject.in_model)
+        self._gradients = GradientHooks(monitored, self._gradient_hook)
+        self._changed = ChangedModel(monitored)
+        self._replacing = ReplacedOptimizers(monitored.optimizers, self._replaced, monitored.in_model)
         self._backward = self._idle = _NO_BACKWARD
         self.beat: Callable[[], None] = lambda: None
         """Called at every sign that training goes on: a forward, also of an evaluation, a backward, an update."""
-        self._in_hook_reads = not subject.framework.local_until_backward_ends
+        self._in_hook_reads = not monitored.framework.local_until_backward_ends
         self.in_forward = False
         """Whether a training forward of the whole model is under way."""
         self._in_evaluation = False
@@ -78,13 +78,13 @@ class Hooks:
     def install(self) -> None:
         """Register on the forward of the whole model, every parameter that takes gradients, and every optimizer."""
         self.clock.start()
-        self._handles.append(self._subject.framework.on_forward(Entry(self._forward_begins)))
-        self._handles.append(self._subject.framework.on_forward_end(Entry(self._forward_ended)))
-        self._guard.call("hooks of the framework", self._subject.framework.install, self)
+        self._handles.append(self._monitored.framework.on_forward(Entry(self._forward_begins)))
+        self._handles.append(self._monitored.framework.on_forward_end(Entry(self._forward_ended)))
+        self._guard.call("hooks of the framework", self._monitored.framework.install, self)
         self._recorder.install(self)
         self._handles.append(self._gradients)
         self._gradients.hook_all()
-        for optimizer in self._subject.optimizers:
+        for optimizer in self._monitored.optimizers:
             self._follow(optimizer)
         self._replacing.install(self.keep, self.always)
 
@@ -108,9 +108,9 @@ class Hooks:
 
     def begins_steps(self, module: torch.nn.Module) -> bool:
         """Return whether a step begins with the forward of `module`."""
-        return any(module is chunk for chunk in self._subject.framework.chunks)
+        return any(module is chunk for chunk in self._monitored.framework.chunks)
 
-    def guarded(self, where: str, function: Callable[..., None], gate: Gate) -> Hook:
+    def guarded(self, where: str, function: Callable[..., None], gate: SamplingGate) -> Hook:
         """Return `function` as a hook that is called while `gate` is open."""
 
         def call(*args: Any) -> None:
@@ -164,7 +164,7 @@ class Hooks:
             self.tell(f"the optimizer has {added} parameters more than before, which are not measured: {REMEDY}")
         gone = self._changed.gone()
         if gone:
-            names = ", ".join(self._subject.parameters[i].name for i in gone[:3])
+            names = ", ".join(self._monitored.parameters[i].name for i in gone[:3])
             raise LookupError(
                 f"{len(gone)} parameters were replaced after attach() and are measured no more ({names}): {REMEDY}"
             )
@@ -175,7 +175,7 @@ class Hooks:
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         begins, updated = Entry(self._update_begins, self._update_was_compiled), Entry(self._updated)
-        self._handles += self._subject.framework.on_update(optimizer, begins, updated)
+        self._handles += self._monitored.framework.on_update(optimizer, begins, updated)
 
     def _replaced(self, optimizer: torch.optim.Optimizer) -> None:
         """Follow an optimizer that has just made its first step in the place of others."""
@@ -187,13 +187,13 @@ class Hooks:
             f"state of a kind that the former did not have is not measured: {REMEDY}"
         )
 
-    def _gradient_hook(self, index: int) -> Callable[[Holder], None]:
+    def _gradient_hook(self, index: int) -> Callable[[GradientSource], None]:
         # A number for each backward pass, nested ones included; no public name for it exists.
         pass_under_way = torch._C._current_graph_task_id  # noqa: SLF001 - see above
         was_compiled = self._backward_was_compiled
 
         @uncompiled
-        def ready(holder: Holder) -> None:
+        def ready(holder: GradientSource) -> None:
             if is_dynamo_compiling():  # first, see `Entry`
                 was_compiled()
             # Where nothing is measured the first gradient has told all: the others come by at every step.
@@ -209,7 +209,7 @@ class Hooks:
 
     def _backward_compiles(self) -> None:
         if self.active:
-            self._subject.compiled.add(BACKWARD)
+            self._monitored.compiled.add(BACKWARD)
             self.tell_once(_COMPILED_BACKWARD)
 
     def tell_once(self, sentence: str) -> None:
@@ -223,9 +223,9 @@ class Hooks:
             return
         self.beat()
         # The user's own module: Lightning leaves a wrapper in evaluation mode after the first validation.
-        if self._subject.framework.module.training and torch.is_grad_enabled():
+        if self._monitored.framework.module.training and torch.is_grad_enabled():
             self.in_forward = True
-            self.clock.timed("a forward hook", self._recorder.forward_begins, self._subject.framework.chunk(module))
+            self.clock.timed("a forward hook", self._recorder.forward_begins, self._monitored.framework.chunk(module))
         else:
             self._in_evaluation = True
             self.clock.timed("a forward hook", self._recorder.evaluation_begins)
@@ -238,7 +238,7 @@ class Hooks:
         elif self.active and was_evaluation:
             self._moments.tell("evaluation_ended")
 
-    def _gradient_ready(self, index: int, holder: Holder, backward: int) -> None:
+    def _gradient_ready(self, index: int, holder: GradientSource, backward: int) -> None:
         if not self.active:
             return
         if backward != self._backward:
@@ -321,12 +321,12 @@ def _when_backward_ends(callback: Callable[[], None]) -> None:
 class _Gated(Entry):
     """A hook that is called at every step and does something at few: closed, it does next to nothing."""
 
-    def __init__(self, call: Callable[..., None], gate: Gate) -> None:
+    def __init__(self, call: Callable[..., None], gate: SamplingGate) -> None:
         super().__init__(call, on_compilation(self._compiles))
         self._gate = gate
         self.was_called = False
         self.is_compiled = False
-        self.called_in_vain: Callable[[], None] = lambda: None
+        self.on_inactive_call: Callable[[], None] = lambda: None
 
     @uncompiled
     def __call__(self, *args: Any) -> None:
@@ -339,7 +339,7 @@ class _Gated(Entry):
         if self._gate.is_open:
             call_untraced(self._call, *args)
         else:
-            self.called_in_vain()
+            self.on_inactive_call()
 
     def _compiles(self) -> None:
         self.is_compiled = True

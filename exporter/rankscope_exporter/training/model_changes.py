@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rankscope_exporter.adapters.base import Removable
-from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.model.parameter_names import entry
 
 REMEDY: Final = "detach() and attach() again"
@@ -21,9 +21,9 @@ REMEDY: Final = "detach() and attach() again"
 class ChangedModel:
     """Compares the model with what it was. Asked when a measured step begins: some lookups for each module."""
 
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
-        self._tree = _tree(subject.framework.module)
+    def __init__(self, monitored: MonitoredModel) -> None:
+        self._monitored = monitored
+        self._tree = _tree(monitored.framework.module)
         self._optimized, self._strange = self._count(), self._strangers()
 
     def added(self) -> int:
@@ -36,10 +36,10 @@ class ChangedModel:
 
     def gone(self) -> list[int]:
         """Return the positions of parameters that the model uses no more, and retire them: each is told once."""
-        retired, is_in_place = self._subject.retired, self._subject.framework.is_in_place
-        found = {i for i, named in enumerate(self._subject.parameters) if not is_in_place(named)}
+        retired, is_in_place = self._monitored.retired, self._monitored.framework.is_in_place
+        found = {i for i, named in enumerate(self._monitored.parameters) if not is_in_place(named)}
         if any(branch.has_changed for branch in self._tree):
-            self._tree = _tree(self._subject.framework.module)
+            self._tree = _tree(self._monitored.framework.module)
             found |= self._left_behind()
         gone = sorted(found - retired)
         retired.update(gone)
@@ -47,18 +47,18 @@ class ChangedModel:
 
     def _left_behind(self) -> set[int]:
         """Return the parameters of modules that are no part of the model any more."""
-        held = {id(module) for module in self._subject.framework.module.modules()}
-        parameters = enumerate(self._subject.parameters)
+        held = {id(module) for module in self._monitored.framework.module.modules()}
+        parameters = enumerate(self._monitored.parameters)
         return {i for i, named in parameters if id(named.owner()) not in held}
 
     def _count(self) -> int:
-        groups = (group for optimizer in self._subject.optimizers for group in optimizer.param_groups)
+        groups = (group for optimizer in self._monitored.optimizers for group in optimizer.param_groups)
         return sum(len(group["params"]) for group in groups)
 
     def _strangers(self) -> int:
         """Return how many of them are not among those that were found at attach: layers are often thawed one by one."""
-        known = {named.identity for named in self._subject.parameters}
-        groups = (group for optimizer in self._subject.optimizers for group in optimizer.param_groups)
+        known = {named.identity for named in self._monitored.parameters}
+        groups = (group for optimizer in self._monitored.optimizers for group in optimizer.param_groups)
         return sum(id(parameter) not in known for group in groups for parameter in group["params"])
 
 

@@ -15,24 +15,24 @@ import torch
 
 from rankscope_contract.events import Event
 from rankscope_contract.records import PlanEntry
-from rankscope_exporter.adapters.base import Holder
-from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.adapters.base import GradientSource
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.base.errors import Guard
-from rankscope_exporter.quantities.base import ModelHooking
+from rankscope_exporter.quantities.base import ModelHookContext
 from rankscope_exporter.records.pending_step import (
-    Draft,
     Pending,
+    PendingStep,
     amounts_of,
     now_microseconds,
     skipped_event,
     take,
     timing,
 )
-from rankscope_exporter.records.step_events import Cause, Moments
+from rankscope_exporter.records.step_events import Cause, StepEvents
 from rankscope_exporter.records.step_record import Scalar
-from rankscope_exporter.sampling.active_quantities import Collection
+from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 from rankscope_exporter.statistics import Finished
-from rankscope_exporter.training.step_tracker import Ended, Stage, StepTracker, UnseenUpdates
+from rankscope_exporter.training.step_tracker import Ended, StepStage, StepTracker, UnseenUpdates
 
 LOGGING_SECONDS: Final = 10.0
 """How long a step waits behind its update for what is still logged: an evaluation may go on logging for hours."""
@@ -56,21 +56,21 @@ class Recorder:
 
     def __init__(
         self,
-        subject: Subject,
-        collection: Collection,
-        hand_over: Callable[[Draft], None],
+        monitored: MonitoredModel,
+        active_quantities: ActiveQuantities,
+        hand_over: Callable[[PendingStep], None],
         *,
         guard: Guard,
         tracker: StepTracker | None = None,
     ) -> None:
-        self._subject = subject
-        self._collection = collection
+        self._monitored = monitored
+        self._active_quantities = active_quantities
         self._hand_over = hand_over
         self._guard = guard
         self._lock = threading.RLock()
-        self._tracker = tracker or StepTracker(has_optimizer=bool(subject.optimizers))
+        self._tracker = tracker or StepTracker(has_optimizer=bool(monitored.optimizers))
         self._attempts = 0
-        self._draft: Draft | None = None
+        self._draft: PendingStep | None = None
         self._early: list[Pending] = []  # logged with its number before the step began
         self._numbered = False  # whether the script itself gave the number of the step under way
         self._last_step: int | None = None
@@ -79,12 +79,12 @@ class Recorder:
         self._updated_at = 0.0
         self._late: _Timing | None = None
         self._updated_by: set[int] = set()
-        self._unseen = UnseenUpdates(subject.optimizers)
+        self._unseen = UnseenUpdates(monitored.optimizers)
         self._kept: tuple[object, ...] = ()  # model and optimizers of a sampled step with an update that no hook sees
         self._awaits_gradients = False
         self._witness: int | None = None  # position of the parameter that got a gradient last
         self._gradients_seen = 0
-        self.moments = Moments(guard)
+        self.step_events = StepEvents(guard)
         """Tells parts beside this one what comes by."""
         self.micro_step = -1
         """Which training forward of the step, or of its chunk, was the last to begin, from 0 on."""
@@ -98,9 +98,9 @@ class Recorder:
         self.after_update: Callable[[], None] = lambda: None
         """Called when an optimizer has stepped."""
 
-    def install(self, hooking: ModelHooking) -> None:
+    def install(self, hooking: ModelHookContext) -> None:
         """Let the quantities register hooks of their own."""
-        self._collection.install(hooking)
+        self._active_quantities.install(hooking)
 
     # Reports of the hooks, in the order of a step.
 
@@ -111,13 +111,13 @@ class Recorder:
             self._after(self._tracker.forward_begins(self._gradients_cleared), "forward")
             self.micro_step = self._forwards.get(chunk, -1) + 1
             self._forwards[chunk] = self.micro_step
-            self.moments.tell("forward_begins")
+            self.step_events.tell("forward_begins")
 
     def evaluation_begins(self) -> None:
         """A forward of the whole model begins in evaluation mode or without gradients."""
         with self._lock:
             self._notice_updates()
-            self.moments.tell("evaluation_begins")
+            self.step_events.tell("evaluation_begins")
 
     def backward_begins(self) -> bool:
         """The first gradient of a backward pass has arrived; return whether a step begins with it."""
@@ -138,16 +138,16 @@ class Recorder:
         """Parameter `index` is the first to get a gradient of a backward pass in a step that is not measured."""
         self._witness = index
 
-    def gradient_ready(self, index: int, holder: Holder) -> None:
+    def gradient_ready(self, index: int, holder: GradientSource) -> None:
         """Parameter `index` has accumulated its gradient, which stands in `holder`."""
         self._witness = index
-        draft = self._draft
-        if draft is None or not draft.sampled:
+        pending_step = self._draft
+        if pending_step is None or not pending_step.sampled:
             return
-        if draft.call_order[index] < 0:
-            draft.call_order[index] = self._gradients_seen
+        if pending_step.call_order[index] < 0:
+            pending_step.call_order[index] = self._gradients_seen
             self._gradients_seen += 1
-        self._collection.gradient_ready(index, holder)
+        self._active_quantities.gradient_ready(index, holder)
 
     def backward_ends(self) -> None:
         """All gradients have accumulated; the framework has not yet written reduced ones back."""
@@ -162,13 +162,13 @@ class Recorder:
         with self._lock:
             self._notice_updates()
             self._after(self._tracker.update_begins(repeated=id(optimizer) in self._updated_by), "update")
-            self.moments.tell("update_begins")
+            self.step_events.tell("update_begins")
             first = not self._updated_by
             self._updated_by.add(id(optimizer))
             if first:  # later optimizers of the same step would see what the earlier ones changed
                 self._guard.call("the learning rate", self._note_learning_rates)
                 self._awaits_gradients = computes_gradients
-            if not computes_gradients and (first or self._subject.framework.updates_in_parts):
+            if not computes_gradients and (first or self._monitored.framework.updates_in_parts):
                 self._each("before_update")
 
     def gradients_computed(self) -> None:
@@ -181,7 +181,7 @@ class Recorder:
     def updated(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped, or was told by its gradient scaler not to."""
         with self._lock:
-            self.moments.tell("updated")
+            self.step_events.tell("updated")
             self._each("after_update")
             self._guard.call("switching", self.after_update)
             self._tracker.updated()
@@ -219,7 +219,7 @@ class Recorder:
                     self._numbered = True
                 self._draft.pending += pending
             elif step is None or step == self._last_step:
-                self._hand_over(Draft(self._last_step, now_microseconds(), pending=pending))
+                self._hand_over(PendingStep(self._last_step, now_microseconds(), pending=pending))
             else:
                 self._tracker.step = step
                 self._numbered = True
@@ -233,7 +233,7 @@ class Recorder:
         """Attach what is read on the publisher's thread to the step under way, once; without one hand it over now."""
         with self._lock:
             if self._draft is None:
-                self._hand_over(Draft(self._last_step, now_microseconds(), later=[later]))
+                self._hand_over(PendingStep(self._last_step, now_microseconds(), later=[later]))
             elif later not in self._draft.later:
                 self._draft.later.append(later)
 
@@ -241,7 +241,7 @@ class Recorder:
         """Hand over an event of the step under way at once: people may be waiting for it."""
         with self._lock:
             step = self._draft.step if self._draft is not None else self._last_step
-            self._hand_over(Draft(step, now_microseconds(), events=[event]))
+            self._hand_over(PendingStep(step, now_microseconds(), events=[event]))
 
     def end_step(self, *, skipped: bool | None) -> None:
         """End the step under way on request of the script."""
@@ -253,8 +253,8 @@ class Recorder:
         """Hand over what is left and return the number of the last step that got gradients; None without one."""
         with self._lock:
             self._notice_updates()
-            before, begun_only = self._last_step, self._tracker.stage is Stage.OPEN
-            self.moments.tell("training_ends")
+            before, begun_only = self._last_step, self._tracker.stage is StepStage.OPEN
+            self.step_events.tell("training_ends")
             self._after(self._tracker.end(skipped=False), "script")
             self._time_late(time.monotonic(), "script")
             return before if begun_only else self._last_step
@@ -264,7 +264,7 @@ class Recorder:
         with self._lock:
             if self._draft is None or self._draft.step is None or not self._draft.sampled:
                 return None
-            return self._draft.step, *self._collection.look()
+            return self._draft.step, *self._active_quantities.peek()
 
     def between(self, function: Callable[[], None]) -> None:
         """Call `function` while no step begins or ends."""
@@ -276,7 +276,9 @@ class Recorder:
     def flush_idle(self, after_seconds: float) -> None:
         """Hand over an updated step when training does something else for a while."""
         with self._lock:
-            whole = self._tracker.stage is Stage.UPDATED and len(self._updated_by) >= len(self._subject.optimizers)
+            whole = self._tracker.stage is StepStage.UPDATED and len(self._updated_by) >= len(
+                self._monitored.optimizers
+            )
             if whole and self._draft is not None and time.monotonic() - self._last_seen > after_seconds:
                 self._late = _Timing(self._draft.step, self._began, amounts_of(self._draft.pending))
                 self._close(self._tracker.end())
@@ -284,7 +286,7 @@ class Recorder:
     def published(self) -> None:
         """A measured step has been read from its copy."""
         with self._lock:
-            self._collection.backlog -= 1
+            self._active_quantities.backlog -= 1
 
     # The step's life.
 
@@ -299,9 +301,9 @@ class Recorder:
     def _open(self, now: float, cause: Cause) -> None:
         self._time_late(now, cause)
         switched = self._guard.call("switching", self.before_step, self._tracker.step)
-        sampled = self._collection.begin(self._tracker.step)
+        sampled = self._active_quantities.begin(self._tracker.step)
         self._attempts += 1
-        self._draft = Draft(self._tracker.step, now_microseconds(), sampled=sampled)
+        self._draft = PendingStep(self._tracker.step, now_microseconds(), sampled=sampled)
         self._draft.events += switched or ()
         self._draft.pending, self._early = self._early, []
         self._updated_by.clear()
@@ -309,10 +311,10 @@ class Recorder:
         self.micro_step = -1
         self._forwards.clear()
         self._began = now
-        self.moments.tell("step_begins", self._tracker.step)
+        self.step_events.tell("step_begins", self._tracker.step)
         if sampled:
             self._guard.call("looking at the parameters", self.on_open, self._attempts)
-            self._draft.call_order = [-1] * len(self._subject.parameters)
+            self._draft.call_order = [-1] * len(self._monitored.parameters)
             self._each("step_begins")
         else:
             self._guard.call("hooks of gradients", self.on_rest)
@@ -321,43 +323,43 @@ class Recorder:
         if self._late is not None:
             late, self._late = self._late, None
             pending = timing(now - late.began, late.amounts)
-            timed = Draft(late.step, now_microseconds(), pending=pending, ended_at=now)
-            self.moments.tell("step_timed", timed, cause)
+            timed = PendingStep(late.step, now_microseconds(), pending=pending, ended_at=now)
+            self.step_events.tell("step_timed", timed, cause)
             self._hand_over(timed)
 
     def _close(self, ended: Ended | None, timed: tuple[float, Cause] | None = None) -> None:
         """Hand the step over; `timed` is how long it took and what has ended it, None where neither is known yet."""
-        draft, self._draft = self._draft, None
+        pending_step, self._draft = self._draft, None
         self._numbered = False
         self._kept = ()
-        assert draft is not None
-        self._last_step = draft.step
-        draft.ts = now_microseconds()
-        if not any(item.name == "learning_rate" for item in draft.pending):
-            draft.pending += draft.learning_rates
+        assert pending_step is not None
+        self._last_step = pending_step.step
+        pending_step.ts = now_microseconds()
+        if not any(item.name == "learning_rate" for item in pending_step.pending):
+            pending_step.pending += pending_step.learning_rates
         if timed is not None:
-            draft.pending += timing(timed[0], amounts_of(draft.pending))
-            draft.ended_at = self._began + timed[0]
-        self.moments.tell("step_ends", draft)
+            pending_step.pending += timing(timed[0], amounts_of(pending_step.pending))
+            pending_step.ended_at = self._began + timed[0]
+        self.step_events.tell("step_ends", pending_step)
         if timed is not None:
-            self.moments.tell("step_timed", draft, timed[1])
+            self.step_events.tell("step_timed", pending_step, timed[1])
         if ended is not None and ended.skipped and not self._unseen.may_leave_no_trace:
-            draft.events.append(skipped_event())
-        if draft.sampled:
-            self._guard.call("copying statistics", self._collection.end, draft)
-        self._hand_over(draft)
+            pending_step.events.append(skipped_event())
+        if pending_step.sampled:
+            self._guard.call("copying statistics", self._active_quantities.end, pending_step)
+        self._hand_over(pending_step)
 
     def _each(self, moment: str) -> None:
         if self.sampling:
-            self.moments.tell("reading_begins")
-            self._collection.each(moment)
-            self.moments.tell("reading_ended")
+            self.step_events.tell("reading_begins")
+            self._active_quantities.notify(moment)
+            self.step_events.tell("reading_ended")
 
     def _await_update(self) -> None:
         """Note what no hook will read when the optimizer steps, and keep the model until the update was read."""
         self._note_learning_rates()
         if self.sampling:
-            self._kept = (self._subject.framework.model, *self._subject.optimizers)
+            self._kept = (self._monitored.framework.model, *self._monitored.optimizers)
 
     def _notice_updates(self) -> None:
         """Take in the updates that have run since the last look and in which no hook ran."""
@@ -374,14 +376,14 @@ class Recorder:
     def _gradients_cleared(self) -> bool:
         if self._witness is None:
             return False
-        witness = self._subject.parameter(self._witness)
-        return witness is None or not self._subject.framework.holds_gradient(witness)
+        witness = self._monitored.parameter(self._witness)
+        return witness is None or not self._monitored.framework.holds_gradient(witness)
 
     def _note_learning_rates(self) -> None:
         if self._draft is None:
             return
         rates: dict[str, Any] = {}
-        for optimizer in self._subject.optimizers:
-            for group in self._subject.framework.groups_of(optimizer):
+        for optimizer in self._monitored.optimizers:
+            for group in self._monitored.framework.groups_of(optimizer):
                 rates[str(len(rates))] = group.get("lr")
         self._draft.learning_rates = list(take("learning_rate", rates))

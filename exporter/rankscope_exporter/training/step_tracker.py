@@ -80,7 +80,7 @@ def _leaves_no_trace(optimizer: torch.optim.Optimizer) -> bool:
     return fused and not any("step" in state for state in optimizer.state.values() if isinstance(state, dict))
 
 
-class Stage(enum.Enum):
+class StepStage(enum.Enum):
     """How far the current step has come."""
 
     IDLE = "idle"  # between steps: the last one is closed, the next has not begun
@@ -112,21 +112,21 @@ class StepTracker:
         self._has_optimizer = has_optimizer
         self._explicit = explicit
         self._updating = False
-        self.stage = Stage.IDLE
+        self.stage = StepStage.IDLE
         self.step = first_step
         """Number of the step under way; in IDLE of the one to come."""
 
     def forward_begins(self, cleared: Cleared) -> Ended | None:
         """A training forward of the whole model begins."""
         ended = self._end_if_over(cleared)
-        if self.stage is Stage.IDLE:
-            self.stage = Stage.OPEN
+        if self.stage is StepStage.IDLE:
+            self.stage = StepStage.OPEN
         return ended
 
     def backward_begins(self, cleared: Cleared) -> Ended | None:
         """The first gradient of a backward pass has arrived."""
         ended = self._end_if_over(cleared)
-        self.stage = Stage.GRADIENTS
+        self.stage = StepStage.GRADIENTS
         return ended
 
     def update_begins(self, *, repeated: bool) -> Ended | None:
@@ -135,33 +135,33 @@ class StepTracker:
         A closure-driven optimizer computes its gradients inside, as often as it likes: this is the first sign of a
         new step, and what happens until `updated` belongs to it.
         """
-        over = self.stage is Stage.UPDATED and repeated and not self._explicit
+        over = self.stage is StepStage.UPDATED and repeated and not self._explicit
         ended = self.end() if over else None
-        if self.stage is Stage.IDLE:
-            self.stage = Stage.OPEN
+        if self.stage is StepStage.IDLE:
+            self.stage = StepStage.OPEN
         self._updating = True
         return ended
 
     def updated(self) -> None:
         """The optimizer has stepped."""
-        self.stage = Stage.UPDATED
+        self.stage = StepStage.UPDATED
         self._updating = False
 
     def end(self, *, skipped: bool | None = None) -> Ended | None:
         """End the current step, if one is under way; without `skipped`, gradients without an update mean so."""
-        if self.stage is Stage.IDLE:
+        if self.stage is StepStage.IDLE:
             return None
         if skipped is None:
-            skipped = self.stage is Stage.GRADIENTS and self._has_optimizer
+            skipped = self.stage is StepStage.GRADIENTS and self._has_optimizer
         ended = Ended(self.step, skipped)
         self.step += 1
-        self.stage = Stage.IDLE
+        self.stage = StepStage.IDLE
         self._updating = False
         return ended
 
     def _end_if_over(self, cleared: Cleared) -> Ended | None:
         if self._explicit or self._updating:
             return None
-        if self.stage is Stage.UPDATED or (self.stage is Stage.GRADIENTS and cleared()):
+        if self.stage is StepStage.UPDATED or (self.stage is StepStage.GRADIENTS and cleared()):
             return self.end()
         return None

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rankscope_exporter.adapters.optimizer_wrapping import Replaced
+from rankscope_exporter.adapters.optimizer_wrapping import PatchedMethod
 
 
 class Engine:
@@ -56,7 +56,7 @@ def around(seen: list[int]) -> Callable[..., Any]:
 @pytest.mark.parametrize("make", [Engine, lambda: Passing(Engine())])
 def test_each_call_is_seen_until_it_is_removed(make, seen, around):
     engine = make()
-    replaced = Replaced(engine, "update", around)
+    replaced = PatchedMethod(engine, "update", around)
 
     assert (2, 5) == (engine.update(2), engine.update(by=3))
 
@@ -70,7 +70,7 @@ def test_each_call_is_seen_until_it_is_removed(make, seen, around):
 @pytest.mark.parametrize("removed", [False, True])
 def test_a_copy_of_the_object_updates_itself_and_is_not_seen(way, removed, seen, around):
     engine = Engine()
-    replaced = Replaced(engine, "update", around)
+    replaced = PatchedMethod(engine, "update", around)
     engine.update()
     copied = way(engine)
     if removed:
@@ -82,7 +82,7 @@ def test_a_copy_of_the_object_updates_itself_and_is_not_seen(way, removed, seen,
 
 def test_a_pickled_object_loads_where_rankscope_is_not_installed(around):
     engine = Engine()
-    Replaced(engine, "update", around)
+    PatchedMethod(engine, "update", around)
 
     assert b"rankscope" not in pickle.dumps(engine)
 
@@ -90,7 +90,7 @@ def test_a_pickled_object_loads_where_rankscope_is_not_installed(around):
 def test_it_is_a_method_of_the_object_that_others_can_wrap_and_bind_again(seen, around):
     """A learning-rate scheduler of torch takes the function, and puts a method of its own around it."""
     engine = Engine()
-    replaced = Replaced(engine, "update", around)
+    replaced = PatchedMethod(engine, "update", around)
     function = engine.update.__func__
     engine.update = types.MethodType(lambda owner, by: function.__get__(owner, Engine)(by), engine)  # type: ignore[method-assign]
     engine.update(4)
@@ -103,7 +103,7 @@ def test_a_method_of_the_object_itself_is_called_and_put_back(seen, around):
     engine = Engine()
     engine.update = types.MethodType(lambda owner, by: Engine.update(owner, 10 * by), engine)  # type: ignore[method-assign]
     before = engine.update
-    replaced = Replaced(engine, "update", around)
+    replaced = PatchedMethod(engine, "update", around)
 
     assert (10, [10]) == (engine.update(1), seen)
     assert (20, [10]) == (copy.deepcopy(engine).update(1), seen)
@@ -115,7 +115,7 @@ def test_a_method_of_the_object_itself_is_called_and_put_back(seen, around):
 
 def test_an_error_of_the_original_is_raised(around):
     engine = Engine()
-    Replaced(engine, "update", around)
+    PatchedMethod(engine, "update", around)
 
     with pytest.raises(TypeError):
         engine.update("x")
@@ -123,7 +123,7 @@ def test_an_error_of_the_original_is_raised(around):
 
 def test_the_object_is_not_kept_alive(around):
     engine = Engine()
-    replaced = Replaced(engine, "update", around)
+    replaced = PatchedMethod(engine, "update", around)
     gone = weakref.ref(engine)
     del engine
     gc.collect()

@@ -14,7 +14,7 @@ from tests.exporter.adapters.training import ADAM, CLIP, STEPS, Net, batch, loss
 
 from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.adapters import framework_of
-from rankscope_exporter.adapters.partitioned_optimizer import Part, Parted
+from rankscope_exporter.adapters.partitioned_optimizer import ParameterPartition, PartitionedOptimizer
 from rankscope_exporter.base.errors import ConfigError
 
 
@@ -50,14 +50,16 @@ class Flattened:
             parameter.grad = None
 
 
-class OfFlattened(Parted):
+class OfFlattened(PartitionedOptimizer):
     """What this package must know of it."""
 
     def __init__(self, model: Net, flattened: Flattened) -> None:
         super().__init__(model)
         self.flattened = flattened
         self.parts = {
-            id(parameter): Part(flattened.flats[group], flattened.optimizer, group, start, parameter.numel())
+            id(parameter): ParameterPartition(
+                flattened.flats[group], flattened.optimizer, group, start, parameter.numel()
+            )
             for parameter, group, start in flattened.places()
         }
 

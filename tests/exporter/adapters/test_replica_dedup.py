@@ -18,7 +18,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.adapters import framework_of
-from rankscope_exporter.api.session_factory import find_mates
+from rankscope_exporter.api.session_factory import find_replica_dedup
 from rankscope_exporter.model.parameter_names import named_parameters
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for all the training
@@ -206,11 +206,11 @@ def test_megatrons_marks_tell_what_tensor_parallel_ranks_have_in_common_and_expe
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [4, 6])
     monkeypatch.setattr(dist, "get_rank", lambda: 6)
     framework, parameters = framework_of(net), named_parameters(net)
-    of_tp = find_mates(framework, parameters, {"dp_group": None, "tp_group": object()})
-    of_dp = find_mates(framework, parameters, {"dp_group": object(), "tp_group": None})
+    of_tp = find_replica_dedup(framework, parameters, {"dp_group": None, "tp_group": object()})
+    of_dp = find_replica_dedup(framework, parameters, {"dp_group": object(), "tp_group": None})
 
     assert {0, 1} == of_tp.positions
     assert ["tp_group: rank 4 publishes what 2 of 6 parameters have in common on its ranks"] == [
         event.message for event in of_tp.events
     ]
-    assert (frozenset(), 1) == (of_dp.positions, len(of_dp.complaints))
+    assert (frozenset(), 1) == (of_dp.positions, len(of_dp.notices))

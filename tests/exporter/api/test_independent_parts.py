@@ -16,22 +16,22 @@ from torch import nn
 
 from rankscope_contract.events import EventType
 from rankscope_exporter import AnomalyNan, Monitor
-from rankscope_exporter.adapters.base import Together, remove_all
+from rankscope_exporter.adapters.base import HandleGroup, remove_all
 from rankscope_exporter.api.session import Session
 from rankscope_exporter.base.errors import Guard
-from rankscope_exporter.monitors.flight_recorder.poller import CollectiveReader
+from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPoller
 from rankscope_exporter.monitors.hangs.watchdog import Watchdog
-from rankscope_exporter.monitors.hardware.poller import HardwareWatch
+from rankscope_exporter.monitors.hardware.poller import HardwarePoller
 from rankscope_exporter.observers.throughput.meter import Throughput
 from rankscope_exporter.publishing import publisher as publisher_module
 from rankscope_exporter.publishing.publisher import Publisher
 from rankscope_exporter.quantities.gradients import Gradients
 from rankscope_exporter.quantities.micro_batches import MicroGradients
-from rankscope_exporter.reactions.anomaly_capture import Captures
-from rankscope_exporter.reactions.anomaly_reactions import Alongside
-from rankscope_exporter.reconfiguration.change_sources import Switching
-from rankscope_exporter.sampling.active_quantity import Member
-from rankscope_exporter.serving.rank_server import Channel
+from rankscope_exporter.reactions.anomaly_capture import CaptureController
+from rankscope_exporter.reactions.anomaly_reactions import AnomalyReactions
+from rankscope_exporter.reconfiguration.change_sources import ChangeSources
+from rankscope_exporter.sampling.active_quantity import ActiveQuantity
+from rankscope_exporter.serving.rank_server import RankServer
 from rankscope_exporter.training.hooks import Hooks
 from rankscope_exporter.training.recorder import Recorder
 
@@ -99,9 +99,9 @@ def named(caplog: pytest.LogCaptureFixture) -> list[str]:
 OPTIONAL = {
     "watchdog": (Watchdog, "start"),
     "throughput": (Throughput, "install"),
-    "hardware": (HardwareWatch, "start"),
-    "remarks": (Session, "_remark"),
-    "switching": (Switching, "start"),
+    "hardware": (HardwarePoller, "start"),
+    "remarks": (Session, "_publish_notices"),
+    "switching": (ChangeSources, "start"),
 }
 
 
@@ -134,7 +134,7 @@ def test_an_attach_that_fails_undoes_all_it_began_whatever_raises(monkeypatch, c
     monkeypatch.setattr(Hooks, "install", broken)
     monkeypatch.setattr(Hooks, "remove", _noting(undone, "hooks", broken))
     monkeypatch.setattr(Publisher, "stop", _noting(undone, "publisher", broken))
-    monkeypatch.setattr(Channel, "close", _noting(undone, "channel", Channel.close))
+    monkeypatch.setattr(RankServer, "close", _noting(undone, "channel", RankServer.close))
     training = Training()
 
     assert ["hooks", "publisher", "channel"] == undone
@@ -157,13 +157,13 @@ def test_groups_that_cannot_be_looked_up_leave_the_model_measured(monkeypatch, c
 ENDING = {
     "hooks": (Hooks, "remove"),
     "watchdog": (Watchdog, "stop"),
-    "hardware": (HardwareWatch, "stop"),
+    "hardware": (HardwarePoller, "stop"),
     "last step": (Recorder, "finish"),
-    "captures": (Captures, "finish"),
-    "collectives": (CollectiveReader, "stop"),
+    "captures": (CaptureController, "finish"),
+    "collectives": (FlightRecorderPoller, "stop"),
     "publisher": (Publisher, "stop"),
-    "on_anomaly": (Alongside, "stop"),
-    "switching": (Switching, "stop"),
+    "on_anomaly": (AnomalyReactions, "stop"),
+    "switching": (ChangeSources, "stop"),
 }
 
 
@@ -217,7 +217,7 @@ def test_a_hook_that_cannot_be_removed_leaves_no_other_hook(caplog):
 def test_a_quantity_whose_hooks_cannot_be_removed_leaves_those_of_no_other(monkeypatch, caplog):
     training = Training(quantities=["activations", "structure", "gradients"])
     training.train()
-    monkeypatch.setattr(Member, "unhook", _breaking("activations", Member.unhook))
+    monkeypatch.setattr(ActiveQuantity, "unhook", _breaking("activations", ActiveQuantity.unhook))
     before = hooks_of(training)
     training.finish()
 
@@ -225,8 +225,8 @@ def test_a_quantity_whose_hooks_cannot_be_removed_leaves_those_of_no_other(monke
     assert ["hooks of activations"] == named(caplog)
 
 
-def _breaking(name: str, original: Callable[[Member], None]) -> Callable[[Member], None]:
-    def unhook(member: Member) -> None:
+def _breaking(name: str, original: Callable[[ActiveQuantity], None]) -> Callable[[ActiveQuantity], None]:
+    def unhook(member: ActiveQuantity) -> None:
         if member.quantity.name == name:
             raise OSError(WHY)
         original(member)
@@ -234,7 +234,7 @@ def _breaking(name: str, original: Callable[[Member], None]) -> Callable[[Member
     return unhook
 
 
-@pytest.mark.parametrize("remove", [remove_all, lambda handles: Together(handles).remove()])
+@pytest.mark.parametrize("remove", [remove_all, lambda handles: HandleGroup(handles).remove()])
 def test_handles_are_removed_in_order_before_an_error_is_raised(remove):
     removed: list[str] = []
     handles = [Handle(removed, "one"), Handle(removed, "two", fails=True), Handle(removed, "three")]
@@ -295,7 +295,7 @@ class Part:
             raise OSError("no such device")
 
 for name in ("one", "broken", "waiting", "two"):
-    stop_signals.take(Part(name), ["SIGTERM"])
+    stop_signals.install(Part(name), ["SIGTERM"])
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(60)
 """
@@ -373,7 +373,7 @@ def test_a_channel_that_refuses_a_record_leaves_sinks_and_callbacks(monkeypatch,
     told: list[int | None] = []
     training = Training(rules=[AnomalyNan()], sinks={"api": {}})
     monkeypatch.setattr(training.session.channel, "publish", broken)
-    monkeypatch.setattr(training.session.alongside, "fired", lambda step, _events: told.append(step))
+    monkeypatch.setattr(training.session.reactions, "fired", lambda step, _events: told.append(step))
     training.train(1, loss=float("nan"))
     training.monitor.detach()
 
@@ -386,7 +386,7 @@ def test_a_console_that_fails_leaves_captures_and_callbacks(monkeypatch):
     told: list[int | None] = []
     training = Training(rules=[AnomalyNan()])
     monkeypatch.setattr(training.session.console, "firing", broken)
-    monkeypatch.setattr(training.session.alongside, "fired", lambda step, _events: told.append(step))
+    monkeypatch.setattr(training.session.reactions, "fired", lambda step, _events: told.append(step))
     training.train(1, loss=float("nan"))
     training.finish()
 
@@ -409,18 +409,18 @@ def test_a_part_of_the_page_that_fails_leaves_the_others(part, monkeypatch, capl
     assert 1 == len(named(caplog))
 
 
-@pytest.mark.parametrize("part", ["keeper", "_server", "_registration"])
+@pytest.mark.parametrize("part", ["persistence", "_server", "_registration"])
 def test_a_part_of_the_channel_that_fails_to_close_leaves_no_other_open(part, monkeypatch):
     training = Training(serve={"ingest_url": "http://127.0.0.1:9"})
     channel = training.session.channel
     closed: list[str] = []
-    for name, method in (("keeper", "close"), ("_server", "stop"), ("_registration", "stop")):
+    for name, method in (("persistence", "close"), ("_server", "stop"), ("_registration", "stop")):
         owner = getattr(channel, name)
         original = getattr(owner, method)
         monkeypatch.setattr(owner, method, _noting(closed, name, broken if name == part else original))
     training.finish()
 
-    assert ["_registration", "_server", "keeper"] == closed
+    assert ["_registration", "_server", "persistence"] == closed
     if part == "_server":
         monkeypatch.undo()
         channel._server.stop()
@@ -434,8 +434,8 @@ def test_a_fault_in_agreeing_leaves_the_switch_thread_at_work(monkeypatch, tmp_p
     path = tmp_path / "switch.json"
     path.write_text(json.dumps({"dynamic_on": False}))
     training = Training(switch_file=str(path), switch_poll_seconds=0.01)
-    switching, looked = training.session.switching, []
-    monkeypatch.setattr(switching, "_agreement", _Failing(looked))
+    change_sources, looked = training.session.change_sources, []
+    monkeypatch.setattr(change_sources, "_agreement", _Failing(looked))
     wait_until(lambda: len(looked) > 3)
     monkeypatch.undo()
     training.finish()

@@ -30,7 +30,7 @@ from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_contract.web_config import TlsServer, WebConfig
 from rankscope_exporter import Anomaly, CaptureConfig, ConfigError, Monitor, MonitorConfig, RankscopeError, ServeConfig
-from rankscope_exporter.api.phase import Phase, Phases
+from rankscope_exporter.api.phase import OpenPhases, Phase
 from rankscope_exporter.base.copies import CopiesDoNothing
 from rankscope_exporter.base.errors import CountError
 from rankscope_exporter.compat.msprobe import TrainerMon
@@ -47,9 +47,9 @@ TOKEN = "not-for-a-file"
 QUIET = MonitorConfig(console=False, exit_wait_seconds=0, sinks={"api": {}}, serve=ServeConfig(token=TOKEN))
 TLS = TlsServer(cert_file=Path("cert.pem"), key_file=Path("key.pem"))
 EVENT = Event(type="anomaly", message="it is NaN", rule="nan", tensor="w", kind="grad_reduced", op="nans", value=1.0)
-Made = Callable[[pytest.FixtureRequest], Any]
+PhaseTotals = Callable[[pytest.FixtureRequest], Any]
 
-DATA: dict[type[Any], Made] = {
+DATA: dict[type[Any], PhaseTotals] = {
     Address: lambda _: Address("127.0.0.1", 9470),
     Anomaly: lambda _: Anomaly(run="r", rank=1, step=2, events=(EVENT,), samples=(3,)),
     AnomalyNan: lambda _: AnomalyNan(threshold=3.0),
@@ -67,7 +67,7 @@ DATA: dict[type[Any], Made] = {
     type(entry()): lambda _: entry(),
     **{kind.options_class: lambda _, kind=kind: kind.options_class() for kind in quantity_classes().values()},  # type: ignore[misc]
 }
-ERRORS: dict[type[Any], Made] = {
+ERRORS: dict[type[Any], PhaseTotals] = {
     ConfigError: lambda _: ConfigError("every is a number"),
     CountError: lambda _: CountError("no tokens"),
     RankscopeError: lambda _: RankscopeError("something"),
@@ -98,7 +98,7 @@ def trainer_mon(request: pytest.FixtureRequest) -> TrainerMon:
     return monitor
 
 
-def callback_of(module: str) -> Made:
+def callback_of(module: str) -> PhaseTotals:
     """Return what makes a callback of a trainer in the middle of a training."""
 
     def make(request: pytest.FixtureRequest) -> Any:
@@ -112,7 +112,7 @@ def callback_of(module: str) -> Made:
     return make
 
 
-def sink_of(kind: type[Sink]) -> Made:
+def sink_of(kind: type[Sink]) -> PhaseTotals:
     def make(request: pytest.FixtureRequest) -> Sink:
         folder = str(request.getfixturevalue("tmp_path") / "sink")
         names = {item.name for item in fields(kind.options_class)}
@@ -130,9 +130,9 @@ def _callback(module: str) -> type[Any]:
 
 OUR_SINKS = [kind for kind in sink_classes().values() if kind.__module__.startswith("rankscope")]
 """Without those of other tests in this process."""
-CALLBACKS: dict[type[Any], Made] = {_callback(name): callback_of(name) for name in ("huggingface", "lightning")}
-SINKS: dict[type[Any], Made] = {kind: sink_of(kind) for kind in OUR_SINKS}
-LIVE: dict[type[Any], Made] = {
+CALLBACKS: dict[type[Any], PhaseTotals] = {_callback(name): callback_of(name) for name in ("huggingface", "lightning")}
+SINKS: dict[type[Any], PhaseTotals] = {kind: sink_of(kind) for kind in OUR_SINKS}
+LIVE: dict[type[Any], PhaseTotals] = {
     Monitor: attached,
     Phase: phase,
     TrainerMon: trainer_mon,
@@ -142,7 +142,7 @@ LIVE: dict[type[Any], Made] = {
 ELSEWHERE = {
     Connection: "tests/storage/test_connection.py",
 }
-ABSTRACT = {Sink, CopiesDoNothing, Phases}
+ABSTRACT = {Sink, CopiesDoNothing, OpenPhases}
 """Bases of classes above, and a part of the monitor."""
 
 

@@ -12,7 +12,7 @@ from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig
 from rankscope_exporter.compat.msprobe import TrainerMon
-from rankscope_exporter.sampling.sampling_config import measuring_of
+from rankscope_exporter.sampling.sampling_config import sampling_config_from
 
 TOML = """
 every = 5
@@ -132,7 +132,7 @@ def test_what_is_of_another_type_is_refused_as_a_wrong_setting(settings: Any, wo
     with pytest.raises(ConfigError, match=words):
         MonitorConfig.from_mapping({"quantities": ["gradients"], **settings})
     with pytest.raises(ConfigError):
-        measuring_of({"quantities": ["gradients"], **settings}, MonitorConfig(), on=True)
+        sampling_config_from({"quantities": ["gradients"], **settings}, MonitorConfig(), on=True)
 
 
 @pytest.mark.parametrize(("name", "text"), [("monitor.json", '{"every": 2}\r\n'), ("monitor.toml", "every = 2\r\n")])

@@ -19,7 +19,7 @@ from rankscope_contract.records import PlanEntry
 from rankscope_contract.rules import rule_from_config
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
-from rankscope_exporter.publishing.anomaly_detector import Judge
+from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector
 from rankscope_exporter.statistics import Finished
 
 VECTORS = pathlib.Path(__file__).parents[2] / "contract" / "data" / "anomaly_vectors.json"
@@ -77,8 +77,8 @@ def bits(number: float | None) -> bytes:
 
 def one_entry(rules, observations):
     """Return the judgement on each step of a single gradient."""
-    judge = Judge(rules, plan(["grad_reduced"]))
-    return [judge.observe(finished([observed])) for observed in observations]
+    detector = AnomalyDetector(rules, plan(["grad_reduced"]))
+    return [detector.observe(finished([observed])) for observed in observations]
 
 
 def norm_of(value, *, nans=0, infs=0, present=True):
@@ -107,10 +107,10 @@ def expected_firings(rules, kinds, steps):
 @given(stories())
 def test_firings_are_those_of_the_plain_evaluator(story):
     rules, kinds, steps = story
-    judge = Judge(rules, plan(kinds), limit=1000)
+    detector = AnomalyDetector(rules, plan(kinds), limit=1000)
     found = {}
     for number, step in enumerate(steps):
-        for firing in judge.observe(finished(step)).firings:
+        for firing in detector.observe(finished(step)).firings:
             found[number, firing.entry, firing.op] = (firing.rule.name, firing.value, firing.baseline)
 
     expected = expected_firings(rules, kinds, steps)
@@ -123,10 +123,10 @@ def test_firings_are_those_of_the_plain_evaluator(story):
 @given(stories())
 def test_shown_baselines_are_what_the_plain_evaluator_compares_with(story):
     rules, kinds, steps = story
-    judge = Judge(rules, plan(kinds))
+    detector = AnomalyDetector(rules, plan(kinds))
     own = {(op, entry): math.nan for op in JUDGED_OPS for entry in range(len(kinds))}
     for step in steps:
-        shown = judge.observe(finished(step)).baselines
+        shown = detector.observe(finished(step)).baselines
         for row, op in enumerate(JUDGED_OPS):
             for entry, (present, values, _) in enumerate(step):
                 if not present:
@@ -143,13 +143,13 @@ def test_recorded_vectors_through_the_judge(vector):
     """What a tensor cannot show (a NaN norm) is null here, and counted as `nans`."""
     rules = [rule_from_config(entry) for entry in vector["rules"]]
     column = VALUE_OPS.index(vector["op"])
-    judge = Judge(rules, plan(["grad_reduced"]))
+    detector = AnomalyDetector(rules, plan(["grad_reduced"]))
     found, alive = [], []
     for step, recorded in enumerate(vector["series"]):
         value = float(recorded)
         values = [NULL] * len(VALUE_OPS)
         values[column] = value if math.isfinite(value) else NULL
-        judgement = judge.observe(finished([(True, values, (math.isnan(value), math.isinf(value)))]))
+        judgement = detector.observe(finished([(True, values, (math.isnan(value), math.isinf(value)))]))
         found += [(step, firing.rule.name) for firing in judgement.firings if firing.op == vector["op"]]
         alive.append(math.isfinite(value))
 
@@ -195,12 +195,12 @@ def test_an_absent_entry_never_fires():
         np.full((len(VALUE_OPS), 1), math.nan, np.float32), np.full((len(COUNT_OPS), 1), 5), np.array([False])
     )
 
-    assert () == Judge([AnomalyNan(threshold=1.0)], plan(["act_out"])).observe(absent).firings
+    assert () == AnomalyDetector([AnomalyNan(threshold=1.0)], plan(["act_out"])).observe(absent).firings
 
 
 def test_firings_are_ordered_by_entry_and_capped_with_the_rest_counted():
-    judge = Judge([AnomalyNan(threshold=1.0)], plan(["act_out"] * 50), limit=5)
-    judgement = judge.observe(finished([norm_of(5.0, nans=1)] * 50))
+    detector = AnomalyDetector([AnomalyNan(threshold=1.0)], plan(["act_out"] * 50), limit=5)
+    judgement = detector.observe(finished([norm_of(5.0, nans=1)] * 50))
 
     assert [(0, "nans"), (0, "norm"), (1, "nans"), (1, "norm"), (2, "nans")] == [
         (firing.entry, firing.op) for firing in judgement.firings
@@ -212,7 +212,7 @@ def test_of_a_step_with_micro_batches_the_first_cause_is_never_cut_off():
     """A NaN that begins in an activation of the first micro-batch is in all that comes behind it."""
     order = [("param_before", None), ("act_out", 0), ("act_grad_out", 0), ("act_out", 1), ("grad_unreduced", None)]
     entries = [PlanEntry(kind=kind, tensor="t", micro_step=micro_step) for kind, micro_step in reversed(order)]
-    judgement = Judge([AnomalyNan()], entries, limit=4).observe(finished([norm_of(5.0, nans=1)] * 5))
+    judgement = AnomalyDetector([AnomalyNan()], entries, limit=4).observe(finished([norm_of(5.0, nans=1)] * 5))
     told = [(entries[firing.entry].kind, entries[firing.entry].micro_step) for firing in judgement.firings]
 
     assert order[:4] == told
@@ -220,9 +220,9 @@ def test_of_a_step_with_micro_batches_the_first_cause_is_never_cut_off():
 
 def test_firing_names_every_rule_that_fires_on_a_kind_beyond_the_cap_too():
     rules = [AnomalyTurbulence(threshold=0.5), AnomalyNan(threshold=5.0, kinds=["grad_reduced", "act_out"])]
-    judge = Judge(rules, plan(["act_out", "grad_reduced", "param_after"]), limit=1)
-    judge.observe(finished([norm_of(1.0)] * 3))
-    judgement = judge.observe(finished([norm_of(1.0), norm_of(6.0), norm_of(2.0)]))
+    detector = AnomalyDetector(rules, plan(["act_out", "grad_reduced", "param_after"]), limit=1)
+    detector.observe(finished([norm_of(1.0)] * 3))
+    judgement = detector.observe(finished([norm_of(1.0), norm_of(6.0), norm_of(2.0)]))
 
     # On the gradient turbulence names the alert; the limit is exceeded all the same, and PromQL says so as well.
     assert {
@@ -242,18 +242,18 @@ def test_a_firing_carries_value_baseline_and_threshold():
 
 
 def test_scalars_are_judged_by_the_rules_for_scalars():
-    judge = Judge([AnomalyTurbulence(threshold=0.5), AnomalyNan()], [])
+    detector = AnomalyDetector([AnomalyTurbulence(threshold=0.5), AnomalyNan()], [])
 
     assert [None, None, "AnomalyNan", "AnomalyNan"] == [
         rule and rule.name
-        for rule in (judge.judge_scalar("loss", value) for value in (1.0, 100.0, math.nan, -math.inf))
+        for rule in (detector.check_scalar("loss", value) for value in (1.0, 100.0, math.nan, -math.inf))
     ]
 
 
 def test_a_plan_without_entries_is_judged():
     values, counts = np.zeros((len(VALUE_OPS), 0), np.float32), np.zeros((len(COUNT_OPS), 0), np.int64)
     empty = Finished(values, counts, np.zeros(0, np.bool_))
-    judgement = Judge([AnomalyNan(), AnomalyTurbulence(threshold=1)], []).observe(empty)
+    judgement = AnomalyDetector([AnomalyNan(), AnomalyTurbulence(threshold=1)], []).observe(empty)
 
     assert () == judgement.firings
     assert (len(JUDGED_OPS), 0) == judgement.baselines.shape

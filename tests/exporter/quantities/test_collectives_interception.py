@@ -54,7 +54,7 @@ def attached(quiet):
 
 def stands() -> list[str]:
     """Return which functions are listened to."""
-    return [name for name in NAMES if type(getattr(dist, name)).__name__ == "_FunctionTap"]
+    return [name for name in NAMES if type(getattr(dist, name)).__name__ == "_FunctionInterception"]
 
 
 def test_detaching_puts_back_every_function(attached, originals):

@@ -12,7 +12,7 @@ from tests.exporter.quantities.feature_runs import Feature, train
 from torch import nn
 
 
-class Form(nn.Module):
+class TensorSpec(nn.Module):
     """A module that answers with what it is told to."""
 
     def __init__(self, answer: Callable[[torch.Tensor], Any]) -> None:
@@ -28,8 +28,8 @@ class Forms(nn.Module):
     def __init__(self, answer: Callable[[torch.Tensor], Any], calls: int = 1) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.gate = Form(answer)
-        self.never = Form(answer)
+        self.gate = TensorSpec(answer)
+        self.never = TensorSpec(answer)
         self.calls = calls
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -61,7 +61,7 @@ class Run:
 
     @property
     def sums(self) -> Any:
-        return self.session._collection.quantity("gradients")._sums
+        return self.session._active_quantities.quantity("gradients")._sums
 
     def step(self, micros: int, *, updates: bool = True) -> None:
         own = torch.zeros(2, 3)

@@ -36,7 +36,7 @@ class Training:
         self.monitor.attach(self.net, self.optimizer)
         session = self.monitor._session
         assert session is not None
-        self.board, self.ring, self.publisher = session.board, session.channel.ring, session.publisher
+        self.change_queue, self.ring, self.publisher = session.change_queue, session.channel.ring, session.publisher
         self.step = 0
 
     def train(self, steps: int, *, loss: float = 1.0, ids: Callable[[int], Any] = lambda step: [step]) -> None:
@@ -339,7 +339,7 @@ def test_a_function_that_fails_or_takes_its_time_holds_up_nothing():
     training = Training(capture=None, on_anomaly=told)
     for _ in range(100):
         training.fire()
-    dropped = training.monitor._session.alongside.dropped()["on_anomaly"]  # type: ignore[union-attr]  # attached
+    dropped = training.monitor._session.reactions.dropped()["on_anomaly"]  # type: ignore[union-attr]  # attached
     published = len([r for r in training.ring.after(-1, 1 << 30).records if any(e.type == "anomaly" for e in r.events)])
     gate.set()
     training.monitor.detach()
@@ -396,7 +396,7 @@ def failing(*_: Any, **__: Any) -> Any:
 def test_a_capture_that_cannot_be_asked_for_leaves_the_flight_record(monkeypatch):
     taken: list[str] = []
     training = Training()
-    captures = training.monitor._session.alongside.captures
+    captures = training.monitor._session.reactions.captures
     monkeypatch.setattr(captures._asking, "aside", failing)
     monkeypatch.setattr(captures, "_take_flight_record", lambda: taken.append("taken"))
     training.train(2)
@@ -409,7 +409,7 @@ def test_a_capture_that_cannot_be_asked_for_leaves_the_flight_record(monkeypatch
 
 def test_a_capture_whose_hooks_cannot_be_removed_has_an_end(monkeypatch):
     training = Training()
-    captures = training.monitor._session.alongside.captures
+    captures = training.monitor._session.reactions.captures
     monkeypatch.setattr(captures, "_release", failing)
     training.train(2)
     training.fire()
@@ -442,7 +442,7 @@ def test_batches_that_cannot_be_found_leave_the_callback(monkeypatch):
     seen: list[tuple[Any, ...]] = []
     training = Training(on_anomaly=lambda anomaly: seen.append((anomaly.step, anomaly.samples)))
     training.train(2)
-    monkeypatch.setattr(training.monitor._session.alongside.callbacks, "_samples", failing)
+    monkeypatch.setattr(training.monitor._session.reactions.callbacks, "_samples", failing)
     training.fire()
     wait_until(lambda: seen)
     training.monitor.detach()

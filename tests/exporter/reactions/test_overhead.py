@@ -11,7 +11,7 @@ import torch
 from tests.programs import run_program
 
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_exporter.training.cpu_time import Team
+from rankscope_exporter.training.cpu_time import IntraOpThreads
 
 PROGRAM = """
 import json, os, statistics, sys, time, urllib.request
@@ -125,7 +125,7 @@ def test_threads_that_torch_divides_our_operations_among_count_while_we_read_and
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        team, tensor = Team(), torch.ones(1 << 22)
+        team, tensor = IntraOpThreads(), torch.ones(1 << 22)
         team.find()
         tensor.add(tensor)
         assert 0.0 == team.seconds
@@ -143,7 +143,7 @@ def test_threads_that_torch_divides_our_operations_among_count_while_we_read_and
 
 
 def test_with_one_thread_there_is_no_team_and_nothing_is_read():
-    team = Team()
+    team = IntraOpThreads()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

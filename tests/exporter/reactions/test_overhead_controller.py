@@ -66,10 +66,13 @@ class Training:
         self.monitor = Monitor({**base, **settings}).attach(self.net, self.optimizer)
         session = self.monitor._session
         assert session is not None
-        self.ring, self.governor = session.channel.ring, session.alongside.governor
-        self.watch = self.governor._watch
+        self.ring, self.overhead_controller = session.channel.ring, session.reactions.overhead_controller
+        self.watch = self.overhead_controller._watch
         if not real:
-            self.governor._clock, self.governor._cost = lambda: Costly.times.clock, lambda: Costly.times.cost
+            self.overhead_controller._clock, self.overhead_controller._cost = (
+                lambda: Costly.times.clock,
+                lambda: Costly.times.cost,
+            )
         elif self.watch is not None:
             self.watch._least_seconds = 0.2
 
@@ -98,10 +101,10 @@ def test_what_is_made_expensive_is_measured_less_often_and_that_is_said(monkeypa
     for step in training.steps():
         share = training.watch.share
         if enough == MOST_STEPS and share is not None and share <= 0.5:
-            enough = step + 2 * training.governor.stretch
+            enough = step + 2 * training.overhead_controller.stretch
         if step >= enough:
             break
-    stretch = training.governor.stretch
+    stretch = training.overhead_controller.stretch
     page = eventually(lambda: reader(training.monitor).get("/metrics").decode())
     measuring = training.monitor.measuring
     training.monitor.detach()
@@ -128,11 +131,11 @@ def test_it_is_the_cpu_time_of_the_machine_that_counts(monkeypatch):
     monkeypatch.setattr(Costly, "busy_seconds", 0.02)
     training = Training(real=True, console=False, max_overhead="2 %")
     for _ in training.steps():
-        if training.governor.stretch >= 8:
+        if training.overhead_controller.stretch >= 8:
             break
     training.monitor.detach()
 
-    assert training.governor.stretch >= 8
+    assert training.overhead_controller.stretch >= 8
     assert all(event["share"] > 0.02 for event in training.events())
 
 
@@ -140,9 +143,9 @@ def test_it_is_measured_as_often_as_was_asked_for_when_there_is_room_again(monke
     monkeypatch.setattr(Costly, "seconds", 30.0)
     training = Training(console=False)
     for _ in training.steps():
-        if training.governor.stretch >= 4 and Costly.seconds:
+        if training.overhead_controller.stretch >= 4 and Costly.seconds:
             monkeypatch.setattr(Costly, "seconds", 0.0)
-        if training.governor.stretch == 1 and not Costly.seconds:
+        if training.overhead_controller.stretch == 1 and not Costly.seconds:
             break
     training.monitor.detach()
     events = training.events()
@@ -159,7 +162,7 @@ def test_a_switch_by_hand_begins_anew_unstretched(monkeypatch):
     training = Training(console=False)
     at = 0
     for step in training.steps():
-        if not at and training.governor.stretch >= 4:
+        if not at and training.overhead_controller.stretch >= 4:
             monkeypatch.setattr(Costly, "seconds", 0.0)
             training.monitor.switch({"every": 3})
             at = step
@@ -167,7 +170,7 @@ def test_a_switch_by_hand_begins_anew_unstretched(monkeypatch):
             break
     training.monitor.detach()
 
-    assert 1 == training.governor.stretch
+    assert 1 == training.overhead_controller.stretch
     assert [at + 1, at + 4, at + 7, at + 10] == [step for step in training.measured() if step > at][:4]
 
 
@@ -177,7 +180,7 @@ def test_every_times_and_start_step_keep_their_meaning():
     assert training.watch is not None
     for step in training.steps():
         if step == 1:
-            training.governor._asking.aside(
+            training.overhead_controller._asking.aside(
                 {"stretch": 2, "share": 0.9, "max_overhead": 0.5, "rank": 0, "changes": 0}, "budget"
             )
         if step == 40:
@@ -207,7 +210,7 @@ def test_what_was_spent_is_asked_for_only_where_a_window_may_end():
         asked.append(Costly.times.clock)
         return 0.0
 
-    training.governor._cost = cost
+    training.overhead_controller._cost = cost
     for step in training.steps():
         Costly.times.clock -= 0.99 * STEP_SECONDS
         if step == 1500:

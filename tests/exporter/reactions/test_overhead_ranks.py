@@ -27,7 +27,7 @@ def main():
     }
     monitor = Monitor(config).attach(net, optimizer)
     session = monitor._session
-    governor, ring = session.alongside.governor, session.channel.ring
+    governor, ring = session.reactions.overhead_controller, session.channel.ring
     governor._clock, governor._cost = lambda: now, lambda: cost
     seen = set()
     for step in range(1, LIMIT):

@@ -9,14 +9,14 @@ from tests.properties import examples
 
 from rankscope_exporter import ConfigError, MonitorConfig
 from rankscope_exporter.base.validation import share_of
-from rankscope_exporter.reactions.overhead_window import LEAST_SECONDS, MOST_STRETCH, PATIENCE, OverheadWatch, Verdict
+from rankscope_exporter.reactions.overhead_window import LEAST_SECONDS, MOST_STRETCH, PATIENCE, OverheadWindow, Verdict
 
 
 class Training:
     """Steps of a length of their own, of which every k-th is measured and costs more; obeys the watch at once."""
 
     def __init__(self, allowed: float, *, step: float, sampled: float, idle: float, every: int = 1) -> None:
-        self.watch = OverheadWatch(allowed)
+        self.watch = OverheadWindow(allowed)
         self.step, self.sampled, self.idle, self.every = step, sampled, idle, every
         self.now = self.cost = 0.0
         self.seen = 0

@@ -66,9 +66,9 @@ class Rank:
     def train(self, steps: int = 1) -> None:
         for _ in range(steps):
             self.step += 1
-            if self.agreement.must_arrive(self.step):
+            if self.agreement.must_resolve(self.step):
                 self.asks = True
-                self.waiting += self.agreement.arrive(self.step)
+                self.waiting += self.agreement.resolve(self.step)
                 self.asks = False
             while self.waiting and self.waiting[0].step <= self.step:
                 self.taken[self.waiting.pop(0).number] = self.step
@@ -217,7 +217,7 @@ def test_ranks_change_at_one_step_however_late_they_look_and_however_fast_they_t
     def others_train() -> None:
         for rank in data.draw(st.lists(st.sampled_from(all_ranks), max_size=3)):
             # At the step of a change training waits for its own thread to have spoken.
-            waits = rank in speaking and rank.agreement.must_arrive(rank.step + 1)
+            waits = rank in speaking and rank.agreement.must_resolve(rank.step + 1)
             if not rank.asks and not waits:
                 rank.train()
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig
 from rankscope_exporter.base.errors import Guard
-from rankscope_exporter.reconfiguration.change_sources import Switching
+from rankscope_exporter.reconfiguration.change_sources import ChangeSources
 from rankscope_exporter.reconfiguration.watched_file import SwitchFile
 
 SETTINGS: dict[str, Any] = {
@@ -38,7 +38,7 @@ class Training:
         self.monitor.attach(self.net, self.optimizer)
         session = self.monitor._session
         assert session is not None
-        self.board, self.recorder, self.ring = session.board, session.recorder, session.channel.ring
+        self.change_queue, self.recorder, self.ring = session.change_queue, session.recorder, session.channel.ring
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -49,7 +49,7 @@ class Training:
     def edit(self, **settings: Any) -> None:
         """Edit the file, and wait until the edit was seen."""
         write(self.path, **settings)
-        wait_until(lambda: self.board.state()["to_come"])
+        wait_until(lambda: self.change_queue.state()["to_come"])
 
     def finish(self) -> tuple[list[int], list[dict[str, Any]]]:
         """Return the numbers of the measured steps, and what events say."""
@@ -250,7 +250,7 @@ def test_what_cannot_change_while_training_runs_is_named(path, monkeypatch):
     write(other)
     training = Training(other)
     write(path, dynamic_on=True, zero_below=0.5)  # a file that was not there before
-    wait_until(lambda: training.board.state()["to_come"])
+    wait_until(lambda: training.change_queue.state()["to_come"])
     training.train(1)
     _, told = training.finish()
 
@@ -265,7 +265,7 @@ def test_a_call_changes_what_is_measured_and_off_leaves_no_hook(path):
     before = module_hooks()  # without the one that has a look at the first forward
     training.monitor.switch({"quantities": ["activations", "parameters"]})
     training.train(2)
-    entries = len(training.board._collection.book)
+    entries = len(training.change_queue._active_quantities.book)
     during = module_hooks()
     training.monitor.switch(on=False)
     training.train(2)
@@ -276,7 +276,7 @@ def test_a_call_changes_what_is_measured_and_off_leaves_no_hook(path):
 
     assert [0, 1, 2, 5, 7] == steps
     assert [1, 3, 5] == [event["at"] for event in told]
-    assert entries == len(training.board._collection.book)  # the same rows are filled again
+    assert entries == len(training.change_queue._active_quantities.book)  # the same rows are filled again
     assert during > after
     assert before == after
     assert 0 == module_hooks()
@@ -400,18 +400,18 @@ class Held:
 
 def test_training_waits_once_for_a_store_that_gives_no_answer_and_not_at_every_step():
     lock, arrived = Held(), []
-    agreement: Any = SimpleNamespace(must_arrive=lambda _step: True, arrive=lambda step: arrived.append(step) or [])
-    board: Any = None  # of which nothing is asked while nothing is agreed
-    switching = Switching(
-        MonitorConfig(), board, lambda _: [], guard=Guard(), tell=print, agreement=agreement, first_step=1
+    agreement: Any = SimpleNamespace(must_resolve=lambda _step: True, resolve=lambda step: arrived.append(step) or [])
+    change_queue: Any = None  # of which nothing is asked while nothing is agreed
+    change_sources = ChangeSources(
+        MonitorConfig(), change_queue, lambda _: [], guard=Guard(), tell=print, agreement=agreement, first_step=1
     )
-    switching._agreeing = lock
+    change_sources._agreeing = lock
     for step in (1, 2, 3):
-        switching.arrive(step)
+        change_sources.resolve(step)
     lock.free = True
-    switching.arrive(4)
+    change_sources.resolve(4)
     lock.free = False
-    switching.arrive(5)
+    change_sources.resolve(5)
 
     assert [4] == arrived
     assert [2.0, 0.0, 0.0, 0.0, 2.0] == lock.waits

@@ -87,7 +87,7 @@ def train(rank: int, path: Path, model: nn.Module, ask: str) -> tuple[Any, ...]:
         optimizer.zero_grad()
         model(torch.ones(3, 4)).sum().backward()
         optimizer.step()
-        if changed_at is None and session.board.measuring.on:
+        if changed_at is None and session.change_queue.measuring.on:
             changed_at = step
             stop.with_suffix(f".{rank}").touch()
         if changed_at is not None and step > changed_at + 8 and stop.with_suffix(f".{1 - rank}").exists():
@@ -111,8 +111,8 @@ def survive(rank: int, folder: Path, results: Any) -> None:
     monitor.attach(model, optimizer)
     session = monitor._session
     assert session is not None
-    assert session.switching._agreement is not None
-    session.switching._agreement._patience_seconds = 1.0
+    assert session.change_sources._agreement is not None
+    session.change_sources._agreement._patience_seconds = 1.0
     dist.barrier()
     if rank == 1:
         results.close()
@@ -121,7 +121,7 @@ def survive(rank: int, folder: Path, results: Any) -> None:
     path.write_text('{"dynamic_on": true}')
     slowest = 0.0
     deadline = time.monotonic() + 30
-    while not session.board.measuring.on and time.monotonic() < deadline:
+    while not session.change_queue.measuring.on and time.monotonic() < deadline:
         began = time.monotonic()
         optimizer.zero_grad()
         model(torch.ones(3, 4)).sum().backward()

@@ -10,9 +10,9 @@ from torch import nn
 
 from rankscope_contract.records import PlanEntry
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig, quantities
-from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, Table
+from rankscope_exporter.quantities.base import Hooking, Quantity, SamplingGate, Table
 from rankscope_exporter.quantities.parameters import Parameters
-from rankscope_exporter.sampling.plan import PlanBook
+from rankscope_exporter.sampling.plan import PlanRegistry
 from rankscope_exporter.statistics import HostCopy, StatisticsTable, finish, measure
 
 
@@ -26,9 +26,9 @@ class Outputs(Parameters):
     def entries(self) -> list[PlanEntry]:
         return []
 
-    def install(self, hooking: Hooking, gate: Gate) -> None:
+    def install(self, hooking: Hooking, gate: SamplingGate) -> None:
         self._rows: dict[tuple[str, int], range | None] = {}
-        for name, module in self.subject.framework.module.named_modules():
+        for name, module in self.monitored.framework.module.named_modules():
             if name and self.targets.selects(name):
 
                 def read(_module: Any, _inputs: Any, output: torch.Tensor, name: str = name) -> None:
@@ -176,7 +176,7 @@ def test_a_table_that_grows_keeps_what_was_measured():
 
 
 def test_a_full_plan_counts_what_it_leaves_out():
-    book = PlanBook(max_entries=2)
+    book = PlanRegistry(max_entries=2)
 
     assert range(2) == book.add([PlanEntry(kind="act_out", tensor=name) for name in "ab"])
     assert book.add([PlanEntry(kind="act_out", tensor="c")]) is None

@@ -228,9 +228,9 @@ def test_a_change_that_is_to_come_is_measured_from_its_first_step_on(reader, eve
     config = config_of("activations", times=1)
     with Monitor(config).attach(net, optimizer) as monitor:
         session = parts_of(monitor)
-        lineup = session._collection.lineup(chosen(session.subject, config, 0, switched=True))
+        prepared = session._active_quantities.prepare(chosen(session.monitored, config, 0, switched=True))
         train(net, optimizer, 3)
-        session.recorder.between(lambda: session._collection.take(lineup))
+        session.recorder.between(lambda: session._active_quantities.replace(prepared))
         train(net, optimizer, 3)
         monitor.end_step()
         read = reader(monitor)

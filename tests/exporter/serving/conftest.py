@@ -22,7 +22,7 @@ from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter.records.step_record import NamedPlan, Statistics, StepRecord
 from rankscope_exporter.serving.config import ServeConfig
-from rankscope_exporter.serving.rank_server import Channel
+from rankscope_exporter.serving.rank_server import RankServer
 
 RULES = (AnomalyNan(), AnomalyTurbulence(threshold=3.0))
 INCARNATION = "feedc0de"
@@ -71,7 +71,7 @@ class Got:
 class Rank:
     """A channel under test and how to talk to it."""
 
-    channel: Channel
+    channel: RankServer
     faults: list[tuple[str, BaseException]] = field(default_factory=list)
 
     @property
@@ -189,7 +189,7 @@ def new_rank() -> Iterator[Callable[..., Rank]]:
         identity = Identity(
             run=run, launch_id="launch-1", rank=rank, world_size=2, host="node-1", incarnation=INCARNATION
         )
-        channel = Channel(
+        channel = RankServer(
             identity,
             ServeConfig(**config),
             rules=RULES,

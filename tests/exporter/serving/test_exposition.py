@@ -23,8 +23,8 @@ from rankscope_contract.records import PlanEntry
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter.records.step_record import Scalar
-from rankscope_exporter.serving.exposition import Page, Standing
-from rankscope_exporter.serving.latest_values import LiveState
+from rankscope_exporter.serving.exposition import ExporterStats, Exposition
+from rankscope_exporter.serving.latest_values import LatestValues
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "exporter_page.txt"
 RULES = (AnomalyNan(), AnomalyTurbulence(threshold=3.0))
@@ -34,12 +34,14 @@ NASTY = 'la"yer\\s.0\n{a="b", } 学习 #'
 class Bench:
     """A page without a server, and its samples as prometheus_client's parser reads them."""
 
-    def __init__(self, *, run="run-1", rules=RULES, series_budget=20_000, standing=Standing(), **options):  # noqa: B008 - frozen
+    def __init__(self, *, run="run-1", rules=RULES, series_budget=20_000, standing=ExporterStats(), **options):  # noqa: B008 - frozen
         identity = Identity(
             run=run, launch_id="launch-1", rank=3, local_rank=1, world_size=4, host="node-1", incarnation="feedc0de"
         )
-        self.live = LiveState(rules)
-        self.page = Page(identity, self.live, lambda: standing, rules=rules, series_budget=series_budget, **options)
+        self.live = LatestValues(rules)
+        self.page = Exposition(
+            identity, self.live, lambda: standing, rules=rules, series_budget=series_budget, **options
+        )
 
     @property
     def text(self) -> str:
@@ -59,7 +61,7 @@ class Bench:
 
 def _filled(record) -> Bench:
     bench = Bench(
-        standing=Standing(
+        standing=ExporterStats(
             faults=1,
             dropped={"ring_overrun": 0},
             overhead_seconds={"publisher": 0.25},

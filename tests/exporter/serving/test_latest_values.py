@@ -11,7 +11,7 @@ from rankscope_contract.records import PlanEntry
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter.records.step_record import Scalar, StepRecord
-from rankscope_exporter.serving.latest_values import MAX_ANOMALY_SERIES, MAX_SCALAR_SERIES, LiveState
+from rankscope_exporter.serving.latest_values import MAX_ANOMALY_SERIES, MAX_SCALAR_SERIES, LatestValues
 
 NAN = AnomalyNan()
 TURBULENCE = AnomalyTurbulence(threshold=3.0, kinds=("grad_reduced",))
@@ -22,7 +22,7 @@ ONE = ({"norm": 1.0},)
 
 @pytest.fixture
 def live():
-    return LiveState([NAN, TURBULENCE])
+    return LatestValues([NAN, TURBULENCE])
 
 
 def _anomaly(rule="AnomalyNan", kind="grad_reduced", tensor="a", op="nans"):

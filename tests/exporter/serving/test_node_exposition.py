@@ -24,7 +24,7 @@ from rankscope_contract.records import PlanEntry
 from rankscope_exporter.base.errors import ServeError
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.serving.node_exposition import joined, merged
-from rankscope_exporter.serving.node_peers import Neighbours
+from rankscope_exporter.serving.node_peers import NodePeers
 
 ENTRY = PlanEntry(kind="grad_reduced", tensor='a "quoted"\\name', dtype="float32", shape=(2,))
 
@@ -46,7 +46,7 @@ def new_neighbour(node):
     def make(rank, page=None, launch="launch-1", run="run-1"):
         identity = Identity(run=run, launch_id=launch, rank=rank, host="node-1", incarnation=f"{launch}-{rank}")
         shown = page or f"page of {rank}".encode
-        neighbour = Neighbours(identity, shown, on_fault=lambda *_: None, meter=CpuMeter())
+        neighbour = NodePeers(identity, shown, on_fault=lambda *_: None, meter=CpuMeter())
         neighbour.start()
         started.append(neighbour)
         return neighbour
@@ -235,9 +235,9 @@ CHILD = """
 import os, time
 from rankscope_contract.identity import Identity
 from rankscope_exporter.process.threads import CpuMeter
-from rankscope_exporter.serving.node_peers import Neighbours
+from rankscope_exporter.serving.node_peers import NodePeers
 who = Identity(run="run-1", launch_id="launch-1", rank=7, host="node-1", incarnation="child")
-neighbour = Neighbours(who, lambda: b"page of 7", on_fault=print, meter=CpuMeter())
+neighbour = NodePeers(who, lambda: b"page of 7", on_fault=print, meter=CpuMeter())
 neighbour.start()
 if os.fork():
     print("ready", flush=True)
@@ -309,7 +309,7 @@ def test_neighbours_that_cannot_be_asked_leave_the_own_page(node, new_rank, monk
         raise PermissionError("the folder was locked")
 
     rank = new_rank(node_page=True)
-    monkeypatch.setattr(Neighbours, "gather", fail)
+    monkeypatch.setattr(NodePeers, "gather", fail)
     got = rank.get("/node/metrics")
 
     assert 200 == got.status
@@ -321,7 +321,7 @@ def test_a_node_page_that_cannot_start_leaves_the_rank_served(node, new_rank, mo
     def fail(*_):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(Neighbours, "start", fail)
+    monkeypatch.setattr(NodePeers, "start", fail)
     rank = new_rank(node_page=True)
 
     assert ["node page"] == [where for where, _ in rank.faults]

@@ -86,7 +86,7 @@ def test_a_forked_child_holds_nothing_of_the_spool(new_rank, service, until, rec
     leave_behind(tmp_path, "dead", [record(0)])
     rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
     rank.channel.publish(record(0))
-    until(lambda: rank.channel.keeper.orphan("dead") is not None)
+    until(lambda: rank.channel.persistence.orphan("dead") is not None)
     child = os.fork()
     if child == 0:
         try:
@@ -100,7 +100,7 @@ def test_a_forked_child_holds_nothing_of_the_spool(new_rank, service, until, rec
     rank.channel.publish(record(1))
 
     assert 0 == code
-    assert rank.channel.keeper.orphan("dead") is not None
+    assert rank.channel.persistence.orphan("dead") is not None
     assert [0, 1] == rank.records(-1).seqs
     assert Orphan.take(tmp_path / OWN, needed_plans) is None
 
@@ -138,7 +138,7 @@ def disk(tmp_path, monkeypatch):
 
 
 def on_disk(rank: Any, seqs: range) -> list[int]:
-    return [seq for seq in seqs if rank.channel.keeper.holds(seq)]
+    return [seq for seq in seqs if rank.channel.persistence.holds(seq)]
 
 
 def test_each_record_is_on_disk_before_it_can_be_fetched(new_rank, record, tmp_path, monkeypatch):
@@ -172,7 +172,7 @@ def test_a_disk_that_hangs_holds_back_neither_records_nor_alerts(new_rank, recor
     assert [0] == on_disk(rank, range(30))
     assert ["spool"] == [where for where, _ in rank.faults]
     assert "has not answered for 0.2 s" in str(rank.faults[0][1])
-    assert rank.channel.keeper.folder is None  # nobody is told that all of it waits there
+    assert rank.channel.persistence.folder is None  # nobody is told that all of it waits there
 
 
 def test_the_spool_goes_on_when_the_disk_answers_again(new_rank, record, tmp_path, disk, until, monkeypatch, caplog):
@@ -185,7 +185,7 @@ def test_the_spool_goes_on_when_the_disk_answers_again(new_rank, record, tmp_pat
         rank.channel.publish(record(step))
     behind = metric(rank.get("/metrics").text, "spool_behind")
     disk.answer()
-    until(lambda: rank.channel.keeper.folder)
+    until(lambda: rank.channel.persistence.folder)
     for step in range(9, 12):
         rank.channel.publish(record(step))
     rank.channel.close()
@@ -209,11 +209,11 @@ def test_a_hang_of_a_moment_costs_the_spool_nothing(new_rank, record, tmp_path, 
     for step in range(20):
         rank.channel.publish(record(step))
     disk.answer()
-    until(lambda: rank.channel.keeper.folder)
+    until(lambda: rank.channel.persistence.folder)
     rank.channel.close()
 
     assert list(range(20)) == on_disk(rank, range(20))
-    assert 0 == rank.channel.keeper.dropped["spool_behind"]
+    assert 0 == rank.channel.persistence.dropped["spool_behind"]
 
 
 def test_a_disk_that_hangs_while_it_deletes_does_not_hold_up_who_commits(
@@ -338,7 +338,7 @@ def test_a_rank_hands_over_what_is_for_its_own_service_or_for_none_that_is_named
 
     assert {"same", "unnamed", "old", OWN} == {told["incarnation"] for told in service.registrations}
     assert (tmp_path / "other" / f"{0:012d}.arrows").exists()
-    assert rank.channel.keeper.orphan("other") is None
+    assert rank.channel.persistence.orphan("other") is None
     assert service_name(service.url) == read_service(tmp_path / OWN)
 
 
@@ -371,7 +371,7 @@ def test_a_served_spool_goes_once_the_holder_of_its_lease_has_all_of_it(new_rank
     leave_behind(tmp_path, "dead", [record(step) for step in range(4)])
     rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
     until(lambda: service.registrations)
-    until(lambda: rank.channel.keeper.orphan("dead").lease)
+    until(lambda: rank.channel.persistence.orphan("dead").lease)
     path = "/records?incarnation=dead"
     stranger = rank.get(f"{path}&after=3&committed=3")
     waiting = rank.get(f"{path}&after=3&committed=1", **LEASE)
@@ -429,11 +429,13 @@ def orphans_of(tmp_path, monkeypatch):
     """Return what begins to speak, to a service, for the spools below `tmp_path`: for two of them at a time."""
     monkeypatch.setattr(orphan_recovery, "AT_ONCE", 2)
     monkeypatch.setattr(orphan_recovery, "HEARTBEAT_SECONDS", 0.01)
-    begun: list[orphan_recovery.Orphans] = []
+    begun: list[orphan_recovery.OrphanRecovery] = []
 
-    def begin(service: _Service) -> orphan_recovery.Orphans:
+    def begin(service: _Service) -> orphan_recovery.OrphanRecovery:
         begun.append(
-            orphan_recovery.Orphans(str(tmp_path), OWN, service, lambda: "http://127.0.0.1:1", on_fault=pytest.fail)
+            orphan_recovery.OrphanRecovery(
+                str(tmp_path), OWN, service, lambda: "http://127.0.0.1:1", on_fault=pytest.fail
+            )
         )
         begun[0].start()
         return begun[0]
@@ -470,14 +472,14 @@ def test_several_ranks_that_start_at_once_share_what_was_left(new_rank, service,
     for number in range(6):
         leave_behind(tmp_path, f"dead-{number}", [record(0)])
     rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
-    other = orphan_recovery.Orphans(
+    other = orphan_recovery.OrphanRecovery(
         str(tmp_path), "another", _Deaf(), lambda: "http://127.0.0.1:1", on_fault=lambda where, error: None
     )
     other.start()
     other.wait_looked(5.0)
     until(lambda: len(service.registrations) >= 1)
     voices = [
-        sum(voice.get(f"dead-{number}") is not None for voice in (rank.channel.keeper._orphans, other))
+        sum(voice.get(f"dead-{number}") is not None for voice in (rank.channel.persistence._orphans, other))
         for number in range(6)
     ]
     other.stop()
@@ -500,7 +502,7 @@ def test_what_is_not_drained_when_the_rank_ends_waits_for_the_next(new_rank, ser
     rank.channel.close()
     again = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
 
-    until(lambda: again.channel.keeper.orphan("dead") is not None)
+    until(lambda: again.channel.persistence.orphan("dead") is not None)
     assert [0, 1, 2, 3] == again.get("/records?incarnation=dead&after=-1").seqs
 
 
@@ -537,10 +539,10 @@ def test_a_folder_that_is_not_understood_is_left_alone_and_named_once(
     (tmp_path / "foreign.txt").write_text("no spool")
     before = sorted(path.name for path in tmp_path.glob("*/*"))
     rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
-    until(lambda: rank.channel.keeper.orphan("good") is not None)
+    until(lambda: rank.channel.persistence.orphan("good") is not None)
     until(lambda: "passed over" in caplog.text)  # whichever of them comes first
 
-    assert rank.channel.keeper.orphan("dead") is None
+    assert rank.channel.persistence.orphan("dead") is None
     assert before == sorted(path.name for path in tmp_path.glob("*/*") if OWN not in str(path))
     assert 1 == sum("passed over" in message for message in caplog.messages)
     assert [] == rank.faults
@@ -560,9 +562,9 @@ def test_a_spool_of_another_user_is_named_and_left_alone(
 
     monkeypatch.setattr(os, "open", refuse)
     rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
-    until(lambda: rank.channel.keeper.orphan("ours") is not None)
+    until(lambda: rank.channel.persistence.orphan("ours") is not None)
 
-    assert rank.channel.keeper.orphan("theirs") is None
+    assert rank.channel.persistence.orphan("theirs") is None
     assert "Permission denied" in caplog.text
     assert [] == rank.faults
 
@@ -572,7 +574,7 @@ def test_a_disk_that_fails_while_a_spool_is_served_is_said_to_the_reader(
 ):
     leave_behind(tmp_path, "dead", [record(0)])
     rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
-    until(lambda: rank.channel.keeper.orphan("dead") is not None)
+    until(lambda: rank.channel.persistence.orphan("dead") is not None)
 
     def fail(_self: Any, _cursor: int, _max_bytes: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -610,7 +612,7 @@ def test_a_part_that_fails_to_close_leaves_no_other_open(part, new_rank, service
         return call
 
     for name, method in (("_orphans", "stop"), ("_writer", "close")):
-        owner = getattr(rank.channel.keeper, name)
+        owner = getattr(rank.channel.persistence, name)
         monkeypatch.setattr(owner, method, closing(name, getattr(owner, method)))
     with pytest.raises(OSError, match="the disk is gone"):
         rank.channel.close()

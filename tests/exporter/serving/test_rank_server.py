@@ -149,13 +149,13 @@ FORK = """
     import psutil
     from rankscope_contract.identity import Identity
     from rankscope_exporter.records.step_record import StepRecord
-    from rankscope_exporter.serving.rank_server import Channel
+    from rankscope_exporter.serving.rank_server import RankServer
     from rankscope_exporter.serving.config import ServeConfig
 
     def quiet(*_):
         raise SystemExit("a fault was reported")
 
-    channel = Channel(
+    channel = RankServer(
         Identity(run="r", launch_id="l", incarnation="i"), ServeConfig(), rules=(), settings={}, planned_steps=None,
         on_fault=quiet, overhead=dict, dropped=dict, faults=int,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import urllib.request
 
-from rankscope_exporter.serving.routes import MOST_READERS, Readers
+from rankscope_exporter.serving.routes import MOST_CLIENTS, RecentClients
 
 
 class Clock:
@@ -17,7 +17,7 @@ class Clock:
 
 def test_latest_reader_of_each_page_comes_first_with_its_age():
     clock = Clock()
-    readers = Readers(clock)
+    readers = RecentClients(clock)
     readers.note("/metrics", "Prometheus/2.42.0")
     clock.now = 101.0
     readers.note("/records", "Rankscope/1")
@@ -32,7 +32,7 @@ def test_latest_reader_of_each_page_comes_first_with_its_age():
 
 
 def test_pages_that_nobody_waits_for_are_not_kept():
-    readers = Readers()
+    readers = RecentClients()
     readers.note("/config", "curl")
     readers.note("/plan/1", "curl")
 
@@ -40,11 +40,11 @@ def test_pages_that_nobody_waits_for_are_not_kept():
 
 
 def test_thousands_of_names_cost_nothing_and_move_no_cursor():
-    readers = Readers()
+    readers = RecentClients()
     for number in range(1000):
         readers.note("/metrics", f"{number}\x1b[2J{'x' * 1000}")
 
-    assert MOST_READERS == len(readers.latest())
+    assert MOST_CLIENTS == len(readers.latest())
     assert all(reader["by"].isprintable() and len(reader["by"]) <= 80 for reader in readers.latest())
     assert readers.latest()[0]["by"].startswith("999?[2J")
 

@@ -16,7 +16,7 @@ from rankscope_contract.channel import Registration
 from rankscope_contract.events import Event, EventType
 from rankscope_exporter.serving import registration
 from rankscope_exporter.serving.config import ServeError
-from rankscope_exporter.serving.orphan_recovery import Orphans
+from rankscope_exporter.serving.orphan_recovery import OrphanRecovery
 from rankscope_exporter.serving.registration import MAX_RETRY_SECONDS, retry_seconds
 from rankscope_exporter.serving.service_client import ServiceClient
 
@@ -317,7 +317,7 @@ def test_spools_of_others_that_cannot_be_served_leave_the_rank_registered(
     def fail(*_):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(Orphans, "start", fail)
+    monkeypatch.setattr(OrphanRecovery, "start", fail)
     rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
     until(lambda: rank.channel.lease)
 

@@ -329,9 +329,9 @@ def lives_cut_short(tmp_path: Path, record: Any) -> Iterator[tuple[Story, Path, 
 
 
 def test_whatever_moment_a_rank_is_killed_at_what_it_had_published_is_read_by_the_next(tmp_path, record):
-    moments = 0
+    step_events = 0
     for story, root, was_killed in lives_cut_short(tmp_path, record):
-        moments += 1
+        step_events += 1
         seqs = found(root)
         wanted = set(range(story.committed + 1, story.kept + 1))
 
@@ -340,7 +340,7 @@ def test_whatever_moment_a_rank_is_killed_at_what_it_had_published_is_read_by_th
         assert set(seqs) <= set(range(story.kept + 2))
         if not was_killed:
             assert not (root / "i0").exists()
-    assert moments > 60
+    assert step_events > 60
 
 
 def test_whatever_moment_a_reader_is_killed_at_each_record_is_stored_once_and_the_folder_goes(tmp_path):

@@ -35,9 +35,9 @@ def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_tensorboard_reads_families_of_a_rank_under_the_tools_tags(tmp_path):
-    board = sink(tmp_path, rank=2)
+    change_queue = sink(tmp_path, rank=2)
     for step in (1, 2):
-        board.put(
+        change_queue.put(
             record(
                 step,
                 (entry("m", Kind.ACT_IN, index=1, micro_step=3, vpp_stage=1), FINITE),
@@ -57,9 +57,9 @@ def test_tensorboard_reads_families_of_a_rank_under_the_tools_tags(tmp_path):
 
 
 def test_nan_inf_and_absent_are_three_things(tmp_path):
-    board = sink(tmp_path, ops=("norm",))
+    change_queue = sink(tmp_path, ops=("norm",))
     for step, numbers in enumerate(({"nans": 1}, {"infs": 1}, None, {"norm": 3e38}), 1):
-        board.put(record(step, (entry(), ABSENT if numbers is None else FINITE | numbers)))
+        change_queue.put(record(step, (entry(), ABSENT if numbers is None else FINITE | numbers)))
 
     (first, second, last) = read(tmp_path / "rank0" / "grad_reduced")["vp0:w/norm"]
     assert (0, True) == (first[0], math.isnan(first[1]))
@@ -76,18 +76,18 @@ def test_a_plan_of_thousands_of_numbers_is_read_whole(tmp_path):
 def test_a_process_that_goes_back_takes_the_place_of_what_was_written_from_there(tmp_path):
     """Three steps, then a process that resumes from the second: TensorBoard shows each step once."""
     for seconds, steps in ((100, (1, 2, 3)), (200, (2, 3))):
-        board = sink(tmp_path, ops=("norm",))
-        board._file = f"events.out.tfevents.{seconds:010d}.x"
+        change_queue = sink(tmp_path, ops=("norm",))
+        change_queue._file = f"events.out.tfevents.{seconds:010d}.x"
         for step in steps:
-            board.put(record(step, (entry(), FINITE | {"norm": float(seconds)})))
+            change_queue.put(record(step, (entry(), FINITE | {"norm": float(seconds)})))
 
     assert [(0, 100.0), (1, 200.0), (2, 200.0)] == read(tmp_path / "rank0" / "grad_reduced")["vp0:w/norm"]
 
 
 def test_our_importer_reads_them(tmp_path):
-    board = sink(tmp_path, rank=1)
+    change_queue = sink(tmp_path, rank=1)
     named = entry("a/b:1%", Kind.GRAD_REDUCED, vpp_stage=2)
-    board.put(record(1, (named, FINITE), (entry("m", Kind.ACT_OUT, micro_step=1), FINITE)))
+    change_queue.put(record(1, (named, FINITE), (entry("m", Kind.ACT_OUT, micro_step=1), FINITE)))
 
     faults = Faults()
     rows: list[dict[str, Any]] = []

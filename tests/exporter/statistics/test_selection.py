@@ -16,7 +16,7 @@ from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig
-from rankscope_exporter.statistics.selection import EVERY_OP, chosen_ops, remarks, unjudged
+from rankscope_exporter.statistics.selection import EVERY_OP, chosen_ops, op_notices, rule_notices
 
 OPS = (*VALUE_OPS, *COUNT_OPS)
 
@@ -57,7 +57,7 @@ def test_names_become_statistics_and_a_row_always_says_how_many_elements_it_is_o
 
 @pytest.mark.parametrize(("names", "count"), [(OPS, 0), (["norm"], 0), ([], 1), (["nrom"], 1), (["max", "dtype"], 1)])
 def test_what_has_no_effect_is_one_sentence(names, count):
-    assert count == len(remarks(names))
+    assert count == len(op_notices(names))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_list_without_a_valid_name_is_norm_and_said_once(reader, eventually):
 def test_a_rule_that_has_nothing_to_judge_is_named(rule: AnomalyRule, ops, missing):
     expected = [f"rule {rule.name} has no {missing} to judge, which ops leaves out"] if missing else []
 
-    assert expected == unjudged([rule], {"param_after": chosen_ops(ops)})
+    assert expected == rule_notices([rule], {"param_after": chosen_ops(ops)})
 
 
 def test_a_rule_judges_nothing_that_is_left_out_and_a_nan_all_the_same(reader, eventually):

@@ -147,10 +147,10 @@ _CLASSES: Final = {
 """Values of `opt_ty`, and the class that each stands for."""
 
 
-def wrong_hints(said: Construction, given: Attachment) -> Iterator[str]:
+def wrong_hints(display_name: Construction, given: Attachment) -> Iterator[str]:
     """Yield a sentence for each hint that does not fit, and for what of the model is left out."""
-    yield from _of_main_grad(said.params_have_main_grad, given.chunks)
-    yield from _of_optimizer(said.opt_ty, given.optimizer)
+    yield from _of_main_grad(display_name.params_have_main_grad, given.chunks)
+    yield from _of_optimizer(display_name.opt_ty, given.optimizer)
     if len(given.chunks) > 1 and not isinstance(given.watched, list):
         yield (
             f"the {len(given.chunks)} models are no chunks that Megatron-Core's DDP wraps, and the first is monitored: "
@@ -168,24 +168,24 @@ def first_step(given: Attachment) -> int:
     return 1 + started if started is not None and _is_iteration(started) else 1
 
 
-def _of_main_grad(said: bool | None, models: Sequence[torch.nn.Module]) -> Iterator[str]:  # noqa: FBT001 - three values
-    if said is None:
+def _of_main_grad(display_name: bool | None, models: Sequence[torch.nn.Module]) -> Iterator[str]:  # noqa: FBT001 - three values
+    if display_name is None:
         return
     has = any(hasattr(parameter, "main_grad") for model in models for parameter in model.parameters())
-    if said and not has:
+    if display_name and not has:
         yield "params_have_main_grad=True, but no parameter has a main_grad: gradients are read from .grad"
-    elif has and not said:
+    elif has and not display_name:
         yield "params_have_main_grad=False, but parameters have a main_grad: gradients are read where they are"
 
 
-def _of_optimizer(said: Any, optimizer: Any) -> Iterator[str]:
-    if said is None:
+def _of_optimizer(display_name: Any, optimizer: Any) -> Iterator[str]:
+    if display_name is None:
         return
     own = _class_names(optimizer)
-    if said not in _CLASSES:
-        yield f"opt_ty={said!r} is none of {', '.join(_CLASSES)}; it is not needed, the optimizer is a {own[0]}"
-    elif _CLASSES[said] not in own:
-        yield f"opt_ty={said!r}, but the optimizer is a {own[0]}, and is read as one"
+    if display_name not in _CLASSES:
+        yield f"opt_ty={display_name!r} is none of {', '.join(_CLASSES)}; it is not needed, the optimizer is a {own[0]}"
+    elif _CLASSES[display_name] not in own:
+        yield f"opt_ty={display_name!r}, but the optimizer is a {own[0]}, and is read as one"
 
 
 def _class_names(optimizer: Any) -> list[str]:

@@ -16,7 +16,7 @@ from rankscope_contract.msprobe.layout import OPS
 from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.base.validation import check_keys
 from rankscope_exporter.compat.msprobe.tool_config import KEYS, WITHOUT_END, ToolSettings, rules_of
-from rankscope_exporter.model.name_patterns import made_of
+from rankscope_exporter.model.name_patterns import regex_pattern
 from rankscope_exporter.model.parameter_names import plain_name
 
 _CHUNK: Final = re.compile(r"\d+:")
@@ -30,7 +30,7 @@ def module_pattern(target: str, *, squashed: bool = False) -> str:
     name, wrapped, cut = _parts(target, squashed=squashed)
     if not wrapped and not cut:
         return name
-    return made_of(name, f"{_before(wrapped=wrapped, cut=cut)}{re.escape(name)}")
+    return regex_pattern(name, f"{_before(wrapped=wrapped, cut=cut)}{re.escape(name)}")
 
 
 def parameter_pattern(target: str, *, squashed: bool = False) -> str:
@@ -38,7 +38,7 @@ def parameter_pattern(target: str, *, squashed: bool = False) -> str:
     name, wrapped, cut = _parts(target, squashed=squashed)
     if not name:
         return "*"
-    return made_of(name, rf"{_before(wrapped=wrapped, cut=cut)}{re.escape(name)}(?:\..*)?")
+    return regex_pattern(name, rf"{_before(wrapped=wrapped, cut=cut)}{re.escape(name)}(?:\..*)?")
 
 
 def _parts(target: str, *, squashed: bool) -> tuple[str, bool, bool]:

@@ -21,7 +21,7 @@ from typing import Any, Final
 from rankscope_contract.events import Event, EventType, Severity
 from rankscope_exporter.base.errors import Guard
 from rankscope_exporter.monitors.flight_recorder.entry import is_over
-from rankscope_exporter.monitors.flight_recorder.step_assignment import MOST_STEPS, Taken, Timeline
+from rankscope_exporter.monitors.flight_recorder.step_assignment import MOST_STEPS, AssignedEntries, StepAssignment
 from rankscope_exporter.monitors.flight_recorder.torch_api import (
     has_groups,
     prepare_stacks,
@@ -30,15 +30,15 @@ from rankscope_exporter.monitors.flight_recorder.torch_api import (
     read_without_stacks,
 )
 from rankscope_exporter.process.threads import OwnThread
-from rankscope_exporter.records.pending_step import Draft, now_microseconds
-from rankscope_exporter.records.step_events import Follower
+from rankscope_exporter.records.pending_step import PendingStep, now_microseconds
+from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.records.step_record import StepRecord
 
 MOST_APART: Final = 8192
 """Steps: a reading that may come comes at the latest then, on all ranks."""
 
 
-class Pace:
+class PollSchedule:
     """Keeps readings at `share` of the time, by what the last one took. Times are monotonic seconds."""
 
     def __init__(self, share: float) -> None:
@@ -64,7 +64,7 @@ MOST_OPS: Final = 64
 OTHER: Final = "_other"
 
 
-class Totals:
+class CollectiveCounters:
     """Added to by one thread and read by those that answer scrapes."""
 
     def __init__(self) -> None:
@@ -102,15 +102,15 @@ def read_before() -> dict[str, int]:
     return dict(_read_before)
 
 
-class CollectiveReader(Follower):
+class FlightRecorderPoller(StepObserver):
     """Reads for at most about `share` of one core's time; 0 never reads."""
 
     def __init__(self, share: float, publish: Callable[[StepRecord], object], guard: Guard) -> None:
         self._share = share
-        self._pace = Pace(share)
+        self._pace = PollSchedule(share)
         self._publish = publish
         self._guard = guard
-        self._timeline = Timeline(_read_before)
+        self._timeline = StepAssignment(_read_before)
         self._began_us = 0
         # Steps that the timeline does not know yet: number, beginning, end.
         self._ended: deque[tuple[int | None, int, int]] = deque(maxlen=MOST_STEPS)
@@ -120,7 +120,7 @@ class CollectiveReader(Follower):
         self._wake = threading.Event()
         self._is_last = False
         self._thread: threading.Thread | None = None
-        self.totals = Totals()
+        self.totals = CollectiveCounters()
         """Calls and bytes of each operation that were read so far."""
         self.overwritten = 0
         """Entries that torch had overwritten before they were read."""
@@ -131,14 +131,14 @@ class CollectiveReader(Follower):
         """Note the time."""
         self._began_us = now_microseconds()
 
-    def step_ends(self, draft: Draft) -> None:
+    def step_ends(self, pending_step: PendingStep) -> None:
         """Note the step, and wake the thread when it is time."""
         if self._share <= 0:
             return
-        self._ended.append((draft.step, self._began_us, now_microseconds()))
+        self._ended.append((pending_step.step, self._began_us, now_microseconds()))
         if self._thread is None and not self._start():
             self._ended.clear()  # a process that has joined no group: there is nothing to read
-        elif self._pace.is_due(draft.step, time.monotonic()):
+        elif self._pace.is_due(pending_step.step, time.monotonic()):
             self._wake.set()
 
     def stop(self, seconds: float) -> None:
@@ -188,7 +188,7 @@ class CollectiveReader(Follower):
         # The lock is held through most of it, so what counts is what it takes, not how long it waits for its turn.
         self._pace.took(time.thread_time() - began_cpu, since / max(1, steps), now)
 
-    def _tell(self, taken: Taken) -> None:
+    def _tell(self, taken: AssignedEntries) -> None:
         self.totals.add(taken.rows)
         self.overwritten += taken.overwritten
         events = (_overwritten(taken.overwritten),) if taken.overwritten else ()

@@ -22,7 +22,7 @@ _AT_THE_END: Final = 1 << 62
 
 
 @dataclass(slots=True)
-class Taken:
+class AssignedEntries:
     """What one reading brought."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -41,7 +41,7 @@ class _Held:
     is_behind_hole: bool = False  # those just before it were overwritten
 
 
-class Timeline:
+class StepAssignment:
     """Follows the recorders of one process, each by its name, through readings of the whole record."""
 
     def __init__(self, after: Mapping[str, int] | None = None) -> None:
@@ -60,9 +60,9 @@ class Timeline:
 
     def take(
         self, readings: Mapping[str, Sequence[Raw]], ranks: Mapping[str, tuple[int, ...]], *, is_last: bool = False
-    ) -> Taken:
+    ) -> AssignedEntries:
         """Return the rows that are whole now, in the order of the calls; `readings` are sorted by `record_id`."""
-        taken = Taken()
+        taken = AssignedEntries()
         for recorder, raws in readings.items():
             taken.overwritten += self._read(recorder, raws, ranks)
         until = _AT_THE_END if is_last else self._ended_us

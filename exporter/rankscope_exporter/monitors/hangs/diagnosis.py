@@ -33,7 +33,7 @@ FLIGHT_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class CapturedStacks:
     """Stacks and flight record of one moment."""
 
     ts: int  # UTC microseconds
@@ -67,11 +67,11 @@ class Diagnosis:
         self._training_thread = threading.get_ident()
         self._lock = threading.Lock()
         self._taking: int | None = None  # the thread that does
-        self._latest: Taken | None = None
+        self._latest: CapturedStacks | None = None
         self._taken_at = float("-inf")
         self._asking: threading.Thread | None = None
 
-    def take(self, reason: str, *, severity: Severity = Severity.INFO, first: Event | None = None) -> Taken:
+    def take(self, reason: str, *, severity: Severity = Severity.INFO, first: Event | None = None) -> CapturedStacks:
         """Take, publish and return both; what was taken a moment ago is returned again.
 
         `first` is published before them, and has them taken afresh. Where publishing is held up, or a signal handler
@@ -79,7 +79,9 @@ class Diagnosis:
         """
         # The thread that holds the lock would wait for itself for ever: a handler runs on top of what it interrupts.
         if self._taking == threading.get_ident() or not self._lock.acquire(timeout=LOCK_SECONDS):
-            return Taken(ts=now_microseconds(), step=self._last_step(), stacks=self._stacks(reason), flight=None)
+            return CapturedStacks(
+                ts=now_microseconds(), step=self._last_step(), stacks=self._stacks(reason), flight=None
+            )
         try:
             self._taking = threading.get_ident()
             return self._take(reason, severity, first)
@@ -104,7 +106,7 @@ class Diagnosis:
         with self._lock:
             self._record(event)
 
-    def _take(self, reason: str, severity: Severity, first: Event | None) -> Taken:
+    def _take(self, reason: str, severity: Severity, first: Event | None) -> CapturedStacks:
         if first is not None:
             self._guard.call(f"recording an event ({first.type})", self._record, first)
         elif self._latest is not None and self._clock() - self._taken_at < MIN_SECONDS:
@@ -117,7 +119,7 @@ class Diagnosis:
         flight: FlightRecord | None = self._guard.call("the flight record", self._flight, reason)
         if flight is not None:
             self._guard.call("recording the flight record", self._record_flight, flight, severity)
-        self._latest, self._taken_at = Taken(ts=ts, step=step, stacks=stacks, flight=flight), self._clock()
+        self._latest, self._taken_at = CapturedStacks(ts=ts, step=step, stacks=stacks, flight=flight), self._clock()
         return self._latest
 
     def _stacks(self, reason: str) -> StackDump:

@@ -60,7 +60,7 @@ class Resumed:
     seconds: float
 
 
-class HangWatch:
+class HangDetector:
     """Tells a hang once, and its end once."""
 
     def __init__(self, limits: HangLimits) -> None:
@@ -110,7 +110,7 @@ class Watchdog:
         self._limits = HangLimits(training=0, in_phase=0) if hasattr(sys, "ps1") else limits
         self._signal_name = stack_signal
         self._signal: StackSignal | None = None
-        self._watch = HangWatch(self._limits)
+        self._watch = HangDetector(self._limits)
         self._diagnosis = diagnosis
         self._guard = guard
         self._standing = standing

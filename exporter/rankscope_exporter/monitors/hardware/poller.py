@@ -16,20 +16,20 @@ from rankscope_exporter.base.errors import Guard
 from rankscope_exporter.monitors.hardware.gpu import Gpu, load_nvml, uuid_of
 from rankscope_exporter.monitors.hardware.host import Host, host_scalars
 from rankscope_exporter.process.threads import OwnThread
-from rankscope_exporter.records.pending_step import Draft, now_microseconds
+from rankscope_exporter.records.pending_step import PendingStep, now_microseconds
 
 _STOP_SECONDS: Final = 2.0
 """How long the end of training waits for a look that is under way."""
 
 
-class HardwareWatch:
+class HardwarePoller:
     """One daemon thread, from `start` to `stop`. A forked child has none, and touches nothing of its parent's."""
 
     def __init__(
         self,
         device: torch.device,
         every_seconds: float,
-        hand_over: Callable[[Draft], None],
+        hand_over: Callable[[PendingStep], None],
         guard: Guard,
         *,
         nvml: Callable[[], Any] = load_nvml,
@@ -82,5 +82,5 @@ class HardwareWatch:
         of_host = [] if before is None or state is None else list(host_scalars(before, state))
         scalars = [*of_host, *of_gpu]
         if scalars or events:
-            self._hand_over(Draft(None, now_microseconds(), events=events, later=[lambda: scalars]))
+            self._hand_over(PendingStep(None, now_microseconds(), events=events, later=[lambda: scalars]))
         return state

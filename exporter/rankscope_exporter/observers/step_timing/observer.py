@@ -22,11 +22,11 @@ from rankscope_contract.phases import (
     PRE_COLLECTIVE_TOTAL,
     STEP_PHASE_SECONDS,
 )
-from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.observers.step_timing.clock import Clock, Time, clock_of
-from rankscope_exporter.observers.step_timing.timeline import Mark, RawMark, Traits, made_of, stretches_of
-from rankscope_exporter.records.pending_step import Draft, now_microseconds
-from rankscope_exporter.records.step_events import Cause, Follower
+from rankscope_exporter.observers.step_timing.timeline import LoopTraits, Mark, RawMark, segments, sum_by_phase
+from rankscope_exporter.records.pending_step import PendingStep, now_microseconds
+from rankscope_exporter.records.step_events import Cause, StepObserver
 from rankscope_exporter.records.step_record import Scalar
 
 EVERY_SECONDS: Final = 1.0
@@ -35,7 +35,7 @@ EVERY_SECONDS: Final = 1.0
 UNIT: Final = "seconds"
 
 
-class Totals:
+class PhaseCounters:
     """Grows on the training and on the publisher's thread, and is read on the latter."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -93,18 +93,18 @@ class _Announced:
     within: float = 0.0  # seconds of phases inside of it
 
 
-class Phases(Follower):
+class StepTimingObserver(StepObserver):
     """Notes moments on the training thread: a clock is read, or an event queued, and a tuple kept."""
 
     def __init__(
-        self, clock: Clock, traits: Traits, hand_over: Callable[[Draft], None], *, times_steps: bool = True
+        self, clock: Clock, traits: LoopTraits, hand_over: Callable[[PendingStep], None], *, times_steps: bool = True
     ) -> None:
         self._clock = clock
         self._now = clock.now if times_steps else time.monotonic
         self._traits = traits
         self._hand_over = hand_over
         self._times_steps = times_steps
-        self._totals = Totals()
+        self._totals = PhaseCounters()
         self._of_phase: dict[str, Callable[[], list[Scalar]]] = {}
         self._announced: list[_Announced] = []
         self._thread: int | None = None
@@ -118,13 +118,18 @@ class Phases(Follower):
 
     @classmethod
     def of(
-        cls, subject: Subject, device: torch.device, hand_over: Callable[[Draft], None], *, times_steps: bool
-    ) -> Phases:
+        cls,
+        monitored: MonitoredModel,
+        device: torch.device,
+        hand_over: Callable[[PendingStep], None],
+        *,
+        times_steps: bool,
+    ) -> StepTimingObserver:
         """Return what follows the steps of a model on `device`."""
-        traits = Traits(
-            shows_reductions=subject.framework.name in _REDUCES_AT_THE_END,
-            interleaves=subject.framework.interleaves_micro_batches,
-            has_optimizer=bool(subject.optimizers),
+        traits = LoopTraits(
+            shows_reductions=monitored.framework.name in _REDUCES_AT_THE_END,
+            interleaves=monitored.framework.interleaves_micro_batches,
+            has_optimizer=bool(monitored.optimizers),
         )
         return cls(clock_of(device), traits, hand_over, times_steps=times_steps)
 
@@ -212,29 +217,29 @@ class Phases(Follower):
 
     # What becomes of it.
 
-    def step_timed(self, draft: Draft, cause: Cause) -> None:
+    def step_timed(self, pending_step: PendingStep, cause: Cause) -> None:
         """Let the publisher find out what the step was made of."""
         if cause == "backward":
             self._it_was_training()
         if self._times_steps:
-            self._close(draft, cause)
+            self._close(pending_step, cause)
             self._is_first = False
 
     def training_ends(self) -> None:
         """Tell the totals with the last step; what came after it is of none."""
         self._is_last = True
         if self._times_steps and not self._has_step:
-            draft = Draft(None, now_microseconds())
-            self._close(draft, "script")
-            self._hand_over(draft)
+            pending_step = PendingStep(None, now_microseconds())
+            self._close(pending_step, "script")
+            self._hand_over(pending_step)
 
-    def _close(self, draft: Draft, cause: Cause) -> None:
-        now = self._now() if draft.ended_at is None else self._clock.at(draft.ended_at)
+    def _close(self, pending_step: PendingStep, cause: Cause) -> None:
+        now = self._now() if pending_step.ended_at is None else self._clock.at(pending_step.ended_at)
         self._note(("closes", now, cause))
         marks = self._marks
         self._open(now)
         has_step, self._has_step = self._has_step, False
-        draft.later.append(partial(self._read, marks, is_first=self._is_first, of_step=has_step))
+        pending_step.later.append(partial(self._read, marks, is_first=self._is_first, of_step=has_step))
 
     def _open(self, now: Time) -> None:
         """Begin a timeline, in what is announced at this moment."""
@@ -249,7 +254,7 @@ class Phases(Follower):
         if not all(self._clock.reached(time) for time in reversed(times)):
             self.left_out += 1
             return []
-        made = made_of(list(stretches_of(marks, self._traits)), self._clock.seconds, is_first=is_first)
+        made = sum_by_phase(list(segments(marks, self._traits)), self._clock.seconds, is_first=is_first)
         for passed in times[:-1]:  # the last one is the first of the next timeline
             self._clock.give_back(passed)
         own = {phase: seconds - made.announced.get(phase, 0.0) for phase, seconds in made.phases.items()}

@@ -57,7 +57,7 @@ RawMark = tuple[Kind, Time, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traits:
+class LoopTraits:
     """What is known of the training, without which its marks would say less."""
 
     shows_reductions: bool = False
@@ -78,7 +78,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class PhaseTotals:
     """What a timeline is made of, in seconds. `announced` is the part of `phases` that the script itself named."""
 
     phases: Mapping[str, float]
@@ -87,7 +87,9 @@ class Made:
     """Computing from the begin of the step until it last met the other ranks; None where that cannot be told."""
 
 
-def made_of(stretches: Sequence[Stretch], seconds: Callable[[Time, Time], float], *, is_first: bool = False) -> Made:
+def sum_by_phase(
+    stretches: Sequence[Stretch], seconds: Callable[[Time, Time], float], *, is_first: bool = False
+) -> PhaseTotals:
     """Add the stretches up; of a process's first step only what was announced, evaluated or ours is told apart."""
     phases: dict[str, float] = defaultdict(float)
     announced: dict[str, float] = defaultdict(float)
@@ -102,10 +104,10 @@ def made_of(stretches: Sequence[Stretch], seconds: Callable[[Time, Time], float]
         phases[str(stretch.phase if is_apart else Phase.FIRST_STEP)] += took
         if stretch.is_announced:
             announced[stretch.phase] += took
-    return Made(phases, announced, None if is_first else met)
+    return PhaseTotals(phases, announced, None if is_first else met)
 
 
-def stretches_of(marks: Sequence[Mark], traits: Traits) -> Iterator[Stretch]:
+def segments(marks: Sequence[Mark], traits: LoopTraits) -> Iterator[Stretch]:
     """Yield what lies between each mark and the next."""
     coming = _coming(marks)
     state = _State(traits)
@@ -132,7 +134,7 @@ def _coming(marks: Sequence[Mark]) -> list[tuple[str, str]]:
 class _State:
     """What is under way behind a mark."""
 
-    def __init__(self, traits: Traits) -> None:
+    def __init__(self, traits: LoopTraits) -> None:
         self._traits = traits
         self._announced: list[str] = []
         self._open: set[str] = set()

@@ -20,8 +20,8 @@ from rankscope_exporter.adapters.base import Hooking
 from rankscope_exporter.observers.throughput.costs import Cost, Inputs, NoFormulaError, cost_of
 from rankscope_exporter.observers.throughput.parameter_counts import Parallel, compute_dtype, multiplies_in_tf32
 from rankscope_exporter.observers.throughput.peaks import ThroughputConfig, peak_tflops
-from rankscope_exporter.records.pending_step import Draft, Pending
-from rankscope_exporter.records.step_events import Cause, Follower
+from rankscope_exporter.records.pending_step import Pending, PendingStep
+from rankscope_exporter.records.step_events import Cause, StepObserver
 from rankscope_exporter.records.step_record import Scalar
 
 GIVEN: Final = "given"
@@ -50,7 +50,7 @@ class Work:
         return sum(parts) if parts else None
 
 
-class Throughput(Follower):
+class Throughput(StepObserver):
     """Watches the first training forward, then makes scalars of each step's duration and amounts."""
 
     def __init__(
@@ -105,16 +105,16 @@ class Throughput(Follower):
         """One forward more."""
         self._forwards += 1
 
-    def step_ends(self, draft: Draft) -> None:
+    def step_ends(self, pending_step: PendingStep) -> None:
         """What the step went through is known, its duration not always."""
-        self._work, self._forwards = Work(self._forwards, draft.pending), 0
+        self._work, self._forwards = Work(self._forwards, pending_step.pending), 0
 
-    def step_timed(self, draft: Draft, cause: Cause) -> None:  # noqa: ARG002 - whatever ended it
+    def step_timed(self, pending_step: PendingStep, cause: Cause) -> None:  # noqa: ARG002 - whatever ended it
         """Have the scalars made on the publisher's thread."""
         if self._config.method != "off":
-            seconds = next((item.value for item in draft.pending if item.name == "step_seconds"), 0.0)
+            seconds = next((item.value for item in pending_step.pending if item.name == "step_seconds"), 0.0)
             if isinstance(seconds, float) and seconds > 0:
-                draft.later.append(functools.partial(self._scalars, self._work, seconds))
+                pending_step.later.append(functools.partial(self._scalars, self._work, seconds))
 
     # On the publisher's thread.
 

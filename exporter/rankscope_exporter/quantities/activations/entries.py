@@ -26,7 +26,7 @@ from rankscope_exporter.quantities.base import Table
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ModuleCall:
     """One call of one module. `seq` counts the calls within a micro-batch: None is the first."""
 
     module: str
@@ -41,20 +41,20 @@ class Calls:
     def __init__(self) -> None:
         self.called: set[str] = set()
         self._counts: dict[tuple[str, int], int] = {}
-        self._waiting: list[Call | None] = []  # without gradients so far, in their order; None once found again
+        self._waiting: list[ModuleCall | None] = []  # without gradients so far, in their order; None once found again
         self._next: int | None = None
 
-    def begins(self, module: str, micro_step: int, *, with_gradients: bool, pointer: int = 0) -> Call:
+    def begins(self, module: str, micro_step: int, *, with_gradients: bool, pointer: int = 0) -> ModuleCall:
         """Note a call of the forward pass."""
         self.called.add(module)
         count = self._counts.get((module, micro_step), 0)
         self._counts[module, micro_step] = count + 1
-        call = Call(module, micro_step, count or None, pointer)
+        call = ModuleCall(module, micro_step, count or None, pointer)
         if not with_gradients:
             self._waiting.append(call)
         return call
 
-    def again(self, module: str, pointer: int) -> Call | None:
+    def again(self, module: str, pointer: int) -> ModuleCall | None:
         """Return the call that is recomputed; None when it had gradients the first time.
 
         A part is recomputed in the order in which it ran. Which part begins is told by its first argument, whose memory
@@ -91,21 +91,21 @@ SIDES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class TensorSite:
     """What one row of the table is of: an input or output of a call, or the gradient of one."""
 
     kind: Kind
-    call: Call
+    call: ModuleCall
     index: int | None
     path: str
 
     @classmethod
-    def of(cls, kind: Kind, call: Call, slot: Slot) -> Site:
+    def of(cls, kind: Kind, call: ModuleCall, slot: Slot) -> TensorSite:
         """Return the site of a slot."""
         return cls(kind, call, slot.index, slot.path)
 
 
-class Rows:
+class ActivationEntries:
     """The entries of the plan, made as they are needed; they stay for all later steps."""
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class Rows:
         """By name of a module, which chunk of the model has it."""
         self._rows: dict[tuple[Kind, str, int | None, int, int | None], range | None] = {}
 
-    def row(self, table: Table, site: Site, tensor: torch.Tensor) -> range | None:
+    def row(self, table: Table, site: TensorSite, tensor: torch.Tensor) -> range | None:
         """Return the row of `site`, which holds `tensor`; None when the plan is full."""
         call = site.call
         key = (site.kind, call.module, site.index, call.micro_step, call.seq)
@@ -124,7 +124,7 @@ class Rows:
             return row
 
 
-def _entry(site: Site, tensor: torch.Tensor, vpp_stage: int | None) -> PlanEntry:
+def _entry(site: TensorSite, tensor: torch.Tensor, vpp_stage: int | None) -> PlanEntry:
     call = site.call
     return PlanEntry(
         kind=site.kind,
@@ -154,7 +154,7 @@ def placement_of(tensor: torch.Tensor) -> str:
 T = TypeVar("T")
 
 
-class Memory(Generic[T]):
+class TensorCache(Generic[T]):
     """Remembers something of tensors of the graph, or of gradients on their way, until they are freed or written to.
 
     Weak references show when they are freed. Parameters, and leaves in general, must have none, because

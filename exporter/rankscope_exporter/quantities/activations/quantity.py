@@ -14,13 +14,21 @@ from typing import Any, ClassVar, Final
 import torch
 
 from rankscope_contract.kinds import Kind
-from rankscope_exporter.adapters.monitored_model import Subject
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.model.module_names import NamedModule, named_modules, selected, unmatched
 from rankscope_exporter.model.pytree import Found, Slot, Specs, received, returned
-from rankscope_exporter.quantities.activations.entries import SIDES, Call, Calls, Leaves, Memory, Rows, Site
+from rankscope_exporter.quantities.activations.entries import (
+    SIDES,
+    ActivationEntries,
+    Calls,
+    Leaves,
+    ModuleCall,
+    TensorCache,
+    TensorSite,
+)
 from rankscope_exporter.quantities.activations.options import ActivationOptions
-from rankscope_exporter.quantities.base import Gate, Hook, Hooking, Quantity, QuantityOptions, Table
-from rankscope_exporter.quantities.hook_handles import Gaps, Handles, hook_after, hook_before
+from rankscope_exporter.quantities.base import Hook, Hooking, Quantity, QuantityOptions, SamplingGate, Table
+from rankscope_exporter.quantities.hook_handles import CoverageNotes, HookHandles, hook_after, hook_before
 from rankscope_exporter.statistics.tensor_access import why_not_measurable
 
 _GRADIENT: Final[dict[Kind, Kind]] = {Kind.ACT_IN: Kind.ACT_GRAD_IN, Kind.ACT_OUT: Kind.ACT_GRAD_OUT}
@@ -37,12 +45,14 @@ class _Step:
 
     calls: Calls = field(default_factory=Calls)
     micro_step: int = -1
-    open: dict[str, list[Call | None]] = field(default_factory=dict)  # calls under way, by module; None: not measured
-    measured: Memory[range] = field(default_factory=Memory)
+    open: dict[str, list[ModuleCall | None]] = field(
+        default_factory=dict
+    )  # calls under way, by module; None: not measured
+    measured: TensorCache[range] = field(default_factory=TensorCache)
     leaves: Leaves[range] = field(default_factory=Leaves)
-    gradients: Memory[range] = field(default_factory=Memory)  # of the backward pass under way
-    watched: Memory[list[Site]] = field(default_factory=Memory)
-    watched_leaves: dict[int, list[Site]] = field(default_factory=dict)  # by the number of our hook on the leaf
+    gradients: TensorCache[range] = field(default_factory=TensorCache)  # of the backward pass under way
+    watched: TensorCache[list[TensorSite]] = field(default_factory=TensorCache)
+    watched_leaves: dict[int, list[TensorSite]] = field(default_factory=dict)  # by the number of our hook on the leaf
 
     def let_go(self) -> None:
         """Forget all tensors."""
@@ -72,23 +82,23 @@ class Activations(Quantity):
     of_modules: ClassVar[bool] = True
     options: ActivationOptions
 
-    def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
-        super().__init__(subject, options)
+    def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
+        super().__init__(monitored, options)
         self._step = _Step()
-        self._handles = Handles(subject)
-        self._rows = Rows()
-        self._gaps = Gaps()
+        self._handles = HookHandles(monitored)
+        self._rows = ActivationEntries()
+        self._gaps = CoverageNotes()
         self._looked_for_silence = False
         self._followed: list[tuple[NamedModule, Hook]] = []
-        self._is_compiled = subject.framework.is_compiled
+        self._is_compiled = monitored.framework.is_compiled
         self._hooking: Hooking
-        self._gate: Gate
+        self._gate: SamplingGate
 
     def kinds(self) -> set[str]:
         """Return the kinds of what is measured."""
         return {kind for kind, name in _OBJECT.items() if name in self.options.objects}
 
-    def install(self, hooking: Hooking, gate: Gate) -> None:
+    def install(self, hooking: Hooking, gate: SamplingGate) -> None:
         """Register on every module that is measured."""
         self._hooking, self._gate = hooking, gate
         objects = self.options.objects
@@ -96,7 +106,7 @@ class Activations(Quantity):
             hooking.tell("activations: forward_only and backward_only exclude each other; nothing is measured")
             return
         hooking.keep(_AtDetach(self._release))
-        modules = named_modules(self.subject.framework.module)
+        modules = named_modules(self.monitored.framework.module)
         for sentence in unmatched(modules, self.targets):
             hooking.tell(f"activations: {sentence}")
         for module in modules if self.options.all_modules else selected(modules, self.targets):
@@ -106,7 +116,7 @@ class Activations(Quantity):
         specs = self.options.specs_of(named.name, *named.aliases)
         wanted = objects & specs.keys() if specs else objects
         followed, module = _Followed(named, wanted, specs), named.module
-        self._rows.vpp_stages[named.name] = None if module is None else self.subject.framework.vpp_stage(module)
+        self._rows.vpp_stages[named.name] = None if module is None else self.monitored.framework.vpp_stage(module)
         hooking, gate = self._hooking, self._gate
 
         def before(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -131,7 +141,7 @@ class Activations(Quantity):
 
     def after_update(self, table: Table) -> None:  # noqa: ARG002 - see above
         """Say what was missing, and let go of leaf tensors."""
-        self._look_for_silence()
+        self._note_uncalled()
         self._release()
 
     def backward_ended(self, table: Table) -> None:  # noqa: ARG002 - see above
@@ -163,7 +173,7 @@ class Activations(Quantity):
             self._read(followed, Kind.ACT_IN, call, found, again=again)
             self._step.leaves.arguments_read()
 
-    def _call(self, followed: _Followed, found: Found, *, again: bool) -> Call | None:
+    def _call(self, followed: _Followed, found: Found, *, again: bool) -> ModuleCall | None:
         enabled = self._hooking.grad_enabled
         pointer = 0
         if (again or not enabled) and found.slots:
@@ -183,18 +193,18 @@ class Activations(Quantity):
             self._read(followed, Kind.ACT_OUT, call, returned(output), again=_in_backward())
             self._step.leaves.call_ended()
 
-    def _read(self, followed: _Followed, kind: Kind, call: Call, found: Found, *, again: bool) -> None:
+    def _read(self, followed: _Followed, kind: Kind, call: ModuleCall, found: Found, *, again: bool) -> None:
         side = SIDES[kind]
         for unknown in found.unknown:
             self._gaps.add(f"{side} holds what is not looked into: {unknown}", followed.name)
         if not again:
             for slot in self._chosen(followed, kind, found):
                 memory = self._step.leaves if slot.tensor.is_leaf else self._step.measured
-                self._measure(Site.of(kind, call, slot), slot.tensor, memory)
+                self._measure(TensorSite.of(kind, call, slot), slot.tensor, memory)
         if self._hooking.grad_enabled:
             for slot in self._chosen(followed, _GRADIENT[kind], found):
                 if slot.tensor.requires_grad:
-                    self._watch(Site.of(_GRADIENT[kind], call, slot), slot.tensor)
+                    self._watch(TensorSite.of(_GRADIENT[kind], call, slot), slot.tensor)
 
     def _chosen(self, followed: _Followed, kind: Kind, found: Found) -> Sequence[Slot]:
         if _OBJECT[kind] not in followed.objects:
@@ -211,7 +221,7 @@ class Activations(Quantity):
             return ()
         return slots
 
-    def _measure(self, site: Site, tensor: torch.Tensor, memory: Memory[range] | Leaves[range]) -> None:
+    def _measure(self, site: TensorSite, tensor: torch.Tensor, memory: TensorCache[range] | Leaves[range]) -> None:
         reason = why_not_measurable(tensor)
         if reason is not None:
             self._gaps.add(f"{SIDES[site.kind]}{site.path} is {reason}", site.call.module)
@@ -227,7 +237,7 @@ class Activations(Quantity):
             table.copy(known, row)
         memory.keep(tensor, row)
 
-    def _watch(self, site: Site, tensor: torch.Tensor) -> None:
+    def _watch(self, site: TensorSite, tensor: torch.Tensor) -> None:
         sites = self._watched_leaf(tensor) if tensor.is_leaf else self._step.watched.get(tensor)
         if sites is not None:
             sites.append(site)
@@ -248,13 +258,13 @@ class Activations(Quantity):
         else:
             self._step.watched.keep(tensor, sites)
 
-    def _watched_leaf(self, tensor: torch.Tensor) -> list[Site] | None:
+    def _watched_leaf(self, tensor: torch.Tensor) -> list[TensorSite] | None:
         """Return the sites of a leaf that has our hook; only this very tensor has it."""
         hooks: Mapping[int, Any] = tensor._backward_hooks or {}  # noqa: SLF001 - torch has no other name for it
         watched = self._step.watched_leaves
         return next((watched[number] for number in hooks if number in watched), None)
 
-    def _arrived(self, sites: Sequence[Site], gradient: torch.Tensor) -> None:
+    def _arrived(self, sites: Sequence[TensorSite], gradient: torch.Tensor) -> None:
         self._step.calls.gradient_arrived()
         for site in sites:
             self._measure(site, gradient, self._step.gradients)
@@ -264,10 +274,10 @@ class Activations(Quantity):
         self._handles.remove()
         self._step.let_go()
         if self._step.calls.called:
-            self._look_for_silence()
+            self._note_uncalled()
         self._gaps.tell(lambda message: self._hooking.tell(f"activations: {message}"))
 
-    def _look_for_silence(self) -> None:
+    def _note_uncalled(self) -> None:
         """Note, after the first step, the modules that were not called in it."""
         if self._looked_for_silence:
             return

@@ -22,8 +22,8 @@ from rankscope_exporter.monitors.flight_recorder.torch_api import (
     read_with_stacks,
 )
 from rankscope_exporter.quantities.collectives import interception
-from rankscope_exporter.quantities.collectives.call_sites import Site, Sites
-from rankscope_exporter.quantities.collectives.signatures import Part, Sides, group_text
+from rankscope_exporter.quantities.collectives.call_sites import CallSite, CallSites
+from rankscope_exporter.quantities.collectives.signatures import CallTensors, TensorPart, group_text
 from rankscope_exporter.quantities.hook_handles import listed
 
 MOST_TOLD: Final = 200
@@ -42,11 +42,11 @@ class CallLog:
         self._left_out = 0
         self.has_told = False
 
-    def note(self, name: str, site: Site, sides: Sides) -> None:
+    def note(self, name: str, site: CallSite, sides: CallTensors) -> None:
         """Note a call of the script."""
-        self.note_text(name, f"{_forms(sides.given)} -> {_forms(sides.got)}, {group_text(sides.group)}", site)
+        self.note_text(name, f"{_forms(sides.inputs)} -> {_forms(sides.outputs)}, {group_text(sides.group)}", site)
 
-    def note_text(self, name: str, what: str, site: Site) -> None:
+    def note_text(self, name: str, what: str, site: CallSite) -> None:
         """Note a call, `what` being its types, shapes and group in words."""
         text = f"{name}: {what}, called from {_stack(site)}"
         if text not in self._known and len(self._known) >= MOST_TOLD:
@@ -66,13 +66,13 @@ class CallLog:
             say(f"{left_out} calls beside these {MOST_TOLD}; targets or call_sites choose among them")
 
 
-def _forms(parts: Sequence[Part]) -> str:
+def _forms(parts: Sequence[TensorPart]) -> str:
     """Return types and shapes of one side in words."""
     forms = [f"{str(part.tensor.dtype).removeprefix('torch.')}{list(part.tensor.shape)}" for part in parts]
     return listed(forms) or "nothing"
 
 
-def _stack(site: Site) -> str:
+def _stack(site: CallSite) -> str:
     shown = site.stack[-_FRAMES_SHOWN:]
     return " > ".join(shown if len(shown) == len(site.stack) else ("…", *shown)) or "no Python code"
 
@@ -81,10 +81,10 @@ NO_PLACE: Final = "torch"
 """Stands for the place of a call that no Python code of the script leads to, as on a thread of torch's own."""
 
 
-class TorchsCalls:
+class InternalCalls:
     """Reads what is new in torch's record since the last time, the first time all that no monitor has read."""
 
-    def __init__(self, sites: Sites, targets: Targets) -> None:
+    def __init__(self, sites: CallSites, targets: Targets) -> None:
         self._sites = sites
         self._targets = targets
         self._after = read_before()

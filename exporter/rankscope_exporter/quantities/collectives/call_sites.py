@@ -26,7 +26,7 @@ _Key = tuple[tuple[CodeType, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class CallSite:
     """A place in the script. `label` is its file, with folders of its package, and its line: `model/loss.py[23]`."""
 
     label: str
@@ -35,7 +35,7 @@ class Site:
     is_chosen: bool
 
 
-class Sites:
+class CallSites:
     """Tells the places at which one of `expressions` is found in the stack; without any, all are chosen.
 
     A stack is searched as lines of `/whole/path/loss.py[23] function`, the outermost first.
@@ -43,9 +43,9 @@ class Sites:
 
     def __init__(self, expressions: Sequence[str] = ()) -> None:
         self._expressions = [re.compile(expression, re.DOTALL) for expression in expressions]
-        self._known: dict[_Key, Site] = {}
+        self._known: dict[_Key, CallSite] = {}
 
-    def of(self, caller: FrameType) -> Site | None:
+    def of(self, caller: FrameType) -> CallSite | None:
         """Return the place where `caller` stands; None when that is torch's own code, or ours."""
         if caller.f_code.co_filename.startswith((_OUR_CODE, _TORCH_CODE)):
             return None
@@ -58,18 +58,18 @@ class Sites:
             site = self._known[key] = self._made(frames)
         return site
 
-    def of_record(self, frames: Iterable[Mapping[str, Any]], label: str) -> Site:
+    def of_record(self, frames: Iterable[Mapping[str, Any]], label: str) -> CallSite:
         """Return the place of a call in torch's record, whose `frames` are the innermost first."""
         own = [frame for frame in frames if not str(frame["filename"]).startswith(_LEFT_OUT)][::-1]
-        return Site(
+        return CallSite(
             label=label,
             stack=tuple(f"{short_file(str(frame['filename']))}[{frame['line']}] {frame['name']}" for frame in own),
             is_chosen=self._chooses(f"{frame['filename']}[{frame['line']}] {frame['name']}" for frame in own),
         )
 
-    def _made(self, frames: Sequence[FrameType]) -> Site:
+    def _made(self, frames: Sequence[FrameType]) -> CallSite:
         outermost_first = frames[::-1]
-        return Site(
+        return CallSite(
             label=_label(frames[0]),
             stack=tuple(f"{_label(frame)} {frame.f_code.co_qualname}" for frame in outermost_first),
             is_chosen=self._chooses(

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from rankscope_exporter.base.tracing import is_dynamo_compiling
 
 
-class Call:
+class CollectiveCall:
     """One call under way. `site` and `rows` are the listener's own notes."""
 
     __slots__ = ("args", "caller", "kwargs", "note", "op")
@@ -41,11 +41,11 @@ class Listener(Protocol):
         """Whether calls matter now; asked at every call."""
         ...
 
-    def begins(self, call: Call) -> None:
+    def begins(self, call: CollectiveCall) -> None:
         """A function was called."""
         ...
 
-    def ended(self, call: Call, result: Any) -> None:
+    def ended(self, call: CollectiveCall, result: Any) -> None:
         """It has returned."""
         ...
 
@@ -57,7 +57,7 @@ class Listener(Protocol):
 WAIT: Final = "wait"
 
 
-class _Tap:
+class _Interception:
     """Stands in the place of `owner.name` and passes everything through."""
 
     def __init__(self, owner: Any, name: str, original: Callable[..., Any]) -> None:
@@ -79,7 +79,7 @@ class _Tap:
             setattr(self.owner, self.name, self.original)
 
 
-class _FunctionTap(_Tap):
+class _FunctionInterception(_Interception):
     """A function of torch.distributed. To all who compare, copy or pickle it, it is the original."""
 
     def __init__(self, owner: Any, name: str, original: Callable[..., Any]) -> None:
@@ -100,7 +100,11 @@ class _FunctionTap(_Tap):
         return self.original(*args, **kwargs)
 
     def _heard(self, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType) -> Any:
-        calls = [(listener, Call(self.name, args, kwargs, caller)) for listener in self.listeners if listener.is_open]
+        calls = [
+            (listener, CollectiveCall(self.name, args, kwargs, caller))
+            for listener in self.listeners
+            if listener.is_open
+        ]
         for listener, call in calls:
             listener.begins(call)
         result = self.original(*args, **kwargs)
@@ -118,7 +122,7 @@ class _FunctionTap(_Tap):
         return operator.getitem, ((self.original,), 0)
 
 
-class _WaitTap(_Tap):
+class _WaitInterception(_Interception):
     """The method `wait` of all works."""
 
     def __get__(self, work: Any, owner: type | None = None) -> Any:
@@ -132,14 +136,14 @@ class _WaitTap(_Tap):
         return result
 
 
-class Taps:
+class Interceptor:
     """Listens until `remove`."""
 
     def __init__(self, listener: Listener, names: Iterable[str]) -> None:
         self._listener = listener
         with _lock:
-            taps = [_tap(dist, name, _FunctionTap) for name in names]
-            taps.append(_tap(getattr(dist, "Work", None), WAIT, _WaitTap))
+            taps = [_interception_of(dist, name, _FunctionInterception) for name in names]
+            taps.append(_interception_of(getattr(dist, "Work", None), WAIT, _WaitInterception))
             self._taps = [tap for tap in taps if tap is not None]
             for tap in self._taps:
                 tap.join(listener)
@@ -153,10 +157,10 @@ class Taps:
 
 
 _lock = threading.Lock()
-_known: dict[str, _Tap] = {}
+_known: dict[str, _Interception] = {}
 
 
-def _tap(owner: Any, name: str, make: type[_Tap]) -> _Tap | None:
+def _interception_of(owner: Any, name: str, make: type[_Interception]) -> _Interception | None:
     """Return what stands, or is to stand, in the place of `owner.name`; None where there is no such thing."""
     current = None if owner is None else vars(owner).get(name)
     if current is None:  # of another release of torch, or a torch without collectives
@@ -186,7 +190,7 @@ class _Awaited:
     works: int
 
 
-class Works:
+class PendingWork:
     """The works of one step."""
 
     def __init__(self) -> None:
@@ -245,7 +249,7 @@ def stream_of(device: torch.device) -> int | None:
         return None
 
 
-def works_of(result: Any) -> list[Any]:
+def pending_work_of(result: Any) -> list[Any]:
     """Return the works among what a call returned."""
     found = result if isinstance(result, list) else [result]
     return [item for item in found if isinstance(item, dist.Work)]

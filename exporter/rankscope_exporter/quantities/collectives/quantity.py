@@ -18,21 +18,28 @@ import torch.distributed as dist
 
 from rankscope_contract.kinds import Kind
 from rankscope_contract.records import PlanEntry
-from rankscope_exporter.adapters.monitored_model import Subject
-from rankscope_exporter.model.name_patterns import sentences
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
+from rankscope_exporter.model.name_patterns import target_notices
 from rankscope_exporter.model.pytree import MAX_TENSORS
-from rankscope_exporter.quantities.base import Gate, Hooking, Quantity, QuantityOptions, Table
-from rankscope_exporter.quantities.collectives.call_log import CallLog, TorchsCalls
-from rankscope_exporter.quantities.collectives.call_sites import Sites
-from rankscope_exporter.quantities.collectives.interception import Call, Output, Taps, Works, stream_of, works_of
+from rankscope_exporter.quantities.base import Hooking, Quantity, QuantityOptions, SamplingGate, Table
+from rankscope_exporter.quantities.collectives.call_log import CallLog, InternalCalls
+from rankscope_exporter.quantities.collectives.call_sites import CallSites
+from rankscope_exporter.quantities.collectives.interception import (
+    CollectiveCall,
+    Interceptor,
+    Output,
+    PendingWork,
+    pending_work_of,
+    stream_of,
+)
 from rankscope_exporter.quantities.collectives.signatures import (
     OPERATIONS,
-    Part,
-    Sides,
+    CallTensors,
+    TensorPart,
+    call_tensors_of,
     is_coalescing,
-    sides_of,
 )
-from rankscope_exporter.quantities.hook_handles import Gaps, listed
+from rankscope_exporter.quantities.hook_handles import CoverageNotes, listed
 from rankscope_exporter.statistics.tensor_access import why_not_measurable
 
 
@@ -83,9 +90,9 @@ _NOT_SEEN: Final = (
 class _Listener:
     """The quantity as the taps know it; the functions are guarded."""
 
-    gate: Gate
-    begins: Callable[[Call], None]
-    ended: Callable[[Call, Any], None]
+    gate: SamplingGate
+    begins: Callable[[CollectiveCall], None]
+    ended: Callable[[CollectiveCall, Any], None]
     waited: Callable[[Any], None]
 
     @property
@@ -99,7 +106,7 @@ class _Entered:
 
     name: str
     seq: int | None
-    sides: Sides
+    sides: CallTensors
     outputs: list[Output] = field(default_factory=list)
 
 
@@ -110,7 +117,7 @@ class _Step:
     thread: int = 0  # that trains; 0 before the first step
     stream: int | None = None  # of the device that trains
     counts: dict[str, int] = field(default_factory=dict)
-    works: Works = field(default_factory=Works)
+    works: PendingWork = field(default_factory=PendingWork)
 
 
 class Collectives(Quantity):
@@ -121,22 +128,22 @@ class Collectives(Quantity):
     of_modules: ClassVar[bool] = True  # that is, not of parameters
     options: CollectiveOptions
 
-    def __init__(self, subject: Subject, options: QuantityOptions | None = None) -> None:
-        super().__init__(subject, options)
-        self._device = subject.device
-        self._sites = Sites(self.options.call_sites)
+    def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
+        super().__init__(monitored, options)
+        self._device = monitored.device
+        self._sites = CallSites(self.options.call_sites)
         self._step = _Step()
         self._rows: dict[tuple[Kind, str, int | None, int | None], range | None] = {}
-        self._gaps = Gaps()
+        self._gaps = CoverageNotes()
         self._seen: dict[str, str] = {}  # what was called, by name: its function
         self._beside: set[str] = set()  # functions that were called on other threads
         self._is_any_chosen = False
         self._looked_for_silence = False
         self._log = CallLog()
-        self._torchs = TorchsCalls(self._sites, self.targets)
+        self._torchs = InternalCalls(self._sites, self.targets)
         self._failed: set[str] = set()  # what could not be read, each said once
         self._hooking: Hooking
-        self._gate: Gate
+        self._gate: SamplingGate
 
     def kinds(self) -> set[str]:
         """Return the kinds of what is measured."""
@@ -144,7 +151,7 @@ class Collectives(Quantity):
             return set()
         return {Kind.COMM_IN, Kind.COMM_OUT} if self.options.inputs else {Kind.COMM_OUT}
 
-    def install(self, hooking: Hooking, gate: Gate) -> None:
+    def install(self, hooking: Hooking, gate: SamplingGate) -> None:
         """Listen to the functions of torch.distributed."""
         self._hooking, self._gate = hooking, gate
         if not dist.is_available():
@@ -155,7 +162,7 @@ class Collectives(Quantity):
             for function in (self._begins, self._ended, self._waited)
         )
 
-        def of_training(call: Call) -> None:
+        def of_training(call: CollectiveCall) -> None:
             if self._is_training():
                 begins(call)
             else:
@@ -168,7 +175,7 @@ class Collectives(Quantity):
             lambda work: waited(work) if self._is_training() else None,
         )
         hooking.keep(_AtDetach(self._release))
-        hooking.keep(Taps(listener, OPERATIONS))
+        hooking.keep(Interceptor(listener, OPERATIONS))
 
     def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
         """Nothing of this step has been called yet."""
@@ -192,9 +199,9 @@ class Collectives(Quantity):
 
         return lambda *args: self._hooking.between(lambda: inside(*args))
 
-    def _begins(self, call: Call) -> None:
+    def _begins(self, call: CollectiveCall) -> None:
         site = self._sites.of(call.caller)
-        sides = None if site is None else sides_of(call.op, call.args, call.kwargs)
+        sides = None if site is None else call_tensors_of(call.op, call.args, call.kwargs)
         if site is None or sides is None:
             return
         name = f"{call.op}@{site.label}"
@@ -213,7 +220,7 @@ class Collectives(Quantity):
         """Return whether this thread trains, or computes gradients for the one that does; others run at any time."""
         return threading.get_ident() == self._step.thread or _in_backward()
 
-    def _enter(self, call: Call, name: str, sides: Sides) -> None:
+    def _enter(self, call: CollectiveCall, name: str, sides: CallTensors) -> None:
         count = self._step.counts.get(name, 0)
         self._step.counts[name] = count + 1
         if count >= self.options.most_calls:
@@ -221,17 +228,17 @@ class Collectives(Quantity):
             return
         entered = call.note = _Entered(name, count or None, sides)
         if self.options.inputs:
-            self._measure(self._placed(Kind.COMM_IN, entered, sides.given))
+            self._measure(self._placed(Kind.COMM_IN, entered, sides.inputs))
         # Rows now and numbers later: the plan is in the order of the calls, whichever is waited for first.
-        entered.outputs.extend(self._placed(Kind.COMM_OUT, entered, sides.got))
+        entered.outputs.extend(self._placed(Kind.COMM_OUT, entered, sides.outputs))
 
-    def _ended(self, call: Call, result: Any) -> None:
+    def _ended(self, call: CollectiveCall, result: Any) -> None:
         entered: _Entered | None = call.note
         if entered is None or not entered.outputs:
             return
-        works = works_of(result)
+        works = pending_work_of(result)
         if works:
-            tensors = len(entered.sides.given) + len(entered.sides.got)
+            tensors = len(entered.sides.inputs) + len(entered.sides.outputs)
             self._step.works.expect(entered.name, works, entered.outputs, tensors)
         else:
             self._measure(entered.outputs)
@@ -247,7 +254,7 @@ class Collectives(Quantity):
             else:
                 self._gate.table.measure([output.tensor], output.row)
 
-    def _placed(self, kind: Kind, entered: _Entered, parts: Sequence[Part]) -> list[Output]:
+    def _placed(self, kind: Kind, entered: _Entered, parts: Sequence[TensorPart]) -> list[Output]:
         """Return those of `parts` that can be measured, each with its row."""
         side = "input" if kind is Kind.COMM_IN else "output"
         if len(parts) > MAX_TENSORS:
@@ -263,7 +270,7 @@ class Collectives(Quantity):
                 placed.append(Output(entered.name, row, part.tensor, part.index))
         return placed
 
-    def _row(self, kind: Kind, entered: _Entered, part: Part) -> range | None:
+    def _row(self, kind: Kind, entered: _Entered, part: TensorPart) -> range | None:
         key = (kind, entered.name, entered.seq, part.index)
         try:
             return self._rows[key]
@@ -285,7 +292,7 @@ class Collectives(Quantity):
         """Let go of what the last sampled step has left, and say what was missing in it."""
         step = self._step
         if self.options.log_only and step.thread:
-            self._note_torchs()
+            self._note_internal()
         self._log.tell(self._say)
         for name in step.works.missed():
             self._gaps.add("is not waited for within its step by wait(), so what it gives back has no row", name)
@@ -294,10 +301,10 @@ class Collectives(Quantity):
         was_measured, self._step = step.thread, _Step()
         if was_measured and not self._looked_for_silence and not (self.options.log_only and self._log.has_told):
             self._looked_for_silence = True
-            self._look_for_silence()
+            self._note_uncalled()
         self._gaps.tell(self._say)
 
-    def _note_torchs(self) -> None:
+    def _note_internal(self) -> None:
         try:
             self._torchs.note(self._log, self._report)
         except Exception as error:  # noqa: BLE001 - the form of the record is torch's, and handles must be taken away
@@ -308,12 +315,12 @@ class Collectives(Quantity):
             self._failed.add(where)
             self._say(f"{where} failed: {error!r}")
 
-    def _look_for_silence(self) -> None:
+    def _note_uncalled(self) -> None:
         told = []
         if not (self._seen or self._beside):
             told.append(_NOT_SEEN)
         elif self._seen:
-            told += sentences(self.targets, {*self._seen, *self._seen.values()}, "collective")
+            told += target_notices(self.targets, {*self._seen, *self._seen.values()}, "collective")
             if not (self._is_any_chosen or told):
                 told.append(f"call_sites are found in the stack of no call; there are {listed(self._seen)}")
         for sentence in told:

@@ -23,8 +23,8 @@ _SENDS: Final = "isend"
 class _Form:
     """Names of the parameters that hold what is given and what is got, and of the one that says on which rank alone."""
 
-    given: str | None = None
-    got: str | None = None
+    inputs: str | None = None
+    outputs: str | None = None
     given_on: str | None = None
     got_on: str | None = None
 
@@ -33,10 +33,10 @@ _INTO_TENSOR: Final = _Form("input_tensor", "output_tensor")
 _SCATTERED: Final = _Form("input", "output")
 
 _FORMS: Final[dict[str, _Form]] = {
-    "send": _Form(given="tensor"),
-    "recv": _Form(got="tensor"),
-    "isend": _Form(given="tensor"),
-    "irecv": _Form(got="tensor"),
+    "send": _Form(inputs="tensor"),
+    "recv": _Form(outputs="tensor"),
+    "isend": _Form(inputs="tensor"),
+    "irecv": _Form(outputs="tensor"),
     "broadcast": _Form("tensor", "tensor", given_on="src"),
     "all_reduce": _Form("tensor", "tensor"),
     "reduce": _Form("tensor", "tensor", got_on="dst"),
@@ -59,7 +59,7 @@ OPERATIONS: Final = (*_FORMS, BATCH)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """One tensor of a side: its position in a list, None when it is alone."""
 
     index: int | None
@@ -67,15 +67,15 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Sides:
+class CallTensors:
     """What a call is given and what it gives back, on this rank; and the group it is of."""
 
-    given: Sequence[Part] = ()
-    got: Sequence[Part] = ()
+    inputs: Sequence[TensorPart] = ()
+    outputs: Sequence[TensorPart] = ()
     group: Any = None
 
 
-def sides_of(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sides | None:
+def call_tensors_of(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallTensors | None:
     """Return the sides of a call; None when it is one that cannot succeed, or that this rank has no part in."""
     if not dist.is_initialized():
         return None
@@ -83,15 +83,15 @@ def sides_of(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sides |
         return _of_batch(args[0] if args else kwargs.get("p2p_op_list"))
     form = _FORMS[op]
     try:
-        given = _signature(op).bind_partial(*args, **kwargs).arguments
+        inputs = _signature(op).bind_partial(*args, **kwargs).arguments
     except TypeError:  # which the call itself is about to say
         return None
-    group = given.get("group")
+    group = inputs.get("group")
     if not _is_member(group):
         return None
-    return Sides(
-        _parts(given, form.given) if _is_here(form.given_on, given, group) else (),
-        _parts(given, form.got) if _is_here(form.got_on, given, group) else (),
+    return CallTensors(
+        _parts(inputs, form.inputs) if _is_here(form.given_on, inputs, group) else (),
+        _parts(inputs, form.outputs) if _is_here(form.got_on, inputs, group) else (),
         group,
     )
 
@@ -106,28 +106,28 @@ def is_coalescing(group: Any) -> bool:
 def group_text(group: Any) -> str:
     """Return a group in words."""
     group = dist.group.WORLD if group is None else group
-    said = getattr(group, "group_desc", "") or getattr(group, "group_name", "")
-    return f"group {said or '?'} of {dist.get_world_size(group)} ranks"
+    display_name = getattr(group, "group_desc", "") or getattr(group, "group_name", "")
+    return f"group {display_name or '?'} of {dist.get_world_size(group)} ranks"
 
 
-def _of_batch(operations: Any) -> Sides | None:
+def _of_batch(operations: Any) -> CallTensors | None:
     if not isinstance(operations, list) or not all(isinstance(item, dist.P2POp) for item in operations):
         return None
     sends = [getattr(item.op, "__name__", "") == _SENDS for item in operations]
-    parts = [Part(position, item.tensor) for position, item in enumerate(operations)]
-    return Sides(
+    parts = [TensorPart(position, item.tensor) for position, item in enumerate(operations)]
+    return CallTensors(
         [part for part, is_sent in zip(parts, sends, strict=True) if is_sent],
         [part for part, is_sent in zip(parts, sends, strict=True) if not is_sent],
         operations[0].group if operations else None,
     )
 
 
-def _parts(given: Mapping[str, Any], name: str | None) -> Sequence[Part]:
-    value = None if name is None else given.get(name)
+def _parts(inputs: Mapping[str, Any], name: str | None) -> Sequence[TensorPart]:
+    value = None if name is None else inputs.get(name)
     if isinstance(value, torch.Tensor):
-        return (Part(None, value),)
+        return (TensorPart(None, value),)
     if isinstance(value, list | tuple):
-        return [Part(position, item) for position, item in enumerate(value) if isinstance(item, torch.Tensor)]
+        return [TensorPart(position, item) for position, item in enumerate(value) if isinstance(item, torch.Tensor)]
     return ()
 
 
@@ -138,14 +138,14 @@ def _is_member(group: Any) -> bool:
         return False
 
 
-def _is_here(name: str | None, given: Mapping[str, Any], group: Any) -> bool:
+def _is_here(name: str | None, inputs: Mapping[str, Any], group: Any) -> bool:
     """Return whether the argument `name`, which is of all ranks or of those in the group, means this one."""
     if name is None:
         return True
-    of_group = given.get(f"group_{name}")
+    of_group = inputs.get(f"group_{name}")
     if of_group is not None:
         return bool(dist.get_rank(group) == of_group)
-    return bool(dist.get_rank() == (given.get(name) or 0))  # 0 where torch has a default
+    return bool(dist.get_rank() == (inputs.get(name) or 0))  # 0 where torch has a default
 
 
 @cache

@@ -12,7 +12,7 @@ from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig
 from rankscope_exporter.compat.msprobe import TrainerMon
-from rankscope_exporter.sampling.sampling_config import measuring_of
+from rankscope_exporter.sampling.sampling_config import sampling_config_from
 
 FROM_THE_MANUAL = """{
     "targets": {
@@ -68,7 +68,7 @@ def test_the_example_of_the_manual_is_taken_as_it_is(tmp_path: Path) -> None:
 def test_a_mapping_and_a_document_that_switches_are_taken_too() -> None:
     asked = {"wg_distribution": True, "step_interval": 3, "collect_times": 7, "dynamic_on": True, "start_step": 9}
     config = Monitor(asked).config
-    switched = measuring_of(asked, MonitorConfig(), on=False)
+    switched = sampling_config_from(asked, MonitorConfig(), on=False)
 
     assert (("gradients",), 3, 7) == (config.quantities, config.every, config.times)
     assert switched.on

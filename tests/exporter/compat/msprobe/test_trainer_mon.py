@@ -103,7 +103,7 @@ def test_chunks_of_a_virtual_pipeline_are_monitored_together(tmp_path, monkeypat
     assert monitor.monitor is not None
     session = monitor.monitor._session
     assert session is not None
-    assert {0, 1} == {session.subject.framework.vpp_stage(item.parameter) for item in session.subject.parameters}
+    assert {0, 1} == {session.monitored.framework.vpp_stage(item.parameter) for item in session.monitored.parameters}
     monitor.detach()
 
 

@@ -86,14 +86,14 @@ def monitored(net):
     return rankscope.Monitor(config).attach(net, optimizer), optimizer
 
 def left(monitor, session):
-    wait_for(session.followers.collectives.totals.by_op)
+    wait_for(session.step_observers.collectives.totals.by_op)
     page = b"".join(bytes(piece) for piece in session.channel.page()).decode()
     monitor.detach()
     records = session.channel.ring.after(-1, 1 << 40).records
     return {
         "rows": [row for record in records for row in record.collectives],
         "faults": monitor.faults,
-        "overwritten": session.followers.collectives.overwritten,
+        "overwritten": session.step_observers.collectives.overwritten,
         "page": [line for line in page.splitlines() if line.startswith("rankscope_collective_")],
     }
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope_exporter.monitors.flight_recorder.poller import MOST_APART, Pace
+from rankscope_exporter.monitors.flight_recorder.poller import MOST_APART, PollSchedule
 
 
 def readings(share: float, cost: float, step_seconds: float, steps: int) -> list[int]:
     """Return the steps at whose end was read, by a clock that goes on with the steps and the readings."""
-    pace, now, read = Pace(share), 0.0, []
+    pace, now, read = PollSchedule(share), 0.0, []
     for step in range(1, steps + 1):
         now += step_seconds
         if pace.is_due(step, now):

@@ -16,9 +16,9 @@ from tests.programs import run_program
 from rankscope_exporter import ConfigError, MonitorConfig
 from rankscope_exporter.base.errors import Guard
 from rankscope_exporter.monitors.flight_recorder import poller, torch_api
-from rankscope_exporter.monitors.flight_recorder.poller import CollectiveReader
+from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPoller
 from rankscope_exporter.monitors.flight_recorder.torch_api import Report, prepare_stacks
-from rankscope_exporter.records.pending_step import Draft
+from rankscope_exporter.records.pending_step import PendingStep
 from rankscope_exporter.records.step_record import StepRecord
 
 
@@ -50,15 +50,15 @@ def torch_(monkeypatch: pytest.MonkeyPatch) -> Torch:
     return double
 
 
-def made(share: float = 1.0) -> tuple[CollectiveReader, list[StepRecord], Guard]:
+def made(share: float = 1.0) -> tuple[FlightRecorderPoller, list[StepRecord], Guard]:
     records: list[StepRecord] = []
     guard = Guard()
-    return CollectiveReader(share, records.append, guard), records, guard
+    return FlightRecorderPoller(share, records.append, guard), records, guard
 
 
-def step(reading: CollectiveReader, number: int) -> None:
+def step(reading: FlightRecorderPoller, number: int) -> None:
     reading.step_begins(number)
-    reading.step_ends(Draft(number, 0))
+    reading.step_ends(PendingStep(number, 0))
 
 
 def test_a_step_has_its_rows_in_a_record_of_no_step(torch_):
@@ -66,7 +66,7 @@ def test_a_step_has_its_rows_in_a_record_of_no_step(torch_):
     reading, records, _ = made()
     reading.step_begins(3)
     torch_.entries = [raw(0, reading._began_us)]
-    reading.step_ends(Draft(3, 0))
+    reading.step_ends(PendingStep(3, 0))
     reading.stop(60)
 
     assert [3] == [row["step"] for record in records for row in record.collectives]
@@ -165,7 +165,7 @@ for _ in range(20):
     dist.all_reduce(torch.ones(3))
 optimizer.step()
 monitor.end_step()
-while not session.followers.collectives.totals.by_op():
+while not session.step_observers.collectives.totals.by_op():
     time.sleep(0.01)
 monitor.detach()
 records = session.channel.ring.after(-1, 1 << 40).records
@@ -202,7 +202,7 @@ def test_groups_that_cannot_be_looked_up_leave_the_rows(torch_, monkeypatch, cap
     reading, records, guard = made()
     reading.step_begins(3)
     torch_.entries = [raw(0, reading._began_us)]
-    reading.step_ends(Draft(3, 0))
+    reading.step_ends(PendingStep(3, 0))
     reading.stop(60)
 
     assert [(3, None)] == [(row["step"], row["group_ranks"]) for record in records for row in record.collectives]

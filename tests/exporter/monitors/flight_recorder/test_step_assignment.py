@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope_exporter.monitors.flight_recorder.step_assignment import Timeline
+from rankscope_exporter.monitors.flight_recorder.step_assignment import StepAssignment
 
 RANKS = {"0": (0, 1)}
 
@@ -22,7 +22,7 @@ def raw(number: int, at_us: int, *, over: bool = True, **more: Any) -> dict[str,
 
 
 def test_a_call_is_of_the_step_that_began_last_before_it():
-    timeline = Timeline()
+    timeline = StepAssignment()
     timeline.step_ended(7, 10, 20)
     timeline.step_ended(8, 25, 40)
     taken = timeline.take({"cpu": [raw(0, 5), raw(1, 10), raw(2, 22), raw(3, 25), raw(4, 39)]}, RANKS)
@@ -32,7 +32,7 @@ def test_a_call_is_of_the_step_that_began_last_before_it():
 
 def test_a_call_waits_for_the_end_of_its_step():
     """Until then it may turn out to be of the next one."""
-    timeline = Timeline()
+    timeline = StepAssignment()
     timeline.step_ended(1, 0, 10)
 
     assert [] == timeline.take({"cpu": [raw(0, 15)]}, RANKS).rows
@@ -42,7 +42,7 @@ def test_a_call_waits_for_the_end_of_its_step():
 
 
 def test_a_call_under_way_waits_until_it_is_over_and_keeps_its_place():
-    timeline = Timeline()
+    timeline = StepAssignment()
     timeline.step_ended(1, 0, 10)
     first = timeline.take({"cpu": [raw(0, 1, over=False), raw(1, 2)]}, RANKS).rows
     second = timeline.take({"cpu": [raw(0, 1, duration_ms=2.5), raw(1, 2)]}, RANKS).rows
@@ -53,7 +53,7 @@ def test_a_call_under_way_waits_until_it_is_over_and_keeps_its_place():
 
 @pytest.mark.parametrize(("end", "state"), [("overwritten", None), ("last reading", "entered")])
 def test_of_what_is_never_seen_to_be_over_it_is_said_that_it_was_entered_unless_torch_forgot_it(end, state):
-    timeline = Timeline()
+    timeline = StepAssignment()
     timeline.step_ended(1, 0, 10)
     timeline.take({"cpu": [raw(0, 1, over=False)]}, RANKS)
     last = [raw(1, 2)] if end == "overwritten" else [raw(0, 1, over=False), raw(1, 2)]
@@ -63,14 +63,14 @@ def test_of_what_is_never_seen_to_be_over_it_is_said_that_it_was_entered_unless_
 
 
 def test_the_last_reading_takes_what_is_behind_the_last_step():
-    timeline = Timeline()
+    timeline = StepAssignment()
     timeline.step_ended(1, 0, 10)
 
     assert [1] == [row["step"] for row in timeline.take({"cpu": [raw(0, 99)]}, RANKS, is_last=True).rows]
 
 
 def test_calls_of_a_step_of_which_some_were_overwritten_have_no_place():
-    timeline = Timeline()
+    timeline = StepAssignment()
     timeline.step_ended(1, 0, 10)
     timeline.take({"cpu": [raw(0, 1)]}, RANKS)
     timeline.step_ended(2, 10, 20)
@@ -82,7 +82,7 @@ def test_calls_of_a_step_of_which_some_were_overwritten_have_no_place():
 
 
 def test_a_record_that_begins_anew_is_followed():
-    timeline = Timeline()
+    timeline = StepAssignment()
     timeline.step_ended(1, 0, 10)
     timeline.take({"cpu": [raw(8, 1), raw(9, 2, over=False)]}, RANKS)
     timeline.step_ended(2, 10, 20)
@@ -93,7 +93,7 @@ def test_a_record_that_begins_anew_is_followed():
 
 
 def test_two_recorders_of_one_process_have_one_order():
-    timeline = Timeline()
+    timeline = StepAssignment()
     timeline.step_ended(1, 0, 10)
     taken = timeline.take({"cpu": [raw(0, 1), raw(1, 5)], "nccl": [raw(0, 3)]}, RANKS)
 
@@ -115,7 +115,7 @@ def trainings(draw: st.DrawFn) -> tuple[int, list[tuple[str, int]]]:
 def test_every_call_has_one_row_or_was_counted_as_overwritten(training):
     """Whatever the order of calls, steps and readings; calls last for any number of events."""
     ring, events = training
-    timeline, rows, overwritten = Timeline(), [], 0
+    timeline, rows, overwritten = StepAssignment(), [], 0
     calls: list[tuple[int, int, int]] = []  # when, its step, when it is over
     step, began = 1, 0
     for now, (event, length) in enumerate([*events, ("read", 0)], start=1):

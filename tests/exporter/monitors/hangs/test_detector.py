@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rankscope_exporter.monitors.hangs.watchdog import Hang, HangLimits, HangWatch, Resumed, Sign
+from rankscope_exporter.monitors.hangs.watchdog import Hang, HangDetector, HangLimits, Resumed, Sign
 
 LIMITS = HangLimits(training=10, in_phase=60)
 
@@ -14,7 +14,7 @@ def sign(heard_at: float, *, has_stepped: bool = True, is_done: bool = False, ph
 
 
 def test_a_hang_is_told_once_and_its_end_once():
-    watch = HangWatch(LIMITS)
+    watch = HangDetector(LIMITS)
     looks = [watch.look(sign(100), now) for now in (100, 109.9, 110, 111, 500)]
 
     assert [None, None, Hang(10), None, None] == looks
@@ -24,31 +24,31 @@ def test_a_hang_is_told_once_and_its_end_once():
 
 
 def test_an_announced_phase_has_a_limit_of_its_own():
-    watch = HangWatch(LIMITS)
+    watch = HangDetector(LIMITS)
 
     assert None is watch.look(sign(0, phase="evaluation"), 59)
     assert Hang(60) == watch.look(sign(0, phase="evaluation"), 60)
 
 
 def test_before_the_first_step_the_longer_limit_holds():
-    watch = HangWatch(LIMITS)
+    watch = HangDetector(LIMITS)
 
     assert None is watch.look(sign(0, has_stepped=False), 59)
     assert Hang(60) == watch.look(sign(0, has_stepped=False), 60)
 
 
 def test_a_phase_is_never_shorter_than_training():
-    watch = HangWatch(HangLimits(training=10, in_phase=1))
+    watch = HangDetector(HangLimits(training=10, in_phase=1))
 
     assert None is watch.look(sign(0, phase="evaluation"), 9)
 
 
 def test_a_run_that_made_all_its_steps_hangs_no_more():
-    assert None is HangWatch(LIMITS).look(sign(0, is_done=True), 1e6)
+    assert None is HangDetector(LIMITS).look(sign(0, is_done=True), 1e6)
 
 
 @pytest.mark.parametrize("phase", [None, "evaluation"])
 def test_nothing_is_watched_with_0(phase):
-    watch = HangWatch(HangLimits(training=0, in_phase=60))
+    watch = HangDetector(HangLimits(training=0, in_phase=60))
 
     assert None is watch.look(sign(0, phase=phase), 1e9)

@@ -70,7 +70,7 @@ def test_an_announced_evaluation_and_an_unannounced_one_are_no_hang(reader, even
     settings = watching(hang_after_seconds=0.8, hang_in_phase_after_seconds=60)
     with Monitor(settings).attach(parts["net"], parts["optimizer"]) as monitor:
         train(monitor, 3, **parts)
-        eventually(lambda: monitor._session.channel.standing()[0])
+        eventually(lambda: monitor._session.channel.progress()[0])
         with monitor.phase("evaluation"):
             threading.Event().wait(1.5)
         parts["net"].eval()

@@ -15,7 +15,7 @@ from rankscope_exporter.base.errors import Guard
 from rankscope_exporter.monitors.hardware import host as host_module
 from rankscope_exporter.monitors.hardware.host import Host, HostState, from_proc, from_psutil, host_scalars
 from rankscope_exporter.observers.resources import Memory, allocator_scalars
-from rankscope_exporter.records.pending_step import Draft
+from rankscope_exporter.records.pending_step import PendingStep
 
 READERS = {"psutil": lambda: from_psutil(psutil, psutil.Process(), lambda _name, ask: ask()), "proc": from_proc}
 
@@ -126,10 +126,10 @@ def test_what_the_allocator_of_any_accelerator_says(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: asked.append(device) or STATS)
     device = torch.device("xpu", 1)
-    draft = Draft(1, 0, sampled=True)
+    pending_step = PendingStep(1, 0, sampled=True)
 
-    Memory(device).step_ends(draft)
-    scalars = {scalar.name: scalar.value for later in draft.later for scalar in later()}
+    Memory(device).step_ends(pending_step)
+    scalars = {scalar.name: scalar.value for later in pending_step.later for scalar in later()}
 
     assert [device] == asked
     assert scalars.pop("resident_memory_bytes") == pytest.approx(psutil.Process().memory_info().rss, rel=0.2)
@@ -150,11 +150,11 @@ def test_what_an_allocator_does_not_count_is_absent():
 
 
 def test_a_step_that_is_not_measured_reads_nothing():
-    draft = SimpleNamespace(sampled=False, later=[])
+    pending_step = SimpleNamespace(sampled=False, later=[])
 
-    Memory(torch.device("cpu")).step_ends(draft)
+    Memory(torch.device("cpu")).step_ends(pending_step)
 
-    assert [] == draft.later
+    assert [] == pending_step.later
 
 
 def test_what_torch_calls_the_numbers_of_its_allocator():
@@ -234,8 +234,8 @@ def test_an_allocator_that_fails_leaves_the_memory_of_the_process(monkeypatch):
         raise RuntimeError("no such device")
 
     monkeypatch.setattr(torch.accelerator, "memory_stats", broken)
-    draft, guard = Draft(1, 0, sampled=True), Guard()
-    Memory(torch.device("xpu", 1)).step_ends(draft)
-    names = [scalar.name for later in draft.later for scalar in guard.call("memory", later) or ()]
+    pending_step, guard = PendingStep(1, 0, sampled=True), Guard()
+    Memory(torch.device("xpu", 1)).step_ends(pending_step)
+    names = [scalar.name for later in pending_step.later for scalar in guard.call("memory", later) or ()]
 
     assert (["resident_memory_bytes"], 1) == (names, guard.count)

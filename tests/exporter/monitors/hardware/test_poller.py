@@ -14,7 +14,7 @@ from torch import nn
 from rankscope_exporter import ConfigError, Monitor
 from rankscope_exporter.base.errors import Guard
 from rankscope_exporter.monitors.hardware import poller as watch_module
-from rankscope_exporter.monitors.hardware.poller import HardwareWatch
+from rankscope_exporter.monitors.hardware.poller import HardwarePoller
 
 BUSY = "GPU-bbbbbbbb-0000-1111-2222-333333333333"
 OFTEN = {"every_seconds": 0.01}
@@ -25,7 +25,7 @@ def nvml(monkeypatch) -> RecordedNvml:
     """Play a machine whose torch trains on the busy GPU of the recording."""
     double = RecordedNvml()
     monkeypatch.setattr(watch_module, "uuid_of", lambda _device: BUSY.removeprefix("GPU-"))
-    monkeypatch.setattr(HardwareWatch.__init__, "__kwdefaults__", {"nvml": lambda: double})
+    monkeypatch.setattr(HardwarePoller.__init__, "__kwdefaults__", {"nvml": lambda: double})
     return double
 
 
@@ -127,14 +127,14 @@ def test_an_error_of_nvml_costs_a_fault_and_not_the_thread(nvml, eventually):
     def broken(*_args):
         raise OSError("what nobody expects")
 
-    guard, drafts = Guard(), []
-    watch = HardwareWatch(torch.device("cpu"), 0.01, drafts.append, guard)
+    guard, pending_steps = Guard(), []
+    watch = HardwarePoller(torch.device("cpu"), 0.01, pending_steps.append, guard)
     nvml._answer = broken
     watch.start()
     try:
         eventually(lambda: guard.count > 2)
         nvml._answer = lambda handle, name: RecordedNvml._answer(nvml, handle, name)
-        eventually(lambda: drafts)
+        eventually(lambda: pending_steps)
     finally:
         watch.stop()
 
@@ -153,15 +153,15 @@ def test_machine_and_gpu_are_read_independently(broken, kept, lost, nvml, monkey
     def fail(*_args):
         raise OSError("no such device")
 
-    guard, drafts = Guard(), []
-    watch = HardwareWatch(torch.device("cpu"), 0.01, drafts.append, guard)
+    guard, pending_steps = Guard(), []
+    watch = HardwarePoller(torch.device("cpu"), 0.01, pending_steps.append, guard)
     monkeypatch.setattr(watch_module.Host if broken == "state" else watch_module.Gpu, broken, fail)
     watch.start()
     try:
-        eventually(lambda: len(drafts) > 2)
+        eventually(lambda: len(pending_steps) > 2)
     finally:
         watch.stop()
-    names = {scalar.name for draft in drafts for later in draft.later for scalar in later()}
+    names = {scalar.name for pending_step in pending_steps for later in pending_step.later for scalar in later()}
 
     assert kept in names
     assert lost not in names
@@ -172,12 +172,12 @@ def test_xids_are_published_where_no_number_can_be_read(nvml, monkeypatch, event
     def fail(*_args):
         raise OSError("no such device")
 
-    guard, drafts = Guard(), []
-    watch = HardwareWatch(torch.device("cpu"), 0.01, drafts.append, guard)
+    guard, pending_steps = Guard(), []
+    watch = HardwarePoller(torch.device("cpu"), 0.01, pending_steps.append, guard)
     monkeypatch.setattr(watch_module.Host, "state", fail)
     monkeypatch.setattr(watch_module.Gpu, "read", fail)
     watch.start()
     try:
-        eventually(lambda: [event for draft in drafts for event in draft.events])
+        eventually(lambda: [event for pending_step in pending_steps for event in pending_step.events])
     finally:
         watch.stop()

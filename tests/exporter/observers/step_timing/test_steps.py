@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.observers.step_timing.clock import HostClock
-from rankscope_exporter.observers.step_timing.observer import MOST_MARKS, Phases
-from rankscope_exporter.observers.step_timing.timeline import Traits
-from rankscope_exporter.records.pending_step import Draft
+from rankscope_exporter.observers.step_timing.observer import MOST_MARKS, StepTimingObserver
+from rankscope_exporter.observers.step_timing.timeline import LoopTraits
+from rankscope_exporter.records.pending_step import PendingStep
 
 EXACT = 1e-6
 
@@ -284,8 +284,8 @@ def test_a_step_whose_end_is_known_late_is_timed_all_the_same(quiet, watch, read
 
 
 def test_a_step_of_endless_passes_keeps_its_memory_and_all_of_its_time():
-    handed: list[Draft] = []
-    phases = Phases(HostClock(), Traits(), handed.append)
+    handed: list[PendingStep] = []
+    phases = StepTimingObserver(HostClock(), LoopTraits(), handed.append)
     for step in (1, 2):
         phases.step_begins(step)
         began = time.monotonic()
@@ -293,14 +293,14 @@ def test_a_step_of_endless_passes_keeps_its_memory_and_all_of_its_time():
             phases.forward_begins()
             phases.forward_ended()
         kept = len(phases._marks)
-        draft = Draft(step, 0, ended_at=time.monotonic())
-        phases.step_timed(draft, "forward")
-    ((read,),) = (draft.later,)
+        pending_step = PendingStep(step, 0, ended_at=time.monotonic())
+        phases.step_timed(pending_step, "forward")
+    ((read,),) = (pending_step.later,)
     told = {scalar.labels["phase"]: scalar.value for scalar in read() if scalar.name == "step_phase_seconds"}
 
     assert kept <= MOST_MARKS + 3
     assert told["other"] > told["forward"] > 0
-    assert sum(told.values()) >= draft.ended_at - began
+    assert sum(told.values()) >= pending_step.ended_at - began
 
 
 def test_a_checkpoint_written_on_another_thread_is_no_time_of_the_step(quiet, watch, reader, eventually):

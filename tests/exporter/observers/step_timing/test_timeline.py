@@ -9,21 +9,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope_exporter.observers.step_timing.timeline import Kind, Made, Mark, Traits, made_of, stretches_of
+from rankscope_exporter.observers.step_timing.timeline import (
+    Kind,
+    LoopTraits,
+    Mark,
+    PhaseTotals,
+    segments,
+    sum_by_phase,
+)
 
-ALONE = Traits()
-DDP = Traits(shows_reductions=True)
+ALONE = LoopTraits()
+DDP = LoopTraits(shows_reductions=True)
 
 
-def made(text: str, traits: Traits = ALONE, *, is_first: bool = False) -> Made:
+def made(text: str, traits: LoopTraits = ALONE, *, is_first: bool = False) -> PhaseTotals:
     """Return what marks written as "0 opens, 1 forward_begins, …" are made of; "phase_begins:name" names a phase."""
     marks = []
     for part in text.split(","):
         at, what = part.split()
         kind, _, name = what.partition(":")
         marks.append(Mark(kind, float(at), name))  # type: ignore[arg-type]  # a typo fails the test
-    stretches = list(stretches_of(marks, traits))
-    return made_of(stretches, lambda begin, end: end - begin, is_first=is_first)
+    stretches = list(segments(marks, traits))
+    return sum_by_phase(stretches, lambda begin, end: end - begin, is_first=is_first)
 
 
 PLAIN = (
@@ -66,8 +73,8 @@ def test_between_micro_batches_of_a_pipeline_nobody_waits_for_data():
         "9 backward_ended, 9 update_begins, 9 updated, 11 closes:forward"
     )
 
-    assert 2 == made(text, Traits(interleaves=True)).phases["data_wait"]
-    assert 3 == made(text, Traits(interleaves=True)).phases["other"]
+    assert 2 == made(text, LoopTraits(interleaves=True)).phases["data_wait"]
+    assert 3 == made(text, LoopTraits(interleaves=True)).phases["other"]
 
 
 def test_announced_phases_are_neither_counted_twice_nor_taken_for_a_wait():
@@ -103,7 +110,7 @@ def test_a_closure_runs_the_passes_inside_of_the_update():
         ("0 opens, 4 backward_begins, 4 backward_ends, 4 backward_ended, 4 closes:script", ALONE),  # forward unseen
         (
             "0 opens, 0 backward_begins, 0 backward_ends, 0 backward_ended, 4 closes:forward",
-            Traits(has_optimizer=False),
+            LoopTraits(has_optimizer=False),
         ),
         ("0 opens, 4 gives_up, 8 closes:forward", ALONE),
     ],
@@ -142,7 +149,7 @@ KINDS = [kind for kind in typing.get_args(Kind) if kind not in ("opens", "closes
 @given(
     st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 9)), max_size=30),
     st.sampled_from(["forward", "backward", "update", "script"]),
-    st.builds(Traits, shows_reductions=st.booleans(), interleaves=st.booleans(), has_optimizer=st.booleans()),
+    st.builds(LoopTraits, shows_reductions=st.booleans(), interleaves=st.booleans(), has_optimizer=st.booleans()),
     st.booleans(),
 )
 def test_phases_add_up_to_the_whole_whatever_the_marks(steps, cause, traits, is_first):
@@ -152,7 +159,7 @@ def test_phases_add_up_to_the_whole_whatever_the_marks(steps, cause, traits, is_
         now += later
         marks.append(Mark(kind, now, "checkpoint" if kind.startswith("phase") else ""))
     marks.append(Mark("closes", now, cause))
-    found = made_of(list(stretches_of(marks, traits)), lambda a, b: b - a, is_first=is_first)
+    found = sum_by_phase(list(segments(marks, traits)), lambda a, b: b - a, is_first=is_first)
 
     assert now == sum(found.phases.values())
     assert all(0 <= seconds for seconds in found.phases.values())
