@@ -114,7 +114,7 @@ def _options(
 ) -> ExportOptions:
     from rankscope_storage.base.errors import ExportError
     from rankscope_storage.formats import ExportOptions
-    from rankscope_storage.formats.base import parse_moment
+    from rankscope_storage.formats.common.base import parse_moment
 
     try:
         near = _began(connection, run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from rankscope_storage.formats.base import Exporter, ExportOptions, ExportReport, Progress
+from rankscope_storage.formats.common.base import Exporter, ExportOptions, ExportReport, Progress
 
 __all__ = ["ExportOptions", "ExportReport", "Exporter", "Progress", "exporters"]
 

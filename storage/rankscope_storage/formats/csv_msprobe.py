@@ -23,7 +23,8 @@ from rankscope_contract.msprobe.layout import (
 )
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.connection import Connection, connect
-from rankscope_storage.formats.base import ExportOptions, ExportReport, Progress, silent
+from rankscope_storage.formats.common.base import ExportOptions, ExportReport, Progress, silent
+from rankscope_storage.formats.common.selection import Selection, require_rows
 from rankscope_storage.formats.msprobe.folders import FamilyFiles, Stream, streams
 from rankscope_storage.formats.msprobe.rows import (
     FEATURE_COLUMNS,
@@ -33,7 +34,6 @@ from rankscope_storage.formats.msprobe.rows import (
     feature_cells,
     tensor_cells,
 )
-from rankscope_storage.formats.selection import Selection, require_rows
 
 HELD: Final = ("tensor_stats", "features")
 """Datasets that the layout has a place for."""

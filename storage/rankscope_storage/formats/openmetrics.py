@@ -15,10 +15,10 @@ from rankscope_contract import SCHEMA_VERSION, metrics
 from rankscope_contract.metrics import MetricSpec
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.connection import Connection
-from rankscope_storage.formats.base import ExportOptions, ExportReport, Progress, counting, silent, staged_file
+from rankscope_storage.formats.common.base import ExportOptions, ExportReport, Progress, counting, silent, staged_file
+from rankscope_storage.formats.common.selection import Selection, require_rows
 from rankscope_storage.formats.exposition.text import END, METRIC_NAME, SHOWN, Timeline
 from rankscope_storage.formats.exposition.writer import FamilyWriter
-from rankscope_storage.formats.selection import Selection, require_rows
 from rankscope_storage.prometheus import names
 
 RANKED: Final = ("tensor_stats", "scalars")

@@ -14,8 +14,8 @@ from rankscope_storage.base.errors import ExportError
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import Connection
 from rankscope_storage.files.encoding import ROW_GROUP_ROWS, counted_columns
-from rankscope_storage.formats.base import ExportOptions, ExportReport, Progress, counting, silent, staged_folder
-from rankscope_storage.formats.selection import Selection, columns, require_rows
+from rankscope_storage.formats.common.base import ExportOptions, ExportReport, Progress, counting, silent, staged_folder
+from rankscope_storage.formats.common.selection import Selection, columns, require_rows
 
 _BATCH_ROWS: Final = ROW_GROUP_ROWS
 

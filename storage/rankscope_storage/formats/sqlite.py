@@ -21,7 +21,8 @@ import pyarrow.compute as pc
 from rankscope_contract.msprobe.layout import FEATURES, TENSOR_FAMILIES, plain
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.connection import Connection
-from rankscope_storage.formats.base import ExportOptions, ExportReport, Progress, silent
+from rankscope_storage.formats.common.base import ExportOptions, ExportReport, Progress, silent
+from rankscope_storage.formats.common.selection import Selection, require_rows
 from rankscope_storage.formats.msprobe.folders import Stream
 from rankscope_storage.formats.msprobe.rows import (
     FEATURE_COLUMNS,
@@ -40,7 +41,6 @@ from rankscope_storage.formats.msprobe.sqlite_schema import (
     tags,
     trend_views,
 )
-from rankscope_storage.formats.selection import Selection, require_rows
 
 HELD: Final = ("tensor_stats", "features")
 

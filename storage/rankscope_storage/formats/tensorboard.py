@@ -17,8 +17,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.connection import Connection, connect
-from rankscope_storage.formats.base import ExportOptions, ExportReport, Progress, files_below, silent, staged_folder
-from rankscope_storage.formats.selection import Selection, columns, require_rows
+from rankscope_storage.formats.common.base import (
+    ExportOptions,
+    ExportReport,
+    Progress,
+    files_below,
+    silent,
+    staged_folder,
+)
+from rankscope_storage.formats.common.selection import Selection, columns, require_rows
 
 if TYPE_CHECKING:
     from rankscope_storage.tensorboard.events import EventFile

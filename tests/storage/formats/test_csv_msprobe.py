@@ -313,8 +313,8 @@ def test_several_at_once_write_the_same(shelf, rows):
 
 
 def test_run_beyond_one_window_is_written_in_order(shelf, rows, monkeypatch):
-    monkeypatch.setattr("rankscope_storage.formats.selection.WINDOW_ROWS", 3)
-    monkeypatch.setattr("rankscope_storage.formats.selection.Selection.windows.__kwdefaults__", {"rows": 3})
+    monkeypatch.setattr("rankscope_storage.formats.common.selection.WINDOW_ROWS", 3)
+    monkeypatch.setattr("rankscope_storage.formats.common.selection.Selection.windows.__kwdefaults__", {"rows": 3})
     put_steps(shelf, rows, *range(1, 12))
     target, report = shelf.export("csv", step_count_per_record=4)
 

@@ -12,7 +12,7 @@ from rankscope_contract.kinds import Kind
 from rankscope_contract.msprobe.families import FAMILY_OF
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.formats import ExportOptions, exporters
-from rankscope_storage.formats.base import parse_moment
+from rankscope_storage.formats.common.base import parse_moment
 
 NOON = dt.datetime(2026, 3, 1, 12, tzinfo=dt.UTC)
 

@@ -140,7 +140,7 @@ def test_many_windows_and_processes_write_the_same_bytes(shelf, rows, monkeypatc
     )
     whole, _ = shelf.export("tensorboard", "whole")
     parallel, _ = shelf.export("tensorboard", "parallel", process_num=2)
-    monkeypatch.setattr("rankscope_storage.formats.selection.Selection.windows.__kwdefaults__", {"rows": 7})
+    monkeypatch.setattr("rankscope_storage.formats.common.selection.Selection.windows.__kwdefaults__", {"rows": 7})
     pieces, _ = shelf.export("tensorboard", "pieces")
 
     contents = [

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 from rankscope_contract import metrics
 from rankscope_contract.escaping import sql_identifier, sql_string
 from rankscope_contract.metrics import MetricSpec
+from rankscope_storage.formats.common.selection import Selection
 from rankscope_storage.formats.exposition.text import (
     LABEL_NAME,
     MICROS,
@@ -26,7 +27,6 @@ from rankscope_storage.formats.exposition.text import (
     lines,
     sql_label,
 )
-from rankscope_storage.formats.selection import Selection
 from rankscope_storage.prometheus import names
 from rankscope_storage.prometheus.names import NULL, PLACEMENT, STAGE_EXTRAS, TENSOR_EXTRAS, Scalar
 

@@ -26,8 +26,8 @@ import pyarrow.compute as pc
 from rankscope_contract.msprobe.folders import Window, continued, window
 from rankscope_contract.msprobe.layout import file_name, folder_name
 from rankscope_storage.base.errors import ExportError
+from rankscope_storage.formats.common.selection import Selection
 from rankscope_storage.formats.msprobe.rows import MICRO_STEP, Cells
-from rankscope_storage.formats.selection import Selection
 
 _NO_TIME: Final = dt.datetime(2000, 1, 1, tzinfo=dt.UTC)
 _LATEST: Final = (

@@ -31,7 +31,7 @@ from rankscope_contract.msprobe.layout import (
     row_name,
 )
 from rankscope_storage.connection import Connection
-from rankscope_storage.formats.selection import Selection
+from rankscope_storage.formats.common.selection import Selection
 
 MICRO_STEP: Final = "micro_step"
 

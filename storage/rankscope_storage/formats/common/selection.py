@@ -13,7 +13,7 @@ from rankscope_contract.escaping import sql_identifier, sql_string
 from rankscope_contract.records import DATASETS, DIMENSIONS
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.connection import Connection
-from rankscope_storage.formats.base import ExportOptions
+from rankscope_storage.formats.common.base import ExportOptions
 
 WINDOW_ROWS: Final = 50_000
 
