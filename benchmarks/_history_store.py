@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rankscope_storage.care.compaction import compact
-from rankscope_storage.care.maintenance import maintain
-from rankscope_storage.files.layout import parts
+from rankscope_storage.api.store import Store
+from rankscope_storage.base.schema import conform
 from rankscope_storage.files.parquet import DataFile, write_file
-from rankscope_storage.log.delta import Change, Log
-from rankscope_storage.schema import conform
-from rankscope_storage.store import Store
+from rankscope_storage.files.partitioning import parts
+from rankscope_storage.log.delta import Log
+from rankscope_storage.log.translation import Change
+from rankscope_storage.maintenance.compaction import compact
+from rankscope_storage.maintenance.vacuum import maintain
 
 KINDS = ("param_after", "grad_reduced", "exp_avg", "exp_avg_sq")
 RUN = "main"

@@ -27,12 +27,12 @@ import numpy as np
 import pyarrow as pa
 from _rows import Row, print_rows
 
+from rankscope_storage.api.store import Batch, Store, Writer
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
-from rankscope_storage.durable import sync_to_disk
 from rankscope_storage.log import delta as log_module
-from rankscope_storage.log.files import LOG_FOLDER
-from rankscope_storage.schema import dataset_schema
-from rankscope_storage.store import Batch, Store, Writer
+from rankscope_storage.log.entries import LOG_FOLDER
 
 COMMITS = int(os.environ.get("RANKSCOPE_COMMITS", "4000"))
 TIME_LIMIT_SECONDS = float(os.environ.get("RANKSCOPE_COMMITS_SECONDS", "240"))

@@ -25,7 +25,7 @@ pa.set_cpu_count(1)
 from pathlib import Path
 path, store = Path(sys.argv[1]), Path(sys.argv[2])
 from rankscope_ingest.importers import find_importer, import_records
-from rankscope_storage.store import Store
+from rankscope_storage.api.store import Store
 began, cpu = time.perf_counter(), time.process_time()
 with Store.open(store, create=True).claim(owner="bench") as writer:
     report = import_records(path, writer, find_importer(path), run="bench")

@@ -34,7 +34,7 @@ from _peers_exporters import Ranks
 from _peers_programs import Moment, Program, Result, exporters, fetched, folder_bytes, free_port, metric, scrape_config
 from _rows import Row, cpu_seconds, print_rows
 
-from rankscope_storage.durable import sync_to_disk
+from rankscope_storage.base.fsync import sync_to_disk
 
 FLUSH_SECONDS = 10.0
 TENSORS = 1880

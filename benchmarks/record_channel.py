@@ -21,7 +21,7 @@ from rankscope_ingest.channel.checked import Checked, RowContext, check
 from rankscope_ingest.channel.decode import decode
 from rankscope_ingest.channel.plans import PlanColumns
 from rankscope_ingest.channel.wire import open_stream
-from rankscope_storage.store import Batch, Store
+from rankscope_storage.api.store import Batch, Store
 
 TENSORS, STEPS_A_POLL, RANKS, POLLS = 2_500, 10, 8, 10
 _UNIT = "CPU s per million samples"

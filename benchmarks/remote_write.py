@@ -27,7 +27,7 @@ from _rows import Row, cpu_seconds
 from rankscope_ingest.protobuf import field, number_field, packed, unpacked
 from rankscope_ingest.remote_write.gathering import samples_table
 from rankscope_ingest.remote_write.reading import WriteReader
-from rankscope_storage.store import Batch, Store
+from rankscope_storage.api.store import Batch, Store
 
 SERIES = 10_000
 NOW = 1_770_000_000_000

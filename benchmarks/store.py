@@ -16,9 +16,9 @@ import numpy as np
 import pyarrow as pa
 from _rows import Row, print_rows
 
+from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
-from rankscope_storage.schema import dataset_schema
-from rankscope_storage.store import Batch, Store
 
 SMALL_RUNS = 1_000
 

@@ -25,13 +25,13 @@ from rankscope_ingest.channel.checked import RowContext, check
 from rankscope_ingest.channel.decode import decode
 from rankscope_ingest.channel.plans import PlanColumns
 from rankscope_ingest.channel.wire import open_stream
-from rankscope_storage.care import merges
-from rankscope_storage.care.compaction import CompactionReport
-from rankscope_storage.durable import sync_to_disk
+from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.base.schema import conform
 from rankscope_storage.files.parquet import write_file
-from rankscope_storage.schema import conform
-from rankscope_storage.store import Batch, Store
-from rankscope_storage.writing.writer import Writer
+from rankscope_storage.maintenance import compaction_plan
+from rankscope_storage.maintenance.compaction import CompactionReport
+from rankscope_storage.writer.writer import Writer
 
 TENSORS, RANKS, STEPS_A_FLUSH, FLUSHES = 2_500, 8, 10, 8
 BITS = 12
@@ -90,11 +90,11 @@ def _store(root: Path, name: str, batches: Iterable[pa.Table], bits: int | None)
 
 def _merged(writer: Writer) -> CompactionReport:
     """Merge though there are few files."""
-    few, merges.SMALL_FILES = merges.SMALL_FILES, 2
+    few, compaction_plan.SMALL_FILES = compaction_plan.SMALL_FILES, 2
     try:
         return writer.compact()
     finally:
-        merges.SMALL_FILES = few
+        compaction_plan.SMALL_FILES = few
 
 
 def _cpu(folder: Path, batches: Iterable[pa.Table]) -> Iterable[Row]:

@@ -24,9 +24,9 @@ from _fleet_service import Service
 from _rows import Row, print_rows
 from _stored_size import bytes_per_sample, dearest, prototype, stored_files
 
-from rankscope_storage.durable import sync_to_disk
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.base.schema import conform
 from rankscope_storage.files.parquet import open_file, write_file
-from rankscope_storage.schema import conform
 
 RANKS, STEPS, LAYERS, WIDTH = 4, 400, 12, 96
 BASELINES: Final = ("norm_baseline", "mean_baseline")

@@ -25,7 +25,7 @@ print(json.dumps([time.perf_counter() - began, time.process_time() - cpu,
 """
 _IMPORT = """
 from rankscope_ingest.importers import find_importer, import_records
-from rankscope_storage.store import Store
+from rankscope_storage.api.store import Store
 with Store.open(store, create=True).claim(owner="bench") as writer:
     count = import_records(path, writer, find_importer(path), run="bench").records
 """

@@ -10,7 +10,7 @@ import sys
 from rankscope_ingest.allocator import share_allocator
 from rankscope_ingest.config_file import load_config
 from rankscope_ingest.errors import IngestError
-from rankscope_storage.errors import ShardLostError, StoreError
+from rankscope_storage.base.errors import ShardLostError, StoreError
 
 
 def _say(url: str) -> None:

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, fi
 from rankscope_contract.channel import DEFAULT_MAX_BYTES
 from rankscope_contract.web_config import WebConfig, WebConfigError
 from rankscope_ingest.web.tls import read_service_web_config
-from rankscope_storage.care.policy import Retention
+from rankscope_storage.maintenance.retention_policy import Retention
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Days = Annotated[float, Field(gt=0, le=36_500, allow_inf_nan=False)]

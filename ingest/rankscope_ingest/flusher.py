@@ -21,8 +21,8 @@ import pyarrow as pa
 from rankscope_ingest.alarm import Alarm
 from rankscope_ingest.batch import PendingBatch
 from rankscope_ingest.quarantine import halves
-from rankscope_storage.errors import BatchError, ShardLostError, StoreError
-from rankscope_storage.store import Batch
+from rankscope_storage.api.store import Batch
+from rankscope_storage.base.errors import BatchError, ShardLostError, StoreError
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from rankscope_storage.base.errors import StoreError
 from rankscope_storage.connection import connect
-from rankscope_storage.errors import StoreError
 
 WITHOUT_TIME: Final = frozenset({"tensor_stats", "tensors", "samples"})
 """Datasets of which no row says what time went into. A commit of these alone leaves every ratio as it was."""

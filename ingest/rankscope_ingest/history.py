@@ -23,7 +23,7 @@ from rankscope_ingest.lifecycle.lives import ENDED, Attempt, Rank
 from rankscope_ingest.lifecycle.runs import RunBook
 from rankscope_ingest.lifecycle.vitals import Vitals
 from rankscope_ingest.spool.losses import GivenUp
-from rankscope_storage.asking.views import HISTORY_SUFFIX
+from rankscope_storage.sql.views import HISTORY_SUFFIX
 
 _EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 _SHOWN: Final = ("rule", "kind", "tensor", "op", "value", "baseline", "threshold")

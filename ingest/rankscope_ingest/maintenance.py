@@ -23,10 +23,10 @@ from typing import Any, Final, Protocol
 
 from rankscope_ingest.config import ServiceConfig
 from rankscope_ingest.memory import MUCH_BYTES, resident_bytes, trim
-from rankscope_storage.care.compaction import CompactionReport
-from rankscope_storage.care.retention import RetentionReport, retain
-from rankscope_storage.durable import sync_to_disk
-from rankscope_storage.errors import StoreError
+from rankscope_storage.base.errors import StoreError
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.maintenance.compaction import CompactionReport
+from rankscope_storage.maintenance.retention import RetentionReport, retain
 
 log = logging.getLogger(__name__)
 

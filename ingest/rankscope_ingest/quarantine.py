@@ -25,7 +25,7 @@ from rankscope_contract.events import EventType, Severity
 from rankscope_ingest.batch import PendingBatch
 from rankscope_ingest.rows import Stamp
 from rankscope_ingest.tables import rows_table
-from rankscope_storage.durable import make_folders, sync_to_disk
+from rankscope_storage.base.fsync import make_folders, sync_to_disk
 
 log = logging.getLogger(__name__)
 

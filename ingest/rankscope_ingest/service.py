@@ -18,8 +18,8 @@ from rankscope_ingest.memory import keep_memory, let_go
 from rankscope_ingest.progress import Progress
 from rankscope_ingest.supervisor import Supervisor
 from rankscope_ingest.web.tls import client_tls, server_tls
+from rankscope_storage.api.store import Store, Writer
 from rankscope_storage.connection import connect
-from rankscope_storage.store import Store, Writer
 
 
 async def run(

@@ -54,8 +54,8 @@ from rankscope_ingest.web.listening import bind
 from rankscope_ingest.web.networks import parse_target_url
 from rankscope_ingest.web.origins import own_names
 from rankscope_ingest.web.tls import keep_fresh
-from rankscope_storage.errors import StoreError
-from rankscope_storage.store import Writer
+from rankscope_storage.api.store import Writer
+from rankscope_storage.base.errors import StoreError
 
 log = logging.getLogger(__name__)
 

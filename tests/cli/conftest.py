@@ -18,8 +18,8 @@ from tests.programs import OF_COMMANDS, server_of
 
 from rankscope import __main__
 from rankscope_contract.records import DATASETS
-from rankscope_storage.schema import dataset_schema
-from rankscope_storage.store import Batch, Store
+from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.schema import dataset_schema
 
 START = dt.datetime(2026, 3, 1, 12, 0, tzinfo=dt.UTC)
 STEPS = 30

@@ -11,8 +11,8 @@ from tests.cli.conftest import START, common, table
 from tests.cli.test_commands import assert_golden
 
 from rankscope.commands import main
-from rankscope_storage.schema import dataset_schema
-from rankscope_storage.store import Batch, Store
+from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.schema import dataset_schema
 
 RUNS = ("good-run", "bad-run")
 PARTED = 12

@@ -7,7 +7,7 @@ import subprocess
 import pyarrow.parquet as pq
 import pytest
 
-from rankscope_storage.exports import exporters
+from rankscope_storage.formats import exporters
 
 
 def test_export_writes_the_run_and_reports_omitted_rows(rankscope, tmp_path):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rankscope.base.errors import CommandError, suggestion
 from rankscope.output.rows import Format, as_text, cell, distinct_names, interval_text, write_rows
 from rankscope.output.summary_text import anomaly_table
-from rankscope_storage.asking.reports import AnomalyRow
+from rankscope_storage.api.summaries import AnomalyRow
 
 ROWS = pa.table(
     {

@@ -19,7 +19,7 @@ import pytest
 from rankscope.base.errors import TAKEN_OVER, USAGE, CommandError
 from rankscope.commands.serve import _run, _ViewHandler, load_settings
 from rankscope.output.progress import fetch_runs
-from rankscope_storage.errors import ShardLostError
+from rankscope_storage.base.errors import ShardLostError
 
 UNITS = Path(__file__).parents[2] / "deploy" / "systemd"
 

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pytest
 
 from rankscope.commands import main
-from rankscope_storage.care import compaction
+from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
-from rankscope_storage.schema import dataset_schema
-from rankscope_storage.store import Batch, Store
+from rankscope_storage.maintenance import compaction
 
 LONG_AGO = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 FLUSHES = 12

@@ -18,8 +18,8 @@ from rankscope_contract.metric_spec import MetricSpec
 from rankscope_contract.metrics import CATALOG
 from rankscope_contract.records import canonical_labels
 from rankscope_dashboards.generate import generated_files
-from rankscope_storage.schema import dataset_schema
-from rankscope_storage.store import Batch, Store
+from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.schema import dataset_schema
 
 RUN = "before"
 STEPS, SECONDS_PER_STEP = 40, 15

@@ -9,8 +9,8 @@ from tests.end_to_end.stored_rows import tables_of
 from tests.exporter.conftest import Reader, wait_until
 
 from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.connection import connect
-from rankscope_storage.store import Batch, Store
 
 
 def reduced_and_gathered() -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.programs import run_program
 
 from rankscope.demo.receiver import AlertReceiver
-from rankscope_storage.asking import reports
+from rankscope_storage.api import summaries
 from rankscope_storage.connection import connect
 
 pytestmark = pytest.mark.timeout(300)
@@ -46,7 +46,7 @@ def test_a_changed_bit_is_told_with_step_tensor_and_ranks_and_equal_ranks_never_
         history = connection.query(
             "SELECT run, step, tensor, apart FROM desync WHERE kind = 'param_after' ORDER BY step, tensor LIMIT 1"
         ).to_pylist()
-        anomalies = reports.anomalies(connection, "bad", top=1)
+        anomalies = summaries.anomalies(connection, "bad", top=1)
         stored = connection.query("SELECT DISTINCT run FROM hashes ORDER BY run")["run"].to_pylist()
 
     truth = [json.loads((tmp_path / "bad" / f"{rank}.json").read_text())["disturbed"]["truth"] for rank in range(2)]

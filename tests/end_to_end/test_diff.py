@@ -13,10 +13,10 @@ from tests.exporter.conftest import Reader, wait_until
 from torch import nn
 
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_storage.analysis.divergence import Divergence, Tolerance, divergence
-from rankscope_storage.analysis.sides import Selected, Side
+from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.connection import connect
-from rankscope_storage.store import Batch, Store
+from rankscope_storage.diff.diff import Divergence, Tolerance, divergence
+from rankscope_storage.diff.sources import Selected, Side
 
 STEPS = 5
 QUANTITIES = ("parameters", "gradients", "optimizer_state", "activations", "hashes")

@@ -13,7 +13,7 @@ from torch import nn
 
 from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_storage.connection import connect
-from rankscope_storage.exports import ExportOptions, exporters
+from rankscope_storage.formats import ExportOptions, exporters
 
 HEADS, MICRO_BATCHES = 2, 2
 

@@ -18,7 +18,7 @@ from rankscope_ingest.channel.checked import Checked, RowContext, check, plan_id
 from rankscope_ingest.channel.decode import decode
 from rankscope_ingest.channel.wire import open_stream
 from rankscope_ingest.tables import rows_table
-from rankscope_storage.files.layout import SORT_KEYS, sort_order
+from rankscope_storage.files.sorting import SORT_KEYS, sort_order
 
 contexts = st.builds(
     RowContext,

@@ -17,7 +17,7 @@ from rankscope_ingest.desync.history import read_apart
 from rankscope_ingest.desync.watch import _symptom, apart_row
 from rankscope_ingest.rows import Stamp, headline, incident_row
 from rankscope_ingest.service_metrics import ServiceMetrics
-from rankscope_storage.schema import dataset_schema
+from rankscope_storage.base.schema import dataset_schema
 
 RUN = ("r", 0)
 

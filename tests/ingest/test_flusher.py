@@ -12,7 +12,7 @@ import pytest
 
 from rankscope_ingest.batch import Batcher
 from rankscope_ingest.flusher import Flusher
-from rankscope_storage.errors import ShardLostError, StoreError
+from rankscope_storage.base.errors import ShardLostError, StoreError
 from rankscope_storage.log.delta import Log
 
 
@@ -236,7 +236,7 @@ async def test_unwritable_store_slows_the_pulls_and_loses_nothing(start_service,
 
 
 async def test_second_service_on_one_store_is_refused_and_the_first_goes_on(start_service, fake_rank, eventually):
-    from rankscope_storage.errors import ClaimError
+    from rankscope_storage.base.errors import ClaimError
 
     async with fake_rank() as rank, start_service() as service:
         with pytest.raises(ClaimError, match="process"):

@@ -9,7 +9,7 @@ import pytest
 from rankscope_contract.records import DATASETS
 from rankscope_ingest.goodput import WITHOUT_TIME, GoodputWatch
 from rankscope_ingest.service_metrics import ServiceMetrics
-from rankscope_storage.analysis.goodput import GOODPUT, GOODPUT_ATTEMPTS
+from rankscope_storage.sql.goodput import GOODPUT, GOODPUT_ATTEMPTS
 
 
 class World:

@@ -23,9 +23,9 @@ from rankscope_ingest.notifiers import NotifyError, make_notifiers
 from rankscope_ingest.rows import Stamp, attempt_row, incident_row, launch_row
 from rankscope_ingest.tables import rows_table
 from rankscope_ingest.target import Target
+from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
-from rankscope_storage.schema import dataset_schema
-from rankscope_storage.store import Batch, Store
 
 TIMING = Timing(
     patience=Patience(refused_after_seconds=10, failed_after_seconds=25),

@@ -6,8 +6,8 @@ import pytest
 
 from rankscope_ingest.errors import IngestError
 from rankscope_ingest.importers import find_importer, import_records, importers
+from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
-from rankscope_storage.store import Store
 
 
 @pytest.fixture

@@ -22,12 +22,12 @@ from rankscope_ingest.maintenance import (
     Turns,
     retaining,
 )
-from rankscope_storage.care.compaction import CompactionReport
-from rankscope_storage.care.retention import Retention, RetentionReport
+from rankscope_storage.api.store import Batch
+from rankscope_storage.api.store import Store as StoreFolder
+from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
-from rankscope_storage.schema import dataset_schema
-from rankscope_storage.store import Batch
-from rankscope_storage.store import Store as StoreFolder
+from rankscope_storage.maintenance.compaction import CompactionReport
+from rankscope_storage.maintenance.retention import Retention, RetentionReport
 
 EVERY = 600.0
 

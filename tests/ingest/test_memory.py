@@ -104,7 +104,7 @@ from pathlib import Path
 import numpy as np
 from rankscope_ingest import maintenance
 from rankscope_ingest.memory import keep_memory
-from rankscope_storage.care.compaction import CompactionReport
+from rankscope_storage.maintenance.compaction import CompactionReport
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20

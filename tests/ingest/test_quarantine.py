@@ -15,9 +15,9 @@ from tests.properties import examples
 from rankscope_ingest.batch import Batcher, PendingBatch
 from rankscope_ingest.quarantine import FOLDER, Quarantine, halves, parts
 from rankscope_ingest.rows import Stamp
-from rankscope_storage.errors import BatchError
-from rankscope_storage.store import Store
-from rankscope_storage.writing.writer import Writer
+from rankscope_storage.api.store import Store
+from rankscope_storage.base.errors import BatchError
+from rankscope_storage.writer.writer import Writer
 
 
 def poisoned(monkeypatch, is_bad):

@@ -18,7 +18,7 @@ from rankscope_contract.records import Plan, PlanEntry
 from rankscope_ingest import collector
 from rankscope_ingest.channel.loop import TargetLoop
 from rankscope_ingest.hangs.stalls import StallNews
-from rankscope_storage.asking.reports import summary
+from rankscope_storage.api.summaries import summary
 from rankscope_storage.connection import connect
 
 LOSSES = (

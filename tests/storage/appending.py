@@ -10,7 +10,7 @@ import sys
 
 import pyarrow as pa
 
-from rankscope_storage.store import Batch, Store
+from rankscope_storage.api.store import Batch, Store
 
 RANKS, TENSORS = 2, 4
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from rankscope_storage.api.store import Batch, Store, Writer
 from rankscope_storage.connection import Connection, connect
-from rankscope_storage.store import Batch, Store, Writer
 
 
 def make_scalars(

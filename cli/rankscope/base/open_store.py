@@ -18,8 +18,8 @@ def open_store(store: Path, *, locked: bool = True) -> Iterator[Connection]:
     """Yield a connection to `store`. StoreError and duckdb.Error are raised as CommandError with the same text."""
     import duckdb
 
+    from rankscope_storage.base.errors import StoreError
     from rankscope_storage.connection import connect
-    from rankscope_storage.errors import StoreError
 
     try:
         with connect(store, locked=locked) as connection:

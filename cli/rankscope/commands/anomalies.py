@@ -29,11 +29,11 @@ def anomalies(
 
     rankscope anomalies my-run --steps 100:200 --format csv
     """
-    from rankscope_storage.asking import reports
+    from rankscope_storage.api import summaries
 
     with open_store(store) as connection:
         name = resolve_run(connection, run)
-        found = reports.anomalies(connection, name, top=top, steps=step_range(steps))
+        found = summaries.anomalies(connection, name, top=top, steps=step_range(steps))
     if not found and form is Format.TABLE and output is None:
         print(f"no anomalies in {name}")
         return

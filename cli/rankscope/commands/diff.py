@@ -16,9 +16,9 @@ from rankscope.base.options import Store, step_range
 from rankscope_contract.collectives import spans
 
 if TYPE_CHECKING:
-    from rankscope_storage.analysis.divergence import Divergence
-    from rankscope_storage.analysis.sides import Side
     from rankscope_storage.connection import Connection
+    from rankscope_storage.diff.diff import Divergence
+    from rankscope_storage.diff.sources import Side
 
 _OF_KINDS: Final = ("tensor_stats", "features", "hashes")
 DIFFERENT: Final = 1
@@ -66,8 +66,8 @@ def diff(
     rankscope diff my-run --attempts 0 1 --kind param_after
     """
     from rankscope.output.diff_text import diff_document, diff_lines
-    from rankscope_storage.analysis.divergence import Tolerance, divergence
-    from rankscope_storage.analysis.sides import Selected
+    from rankscope_storage.diff.diff import Tolerance, divergence
+    from rankscope_storage.diff.sources import Selected
 
     try:
         bounds = step_range(steps)
@@ -93,7 +93,7 @@ def diff(
 def _sides(
     connection: Connection, runs: list[str], ranks: tuple[int, int] | None, attempts: tuple[int, int] | None
 ) -> tuple[Side, Side]:
-    from rankscope_storage.analysis.sides import Side
+    from rankscope_storage.diff.sources import Side
 
     names = [resolve_run(connection, run) for run in runs]
     if len(names) == 1 and (ranks is not None or attempts is not None):
@@ -130,7 +130,7 @@ def _check_compared(found: Divergence, connection: Connection, kinds: Sequence[s
 
 def _check_kinds(kinds: Sequence[str], sides: Sequence[Side], connection: Connection) -> None:
     """Raise CommandError with the available kinds if a run has none of the requested kinds."""
-    from rankscope_storage.analysis.sides import SCALAR
+    from rankscope_storage.diff.sources import SCALAR
 
     for side in sides:
         queries = [f"SELECT DISTINCT kind FROM {name} WHERE run = $run" for name in _OF_KINDS]  # noqa: S608 - constants

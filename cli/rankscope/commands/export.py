@@ -17,7 +17,7 @@ from rankscope.base.options import Run, Store, step_range
 
 if TYPE_CHECKING:
     from rankscope_storage.connection import Connection
-    from rankscope_storage.exports import Exporter, ExportOptions, ExportReport, Progress
+    from rankscope_storage.formats import Exporter, ExportOptions, ExportReport, Progress
 
 
 Target = Annotated[
@@ -73,7 +73,7 @@ def export(
 
     rankscope export my-run --format parquet --steps 1000:2000 --ranks 0-7
     """
-    from rankscope_storage.files.layout import own_part
+    from rankscope_storage.files.partitioning import own_part
 
     exporter = _exporter(form)
     with open_store(store) as connection:
@@ -100,7 +100,7 @@ def export(
 
 
 def _exporter(name: str) -> Exporter:
-    from rankscope_storage.exports import exporters
+    from rankscope_storage.formats import exporters
 
     known = exporters()
     if name not in known:
@@ -112,9 +112,9 @@ def _exporter(name: str) -> Exporter:
 def _options(
     connection: Connection, run: str, *, time_start: str | None, time_end: str | None, **others: object
 ) -> ExportOptions:
-    from rankscope_storage.errors import ExportError
-    from rankscope_storage.exports import ExportOptions
-    from rankscope_storage.exports.moments import parse_moment
+    from rankscope_storage.base.errors import ExportError
+    from rankscope_storage.formats import ExportOptions
+    from rankscope_storage.formats.common.base import parse_moment
 
     try:
         near = _began(connection, run)

@@ -58,7 +58,7 @@ def import_(
     rankscope import outputs/ --explain
     """
     from rankscope_ingest.errors import IngestError
-    from rankscope_storage.errors import StoreError
+    from rankscope_storage.base.errors import StoreError
 
     chosen = None if kind == AUTOMATIC else _importer(kind)
     try:
@@ -83,8 +83,8 @@ def _import_logs(
     shown: int | None,
 ) -> None:
     from rankscope_ingest.importers import import_records, known_imports, run_name
+    from rankscope_storage.api.store import Store as StoreFolder
     from rankscope_storage.connection import connect
-    from rankscope_storage.store import Store as StoreFolder
 
     owner = f"import, process {os.getpid()} on {socket.gethostname()}"
     with StoreFolder.open(store, create=True).claim(shard, owner=owner) as writer, connect(store) as connection:

@@ -18,8 +18,8 @@ from rankscope.output.runs_text import run_lines, terminal_width
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from rankscope_storage.care.labels import Labels, Relabel
-    from rankscope_storage.care.rewriting import RewriteReport
+    from rankscope_storage.runs.edit import RewriteReport
+    from rankscope_storage.runs.tags import Labels, Relabel
 
 
 class Action(enum.StrEnum):
@@ -135,10 +135,10 @@ def _fits(action: Action, count: int) -> bool:
 
 
 def _list(store: Path, tags: Sequence[str], form: Format, output: Path | None) -> None:
-    from rankscope_storage.asking import reports
+    from rankscope_storage.api import summaries
 
     with open_store(store) as connection:
-        rows = reports.runs(connection)
+        rows = summaries.runs(connection)
     if tags:
         rows = _having(rows, tags)
     if form is Format.TABLE:
@@ -150,7 +150,7 @@ def _list(store: Path, tags: Sequence[str], form: Format, output: Path | None) -
 
 def _having(rows: pa.Table, wanted: Sequence[str]) -> pa.Table:
     """Return the runs that have all tags in `wanted`, each written as KEY=VALUE, or as KEY for any value."""
-    from rankscope_storage.care.labels import parse_tags
+    from rankscope_storage.runs.tags import parse_tags
 
     pairs = [text.partition("=") for text in wanted]
 
@@ -173,23 +173,23 @@ def _show(store: Path, run: str, form: Format, output: Path | None) -> None:
 
 
 def _wanted(action: Action, given: Sequence[str]) -> Relabel:
-    from rankscope_storage.care import labels
+    from rankscope_storage.runs import tags
 
     if action is Action.NOTE:
-        return labels.noted(given[0])
+        return tags.noted(given[0])
     if action is Action.UNTAG:
-        return labels.untagged(given)
+        return tags.untagged(given)
     pairs = [text.partition("=") for text in given]
     for text, (_, equals, _) in zip(given, pairs, strict=True):
         if not equals:
             raise CommandError(f"{text!r} is not a tag: write KEY=VALUE", code=USAGE)
-    return labels.tagged({key: value for key, _, value in pairs})
+    return tags.tagged({key: value for key, _, value in pairs})
 
 
 def _relabelled(root: Path, run: str, change: Relabel) -> Labels:
-    from rankscope_storage.care.labels import relabel
-    from rankscope_storage.durable import sync_to_disk
-    from rankscope_storage.errors import StoreError
+    from rankscope_storage.base.errors import StoreError
+    from rankscope_storage.base.fsync import sync_to_disk
+    from rankscope_storage.runs.tags import relabel
 
     try:
         return relabel(root, run, change, sync_to_disk)
@@ -203,9 +203,9 @@ def _print_labels(labels: Labels) -> None:
 
 
 def _change(action: Action, root: Path, run: str, other: str) -> RewriteReport:
-    from rankscope_storage.care import runs as care
-    from rankscope_storage.durable import sync_to_disk
-    from rankscope_storage.errors import StoreError
+    from rankscope_storage.base.errors import StoreError
+    from rankscope_storage.base.fsync import sync_to_disk
+    from rankscope_storage.runs import edit as care
 
     try:
         if action is Action.RM:

@@ -60,7 +60,7 @@ def serve(
 def _run(settings: ServiceConfig, view: View, *, show: bool) -> None:
     from rankscope_ingest.errors import ConfigError, IngestError
     from rankscope_ingest.service import run
-    from rankscope_storage.errors import ShardLostError, StoreError
+    from rankscope_storage.base.errors import ShardLostError, StoreError
 
     def ready(url: str) -> None:
         view.print_line(f"listening on {url}")

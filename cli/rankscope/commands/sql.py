@@ -64,7 +64,7 @@ def _statement(query: str | None, file: Path | None) -> str:
 
 
 def _emit_views(store: Path, output: Path | None) -> None:
-    from rankscope_storage.asking.plain_sql import emit_views
+    from rankscope_storage.query.sql_script import emit_views
 
     with open_store(store):  # raises CommandError if the folder is not a valid store
         script = emit_views(store)

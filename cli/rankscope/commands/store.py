@@ -16,10 +16,10 @@ from rankscope.base.options import Store as Folder
 from rankscope.output.rows import Format, Output, OutputFormat, write_rows
 
 if TYPE_CHECKING:
-    from rankscope_storage.care.findings import CheckReport
-    from rankscope_storage.care.policy import Retention
-    from rankscope_storage.care.repairing import RepairReport
-    from rankscope_storage.care.retention import RetentionReport
+    from rankscope_storage.maintenance.file_check import CheckReport
+    from rankscope_storage.maintenance.repair import RepairReport
+    from rankscope_storage.maintenance.retention import RetentionReport
+    from rankscope_storage.maintenance.retention_policy import Retention
 
 
 class Action(enum.StrEnum):
@@ -88,7 +88,7 @@ def store(
 
     rankscope store repair --dry-run
     """
-    from rankscope_storage.errors import StoreError
+    from rankscope_storage.base.errors import StoreError
 
     root = store.absolute()
     try:
@@ -107,7 +107,7 @@ def store(
 
 
 def _check(root: Path, *, deep: bool) -> None:
-    from rankscope_storage.care.checking import check
+    from rankscope_storage.maintenance.check import check
 
     with _bar("files") as progress:
         report = check(root, deep=deep, progress=progress)
@@ -130,9 +130,9 @@ def _print_check(report: CheckReport) -> None:
 
 
 def _stats(root: Path, by: By, form: Format, output: Path | None) -> None:
-    from rankscope_storage.care.counting import count
-    from rankscope_storage.durable import sync_to_disk
+    from rankscope_storage.base.fsync import sync_to_disk
     from rankscope_storage.log.delta import Log
+    from rankscope_storage.maintenance.stats import count
 
     found = count(Log.open(root, sync_to_disk), by=by)
     if form is Format.TABLE and output is None:
@@ -144,8 +144,8 @@ def _stats(root: Path, by: By, form: Format, output: Path | None) -> None:
 
 
 def _compact(root: Path) -> None:
-    from rankscope_storage.care.compaction import compact
-    from rankscope_storage.durable import sync_to_disk
+    from rankscope_storage.base.fsync import sync_to_disk
+    from rankscope_storage.maintenance.compaction import compact
 
     with _bar("compactions") as progress:
         report = compact(root, sync_to_disk, progress)
@@ -155,7 +155,7 @@ def _compact(root: Path) -> None:
 
 
 def _policy(days: float | None, scalars: float | None, samples: float | None, rollups: float | None) -> Retention:
-    from rankscope_storage.care.policy import Retention
+    from rankscope_storage.maintenance.retention_policy import Retention
 
     if {days, scalars, samples, rollups} == {None}:
         raise CommandError(
@@ -169,8 +169,8 @@ def _policy(days: float | None, scalars: float | None, samples: float | None, ro
 
 
 def _retain(root: Path, policy: Retention, form: Format, output: Path | None, *, dry_run: bool) -> None:
-    from rankscope_storage.care.retention import retain
-    from rankscope_storage.durable import sync_to_disk
+    from rankscope_storage.base.fsync import sync_to_disk
+    from rankscope_storage.maintenance.retention import retain
 
     now = dt.datetime.now(dt.UTC)
     try:
@@ -212,8 +212,8 @@ def _bar(unit: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _repair(root: Path, *, deep: bool, dry_run: bool, force: bool) -> None:
-    from rankscope_storage.care.repairing import repair
-    from rankscope_storage.durable import sync_to_disk
+    from rankscope_storage.base.fsync import sync_to_disk
+    from rankscope_storage.maintenance.repair import repair
 
     _print_repair(repair(root, sync_to_disk, deep=deep, dry_run=dry_run, force=force), dry_run=dry_run)
 

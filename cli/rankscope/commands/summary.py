@@ -14,9 +14,9 @@ def summary(run: Run = None, store: Store = Path("history")) -> None:
 
     [bold]Example[/bold]: rankscope summary my-run --store history
     """
-    from rankscope_storage.asking import reports
+    from rankscope_storage.api import summaries
 
     with open_store(store) as connection:
-        found = reports.summary(connection, resolve_run(connection, run))
+        found = summaries.summary(connection, resolve_run(connection, run))
     for line in summary_lines(found):
         print(line)

@@ -49,15 +49,15 @@ limit 4""",
 
 def report(console: Console, folder: Path, expected: ExpectedRun, alerts: Sequence[Alert]) -> bool:
     """Print the report; return whether all checks passed."""
-    from rankscope_storage.asking import reports
+    from rankscope_storage.api import summaries
 
     store = folder / STORE
     with open_store(store) as connection:
         _heading(console, "Summary")
-        for line in summary_lines(reports.summary(connection, expected.run)):
+        for line in summary_lines(summaries.summary(connection, expected.run)):
             console.print(line, markup=False, soft_wrap=True)
         _heading(console, "Anomalies in causal order")
-        found = reports.anomalies(connection, expected.run, top=8)
+        found = summaries.anomalies(connection, expected.run, top=8)
         if found:
             print_table(anomaly_table(found, SHOWN))
         else:

@@ -99,8 +99,8 @@ def _token(response: Response, token: str | None) -> CheckResult:
 
 
 def _opened(folder: Path) -> CheckResult:
-    from rankscope_storage.errors import StoreError
-    from rankscope_storage.store import Store
+    from rankscope_storage.api.store import Store
+    from rankscope_storage.base.errors import StoreError
 
     try:
         Store.open(folder)

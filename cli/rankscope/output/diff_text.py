@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rankscope.output.rows import cell
 
 if TYPE_CHECKING:
-    from rankscope_storage.analysis.divergence import Divergence, Point, StepApart
+    from rankscope_storage.diff.diff import Divergence, Point, StepApart
 
 _SHOWN_STEPS: Final = 12
 _SHOWN_NAMES: Final = 8

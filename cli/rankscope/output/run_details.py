@@ -20,7 +20,7 @@ _WHEN = ("started_at", "ended_at", "last_step", "planned_steps", "world_size", "
 
 def run_details(connection: Connection, run: str) -> dict[str, Any]:
     """Return the details of `run` as one JSON object; unknown values are null or empty."""
-    from rankscope_storage.care.labels import parse_tags
+    from rankscope_storage.runs.tags import parse_tags
 
     with connection.steady():
         (known,) = connection.query("SELECT * FROM runs WHERE run = $run", {"run": run}).to_pylist()

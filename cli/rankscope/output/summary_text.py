@@ -11,7 +11,7 @@ import pyarrow as pa
 from rankscope.output.rows import cell
 
 if TYPE_CHECKING:
-    from rankscope_storage.asking.reports import AnomalyRow, RunSummary
+    from rankscope_storage.api.summaries import AnomalyRow, RunSummary
 
 SHOWN = ("step", "rank", "rule", "kind", "tensor", "op", "value", "baseline", "threshold")
 """Columns of the table format; the other formats have every column."""
@@ -69,7 +69,7 @@ def _size(count: float) -> str:
 
 def anomaly_table(found: Sequence[AnomalyRow], columns: Sequence[str] | None = None) -> pa.Table:
     """Return the anomalies as a table with `columns`, or with every column if None."""
-    from rankscope_storage.schema import dataset_schema
+    from rankscope_storage.base.schema import dataset_schema
 
     schema = dataset_schema("events")
     names = columns or tuple(asdict(found[0]) if found else schema.names)

@@ -31,7 +31,7 @@ from rankscope_ingest.importers.judging import IMPORT_RULES, Judge
 from rankscope_ingest.importers.sources import KnownImport, Source, identify, marks, stream_of
 from rankscope_ingest.importers.stamping import Stamp
 from rankscope_ingest.tables import FROM_INGEST, rows_table, table_schema
-from rankscope_storage.store import Batch, Commit
+from rankscope_storage.api.store import Batch, Commit
 
 BATCH_RECORDS: Final = 20_000
 BATCH_ROWS: Final = 500_000

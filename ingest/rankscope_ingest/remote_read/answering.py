@@ -26,10 +26,9 @@ from rankscope_ingest.remote_read.messages import (
     read_request,
     read_response,
 )
+from rankscope_storage.base.errors import LimitError, QueryError, StoreError
 from rankscope_storage.connection import Connection, connect
-from rankscope_storage.errors import LimitError, QueryError, StoreError
-from rankscope_storage.remote_read.bounds import Patience
-from rankscope_storage.remote_read.reading import read
+from rankscope_storage.prometheus.read import Patience, read
 
 READ_SECONDS: Final = 45.0
 """For one question: by default Prometheus waits a minute for the whole answer, and then for no word of why."""

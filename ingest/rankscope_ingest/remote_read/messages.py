@@ -25,9 +25,9 @@ from rankscope_ingest.protobuf import (
     text,
     varints,
 )
-from rankscope_storage.remote_read.matchers import Matcher, MatchType
-from rankscope_storage.remote_read.question import Question
-from rankscope_storage.remote_read.series import Series
+from rankscope_storage.prometheus.matchers import Matcher, MatchType
+from rankscope_storage.prometheus.query import Question
+from rankscope_storage.prometheus.series import Series
 
 SAMPLES, STREAMED_XOR_CHUNKS = 0, 1
 MAX_REQUEST_BYTES: Final = 1 << 20

@@ -16,7 +16,7 @@ import numpy as np
 from rankscope_ingest.protobuf import as_varint, field, number_field
 from rankscope_ingest.remote_read.messages import label_fields
 from rankscope_ingest.remote_read.xor import SAMPLES_PER_CHUNK, chunks
-from rankscope_storage.remote_read.series import Series
+from rankscope_storage.prometheus.series import Series
 
 CONTENT_TYPE: Final = "application/x-streamed-protobuf; proto=prometheus.ChunkedReadResponse"
 FRAME_BYTES: Final = 1 << 20

@@ -16,7 +16,7 @@ import pyarrow as pa
 from rankscope_ingest.batch import PendingBatch, Waiting
 from rankscope_ingest.remote_write.reading import Part, Written
 from rankscope_ingest.tables import NO_RUN, TIME, constant, samples_schema
-from rankscope_storage.remote_read.series import STALE_BITS
+from rankscope_storage.prometheus.series import STALE_BITS
 
 RECEIPTS: Final = "rankscopeWritten"
 """Under which word of a commit's information the requests stand that it stored."""

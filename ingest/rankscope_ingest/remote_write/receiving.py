@@ -20,7 +20,7 @@ from rankscope_ingest.flusher import Appender, Aside, Committed, Flusher
 from rankscope_ingest.protobuf import unpacked
 from rankscope_ingest.remote_write.gathering import RECEIPTS, SampleBatcher, halves
 from rankscope_ingest.remote_write.reading import WriteReader, Written
-from rankscope_storage.errors import StoreError
+from rankscope_storage.base.errors import StoreError
 
 log = logging.getLogger(__name__)
 

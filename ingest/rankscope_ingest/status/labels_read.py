@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_storage.care.labels import parse_tags
+from rankscope_storage.base.errors import StoreError
 from rankscope_storage.connection import Connection, connect
-from rankscope_storage.errors import StoreError
+from rankscope_storage.runs.tags import parse_tags
 
 LOOK_SECONDS: Final = 5.0
 PATIENCE_SECONDS: Final = 1.0

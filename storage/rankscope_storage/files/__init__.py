@@ -1,1 +1,1 @@
-"""Data files: which rows one holds, in which order and form they lie in it, and its way to the disk."""
+"""Data files: the partition of each row, the order and encoding of rows in a file, and durable writing."""

@@ -9,7 +9,7 @@ import contextlib
 import datetime as dt
 import json
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,10 +18,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rankscope_storage.durable import Sync, make_folders
+from rankscope_storage.base.fsync import Sync, make_folders
+from rankscope_storage.base.schema import dataset_schema, written
 from rankscope_storage.files.encoding import write_sorted
-from rankscope_storage.files.layout import data_file, one_chunk
-from rankscope_storage.schema import dataset_schema, written
+from rankscope_storage.files.partitioning import data_file
+from rankscope_storage.files.sorting import one_chunk
 
 STAGING: Final = "_staging"
 STATISTICS_COLUMNS: Final = ("run", "attempt", "rank", "step", "ts")
@@ -44,6 +45,12 @@ class DataFile:
     size_bytes: int
     modified_at_ms: int
     statistics: str  # JSON as the Delta log has it
+
+    @classmethod
+    def from_snapshot(cls, file: Mapping[str, Any]) -> DataFile:
+        """Return the file of a row of a Snapshot's files. It has no time and no statistics: a removal needs none."""
+        names = ("path", "dataset", "part", "rows", "size_bytes")
+        return cls(**{name: file[name] for name in names}, modified_at_ms=0, statistics="")
 
 
 def write_file(

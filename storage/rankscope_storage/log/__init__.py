@@ -1,1 +1,4 @@
-"""The Delta log: what a version is, how the next one comes to be, and which files it names."""
+"""The Delta log: versions, commits, checkpoints, damage, and the locks of writers.
+
+No other folder knows the files of the log or the mutex of rewrites.
+"""

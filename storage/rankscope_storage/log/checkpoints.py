@@ -12,10 +12,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from rankscope_storage.durable import Sync
-from rankscope_storage.errors import StoreError
+from rankscope_storage.base.errors import StoreError
+from rankscope_storage.base.fsync import Sync
 from rankscope_storage.log.delta import CHECKPOINT_COMMITS, Log
-from rankscope_storage.log.files import newest_checkpoint
+from rankscope_storage.log.entries import newest_checkpoint
 
 _log = logging.getLogger(__name__)
 

@@ -9,23 +9,22 @@ in a commit: see `checkpoint`, which whoever commits often calls from another th
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
 from deltalake import DeltaTable, Schema
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
-from deltalake.transaction import AddAction, CommitProperties, PostCommitHookProperties, RemoveAction, Transaction
+from deltalake.transaction import CommitProperties, PostCommitHookProperties, Transaction
 
 from rankscope_contract import SCHEMA_VERSION
-from rankscope_storage.durable import Sync
-from rankscope_storage.errors import ConflictError, NotAStoreError, SchemaVersionError, StoreError
-from rankscope_storage.files.parquet import DataFile
-from rankscope_storage.log.errors import check_path, first_line, torn, translated
-from rankscope_storage.log.files import (
+from rankscope_storage.base.errors import ConflictError, NotAStoreError, SchemaVersionError, StoreError
+from rankscope_storage.base.fsync import Sync
+from rankscope_storage.base.schema import PARTITION_COLUMNS, table_schema
+from rankscope_storage.files.parquet import discard
+from rankscope_storage.log.entries import (
     ACTIONS,
     LOG_FOLDER,
     NO_CHECKPOINT,
@@ -38,9 +37,12 @@ from rankscope_storage.log.files import (
     transactions_between,
 )
 from rankscope_storage.log.snapshot import Snapshot, snapshot_files
-from rankscope_storage.schema import PARTITION_COLUMNS, table_schema
+from rankscope_storage.log.translation import Change, actions_of, check_path, first_line, torn, translated
 
 _log = logging.getLogger(__name__)
+
+MUTEX: Final = "compact"
+"""Transaction that every commit moves which replaces files of other commits. Its name is that of its first user."""
 
 CHECKPOINT_COMMITS: Final = 10
 """So many commits after the newest checkpoint the next one is due."""
@@ -60,19 +62,6 @@ _CONFIGURATION: Final = {
 # Cleaning up lists the whole log folder at every commit: 94 instead of 30 ms at 6,000 entries. A checkpoint takes 20 ms
 # and more, of every 20th commit.
 _HOOKS: Final = PostCommitHookProperties(create_checkpoint=False, cleanup_expired_logs=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """What one commit does, all of it or nothing."""
-
-    added: Sequence[DataFile] = ()
-    removed: Sequence[DataFile] = ()
-    transactions: Mapping[str, int] = field(default_factory=dict)
-    info: Mapping[str, Any] = field(default_factory=dict)
-    rewrites: bool = False
-    """The rows stay the same, only their files change. Then delta-rs does not look for conflicts, and two changes
-    that remove the same file would both succeed: `transactions` must hold a mutex that both move."""
 
 
 class Log:
@@ -133,17 +122,13 @@ class Log:
     def refresh(self) -> None:
         """Advance the handle to the newest version."""
         try:
-            if not self._reopen():
+            newest = newest_checkpoint(self.root) if self.version - self._base >= CHECKPOINT_COMMITS else self._base
+            if newest > self._base:  # begin again at it: a handle keeps every entry since its own
+                self._table, self._base = DeltaTable(str(self.root)), newest
+            else:
                 self._table.update_incremental()
         except (DeltaError, OSError) as error:
             raise translated(error, self.root) from error
-
-    def _reopen(self) -> bool:
-        """Begin anew at a newer checkpoint, if there is one and it pays: a handle keeps every entry since its own."""
-        if self.version - self._base < CHECKPOINT_COMMITS or (newest := newest_checkpoint(self.root)) <= self._base:
-            return False
-        self._table, self._base = DeltaTable(str(self.root)), newest
-        return True
 
     def snapshot(self) -> Snapshot:
         """Return the files of the version the handle stands at."""
@@ -167,7 +152,7 @@ class Log:
         """
         if gone := [file.path for file in change.added if not (self.root / file.path).exists()]:
             raise ConflictError(f"{gone[0]} has gone: it lay there for hours without a commit")
-        actions: list[AddAction | RemoveAction] = [*_removals(change), *_additions(change)]
+        actions = actions_of(change)
         try:
             self._table.create_write_transaction(
                 actions,
@@ -185,6 +170,34 @@ class Log:
         except (DeltaError, OSError) as error:
             raise translated(error, self.root) from error
         return self.make_durable()
+
+    def replace_files(
+        self, build: Callable[[], Change | None], *, tries: int = 1, reuse_files: bool = False
+    ) -> Change | None:
+        """Commit the change that `build` returns, which no other call of this method can overlap; return it.
+
+        Each try refreshes the handle and calls `build`, which must not refresh it: only so does the mutex in the log
+        cover what `build` reads. None from `build` commits nothing. A commit that is refused deletes the files that
+        the change adds, except with `reuse_files`, where each call of `build` adds the same ones.
+
+        Raises ConflictError when the last try is refused, and whatever `build` raises.
+        """
+        for tries_left in reversed(range(tries)):
+            self.refresh()
+            number = (self.transaction(MUTEX) or 0) + 1
+            change = build()
+            if change is None:
+                return None
+            try:
+                self.commit(replace(change, transactions={**change.transactions, MUTEX: number}))
+            except ConflictError:
+                if not reuse_files:
+                    discard(self.root, change.added)
+                if not tries_left:
+                    raise
+            else:
+                return change
+        return None
 
     def trust(self) -> None:
         """Have what the handle shows on the disk, before anybody is told of it: see `make_durable`."""
@@ -303,31 +316,3 @@ class Log:
             raise SchemaVersionError(
                 f"{self.root} has schema version {found}, and this Rankscope knows up to {SCHEMA_VERSION}: upgrade it"
             )
-
-
-def _additions(change: Change) -> list[AddAction]:
-    return [
-        AddAction(
-            path=file.path,  # plain; delta-rs does the percent-encoding that the protocol asks for
-            size=file.size_bytes,
-            partition_values={"dataset": file.dataset, "part": file.part},
-            modification_time=file.modified_at_ms,
-            data_change=not change.rewrites,
-            stats=file.statistics,
-        )
-        for file in change.added
-    ]
-
-
-def _removals(change: Change) -> list[RemoveAction]:
-    now = time.time_ns() // 1_000_000
-    return [
-        RemoveAction(
-            path=file.path,
-            data_change=not change.rewrites,
-            deletion_timestamp=now,
-            partition_values={"dataset": file.dataset, "part": file.part},
-            size=file.size_bytes,
-        )
-        for file in change.removed
-    ]

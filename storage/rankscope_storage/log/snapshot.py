@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import urllib.parse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,9 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from rankscope_storage.log.bounds import Bounds
+from rankscope_storage.log.file_filter import Bounds, FileFilter
 
 _COLUMNS: Final = {
     "path": ("path", pa.string()),
@@ -32,8 +30,6 @@ _COLUMNS: Final = {
 """Our name of a column: what delta-rs calls it, and its type."""
 
 _RANGES: Final = ["path", "run_min", "run_max", "attempt_min", "attempt_max", "step_min", "step_max"]
-
-_LOG_CUTS: Final = dt.timedelta(milliseconds=1)
 
 
 def snapshot_files(actions: pa.Table) -> pa.Table:
@@ -57,38 +53,13 @@ class Snapshot:
     _rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict, compare=False, repr=False)
     _lists: dict[str, list[str]] = field(default_factory=dict, compare=False, repr=False)
 
-    def of(
-        self,
-        dataset: str,
-        *,
-        run: str | None = None,
-        steps: tuple[int, int] | None = None,
-        times: tuple[dt.datetime, dt.datetime] | None = None,
-    ) -> pa.Table:
-        """Return the files that can hold rows of `dataset`, of `run`, of the closed ranges `steps` and `times`.
+    def of(self, wanted: FileFilter) -> pa.Table:
+        """Return the files that can hold rows that are `wanted`. A file without statistics is always among them."""
+        return self.files.filter(wanted.expression())
 
-        A file without statistics is always among them.
-        """
-        wanted = pc.field("dataset") == dataset
-        if run is not None:
-            wanted &= _may_overlap("run", run, run)
-        if steps is not None:
-            wanted &= _may_overlap("step", *steps)
-        if times is not None:
-            # The log cuts times to the millisecond, so a file may reach a little further than it says.
-            wanted &= _may_overlap("ts", times[0] - _LOG_CUTS, times[1])
-        return self.files.filter(wanted)
-
-    def paths(
-        self,
-        dataset: str,
-        *,
-        run: str | None = None,
-        steps: tuple[int, int] | None = None,
-        times: tuple[dt.datetime, dt.datetime] | None = None,
-    ) -> list[str]:
+    def paths(self, wanted: FileFilter) -> list[str]:
         """Return the absolute paths of `of`, as DuckDB takes them."""
-        return self._absolute(self.of(dataset, run=run, steps=steps, times=times))
+        return self._absolute(self.of(wanted))
 
     def within(self, dataset: str, wanted: Sequence[Bounds] | None) -> list[str]:
         """Return the absolute paths of files that can hold rows of `dataset` in one of the bounds, or of all files.
@@ -124,11 +95,6 @@ class Snapshot:
 
     def _rows_of(self, dataset: str) -> list[dict[str, Any]]:
         if dataset not in self._rows:
-            self._rows[dataset] = self.of(dataset).select(_RANGES).to_pylist()
+            self._rows[dataset] = self.of(FileFilter(dataset)).select(_RANGES).to_pylist()
             self._lists[dataset] = [f"{self.root}/{row['path']}" for row in self._rows[dataset]]
         return self._rows[dataset]
-
-
-def _may_overlap(column: str, low: str | int | dt.datetime, high: str | int | dt.datetime) -> pc.Expression:
-    minimum, maximum = pc.field(f"{column}_min"), pc.field(f"{column}_max")
-    return minimum.is_null() | ((minimum <= high) & (maximum >= low))

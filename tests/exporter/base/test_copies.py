@@ -140,7 +140,7 @@ LIVE: dict[type[Any], PhaseTotals] = {
     **SINKS,
 }
 ELSEWHERE = {
-    Connection: "tests/storage/test_connection.py",
+    Connection: "tests/storage/connection/test_connection.py",
 }
 ABSTRACT = {Sink, CopiesDoNothing, OpenPhases}
 """Bases of classes above, and a part of the monitor."""

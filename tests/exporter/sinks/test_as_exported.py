@@ -11,10 +11,10 @@ from tests.exporter.sinks.records import FINITE, Numbers, entry, identity, recor
 from rankscope_contract.kinds import COUNT_OPS, Kind
 from rankscope_contract.records import WIRE_VALUE_OPS, PlanEntry
 from rankscope_exporter.sinks.csv_msprobe import Csv, CsvOptions
+from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
-from rankscope_storage.exports import ExportOptions, exporters
-from rankscope_storage.schema import dataset_schema
-from rankscope_storage.store import Batch, Store
+from rankscope_storage.formats import ExportOptions, exporters
 
 ROWS: tuple[tuple[PlanEntry, Numbers], ...] = (
     *((entry("w" if kind.startswith(("grad", "param")) else "m", kind), FINITE) for kind in Kind),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 from rankscope_ingest import __main__, maintenance
-from rankscope_storage.care import merges
+from rankscope_storage.maintenance import compaction_plan
 
-merges.SMALL_FILES = 1
+compaction_plan.SMALL_FILES = 1
 maintenance.COMPACT_EVERY_COMMITS = 3
 maintenance.MAINTAIN_SECONDS = 1.0
 

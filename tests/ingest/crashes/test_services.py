@@ -24,7 +24,7 @@ from tests.ingest.test_exactly_once import (
 )
 from tests.storage.crashes.killing import compiled
 
-from rankscope_storage.care.checking import check
+from rankscope_storage.maintenance.check import check
 
 pytestmark = [
     pytest.mark.skipif(not os.environ.get("RANKSCOPE_CRASHES"), reason="make test-crashes"),

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from rankscope_ingest.batch import Batcher
 from rankscope_ingest.exposition.grid import Grid, Scrape, Series
 from rankscope_ingest.quarantine import halves
-from rankscope_storage.files.layout import SORT_KEYS, is_sorted
-from rankscope_storage.schema import conform
+from rankscope_storage.base.schema import conform
+from rankscope_storage.files.sorting import SORT_KEYS, is_sorted
 
 NAMES = st.lists(
     st.tuples(st.sampled_from(["b", "a", "up", "é", "Z"]), st.sampled_from([None, "{}", '{"x":"1"}', '{"a":"2"}'])),

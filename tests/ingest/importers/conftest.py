@@ -12,8 +12,8 @@ import pytest
 
 from rankscope_ingest.importers import ImportReport, find_importer, import_records, importers
 from rankscope_ingest.importers.sources import known_imports
+from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
-from rankscope_storage.store import Store
 
 SHARED = Path(os.environ.get("RANKSCOPE_SHARED") or Path(__file__).resolve().parents[3].parent / "shared")
 DATA = SHARED / "data"

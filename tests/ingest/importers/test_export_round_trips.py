@@ -15,10 +15,10 @@ from tests.properties import examples
 from rankscope_contract.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS, Kind
 from rankscope_contract.records import DATASETS, canonical_labels
 from rankscope_ingest.importers import find_importer, import_records
+from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
-from rankscope_storage.exports import ExportOptions, exporters
-from rankscope_storage.schema import dataset_schema
-from rankscope_storage.store import Batch, Store
+from rankscope_storage.formats import ExportOptions, exporters
 
 START = dt.datetime(2026, 3, 1, 12, tzinfo=dt.UTC)
 COMMON = ("attempt", "rank", "step", "micro_step", "vpp_stage", "ts")

@@ -28,9 +28,9 @@ from rankscope_ingest.importers.base import Detection
 from rankscope_ingest.importers.judging import Judge
 from rankscope_ingest.importers.sources import End, KnownImport
 from rankscope_ingest.importers.stamping import Stamp
+from rankscope_storage.api.store import Store
+from rankscope_storage.base.errors import StoreError
 from rankscope_storage.connection import connect
-from rankscope_storage.errors import StoreError
-from rankscope_storage.store import Store
 
 RULES = (AnomalyNan(), AnomalyTurbulence(threshold=2.0))
 

@@ -19,10 +19,10 @@ from tests.properties import examples
 
 from rankscope_contract.kinds import VALUE_OPS, Kind
 from rankscope_ingest.importers import import_records, importers
+from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
-from rankscope_storage.exports import ExportOptions, exporters
-from rankscope_storage.schema import dataset_schema
-from rankscope_storage.store import Batch, Store
+from rankscope_storage.formats import ExportOptions, exporters
 
 SAMPLES = Path(__file__).resolve().parents[2] / "data" / "msprobe"
 SINGLE, NAN = SAMPLES / "single_rank", SAMPLES / "two_ranks_nan"

@@ -17,9 +17,9 @@ from rankscope_ingest.protobuf import packed
 from rankscope_ingest.remote_read import answering
 from rankscope_ingest.remote_read.answering import RemoteRead
 from rankscope_ingest.remote_read.messages import ReadRequest
-from rankscope_storage.remote_read.question import Question
-from rankscope_storage.schema import dataset_schema
-from rankscope_storage.store import Batch, Store
+from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.schema import dataset_schema
+from rankscope_storage.prometheus.query import Question
 
 ALWAYS = (0, 1 << 42)
 pytestmark = pytest.mark.timeout(60)

@@ -12,10 +12,10 @@ from tests.ingest.remote_read.streams import MESSAGES
 from rankscope_ingest.errors import DecodeError
 from rankscope_ingest.protobuf import packed, unpacked
 from rankscope_ingest.remote_read.messages import MAX_REQUEST_BYTES, read_request, read_response
-from rankscope_storage.errors import QueryError
-from rankscope_storage.remote_read.matchers import Matcher, MatchType
-from rankscope_storage.remote_read.question import Question
-from rankscope_storage.remote_read.series import Series
+from rankscope_storage.base.errors import QueryError
+from rankscope_storage.prometheus.matchers import Matcher, MatchType
+from rankscope_storage.prometheus.query import Question
+from rankscope_storage.prometheus.series import Series
 
 HINTED = st.sampled_from(["", "rate", "series"])
 TIMES = st.one_of(st.integers(-(1 << 62), 1 << 62), st.integers(1_500_000_000_000, 1_900_000_000_000))

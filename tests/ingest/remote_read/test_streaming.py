@@ -12,7 +12,7 @@ from tests.ingest.remote_read.streams import MESSAGES, decoded, frames_of
 
 from rankscope_ingest.remote_read import streaming, xor
 from rankscope_ingest.remote_read.messages import read_response
-from rankscope_storage.remote_read.series import Series
+from rankscope_storage.prometheus.series import Series
 
 DISTANCES = st.one_of(
     st.just(15_000),

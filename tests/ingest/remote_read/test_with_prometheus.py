@@ -22,8 +22,8 @@ from tests.ingest.remote_read.streams import MESSAGES, decoded, frames_of
 
 from rankscope_ingest.protobuf import packed, unpacked
 from rankscope_ingest.remote_read import xor
-from rankscope_storage.schema import dataset_schema
-from rankscope_storage.store import Batch, Store
+from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.schema import dataset_schema
 
 DAY_MS = 86_400_000
 OLD = (int(time.time()) // 60 * 60_000) - 60 * DAY_MS

@@ -20,8 +20,8 @@ from rankscope_ingest.quarantine import Quarantine
 from rankscope_ingest.remote_write import gathering, receiving
 from rankscope_ingest.remote_write.reading import WriteReader
 from rankscope_ingest.remote_write.receiving import RemoteWrite
-from rankscope_storage.errors import BatchError, StoreError
-from rankscope_storage.writing.writer import Commit
+from rankscope_storage.base.errors import BatchError, StoreError
+from rankscope_storage.writer.writer import Commit
 
 NOW = 1_770_000_000_000
 PROTOBUF = {"Content-Type": "application/x-protobuf", "Content-Encoding": "snappy"}

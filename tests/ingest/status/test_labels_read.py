@@ -7,10 +7,10 @@ import pytest
 
 from rankscope_ingest.status import labels_read
 from rankscope_ingest.status.labels_read import LOOK_SECONDS, LabelReader, Labels
-from rankscope_storage.care.labels import noted, relabel, tagged, untagged
-from rankscope_storage.durable import sync_to_disk
-from rankscope_storage.schema import dataset_schema
-from rankscope_storage.store import Batch, Store
+from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.base.schema import dataset_schema
+from rankscope_storage.runs.tags import noted, relabel, tagged, untagged
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from pathlib import Path
 import aiohttp
 
 from rankscope_ingest.status.look import PAGE_HEADERS
-from rankscope_storage.care.labels import noted, relabel, tagged
-from rankscope_storage.durable import sync_to_disk
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.runs.tags import noted, relabel, tagged
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "status" / "api.txt"
 TOKEN = "open-sesame"

@@ -15,19 +15,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rankscope_contract.rollups import BUCKET_STEPS
-from rankscope_storage.care import maintenance, merges, sweeping
-from rankscope_storage.care.checking import check
-from rankscope_storage.care.compaction import compact
-from rankscope_storage.care.maintenance import maintain
-from rankscope_storage.care.repairing import repair
-from rankscope_storage.care.retention import Retention, retain
-from rankscope_storage.care.runs import merge as join
-from rankscope_storage.care.runs import remove, rename
-from rankscope_storage.durable import sync_to_disk
+from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.log.checkpoints import write_checkpoint
 from rankscope_storage.log.delta import Log
-from rankscope_storage.log.files import LOG_FOLDER, has_entries
-from rankscope_storage.store import Batch, Store
+from rankscope_storage.log.entries import LOG_FOLDER, has_entries
+from rankscope_storage.maintenance import compaction_plan, vacuum
+from rankscope_storage.maintenance.check import check
+from rankscope_storage.maintenance.compaction import compact
+from rankscope_storage.maintenance.repair import repair
+from rankscope_storage.maintenance.retention import Retention, retain
+from rankscope_storage.maintenance.vacuum import maintain
+from rankscope_storage.runs.edit import merge as join
+from rankscope_storage.runs.edit import remove, rename
 
 Say = Callable[[int], None]
 
@@ -89,14 +89,13 @@ def silent(_: int) -> None:
 
 def merge(root: Path, say: Say) -> None:
     """Compaction of whatever is not one file."""
-    merges.SMALL_FILES = 1
+    compaction_plan.SMALL_FILES = 1
     compact(root, sync_to_disk)
 
 
 def clean(root: Path, say: Say) -> None:
     """Maintenance that finds everything old enough to go: replaced files, leavings, entries of the log."""
-    for module in (sweeping, maintenance):
-        module.REMOVED_FILES_HOURS = 0  # type: ignore[attr-defined]
+    vacuum.REMOVED_FILES_HOURS = 0  # type: ignore[misc]
     maintain(root, sync_to_disk)
 
 

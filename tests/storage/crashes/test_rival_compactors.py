@@ -9,8 +9,8 @@ import sys
 import pytest
 from tests.storage.appending import RANKS, TENSORS
 
-from rankscope_storage.care.checking import check
 from rankscope_storage.connection import connect
+from rankscope_storage.maintenance.check import check
 
 pytestmark = [
     pytest.mark.skipif(not os.environ.get("RANKSCOPE_CRASHES"), reason="make test-crashes"),
@@ -22,8 +22,8 @@ RECORDS = 400
 COMPACTOR = """
 import sys
 from pathlib import Path
-from rankscope_storage.care import compaction, merges
-from rankscope_storage.durable import sync_to_disk
+from rankscope_storage.maintenance import compaction, merges
+from rankscope_storage.base.fsync import sync_to_disk
 merges.SMALL_FILES = 3
 merged = refused = 0
 print("begun", flush=True)
@@ -35,8 +35,8 @@ print(merged, refused)
 CLEANER = """
 import sys, time
 from pathlib import Path
-from rankscope_storage.durable import sync_to_disk
-from rankscope_storage.care.maintenance import maintain
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.maintenance.vacuum import maintain
 rounds = 0
 print("begun", flush=True)
 while not Path(sys.argv[2]).exists():

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rankscope_storage.base.schema import conform, dataset_schema
 from rankscope_storage.files.encoding import ROW_GROUP_ROWS, write_sorted
-from rankscope_storage.files.layout import is_constant
-from rankscope_storage.schema import conform, dataset_schema
+from rankscope_storage.files.sorting import is_constant
 
 INTEGER = st.one_of(st.none(), st.sampled_from([0, 7, -(1 << 62)]))
 TEXT = st.one_of(st.none(), st.sampled_from(["", "full", "学"]))

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rankscope_storage.durable import sync_to_disk
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.base.schema import conform
 from rankscope_storage.files.encoding import ROW_GROUP_ROWS
 from rankscope_storage.files.parquet import STAGING, discard, statistics, write_file
-from rankscope_storage.schema import conform
 
 
 @pytest.fixture

@@ -13,16 +13,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from rankscope_storage.care import compaction, merges
-from rankscope_storage.care.counting import count
+from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.base.schema import conform
 from rankscope_storage.connection import connect
-from rankscope_storage.durable import sync_to_disk
-from rankscope_storage.files.encoding import MANTISSA_BITS_KEY
-from rankscope_storage.files.layout import file_mantissa_bits
-from rankscope_storage.files.rounding import FEWEST_BITS, MOST_BITS, coarsest, round_bits, rounded
+from rankscope_storage.files.encoding import FEWEST_BITS, MANTISSA_BITS_KEY, MOST_BITS, coarsest, round_bits, rounded
+from rankscope_storage.files.partitioning import file_mantissa_bits
 from rankscope_storage.log.delta import Log
-from rankscope_storage.schema import conform
-from rankscope_storage.store import Batch, Store
+from rankscope_storage.maintenance import compaction, compaction_plan
+from rankscope_storage.maintenance.stats import count
 
 BITS = st.integers(FEWEST_BITS, MOST_BITS)
 FLOATS = arrays(np.uint32, st.integers(1, 20), elements=st.integers(0, 2**32 - 1))  # every float32 there is
@@ -142,7 +141,7 @@ def test_a_file_says_how_it_was_rounded_and_a_merge_says_the_coarsest_and_change
         before = connection.query("SELECT seq, norm, norm_baseline FROM tensor_stats ORDER BY seq")
 
         assert [(12, b"12"), (16, b"16"), (None, None)] == told(rounding_store)
-        monkeypatch.setattr(merges, "SMALL_FILES", 2)
+        monkeypatch.setattr(compaction_plan, "SMALL_FILES", 2)
         compaction.compact(rounding_store, sync_to_disk)
 
         assert [(12, b"12")] == told(rounding_store)

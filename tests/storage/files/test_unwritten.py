@@ -10,14 +10,14 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 
-from rankscope_storage.asking.views import common_columns
-from rankscope_storage.care import merges
-from rankscope_storage.care.checking import check
-from rankscope_storage.care.retention import Retention, retain
-from rankscope_storage.care.runs import rename
-from rankscope_storage.durable import sync_to_disk
-from rankscope_storage.schema import UNWRITTEN, dataset_schema
-from rankscope_storage.store import Batch
+from rankscope_storage.api.store import Batch
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.base.schema import UNWRITTEN, dataset_schema
+from rankscope_storage.maintenance import compaction_plan
+from rankscope_storage.maintenance.check import check
+from rankscope_storage.maintenance.retention import Retention, retain
+from rankscope_storage.runs.edit import rename
+from rankscope_storage.sql.views import common_columns
 
 START = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)
 NEVER = set(UNWRITTEN["samples"])
@@ -46,7 +46,7 @@ def test_a_file_of_samples_has_only_what_samples_have_and_the_view_has_all(write
 
 
 def test_a_row_that_has_more_is_kept_whole_beside_others_and_through_a_merge(writer, connection, monkeypatch):
-    monkeypatch.setattr(merges, "SMALL_FILES", 2)
+    monkeypatch.setattr(compaction_plan, "SMALL_FILES", 2)
     append(writer, [{"value": 1.0}])
     append(writer, [{"value": 2.0, "step": 7, "rank": 3, "incarnation": "i"}])
     append(writer, [{"value": 3.0}])

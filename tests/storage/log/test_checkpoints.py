@@ -8,13 +8,14 @@ import threading
 import pytest
 from deltalake import DeltaTable
 
-from rankscope_storage.care.compaction import compact
+from rankscope_storage.base.errors import StoreError
+from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.connection import connect
-from rankscope_storage.durable import sync_to_disk
-from rankscope_storage.errors import StoreError
 from rankscope_storage.log.checkpoints import Checkpoints, write_checkpoint
-from rankscope_storage.log.delta import CHECKPOINT_COMMITS, Change, Log
-from rankscope_storage.log.files import LOG_FOLDER, NO_CHECKPOINT, newest_checkpoint
+from rankscope_storage.log.delta import CHECKPOINT_COMMITS, Log
+from rankscope_storage.log.entries import LOG_FOLDER, NO_CHECKPOINT, newest_checkpoint
+from rankscope_storage.log.translation import Change
+from rankscope_storage.maintenance.compaction import compact
 
 
 def test_a_writer_keeps_the_log_short_though_nobody_maintains_the_store(store, batch):
@@ -38,7 +39,7 @@ def test_a_commit_writes_no_checkpoint_itself(store, writer, batch, monkeypatch)
 
 def test_a_work_of_many_commits_keeps_the_log_short_though_nobody_appends(store, writer, batch, monkeypatch):
     monkeypatch.setattr(writer._checkpoints, "after_commit", lambda version: None)
-    monkeypatch.setattr("rankscope_storage.care.merges.SMALL_FILES", 1)
+    monkeypatch.setattr("rankscope_storage.maintenance.compaction_plan.SMALL_FILES", 1)
     for seq in range(3):
         writer.append(batch([seq]))
     for _ in range(2 * CHECKPOINT_COMMITS):

@@ -9,8 +9,8 @@ from rankscope_contract import metrics
 from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_contract.records import canonical_labels
 from rankscope_ingest.importers.openmetrics.lines import Series
-from rankscope_storage.openmetrics import names
-from rankscope_storage.openmetrics.names import NULL, PLACEMENT
+from rankscope_storage.prometheus import names
+from rankscope_storage.prometheus.names import NULL, PLACEMENT
 
 SCALAR: Final = "scalar"
 TENSOR: Final = "tensor"

@@ -19,8 +19,8 @@ from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.serving.wire_encoder import encode
 from rankscope_ingest.channel.checked import RowContext, check
 from rankscope_ingest.channel.decode import decode
+from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.connection import connect
-from rankscope_storage.store import Batch, Store
 
 RANKS = (0, 1)
 RUNS = ("script", "DDP", "FSDP1", "FSDP2", "tensor parallelism")

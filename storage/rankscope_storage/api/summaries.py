@@ -1,0 +1,254 @@
+"""What people ask a store first: which runs there are, how one went, and what went wrong in it, first cause first."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rankscope_contract.escaping import sql_string
+from rankscope_contract.events import EventType, causal_key
+from rankscope_contract.records import DATASETS
+from rankscope_storage.connection import Connection
+from rankscope_storage.sql.views import files_select
+
+INCIDENT_GAP_STEPS: Final = 20
+"""Anomalies of an attempt belong to one incident as long as no more steps than this lie between them."""
+
+# An import says when it was made, which is nothing about the run.
+_RUNS: Final = """\
+WITH known AS (
+  SELECT run, max(attempt) + 1 AS attempts, count(DISTINCT rank) AS ranks, max(step) AS last_step,
+    min(ts) AS first_ts, max(ts) AS last_ts
+  FROM (
+    SELECT run, attempt, rank, step, ts FROM scalars
+    UNION ALL
+    SELECT run, attempt, rank, step, CASE WHEN type <> 'import' THEN ts END AS ts FROM events
+    UNION ALL
+    SELECT run, NULL, NULL, last_step, NULL FROM ({tensor_runs})
+  ) GROUP BY run
+)
+SELECT run, state, coalesce(attempts, 0) AS attempts, coalesce(ranks, 0) AS ranks,
+  coalesce(greatest(runs.last_step, known.last_step), runs.last_step) AS last_step, planned_steps,
+  coalesce(started_at, first_ts) AS started_at, ended_at, last_ts AS last_seen_at,
+  round(epoch(coalesce(ended_at, last_ts) - coalesce(started_at, first_ts)), 1) AS seconds, source_kind, reason,
+  tags, note
+FROM runs FULL JOIN known USING (run)
+ORDER BY 7 DESC NULLS LAST, run
+"""
+
+_EXTENT: Final = """\
+SELECT max(attempt) + 1 AS attempts, count(DISTINCT rank) AS ranks, min(step) AS first_step, max(step) AS last_step
+FROM (SELECT attempt, rank, step FROM {scalars} WHERE run = $run
+      UNION ALL SELECT attempt, rank, step FROM {tensor_stats} WHERE run = $run)
+"""
+
+# Ranks log the same step each: their mean is its loss. Without labels is the training's main one.
+_LOSS: Final = """\
+WITH loss AS (
+  SELECT attempt, step, avg(value) AS value FROM {scalars}
+  WHERE run = $run AND name = 'loss' AND labels IS NOT DISTINCT FROM (
+    SELECT labels FROM {scalars} WHERE run = $run AND name = 'loss' ORDER BY labels NULLS FIRST LIMIT 1)
+  GROUP BY attempt, step
+)
+SELECT first(value ORDER BY attempt, step) AS loss_first, last(value ORDER BY attempt, step) AS loss_last,
+  min(value) FILTER (isfinite(value)) AS loss_min
+FROM loss
+"""
+
+# The counter starts anew in every process; importers bring a rate instead.
+_TOKENS: Final = """\
+SELECT coalesce(
+  (SELECT sum(tokens) / nullif(sum(seconds), 0) FROM (
+    SELECT sum(tokens) AS tokens, max(seconds) AS seconds FROM (
+      SELECT attempt, max(value) - min(value) AS tokens, epoch(max(ts)) - epoch(min(ts)) AS seconds
+      FROM {scalars} WHERE run = $run AND name = 'tokens_total' GROUP BY attempt, rank, incarnation
+    ) GROUP BY attempt)),
+  (SELECT avg(value) FROM {scalars} WHERE run = $run AND name = 'tokens_per_second' AND isfinite(value))
+) AS tokens_per_second
+"""
+
+_GOODPUT: Final = "SELECT goodput, wall_seconds FROM goodput WHERE run = $run"
+
+_CODE: Final = """\
+SELECT max_by(git_commit, ordinal) AS git_commit, max_by(command, ordinal) AS command
+FROM (
+  SELECT coalesce(ordinal, 0) AS ordinal, config->>'$.git_commit' AS git_commit,
+    array_to_string(CAST(config->'$.argv' AS VARCHAR[]), ' ') AS command
+  FROM (SELECT ordinal, CASE WHEN json_valid(config) THEN config::JSON END AS config FROM {runs} WHERE run = $run)
+)
+"""
+
+_EVENTS: Final = """\
+SELECT count(*) FILTER (begins) AS incidents,
+  coalesce(sum(coalesce(TRY_CAST(details->>'$.records' AS BIGINT),  -- negative where lost ones were found again
+    TRY_CAST(details->>'$.last' AS BIGINT) - TRY_CAST(details->>'$.first' AS BIGINT) + 1))
+    FILTER (type = 'gap'), 0)::BIGINT AS lost_records
+FROM (
+  SELECT type, CASE WHEN type = 'gap' AND json_valid(details) THEN details::JSON END AS details,
+    type = 'anomaly' AND coalesce(step - lag(step) OVER (
+      PARTITION BY type, attempt ORDER BY step NULLS FIRST) > $gap, row_number() OVER (
+      PARTITION BY type, attempt ORDER BY step NULLS FIRST) = 1) AS begins
+  FROM {events} WHERE run = $run
+)
+"""
+
+_ANOMALIES: Final = """\
+SELECT {columns} FROM {events}
+WHERE run = $run AND type = $type AND (step BETWEEN $first AND $last OR $first IS NULL)
+QUALIFY rank() OVER (ORDER BY attempt NULLS FIRST, step NULLS LAST) <= $top
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """How a run went. None where the store does not know."""
+
+    run: str
+    state: str | None
+    reason: str | None  # why the run is in this state
+    attempts: int
+    ranks: int
+    first_step: int | None
+    last_step: int | None
+    planned_steps: int | None
+    rows: Mapping[str, int]  # by dataset, only those that have any
+    loss_first: float | None
+    loss_last: float | None  # NaN when the run ended with one
+    loss_min: float | None  # of the finite ones
+    tokens_per_second: float | None
+    goodput: float | None  # time in steps that count over all time since the run first began
+    wall_seconds: float | None
+    git_commit: str | None  # of the newest launch that knew one
+    command: str | None  # how it was started, secrets masked
+    incidents: int
+    lost_records: int
+    bytes_on_disk: int  # with its share of files that hold several runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnomalyRow:
+    """One firing of a rule, with what orders it by cause."""
+
+    attempt: int | None
+    rank: int | None
+    step: int | None
+    micro_step: int | None
+    ts: dt.datetime | None
+    severity: str | None
+    rule: str | None
+    kind: str | None
+    tensor: str | None
+    op: str | None
+    value: float | None
+    baseline: float | None
+    threshold: float | None
+    pp_stage: int | None
+    vpp_stage: int | None
+    call_id: int | None
+    message: str | None
+
+
+def runs(connection: Connection) -> pa.Table:
+    """Return a row per run, the latest first; a run that nobody registered is told by its rows alone."""
+    with connection.steady():
+        return connection.query(_RUNS.format(tensor_runs=_tensor_runs(connection)))
+
+
+def _tensor_runs(connection: Connection) -> str:
+    """Return a query for run and last step of the runs in `tensor_stats`, mostly answered by the log's statistics."""
+    files = connection.files_table("tensor_stats").to_pylist()
+    own = {(file["run_min"], file["step_max"]) for file in files if _holds_one_run(file)}
+    shared = [f"{connection.path}/{file['path']}" for file in files if not _holds_one_run(file)]
+    rows = [f"SELECT {sql_string(run)} AS run, {'NULL' if step is None else step} AS last_step" for run, step in own]
+    rows.append(f"SELECT run, step AS last_step FROM ({files_select('tensor_stats', shared)})")
+    return " UNION ALL ".join(rows)
+
+
+def _holds_one_run(file: Mapping[str, Any]) -> bool:
+    return file["run_min"] is not None and file["run_min"] == file["run_max"]
+
+
+def summary(connection: Connection, run: str) -> RunSummary:
+    """Return how `run` went; a run the store does not know has zero rows everywhere."""
+    with connection.steady():
+        return _summary(connection, run)
+
+
+def _summary(connection: Connection, run: str) -> RunSummary:
+    sources = {name: connection.relation(name, run=run) for name in DATASETS}
+    known = _first_row(connection, "SELECT state, reason, planned_steps, last_step FROM runs WHERE run = $run", run=run)
+    extent = _first_row(connection, _EXTENT.format_map(sources), run=run)
+    rows = _row_counts(connection, sources, run)
+    spent = _first_row(connection, _GOODPUT, run=run)
+    return RunSummary(
+        run=run,
+        state=known.get("state"),
+        reason=known.get("reason"),
+        planned_steps=known.get("planned_steps"),
+        attempts=extent["attempts"] or int(bool(rows)),
+        ranks=extent["ranks"],
+        first_step=extent["first_step"],
+        last_step=extent["last_step"] if extent["last_step"] is not None else known.get("last_step"),
+        rows=rows,
+        bytes_on_disk=_bytes_on_disk(connection, rows, run),
+        goodput=spent.get("goodput"),
+        wall_seconds=spent.get("wall_seconds"),
+        **_first_row(connection, _LOSS.format_map(sources), run=run),
+        **_first_row(connection, _TOKENS.format_map(sources), run=run),
+        **_first_row(connection, _CODE.format_map(sources), run=run),
+        **_first_row(connection, _EVENTS.format_map(sources), run=run, gap=INCIDENT_GAP_STEPS),
+    )
+
+
+def anomalies(connection: Connection, run: str, *, top: int, steps: tuple[int, int] | None = None) -> list[AnomalyRow]:
+    """Return the first `top` anomalies of `run`, within the closed range `steps`: the first cause first."""
+    columns = ", ".join(f'"{field.name}"' for field in fields(AnomalyRow))
+    query = _ANOMALIES.format(columns=columns, events=connection.relation("events", run=run, steps=steps))
+    first, last = steps or (None, None)
+    parameters = {"run": run, "type": EventType.ANOMALY.value, "first": first, "last": last, "top": top}
+    rows = [AnomalyRow(**row) for row in connection.query(query, parameters).to_pylist()]
+    return sorted(rows, key=_order)[:top]
+
+
+def _order(row: AnomalyRow) -> tuple[float, ...]:
+    """Sort by attempt, cause, rank: what an earlier attempt saw cannot follow from a later one."""
+    key = causal_key(
+        step=row.step,
+        micro_step=row.micro_step,
+        kind=row.kind,
+        vpp_stage=row.vpp_stage,
+        pp_stage=row.pp_stage,
+        call_id=row.call_id,
+    )
+    return (-1 if row.attempt is None else row.attempt, *key, -1 if row.rank is None else row.rank)
+
+
+def _row_counts(connection: Connection, sources: Mapping[str, str], run: str) -> dict[str, int]:
+    counts = " UNION ALL ".join(
+        f"SELECT '{name}' AS dataset, count(*) AS rows FROM {source} WHERE run = $run"
+        for name, source in sources.items()
+    )
+    return {row["dataset"]: row["rows"] for row in connection.query(counts, {"run": run}).to_pylist() if row["rows"]}
+
+
+def _bytes_on_disk(connection: Connection, rows: Mapping[str, int], run: str) -> int:
+    total = 0.0
+    for dataset, own_rows in rows.items():
+        files = connection.files_table(dataset, run=run)
+        own = files.filter((pc.field("run_min") == run) & (pc.field("run_max") == run))
+        shared_rows = (pc.sum(files["rows"]).as_py() or 0) - (pc.sum(own["rows"]).as_py() or 0)
+        own_bytes = pc.sum(own["size_bytes"]).as_py() or 0
+        shared_bytes = (pc.sum(files["size_bytes"]).as_py() or 0) - own_bytes
+        in_shared = own_rows - (pc.sum(own["rows"]).as_py() or 0)
+        total += own_bytes + (shared_bytes * in_shared / shared_rows if shared_rows else 0)
+    return round(total)
+
+
+def _first_row(connection: Connection, query: str, **parameters: Any) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = connection.query(query, parameters).to_pylist()
+    return rows[0] if rows else {}

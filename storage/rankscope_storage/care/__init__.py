@@ -1,1 +1,0 @@
-"""Looking after a store by hand: is it whole, what is in it, and what to do where it is not whole."""

@@ -1,0 +1,1 @@
+"""Comparing two runs, attempts or ranks: both sides as SQL, and the first step at which they differ."""

@@ -1,0 +1,290 @@
+"""Where two runs, or two ranks of one, part: step by step, and at the first such step in causal order.
+
+Steps are compared in ranges of bounded size, so that a store of any size needs the memory of one range. Both sides come
+from one connection, which sees one version of the store throughout.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rankscope_contract.events import causal_key
+from rankscope_contract.kinds import GRADIENT_KINDS
+from rankscope_storage.connection import Connection
+from rankscope_storage.diff.sources import EXACT, KEYS, NUMBERS, SCALAR, Selected, Side, Source
+
+WINDOW_ROWS: Final = 500_000
+ROUNDING: Final = 1e-5
+"""Of a norm or mean in float32: kernels, and GPUs from run to run, add in different orders."""
+
+_MOST_POINTS: Final = 200_000
+_OPS: Final = (*NUMBERS, *EXACT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """How far two numbers may lie from each other: `absolute` + `relative` times the larger magnitude.
+
+    A mean is compared on the scale of what it is a mean of, the root mean square where that is known: what sums of the
+    same elements in another order differ by goes with that, and may be as large as a mean near zero.
+
+    Counts of NaN, Inf and elements are exact. Counts of zeros and hashes are compared where both are 0 alone: they
+    tell apart what any tolerance would let pass.
+    """
+
+    relative: float = 0.0
+    absolute: float = 0.0
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether nothing may differ."""
+        return not (self.relative or self.absolute)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One number that is not the same on both sides; `a` and `b` are null where a side has none."""
+
+    step: int
+    rank: int | None
+    micro_step: int | None
+    vpp_stage: int | None
+    kind: str
+    tensor: str
+    index: int | None
+    call_seq: int | None
+    op: str
+    a: float | int | None
+    b: float | int | None
+    scale: float | None = None
+    """What the difference of two means is a share of, where that is known; of other numbers it is the larger one."""
+
+    @property
+    def relative(self) -> float | None:
+        """Return their difference as a share of their scale; None where that says nothing."""
+        return relative_difference(self.a, self.b, self.scale) if self.op in NUMBERS else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepApart:
+    """How far both sides are apart at one step; `worst` is the largest relative difference of any number."""
+
+    step: int
+    compared: int
+    apart: int
+    worst: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """What a comparison found. `points` are the first ones at the first step apart, the cause first."""
+
+    a: Side
+    b: Side
+    tolerance: Tolerance
+    steps_compared: int
+    rows_compared: int
+    points: tuple[Point, ...]
+    points_at_first: int
+    steps: tuple[StepApart, ...]
+    only_in_a: tuple[tuple[str, str], ...]
+    only_in_b: tuple[tuple[str, str], ...]
+    ranks_only_in_a: tuple[int, ...]
+    ranks_only_in_b: tuple[int, ...]
+    steps_only_in_a: tuple[int, ...]
+    steps_only_in_b: tuple[int, ...]
+
+    @property
+    def first(self) -> Point | None:
+        """Return where they part; None where they do not."""
+        return self.points[0] if self.points else None
+
+    @property
+    def looks_rounded(self) -> bool:
+        """Return whether the first points differ as sums do whose terms were added in another order."""
+        shares = [point.relative for point in self.points if point.op in ("norm", "mean")]
+        small = all(share is not None and share <= ROUNDING for share in shares)
+        return bool(shares) and small and len(shares) == len(self.points)
+
+
+def divergence(
+    connection: Connection,
+    a: Side,
+    b: Side,
+    tolerance: Tolerance | None = None,
+    selected: Selected | None = None,
+    *,
+    top: int = 8,
+    window_rows: int = WINDOW_ROWS,
+) -> Divergence:
+    """Compare `a` and `b` at the steps that both have, rank by rank; two sides with a rank each across these."""
+    tolerance, selected = tolerance or Tolerance(), selected or Selected()
+    between = a.rank is not None and b.rank is not None
+    with connection.steady():
+        sources = [Source(connection, side, selected, between_ranks=between) for side in (a, b)]
+        comparison = _Comparison(connection, sources[0], sources[1], tolerance, by_rank=not between)
+        counts = [source.counted() for source in sources]
+        ranks = [set() if between else source.ranks() for source in sources]
+        common = [step for step in counts[0] if step in counts[1]]
+        steps: list[StepApart] = []
+        compared = 0
+        names: tuple[set[tuple[str, str]], ...] = (set(), set())
+        for first, last in _windows(common, counts, window_rows):
+            for found in comparison.steps(first, last):
+                compared += found.compared
+                steps += [found] if found.apart else []
+            for known, source in zip(names, sources, strict=True):
+                known.update(source.names((first, last)))
+        points = comparison.points(steps[0].step) if steps else []
+    return Divergence(
+        a=a,
+        b=b,
+        tolerance=tolerance,
+        steps_compared=len(common),
+        rows_compared=compared,
+        points=tuple(points[:top]),
+        points_at_first=len(points),
+        steps=tuple(steps),
+        only_in_a=tuple(sorted(names[0] - names[1])),
+        only_in_b=tuple(sorted(names[1] - names[0])),
+        ranks_only_in_a=_numbers(ranks[0] - ranks[1]),
+        ranks_only_in_b=_numbers(ranks[1] - ranks[0]),
+        steps_only_in_a=tuple(step for step in counts[0] if step not in counts[1]),
+        steps_only_in_b=tuple(step for step in counts[1] if step not in counts[0]),
+    )
+
+
+def relative_difference(a: float | None, b: float | None, scale: float | None = None) -> float | None:
+    """Return |a - b| over the largest of both magnitudes and `scale`; None where one is missing or not finite."""
+    if a is None or b is None or not (math.isfinite(a) and math.isfinite(b)):
+        return None
+    largest = max(abs(a), abs(b), scale or 0.0)
+    return abs(a - b) / largest if largest else 0.0
+
+
+class _Comparison:
+    """The questions about both sides."""
+
+    def __init__(self, connection: Connection, a: Source, b: Source, tolerance: Tolerance, *, by_rank: bool) -> None:
+        self._connection = connection
+        self._sources = (a, b)
+        self._tolerance = tolerance
+        self._by_rank = by_rank
+
+    def steps(self, first: int, last: int) -> Iterator[StepApart]:
+        """Yield how both compare at each step of a range."""
+        worst = ", ".join(f"CASE WHEN {_finite(op)} THEN {_relative(op)} END" for op in NUMBERS)
+        query = (
+            f"SELECT step, count(*) AS compared, count(*) FILTER (apart) AS apart, max(greatest({worst})) AS worst "
+            f"FROM ({self._joined(first, last)}) GROUP BY step ORDER BY step"
+        )
+        for row in self._connection.query(query).to_pylist():
+            yield StepApart(**row)
+
+    def points(self, step: int) -> list[Point]:
+        """Return all that differs at `step`, the first cause first."""
+        query = f"SELECT * FROM ({self._joined(step, step)}) WHERE apart LIMIT {_MOST_POINTS}"
+        rows = self._connection.query(query).to_pylist()
+        order = {**self._sources[1].order(), **self._sources[0].order()}
+        points = [point for row in rows for point in self._of(row)]
+        return sorted(points, key=lambda point: _place(point, order))
+
+    def _of(self, row: Mapping[str, Any]) -> Iterator[Point]:
+        """Yield the numbers of a row that differ, or say that a side lacks it."""
+        shared = {
+            name: row[name] for name in ("step", "micro_step", "vpp_stage", "kind", "tensor", "index", "call_seq")
+        }
+        shared["rank"] = row["rank"] if self._by_rank else None
+        for op in _OPS:
+            if row[f"{op}_apart"]:
+                scale = row["mean_scale"] if op == "mean" else None
+                yield Point(op=op, a=row[f"{op}_a"], b=row[f"{op}_b"], scale=scale, **shared)
+
+    def _joined(self, first: int, last: int) -> str:
+        keys = ("step", *(("rank",) if self._by_rank else ()), *KEYS)
+        on = " AND ".join(f"a.{key} IS NOT DISTINCT FROM b.{key}" for key in keys)
+        a, b = (source.rows((first, last)) for source in self._sources)
+        both = ", ".join(f'a."{op}" AS "{op}_a", b."{op}" AS "{op}_b"' for op in _OPS)
+        flags = {op: self._apart(op) for op in _OPS}
+        told = ", ".join(f'coalesce({flag}, false) AS "{op}_apart"' for op, flag in flags.items())
+        any_ = " OR ".join(f'"{op}_apart"' for op in _OPS)
+        return (
+            f"SELECT *, {any_} AS apart, {_largest('mean')} AS mean_scale FROM (SELECT *, {told} FROM ("
+            f"SELECT {', '.join(f'a.{key}' for key in keys)}, {both} FROM ({a}) a JOIN ({b}) b ON {on}))"
+        )
+
+    def _apart(self, op: str) -> str:
+        a, b = f'"{op}_a"', f'"{op}_b"'
+        if op in EXACT:
+            is_compared = self._tolerance.is_exact or op not in ("zeros", "hash")
+            return f"{a} <> {b}" if is_compared else "false"
+        limit = f"{self._tolerance.absolute!r} + {self._tolerance.relative!r} * {_largest(op)}"
+        beyond = f"{a} <> {b}" if self._tolerance.is_exact else f"abs({a}::DOUBLE - {b}::DOUBLE) > {limit}"
+        return f"CASE WHEN {_finite(op)} THEN {beyond} ELSE {a} <> {b} END"
+
+
+def _finite(op: str) -> str:
+    return f'(isfinite("{op}_a") AND isfinite("{op}_b"))'
+
+
+def _largest(op: str) -> str:
+    own = ", ".join(f'abs("{op}_{side}"::DOUBLE)' for side in "ab")
+    if op != "mean":
+        return f"greatest({own})"
+    squares = ", ".join(
+        f'CASE WHEN isfinite("norm_{side}") THEN "norm_{side}"::DOUBLE / sqrt(greatest("numel_{side}", 1)) END'
+        for side in "ab"
+    )
+    return f"greatest({own}, {squares})"  # which passes over null
+
+
+def _relative(op: str) -> str:
+    return f'coalesce(abs("{op}_a"::DOUBLE - "{op}_b"::DOUBLE) / nullif({_largest(op)}, 0), 0)'
+
+
+def _numbers(ranks: set[int | None]) -> tuple[int, ...]:
+    return tuple(sorted(rank for rank in ranks if rank is not None))
+
+
+def _windows(steps: Sequence[int], counts: Sequence[Mapping[int, int]], window_rows: int) -> Iterator[tuple[int, int]]:
+    """Yield closed ranges that hold all of `steps`, of about so many rows each; steps of one side alone are in none."""
+    first = last = None
+    held = 0
+    for step in steps:
+        own = sum(count[step] for count in counts)
+        if first is not None and last is not None and held + own > window_rows:
+            yield first, last
+            first, held = None, 0
+        first = step if first is None else first
+        last, held = step, held + own
+    if first is not None and last is not None:
+        yield first, last
+
+
+def _place(point: Point, order: Mapping[tuple[str, str], int]) -> tuple[Any, ...]:
+    """Return the sort key of a point: the cause first, then the order of the model, against it for gradients."""
+    causal = causal_key(
+        step=point.step,
+        micro_step=point.micro_step,
+        kind=None if point.kind == SCALAR else point.kind,
+        vpp_stage=point.vpp_stage,
+        pp_stage=None,
+        call_id=None,
+    )
+    backward = -1 if point.kind in GRADIENT_KINDS else 1
+    position = order.get((point.kind, point.tensor))
+    natural = [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", point.tensor)]
+    return (
+        *causal[:-1],
+        position is None,
+        backward * (position or 0),
+        natural,
+        point.index if point.index is not None else -1,
+        point.call_seq or 0,
+        -1 if point.rank is None else point.rank,
+        _OPS.index(point.op),
+    )

@@ -1,0 +1,120 @@
+"""Which partition a row belongs to, and the names of data files. Pure: tables and a day in, partitions out.
+
+`part` is a hint for people and pruning. Truth is in the columns, and in the statistics of the log.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import re
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rankscope_contract.escaping import path_segment
+from rankscope_storage.base.schema import fingerprint
+from rankscope_storage.files.sorting import dictionary_encoded, one_chunk
+
+OWN_PART_ROWS: Final = 100_000
+"""A run with this many rows of a dataset in one flush gets a part of its own: its files are worth opening alone."""
+
+SHARED_PREFIX: Final = "_shared-"
+
+LONGEST_PART: Final = 200
+"""Bytes; file systems take 255, with `part=` before it."""
+
+_DIGEST_LENGTH: Final = 16
+_DAY_MICROSECONDS: Final = 86_400_000_000
+_ROUNDED_FILE: Final = re.compile(r"-m(\d+)\.parquet$")
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The part of each row, as a position in a list of names."""
+
+    names: Sequence[str]
+    codes: npt.NDArray[np.integer]
+
+
+def parts(table: pa.Table, dataset: str, today: dt.date) -> Iterator[tuple[str, pa.Table]]:
+    """Yield (part name, its rows) of one flush; together exactly the rows of `table`."""
+    names = _day_parts(table, today) if dataset == "samples" else _run_parts(table, today)
+    if len(names.names) == 1:
+        yield names.names[0], table
+        return
+    used = np.flatnonzero(np.bincount(names.codes, minlength=len(names.names)))
+    for code in used.tolist():
+        rows = table if len(used) == 1 else table.take(pa.array(np.flatnonzero(names.codes == code)))
+        yield names.names[code], rows
+
+
+def _run_parts(table: pa.Table, today: dt.date) -> _Parts:
+    encoded = dictionary_encoded(table.column("run"))
+    if len(encoded.dictionary.unique()) < len(encoded.dictionary):
+        encoded = encoded.dictionary_decode().dictionary_encode()
+    runs, codes = encoded.dictionary.to_pylist(), encoded.indices.to_numpy(zero_copy_only=False)
+    own = np.bincount(codes, minlength=len(runs)) >= OWN_PART_ROWS
+    shared = len(runs)
+    codes = codes if own.all() else np.where(own[codes], codes, shared)
+    return _Parts([*map(own_part, runs), shared_part(today)], codes)
+
+
+def _day_parts(table: pa.Table, today: dt.date) -> _Parts:
+    times = one_chunk(table.column("ts")).view(pa.int64())
+    if len(times) and not times.null_count:  # nearly always of one day, for which nothing need be sorted
+        low, high = (value.as_py() // _DAY_MICROSECONDS for value in pc.min_max(times).values())
+        if low == high:
+            return _Parts([_day(low)], np.zeros(len(times), np.int8))
+    days, codes = np.unique(pc.fill_null(times, 0).to_numpy() // _DAY_MICROSECONDS, return_inverse=True)
+    if times.null_count:
+        codes = np.where(times.is_null().to_numpy(zero_copy_only=False), len(days), codes)
+    return _Parts([*map(_day, days.tolist()), today.isoformat()], codes)
+
+
+def _day(number: int) -> str:
+    """Return a day since 1970, also one that is outside Python's own calendar."""
+    return str(np.datetime64(number, "D"))
+
+
+def own_part(run: str) -> str:
+    """Return the part of a run that has its own; a name longer than file names may be ends in its digest."""
+    segment = path_segment(run)
+    if len(segment) <= LONGEST_PART:
+        return segment
+    digest = hashlib.sha256(run.encode()).hexdigest()[:_DIGEST_LENGTH]
+    kept = run[:LONGEST_PART]
+    while len(path_segment(kept)) > LONGEST_PART - _DIGEST_LENGTH - 1:
+        kept = kept[:-1]
+    return f"{path_segment(kept)}~{digest}"  # no encoded name holds a tilde
+
+
+def shared_part(day: dt.date) -> str:
+    """Return the part of all runs that are too small for their own."""
+    return f"{SHARED_PREFIX}{day.isoformat()}"
+
+
+def data_file(dataset: str, part: str, mantissa_bits: int | None = None, *, whole: bool = False) -> str:
+    """Return the path of a new file, relative to the store; no two calls return the same. `whole` has every column.
+
+    Its name tells to how many bits of mantissa its statistics were rounded, so that the log alone shows it.
+    """
+    rounded = "" if mantissa_bits is None else f"-m{mantissa_bits}"
+    return f"dataset={dataset}/part={part}/{fingerprint(dataset, whole=whole)}-{uuid.uuid4().hex}{rounded}.parquet"
+
+
+def file_fingerprint(path: str) -> str:
+    """Return the fingerprint of the shape of the file at `path`."""
+    return path.rsplit("/", 1)[-1].split("-", 1)[0]
+
+
+def file_mantissa_bits(path: str) -> int | None:
+    """Return to how many bits of mantissa statistics in the file at `path` were rounded at most; None: not at all."""
+    match = _ROUNDED_FILE.search(path)
+    return int(match[1]) if match else None

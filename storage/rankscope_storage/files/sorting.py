@@ -1,0 +1,172 @@
+"""The order of rows in a data file: sort keys by dataset, and sorting and its check on columns.
+
+Pure: tables in, row orders out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+SORT_KEYS: Final[dict[str, tuple[str, ...]]] = {
+    # One series lies together, in step order: neighbours share their high bytes (what BYTE_STREAM_SPLIT and
+    # DELTA_BINARY_PACKED live on), and a query for one series touches few row groups.
+    "tensor_stats": ("run", "tensor", "kind", "rank", "step"),
+    "features": ("run", "module", "kind", "rank", "step"),
+    "histograms": ("run", "tensor", "kind", "rank", "step"),
+    "hashes": ("run", "tensor", "kind", "rank", "step"),
+    "collectives": ("run", "op", "rank", "step"),
+    "modules": ("run", "module", "rank", "step"),
+    "tensor_rollups": ("run", "tensor", "kind", "rank", "step"),
+    # Labels tell two series of one name apart.
+    "scalars": ("run", "name", "labels", "rank", "step"),
+    "scalar_rollups": ("run", "name", "labels", "rank", "step"),
+    "samples": ("run", "target", "metric", "labels", "ts"),
+    # Read as a story, not as series.
+    "events": ("run", "step", "rank"),
+    "runs": ("run", "ordinal"),
+    "attempts": ("run", "attempt", "ordinal"),
+    "tensors": ("run", "tensor", "kind"),
+}
+"""Rows that agree on all keys stay in order of arrival."""
+
+LAID_TOGETHER: Final = {"samples": ("labels",)}
+"""Keys whose equal values lie together, in no order among themselves: texts by the hundred thousand, which no query
+compares by range, are dear to sort."""
+
+Indices = npt.NDArray[np.int64]
+
+
+def sort_order(table: pa.Table, keys: Sequence[str], *, together: Collection[str] = ()) -> Indices:
+    """Return the row order that sorts `table` by `keys`, ascending, nulls last, stable.
+
+    Keys that are in `together` may come in any order, as long as equal values lie together.
+
+    Keys are packed into one integer with the row number in its low bits, so that one plain integer sort does it all;
+    only when they do not fit into 63 bits the slower general sort is used.
+    """
+    keyed = ((one_chunk(table.column(key)), key in together) for key in keys)
+    columns = [_ordinals(column, by_code=by_code) for column, by_code in keyed if not is_constant(column)]
+    if not columns:
+        return np.arange(table.num_rows)
+    row_bits = (table.num_rows - 1).bit_length()
+    widths = [int(column.max()).bit_length() for column in columns]
+    if sum(widths) + row_bits > 63:
+        general: Indices = np.lexsort(columns[::-1])
+        return general
+    packed = columns[0]
+    for column, width in zip(columns[1:], widths[1:], strict=True):
+        packed <<= width
+        packed |= column
+    packed <<= row_bits
+    packed |= np.arange(table.num_rows)
+    packed.sort()
+    packed &= (1 << row_bits) - 1
+    return packed
+
+
+def is_sorted(table: pa.Table, keys: Sequence[str], *, together: Collection[str] = ()) -> bool:
+    """Return whether the rows of `table` are in the order of `keys` as they are; False where that is not plain to see.
+
+    What ranks sent and what was scraped comes so, and to see it takes a tenth of what sorting does. Keys that are in
+    `together` are in order where their codes are.
+    """
+    rows = table.num_rows
+    equal = np.ones(max(rows - 1, 0), np.bool_)  # to the row before, in all keys so far
+    for key in keys:
+        column = one_chunk(table.column(key))
+        if is_constant(column):
+            continue
+        if (values := _in_order(column, by_code=key in together)) is None:
+            return False
+        before, after = values[:-1], values[1:]
+        if (equal & (after < before)).any():
+            return False
+        equal &= after == before
+    return True
+
+
+def _in_order(column: pa.Array, *, by_code: bool) -> npt.NDArray[np.integer] | None:
+    """Return numbers that order like `column`, of which they may be a view; None where there is no cheap one."""
+    if by_code and pa.types.is_dictionary(column.type):
+        found: npt.NDArray[np.integer] = pc.fill_null(column.indices, len(column.dictionary)).to_numpy()
+        return found
+    if column.null_count:
+        return None
+    if pa.types.is_dictionary(column.type):
+        if column.dictionary.null_count:
+            return None
+        codes: npt.NDArray[np.integer] = column.indices.to_numpy()
+        ranks = pc.rank(column.dictionary, tiebreaker="dense").to_numpy(zero_copy_only=False)
+        return codes if (np.diff(ranks.astype(np.int64)) > 0).all() else ranks[codes]
+    if pa.types.is_timestamp(column.type):
+        column = column.view(pa.int64())
+    if not pa.types.is_integer(column.type):
+        return None
+    integers: npt.NDArray[np.integer] = column.to_numpy()
+    return integers
+
+
+def is_constant(column: pa.Array) -> bool:
+    """Return whether all values are known to be equal, or all null, after no more than a glance: False may be wrong."""
+    if column.null_count or not len(column):
+        return bool(column.null_count == len(column))
+    if pa.types.is_dictionary(column.type):
+        return len(column.dictionary) == 1 or is_constant(column.indices)
+    if pa.types.is_integer(column.type) or pa.types.is_timestamp(column.type):
+        if column[0] != column[-1]:  # as in most columns that are not: all of it need not be read
+            return False
+        low, high = pc.min_max(column).values()
+        return bool(low == high)
+    return False
+
+
+def _ordinals(column: pa.Array, *, by_code: bool = False) -> Indices:
+    """Return small non-negative integers that order like `column`, nulls last; the caller may change them.
+
+    With `by_code` text only has the order of its dictionary.
+    """
+    if pa.types.is_dictionary(column.type) or pa.types.is_string(column.type):
+        encoded = dictionary_encoded(column)
+        codes = pc.fill_null(encoded.indices, len(encoded.dictionary)).to_numpy()  # behind all of its texts
+        if by_code:
+            by_place: Indices = codes.astype(np.int64)
+            return by_place
+        # Ranks, not codes: a dictionary stands in order of first sight, and may name one text twice.
+        ranks = pc.rank(encoded.dictionary, tiebreaker="dense").to_numpy().astype(np.int64)
+        result: Indices = np.append(ranks, len(ranks) + 1)[codes]
+        return result
+    integers = column.view(pa.int64()) if pa.types.is_timestamp(column.type) else column
+    low, high = (value.as_py() for value in pc.min_max(integers).values())
+    if low is not None and high - low >= 1 << 62:  # a difference would overflow
+        return _nulls_last(integers, lambda values: np.unique(values, return_inverse=True)[1])
+    return _nulls_last(integers, lambda values: np.subtract(values, low, dtype=np.int64))
+
+
+def _nulls_last(column: pa.Array, ordinals: Callable[[Indices], Indices]) -> Indices:
+    """Return `ordinals` of the values of `column`, and one above the highest of them for its nulls."""
+    if not column.null_count:
+        return ordinals(column.to_numpy(zero_copy_only=False)).astype(np.int64, copy=False)
+    valid = column.is_valid().to_numpy(zero_copy_only=False)
+    present = ordinals(column.drop_null().to_numpy(zero_copy_only=False)) if valid.any() else np.empty(0, np.int64)
+    result = np.full(len(column), int(present.max()) + 1 if len(present) else 0, np.int64)
+    result[valid] = present
+    return result
+
+
+def dictionary_encoded(column: pa.ChunkedArray | pa.Array) -> pa.DictionaryArray:
+    """Return `column` in one piece, encoded as a dictionary."""
+    one = one_chunk(column)
+    return one if pa.types.is_dictionary(one.type) else one.dictionary_encode()
+
+
+def one_chunk(column: pa.ChunkedArray | pa.Array) -> pa.Array:
+    """Return the values of `column` in one piece; nothing is copied where they are already."""
+    if isinstance(column, pa.Array):
+        return column
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()

@@ -1,0 +1,201 @@
+"""An export format: it writes one run of a store in the format of another tool. Options, report, targets.
+
+A format is a module of this package that defines `EXPORTER`; `rankscope export --format` offers it under its name. It
+reads through a pinned connection, streams (a run may be larger than memory), and never leaves a partly written file
+under the requested name. Times are ISO 8601, or folder times of msprobe, `Dec03_21-34-40`, which have no year.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Protocol
+
+from rankscope_contract.msprobe.families import FAMILIES, FEATURE_FAMILIES, family_names
+from rankscope_storage.base.errors import ExportError
+from rankscope_storage.connection import Connection
+
+_FOLDER_TIME: Final = re.compile(r"([A-Z][a-z]{2})(\d{2})_(\d{2})-(\d{2})-(\d{2})")
+_MONTHS: Final = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+
+
+def parse_moment(text: str, near: dt.datetime) -> dt.datetime:
+    """Return the moment that `text` names; without a zone it is UTC, without a year the one closest to `near`."""
+    if match := _FOLDER_TIME.fullmatch(text):
+        return _closest(text, match, near)
+    try:
+        moment = dt.datetime.fromisoformat(text)
+    except ValueError:
+        raise ExportError(f"{text!r} is no time: write 2026-03-01T12:00:00+00:00 or Mar01_12-00-00") from None
+    return moment if moment.tzinfo else moment.replace(tzinfo=dt.UTC)
+
+
+def _closest(text: str, match: re.Match[str], near: dt.datetime) -> dt.datetime:
+    moments = []
+    for year in range(near.year - 4, near.year + 5):  # the 29th of February needs a leap year
+        try:
+            day = dt.date(year, _MONTHS.index(match[1]) + 1, int(match[2]))
+            clock = dt.time(int(match[3]), int(match[4]), int(match[5]), tzinfo=dt.UTC)
+        except ValueError:
+            continue
+        moments.append(dt.datetime.combine(day, clock))
+    if not moments:
+        raise ExportError(f"{text!r} is no time: no year has it")
+    return min(moments, key=lambda moment: abs(moment - near))
+
+
+@contextlib.contextmanager
+def staged_folder(target: Path) -> Iterator[Path]:
+    """Give a folder to write into; at the end its files move below `target`, over files of the same names.
+
+    Raises ExportError for whatever the file system refuses, inside too; then nothing of it is left.
+    """
+    with _explained(target):
+        staged = _beside(target)
+        try:
+            staged.mkdir(parents=True)
+            yield staged
+            for file in files_below(staged):
+                (target / file).parent.mkdir(parents=True, exist_ok=True)
+                (staged / file).replace(target / file)
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def staged_file(target: Path) -> Iterator[Path]:
+    """Give the name of a file to write; at the end it takes the place of `target`. Errors as in `staged_folder`."""
+    if target.is_dir():
+        raise ExportError(f"{target} is a folder: name a file")
+    with _explained(target):
+        staged = _beside(target)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            yield staged
+            staged.replace(target)
+        finally:
+            staged.unlink(missing_ok=True)
+
+
+def files_below(folder: Path) -> list[Path]:
+    """Return the paths of all files below `folder`, relative to it, sorted."""
+    return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+
+
+def _beside(target: Path) -> Path:
+    return target.absolute().parent / f".{target.name}.{uuid.uuid4().hex[:8]}"
+
+
+@contextlib.contextmanager
+def _explained(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ExportError(f"cannot write to {target}: {error.strerror or error}") from error
+
+
+MAX_STEPS_PER_RECORD: Final = 1_000_000
+
+Progress = Callable[[int, int], None]
+"""Called now and then with rows written and rows in all."""
+
+
+def silent(_done: int, _total: int) -> None:
+    """Take progress and say nothing."""
+
+
+def counting(progress: Progress, total: int) -> Callable[[int], None]:
+    """Return a function that takes rows just written, and tells `progress` of all so far."""
+    done = 0
+
+    def written(rows: int) -> None:
+        nonlocal done
+        done += rows
+        progress(done, total)
+
+    return written
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """What to export, and how. The names are those of the tool whose formats these are; an exporter may ignore some."""
+
+    time_start: dt.datetime | None = None  # closed interval over `ts`; a row without a time is in every one
+    time_end: dt.datetime | None = None
+    data_type_list: tuple[str, ...] = ()  # families (actv, grad_reduced, …) or kinds of ours; empty: all
+    ranks: tuple[int, ...] = ()  # empty: all
+    steps: tuple[int, int] | None = None  # closed, in our steps
+    attempt: int | None = None  # None: all, where the format can tell them apart; else the latest of each step
+    process_num: int = 1
+    step_count_per_record: int = 1  # steps in one CSV file, aligned to 0
+    seed_rounding: int | None = None  # decimals, as the tool rounds; None: every digit that the value has
+    append_output: tuple[str, str] | None = None  # folders of this window (Dec03_21-34-40, …) are continued
+    step_partition: int = 500  # steps in one SQLite table
+
+    def __post_init__(self) -> None:
+        """Raise ExportError naming what to change."""
+        for name in ("time_start", "time_end"):
+            moment: dt.datetime | None = getattr(self, name)
+            if moment is not None and moment.tzinfo is None:
+                raise ExportError(f"{name} {moment} has no time zone: give one, such as +00:00")
+        if self.time_start and self.time_end and self.time_start > self.time_end:
+            raise ExportError(f"time_start {self.time_start} is after time_end {self.time_end}: exchange them")
+        if self.steps and self.steps[0] > self.steps[1]:
+            raise ExportError(f"steps {self.steps[0]}:{self.steps[1]} end before they begin: exchange them")
+        if not 1 <= self.step_count_per_record <= MAX_STEPS_PER_RECORD:
+            raise ExportError(f"step_count_per_record must be 1 to {MAX_STEPS_PER_RECORD:,}")
+        for name in ("process_num", "step_partition"):
+            if getattr(self, name) < 1:
+                raise ExportError(f"{name} must be 1 or more")
+        if self.seed_rounding is not None and not 0 <= self.seed_rounding <= 17:
+            raise ExportError("seed_rounding is a number of decimals, 0 to 17")
+        if unknown := [name for name in self.data_type_list if name not in family_names()]:
+            raise ExportError(f"no data type is called {unknown[0]!r}: known are {', '.join(sorted(family_names()))}")
+
+    def kinds(self) -> frozenset[str] | None:
+        """Return the kinds that `data_type_list` asks for; None when it asks for all."""
+        if not self.data_type_list:
+            return None
+        kinds: set[str] = set()
+        for name in self.data_type_list:
+            kinds.update(FAMILIES.get(name, ()), FEATURE_FAMILIES.get(name, ()))
+            if name not in FAMILIES and name not in FEATURE_FAMILIES:
+                kinds.add(name)
+        return frozenset(kinds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportReport:
+    """What was written. `left_out` counts rows by the reason why the format cannot hold them."""
+
+    files: tuple[Path, ...]
+    rows: Mapping[str, int] = field(default_factory=dict)  # by dataset
+    left_out: Mapping[str, int] = field(default_factory=dict)
+
+
+class Exporter(Protocol):
+    """Writes one format."""
+
+    name: str
+    """As in `rankscope export --format`."""
+
+    help: str
+    """One line: what is written, and who reads it."""
+
+    folder: bool
+    """Whether the target is a folder; else it is one file."""
+
+    suffix: str
+    """What the default target ends in, such as `.db`."""
+
+    def export(
+        self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = silent
+    ) -> ExportReport:
+        """Write `run` to `target`. Raises ExportError when it cannot be done, and OSError never."""
+        ...

@@ -1,0 +1,127 @@
+"""Rows of one run for an exporter: the predicate of its options, and windows that keep memory bounded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import pyarrow as pa
+
+from rankscope_contract.escaping import sql_identifier, sql_string
+from rankscope_contract.records import DATASETS, DIMENSIONS
+from rankscope_storage.base.errors import ExportError
+from rankscope_storage.connection import Connection
+from rankscope_storage.formats.common.base import ExportOptions
+
+WINDOW_ROWS: Final = 50_000
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What of a run is exported. Texts for a WHERE clause need `parameters`."""
+
+    connection: Connection
+    run: str
+    options: ExportOptions
+    parameters: Mapping[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Collect the values that the predicates name."""
+        values: dict[str, Any] = {"run": self.run}
+        options = self.options
+        values |= {} if options.time_start is None else {"time_start": options.time_start}
+        values |= {} if options.time_end is None else {"time_end": options.time_end}
+        values |= {} if options.steps is None else {"first_step": options.steps[0], "last_step": options.steps[1]}
+        values |= {} if options.attempt is None else {"attempt": options.attempt}
+        object.__setattr__(self, "parameters", values)
+
+    def where(self, dataset: str) -> str:
+        """Return the predicate for rows of `dataset`; `data_type_list` narrows only what has a kind.
+
+        Versions of the run, its attempts and tensors belong to it whatever steps and ranks are exported.
+        """
+        if dataset in DIMENSIONS:
+            return "run = $run"
+        parts = ["run = $run"]
+        options = self.options
+        if options.time_start is not None:
+            parts.append("(ts IS NULL OR ts >= $time_start)")
+        if options.time_end is not None:
+            parts.append("(ts IS NULL OR ts <= $time_end)")
+        if options.steps is not None:
+            parts.append("step BETWEEN $first_step AND $last_step")
+        if options.attempt is not None:
+            parts.append("attempt = $attempt")
+        if options.ranks:
+            parts.append(f"rank IN ({', '.join(str(int(rank)) for rank in options.ranks)})")
+        kinds = options.kinds()
+        if kinds is not None and any(column.name == "kind" for column in DATASETS[dataset]):
+            parts.append(f"kind IN ({', '.join(map(sql_string, sorted(kinds)))})")
+        return " AND ".join(parts)
+
+    def source(self, dataset: str) -> str:
+        """Return what stands behind FROM and WHERE: rows of `dataset` that are exported, from the files they are in."""
+        steps = None if dataset in DIMENSIONS else self.options.steps
+        relation = self.connection.relation(dataset, run=self.run, steps=steps)
+        return f"{relation} WHERE {self.where(dataset)}"
+
+    def query(self, query: str) -> pa.Table:
+        """Return the rows of `query`, which may name the parameters of this selection and must name the run."""
+        return self.connection.query(query, self._named_in(query))
+
+    def stream(self, query: str, batch_rows: int) -> Iterator[pa.RecordBatch]:
+        """Return the rows of `query` in batches; no other question may be asked of the connection meanwhile."""
+        return self.connection.stream(query, self._named_in(query), batch_rows=batch_rows)
+
+    def count(self, dataset: str, extra: str = "true") -> int:
+        """Return how many rows of `dataset` are exported, of those that meet `extra`."""
+        rows: int = self.query(f"SELECT count(*) AS rows FROM {self.source(dataset)} AND {extra}")["rows"][0].as_py()
+        return rows
+
+    def only(self, *, attempt: int | None, rank: int | None) -> str:
+        """Return the predicate for one rank of one attempt; null is one of the values."""
+        return " AND ".join(
+            f"{name} IS NULL" if value is None else f"{name} = {int(value)}"
+            for name, value in (("attempt", attempt), ("rank", rank))
+        )
+
+    def _named_in(self, query: str) -> dict[str, Any]:
+        # DuckDB refuses values that a statement does not name.
+        return {name: value for name, value in self.parameters.items() if f"${name}" in query}
+
+    def windows(self, dataset: str, extra: str = "true", *, rows: int = WINDOW_ROWS) -> Iterator[tuple[int, int, int]]:
+        """Yield (first step, last step, rows) of ranges that hold about `rows` rows each, in order of steps."""
+        counted = self.query(
+            f"SELECT step, count(*) AS rows FROM {self.source(dataset)} AND {extra} AND step IS NOT NULL "
+            "GROUP BY step ORDER BY step"
+        )
+        first: int | None = None
+        last = held = 0
+        for step, own in zip(counted["step"].to_pylist(), counted["rows"].to_pylist(), strict=True):
+            if first is not None and held + own > rows:
+                yield first, last, held
+                first, held = None, 0
+            first = step if first is None else first
+            last, held = step, held + own
+        if first is not None:
+            yield first, last, held
+
+    def within(self, first: int, last: int) -> Selection:
+        """Return what of this selection lies in a closed range of steps; files outside of it are not opened."""
+        lowest, highest = self.options.steps or (first, last)
+        steps = (max(first, lowest), min(last, highest))
+        return dataclasses.replace(self, options=dataclasses.replace(self.options, steps=steps))
+
+
+def columns(dataset: str, *names: str) -> str:
+    """Return a SELECT list of `names`, or of all columns of `dataset`."""
+    return ", ".join(map(sql_identifier, names or [column.name for column in DATASETS[dataset]]))
+
+
+def require_rows(selection: Selection, counts: Mapping[str, int]) -> None:
+    """Raise ExportError when nothing would be written: an empty file looks like a run without a problem."""
+    if not any(counts.values()):
+        what = ", ".join(counts)
+        raise ExportError(f"{selection.run} has no rows of {what} that the options select: nothing was written")

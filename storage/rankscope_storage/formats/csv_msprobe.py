@@ -1,0 +1,178 @@
+"""CSV in the layout of the existing monitor, for its own scripts and for those that were written for it.
+
+One folder for each rank of each attempt, named after the time the attempt began and a number that is always the same:
+exporting a run again continues its folders. With `append_output` the folders that lie there are continued instead, and
+of each step the latest attempt is taken. Names that a spreadsheet would take for formulas begin with an apostrophe.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from rankscope_contract.escaping import sql_string
+from rankscope_contract.msprobe.layout import (
+    FEATURES,
+    MICRO_STEP_FAMILIES,
+    TENSOR_COLUMNS,
+    TENSOR_FAMILIES,
+)
+from rankscope_storage.base.errors import ExportError
+from rankscope_storage.connection import Connection, connect
+from rankscope_storage.formats.common.base import ExportOptions, ExportReport, Progress, silent
+from rankscope_storage.formats.common.selection import Selection, require_rows
+from rankscope_storage.formats.msprobe.folders import FamilyFiles, Stream, streams
+from rankscope_storage.formats.msprobe.rows import (
+    FEATURE_COLUMNS,
+    Cells,
+    Numbering,
+    descriptions,
+    feature_cells,
+    tensor_cells,
+)
+
+HELD: Final = ("tensor_stats", "features")
+"""Datasets that the layout has a place for."""
+
+ALREADY_THERE: Final = "rows that the files hold already"
+HIDDEN: Final = "rows behind another of the same step and name (an earlier attempt or call)"
+
+_COUNTED: Final = ("scalars", "events", "histograms", "hashes", "collectives")
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What became of one stream; `rows` and `repeated` by dataset."""
+
+    files: tuple[Path, ...]
+    rows: Counter[str]
+    repeated: Counter[str]
+
+
+class CsvMsprobe:
+    """The exporter."""
+
+    name = "csv"
+    help = "a folder per rank with CSV files per family and step, as the msprobe monitor writes them"
+    folder = True
+    suffix = ""
+
+    def export(
+        self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = silent
+    ) -> ExportReport:
+        """Write `run` below `target`, continuing what lies there. See Exporter."""
+        with connection.steady():
+            selection = Selection(connection, run, options)
+            require_rows(selection, {name: selection.count(name) for name in HELD})
+            try:
+                written = list(_write_all(selection, streams(selection, target), progress))
+            except OSError as error:
+                raise ExportError(f"cannot write to {target}: {error.strerror or error}") from error
+            rows = sum((one.rows for one in written), Counter())
+            repeated = sum((one.repeated for one in written), Counter())
+            left_out = _left_out(selection, rows + repeated)
+        left_out[ALREADY_THERE] = repeated.total()
+        return ExportReport(
+            files=tuple(path for one in written for path in one.files),
+            rows=rows,
+            left_out={reason: count for reason, count in left_out.items() if count > 0},
+        )
+
+
+class _Folder:
+    """Writes one rank's folder."""
+
+    def __init__(self, selection: Selection, stream: Stream) -> None:
+        self._selection = selection
+        self._stream = stream
+        self._numbering = Numbering.of(selection.connection, selection.run)
+        self._described = descriptions(selection.connection, selection.run)
+        self._files: list[Path] = []
+        self._rows: Counter[str] = Counter()
+        self._repeated: Counter[str] = Counter()
+
+    def write(self) -> Written:
+        """Write every family that has rows."""
+        self._stream.folder.mkdir(parents=True, exist_ok=True)
+        for dataset in HELD:
+            present = self._kinds(dataset)
+            for family, kinds in _families(dataset).items():
+                if present.keys() & kinds:
+                    micro_steps = family in MICRO_STEP_FAMILIES or any(present.get(kind) for kind in kinds)
+                    self._write_family(dataset, family, micro_steps=micro_steps)
+        return Written(tuple(self._files), self._rows, self._repeated)
+
+    def _write_family(self, dataset: str, family: str, *, micro_steps: bool) -> None:
+        columns = TENSOR_COLUMNS if family not in FEATURES else tuple(FEATURES[family].columns)
+        steps = self._selection.options.step_count_per_record
+        with FamilyFiles(self._stream.folder, family, columns, steps=steps, micro_steps=micro_steps) as files:
+            for rows in self._cells(dataset, family):
+                files.add(rows)
+        self._files += files.written
+        self._rows[dataset] += files.rows
+        self._repeated[dataset] += files.repeated
+
+    def _cells(self, dataset: str, family: str) -> Iterator[Cells]:
+        only = self._stream.only(self._selection, dataset)
+        if dataset == "features":
+            return feature_cells(self._selection, family, only, self._numbering)
+        return tensor_cells(self._selection, family, only, self._numbering, self._described)
+
+    def _kinds(self, dataset: str) -> dict[str, bool]:
+        """Return the kinds that have rows, and whether some of them are of micro-batches."""
+        rows = self._selection.query(
+            f"SELECT kind, bool_or(micro_step IS NOT NULL) AS micro FROM {self._selection.source(dataset)} "
+            f"AND {self._stream.only(self._selection, dataset)} GROUP BY kind"
+        )
+        return dict(zip(rows["kind"].to_pylist(), rows["micro"].to_pylist(), strict=True))
+
+
+def _families(dataset: str) -> dict[str, frozenset[str]]:
+    if dataset == "tensor_stats":
+        return {family: frozenset(map(str, kinds)) for family, kinds in TENSOR_FAMILIES.items()}
+    return {family: frozenset(columns.values()) for family, columns in FEATURE_COLUMNS.items()}
+
+
+def _write_all(selection: Selection, listed: Sequence[Stream], progress: Progress) -> Iterator[Written]:
+    """Yield what became of each stream; `progress` is told of streams, which are of one size."""
+    processes = min(selection.options.process_num, len(listed))
+    if processes == 1:
+        for done, stream in enumerate(listed, 1):
+            yield _Folder(selection, stream).write()
+            progress(done, len(listed))
+        return
+    # Threads are enough: nearly all of the work is done by DuckDB and Arrow, outside Python's lock.
+    with concurrent.futures.ThreadPoolExecutor(processes) as pool:
+        jobs = [pool.submit(_write_apart, selection, stream) for stream in listed]
+        for done, job in enumerate(concurrent.futures.as_completed(jobs), 1):
+            yield job.result()
+            progress(done, len(listed))
+
+
+def _write_apart(selection: Selection, stream: Stream) -> Written:
+    """Write one rank's folder over a connection of its own, which sees the same version."""
+    with connect(selection.connection.path, version=selection.connection.version) as connection:
+        return _Folder(Selection(connection, selection.run, selection.options), stream).write()
+
+
+def _left_out(selection: Selection, placed: Counter[str]) -> Counter[str]:
+    """Count what the layout has no place for."""
+    left_out: Counter[str] = Counter()
+    for dataset in _COUNTED:
+        left_out[f"{dataset}: the layout has none"] = selection.count(dataset)
+    left_out["rows without a step"] = sum(selection.count(name, "step IS NULL") for name in HELD)
+    known = ", ".join(sql_string(kind) for kinds in _families("features").values() for kind in sorted(kinds))
+    left_out["features that the tool does not know"] = selection.count("features", f"kind NOT IN ({known})")
+    tensors = ", ".join(sql_string(kind) for kinds in _families("tensor_stats").values() for kind in sorted(kinds))
+    strange = selection.count("tensor_stats", f"step >= 0 AND kind NOT IN ({tensors})")
+    left_out["tensors of kinds that the tool does not know"] = strange
+    left_out["rows before the first step"] = sum(selection.count(name, "step < 0") for name in HELD)
+    left_out[HIDDEN] = selection.count("tensor_stats", "step >= 0") - strange - placed["tensor_stats"]
+    return left_out
+
+
+EXPORTER = CsvMsprobe()

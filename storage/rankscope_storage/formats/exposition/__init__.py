@@ -1,0 +1,1 @@
+"""OpenMetrics text of stored rows, in columns: lines, families and timestamps."""

@@ -1,0 +1,1 @@
+"""msprobe's file layouts, shared by the formats `csv` and `sqlite`."""

@@ -1,0 +1,267 @@
+"""msprobe's CSV folders: the folder of each rank and attempt, and the CSV files of one family in it.
+
+A file covers some steps. An existing file is continued, and no row is written twice. A file is written beside the old
+one and then renamed, so that a reader never sees a part.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime as dt
+import hashlib
+import itertools
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Final, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rankscope_contract.msprobe.folders import Window, continued, window
+from rankscope_contract.msprobe.layout import file_name, folder_name
+from rankscope_storage.base.errors import ExportError
+from rankscope_storage.formats.common.selection import Selection
+from rankscope_storage.formats.msprobe.rows import MICRO_STEP, Cells
+
+_NO_TIME: Final = dt.datetime(2000, 1, 1, tzinfo=dt.UTC)
+_LATEST: Final = (
+    "(step, coalesce(attempt, 0)) IN "
+    "(SELECT (step, max(coalesce(attempt, 0))) FROM {relation} WHERE run = $run AND step IS NOT NULL GROUP BY step)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The rows that go into one folder: those of a rank, of one attempt or of the latest one of each step."""
+
+    folder: Path
+    rank: int
+    attempt: int | None
+
+    def only(self, selection: Selection, dataset: str) -> str:
+        """Return the predicate for its rows of `dataset`; what has no rank goes with rank 0."""
+        rank = f"coalesce(rank, 0) = {self.rank}"
+        if self.attempt is not None:
+            return f"{rank} AND coalesce(attempt, 0) = {self.attempt}"
+        relation = selection.connection.relation(dataset, run=selection.run)
+        return f"{rank} AND {_LATEST.format(relation=relation)}"
+
+
+def streams(selection: Selection, target: Path) -> list[Stream]:
+    """Return what is written, and where."""
+    found = selection.query(
+        f"SELECT DISTINCT coalesce(attempt, 0) AS attempt, coalesce(rank, 0) AS rank FROM "
+        f"(SELECT attempt, rank FROM {selection.source('tensor_stats')} "
+        f"UNION SELECT attempt, rank FROM {selection.source('features')}) ORDER BY ALL"
+    ).to_pylist()
+    began = _beginnings(selection, {row["attempt"] for row in found})
+    if selection.options.append_output is None:
+        return [Stream(target / _own_folder(selection.run, began, **row), **row) for row in found]
+    begun = _window(selection.options.append_output)
+    latest = {row["rank"]: row["attempt"] for row in found}
+    return [
+        Stream(
+            _continued(target, rank, begun) or target / _own_folder(selection.run, began, attempt=attempt, rank=rank),
+            rank,
+            selection.options.attempt,
+        )
+        for rank, attempt in sorted(latest.items())
+    ]
+
+
+def _own_folder(run: str, began: Mapping[int, dt.datetime], *, attempt: int, rank: int) -> str:
+    """Return a name that is always the same; where two attempts began at one time, it still sorts them."""
+    digest = hashlib.sha256(run.encode("utf-8", "surrogatepass")).hexdigest()
+    return folder_name(began[attempt], rank, f"{attempt & 0xFFFF:04x}{digest[:4]}")
+
+
+def _beginnings(selection: Selection, attempts: set[int]) -> dict[int, dt.datetime]:
+    """Return when each attempt began, as far as anybody knows, never before the one that precedes it."""
+    rows = selection.query(
+        "SELECT coalesce(attempt, 0) AS attempt, min(began) AS began FROM ("
+        "SELECT attempt, started_at AS began FROM attempts WHERE run = $run UNION ALL "
+        f"SELECT attempt, min(ts) FROM {selection.connection.relation('tensor_stats', run=selection.run)} "
+        "WHERE run = $run GROUP BY attempt) WHERE began IS NOT NULL GROUP BY ALL"
+    ).to_pylist()
+    known = {row["attempt"]: row["began"] for row in rows}
+    first = min(known.values(), default=_NO_TIME)
+    ordered = sorted(attempts)
+    moments = itertools.accumulate((known.get(attempt, first) for attempt in ordered), max)
+    return dict(zip(ordered, moments, strict=True))
+
+
+def _window(given: tuple[str, str]) -> Window:
+    try:
+        return window(given)
+    except ValueError as error:
+        raise ExportError(str(error)) from error
+
+
+def _continued(target: Path, rank: int, begun: Window) -> Path | None:
+    """Return the folder of `rank` that is continued, if one lies there."""
+    names = [path.name for path in target.iterdir() if path.is_dir()] if target.is_dir() else []
+    name = continued(names, rank, begun)
+    return None if name is None else target / name
+
+
+KEYS: Final = ("vpp_stage", "name", "step")
+
+_APART: Final = "\x1f"  # no cell holds a control character
+_MAX_CELL: Final = 1 << 20
+
+
+class FamilyFiles:
+    """Takes the rows of a family in the order of their steps. A context manager: leaving it puts the files in place."""
+
+    def __init__(self, folder: Path, family: str, columns: Sequence[str], *, steps: int, micro_steps: bool) -> None:
+        self.written: list[Path] = []
+        self.rows = 0
+        self.repeated = 0
+        self._folder = folder
+        self._family = family
+        self._columns = columns
+        self._steps = steps
+        self._micro_steps = micro_steps
+        self._block = -1
+        self._file: _OneFile | None = None
+
+    def add(self, cells: Cells) -> None:
+        """Write the rows; those that a file holds already are left as they are there."""
+        blocks = np.asarray(cells.step) // self._steps
+        starts = [0, *(np.flatnonzero(np.diff(blocks)) + 1).tolist(), len(blocks)]
+        for start, end in itertools.pairwise(starts):
+            if end > start:
+                self._turn_to(int(blocks[start]))
+                assert self._file is not None  # just opened
+                new = self._file.add(cells, start, end)
+                self.rows += new
+                self.repeated += end - start - new
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._turn_to(-1)
+        elif self._file:
+            self._file.discard()
+
+    def _turn_to(self, block: int) -> None:
+        if block == self._block:
+            return
+        if self._file and self._file.close():
+            self.written.append(self._file.path)
+        self._block, self._file = block, None
+        if block >= 0:
+            path = self._folder / file_name(self._family, block, self._steps)
+            self._file = _OneFile(path, self._columns, micro_steps=self._micro_steps)
+
+
+class _OneFile:
+    """One file, new or continued."""
+
+    def __init__(self, path: Path, columns: Sequence[str], *, micro_steps: bool) -> None:
+        self.path = path
+        self._present: set[int] = set()
+        self._new = 0
+        self._partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+        keys = (*KEYS, MICRO_STEP) if micro_steps else KEYS
+        self._header = [*keys, *columns]
+        if path.exists():
+            self._header, self._present = _read(path)
+            _check_header(path, self._header, keys)
+        self._file = self._open()
+
+    def add(self, cells: Cells, start: int, end: int) -> int:
+        """Write rows `start` to `end` that are not there yet, and return how many."""
+        length = end - start
+        texts = {name: column.slice(start, length) for name, column in cells.columns.items()}
+        texts |= {
+            "vpp_stage": cells.vpp_stage.slice(start, length),
+            "name": cells.name.slice(start, length),
+            "step": pc.cast(cells.step.slice(start, length), pa.string()),
+            MICRO_STEP: cells.micro_step.slice(start, length),
+        }
+        missing = pa.array(["nan"] * length, pa.string())
+        lines = pc.binary_join_element_wise(*(_quoted(texts.get(name, missing)) for name in self._header), ",")
+        if self._present:
+            lines = lines.filter(pa.array(list(self._absent(texts)), pa.bool_()))
+        if len(lines):
+            self._file.write(("\n".join(lines.to_pylist()) + "\n").encode())
+        self._new += len(lines)
+        return len(lines)
+
+    def close(self) -> bool:
+        """Give the file its name, and return whether anything in it is new."""
+        self._file.close()
+        if not self._new:
+            self._partial.unlink()
+            return False
+        self._partial.replace(self.path)
+        return True
+
+    def discard(self) -> None:
+        """Leave the place as it was."""
+        self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+    def _open(self) -> BinaryIO:
+        if not self.path.exists():
+            new = self._partial.open("wb")
+            new.write((",".join(self._header) + "\n").encode())
+            return new
+        shutil.copyfile(self.path, self._partial)
+        file = self._partial.open("r+b")
+        file.seek(-1, os.SEEK_END)
+        # What a killed writer left of its last line stays as it is, on a line of its own.
+        if file.read() != b"\n":
+            file.write(b"\n")
+        return file
+
+    def _absent(self, texts: dict[str, pa.StringArray]) -> Iterator[bool]:
+        names = [name for name in (*KEYS, MICRO_STEP) if name in self._header]
+        keys = pc.binary_join_element_wise(*(texts[name] for name in names), _APART)
+        for key in keys.to_pylist():
+            yield hash(key) not in self._present
+
+
+def _read(path: Path) -> tuple[list[str], set[int]]:
+    """Return the header of a file and the hashes of the keys of its rows."""
+    limit = csv.field_size_limit(_MAX_CELL)
+    try:
+        with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+            reader = csv.reader(file)
+            header = next(reader, [])
+            places = [header.index(name) for name in (*KEYS, MICRO_STEP) if name in header]
+            return header, {
+                hash(_APART.join(row[place] for place in places)) for row in reader if len(row) == len(header)
+            }
+    except csv.Error as error:
+        raise ExportError(f"{path} cannot be continued: {error}. Choose another folder") from error
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _check_header(path: Path, header: Sequence[str], keys: Sequence[str]) -> None:
+    if any(name not in header for name in keys):
+        raise ExportError(
+            f"{path} has the columns {','.join(header)[:200]}, where {', '.join(keys)} are needed to continue it: "
+            "choose another folder"
+        )
+
+
+def _quoted(column: pa.StringArray) -> pa.StringArray:
+    """Return cells that hold a comma or a quote, in quotes."""
+    needs = pc.match_substring_regex(column, '[,"]')
+    if not pc.any(needs).as_py():
+        return column
+    quoted = pc.binary_join_element_wise(pa.scalar('"'), pc.replace_substring(column, '"', '""'), pa.scalar('"'), "")
+    return pc.if_else(needs, quoted, column)

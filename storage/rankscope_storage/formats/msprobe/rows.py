@@ -1,0 +1,236 @@
+"""Rows of one rank in the terms of the existing tool, as text: its steps, its names, statistics over *all* elements.
+
+What our numbers cannot say in its terms is `nan`, never a guess: beside a NaN its norm is NaN; beside an Inf the norm
+is Inf, and which sign min and max would have is not known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rankscope_contract.escaping import sql_identifier, sql_string
+from rankscope_contract.kinds import VALUE_OPS
+from rankscope_contract.msprobe.layout import (
+    CALLS,
+    DIRECTION,
+    FEATURES,
+    MOMENTS,
+    OPS,
+    OTHER,
+    TENSOR_COLUMNS,
+    TENSOR_FAMILIES,
+    dtype_text,
+    feature_name,
+    neutral,
+    row_name,
+)
+from rankscope_storage.connection import Connection
+from rankscope_storage.formats.common.selection import Selection
+
+MICRO_STEP: Final = "micro_step"
+
+_MOMENTS: Final = ", ".join(map(sql_string, MOMENTS))
+
+# Of several rows under one name the tool keeps the last call; a row of a micro-batch goes before one of the whole step.
+_LAST: Final = (
+    "QUALIFY row_number() OVER (PARTITION BY step, {key}, coalesce(micro_step, 0) "
+    "ORDER BY micro_step IS NULL, {call}ordinal DESC NULLS LAST, seq DESC NULLS LAST) = 1"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Numbering:
+    """How the steps of a run are numbered: the tool's first step is 0, ours is `first`."""
+
+    first: int
+
+    @classmethod
+    def of(cls, connection: Connection, run: str) -> Numbering:
+        """Return 0 as the first step of a run that has a step 0; else 1, where counting begins without a number."""
+        rows = connection.query(
+            f"SELECT 1 FROM {connection.relation('tensor_stats', run=run, steps=(0, 0))} "
+            f"WHERE run = $run AND step = 0 AND kind NOT IN ({_MOMENTS}) LIMIT 1",
+            {"run": run},
+        ).num_rows
+        return cls(0 if rows else 1)
+
+    def sql(self, *, moments: bool) -> str:
+        """Return the tool's step as SQL over ours: Adam's moments are those *before* its step."""
+        return f"(step - {self.first - 1 if moments else self.first})"
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """Rows in the order of their steps; all but `step` as text."""
+
+    step: pa.Int64Array
+    vpp_stage: pa.StringArray
+    name: pa.StringArray
+    micro_step: pa.StringArray
+    columns: Mapping[str, pa.StringArray]
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """Shape and dtype as the tool writes them."""
+
+    shape: str = "nan"
+    dtype: str = "nan"
+    numel: int | None = None
+
+
+Descriptions = Mapping[tuple[str, str, int | None], Described]
+
+
+def descriptions(connection: Connection, run: str) -> Descriptions:
+    """Return what is known of each tensor of `run`, by kind, name and slot."""
+    rows = connection.query('SELECT kind, tensor, "index", shape, dtype FROM tensors WHERE run = $run', {"run": run})
+    return {(row["kind"], row["tensor"], row["index"]): _described(row) for row in rows.to_pylist()}
+
+
+def tensor_cells(
+    selection: Selection, family: str, only: str, numbering: Numbering, described: Descriptions
+) -> Iterator[Cells]:
+    """Yield the rows of a family of tensor statistics that meet `only`, a bounded number at a time."""
+    kinds = ", ".join(map(sql_string, TENSOR_FAMILIES[family]))
+    step = numbering.sql(moments=TENSOR_FAMILIES[family][0] in MOMENTS)
+    mine = f"{only} AND kind IN ({kinds}) AND {step} >= 0"
+    texts = statistics_sql(selection.options.seed_rounding)
+    listed = ", ".join(f"{sql} AS {sql_identifier(op)}" for op, sql in texts.items())
+    key, call = 'coalesce(vpp_stage, 0), kind, tensor, "index"', "NULL::BIGINT"
+    if TENSOR_FAMILIES[family][0] in CALLS:
+        key, call = f"{key}, call_seq", "call_seq"
+    last = _LAST.format(key=key, call="call_seq DESC NULLS LAST, ")
+    for first_step, last_step, _ in selection.windows("tensor_stats", mine):
+        window = selection.within(first_step, last_step)
+        rows = window.query(
+            f'SELECT {step} AS their_step, {_KEY}, kind, tensor, "index", {call} AS call, numel, {listed} '
+            f"FROM {window.source('tensor_stats')} AND {mine} {last} "
+            'ORDER BY step, seq, micro_step, vpp_stage, tensor, kind, call_seq NULLS FIRST, "index"'
+        )
+        yield _tensor_cells(rows.combine_chunks(), described)
+
+
+def feature_cells(selection: Selection, family: str, only: str, numbering: Numbering) -> Iterator[Cells]:
+    """Yield the rows of a family of features that meet `only`; its columns stand side by side."""
+    columns = FEATURE_COLUMNS[family]
+    step = numbering.sql(moments=False)
+    mine = f"{only} AND kind IN ({', '.join(map(sql_string, columns.values()))}) AND {step} >= 0"
+    value = _text("value", selection.options.seed_rounding)
+    texts = {
+        column: f"coalesce(max({value}) FILTER (kind = {sql_string(kind)}), 'nan')" for column, kind in columns.items()
+    }
+    listed = ", ".join(f"{sql} AS {sql_identifier(column)}" for column, sql in texts.items())
+    last = _LAST.format(key='coalesce(vpp_stage, 0), kind, module, "index"', call="")
+    for first_step, last_step, _ in selection.windows("features", mine):
+        window = selection.within(first_step, last_step)
+        rows = window.query(
+            f'SELECT their_step, vpp_text, micro_text, module, "index", {listed} FROM ('
+            f"SELECT *, {step} AS their_step, {_KEY} FROM {window.source('features')} AND {mine} {last}) "
+            'GROUP BY their_step, vpp_text, micro_text, module, "index" ORDER BY their_step, min(seq), module, "index"'
+        )
+        yield _feature_cells(rows.combine_chunks(), family, columns)
+
+
+def statistics_sql(rounding: int | None) -> dict[str, str]:
+    """Return the SQL of each statistic as text, over the columns of `tensor_stats`."""
+    unknown = "coalesce(nans, 0) > 0 OR coalesce(infs, 0) > 0"
+    sql = {
+        op: f"CASE WHEN {unknown} OR {sql_identifier(op)} IS NULL THEN 'nan' "
+        f"ELSE {_text(sql_identifier(op), rounding)} END"
+        for op in VALUE_OPS
+    }
+    sql["norm"] = (
+        "CASE WHEN coalesce(nans, 0) > 0 THEN 'nan' WHEN coalesce(infs, 0) > 0 THEN 'inf' WHEN numel = 0 THEN '0.0' "
+        f"WHEN norm IS NULL THEN 'nan' ELSE {_text('norm', rounding)} END"
+    )
+    sql["nans"] = "coalesce(nans::VARCHAR, 'nan')"
+    share = _text("(zeros::DOUBLE / numel)", rounding)
+    sql["zeros"] = f"CASE WHEN zeros IS NULL OR coalesce(numel, 0) = 0 THEN 'nan' ELSE {share} END"
+    return sql
+
+
+FEATURE_COLUMNS: Final[dict[str, dict[str, str]]] = {
+    **{family: features.columns for family, features in FEATURES.items()},
+    OTHER: {"norm": DIRECTION},
+}
+"""Columns of the families of features; agreement of directions stands under every statistic, see `_feature_cells`."""
+
+_KEY: Final = "coalesce(vpp_stage, 0)::VARCHAR AS vpp_text, coalesce(micro_step, 0)::VARCHAR AS micro_text"
+
+
+def _text(value: str, rounding: int | None) -> str:
+    """Return SQL for the shortest text that reads back to the very number, or for so many decimals."""
+    return f"{value}::VARCHAR" if rounding is None else f"round({value}::DOUBLE, {rounding})::VARCHAR"
+
+
+def _tensor_cells(rows: pa.Table, described: Descriptions) -> Cells:
+    kinds, tensors, indices, calls = (rows.column(name) for name in ("kind", "tensor", "index", "call"))
+    keys, spread = _distinct(kinds, tensors, indices, calls)
+    known = [described.get(key[:3], Described()) for key in keys]
+    numel = _array(rows, "numel")
+    fits = pc.fill_null(pc.equal(spread([one.numel for one in known], pa.int64()), numel), False)
+    # A shape that does not fit (a shard, another batch) would tell a wrong number of elements.
+    flat = pc.binary_join_element_wise(pa.scalar("["), pc.cast(numel, pa.string()), pa.scalar("]"), "")
+    shape = pc.if_else(fits, spread([one.shape for one in known], pa.string()), flat)
+    columns = {op: _array(rows, op) for op in OPS}
+    columns |= {"shape": pc.fill_null(shape, "nan"), "dtype": spread([one.dtype for one in known], pa.string())}
+    names = spread([neutral(row_name(*key)) for key in keys], pa.string())
+    return Cells(*_keys(rows, names), {name: columns[name] for name in TENSOR_COLUMNS})
+
+
+def _feature_cells(rows: pa.Table, family: str, columns: Mapping[str, str]) -> Cells:
+    keys, spread = _distinct(rows.column("module"), rows.column("module"), rows.column("index"))
+    names = spread([neutral(feature_name(family, module, index)) for _, module, index, _ in keys], pa.string())
+    texts = {column: _array(rows, column) for column in columns}
+    if family == OTHER:
+        texts = _direction_columns(texts["norm"])
+    return Cells(*_keys(rows, names), texts)
+
+
+def _direction_columns(value: pa.StringArray) -> dict[str, pa.StringArray]:
+    """Return what the tool writes for one number: it passes it through every statistic."""
+    zero = pc.equal(pc.cast(value, pa.float64()), 0.0)
+    constant = {"nans": "0", "zeros": "0.0", "shape": "[]", "dtype": "torch.float32"}
+    columns = {name: pa.array([constant.get(name, "")] * len(value), pa.string()) for name in TENSOR_COLUMNS}
+    columns |= dict.fromkeys(VALUE_OPS, value)
+    return columns | {"zeros": pc.if_else(zero, "1.0", "0.0")}
+
+
+def _keys(rows: pa.Table, names: pa.StringArray) -> tuple[pa.Array, pa.Array, pa.Array, pa.Array]:
+    return _array(rows, "their_step"), _array(rows, "vpp_text"), names, _array(rows, "micro_text")
+
+
+def _distinct(
+    kinds: pa.ChunkedArray, names: pa.ChunkedArray, indices: pa.ChunkedArray, calls: pa.ChunkedArray | None = None
+) -> tuple[list[tuple[str, str, int | None, int | None]], Callable[[list[Any], pa.DataType], pa.Array]]:
+    """Return the different (kind, name, index, call), and what gives each row the value that belongs to its own."""
+    number = pc.fill_null(pc.cast(indices, pa.string()), "")
+    call = pa.scalar("") if calls is None else pc.fill_null(pc.cast(calls, pa.string()), "")
+    encoded = pc.binary_join_element_wise(kinds, number, call, names, "\0").combine_chunks().dictionary_encode()
+    keys = []
+    for text in encoded.dictionary.to_pylist():
+        kind, index, seq, name = text.split("\0", 3)
+        keys.append((kind, name, int(index) if index else None, int(seq) if seq else None))
+    return keys, lambda values, type_: pa.array(values, type_).take(encoded.indices)
+
+
+def _described(row: Mapping[str, Any]) -> Described:
+    shape, dtype = row["shape"], row["dtype"]
+    if dtype is None and not shape:
+        return Described()
+    text = "nan" if dtype is None else dtype_text(dtype)
+    return Described(str(list(shape or ())), text, math.prod(shape or ()))
+
+
+def _array(rows: pa.Table, column: str) -> pa.Array:
+    return rows.column(column).combine_chunks()

@@ -1,0 +1,93 @@
+"""OpenMetrics text with times, from which Prometheus makes blocks: history under the names and labels of live data.
+
+Family by family, series by series, times rising: the order that the format demands, so that a run is read once per
+family and never held.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from rankscope_contract import SCHEMA_VERSION, metrics
+from rankscope_contract.metrics import MetricSpec
+from rankscope_storage.base.errors import ExportError
+from rankscope_storage.connection import Connection
+from rankscope_storage.formats.common.base import ExportOptions, ExportReport, Progress, counting, silent, staged_file
+from rankscope_storage.formats.common.selection import Selection, require_rows
+from rankscope_storage.formats.exposition.text import END, METRIC_NAME, SHOWN, Timeline
+from rankscope_storage.formats.exposition.writer import FamilyWriter
+from rankscope_storage.prometheus import names
+
+RANKED: Final = ("tensor_stats", "scalars")
+SAMPLES: Final = "samples"
+LEFT_OUT: Final = ("events", "features", "histograms", "hashes", "collectives")
+
+
+class OpenMetrics:
+    """The exporter."""
+
+    name = "openmetrics"
+    help = "text for `promtool tsdb create-blocks-from openmetrics FILE DATA`"
+    folder = False
+    suffix = ".txt"
+
+    def export(
+        self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = silent
+    ) -> ExportReport:
+        """Write one file. See Exporter."""
+        if not run:
+            raise ExportError("a run without a name has no label in Prometheus")
+        with connection.steady():
+            selection = Selection(connection, run, options)
+            counts = {name: selection.count(name, SHOWN) for name in (*RANKED, SAMPLES)}
+            left_out = _left_out(selection)
+            if not any(counts.values()) and any(selection.count(name) for name in counts):
+                raise ExportError(
+                    f"{run} was brought in from logs that tell no times, and Prometheus knows nothing else"
+                )
+            require_rows(selection, counts)
+            timeline = Timeline(selection, RANKED)
+            written = counting(progress, sum(counts.values()))
+            with staged_file(target) as path, path.open("wb") as file:
+                writer = FamilyWriter(selection, timeline, file, written)
+                _write(writer, selection, file)
+            left_out += writer.left_out
+        return ExportReport(files=(target,), rows=counts, left_out=dict(left_out))
+
+
+def _write(writer: FamilyWriter, selection: Selection, file: BinaryIO) -> None:
+    writer.info(names.EXPORT, {"run": selection.run, "schema": str(SCHEMA_VERSION)}, RANKED)
+    writer.moments(metrics.STEP, "step", RANKED)
+    writer.moments(_ATTEMPT, "attempt", RANKED)
+    writer.kind_steps(metrics.KIND_STEP)
+    for spec, scalars in writer.scalar_families():
+        writer.scalars(spec, scalars)
+    writer.tensors(metrics.TENSOR_VALUE, names.VALUE_OPS_SHOWN, "")
+    writer.tensors(metrics.TENSOR_BASELINE, names.BASELINES_SHOWN, names.BASELINE_SUFFIX)
+    for metric in _sample_metrics(selection):
+        if METRIC_NAME.fullmatch(metric) and metric not in writer.families:
+            writer.samples(metric)
+        else:
+            writer.left_out[f"samples of {metric!r}: the name cannot be used"] += 1
+    file.write(END)
+
+
+_ATTEMPT: Final = MetricSpec(name=names.ATTEMPT, type="gauge", help="Launch of the run that the moment belongs to.")
+
+
+def _sample_metrics(selection: Selection) -> Iterator[str]:
+    query = f"SELECT DISTINCT metric FROM {selection.source(SAMPLES)} AND {SHOWN} ORDER BY metric"
+    yield from selection.query(query)["metric"].to_pylist()
+
+
+def _left_out(selection: Selection) -> Counter[str]:
+    timeless = sum(selection.count(name, f"(ts IS NULL OR NOT {SHOWN})") for name in (*RANKED, SAMPLES))
+    found = {"rows without a time": timeless}
+    found |= {f"{name}: not a number over time": selection.count(name) for name in LEFT_OUT}
+    return Counter({reason: count for reason, count in found.items() if count})
+
+
+EXPORTER = OpenMetrics()

@@ -1,0 +1,61 @@
+"""Parquet: one file per dataset with all its columns, for any tool that reads Parquet, without the store's log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rankscope_contract.records import DATASETS
+from rankscope_storage.base.errors import ExportError
+from rankscope_storage.base.schema import dataset_schema
+from rankscope_storage.connection import Connection
+from rankscope_storage.files.encoding import ROW_GROUP_ROWS, counted_columns
+from rankscope_storage.formats.common.base import ExportOptions, ExportReport, Progress, counting, silent, staged_folder
+from rankscope_storage.formats.common.selection import Selection, columns, require_rows
+
+_BATCH_ROWS: Final = ROW_GROUP_ROWS
+
+
+class Parquet:
+    """The exporter."""
+
+    name = "parquet"
+    help = "a folder with one Parquet file per dataset, all columns"
+    folder = True
+    suffix = ""
+
+    def export(
+        self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = silent
+    ) -> ExportReport:
+        """Write `<dataset>.parquet` for every dataset that has rows of `run`. See Exporter."""
+        if target.is_dir() and any(target.iterdir()):
+            raise ExportError(f"{target} is not empty: choose another folder, lest files of two exports mix")
+        with connection.steady():
+            selection = Selection(connection, run, options)
+            counts = {name: selection.count(name) for name in DATASETS}
+            require_rows(selection, counts)
+            present = [name for name, count in counts.items() if count]
+            written = counting(progress, sum(counts.values()))
+            with staged_folder(target) as folder:
+                for name in present:
+                    _write(selection, name, folder / f"{name}.parquet", written)
+        files = tuple(target / f"{name}.parquet" for name in present)
+        return ExportReport(files=files, rows={name: counts[name] for name in present})
+
+
+def _write(selection: Selection, dataset: str, path: Path, written: Callable[[int], None]) -> None:
+    schema = dataset_schema(dataset)
+    query = f"SELECT {columns(dataset)} FROM {selection.source(dataset)}"
+    footer = list(counted_columns(dataset))
+    with pq.ParquetWriter(path, schema, compression="zstd", compression_level=1, write_statistics=footer) as writer:
+        for batch in selection.stream(query, _BATCH_ROWS):
+            # DuckDB names the items of lists in its own way; the schema is the contract's.
+            writer.write_table(pa.Table.from_batches([batch]).cast(schema))
+            written(batch.num_rows)
+
+
+EXPORTER = Parquet()

@@ -1,0 +1,234 @@
+"""One SQLite database with the tables of the existing tool, for its viewers and for anything that speaks SQL.
+
+Unlike the tool's, `step` is always the training's step (micro-batches are told apart by their targets), and numbers
+stand as they are: an Inf is an Inf and nothing is cut at 1e9. A NaN is NULL, as SQLite has none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sqlite3
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rankscope_contract.msprobe.layout import FEATURES, TENSOR_FAMILIES, plain
+from rankscope_storage.base.errors import ExportError
+from rankscope_storage.connection import Connection
+from rankscope_storage.formats.common.base import ExportOptions, ExportReport, Progress, silent
+from rankscope_storage.formats.common.selection import Selection, require_rows
+from rankscope_storage.formats.msprobe.folders import Stream
+from rankscope_storage.formats.msprobe.rows import (
+    FEATURE_COLUMNS,
+    Cells,
+    Numbering,
+    descriptions,
+    feature_cells,
+    tensor_cells,
+)
+from rankscope_storage.formats.msprobe.sqlite_schema import (
+    OPS,
+    TABLES,
+    global_stats_table,
+    partition_name,
+    partition_table,
+    tags,
+    trend_views,
+)
+
+HELD: Final = ("tensor_stats", "features")
+
+_FACTS: Final = {
+    "step": "counts from 0; Adam's moments stand at the step before which they were taken",
+    "nan": "NULL; a statistic beside a NaN is NULL, and `nans` counts",
+}
+
+
+class Sqlite:
+    """The exporter."""
+
+    name = "sqlite"
+    help = "one SQLite database with the msprobe monitor's tables, a table per family and partition of steps"
+    folder = False
+    suffix = ".db"
+
+    def export(
+        self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = silent
+    ) -> ExportReport:
+        """Write `run` to the database `target`; one that an export made before is replaced. See Exporter."""
+        _refuse_others(target)
+        staged = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+        with connection.steady():
+            selection = Selection(connection, run, options)
+            totals = {name: selection.count(name) for name in HELD}
+            require_rows(selection, totals)
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with contextlib.closing(sqlite3.connect(staged, isolation_level=None)) as database:
+                    rows = _Database(database, selection).fill(progress, sum(totals.values()))
+                staged.replace(target)
+            except (OSError, sqlite3.Error) as error:
+                raise ExportError(f"cannot write {target}: {error}") from error
+            finally:
+                with contextlib.suppress(OSError):
+                    staged.unlink()
+            left_out = {
+                "rows without a step": sum(selection.count(name, "step IS NULL") for name in HELD),
+                "rows behind another of the same step and target (an earlier attempt or call)": selection.count(
+                    "tensor_stats", "step IS NOT NULL"
+                )
+                - rows["tensor_stats"],
+                "scalars: these tables have no place for them": selection.count("scalars"),
+                "events: these tables have no place for them": selection.count("events"),
+            }
+        return ExportReport(files=(target,), rows=rows, left_out={why: n for why, n in left_out.items() if n > 0})
+
+
+class _Database:
+    """A new database being filled."""
+
+    def __init__(self, database: sqlite3.Connection, selection: Selection) -> None:
+        self._database = database
+        self._selection = selection
+        self._steps = selection.options.step_partition
+        self._metrics: dict[str, int] = {}
+        self._targets: dict[tuple[str, int, int], int] = {}
+        self._targets_of: dict[int, set[int]] = {}
+        self._partitions: dict[str, int] = {}
+        self._range = (math.inf, -math.inf)
+
+    def fill(self, progress: Progress, total: int) -> Counter[str]:
+        """Write everything, and return rows by dataset."""
+        # The file is new and gets its name when it is whole: no journal is needed.
+        self._database.executescript(f"PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; {TABLES} BEGIN;")
+        written: Counter[str] = Counter()
+        ranks = self._ranks()
+        for rank in ranks:
+            for dataset, family, columns, cells in self._families(rank):
+                for rows in cells:
+                    written[dataset] += self._insert(family, columns, rank, rows)
+                    progress(min(written.total(), total), total)
+        self._finish(max(ranks))
+        self._database.execute("COMMIT")
+        return written
+
+    def _families(self, rank: int) -> Iterator[tuple[str, str, Sequence[str], Iterator[Cells]]]:
+        selection = self._selection
+        stream = Stream(Path(), rank, selection.options.attempt)
+        numbering = Numbering.of(selection.connection, selection.run)
+        described = descriptions(selection.connection, selection.run)
+        only = stream.only(selection, "tensor_stats")
+        for family in TENSOR_FAMILIES:
+            yield "tensor_stats", family, OPS, tensor_cells(selection, family, only, numbering, described)
+        only = stream.only(selection, "features")
+        for family in FEATURE_COLUMNS:
+            columns = tuple(FEATURES[family].columns) if family in FEATURES else OPS
+            yield "features", family, columns, feature_cells(selection, family, only, numbering)
+
+    def _ranks(self) -> list[int]:
+        each = [f"SELECT rank FROM {self._selection.source(dataset)}" for dataset in HELD]
+        rows = self._selection.query(f"SELECT DISTINCT coalesce(rank, 0) AS rank FROM ({' UNION '.join(each)})")
+        return sorted(int(rank) for rank in rows["rank"].to_pylist())
+
+    def _insert(self, family: str, columns: Sequence[str], rank: int, rows: Cells) -> int:
+        metric = self._metric(family, columns)
+        targets = self._target_ids(rows, metric)
+        values = [_numbers(rows.columns[column]) for column in columns]
+        steps = rows.step.to_pylist()
+        self._range = (min(self._range[0], steps[0]), max(self._range[1], steps[-1]))
+        partitions = pc.divide(rows.step, self._steps).to_pylist()
+        start = 0
+        for end in [*(at for at in range(1, len(steps)) if partitions[at] != partitions[at - 1]), len(steps)]:
+            name = self._partition(metric, partitions[start], columns)
+            marks = ", ".join("?" * (3 + len(columns)))
+            piece = slice(start, end)
+            columns_of_piece = [steps[piece], targets[piece], *(value[piece] for value in values)]
+            self._database.executemany(
+                f"INSERT INTO {name} VALUES ({marks})",
+                ((rank, *row) for row in zip(*columns_of_piece, strict=True)),
+            )
+            start = end
+        return len(steps)
+
+    def _target_ids(self, rows: Cells, metric: int) -> list[int]:
+        key = pc.binary_join_element_wise(rows.vpp_stage, rows.micro_step, rows.name, "\0").dictionary_encode()
+        ids = []
+        for text in key.dictionary.to_pylist():
+            vpp, micro, name = text.split("\0", 2)
+            target = (plain(name), int(vpp), int(micro))
+            if target not in self._targets:
+                self._targets[target] = len(self._targets) + 1
+                self._database.execute(
+                    "INSERT INTO monitoring_targets VALUES (?, ?, ?, ?)", (self._targets[target], *target)
+                )
+            ids.append(self._targets[target])
+        self._targets_of.setdefault(metric, set()).update(ids)
+        return [ids[code] for code in key.indices.to_pylist()]
+
+    def _metric(self, family: str, columns: Sequence[str]) -> int:
+        if family not in self._metrics:
+            self._metrics[family] = len(self._metrics) + 1
+            self._database.execute("INSERT INTO monitoring_metrics VALUES (?, ?)", (self._metrics[family], family))
+            self._database.executemany(
+                "INSERT INTO metric_stats VALUES (?, ?)", [(self._metrics[family], column) for column in columns]
+            )
+        return self._metrics[family]
+
+    def _partition(self, metric: int, number: int, columns: Sequence[str]) -> str:
+        first = number * self._steps
+        last = first + self._steps - 1
+        name = partition_name(metric, first, last)
+        if name not in self._partitions:
+            self._partitions[name] = metric
+            self._database.execute(partition_table(name, first, last, columns))
+        return name
+
+    def _finish(self, last_rank: int) -> None:
+        """Write what is known only at the end: tags, ranges, the view over all partitions."""
+        self._tag()
+        trends = {metric: family not in FEATURES for family, metric in self._metrics.items()}
+        statistics = [",".join(FEATURES[family].columns if family in FEATURES else OPS) for family in self._metrics]
+        self._database.execute(global_stats_table(list(self._metrics)))
+        marks = ", ".join("?" * (3 + len(statistics)))
+        ends = [int(step) if math.isfinite(step) else 0 for step in self._range]
+        self._database.execute(f"INSERT INTO global_stats VALUES ({marks})", (*ends, last_rank, *statistics))
+        for statement in trend_views({name: metric for name, metric in self._partitions.items() if trends[metric]}):
+            self._database.execute(statement)
+        facts = {**_FACTS, "run": self._selection.run, "step_partition": str(self._steps)}
+        self._database.executemany("INSERT INTO export_facts VALUES (?, ?)", facts.items())
+
+    def _tag(self) -> None:
+        names = {number: name for (name, _, _), number in self._targets.items()}
+        known: dict[tuple[str, str, int], int] = {}
+        for metric, targets in self._targets_of.items():
+            for target in sorted(targets):
+                for tag, category in sorted(tags(names[target])):
+                    number = known.setdefault((tag, category, metric), len(known) + 1)
+                    self._database.execute("INSERT INTO tag_target_mapping VALUES (?, ?)", (number, target))
+        self._database.executemany(
+            "INSERT INTO monitoring_tags VALUES (?, ?, ?, ?)", ((number, *tag) for tag, number in known.items())
+        )
+
+
+def _numbers(column: pa.StringArray) -> list[float | None]:
+    return [None if value != value else value for value in pc.cast(column, pa.float64()).to_pylist()]  # noqa: PLR0124 - NaN
+
+
+def _refuse_others(target: Path) -> None:
+    """Raise ExportError when `target` is something that no export made."""
+    if not target.exists():
+        return
+    try:
+        with contextlib.closing(sqlite3.connect(f"{target.absolute().as_uri()}?mode=ro", uri=True)) as database:
+            database.execute("SELECT 1 FROM export_facts LIMIT 1")
+    except sqlite3.Error as error:
+        raise ExportError(f"{target} exists and is no export of ours: choose another name") from error
+
+
+EXPORTER = Sqlite()

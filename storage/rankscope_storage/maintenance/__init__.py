@@ -1,0 +1,1 @@
+"""Table maintenance: compaction, retention, vacuum, check, repair and statistics of a store."""

@@ -1,0 +1,111 @@
+"""`stats`: what a store holds and what it costs, from its log alone."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_contract.rollups import ROLLUPS
+from rankscope_storage.files.encoding import coarsest
+from rankscope_storage.log.delta import Log
+from rankscope_storage.log.fsck import entries, log_files
+from rankscope_storage.maintenance.file_check import size_of
+from rankscope_storage.maintenance.retention_policy import RAW
+
+_COUNTS: Final = len(COUNT_OPS) - 1
+SAMPLES_PER_ROW: Final = {
+    "tensor_stats": len(VALUE_OPS) + _COUNTS,
+    "tensor_rollups": 3 * len(VALUE_OPS) + _COUNTS,
+    "scalar_rollups": 3,
+}
+"""Numbers that a row measures; the number of elements is none. Other datasets measure one."""
+
+TIERS: Final = {
+    **dict.fromkeys((*RAW, "scalars", "samples"), "raw"),
+    **dict.fromkeys(ROLLUPS.values(), "rollups"),
+}
+"""Tier of a dataset as retention sees it; what never goes is of none of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreStats:
+    """The whole store, and `groups`: a row per dataset, part, run or tier."""
+
+    version: int
+    files: int
+    rows: int
+    size_bytes: int
+    log_entries: int
+    log_bytes: int
+    unused_bytes: int
+    oldest: dt.datetime | None
+    newest: dt.datetime | None
+    groups: pa.Table
+
+
+def count(log: Log, *, by: str) -> StoreStats:
+    """Return the figures of the newest version, grouped by `by`: dataset, part, run or tier."""
+    snapshot = log.snapshot()
+    files = snapshot.files.to_pylist()
+    on_disk = sum(size_of(path) for path in log.root.glob("dataset=*/part=*/*.parquet"))
+    size = sum(file["size_bytes"] for file in files)
+    return StoreStats(
+        version=snapshot.version,
+        files=len(files),
+        rows=sum(file["rows"] for file in files),
+        size_bytes=size,
+        log_entries=len(entries(log.root)),
+        log_bytes=sum(map(size_of, log_files(log.root))),
+        unused_bytes=max(0, on_disk - size),
+        oldest=pc.min(snapshot.files["ts_min"]).as_py(),
+        newest=pc.max(snapshot.files["ts_max"]).as_py(),
+        groups=_grouped(files, by),
+    )
+
+
+def _grouped(files: list[dict[str, Any]], by: str) -> pa.Table:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for file in files:
+        groups.setdefault(_group(file, by), []).append(file)
+    rows = [{by: name, **_figures(members)} for name, members in groups.items()]
+    return pa.Table.from_pylist(sorted(rows, key=lambda row: -row["bytes"]), schema=_schema(by))
+
+
+def _figures(files: list[dict[str, Any]]) -> dict[str, Any]:
+    rows, size = sum(file["rows"] for file in files), sum(file["size_bytes"] for file in files)
+    samples = sum(file["rows"] * SAMPLES_PER_ROW.get(file["dataset"], 1) for file in files)
+    return {
+        "files": len(files),
+        "rows": rows,
+        "bytes": size,
+        "bytes_per_row": size / rows if rows else None,
+        "bytes_per_sample": size / samples if samples else None,
+        "mantissa_bits": coarsest(file["path"] for file in files),
+        "oldest": min((file["ts_min"] for file in files if file["ts_min"]), default=None),
+        "newest": max((file["ts_max"] for file in files if file["ts_max"]), default=None),
+    }
+
+
+def _schema(by: str) -> pa.Schema:
+    moment = pa.timestamp("us", tz="UTC")
+    numbers = {"files": pa.int64(), "rows": pa.int64(), "bytes": pa.int64()}
+    ratios = {"bytes_per_row": pa.float64(), "bytes_per_sample": pa.float64(), "mantissa_bits": pa.int64()}
+    return pa.schema({by: pa.string(), **numbers, **ratios, "oldest": moment, "newest": moment}.items())
+
+
+def _group(file: Mapping[str, Any], by: str) -> str:
+    if by == "tier":
+        return TIERS.get(file["dataset"], "kept for ever")
+    return _run(file) if by == "run" else str(file[by])
+
+
+def _run(file: Mapping[str, Any]) -> str:
+    if file["run_min"] is not None and file["run_min"] == file["run_max"]:
+        return str(file["run_min"])
+    return "(several)"

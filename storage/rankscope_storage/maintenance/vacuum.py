@@ -1,0 +1,111 @@
+"""Vacuum: delete files that no version needs, write a checkpoint, and clean up the log.
+
+Dead processes, compaction and retention leave such files. A new file may be part of a commit in progress, and a
+replaced file may still be read, so only files above an age are deleted.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from rankscope_storage.base.errors import StoreError
+from rankscope_storage.base.fsync import Sync
+from rankscope_storage.files.parquet import STAGING
+from rankscope_storage.log.delta import REMOVED_FILES_HOURS, Log
+from rankscope_storage.log.fsck import staged_entries
+from rankscope_storage.query.sql_script import write_plain_sql
+
+_log = logging.getLogger(__name__)
+
+STAGED_SECONDS: Final = 3600.0
+"""What stays longer under `_staging/`, or unnamed beside the log, was left by a process that died."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leavings:
+    """What nobody needs: data files that no version names, and unfinished ones."""
+
+    data_files: tuple[Path, ...]
+    staged_files: tuple[Path, ...]
+    size_bytes: int
+
+
+def find_leavings(log: Log) -> Leavings:
+    """Return what is left behind in the store of `log`, and old enough."""
+    unused = tuple(log.unused_files(REMOVED_FILES_HOURS))
+    beside = (*(log.root / STAGING).glob("*"), *staged_entries(log.root))
+    staged = tuple(path for path in beside if _age_seconds(path) > STAGED_SECONDS)
+    return Leavings(data_files=unused, staged_files=staged, size_bytes=sum(map(_size, (*unused, *staged))))
+
+
+def sweep(leavings: Leavings) -> None:
+    """Remove them. Raises OSError."""
+    for path in (*leavings.data_files, *leavings.staged_files):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+        _log.info("removed unused file", extra={"path": str(path)})
+
+
+def _age_seconds(path: Path) -> float:
+    """Return how long nobody has touched `path`; of a folder, anything in it."""
+    return time.time() - max((_modified(one) for one in (path, *_within(path))), default=time.time())
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # another process has just renamed it into place
+        return time.time()
+
+
+def _size(path: Path) -> int:
+    try:
+        return sum(one.stat().st_size for one in (path, *_within(path)) if one.is_file())
+    except FileNotFoundError:
+        return 0
+
+
+def _within(path: Path) -> Iterable[Path]:
+    return path.rglob("*") if path.is_dir() else ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaintenanceReport:
+    """What was removed, and the version of the checkpoint."""
+
+    version: int
+    data_files: int
+    staged_files: int
+    seconds: float
+
+
+def maintain(root: Path, sync: Sync) -> MaintenanceReport:
+    """Remove unused files of the store at `root`, then checkpoint and clean up its log.
+
+    Files that compaction replaced, or that a dead process never committed, go after REMOVED_FILES_HOURS.
+    """
+    started = time.monotonic()
+    log = Log.open(root, sync)
+    try:
+        # First, because a full disk has no room for a checkpoint.
+        leavings = find_leavings(log)
+        sweep(leavings)
+        log.checkpoint()
+        log.clean_up()
+        write_plain_sql(root)
+    except OSError as error:
+        raise StoreError(f"cannot tidy up {root}: {error.strerror or error}") from error
+    return MaintenanceReport(
+        version=log.version,
+        data_files=len(leavings.data_files),
+        staged_files=len(leavings.staged_files),
+        seconds=time.monotonic() - started,
+    )

@@ -1,1 +1,0 @@
-"""The store as OpenMetrics text, for both directions: which metric and labels stand for which columns."""

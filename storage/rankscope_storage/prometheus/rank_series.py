@@ -1,0 +1,210 @@
+"""Series of ranks: tensors, scalars, steps; the names and labels of a rank's page, made from the columns behind it.
+
+Where exports of a run add labels so that nothing is ambiguous, these are left out here as far as the page leaves them
+out: placement and group of shards, the unit of a scalar. What a page never shows (other micro-batches, calls, virtual
+stages) has a label that says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import pyarrow as pa
+
+from rankscope_contract import metrics
+from rankscope_contract.escaping import sql_identifier, sql_string
+from rankscope_contract.metrics import MetricSpec
+from rankscope_storage.connection import Connection
+from rankscope_storage.files.sorting import sort_order
+from rankscope_storage.prometheus import names
+from rankscope_storage.prometheus.matchers import NAME, Matcher
+from rankscope_storage.prometheus.names import STAGE_EXTRAS, Scalar
+from rankscope_storage.prometheus.query import IDENTITY, Question
+from rankscope_storage.prometheus.series import Allowance, Series, cut, gathered, labelled
+
+_MOMENTS: Final = ("vpp_stage", "micro_step", "call_seq")
+"""Columns of numbers that tell rows of one tensor apart, where they are not null."""
+
+_TENSOR: Final = """CASE WHEN "index" IS NULL THEN tensor ELSE tensor || '[' || "index" || ']' END"""
+_PART: Final = re.compile(r"(.*)\[(0|[1-9][0-9]{0,8})\]", re.DOTALL)
+_COUNTABLE: Final = "(value >= 0 AND NOT isnan(value))"
+_RANKED: Final = ("tensor_stats", "scalars")
+_ALL, _COUNTED, _REST = range(3)
+_JUDGED_IN_SQL: Final = (*IDENTITY, *STAGE_EXTRAS, "job")
+
+_Shown = tuple[Scalar, int, dict[str, str]]
+"""A scalar, which of its values, and the labels that stand for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankSeries:
+    """Answers a question from what ranks sent."""
+
+    connection: Connection
+    question: Question
+    allowance: Allowance
+
+    def read(self) -> Iterator[Series]:
+        """Yield the series that fit. Raises LimitError."""
+        if not self.question.is_of_ranks():
+            return
+        yield from self._tensors(metrics.TENSOR_VALUE, names.VALUE_OPS_SHOWN, "")
+        yield from self._tensors(metrics.TENSOR_BASELINE, names.BASELINES_SHOWN, names.BASELINE_SUFFIX)
+        yield from self._steps()
+        yield from self._kind_steps()
+        yield from self._scalars()
+
+    def _tensors(self, spec: MetricSpec, ops: Sequence[str], suffix: str) -> Iterator[Series]:
+        wanted = [op for op in ops if self.question.fits("op", op)]
+        labels = {"kind": "kind", "tensor": _TENSOR, "op": "op", **{name: _extra(name) for name in _MOMENTS}}
+        if not wanted or not self._can_be(spec, labels):
+            return
+        judged = {name: expression for name, expression in labels.items() if name != "op"}
+        columns = ", ".join(map(sql_identifier, ("run", "rank", "attempt", "step", "ts", "index", *judged)))
+        values = ", ".join(f"{sql_identifier(op + suffix)}::DOUBLE" for op in wanted)
+        rows = (
+            f"SELECT {columns}, unnest([{', '.join(map(sql_string, wanted))}]) AS op, unnest([{values}]) AS value "
+            f"FROM {self.question.source(self.connection, 'tensor_stats')} WHERE {self._where(judged)}"
+        )
+        yield from self._series(spec.name, rows, labels, "value")
+
+    def _steps(self) -> Iterator[Series]:
+        if not self._can_be(metrics.STEP, ()):
+            return
+        moments = (" UNION ALL " if self.question.series_alone else " UNION ").join(
+            f"SELECT run, rank, attempt, step, ts FROM {self.question.source(self.connection, name)} "
+            f"WHERE {self.question.of_rank()}"
+            for name in _RANKED
+        )
+        yield from self._series(metrics.STEP.name, moments, {}, "step::DOUBLE")
+
+    def _kind_steps(self) -> Iterator[Series]:
+        labels = {"kind": "kind"}
+        if not self._can_be(metrics.KIND_STEP, labels):
+            return
+        rows = (
+            f"SELECT DISTINCT run, rank, attempt, step, ts, kind "
+            f"FROM {self.question.source(self.connection, 'tensor_stats')} WHERE {self._where(labels)}"
+        )
+        yield from self._series(metrics.KIND_STEP.name, rows, labels, "step::DOUBLE")
+
+    def _scalars(self) -> Iterator[Series]:
+        asked = [spec for spec in (*metrics.SCALARS_WITH_OWN_METRIC.values(), metrics.SCALAR) if self._is_of(spec)]
+        if not asked:
+            return
+        stages = {name: _extra(name) for name in STAGE_EXTRAS}
+        where = self._where(stages)
+        if metrics.SCALAR not in asked:
+            own = [name for name, spec in metrics.SCALARS_WITH_OWN_METRIC.items() if spec in asked]
+            where += f" AND name IN ({', '.join(map(sql_string, own))})"
+        source = self.question.source(self.connection, "scalars")
+        found = self.connection.query(f"SELECT DISTINCT name, unit, labels FROM {source} WHERE {where}").to_pylist()
+        chosen = self._told_apart(one for row in found for one in self._of_scalar(Scalar(**row)))
+        if not chosen:
+            return
+        listed = ", ".join(
+            f"({place}, {_text(scalar.name)}, {_text(scalar.unit)}, {_text(scalar.labels)}, {part})"
+            for place, (scalar, part, _) in enumerate(chosen)
+        )
+        rows = (
+            f"SELECT * FROM (SELECT * FROM {source} WHERE {where}) AS row "
+            f"JOIN (VALUES {listed}) AS chosen(place, c_name, c_unit, c_labels, c_part) ON name = c_name "
+            "AND unit IS NOT DISTINCT FROM c_unit AND labels IS NOT DISTINCT FROM c_labels "
+            f"AND CASE c_part WHEN {_COUNTED} THEN {_COUNTABLE} WHEN {_REST} THEN NOT {_COUNTABLE} ELSE true END"
+        )
+        labels = {"place": "place::VARCHAR", **stages}
+        for series in self._series("", rows, labels, "value"):
+            here = dict(series.labels)
+            shown = chosen[int(here.pop("place"))][2]
+            yield Series(labelled({**here, **shown}), series.times_ms, series.values)
+
+    def _told_apart(self, scalars: Iterable[_Shown]) -> list[_Shown]:
+        """Return what is shown, without the unit where the page has none; two that differ in nothing else keep it."""
+        seen: set[tuple[tuple[str, str], ...]] = set()
+        kept = []
+        for scalar, part, labels in sorted(scalars, key=lambda shown: shown[2].get("unit", "")):
+            plain = {name: text for name, text in labels.items() if name != "unit"}
+            own = labels if labelled(plain) in seen else plain
+            seen.add(labelled(own))
+            kept += [(scalar, part, own)] if self.question.fits_all(own, _JUDGED_IN_SQL) else []
+        return kept
+
+    def _of_scalar(self, scalar: Scalar) -> Iterator[_Shown]:
+        """Yield under which metrics and labels a scalar is shown, and which of its values."""
+        own = names.own_metric(scalar)
+        shown: list[tuple[int, MetricSpec, MetricSpec | None]] = []
+        if own is None:
+            shown.append((_ALL, metrics.SCALAR, None))
+        else:
+            shown.append((_COUNTED if own.type == "counter" else _ALL, own, own))
+            shown += [(_REST, metrics.SCALAR, None)] if own.type == "counter" else []
+        for part, spec, as_own in shown:
+            yield scalar, part, {NAME: spec.name, **names.scalar_labels(scalar, as_own)}
+
+    def _series(self, metric: str, rows: str, labels: Mapping[str, str], value: str) -> Iterator[Series]:
+        every = {"run": IDENTITY["run"], "rank": IDENTITY["rank"], **labels}
+        columns = ", ".join(f"{expression} AS {sql_identifier(name)}" for name, expression in every.items())
+        query = (
+            f"SELECT {columns}, epoch_ms(ts) AS ms, {value} AS value, attempt, step AS step_ FROM ({rows}) "
+            f"WHERE ({value}) IS NOT NULL"
+        )
+        found = gathered(self.connection.stream(self._as_asked(query, every)), self.allowance)
+        if found is None:
+            return
+        # Sorted here, by codes of the few different texts: large answers took twice as long where DuckDB sorted texts.
+        found = found.take(pa.array(sort_order(found, (*every, "ms", "attempt", "step_"))))
+        for own, times, values in cut(found, list(every), self.allowance):
+            texts = {name: str(text) for name, text in own.items()}
+            instance = f"{texts['run']}/{texts['rank']}"
+            yield Series(labelled({NAME: metric, "job": names.JOB, "instance": instance, **texts}), times, values)
+
+    def _as_asked(self, query: str, labels: Mapping[str, str]) -> str:
+        """Return `query`, or the last row of each of its series: lists of months are then small, and never refused."""
+        if not self.question.series_alone:
+            return query
+        names = ", ".join(map(sql_identifier, labels))
+        last = "arg_max(value, ms) AS value, max(attempt) AS attempt, max(step_) AS step_"
+        return f"SELECT {names}, max(ms) AS ms, {last} FROM ({query}) GROUP BY {names}"
+
+    def _where(self, labels: Mapping[str, str]) -> str:
+        predicates = [self.question.of_rank()]
+        for matcher in self.question.matchers:
+            if matcher.name in _MOMENTS and matcher.name in labels:
+                predicates.append(matcher.on_number(matcher.name))
+            elif matcher.name == "tensor" and "tensor" in labels:
+                predicates.append(_of_tensor(matcher))
+            elif matcher.name in labels:
+                predicates.append(matcher.on_text(labels[matcher.name]))
+        return " AND ".join(predicates)
+
+    def _can_be(self, spec: MetricSpec, labels: Mapping[str, str] | Sequence[str]) -> bool:
+        """Return whether series of `spec` can fit: any other label than those it has is absent, which is empty."""
+        return self._is_of(spec) and self.question.fits_all({}, (NAME, "job", *IDENTITY, *labels))
+
+    def _is_of(self, spec: MetricSpec) -> bool:
+        return self.question.is_of(spec.name)
+
+
+def _extra(name: str) -> str:
+    """Return a label that only unusual series have, as SQL."""
+    return f"coalesce({name}::VARCHAR, '')"
+
+
+def _of_tensor(matcher: Matcher) -> str:
+    """Return the predicate of a tensor's name, with the part in brackets as on the page; by columns where it can be."""
+    values = matcher.alternatives()
+    if values is None:
+        return matcher.on_text(f"({_TENSOR})")
+    predicates = []
+    for value in values:
+        predicates.append(f'(tensor = {sql_string(value)} AND "index" IS NULL)')
+        if part := _PART.fullmatch(value):
+            predicates.append(f'(tensor = {sql_string(part[1])} AND "index" = {part[2]})')
+    return f"({' OR '.join(predicates)})"
+
+
+def _text(value: str | None) -> str:
+    return "NULL::VARCHAR" if value is None else sql_string(value)

@@ -1,0 +1,116 @@
+"""Series from sorted rows: cut where a label changes, one sample a millisecond, never more than was allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from rankscope_storage.base.errors import LimitError
+
+STALE_BITS: Final = 0x7FF0_0000_0000_0002
+"""The NaN by which Prometheus knows that a series has ended; in `samples` it is a row without a value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Labels, sorted and without empty ones, and samples with rising times."""
+
+    labels: tuple[tuple[str, str], ...]
+    times_ms: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class Allowance:
+    """How much one question may still answer."""
+
+    series: int
+    samples: int
+    _given: tuple[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Remember what was given, for the text of a refusal."""
+        self._given = (self.series, self.samples)
+
+    def take_samples(self, count: int) -> None:
+        """Count samples. Raises LimitError beyond the allowance."""
+        self.samples -= count
+        if self.samples < 0:
+            raise LimitError(
+                f"the answer has more than {self._given[1]} samples: ask for a shorter time, or for fewer ranks, "
+                "tensors or ops, or raise [remote_read] max_samples"
+            )
+
+    def take_series(self, count: int) -> None:
+        """Count series. Raises LimitError beyond the allowance."""
+        self.series -= count
+        if self.series < 0:
+            raise LimitError(
+                f"the answer has more than {self._given[0]} series: ask for fewer ranks, tensors or ops, "
+                "or raise [remote_read] max_series"
+            )
+
+
+def gathered(batches: Iterator[pa.RecordBatch], allowance: Allowance) -> pa.Table | None:
+    """Return all rows, or None without any. Raises LimitError as soon as they are too many."""
+    kept = []
+    for batch in batches:
+        allowance.take_samples(batch.num_rows)
+        if batch.num_rows:
+            kept.append(batch)
+    return pa.Table.from_batches(kept).combine_chunks() if kept else None
+
+
+def cut(
+    rows: pa.Table, keys: Sequence[str], allowance: Allowance
+) -> Iterator[tuple[dict[str, object], npt.NDArray[np.int64], npt.NDArray[np.float64]]]:
+    """Yield key values, times and values of each series; of several samples in a millisecond the last.
+
+    `rows` are sorted by `keys` and `ms`.
+    """
+    times = rows["ms"].to_numpy().astype(np.int64, copy=False)
+    values = _values(rows["value"].combine_chunks())
+    begins = np.zeros(len(times), np.bool_)
+    begins[:1] = True
+    for key in keys:
+        codes = rows[key].combine_chunks().dictionary_encode().indices.fill_null(-1).to_numpy(zero_copy_only=False)
+        begins[1:] |= codes[1:] != codes[:-1]
+    starts = np.flatnonzero(begins)
+    allowance.take_series(len(starts))
+    labels = rows.select(list(keys)).take(pa.array(starts)).to_pylist()
+    last_of_moment = np.ones(len(times), np.bool_)
+    last_of_moment[:-1] = begins[1:] | (times[1:] != times[:-1])
+    for own, first, end in zip(labels, starts, [*starts[1:], len(times)], strict=True):
+        kept = last_of_moment[first:end]
+        yield own, times[first:end][kept], values[first:end][kept]
+
+
+def _values(column: pa.Array) -> npt.NDArray[np.float64]:
+    """Return values bit for bit, and Prometheus' mark of staleness where there is none."""
+    if not column.null_count:
+        values: npt.NDArray[np.float64] = column.to_numpy()
+        return values
+    bits = column.view(pa.int64()).fill_null(STALE_BITS).to_numpy()
+    return np.ascontiguousarray(bits).view(np.float64)
+
+
+def labelled(labels: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return labels as they go out."""
+    return tuple(sorted((name, text) for name, text in labels.items() if text))
+
+
+def joined(same: Sequence[Series]) -> Series:
+    """Return series of the same labels as one, as when a dump of live data was brought in beside the run itself."""
+    if len(same) == 1:
+        return same[0]
+    times = np.concatenate([series.times_ms for series in same])
+    values = np.concatenate([series.values for series in same])
+    order = np.argsort(times, kind="stable")
+    times, values = times[order], values[order]
+    last_of_moment = np.append(times[1:] != times[:-1], True)
+    return Series(same[0].labels, times[last_of_moment], values[last_of_moment])

@@ -1,0 +1,104 @@
+"""`rankscope.sql`: the same views for the plain `duckdb` program, which reads the Delta log without any extension.
+
+    duckdb -init <store>/rankscope.sql
+
+The list of files is fixed when the script runs; `.read <store>/rankscope.sql` takes the newest one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from pathlib import Path
+from typing import Final
+
+from rankscope_contract.escaping import sql_string
+from rankscope_contract.records import DATASETS
+from rankscope_storage.base.errors import UnwritableError
+from rankscope_storage.files.parquet import STAGING
+from rankscope_storage.log.entries import LOG_FOLDER
+from rankscope_storage.sql.views import empty_select, raw_select, view_statements
+
+FILE_NAME: Final = "rankscope.sql"
+
+# A checkpoint holds the files as of its version, and the entries behind it what changed. Where one of the two is
+# missing its query must not be bound at all, since reading an empty list of files is an error: hence query().
+_FILE_LIST: Final = """\
+SET VARIABLE rankscope_checkpoint = (
+  SELECT coalesce(max(parse_filename(file)[:20]::BIGINT), -1)
+  FROM glob(getvariable('rankscope_log') || '*.checkpoint.parquet')
+);
+SET VARIABLE rankscope_entries = (
+  SELECT coalesce(list(file ORDER BY file), [])
+  FROM glob(getvariable('rankscope_log') || '*.json')
+  WHERE regexp_full_match(parse_filename(file), '[0-9]{20}[.]json')
+    AND parse_filename(file)[:20]::BIGINT > getvariable('rankscope_checkpoint')
+);
+SET VARIABLE rankscope_checkpoint_query = CASE WHEN getvariable('rankscope_checkpoint') < 0
+  THEN 'SELECT NULL::VARCHAR AS path, NULL::VARCHAR AS dataset WHERE false'
+  ELSE 'SELECT add.path AS path, add.partitionValues[''dataset''] AS dataset FROM read_parquet('''
+    || replace(getvariable('rankscope_log'), '''', '''''')
+    || lpad(getvariable('rankscope_checkpoint')::VARCHAR, 20, '0')
+    || '.checkpoint.parquet'') WHERE add IS NOT NULL'
+  END;
+SET VARIABLE rankscope_entries_query = CASE WHEN len(getvariable('rankscope_entries')) = 0
+  THEN 'SELECT NULL::BIGINT AS version, NULL::VARCHAR AS path, NULL::VARCHAR AS dataset, NULL::BOOLEAN AS added
+    WHERE false'
+  ELSE 'SELECT parse_filename(filename)[:20]::BIGINT AS version, coalesce(add.path, remove.path) AS path,
+      add.partitionValues.dataset AS dataset, add IS NOT NULL AS added
+    FROM read_json(getvariable(''rankscope_entries''), format = ''newline_delimited'', filename = true,
+      maximum_object_size = 268435456, columns = {
+        add: ''STRUCT(path VARCHAR, partitionValues STRUCT(dataset VARCHAR))'',
+        remove: ''STRUCT(path VARCHAR)''})
+    WHERE add IS NOT NULL OR remove IS NOT NULL'
+  END;
+CREATE OR REPLACE TEMP TABLE rankscope_files AS
+WITH change AS (
+  SELECT -1 AS version, path, dataset, true AS added FROM query(getvariable('rankscope_checkpoint_query'))
+  UNION ALL BY NAME
+  SELECT version, path, dataset, added FROM query(getvariable('rankscope_entries_query'))
+)
+SELECT dataset, getvariable('rankscope_root') || url_decode(path) AS file
+FROM change
+QUALIFY row_number() OVER (PARTITION BY path ORDER BY version DESC) = 1 AND added;
+"""
+
+
+def emit_views(path: str | Path) -> str:
+    """Return a script for DuckDB that makes the views of the store at `path`, from what the log says when it runs."""
+    root = f"{Path(path).absolute()}/"
+    lines = [
+        f"-- Views over the Rankscope store {root!r}. Generated; run it again to see what was added since.",
+        "SET TimeZone = 'UTC';",
+        f"SET VARIABLE rankscope_root = {sql_string(root)};",
+        f"SET VARIABLE rankscope_log = {sql_string(f'{root}{LOG_FOLDER}/')};",
+        _FILE_LIST,
+    ]
+    for dataset in DATASETS:
+        lines.extend(_dataset_statements(dataset))
+    lines.extend(f"{statement};" for statement in view_statements(prefix="rankscope_raw_"))
+    return "\n".join(lines) + "\n"
+
+
+def write_plain_sql(root: Path) -> None:
+    """Write `rankscope.sql` into the store at `root`; a reader sees the old or the new script, never a part."""
+    staged = root / STAGING / f"{uuid.uuid4().hex}.sql"
+    try:
+        staged.write_text(emit_views(root), encoding="utf-8")
+        staged.rename(root / FILE_NAME)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # a half of it would only be in the way
+            staged.unlink(missing_ok=True)
+        raise UnwritableError(f"cannot write {root / FILE_NAME}: {error.strerror}. Is the disk full?") from error
+
+
+def _dataset_statements(dataset: str) -> list[str]:
+    files, query = f"rankscope_files_{dataset}", f"rankscope_query_{dataset}"
+    read = raw_select(dataset, f"getvariable('{files}')", empty=False, columns=None)
+    return [
+        f"SET VARIABLE {files} = (SELECT coalesce(list(file), []) FROM rankscope_files WHERE dataset = '{dataset}');",
+        f"SET VARIABLE {query} = CASE WHEN len(getvariable('{files}')) = 0",
+        f"  THEN {sql_string(empty_select(dataset))}",
+        f"  ELSE {sql_string(read)} END;",
+        f"CREATE OR REPLACE TEMP VIEW rankscope_raw_{dataset} AS SELECT * FROM query(getvariable('{query}'));",
+    ]

@@ -1,0 +1,86 @@
+"""Which views and macros a statement can need, and whether it can change something. Runs nothing of the statement.
+
+DuckDB binds a view when it is created, which for all views takes longer than most statements. So a connection creates
+only the views that a statement names, and those that these read; a word in a text or a comment counts too.
+
+A statement that DuckDB calls a SELECT can still write: a WITH may contain INSERT, UPDATE, DELETE, TRUNCATE or COPY TO,
+and a table function may change a setting of all connections of an instance.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import duckdb
+
+from rankscope_contract.records import DATASETS
+from rankscope_storage.sql.views import view_statements
+
+_CREATES: Final = re.compile(r"CREATE OR REPLACE (?:VIEW|MACRO) (\w+)")
+_WORD: Final = re.compile(r"[a-z_]\w*")
+_ALL: Final = re.compile(
+    r"^\s*desc\b|\b(?:show|describe|information_schema|query|query_table|sqlite_\w+|duckdb_\w+|pg_\w+)\b|;\s*\S"
+)
+"""What can see a view without naming it; or a second statement, which must not find the first one half done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """A view or macro: its statement, the datasets whose raw rows it reads, and the definitions it reads."""
+
+    statement: str
+    datasets: tuple[str, ...]
+    reads: tuple[str, ...]
+
+
+def definitions(*, prefix: str) -> Mapping[str, Definition]:
+    """Return all public views and macros by name, each behind what it reads."""
+    found: dict[str, Definition] = {}
+    for statement in view_statements(prefix=prefix):
+        match = _CREATES.match(statement)
+        assert match, statement
+        words = _words(statement)
+        datasets = tuple(dataset for dataset in DATASETS if f"{prefix}{dataset}" in statement)
+        found[match[1]] = Definition(statement, datasets, () if datasets else tuple(words & found.keys()))
+    return found
+
+
+def named(query: str, known: Mapping[str, Definition]) -> list[str]:
+    """Return the names in `known` that `query` can need, in an order in which they can be made."""
+    text = query.casefold()
+    if _ALL.search(text):
+        return list(known)
+    wanted: set[str] = set()
+    _follow(_words(text) & known.keys(), known, wanted)
+    return [name for name in known if name in wanted]
+
+
+def _follow(names: Iterable[str], known: Mapping[str, Definition], wanted: set[str]) -> None:
+    for name in names:
+        if name not in wanted:
+            wanted.add(name)
+            _follow(known[name].reads, known, wanted)
+
+
+def _words(text: str) -> set[str]:
+    return set(_WORD.findall(text.casefold()))
+
+
+_MAY_CHANGE: Final = re.compile(r"\b(?:insert|update|delete|truncate|merge|copy)\b", re.IGNORECASE)
+_SETS: Final = re.compile(r"\b(?:enable|disable)_\w+\"?\s*\(", re.IGNORECASE)
+_NODE: Final = re.compile(r'"type":\s*"(\w+_NODE)"')  # a quotation mark within a text is written with a backslash
+_READING: Final = frozenset({"SELECT_NODE", "SET_OPERATION_NODE", "CTE_NODE", "RECURSIVE_CTE_NODE"})
+
+
+def changes(cursor: duckdb.DuckDBPyConnection, query: str) -> bool:
+    """Whether the SELECT `query` could change tables, files or settings; also when that cannot be told."""
+    if _SETS.search(query):
+        return True
+    if not _MAY_CHANGE.search(query):
+        return False
+    [(tree,)] = cursor.execute("SELECT json_serialize_sql(?)", [query]).fetchall()
+    nodes = frozenset(_NODE.findall(tree))
+    return not nodes or not nodes <= _READING

@@ -1,0 +1,114 @@
+"""The macros of smoothing and downsampling: moving averages, the tenth percentile, perplexity, `downsample`. SQL text.
+
+A value that is not finite is part of no average, as in the rules; its row remains and has the previous average. Rows of
+one x, such as those of a step that two attempts trained, come in the order of y. `downsample` returns as many points
+as a screen has, and keeps every extreme.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# The recursion b = (1 - alpha) b + alpha y, first b = first y, without recursing: inside a block it is a running sum of
+# y / (1 - alpha)^i. A block ends before these powers leave the range of a double (e^200); what a block inherits is the
+# end of the one before, since anything older has faded by e^-200.
+_EMA: Final = """\
+CREATE OR REPLACE MACRO ema(source, x, y, alpha, series := NULL) AS TABLE
+WITH numbered AS (
+  SELECT *, row_number() OVER (PARTITION BY series ORDER BY x, y) AS ema_row, series AS ema_series,
+    CASE WHEN isfinite(y) THEN y::DOUBLE END AS ema_y,
+    CASE WHEN alpha > 0 AND alpha <= 1 THEN 1.0 - alpha::DOUBLE
+      ELSE error('ema: alpha, the weight of a new value, lies above 0 and not above 1') END AS decay,
+    CASE WHEN alpha < 1 THEN greatest(1, 200 / greatest(-ln(1.0 - alpha::DOUBLE), 1e-13))::BIGINT ELSE 1 END
+      AS block_length
+  FROM query_table(source)
+),
+placed AS (
+  SELECT *, count(ema_y) OVER (PARTITION BY ema_series ORDER BY ema_row ROWS UNBOUNDED PRECEDING) - 1 AS position,
+    greatest(position, 0) // block_length AS block, greatest(position, 0) % block_length AS place FROM numbered
+),
+summed AS (
+  SELECT *, pow(decay, place) * sum(CASE WHEN position = 0 THEN 1 ELSE alpha END * ema_y / pow(decay, place)) OVER (
+    PARTITION BY ema_series, block ORDER BY ema_row ROWS UNBOUNDED PRECEDING) AS own
+  FROM placed
+),
+block_end AS (
+  SELECT ema_series AS of_series, block + 1 AS next_block, arg_max(own, ema_row) AS inherited
+  FROM summed GROUP BY ema_series, block
+)
+SELECT summed.* EXCLUDE (ema_row, ema_series, ema_y, decay, block_length, position, block, place, own),
+  own + coalesce(inherited * pow(decay, place + 1), 0) AS ema
+FROM summed LEFT JOIN block_end ON ema_series IS NOT DISTINCT FROM of_series AND block = next_block
+ORDER BY ema_series, ema_row
+"""
+
+_MOVING_AVERAGE: Final = """\
+CREATE OR REPLACE MACRO moving_average(source, x, y, width, series := NULL) AS TABLE
+WITH chosen AS (
+  SELECT *, series AS average_series, x AS average_x, CASE WHEN isfinite(y) THEN y::DOUBLE END AS average_y
+  FROM query_table(source)
+)
+SELECT * EXCLUDE (average_series, average_x, average_y),
+  avg(average_y) OVER recent AS moving_average,
+  min(average_y) OVER recent AS moving_min,
+  max(average_y) OVER recent AS moving_max
+FROM chosen
+WINDOW recent AS (
+  PARTITION BY average_series ORDER BY average_x, average_y ROWS BETWEEN (width - 1) PRECEDING AND CURRENT ROW)
+ORDER BY average_series, average_x, average_y
+"""
+
+_P10: Final = """\
+CREATE OR REPLACE MACRO p10(source, y, series := NULL) AS TABLE
+SELECT *, quantile_cont(y, 0.1) FILTER (isfinite(y)) OVER (PARTITION BY series) AS p10,
+  y < quantile_cont(y, 0.1) FILTER (isfinite(y)) OVER (PARTITION BY series) AS is_below_p10
+FROM query_table(source)
+"""
+
+_PERPLEXITY: Final = "CREATE OR REPLACE MACRO perplexity(loss) AS exp(loss::DOUBLE)"
+
+SMOOTHING_MACROS: Final = (_EMA, _MOVING_AVERAGE, _P10, _PERPLEXITY)
+
+
+# A bucket keeps its lowest and its highest point and, since no number stands for it, its first NaN: three at most.
+# With the first and the last point of the series that makes 3 * ((points - 2) // 3) + 2 <= points.
+DOWNSAMPLE: Final = """\
+CREATE OR REPLACE MACRO downsample(source, x, y, points, series := NULL) AS TABLE
+WITH point AS (
+  SELECT line, place, CASE WHEN NOT isnan(told) THEN told END AS number,
+    CASE WHEN isnan(told) THEN place END AS nan_place
+  FROM (SELECT series AS line, x AS place, y::DOUBLE AS told FROM query_table(source))
+  WHERE place IS NOT NULL AND told IS NOT NULL
+),
+extent AS (
+  SELECT line AS of_line, count(*) AS total, min(place) AS first_place, max(place) AS last_place,
+    arg_min_null(number, place) AS first_number, arg_max_null(number, place) AS last_number,
+    CASE WHEN points >= 5 THEN (points - 2) // 3 ELSE error('downsample: ask for at least 5 points') END AS buckets
+  FROM point GROUP BY line
+),
+bucket AS (
+  SELECT line, arg_min(place, number) AS low_place, min(number) AS low,
+    arg_max(place, number) AS high_place, max(number) AS high, min(nan_place) AS nan_place
+  FROM point JOIN extent ON line IS NOT DISTINCT FROM of_line
+  WHERE total > points
+  GROUP BY line, CASE WHEN last_place > first_place
+    THEN least(floor((place - first_place)::DOUBLE / (last_place - first_place)::DOUBLE * buckets), buckets - 1)
+    ELSE 0 END
+),
+kept AS (
+  SELECT line, low_place AS place, low AS number FROM bucket WHERE low_place IS NOT NULL
+  UNION
+  SELECT line, high_place, high FROM bucket WHERE high_place IS NOT NULL
+  UNION
+  SELECT line, nan_place, NULL FROM bucket WHERE nan_place IS NOT NULL
+  UNION
+  SELECT of_line, first_place, first_number FROM extent WHERE total > points
+  UNION
+  SELECT of_line, last_place, last_number FROM extent WHERE total > points
+  UNION
+  SELECT line, place, number FROM point JOIN extent ON line IS NOT DISTINCT FROM of_line WHERE total <= points
+)
+SELECT line AS series, place AS x, coalesce(number, 'nan'::DOUBLE) AS y FROM kept
+ORDER BY 1, 2
+"""
+"""At most `points` points of each series, all of them stored ones: x is a number, times go by `epoch(ts)`."""

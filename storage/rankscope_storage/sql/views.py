@@ -1,0 +1,198 @@
+"""The public views and macros as SQL text, and the selects of raw rows below them.
+
+Pure: the caller passes the files of a dataset. A macro reads any relation: a view, or a name from the statement's WITH.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from rankscope_contract.escaping import sql_identifier, sql_string
+from rankscope_contract.records import DATASETS, DIMENSIONS
+from rankscope_contract.rollups import ROLLUPS
+from rankscope_storage.base.schema import UNWRITTEN, dataset_schema, fingerprint, sql_null
+from rankscope_storage.files.partitioning import file_fingerprint
+from rankscope_storage.sql import goodput
+from rankscope_storage.sql.collective_calls import COLLECTIVE_CALLS
+from rankscope_storage.sql.rollups import TIMELINES, rollup_view
+from rankscope_storage.sql.scalar_curve import SCALAR_CURVE
+from rankscope_storage.sql.scalar_history import HISTORY_VIEWS
+from rankscope_storage.sql.smoothing import DOWNSAMPLE, SMOOTHING_MACROS
+from rankscope_storage.sql.tensor_macros import DEVIATION_MACROS, NONFINITE, TENSOR_LATEST
+
+DESYNC: Final = """\
+CREATE OR REPLACE VIEW desync AS
+WITH latest AS (
+  SELECT * FROM hashes WHERE rank IS NOT NULL AND replicas IS NOT NULL
+  QUALIFY row_number() OVER (
+    PARTITION BY run, attempt, step, vpp_stage, kind, tensor, replicas, rank ORDER BY ordinal DESC NULLS LAST) = 1
+),
+camp AS (
+  SELECT run, attempt, step, vpp_stage, kind, tensor, replicas, hash, list(rank ORDER BY rank) AS members,
+    count(*) AS size, min(norm) AS least, max(norm) AS most, min(ts) AS ts
+  FROM latest GROUP BY run, attempt, step, vpp_stage, kind, tensor, replicas, hash
+),
+told AS (
+  SELECT run, attempt, step, vpp_stage, kind, tensor, replicas, count(*) AS hashes, sum(size)::BIGINT AS ranks,
+    list({hash: hash, members: members, size: size} ORDER BY size DESC, members) AS camps,
+    min(least) AS norm_min, max(most) AS norm_max, min(ts) AS ts
+  FROM camp GROUP BY run, attempt, step, vpp_stage, kind, tensor, replicas
+)
+SELECT run, attempt, step, vpp_stage, kind, tensor, replicas, hashes, ranks,
+  -- The largest camp is right where there is one; two ranks that differ are both named.
+  CASE WHEN camps[1].size > camps[2].size
+    THEN list_sort(flatten(list_transform(camps[2:], lambda camp: camp.members)))
+    ELSE list_sort(flatten(list_transform(camps, lambda camp: camp.members))) END AS apart,
+  CASE WHEN camps[1].size > camps[2].size THEN camps[1].hash END AS majority,
+  norm_min, norm_max, ts
+FROM told WHERE hashes > 1
+"""
+"""A row for each tensor and step: the ranks that disagree with the others, all of them where no camp is the largest."""
+
+
+MACROS: Final = (
+    *HISTORY_VIEWS,
+    TENSOR_LATEST,
+    NONFINITE,
+    *SMOOTHING_MACROS,
+    DOWNSAMPLE,
+    SCALAR_CURVE,
+    *DEVIATION_MACROS,
+)
+"""Statements that need nothing but the views of the datasets and each other, in an order that works."""
+
+
+VERSION_KEYS: Final = {
+    "runs": ("run",),
+    "attempts": ("run", "attempt"),
+    "tensors": ("run", "kind", "tensor", '"index"'),
+}
+"""What a row of a dimension describes; the newest version of each is what its view shows."""
+
+HISTORY_SUFFIX: Final = "_history"
+
+# The service's versions say nothing of labels, and versions with labels have no ordinal: neither takes away the
+# other's, whichever is written last. What was taken away by people is empty, not null.
+_LABELS: Final = ", ".join(
+    f"nullif(max_by({name}, ts) FILTER ({name} IS NOT NULL) OVER (PARTITION BY run), '{nothing}') AS {name}"
+    for name, nothing in (("tags", "{}"), ("note", ""))
+)
+
+_ROLLED_UP: Final = {rollups: dataset for dataset, rollups in ROLLUPS.items()}
+
+_OF_A_TENSOR: Final = 'run, attempt, step, micro_step, vpp_stage, kind, tensor, "index", call_seq'
+_TENSOR_GLOBAL: Final = f"""\
+CREATE OR REPLACE VIEW tensor_global AS
+WITH part AS (
+  -- A rank that measures a step again within an attempt has gone back: its last word stands.
+  SELECT *, placement IS NOT DISTINCT FROM 'shard' AS sharded,
+    numel - coalesce(nans, 0) - coalesce(infs, 0) AS finite
+  FROM tensor_stats
+  QUALIFY row_number() OVER (
+    PARTITION BY {_OF_A_TENSOR}, rank ORDER BY coalesce(ordinal, seq) DESC NULLS LAST, ts DESC NULLS LAST) = 1
+),
+copy AS (
+  -- A replica is the whole tensor, and so is a group of shards; with hybrid sharding there are several of these.
+  SELECT {_OF_A_TENSOR},
+    CASE WHEN sharded THEN shard_group END AS of_group, CASE WHEN NOT sharded THEN rank END AS of_rank,
+    max(placement) AS placement, count(*) AS parts, min(ts) AS ts,
+    sqrt(sum(norm::DOUBLE * norm)) AS norm, min("min") AS "min", max("max") AS "max",
+    sum(mean::DOUBLE * finite) FILTER (finite > 0) / sum(finite) FILTER (finite > 0 AND mean IS NOT NULL) AS mean,
+    sum(nans)::BIGINT AS nans, sum(infs)::BIGINT AS infs, sum(zeros)::BIGINT AS zeros, sum(numel)::BIGINT AS numel
+  FROM part GROUP BY ALL
+)
+SELECT {_OF_A_TENSOR}, placement,
+  (sum(parts) OVER all_copies)::BIGINT AS parts,
+  norm, "min", "max", mean,
+  -- What is not finite shows in whichever copy it is.
+  max(nans) OVER all_copies AS nans,
+  max(infs) OVER all_copies AS infs,
+  zeros, numel,
+  min(ts) OVER all_copies AS ts
+FROM copy
+WINDOW all_copies AS (PARTITION BY {_OF_A_TENSOR})
+-- A group of which a rank was not heard is smaller than a whole one.
+QUALIFY row_number() OVER (
+  PARTITION BY {_OF_A_TENSOR} ORDER BY numel DESC NULLS LAST, of_group NULLS LAST, of_rank NULLS LAST) = 1
+"""
+
+
+def view_statements(*, prefix: str = "") -> Iterator[str]:
+    """Yield the statements that make the public views and macros over the relations `<prefix><dataset>` of raw rows."""
+    for dataset in DATASETS:
+        raw = f"{prefix}{dataset}"
+        if dataset in DIMENSIONS:
+            yield f"CREATE OR REPLACE VIEW {dataset}{HISTORY_SUFFIX} AS SELECT * FROM {raw}"
+            yield _latest(dataset, raw)
+        elif dataset in _ROLLED_UP:
+            yield rollup_view(_ROLLED_UP[dataset], raw)
+        else:
+            yield f"CREATE OR REPLACE VIEW {dataset} AS SELECT * FROM {raw}"
+    yield _TENSOR_GLOBAL
+    yield from TIMELINES
+    yield DESYNC
+    yield COLLECTIVE_CALLS
+    yield from goodput.STATEMENTS
+    yield from MACROS
+
+
+def _latest(dataset: str, raw: str) -> str:
+    keys = ", ".join(VERSION_KEYS[dataset])
+    columns = f"* REPLACE ({_LABELS})" if dataset == "runs" else "*"
+    return (
+        f"CREATE OR REPLACE VIEW {dataset} AS SELECT {columns} FROM {raw}\n"
+        f"QUALIFY row_number() OVER (PARTITION BY {keys} ORDER BY ordinal DESC NULLS LAST, ts DESC NULLS LAST) = 1"
+    )
+
+
+@functools.cache
+def empty_select(dataset: str) -> str:
+    """Return a query with the columns of `dataset`, in order and typed, and no rows."""
+    return f"SELECT {', '.join(map(sql_null, dataset_schema(dataset)))} WHERE false"
+
+
+def empty_view(dataset: str) -> str:
+    """Return the statement that makes the view of `dataset` as one without rows."""
+    return f"CREATE OR REPLACE VIEW {dataset} AS {empty_select(dataset)}"
+
+
+def raw_select(dataset: str, files: str, *, empty: bool, columns: str | None) -> str:
+    """Return a query for the rows of `dataset` in `files`, an SQL expression for a list of paths.
+
+    Files of one shape, of which `columns` are all, are read without opening them first; else they are matched by name.
+    """
+    if empty:
+        return empty_select(dataset)
+    if columns is not None:
+        return f"SELECT {columns} FROM read_parquet({files}, hive_partitioning = false)"
+    return (
+        f"{empty_select(dataset)} UNION ALL BY NAME "
+        f"SELECT * FROM read_parquet({files}, hive_partitioning = false, union_by_name = true)"
+    )
+
+
+@functools.cache
+def _usual_columns(dataset: str) -> str:
+    """Return what to select from a file as it usually is to have all columns."""
+    unwritten = UNWRITTEN.get(dataset, ())
+    if not unwritten:
+        return "*"
+    return ", ".join(
+        sql_null(field) if field.name in unwritten else sql_identifier(field.name) for field in dataset_schema(dataset)
+    )
+
+
+def files_select(dataset: str, files: Sequence[str]) -> str:
+    """Return a query for the rows of `dataset` in just these `files`."""
+    listed = f"[{', '.join(map(sql_string, files))}]::VARCHAR[]"
+    return raw_select(dataset, listed, empty=not files, columns=common_columns(dataset, files))
+
+
+def common_columns(dataset: str, files: Sequence[str]) -> str | None:
+    """Return what to select from `files` to have all of today's columns; None where they have different ones."""
+    shapes = {file_fingerprint(file) for file in files}
+    if shapes <= {fingerprint(dataset)}:
+        return _usual_columns(dataset)
+    return "*" if shapes == {fingerprint(dataset, whole=True)} else None

@@ -1,0 +1,1 @@
+"""The one writer of a shard: new rows by watermark, and commits that store each row exactly once."""

@@ -1,0 +1,262 @@
+"""What people ask first, over a store made by hand."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import math
+
+import pyarrow as pa
+import pytest
+
+from rankscope_storage.api import summaries
+from rankscope_storage.api.store import Batch
+from rankscope_storage.base.schema import dataset_schema
+from rankscope_storage.connection import connect
+
+START = dt.datetime(2026, 11, 20, 12, tzinfo=dt.UTC)
+
+
+@pytest.fixture
+def put(writer):
+    """Append rows given as dicts; they carry no incarnation, so none is dropped."""
+
+    def append(dataset: str, *rows: dict, run: str = "r") -> None:
+        table = pa.Table.from_pylist([{"run": run, **row} for row in rows], schema=dataset_schema(dataset))
+        writer.append(Batch(tables={dataset: table}, watermarks={}))
+
+    return append
+
+
+@pytest.fixture(params=[False, True], ids=["open", "locked"])
+def asking(request, store):
+    with connect(store.root, locked=request.param) as connection:
+        yield connection
+
+
+def scalar(name: str, step: int, value: float, **columns) -> dict:
+    return {"attempt": 0, "rank": 0, "step": step, "name": name, "value": value, **columns}
+
+
+def test_an_empty_store_has_no_runs_and_no_anomalies(asking):
+    assert 0 == summaries.runs(asking).num_rows
+    assert [] == summaries.anomalies(asking, "r", top=8)
+    assert {} == summaries.summary(asking, "r").rows
+
+
+def test_runs_are_listed_the_latest_first_with_their_newest_state(asking, put):
+    put("runs", {"state": "running", "ordinal": 1, "started_at": START, "last_step": 3, "planned_steps": 9}, run="a")
+    put("runs", {"state": "failed", "ordinal": 2, "started_at": START, "last_step": 5, "reason": "killed"}, run="a")
+    put("runs", {"state": "running", "ordinal": 3, "started_at": START + dt.timedelta(hours=1)}, run="b")
+    put("scalars", *(scalar("loss", 7, 1.0, rank=rank, attempt=1) for rank in range(3)), run="a")
+    rows = summaries.runs(asking).to_pylist()
+
+    assert [("b", "running"), ("a", "failed")] == [(row["run"], row["state"]) for row in rows]
+    assert (3, 2, 7, "killed") == tuple(rows[1][name] for name in ("ranks", "attempts", "last_step", "reason"))
+    assert START == rows[1]["started_at"]
+
+
+def test_a_run_nobody_registered_is_known_by_its_rows(asking, put, monkeypatch):
+    monkeypatch.setattr("rankscope_storage.files.partitioning.OWN_PART_ROWS", 2)
+    tensor = {"kind": "k", "tensor": "t"}
+    put("scalars", scalar("loss", 4, 1.0, ts=START), run="only scalars")
+    put("tensor_stats", {"step": 5, **tensor}, run="only tensors, shared")
+    put("tensor_stats", {"step": 6, **tensor}, {"step": 8, **tensor}, run="only tensors, own part")
+    rows = {row["run"]: row for row in summaries.runs(asking).to_pylist()}
+
+    assert {"only scalars": 4, "only tensors, shared": 5, "only tensors, own part": 8} == {
+        run: row["last_step"] for run, row in rows.items()
+    }
+    assert (None, START) == (rows["only scalars"]["state"], rows["only scalars"]["started_at"])
+
+
+def test_a_run_took_from_its_start_to_its_end_or_until_it_was_last_seen(asking, put):
+    hour = dt.timedelta(hours=1)
+    put("runs", {"state": "failed", "ordinal": 1, "started_at": START, "ended_at": START + hour}, run="ended")
+    put("runs", {"state": "running", "ordinal": 2, "started_at": START}, run="goes on")
+    put("scalars", scalar("loss", 1, 1.0, ts=START + 2 * hour), run="goes on")
+    put("runs", {"state": "pending", "ordinal": 3}, run="nobody knows")
+
+    assert {"ended": 3600.0, "goes on": 7200.0, "nobody knows": None} == {
+        row["run"]: row["seconds"] for row in summaries.runs(asking).to_pylist()
+    }
+
+
+def test_time_of_an_import_is_none_of_the_runs(asking, put):
+    """A trainer state tells no time: nobody knows when its run began, and it is no later than others."""
+    put("scalars", scalar("loss", 1, 2.0), run="imported")
+    put("events", {"type": "import", "attempt": 0, "ts": START + dt.timedelta(days=1)}, run="imported")
+    put("scalars", scalar("loss", 1, 2.0, ts=START), run="live")
+    rows = summaries.runs(asking).to_pylist()
+
+    assert ["live", "imported"] == [row["run"] for row in rows]
+    assert [START, None] == [row["started_at"] for row in rows]
+    assert [START, None] == [row["last_seen_at"] for row in rows]
+
+
+def test_the_summary_counts_rows_ranks_attempts_and_steps(asking, put):
+    put("runs", {"state": "completed", "planned_steps": 20, "ordinal": 1})
+    put("scalars", *(scalar("loss", step, 1.0, rank=rank) for step in range(3, 6) for rank in range(2)))
+    put("tensor_stats", {"attempt": 1, "rank": 2, "step": 9, "kind": "k", "tensor": "t"})
+    put("scalars", scalar("loss", 99, 1.0), run="another")
+    found = summaries.summary(asking, "r")
+
+    assert {"scalars": 6, "tensor_stats": 1, "runs": 1} == found.rows
+    assert ("completed", 2, 3, 3, 9, 20) == (
+        found.state, found.attempts, found.ranks, found.first_step, found.last_step, found.planned_steps,
+    )  # fmt: skip
+
+
+def test_the_loss_is_the_mean_over_ranks_and_its_minimum_is_finite(asking, put):
+    losses = {1: (4.0, 6.0), 2: (1.0, 3.0), 3: (math.inf, 1.0), 4: (math.nan, 1.0)}
+    put(
+        "scalars",
+        *(scalar("loss", step, value, rank=rank) for step, pair in losses.items() for rank, value in enumerate(pair)),
+    )
+    put("scalars", scalar("loss", 1, 0.001, labels='{"loss":"aux"}'), scalar("lr", 9, 0.0001))
+    found = summaries.summary(asking, "r")
+
+    assert (5.0, 2.0) == (found.loss_first, found.loss_min)
+    assert math.isnan(found.loss_last)
+
+
+def test_the_last_loss_is_that_of_the_last_attempt_even_when_steps_rewind(asking, put):
+    put("scalars", *(scalar("loss", step, 9.0) for step in range(5)), scalar("loss", 2, 1.5, attempt=1))
+
+    assert 1.5 == summaries.summary(asking, "r").loss_last
+
+
+def test_a_run_without_loss_has_none(asking, put):
+    put("scalars", scalar("lr", 1, 0.1))
+    found = summaries.summary(asking, "r")
+
+    assert (None, None, None, None) == (found.loss_first, found.loss_last, found.loss_min, found.tokens_per_second)
+
+
+def test_tokens_per_second_adds_up_ranks_and_skips_the_pause_between_attempts(asking, put):
+    """Each process counts from zero: two ranks at 100/s for 10 s, an hour's pause, one attempt more at 50/s."""
+    put(
+        "scalars",
+        *(
+            scalar(
+                "tokens_total",
+                step,
+                rate * step,
+                rank=rank,
+                attempt=attempt,
+                ts=START + dt.timedelta(seconds=late + step),
+            )
+            for attempt, rate, late in ((0, 100, 0), (1, 50, 3600))
+            for rank in range(2)
+            for step in range(11)
+        ),
+    )
+
+    assert 150.0 == pytest.approx(summaries.summary(asking, "r").tokens_per_second)
+
+
+def test_an_imported_rate_is_averaged_where_there_is_no_counter(asking, put):
+    put("scalars", scalar("tokens_per_second", 1, 100.0), scalar("tokens_per_second", 2, 200.0))
+
+    assert 150.0 == summaries.summary(asking, "r").tokens_per_second
+
+
+def anomaly(step: int | None, **columns) -> dict:
+    return {"attempt": 0, "rank": 0, "step": step, "type": "anomaly", "severity": "critical", "rule": "nan", **columns}
+
+
+def test_anomalies_close_together_are_one_incident(asking, put):
+    near = [anomaly(step, tensor=tensor) for step in (60, 61, 70) for tensor in ("a", "b")]
+    put("events", *near, anomaly(120), {"type": "note", "step": 300}, anomaly(61, attempt=1))
+
+    assert 3 == summaries.summary(asking, "r").incidents
+
+
+@pytest.mark.parametrize(("pause", "incidents"), [(20, 1), (21, 2)])
+def test_a_pause_of_more_than_twenty_steps_parts_incidents(asking, put, pause, incidents):
+    put("events", anomaly(60), anomaly(60 + pause))
+
+    assert incidents == summaries.summary(asking, "r").incidents
+
+
+def test_lost_records_are_the_sum_of_the_gaps(asking, put):
+    gaps = [
+        {"type": "gap", "details": json.dumps({"first": first, "last": last})} for first, last in ((3, 9), (20, 20))
+    ]
+    found = {"type": "gap", "details": json.dumps({"first": 4, "last": 5, "records": -2})}
+    put("events", *gaps, found, {"type": "gap", "details": "not JSON"}, {"type": "gap"})
+
+    assert 8 - 2 == summaries.summary(asking, "r").lost_records
+
+
+def test_bytes_on_disk_are_shared_by_the_rows_of_shared_files(asking, put, store, monkeypatch):
+    monkeypatch.setattr("rankscope_storage.files.partitioning.OWN_PART_ROWS", 50)
+    many = [scalar("loss", step, 1.0) for step in range(60)]
+    put(
+        "scalars",
+        *({**row, "run": run} for run, rows in (("r", many), ("s", many[:30]), ("t", many[:10])) for row in rows),
+    )
+    sizes = {summaries.summary(asking, run).bytes_on_disk for run in "rst"}
+    own = asking.files_table("scalars", run="r")["size_bytes"].to_pylist()[0]
+
+    assert own in sizes
+    assert 1 >= abs(sum(asking.files_table("scalars")["size_bytes"].to_pylist()) - sum(sizes))
+
+
+def test_anomalies_are_told_first_cause_first(asking, put):
+    put(
+        "events",
+        anomaly(60, kind="param_after", rank=0),
+        anomaly(60, kind="grad_reduced", rank=0),
+        anomaly(60, kind="grad_unreduced", rank=1),
+        anomaly(60, kind="act_out", rank=1, call_id=7),
+        anomaly(60, kind="act_out", rank=1, call_id=3),
+        anomaly(59, kind="param_after", rank=0),
+        anomaly(1, kind="act_out", attempt=1),
+        {"type": "note", "step": 1},
+    )
+    found = summaries.anomalies(asking, "r", top=8)
+
+    assert [
+        (0, 59, "param_after", None),
+        (0, 60, "act_out", 3),
+        (0, 60, "act_out", 7),
+        (0, 60, "grad_unreduced", None),
+        (0, 60, "grad_reduced", None),
+        (0, 60, "param_after", None),
+        (1, 1, "act_out", None),
+    ] == [(row.attempt, row.step, row.kind, row.call_id) for row in found]
+
+
+def test_only_the_first_few_anomalies_are_returned_also_when_many_share_a_step(asking, put):
+    put("events", *(anomaly(5, kind="act_out", call_id=call) for call in range(50, 0, -1)), anomaly(None), anomaly(6))
+    found = summaries.anomalies(asking, "r", top=3)
+
+    assert [1, 2, 3] == [row.call_id for row in found]
+    assert [5, 6, None] == [row.step for row in summaries.anomalies(asking, "r", top=99)[-3:]]
+
+
+def test_anomalies_of_a_range_of_steps(asking, put):
+    put("events", *(anomaly(step) for step in range(10)))
+
+    assert [3, 4, 5] == [row.step for row in summaries.anomalies(asking, "r", top=8, steps=(3, 5))]
+
+
+def test_a_run_name_with_a_quote_is_just_a_name(asking, put):
+    put("events", anomaly(1), run="x'; DROP VIEW events; --")
+
+    assert 1 == len(summaries.anomalies(asking, "x'; DROP VIEW events; --", top=8))
+    assert 1 == summaries.summary(asking, "x'; DROP VIEW events; --").rows["events"]
+
+
+def test_a_run_tells_the_commit_and_the_command_of_its_newest_launch_that_knew_them(asking, put):
+    def config(commit: str | None, *argv: str) -> str:
+        return json.dumps({"git_commit": commit, "argv": argv})
+
+    put("runs", {"state": "failed", "ordinal": 1, "config": config("a" * 40, "train.py", "--lr", "3")})
+    put("runs", {"state": "running", "ordinal": 2, "config": config("b" * 40, "train.py", "--key", "***")})
+    put("runs", {"state": "running", "ordinal": 3}, {"state": "completed", "ordinal": 4, "config": "no JSON"})
+    found = summaries.summary(asking, "r")
+
+    assert ("b" * 40, "train.py --key ***") == (found.git_commit, found.command)
+    assert (None, None) == (summaries.summary(asking, "s").git_commit, summaries.summary(asking, "s").command)

@@ -1,0 +1,165 @@
+"""The shape of what is stored: a golden file per column, since every reader of history depends on it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rankscope_contract import SCHEMA_VERSION
+from rankscope_contract.records import DATASETS
+from rankscope_storage.base.errors import BatchError
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.base.schema import (
+    conform,
+    dataset_schema,
+    empty_table,
+    fingerprint,
+    schema_version,
+    table_schema,
+)
+from rankscope_storage.files.parquet import STAGING, write_file
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "parquet_schema.txt"
+
+
+def one_row(dataset: str) -> pa.Table:
+    schema = dataset_schema(dataset)
+    values = {
+        field.name: pa.array(["x"] if pa.types.is_string(field.type) else [0], field.type)
+        if not field.nullable
+        else pa.nulls(1, field.type)
+        for field in schema
+    }
+    return conform(pa.table(values), dataset)
+
+
+def two_rows(dataset: str) -> pa.Table:
+    """Return rows of which no column is the same in both: what is the same in all rows is written in another way."""
+    return conform(pa.table({field.name: two_values(field.type) for field in dataset_schema(dataset)}), dataset)
+
+
+def two_values(kind: pa.DataType) -> pa.Array:
+    if pa.types.is_list(kind):
+        return pa.array([[value] for value in two_values(kind.value_type).to_pylist()], kind)
+    if pa.types.is_boolean(kind):
+        return pa.array([False, True])
+    return pa.array(["x", "y"] if pa.types.is_string(kind) else [0, 1], kind)
+
+
+def described(root: Path, dataset: str) -> str:
+    """Columns, types and encodings of a file, as Parquet itself tells them."""
+    (root / STAGING).mkdir(exist_ok=True)
+    file = write_file(root, dataset, "p", two_rows(dataset), sync_to_disk)
+    metadata = pq.ParquetFile(root / file.path).metadata
+    group = metadata.row_group(0)
+    lines = [f"{dataset}  fingerprint {fingerprint(dataset)}"]
+    for position in range(metadata.num_columns):
+        column, chunk = metadata.schema.column(position), group.column(position)
+        encodings = ",".join(sorted(set(chunk.encodings) - {"RLE"}))
+        logical = re.sub(r", is_from_converted.*", ")", str(column.logical_type))
+        lines.append(f"  {column.path:24} {column.physical_type:10} {logical:56} {encodings}")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def test_the_schema_of_every_file_is_the_golden_one(tmp_path):
+    """Where it changes, readers must still understand the files of before. RANKSCOPE_UPDATE_GOLDEN=1 writes it anew."""
+    text = "\n\n".join(described(tmp_path, dataset) for dataset in DATASETS) + "\n"
+    if os.environ.get("RANKSCOPE_UPDATE_GOLDEN"):
+        GOLDEN.write_text(text)
+
+    assert GOLDEN.read_text() == text
+
+
+@pytest.mark.parametrize("dataset", DATASETS)
+def test_a_file_says_its_schema_version_and_dataset(tmp_path, dataset):
+    (tmp_path / STAGING).mkdir()
+    file = write_file(tmp_path, dataset, "p", one_row(dataset), sync_to_disk)
+    metadata = pq.ParquetFile(tmp_path / file.path).metadata.metadata
+
+    assert SCHEMA_VERSION == schema_version(metadata)
+    assert dataset.encode() == metadata[b"rankscope_dataset"]
+
+
+def test_a_strange_file_has_schema_version_zero():
+    assert 0 == schema_version(None)
+
+
+def test_the_table_has_the_columns_of_all_datasets_all_nullable():
+    schema = table_schema()
+
+    assert ["dataset", "part"] == schema.names[:2]
+    assert {"dataset", "part"} | {name for dataset in DATASETS for name in dataset_schema(dataset).names} == set(
+        schema.names
+    )
+    assert all(field.nullable for field in schema)
+
+
+def test_where_datasets_disagree_the_table_takes_the_wider_type():
+    assert (pa.float32(), pa.float64()) == (
+        dataset_schema("features").field("value").type,
+        table_schema().field("value").type,
+    )
+
+
+def test_an_empty_table_has_all_columns():
+    assert (0, dataset_schema("events").names) == (empty_table("events").num_rows, empty_table("events").column_names)
+
+
+def test_absent_columns_become_null_and_order_does_not_matter():
+    table = conform(pa.table({"value": [1.5], "name": ["loss"], "run": ["r"]}), "scalars")
+
+    assert dataset_schema("scalars").names == table.column_names
+    assert {"run": "r", "name": "loss", "value": 1.5} == {
+        k: v for k, v in table.to_pylist()[0].items() if v is not None
+    }
+
+
+def test_integers_are_widened_but_never_cut():
+    wide = conform(pa.table({"run": ["r"], "name": ["n"], "rank": pa.array([3], pa.int64())}), "scalars")
+
+    assert (pa.int32(), [3]) == (wide.schema.field("rank").type, wide["rank"].to_pylist())
+    with pytest.raises(BatchError, match=r"scalars\.rank must be int32"):
+        conform(pa.table({"run": ["r"], "name": ["n"], "rank": pa.array([1 << 40], pa.int64())}), "scalars")
+
+
+def test_pieces_whose_dictionaries_arrow_cannot_join_are_stored_as_plain_text():
+    """A null in the dictionary itself instead of in the codes: no two such dictionaries are joined by Arrow."""
+    with_null = pa.DictionaryArray.from_arrays(pa.array([0, 1], pa.int32()), pa.array(["a", None], pa.string()))
+    without = pa.array(["b"], pa.string()).dictionary_encode()
+    pieces = pa.chunked_array([with_null, without])
+    with pytest.raises(pa.ArrowInvalid, match="unify"):
+        pieces.unify_dictionaries()
+    rows = pa.concat_tables([one_row("events")] * 3).drop_columns("message").append_column("message", pieces)
+
+    assert ["a", None, "b"] == conform(rows, "events")["message"].to_pylist()
+
+
+def test_rows_that_arrow_cannot_bring_into_form_are_refused_in_words(monkeypatch):
+    def cannot(*_):
+        raise pa.ArrowCapacityError("array cannot contain more than 2147483646 bytes")
+
+    monkeypatch.setattr("rankscope_storage.base.schema._cast", cannot)
+
+    with pytest.raises(BatchError, match="rows of events cannot be brought into the form of the store: array cannot"):
+        conform(one_row("events"), "events")
+
+
+@pytest.mark.parametrize("names", [3, 2000])
+def test_pages_that_share_their_names_become_one_column_of_the_same_texts(names):
+    """Two targets, whose pages bring the same memory each time; some names are those of both."""
+    shared = [
+        pa.array([f"{target}{number % 1000}" for number in range(names)]).dictionary_encode() for target in ("", "0")
+    ]
+    chunks = [shared[0], shared[1].slice(1), shared[0], shared[1]]
+    table = pa.table({"run": [""] * sum(map(len, chunks)), "labels": pa.chunked_array(chunks)})
+    required = {name: pa.array([""] * table.num_rows) for name in ("target", "metric")}
+    expected = table["labels"].to_pylist()
+    column = conform(pa.table({**dict(zip(table.column_names, table.columns, strict=True)), **required}), "samples")
+
+    assert expected == column["labels"].to_pylist()
+    assert 1 == column["labels"].num_chunks

@@ -1,0 +1,213 @@
+"""Comparing runs over rows made by hand: steps, attempts, ranks, tolerances, and what only one side has."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankscope_storage.api.store import Batch
+from rankscope_storage.base.schema import dataset_schema
+from rankscope_storage.diff.diff import Divergence, Tolerance, relative_difference
+from rankscope_storage.diff.diff import divergence as compared
+from rankscope_storage.diff.sources import Selected, Side
+
+A, B = Side(run="a"), Side(run="b")
+
+
+class Rows:
+    """Rows given as dicts, which are stored together before the first question."""
+
+    def __init__(self, writer, connection) -> None:
+        self.connection = connection
+        self._writer = writer
+        self._ordinals = itertools.count()
+        self._rows: dict[str, list[dict]] = {}
+
+    def __call__(self, run: str, dataset: str, *rows: dict) -> None:
+        common = {"run": run, "attempt": 0, "rank": 0}
+        self._rows.setdefault(dataset, []).extend({**common, "ordinal": next(self._ordinals), **row} for row in rows)
+
+    def commit(self) -> None:
+        tables = {
+            dataset: pa.Table.from_pylist(rows, schema=dataset_schema(dataset)) for dataset, rows in self._rows.items()
+        }
+        if tables:
+            self._writer.append(Batch(tables=tables, watermarks={}))
+        self._rows = {}
+
+
+@pytest.fixture
+def put(writer, connection):
+    return Rows(writer, connection)
+
+
+def divergence(put: Rows, *arguments, **options) -> Divergence:
+    put.commit()
+    return compared(put.connection, *arguments, **options)
+
+
+def stats(step: int, tensor: str = "w", norm: float | None = 1.0, **columns) -> dict:
+    counts = {"nans": 0, "infs": 0, "zeros": 0, "numel": 4}
+    return {"step": step, "kind": "param_after", "tensor": tensor, "norm": norm, **counts, **columns}
+
+
+def test_equal_runs_have_no_difference(put):
+    for run in "ab":
+        put(run, "tensor_stats", *(stats(step, mean=None) for step in range(5)))
+        put(run, "scalars", {"step": 1, "name": "loss", "value": math.nan})
+    found = divergence(put, A, B)
+
+    assert (None, 5, 6, ()) == (found.first, found.steps_compared, found.rows_compared, found.steps)
+
+
+def test_the_last_attempt_of_a_step_counts_unless_one_is_chosen(put):
+    """A requeued job makes steps 3 and 4 again; what its first launch saw there went nowhere."""
+    put("a", "tensor_stats", *(stats(step, norm=1.0) for step in range(5)))
+    put("b", "tensor_stats", *(stats(step, norm=1.0 if step < 3 else 9.0) for step in range(5)))
+    put("b", "tensor_stats", *(stats(step, norm=1.0, attempt=1) for step in (3, 4)))
+
+    assert divergence(put, A, B).first is None
+    first = divergence(put, A, Side(run="b", attempt=0)).first
+    assert first is not None
+    assert (3, 1.0, 9.0) == (first.step, first.a, first.b)
+    retried = divergence(put, Side(run="b", attempt=0), Side(run="b", attempt=1))
+    assert (2, (0, 1, 2)) == (retried.steps_compared, retried.steps_only_in_a)
+
+
+def test_a_mean_is_held_against_what_it_is_a_mean_of(put):
+    """Of four elements with norm 2 the root mean square is 1: a mean near zero may differ by more than itself."""
+    for run, mean in (("a", 1e-9), ("b", -2e-9)):
+        put(run, "tensor_stats", stats(1, norm=2.0, mean=mean))
+    (point,) = divergence(put, A, B).points
+
+    assert ("mean", pytest.approx(3e-9)) == (point.op, point.relative)
+    assert divergence(put, A, B, Tolerance(relative=1e-8)).first is None
+    assert divergence(put, A, B, Tolerance(relative=1e-9)).first is not None
+    assert pytest.approx(3e-9) == divergence(put, A, B).steps[0].worst
+
+
+@pytest.mark.parametrize(
+    ("norm", "minimum", "looks"), [(1.0 + 1e-6, 0.5, True), (1.0 + 1e-4, 0.5, False), (1.0 + 1e-6, 0.6, False)]
+)
+def test_what_differs_in_sums_alone_and_by_little_looks_like_another_order_of_addition(put, norm, minimum, looks):
+    put("a", "tensor_stats", stats(1, min=0.5))
+    put("b", "tensor_stats", stats(1, norm=norm, min=minimum))
+
+    assert looks == divergence(put, A, B).looks_rounded
+
+
+def test_hashes_and_zeros_count_only_where_nothing_may_differ(put):
+    for run, hash_, zeros in (("a", 5, 0), ("b", 6, 1)):
+        put(run, "tensor_stats", stats(1, zeros=zeros))
+        put(run, "hashes", {"step": 1, "kind": "param_after", "tensor": "w", "hash": hash_, "norm": 1.0})
+
+    assert {"zeros", "hash"} == {point.op for point in divergence(put, A, B).points}
+    assert divergence(put, A, B, Tolerance(absolute=1e-9)).first is None
+
+
+@pytest.mark.parametrize("op", ["nans", "infs", "numel"])
+def test_counts_of_what_is_not_finite_and_of_elements_are_exact(put, op):
+    put("a", "tensor_stats", stats(1))
+    put("b", "tensor_stats", stats(1, **{op: 1}))
+    first = divergence(put, A, B, Tolerance(relative=0.9)).first
+
+    assert first is not None
+    assert op == first.op
+
+
+def test_a_statistic_that_one_side_did_not_collect_is_no_difference(put):
+    put("a", "tensor_stats", stats(1, mean=0.5, max=3.0))
+    put("b", "tensor_stats", stats(1))
+
+    assert divergence(put, A, B).first is None
+
+
+@pytest.mark.parametrize(("a", "b"), [(math.nan, 1.0), (math.inf, 1.0), (math.inf, -math.inf), (1.0, math.nan)])
+def test_what_is_not_finite_is_beyond_every_tolerance(put, a, b):
+    put("a", "scalars", {"step": 1, "name": "loss", "value": a})
+    put("b", "scalars", {"step": 1, "name": "loss", "value": b})
+    found = divergence(put, A, B, Tolerance(relative=0.5, absolute=100.0))
+
+    assert found.first is not None
+    assert ("scalar", "loss", "value", None) == (
+        found.first.kind, found.first.tensor, found.first.op, found.first.relative,
+    )  # fmt: skip
+
+
+def test_times_are_not_compared_unless_asked_for(put):
+    for run, value in (("a", 0.5), ("b", 0.6)):
+        put(run, "scalars", {"step": 1, "name": "step_seconds", "value": value})
+        put(run, "scalars", {"step": 1, "name": "loss", "value": 1.0})
+
+    assert divergence(put, A, B).first is None
+    chosen = divergence(put, A, B, selected=Selected(kinds=("scalar",)))
+    assert ["step_seconds"] == [point.tensor for point in chosen.points]
+
+
+def test_two_ranks_are_compared_in_what_they_hold_alike(put):
+    for rank in range(2):
+        shared = {"rank": rank, "placement": "replica"}
+        put("a", "tensor_stats", stats(1, **shared), stats(2, norm=1.0 + rank, **shared))
+        put("a", "tensor_stats", stats(1, "x", 5.0 + rank, kind="act_out", rank=rank, placement="full"))
+        put("a", "scalars", {"rank": rank, "step": 1, "name": "loss", "value": 1.0 + rank})
+    sides = Side(run="a", rank=0), Side(run="a", rank=1)
+    found = divergence(put, *sides)
+
+    assert found.first is not None
+    assert (2, None, "norm", 1.0, 2.0) == (
+        found.first.step,
+        found.first.rank,
+        found.first.op,
+        found.first.a,
+        found.first.b,
+    )
+    activations = divergence(put, *sides, selected=Selected(kinds=("act_out",))).first
+    assert activations is not None
+    assert (1, "x") == (activations.step, activations.tensor)
+
+
+def test_ranks_and_tensors_and_steps_of_one_side_are_told(put):
+    put("a", "tensor_stats", *(stats(step, rank=rank) for step in (1, 2, 3) for rank in range(2)))
+    put("b", "tensor_stats", *(stats(step) for step in (2, 3, 4)), stats(3, "new"))
+    found = divergence(put, A, B)
+
+    assert (None, 2, 2) == (found.first, found.steps_compared, found.rows_compared)
+    assert ((), (("param_after", "new"),)) == (found.only_in_a, found.only_in_b)
+    assert ((1,), (), (1,), (4,)) == (
+        found.ranks_only_in_a, found.ranks_only_in_b, found.steps_only_in_a, found.steps_only_in_b,
+    )  # fmt: skip
+
+
+def test_micro_batches_and_calls_of_one_tensor_are_told_apart(put):
+    for run, changed in (("a", 1.0), ("b", 2.0)):
+        calls = [(micro, call) for micro in range(2) for call in (None, 1)]
+        norms = [changed if (micro, call) == (1, 1) else 1.0 for micro, call in calls]
+        named = [{"kind": "act_out", "micro_step": micro, "call_seq": call} for micro, call in calls]
+        put(run, "tensor_stats", *(stats(1, norm=norm, **own) for norm, own in zip(norms, named, strict=True)))
+    found = divergence(put, A, B)
+
+    assert [(1, 1)] == [(point.micro_step, point.call_seq) for point in found.points]
+
+
+def test_chosen_steps_alone_are_looked_at(put):
+    for run, norm in (("a", 1.0), ("b", 2.0)):
+        put(run, "tensor_stats", stats(1, norm=norm), stats(2, norm=1.0), stats(3, norm=norm))
+    found = divergence(put, A, B, selected=Selected(steps=(2, 3)))
+
+    assert [3] == [step.step for step in found.steps]
+    assert 0.5 == found.steps[0].worst
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False), st.floats(allow_nan=False, allow_infinity=False))
+def test_a_relative_difference_is_a_share_of_the_larger(a, b):
+    found = relative_difference(a, b)
+
+    assert found == relative_difference(b, a)
+    assert found is not None
+    assert (found == 0) == (a == b) or abs(a - b) < 1e-300
+    assert found <= 2 or math.isinf(a - b)

@@ -1,0 +1,174 @@
+"""Parts and orders, against the plain meaning of both."""
+
+from __future__ import annotations
+
+import datetime as dt
+from urllib.parse import unquote
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankscope_contract.records import DATASETS
+from rankscope_storage.base.schema import dataset_schema, fingerprint
+from rankscope_storage.files.partitioning import (
+    LONGEST_PART,
+    OWN_PART_ROWS,
+    data_file,
+    file_fingerprint,
+    own_part,
+    parts,
+    shared_part,
+)
+from rankscope_storage.files.sorting import SORT_KEYS, is_sorted, sort_order
+
+TODAY = dt.date(2026, 11, 20)
+
+
+def runs(**counts: int) -> pa.Table:
+    names = [name for name, count in counts.items() for _ in range(count)]
+    return pa.table({"run": names, "row": list(range(len(names)))})
+
+
+def test_a_run_gets_its_own_part_from_a_hundred_thousand_rows_on():
+    table = runs(big=OWN_PART_ROWS, small=OWN_PART_ROWS - 1, tiny=1)
+
+    assert {"big": OWN_PART_ROWS, "_shared-2026-11-20": OWN_PART_ROWS} == {
+        part: rows.num_rows for part, rows in parts(table, "scalars", TODAY)
+    }
+
+
+def test_a_run_that_a_dictionary_names_twice_is_one_run():
+    twice = pa.DictionaryArray.from_arrays(pa.array([0, 1] * (OWN_PART_ROWS // 2)), pa.array(["r", "r"]))
+
+    assert ["r"] == [part for part, _ in parts(pa.table({"run": twice}), "scalars", TODAY)]
+
+
+@given(st.lists(st.sampled_from(["a", "b/c", "学", ""]), max_size=30), st.booleans())
+def test_parts_hold_every_row_exactly_once(names, encoded):
+    run = pa.array(names, pa.string())
+    table = pa.table({"run": run.dictionary_encode() if encoded else run, "row": list(range(len(names)))})
+    found = [row for _, rows in parts(table, "events", TODAY) for row in rows["row"].to_pylist()]
+
+    assert list(range(len(names))) == sorted(found)
+
+
+def test_samples_go_by_their_own_day_and_those_without_time_by_today():
+    day = 86_400_000_000
+    table = pa.table({"run": ["r"] * 4, "ts": pa.array([0, day - 1, day, None], pa.timestamp("us", tz="UTC"))})
+
+    assert {"1970-01-01": 2, "1970-01-02": 1, "2026-11-20": 1} == {
+        part: rows.num_rows for part, rows in parts(table, "samples", TODAY)
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["a/b", "..", "a=b", 'it\'s "q"', "学习", "123", "2026-11-20", "", ".hidden", "x" * 60]
+)
+def test_a_part_is_one_safe_folder_whatever_the_run_is_called(name):
+    ((part, _),) = parts(pa.table({"run": [name] * OWN_PART_ROWS}), "scalars", TODAY)
+
+    assert not set(part) & set("/\\='\" ")
+    assert part not in {"", ".", ".."}
+    assert name == ("" if part == "%" else unquote(part))
+
+
+def test_file_names_never_repeat_and_tell_the_shape():
+    one, other = data_file("events", "p"), data_file("events", "p")
+
+    assert one != other
+    assert fingerprint("events") == file_fingerprint(one)
+    assert one.startswith("dataset=events/part=p/")
+
+
+def test_the_shared_part_is_named_after_the_day():
+    assert "_shared-2026-11-20" == shared_part(TODAY)
+
+
+def test_every_dataset_has_sort_keys_among_its_columns():
+    assert set(DATASETS) == set(SORT_KEYS)
+    assert all(set(keys) <= set(dataset_schema(dataset).names) for dataset, keys in SORT_KEYS.items())
+
+
+TEXT = st.one_of(st.none(), st.sampled_from(["", "a", "ab", "b", "é", "学", "🦊", "\U0010ffff"]), st.text(max_size=3))
+INTEGER = st.one_of(
+    st.none(), st.integers(-3, 3), st.integers(-(1 << 40), 1 << 40), st.integers(-(1 << 63), (1 << 63) - 1)
+)
+
+
+@given(st.lists(st.tuples(TEXT, INTEGER, INTEGER), max_size=40), st.booleans())
+def test_the_packed_order_is_the_plain_stable_order_nulls_last(rows, encoded):
+    text, one, other = ([row[place] for row in rows] for place in range(3))
+    column = pa.array(text, pa.string())
+    table = pa.table(
+        {
+            "text": column.dictionary_encode() if encoded else column,
+            "one": pa.array(one, pa.int64()),
+            "other": pa.array(other, pa.int64()),
+        }
+    )
+
+    def plain(row: int) -> tuple:
+        # UTF-8 order is the order of code points, so Python's own comparison is the reference.
+        name, *numbers = rows[row]
+        return name is None, name or "", *((value is None, value or 0) for value in numbers)
+
+    assert sorted(range(len(rows)), key=plain) == sort_order(table, ("text", "one", "other")).tolist()
+
+
+def test_a_dictionary_that_names_a_text_twice_sorts_like_the_text():
+    doubled = pa.DictionaryArray.from_arrays(pa.array([2, 0, 1]), pa.array(["a", "b", "a"]))
+    table = pa.table({"text": doubled, "number": [1, 2, 0]})
+
+    assert [0, 1, 2] == sort_order(table, ("text", "number")).tolist()
+
+
+@given(st.text(alphabet="aä学%/.", min_size=60, max_size=400), st.text(alphabet="aä学", min_size=60, max_size=400))
+def test_parts_of_long_names_fit_into_a_file_name_and_stay_apart(one, other):
+    parts_of = {name: own_part(name) for name in (one, other)}
+
+    assert all(len(part.encode()) <= LONGEST_PART for part in parts_of.values())
+    assert len(parts_of) == len(set(parts_of.values()))
+    assert all(not part.startswith(".") and "/" not in part for part in parts_of.values())
+
+
+def test_a_long_name_keeps_its_beginning_and_no_half_of_a_character():
+    part = own_part("学" * 100)
+
+    assert "学" * 20 == unquote(part, errors="strict")[:20]
+    assert 1 == part.count("~")
+
+
+_KEYS = ("run", "tensor", "step")
+
+
+@st.composite
+def _keyed_rows(draw: st.DrawFn) -> pa.Table:
+    """Rows of which most are in order, with dictionaries that are not, that name too much, or something twice."""
+    row = st.tuples(st.sampled_from(["a", "b", None]), st.sampled_from(["x", "y"]), st.integers(0, 3) | st.none())
+    rows = draw(st.lists(row, max_size=8))
+    if draw(st.booleans()):
+        rows.sort(key=lambda row: [(value is None, value or 0) for value in row])
+    runs, tensors, steps = zip(*rows, strict=True) if rows else ((), (), ())
+    names = draw(st.sampled_from([["a", "b"], ["b", "a"], ["b", "a", "a"]]))
+    codes = pa.array([None if run is None else names.index(run) for run in runs], pa.int32())
+    run = pa.DictionaryArray.from_arrays(codes, pa.array(names))
+    tensor = pa.array(tensors, pa.string())
+    tensor = tensor.dictionary_encode() if draw(st.booleans()) else tensor
+    return pa.table({"run": run, "tensor": tensor, "step": pa.array(steps, pa.int64())})
+
+
+@given(_keyed_rows())
+def test_rows_are_taken_for_sorted_only_where_sorting_would_leave_them(table):
+    leaves = list(range(table.num_rows)) == sort_order(table, _KEYS).tolist()
+
+    assert leaves or not is_sorted(table, _KEYS)
+
+
+def test_rows_in_order_are_seen_to_be():
+    run = pa.DictionaryArray.from_arrays(pa.array([1, 1, 0, 0], pa.int32()), pa.array(["b", "a"]))
+    table = pa.table({"run": run, "tensor": ["x"] * 4, "step": [1, 2, 0, 7]})
+
+    assert not is_sorted(table, _KEYS)  # plain text is dear to compare
+    assert is_sorted(table.set_column(1, "tensor", table["tensor"].dictionary_encode()), _KEYS)

@@ -1,0 +1,386 @@
+"""CSV in the layout of the msprobe monitor, read back with nothing but the csv module."""
+
+from __future__ import annotations
+
+import csv
+import datetime as dt
+import shutil
+import struct
+
+import duckdb
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rankscope_contract.msprobe.layout import neutral, parse_folder, plain, time_text
+from rankscope_storage.base.errors import ExportError
+from rankscope_storage.formats import csv_msprobe
+from rankscope_storage.formats.msprobe.rows import statistics_sql
+
+STATISTICS = ("norm", "min", "max", "mean", "nans", "zeros")
+
+
+def read(target):
+    """Return {(folder, file): rows} of all that was written, rows as dictionaries."""
+    found = {}
+    for path in sorted(target.rglob("*.csv")):
+        with path.open(encoding="utf-8", newline="") as file:
+            found[path.parent.name, path.name] = list(csv.DictReader(file))
+    return found
+
+
+def only(target):
+    """Return all rows, of all files."""
+    return [row for rows in read(target).values() for row in rows]
+
+
+def put_steps(shelf, rows, *steps, **columns):
+    shelf.put(tensor_stats=[rows["tensor"](step, name, **columns) for step in steps for name in ("w", "b")])
+
+
+def test_a_row_has_the_columns_and_words_of_the_tool(shelf, rows):
+    shelf.put(
+        tensor_stats=[rows["tensor"](1, "w", norm=0.1, min=-1.0, max=1e-7, mean=0.0, nans=0, infs=0, zeros=1, numel=8)],
+        tensors=[rows["row"](kind="grad_reduced", tensor="w", shape=[2, 4], dtype="bfloat16")],
+    )
+    target, report = shelf.export("csv")
+    (path,) = report.files
+
+    assert "grad_reduced_0-0.csv" == path.name
+    assert (
+        "vpp_stage,name,step,norm,min,max,mean,nans,zeros,shape,dtype\n"
+        '0,w,0,0.1,-1.0,1e-07,0.0,0,0.125,"[2, 4]",torch.bfloat16\n'
+    ) == path.read_text()
+    assert [path.parent] == list(target.iterdir())
+
+
+def test_steps_count_from_0_and_moments_stand_before_their_step(shelf, rows):
+    shelf.put(tensor_stats=[rows["tensor"](7, "w", kind) for kind in ("grad_reduced", "exp_avg", "exp_avg_sq")])
+    target, _ = shelf.export("csv", step_count_per_record=5)
+
+    assert {"grad_reduced_5-9.csv": "6", "exp_avg_5-9.csv": "7", "exp_avg_sq_5-9.csv": "7"} == {
+        name: rows_[0]["step"] for (_, name), rows_ in read(target).items()
+    }
+
+
+def test_training_that_counts_from_0_keeps_its_steps(shelf, rows):
+    shelf.put(tensor_stats=[rows["tensor"](step, "w", kind) for step in (0, 1) for kind in ("grad_reduced", "exp_avg")])
+    target, report = shelf.export("csv", step_count_per_record=10)
+
+    assert {"grad_reduced_0-9.csv": ["0", "1"], "exp_avg_0-9.csv": ["1", "2"]} == {
+        name: [row["step"] for row in rows_] for (_, name), rows_ in read(target).items()
+    }
+    assert {} == report.left_out
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"nans": 2, "infs": 0, "numel": 8}, ("nan", "nan", "nan", "nan", "2", "nan")),
+        ({"nans": 0, "infs": 1, "numel": 8}, ("inf", "nan", "nan", "nan", "0", "nan")),
+        ({"norm": None, "min": None, "nans": 0, "infs": 0, "numel": 0}, ("0.0", "nan", "nan", "nan", "0", "nan")),
+        ({"max": None, "zeros": 0, "numel": 4}, ("1.5", "-2.0", "nan", "nan", "nan", "0.0")),
+    ],
+)
+def test_statistics_are_of_all_elements_there(shelf, rows, ours, theirs):
+    """Ours are of the finite ones: what theirs would be is Inf, NaN, or not known."""
+    shelf.put(tensor_stats=[rows["tensor"](1, **{"min": -2.0} | ours)])
+    target, _ = shelf.export("csv")
+
+    assert theirs == tuple(only(target)[0][name] for name in STATISTICS)
+
+
+@settings(deadline=None)
+@given(value=st.floats(width=32, allow_nan=False, allow_infinity=False))
+def test_every_digit_is_there(value):
+    row_ = "SELECT $v::FLOAT AS norm, 0 AS nans, 0 AS infs, 1 AS numel"
+    text = duckdb.connect().execute(f"SELECT {statistics_sql(None)['norm']} FROM ({row_})", {"v": value}).fetchone()[0]
+
+    assert struct.pack("f", value) == struct.pack("f", float(text))
+
+
+@pytest.mark.parametrize(
+    ("value", "decimals", "text"), [(3.5e-11, 6, "0.0"), (0.12345678, 3, "0.123"), (2.0, 6, "2.0")]
+)
+def test_seed_rounding_is_by_decimals(shelf, rows, value, decimals, text):
+    shelf.put(tensor_stats=[rows["tensor"](1, norm=value)])
+
+    assert text == only(shelf.export("csv", seed_rounding=decimals)[0])[0]["norm"]
+    assert value == pytest.approx(float(only(shelf.export("csv", "exact")[0])[0]["norm"]), rel=1e-7)
+
+
+def test_activations_have_slots_and_micro_steps(shelf, rows):
+    shelf.put(
+        tensor_stats=[
+            rows["tensor"](1, "layer.0", "act_in", index=1, micro_step=2, vpp_stage=3),
+            rows["tensor"](1, "", "act_out"),
+            rows["tensor"](1, "layer.0", "act_grad_out", index=None, micro_step=0),
+            rows["tensor"](1, "w", "grad_unreduced", micro_step=1),
+        ]
+    )
+    found = read(shelf.export("csv")[0])
+    names = {
+        name: [(row["vpp_stage"], row["name"], row["micro_step"]) for row in rows_]
+        for (_, name), rows_ in found.items()
+    }
+
+    assert {
+        "actv_0-0.csv": [("3", "layer.0.input_1", "2"), ("0", ".output", "0")],
+        "actv_grad_0-0.csv": [("0", "layer.0.output", "0")],
+        "grad_unreduced_0-0.csv": [("0", "w", "1")],
+    } == names
+
+
+def test_features_stand_in_the_files_of_their_hooks(shelf, rows):
+    shelf.put(
+        features=[
+            rows["row"](kind="attention_entropy", module="core", value=1.5, micro_step=0),
+            rows["row"](kind="softmax_max", module="core", value=0.25, micro_step=0),
+            rows["row"](kind="stable_rank", module="fc", value=2.0),
+            rows["row"](kind="direction_agreement", module="w", value=0.5),
+            rows["row"](kind="something_else", module="w", value=0.5),
+        ]
+    )
+    target, report = shelf.export("csv")
+    found = {name: tuple(rows_[0].values()) for (_, name), rows_ in read(target).items()}
+
+    assert {
+        "attention_hook_0-0.csv": ("0", "core.attention", "0", "0", "1.5", "0.25"),
+        "linear_hook_0-0.csv": ("0", "fc.linear", "0", "2.0", "nan"),
+        "other_0-0.csv": ("0", "w", "0", "0.5", "0.5", "0.5", "0.5", "0", "0.0", "[]", "torch.float32"),
+    } == found
+    assert {"features that the tool does not know": 1} == report.left_out
+
+
+def test_exporting_again_adds_what_is_new_and_doubles_nothing(shelf, rows):
+    """A step that was exported before it was complete is completed; files without news are not touched."""
+    put_steps(shelf, rows, 1, 2, 3)
+    target, first = shelf.export("csv", step_count_per_record=2)
+    before = {path: (path.stat().st_mtime_ns, path.read_text()) for path in first.files}
+    put_steps(shelf, rows, 4, 5)
+    shelf.put(tensor_stats=[rows["tensor"](4, "late")])
+    _, second = shelf.export("csv", step_count_per_record=2)
+    _, third = shelf.export("csv", step_count_per_record=2)
+    keys = [(row["name"], row["step"]) for row in only(target)]
+
+    assert [6, 5, 0] == [report.rows["tensor_stats"] for report in (first, second, third)]
+    assert [0, 6, 11] == [report.left_out.get(csv_msprobe.ALREADY_THERE, 0) for report in (first, second, third)]
+    assert () == third.files
+    assert len(keys) == len(set(keys)) == 11
+    assert before[first.files[0]] == (first.files[0].stat().st_mtime_ns, first.files[0].read_text())
+    assert first.files[1].read_text().startswith(before[first.files[1]][1])
+    assert not list(target.rglob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("window", "continued"),
+    [
+        (("Dec03_21-34-40", "Dec03_21-34-41"), "Dec03_21-34-41-rank0-bbbbbbbb"),  # closed; the latest within
+        (("Dec03_21-34-40", "Dec03_21-34-40"), "Dec03_21-34-40-rank0-aaaaaaaa"),
+        (("Dec03_21-34-42", "Jan02_00-00-00"), "Jan01_00-00-00-rank0-cccccccc"),  # over the turn of the year
+    ],
+)
+def test_append_output_continues_the_folders_of_its_window(shelf, rows, window, continued):
+    """As the tool's own files are: their order of columns, their rows, and the ranks that have a folder."""
+    folders = ("Dec03_21-34-40-rank0-aaaaaaaa", "Dec03_21-34-41-rank0-bbbbbbbb", "Jan01_00-00-00-rank0-cccccccc")
+    old = "vpp_stage,name,step,mean,norm,id,shape,dtype\n0,w,0,9.0,9.0,nan,[1],torch.float32\n"
+    for name in folders:
+        folder = shelf.folder / "out" / name
+        folder.mkdir(parents=True)
+        (folder / "grad_reduced_0-4.csv").write_text(old)
+    put_steps(shelf, rows, 1, 2)
+    shelf.put(tensor_stats=[rows["tensor"](1, "w", rank=1)])
+    target, _ = shelf.export("csv", step_count_per_record=5, append_output=window)
+    found = read(target)
+
+    assert (
+        old + "0,b,0,nan,1.5,nan,nan,nan\n0,w,1,nan,1.5,nan,nan,nan\n0,b,1,nan,1.5,nan,nan,nan\n"
+        == (target / continued / "grad_reduced_0-4.csv").read_text()
+    )
+    assert {1} == {len(found[name, "grad_reduced_0-4.csv"]) for name in set(folders) - {continued}}
+    assert [1] == [parse_folder(name).rank for name, _ in found if name not in folders]
+
+
+def test_append_output_takes_the_latest_attempt_of_each_step(shelf, rows):
+    for attempt, steps in ((0, (1, 2, 3)), (1, (3, 4))):
+        shelf.put(tensor_stats=[rows["tensor"](step, norm=float(attempt), attempt=attempt) for step in steps])
+    window = ("Mar01_00-00-00", "Mar02_00-00-00")
+    target, report = shelf.export("csv", append_output=window, step_count_per_record=10)
+
+    assert [("0", "0.0"), ("1", "0.0"), ("2", "1.0"), ("3", "1.0")] == [
+        (row["step"], row["norm"]) for row in only(target)
+    ]
+    assert {csv_msprobe.HIDDEN: 1} == report.left_out
+
+
+def test_each_attempt_and_rank_has_a_folder_named_after_its_beginning(shelf, rows):
+    began = dt.datetime(2026, 12, 31, 20, 0, tzinfo=dt.UTC)
+    ranks = [(rank, attempt) for rank in (0, 1) for attempt in (0, 1)]
+    shelf.put(
+        tensor_stats=[rows["tensor"](1, rank=rank, attempt=attempt, ts=None) for rank, attempt in ranks],
+        attempts=[rows["row"](step=None, attempt=0, state="failed", started_at=began, ts=began)],
+    )
+    names = sorted(path.name for path in shelf.export("csv")[0].iterdir())
+
+    # in Shanghai the year has turned; the second attempt begins where nobody knows, not before the first
+    assert [("Jan01_04-00-00", 0), ("Jan01_04-00-00", 0), ("Jan01_04-00-00", 1), ("Jan01_04-00-00", 1)] == [
+        (name.split("-rank")[0], parse_folder(name).rank) for name in names
+    ]
+    assert 4 == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [("a,b\n1,2\n", "has the columns a,b"), ("vpp_stage,name,step,norm\n", "micro_step are needed")],
+)
+def test_file_of_another_shape_is_not_continued(shelf, rows, header, said):
+    folder = shelf.folder / "out" / "Dec03_21-34-40-rank0-aaaaaaaa"
+    folder.mkdir(parents=True)
+    (folder / "actv_0-0.csv").write_text(header)
+    shelf.put(tensor_stats=[rows["tensor"](1, "m", "act_in")])
+
+    with pytest.raises(ExportError, match=said):
+        shelf.export("csv", append_output=("Dec03_21-34-40", "Dec03_21-34-40"))
+    assert header == (folder / "actv_0-0.csv").read_text()
+    assert ["actv_0-0.csv"] == [path.name for path in folder.iterdir()]
+
+
+def test_line_that_a_killed_writer_left_stays_on_a_line_of_its_own(shelf, rows):
+    put_steps(shelf, rows, 1)
+    _, first = shelf.export("csv", step_count_per_record=5)
+    torn = first.files[0].read_text() + "0,w,3,0.1"
+    first.files[0].write_text(torn)
+    put_steps(shelf, rows, 2)
+    shelf.export("csv", step_count_per_record=5)
+
+    assert first.files[0].read_text().startswith(f"{torn}\n0,w,1,1.5")
+
+
+@pytest.mark.parametrize(
+    "name", ["=cmd|' /C calc'!A0", "+1", "-1", "@sum", "'=x", 'a,"b"', "línea 学习", "tab\tnewline\nend"]
+)
+def test_names_are_no_formulas_and_never_break_a_row(shelf, rows, name):
+    shelf.put(tensor_stats=[rows["tensor"](1, name)])
+    row = only(shelf.export("csv")[0])[0]
+
+    assert row["name"][0] not in "=+-@"
+    assert "0" == row["step"]
+    assert name.translate({9: "�", 10: "�"}) == plain(row["name"])
+
+
+@given(st.text())
+def test_neutral_names_come_back(name):
+    cell = neutral(name)
+
+    assert not cell.startswith(("=", "+", "-", "@"))
+    if all(character >= " " and character != "\x7f" for character in name):
+        assert name == plain(cell)
+
+
+def test_choices_narrow_what_is_written(shelf, rows):
+    shelf.put(
+        tensor_stats=[
+            rows["tensor"](step, "w", kind, rank=rank)
+            for step in (1, 2)
+            for kind in ("grad_reduced", "param_after", "grad_clipped")
+            for rank in (0, 1)
+        ],
+        features=[rows["row"](kind="stable_rank", module="fc", value=2.0)],
+    )
+    target, report = shelf.export("csv", data_type_list=("grad_reduced", "linear_hook"), ranks=(0,), steps=(2, 2))
+
+    assert {"grad_reduced_1-1.csv"} == {name for _, name in read(target)}
+    assert {"tensor_stats": 1} == {name: count for name, count in report.rows.items() if count}
+    assert {"linear_hook_0-0.csv"} == {
+        name for _, name in read(shelf.export("csv", "hooks", data_type_list=("linear_hook",))[0])
+    }
+    assert {"grad_clipped_0-0.csv", "grad_clipped_1-1.csv"} == {
+        name for _, name in read(shelf.export("csv", "others", data_type_list=("other",))[0])
+    }
+    start = dt.datetime(2026, 3, 1, 12, 0, 2, tzinfo=dt.UTC)
+    assert {"1"} == {row["step"] for row in only(shelf.export("csv", "late", time_start=start, time_end=start)[0])}
+
+
+def test_several_at_once_write_the_same(shelf, rows):
+    shelf.put(
+        tensor_stats=[rows["tensor"](step, rank=rank, norm=step / 7) for step in range(1, 50) for rank in range(4)]
+    )
+    one, _ = shelf.export("csv", "one", step_count_per_record=10)
+    many, _ = shelf.export("csv", "many", step_count_per_record=10, process_num=3)
+
+    assert read(one) == read(many)
+    assert 20 == len(read(one))
+
+
+def test_run_beyond_one_window_is_written_in_order(shelf, rows, monkeypatch):
+    monkeypatch.setattr("rankscope_storage.formats.common.selection.WINDOW_ROWS", 3)
+    monkeypatch.setattr("rankscope_storage.formats.common.selection.Selection.windows.__kwdefaults__", {"rows": 3})
+    put_steps(shelf, rows, *range(1, 12))
+    target, report = shelf.export("csv", step_count_per_record=4)
+
+    assert [f"grad_reduced_{first}-{first + 3}.csv" for first in (0, 4, 8)] == [path.name for path in report.files]
+    assert 22 == len(only(target))
+
+
+def test_repeated_calls_keep_the_last_and_what_has_no_place_is_counted(shelf, rows):
+    shelf.put(
+        tensor_stats=[
+            *(rows["tensor"](1, call_seq=call, norm=float(call)) for call in (1, 2)),
+            rows["tensor"](None),
+            rows["tensor"](1, kind="of my own"),
+        ],
+        scalars=[rows["scalar"](1, 2.0)],
+    )
+    target, report = shelf.export("csv")
+
+    assert ["2.0"] == [row["norm"] for row in only(target)]
+    assert {
+        csv_msprobe.HIDDEN: 1,
+        "rows without a step": 1,
+        "tensors of kinds that the tool does not know": 1,
+        "scalars: the layout has none": 1,
+    } == report.left_out
+
+
+def test_run_without_tensors_is_an_error_and_leaves_nothing(shelf, rows):
+    shelf.put(scalars=[rows["scalar"](1, 2.0)])
+
+    with pytest.raises(ExportError, match="nothing was written"):
+        shelf.export("csv")
+    assert not (shelf.folder / "out").exists()
+
+
+def test_place_that_cannot_be_written_is_told(shelf, rows):
+    put_steps(shelf, rows, 1)
+    (shelf.folder / "out").write_text("a file")
+
+    with pytest.raises(ExportError, match="cannot write to"):
+        shelf.export("csv")
+
+
+def test_failure_in_the_middle_leaves_old_files_as_they_were(shelf, rows, monkeypatch):
+    put_steps(shelf, rows, 1)
+    target, first = shelf.export("csv", step_count_per_record=5)
+    before = first.files[0].read_text()
+    put_steps(shelf, rows, 2)
+
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", fail)
+    with pytest.raises(ExportError, match="No space left"):
+        shelf.export("csv", step_count_per_record=5)
+
+    assert before == first.files[0].read_text()
+    assert not list(target.rglob(".*"))
+
+
+@given(st.datetimes(dt.datetime(2000, 1, 1), dt.datetime(2000, 12, 31), timezones=st.just(dt.UTC)))  # noqa: DTZ001 - hypothesis adds the zone
+def test_times_of_folders_are_read_as_they_are_written(moment):
+    """A name has no year: times are told in one that has all days, in the zone of the tool."""
+    found = parse_folder(f"{time_text(moment)}-rank7-0a1b2c3d")
+    shanghai = dt.timezone(dt.timedelta(hours=8))
+
+    assert 7 == found.rank
+    assert moment.astimezone(shanghai).replace(year=2000, microsecond=0) == found.time
+    assert dt.timedelta(hours=8) == found.time.utcoffset()

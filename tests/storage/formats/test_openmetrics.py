@@ -1,0 +1,206 @@
+"""OpenMetrics text, read by the strict parser of prometheus_client and by the real promtool."""
+
+from __future__ import annotations
+
+import datetime as dt
+import math
+import re
+import subprocess
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from rankscope_storage.base.errors import ExportError
+from rankscope_storage.formats.exposition.text import number_texts, time_texts
+
+
+def samples(target):
+    """Return {(name, labels without the usual): [(time, value)]} as a strict reader has them."""
+    found = {}
+    for family in text_string_to_metric_families(target.read_text(encoding="utf-8")):
+        for sample in family.samples:
+            labels = {k: v for k, v in sample.labels.items() if k not in {"run", "job", "instance"}}
+            moment = sample.timestamp.sec + sample.timestamp.nsec / 1e9
+            found.setdefault((sample.name, tuple(sorted(labels.items()))), []).append((moment, float(sample.value)))
+    return found
+
+
+NOON = dt.datetime(2026, 3, 1, 12, tzinfo=dt.UTC).timestamp()
+
+
+def test_history_has_the_names_and_labels_of_live_data(shelf, rows):
+    shelf.put(
+        scalars=[
+            rows["scalar"](1, 2.5),
+            rows["scalar"](2, 2.25),
+            rows["scalar"](2, 0.1, "learning_rate", labels='{"group":"a"}'),
+            rows["scalar"](2, 512.0, "tokens_total", unit="tokens"),
+            rows["scalar"](2, 0.5, "accuracy"),
+        ],
+        tensor_stats=[rows["tensor"](2, norm=1.5, nans=0, norm_baseline=1.25)],
+    )
+    target, report = shelf.export("openmetrics")
+    found = samples(target)
+    rank = ("rank", "0")
+    tensor = (("kind", "grad_reduced"), ("op", "norm"), rank, ("tensor", "w"))
+
+    assert [(NOON + 1, 2.5), (NOON + 2, 2.25)] == found["rankscope_loss", (rank,)]
+    assert [(NOON + 2, 0.1)] == found["rankscope_learning_rate", (("group", "a"), rank)]
+    assert [(NOON + 2, 512.0)] == found["rankscope_tokens_total", (rank,)]
+    assert [(NOON + 2, 0.5)] == found["rankscope_scalar", (("name", "accuracy"), rank)]
+    assert [(NOON + 2, 1.5)] == found["rankscope_tensor_value", tensor]
+    assert [(NOON + 2, 1.25)] == found["rankscope_tensor_baseline", tensor]
+    assert [(NOON + 1, 1.0), (NOON + 2, 2.0)] == found["rankscope_step", (rank,)]
+    assert [(NOON + 2, 2.0)] == found["rankscope_kind_step", (("kind", "grad_reduced"), rank)]
+    assert 'rankscope_loss{instance="r/0",job="rankscope",run="r",rank="0"} 2.5 1772366401\n' in target.read_text()
+    assert {"tensor_stats": 1, "scalars": 5, "samples": 0} == report.rows
+
+
+def test_format_is_kept_to_the_letter(shelf, rows):
+    """Families in one piece with their TYPE first, a UNIT only where the name ends in it, `# EOF` last."""
+    shelf.put(
+        scalars=[
+            rows["scalar"](step, 1.0, name) for step in (1, 2) for name in ("step_seconds", "tokens_total", "loss")
+        ]
+    )
+    target, _ = shelf.export("openmetrics")
+    text = target.read_text(encoding="utf-8")
+    heads = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
+
+    assert text.endswith("\n# EOF\n")
+    assert len(heads) == len(set(heads))
+    assert "# TYPE rankscope_tokens counter\n# UNIT rankscope_tokens tokens\n" in text
+    assert "# TYPE rankscope_step gauge\n# HELP" in text
+    assert "# UNIT rankscope_step_seconds seconds\n" in text
+
+
+def test_names_are_escaped_and_no_number_is_lost(shelf, rows):
+    odd = 'a"b\\c\nd{}, 学=1'
+    values = [math.nan, math.inf, -math.inf, 5e-324, 1.7976931348623157e308, 0.1]
+    shelf.put(scalars=[rows["scalar"](step, value, odd, run=odd) for step, value in enumerate(values, 1)])
+    target, _ = shelf.export("openmetrics", run=odd)
+    found = samples(target)
+
+    assert repr(values) == repr([value for _, value in found["rankscope_scalar", (("name", odd), ("rank", "0"))]])
+    assert "NaN" in target.read_text()
+    assert " +Inf " in target.read_text()
+
+
+def test_steps_within_one_second_keep_an_order_of_milliseconds(shelf, rows):
+    """A log that tells whole seconds; Prometheus keeps one sample per millisecond and series."""
+    moment = dt.datetime(2026, 3, 1, 12, tzinfo=dt.UTC)
+    later = moment + dt.timedelta(milliseconds=1, microseconds=500)
+    shelf.put(
+        scalars=[rows["scalar"](step, float(step), ts=moment) for step in (1, 2, 3)]
+        + [rows["scalar"](4, 4.0, ts=later)]
+    )
+    target, report = shelf.export("openmetrics")
+    found = samples(target)["rankscope_loss", (("rank", "0"),)]
+
+    assert [1.0, 2.0, 3.0, 4.0] == [value for _, value in found]
+    assert [0, 1, 2, 3] == [round((time - NOON) * 1000) for time, _ in found]
+    assert {} == report.left_out
+
+
+def test_rows_of_one_series_and_moment_are_counted_beyond_the_first(shelf, rows):
+    shelf.put(scalars=[rows["scalar"](1, 1.0), rows["scalar"](1, 2.0)])
+    target, report = shelf.export("openmetrics")
+
+    assert [(NOON + 1, 1.0)] == samples(target)["rankscope_loss", (("rank", "0"),)]
+    assert {"samples of one series at one time: only the first can stay": 1} == report.left_out
+
+
+def test_counter_that_no_counter_may_be_is_a_gauge(shelf, rows):
+    shelf.put(scalars=[rows["scalar"](s, v, "tokens_total", unit="tokens") for s, v in enumerate([1, -1, math.nan], 1)])
+    found = samples(shelf.export("openmetrics")[0])
+
+    assert [1.0] == [value for _, value in found["rankscope_tokens_total", (("rank", "0"),)]]
+    assert repr([-1.0, math.nan]) == repr(
+        [value for _, value in found["rankscope_scalar", (("name", "tokens_total"), ("rank", "0"), ("unit", "tokens"))]]
+    )
+
+
+def test_log_without_times_cannot_be_written(shelf, rows):
+    shelf.put(scalars=[rows["scalar"](1, 1.0, ts=None)])
+    with pytest.raises(ExportError, match="logs that tell no times"):
+        shelf.export("openmetrics")
+
+
+def test_what_has_no_time_or_no_place_is_counted(shelf, rows):
+    labels = '{"bad-name":"x"}'
+    shelf.put(
+        scalars=[rows["scalar"](1, 1.0, ts=None), rows["scalar"](1, 1.0)],
+        events=[rows["row"](type="note")],
+        samples=[
+            rows["row"](target="t", metric="up", value=1.0, labels=labels),
+            rows["row"](target="t", metric="no metric", value=1.0),
+            rows["row"](target="t", metric="up", value=0.0, labels='{"a":"b"}'),
+        ],
+    )
+    target, report = shelf.export("openmetrics")
+
+    assert [(NOON + 1, 0.0)] == samples(target)["up", (("a", "b"),)]
+    assert {
+        "rows without a time": 1,
+        "events: not a number over time": 1,
+        "samples of 'no metric': the name cannot be used": 1,
+        "samples whose labels cannot be written": 1,
+    } == report.left_out
+
+
+def test_target_that_is_a_folder_is_refused(shelf, rows):
+    shelf.put(scalars=[rows["scalar"](1, 1.0)])
+    with pytest.raises(ExportError, match="is a folder: name a file"):
+        shelf.export("openmetrics", "store")
+
+
+def test_prometheus_makes_blocks_of_it(shelf, rows, require_server):
+    """Every sample arrives in the millisecond it belongs to, with all its digits."""
+    promtool = require_server("promtool", "prometheus")
+    start = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)
+    shelf.put(
+        scalars=[
+            rows["scalar"](s, 1 / 3 * s, ts=start + dt.timedelta(milliseconds=1373 * s), rank=r)
+            for s in range(1, 500)
+            for r in (0, 1)
+        ],
+        tensor_stats=[
+            rows["tensor"](s, 'o"dd\n\\', ts=start + dt.timedelta(milliseconds=1373 * s)) for s in range(1, 500)
+        ],
+    )
+    target, _ = shelf.export("openmetrics")
+    folder = shelf.folder / "tsdb"
+    made = subprocess.run(
+        [promtool, "tsdb", "create-blocks-from", "openmetrics", target, folder],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert 0 == made.returncode, made.stderr
+    (folder / "wal").mkdir()
+    dumped = subprocess.run([promtool, "tsdb", "dump", folder], capture_output=True, text=True, check=True).stdout
+    loss = re.findall(r'^\{__name__="rankscope_loss".*rank="1".*\} (\S+) (\d+)$', dumped, re.MULTILINE)
+    first = int(start.timestamp() * 1000)
+
+    assert [(1 / 3 * s, first + 1373 * s) for s in range(1, 500)] == [(float(v), int(t)) for v, t in loss]
+    assert 499 == dumped.count(r'__name__="rankscope_tensor_value"')
+
+
+def test_times_survive_the_cut_to_milliseconds():
+    """Prometheus computes int64(seconds * 1000), which cuts a half of all milliseconds to the one before."""
+    import numpy as np
+
+    micros = np.arange(1_772_366_400_000_000, 1_772_366_400_000_000 + 5_000_000, 1_000, dtype=np.int64)
+    texts = time_texts(micros).to_pylist()
+
+    assert [us // 1000 for us in micros.tolist()] == [int(float(text) * 1000) for text in texts]
+    assert micros.tolist() == [round(float(text) * 1e6) for text in texts]
+    assert {"1772366400", "1772366400.5"} <= set(texts)
+
+
+def test_numbers_are_shortest_and_exact():
+    import pyarrow as pa
+
+    values = [0.1, 1e-300, math.nan, math.inf, -math.inf, 3.0]
+
+    assert ["0.1", "1e-300", "NaN", "+Inf", "-Inf", "3"] == number_texts(pa.array(values)).to_pylist()

@@ -1,0 +1,79 @@
+"""Parquet files with every column, as any reader of Parquet sees them."""
+
+from __future__ import annotations
+
+import math
+
+import pyarrow.parquet as pq
+import pytest
+
+from rankscope_storage.base.errors import ExportError
+from rankscope_storage.base.schema import dataset_schema
+
+
+def test_every_column_of_every_row_is_there(shelf, rows):
+    shelf.put(
+        scalars=[
+            rows["scalar"](1, math.nan, labels='{"a":"b"}'),
+            rows["scalar"](None, None),
+            rows["scalar"](2, math.inf),
+        ],
+        histograms=[rows["row"](kind="k", tensor="t", scheme="log2", counts=[1, 2])],
+        runs=[rows["row"](state="running", step=None, rank=None, incarnation=None)],
+    )
+    target, report = shelf.export("parquet")
+    with shelf.connect() as connection:
+        for dataset in ("scalars", "histograms"):
+            stored = connection.query(f"SELECT * FROM {dataset}").cast(dataset_schema(dataset))
+            written = pq.read_table(target / f"{dataset}.parquet")
+
+            assert dataset_schema(dataset).equals(written.schema)
+            assert sorted(map(repr, stored.to_pylist())) == sorted(map(repr, written.to_pylist()))
+    assert {"scalars": 3, "histograms": 1, "runs": 1} == report.rows
+    assert {"scalars.parquet", "histograms.parquet", "runs.parquet"} == {path.name for path in target.iterdir()}
+    assert b"1" == pq.read_schema(target / "runs.parquet").metadata[b"rankscope_schema"]
+
+
+def test_selection_narrows_measurements_and_keeps_the_run(shelf, rows):
+    shelf.put(
+        scalars=[rows["scalar"](step, 1.0, rank=rank) for step in range(5) for rank in (0, 1)],
+        runs=[rows["row"](state="running", step=None, rank=None, incarnation=None)],
+    )
+    _, report = shelf.export("parquet", steps=(1, 2), ranks=(1,))
+
+    assert {"scalars": 2, "runs": 1} == report.rows
+
+
+def test_files_of_two_exports_are_not_mixed(shelf, rows):
+    shelf.put(scalars=[rows["scalar"](1, 1.0)])
+    shelf.export("parquet")
+    with pytest.raises(ExportError, match="is not empty"):
+        shelf.export("parquet")
+
+
+def test_progress_comes_to_the_end(shelf, rows):
+    from rankscope_storage.formats import ExportOptions, exporters
+
+    shelf.put(scalars=[rows["scalar"](step, 1.0) for step in range(9)], tensor_stats=[rows["tensor"](1)])
+    for form in ("parquet", "tensorboard", "openmetrics"):
+        seen = []
+        exporters()[form].export(
+            shelf.connect(),
+            "r",
+            shelf.folder / form,
+            ExportOptions(),
+            lambda done, total, seen=seen: seen.append((done, total)),
+        )
+
+        assert (10, 10) == seen[-1], form
+
+
+def test_nan_is_found_by_a_reader_that_trusts_the_footer(shelf, rows):
+    import duckdb
+
+    shelf.put(scalars=[rows["scalar"](step, value) for step, value in enumerate([1.0, math.nan, 2.0])])
+    target, _ = shelf.export("parquet")
+    with duckdb.connect() as connection:
+        found = connection.sql(f"SELECT step FROM '{target}/scalars.parquet' WHERE isnan(value)").fetchall()
+
+    assert [(1,)] == found

@@ -1,0 +1,242 @@
+"""Event files, read back by TensorBoard itself."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.context import RequestContext
+from tensorboard.data.provider import RunTagFilter
+
+from rankscope_contract.kinds import Kind
+from rankscope_storage.base.errors import ExportError
+from rankscope_storage.tensorboard.tags import OPS, TensorTag, parse_tensor_tag, parse_tree_tag, tensor_tag
+
+
+def read(folder):
+    """Return {tag: [(step, value)]} as TensorBoard has them."""
+    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    return {
+        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]
+    }
+
+
+def test_tensors_have_the_tags_of_the_existing_tool(shelf, rows):
+    """Seed 002: `{vpp}:{name}.{input|output}:{micro}/{rank}/{task}_{op}`, and without side and micro step otherwise."""
+    make = rows["tensor"]
+    shelf.put(
+        tensor_stats=[
+            make(3, "layers.0", "act_in", micro_step=1, vpp_stage=0, norm=2.0, nans=0),
+            make(3, "layers.0", "act_grad_out", micro_step=0, vpp_stage=1, index=1, norm=2.5),
+            make(3, "layers.0.weight", "grad_unreduced", vpp_stage=0, rank=1, norm=3.0, mean=-0.5),
+            make(3, "layers.0.weight", "param_before", vpp_stage=0, min=-1.0),
+        ]
+    )
+    target, report = shelf.export("tensorboard")
+
+    assert {
+        "0:layers.0.input:1/rank0/actv_norm": [(3, 2.0)],
+        "0:layers.0.input:1/rank0/actv_nans": [(3, 0.0)],
+        "1:layers.0.output_1:0/rank0/actv_grad_norm": [(3, 2.5)],
+        "0:layers.0.weight/rank0/param_origin_norm": [(3, 1.5)],
+        "0:layers.0.weight/rank0/param_origin_min": [(3, -1.0)],
+    } == read(target / "rank0")
+    assert {
+        "0:layers.0.weight/rank1/grad_unreduced_norm": [(3, 3.0)],
+        "0:layers.0.weight/rank1/grad_unreduced_mean": [(3, -0.5)],
+    } == read(target / "rank1")
+    assert 4 == report.rows["tensor_stats"]
+
+
+def test_scalars_have_their_names_and_labels_behind(shelf, rows):
+    make = rows["scalar"]
+    shelf.put(
+        scalars=[
+            make(1, 2.5),
+            make(2, math.nan),
+            make(3, math.inf),
+            make(1, 0.1, "learning_rate", labels='{"group":"a"}'),
+            make(1, 0.2, "learning_rate", labels='{"group":"b"}'),
+        ]
+    )
+    target, _ = shelf.export("tensorboard")
+    found = read(target / "rank0")
+
+    assert repr([(1, 2.5), (2, math.nan), (3, math.inf)]) == repr(found["loss"])
+    assert [(1, struct.unpack("f", struct.pack("f", 0.1))[0])] == found["learning_rate/group=a"]
+    assert {"loss", "learning_rate/group=a", "learning_rate/group=b"} == set(found)
+
+
+def test_server_of_tensorboard_sees_a_run_per_rank_and_attempt(shelf, rows):
+    """As its web page gets them: through the data provider, with times."""
+    make = rows["scalar"]
+    shelf.put(scalars=[make(1, 2.0), make(1, 3.0, attempt=1), make(1, 4.0, rank=1), make(1, 5.0, rank=None)])
+    target, _ = shelf.export("tensorboard")
+    multiplexer = EventMultiplexer()
+    multiplexer.AddRunsFromDirectory(str(target))
+    multiplexer.Reload()
+    scalars = MultiplexerDataProvider(multiplexer, str(target)).read_scalars(
+        RequestContext(), experiment_id="", plugin_name="scalars", run_tag_filter=RunTagFilter(), downsample=100
+    )
+
+    assert {"rank0": 2.0, "rank0-attempt1": 3.0, "rank1": 4.0, "run": 5.0} == {
+        run: tags["loss"][0].value for run, tags in scalars.items()
+    }
+    assert 1772366401.0 == scalars["rank0"]["loss"][0].wall_time
+
+
+def test_names_that_would_share_a_tag_do_not(shelf, rows):
+    make = rows["scalar"]
+    shelf.put(
+        scalars=[
+            make(1, 1.0, "a/k=v"),
+            make(1, 2.0, "a", labels='{"k":"v"}'),
+            make(1, 3.0, "a", labels='{"k":"v"}', unit="s"),
+        ]
+    )
+    target, _ = shelf.export("tensorboard")
+
+    assert [1.0, 2.0, 3.0] == sorted(points[0][1] for points in read(target / "rank0").values())
+
+
+def test_options_narrow_what_is_written(shelf, rows):
+    make = rows["scalar"]
+    shelf.put(
+        scalars=[make(step, float(step), rank=rank) for step in range(1, 9) for rank in (0, 1)],
+        tensor_stats=[rows["tensor"](2, kind="exp_avg"), rows["tensor"](2, kind="grad_reduced")],
+    )
+    start = make(3, 0.0)["ts"]
+    target, report = shelf.export(
+        "tensorboard", time_start=start, time_end=make(6, 0.0)["ts"], steps=(1, 5), ranks=(1,)
+    )
+
+    assert {"loss": [(3, 3.0), (4, 4.0), (5, 5.0)]} == read(target / "rank1")
+    assert ["rank1"] == [path.name for path in target.iterdir()]
+    assert 3 == report.rows["scalars"]
+
+    target, report = shelf.export("tensorboard", "kinds", data_type_list=("exp_avg",))
+
+    assert 1 == report.rows["tensor_stats"]
+
+
+def test_second_export_into_a_folder_doubles_no_point(shelf, rows):
+    shelf.put(scalars=[rows["scalar"](1, 1.0)])
+    shelf.export("tensorboard")
+    with pytest.raises(ExportError, match="holds event files already"):
+        shelf.export("tensorboard")
+
+
+def test_many_windows_and_processes_write_the_same_bytes(shelf, rows, monkeypatch):
+    shelf.put(
+        scalars=[rows["scalar"](step, float(step), rank=rank) for rank in (0, 1) for step in range(40)],
+        tensor_stats=[rows["tensor"](step, rank=rank) for rank in (0, 1) for step in range(0, 40, 3)],
+    )
+    whole, _ = shelf.export("tensorboard", "whole")
+    parallel, _ = shelf.export("tensorboard", "parallel", process_num=2)
+    monkeypatch.setattr("rankscope_storage.formats.common.selection.Selection.windows.__kwdefaults__", {"rows": 7})
+    pieces, _ = shelf.export("tensorboard", "pieces")
+
+    contents = [
+        sorted(file.read_bytes() for file in folder.rglob("*tfevents*")) for folder in (whole, parallel, pieces)
+    ]
+    assert contents[0] == contents[1] == contents[2]
+    assert 2 == len(contents[0])
+
+
+def test_what_has_no_place_is_counted(shelf, rows):
+    shelf.put(
+        scalars=[rows["scalar"](1, None), rows["scalar"](None, 1.0), rows["scalar"](1, 1.0)],
+        tensor_stats=[rows["tensor"](1, norm=None)],
+        events=[rows["row"](type="note")],
+    )
+    _, report = shelf.export("tensorboard")
+
+    assert {
+        "rows without a step": 1,
+        "events: no place in event files": 1,
+        "values that are null": 1,
+        "tensors without any statistic": 1,
+    } == report.left_out
+
+
+def test_nothing_selected_is_an_error_and_leaves_nothing(shelf, rows):
+    shelf.put(scalars=[rows["scalar"](1, 1.0)])
+    with pytest.raises(ExportError, match="no rows of tensor_stats, scalars"):
+        shelf.export("tensorboard", ranks=(7,))
+
+    assert {"store"} == {path.name for path in shelf.folder.iterdir()}
+
+
+def test_folder_that_cannot_be_made_is_told(shelf, rows):
+    shelf.put(scalars=[rows["scalar"](1, 1.0)])
+    (shelf.folder / "file").write_text("")
+    with pytest.raises(ExportError, match=r"cannot write to .*file/out"):
+        shelf.export("tensorboard", "file/out")
+
+
+names = st.text(min_size=1, max_size=12).filter(lambda text: text.encode("utf-8", "ignore").decode() == text)
+steps = st.integers(0, 999)
+
+
+@given(
+    kind=st.sampled_from([kind.value for kind in Kind]),
+    tensor=names,
+    op=st.sampled_from(OPS),
+    rank=steps,
+    vpp_stage=steps,
+    micro_step=st.none() | steps,
+    index=st.none() | steps,
+)
+def test_every_tag_says_what_it_was_made_from(kind, tensor, op, rank, vpp_stage, micro_step, index):
+    index = index if kind.startswith("act") else None
+    what = TensorTag(
+        kind=kind, tensor=tensor, op=op, rank=rank, vpp_stage=vpp_stage, micro_step=micro_step, index=index
+    )
+
+    assert what == parse_tensor_tag(tensor_tag(what))
+
+
+@pytest.mark.parametrize(
+    ("tag", "expected"),
+    [
+        ("0:0.input:0/rank0/actv_norm", ("act_in", "0", "norm", 0, 0)),
+        ("1:layers.1.mlp.output:2/rank3/actv_grad_min", ("act_grad_out", "layers.1.mlp", "min", 3, 2)),
+        ("0:layer.weight/rank0/post_grad_norm", ("grad_reduced", "layer.weight", "norm", 0, None)),
+        ("0:layer.weight/rank0/pre_grad_mean", ("grad_unreduced", "layer.weight", "mean", 0, None)),
+        ("0:layer.weight:1/rank0/acc_grad_max", ("grad_unreduced", "layer.weight", "max", 0, 1)),
+        ("0:w/0/exp_avg_sq_norm", ("exp_avg_sq", "w", "norm", 0, None)),
+        ("0:w.in:0/1/actv_norm", ("act_in", "w", "norm", 1, 0)),
+    ],
+)
+def test_tags_that_the_existing_tool_writes_are_understood(tag, expected):
+    found = parse_tensor_tag(tag)
+
+    assert expected == (found.kind, found.tensor, found.op, found.rank, found.micro_step)
+
+
+def test_tags_of_the_tools_conversion_are_understood():
+    """`rank0/grad_reduced/` with tags `vp0:name[:micro1]/norm`."""
+    found = parse_tree_tag("vp1:layers.0.input:micro2/norm", "actv", 4)
+
+    assert ("act_in", "layers.0", 4, 1, 2) == (found.kind, found.tensor, found.rank, found.vpp_stage, found.micro_step)
+    assert "w" == parse_tree_tag("vp0:w/norm", "exp_avg", 0).tensor
+    assert parse_tree_tag("vp0:w/norm", "other_folder", 0) is None
+
+
+def test_tags_of_calls_say_which_call_it_was():
+    """As the live sink writes them, where a place in the script has a `/` and a line."""
+    found = parse_tree_tag("vp0:all_gather@a/b.py[4].call_2_1/norm", "comm_out", 0)
+
+    assert ("comm_out", "all_gather@a/b.py[4]", 2, 1) == (found.kind, found.tensor, found.call_seq, found.index)
+
+
+@pytest.mark.parametrize("tag", ["loss", "train/loss", "0:w/rank0/loss", "0:w/rank0/actv_norm", "w/rank0/exp_avg_norm"])
+def test_other_tags_are_scalars(tag):
+    assert parse_tensor_tag(tag) is None

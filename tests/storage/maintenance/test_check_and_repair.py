@@ -1,0 +1,438 @@
+"""Stores that were broken on purpose: what `check` says, what `repair` saves, and when it refuses."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_contract.records import DATASETS, DIMENSIONS
+from rankscope_contract.rollups import ROLLUPS
+from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.errors import ClaimError, StoreError
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.base.schema import dataset_schema
+from rankscope_storage.connection import connect
+from rankscope_storage.files.parquet import DataFile
+from rankscope_storage.log.delta import Log
+from rankscope_storage.log.entries import LOG_FOLDER
+from rankscope_storage.log.translation import Change
+from rankscope_storage.maintenance import compaction_plan, file_check
+from rankscope_storage.maintenance.check import check
+from rankscope_storage.maintenance.compaction import compact
+from rankscope_storage.maintenance.file_check import Fault
+from rankscope_storage.maintenance.repair import DAMAGED, repair
+from rankscope_storage.maintenance.stats import count
+
+
+def data_files(root):
+    return sorted(root.glob("dataset=*/part=*/*.parquet"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def newest_entry(root):
+    return max((root / LOG_FOLDER).glob("*.json"))
+
+
+def faults(root, **options) -> list[Fault]:
+    return [finding.fault for finding in check(root, **options).findings]
+
+
+def rows(root) -> int:
+    with connect(root) as connection:
+        return connection.sql("SELECT count(*) FROM scalars").fetchall()[0][0]
+
+
+def test_a_store_as_it_should_be_is_whole(left):
+    report = check(left, deep=True)
+
+    assert (3, 15, ()) == (report.files, report.rows, report.findings)
+    assert report.is_whole
+    assert not repair(left, sync_to_disk, deep=True).changed
+
+
+def test_a_file_that_is_gone_is_named_with_its_rows_and_taken_out_of_the_log(left):
+    data_files(left)[0].unlink()
+    (finding,) = check(left).findings
+
+    assert Fault.MISSING == finding.fault
+    assert "5 rows of scalars, run first, steps 0 to 4" in finding.text
+    (lost,) = repair(left, sync_to_disk).lost
+    assert "5 rows of scalars, run first, steps 0 to 4" in lost
+    assert check(left).is_whole
+    assert 10 == rows(left)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 300])
+def test_a_file_cut_short_is_set_aside(left, kept):
+    path = data_files(left)[1]
+    whole = path.read_bytes()
+    path.write_bytes(whole[:kept])
+
+    assert [Fault.OTHER_SIZE] == faults(left)
+    repair(left, sync_to_disk)
+    assert whole[:kept] == (left / DAMAGED / path.name).read_bytes()
+    assert 10 == rows(left)
+
+
+def test_bytes_gone_bad_within_a_file_are_found_by_decoding_it(left):
+    path = data_files(left)[1]
+    content = bytearray(path.read_bytes())
+    content[10:200] = bytes(byte ^ 0xFF for byte in content[10:200])
+    path.write_bytes(content)
+
+    assert [] == faults(left)
+    assert [Fault.UNREADABLE] == faults(left, deep=True)
+    repair(left, sync_to_disk, deep=True)
+    assert check(left, deep=True).is_whole
+    assert 10 == rows(left)
+
+
+def rewrite_log(root, change) -> None:
+    """Let `change` bend the statistics that the newest entry tells of its file."""
+    entry = newest_entry(root)
+    lines = [json.loads(line) for line in entry.read_text().splitlines()]
+    for line in lines:
+        if "add" in line:
+            told = json.loads(line["add"]["stats"])
+            change(told)
+            line["add"]["stats"] = json.dumps(told)
+    entry.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda told: told.update(numRecords=6), "has 5 rows, 6 in the log"),
+        (lambda told: told["maxValues"].update(step=12), "has step 10 to 14, 10 to 12 in the log"),
+        (lambda told: told["minValues"].update(run="q"), "has run r to r, q to r in the log"),
+    ],
+)
+def test_a_file_that_is_not_what_the_log_says_is_damage_that_a_person_has_to_judge(left, change, said):
+    rewrite_log(left, change)
+    (finding,) = check(left).findings
+
+    assert Fault.OTHER_CONTENT == finding.fault
+    assert said in finding.text
+    assert not check(left).is_whole
+    assert not repair(left, sync_to_disk).changed
+
+
+def test_a_torn_newest_entry_is_moved_away_and_nothing_acknowledged_is_lost(left):
+    shutil.copy(newest_entry(left), left / "acknowledged")
+    torn = left / LOG_FOLDER / f"{int(newest_entry(left).stem) + 1:020d}.json"
+    torn.write_bytes(newest_entry(left).read_bytes()[:40])
+
+    assert None is check(left).version
+    assert [Fault.TORN_LOG] == faults(left)
+    assert torn.name == repair(left, sync_to_disk, dry_run=True).torn_entry
+    assert torn.exists()
+    assert torn.name == repair(left, sync_to_disk).torn_entry
+    assert check(left).is_whole
+    assert 15 == rows(left)
+
+
+def test_a_torn_entry_that_others_build_on_is_left_to_a_person(left):
+    entry = sorted((left / LOG_FOLDER).glob("*.json"))[-2]
+    entry.write_bytes(entry.read_bytes()[:30])
+
+    assert [Fault.TORN_LOG] == faults(left)
+    with pytest.raises(StoreError, match="entries that build on it exist"):
+        repair(left, sync_to_disk)
+
+
+def test_leavings_are_told_and_are_no_damage(left):
+    (data_files(left)[0].parent / "orphan.parquet").write_bytes(b"x" * 7)
+    (left / "_staging" / "half.parquet").write_bytes(b"x")
+    report = check(left)
+
+    assert [Fault.UNUSED, Fault.STAGED] == [finding.fault for finding in report.findings]
+    assert report.is_whole
+    assert not repair(left, sync_to_disk).changed
+
+
+def test_old_leavings_are_removed_by_a_repair_and_files_in_use_are_not(left):
+    orphan, staged = data_files(left)[0].parent / "orphan.parquet", left / "_staging" / "rolling-1"
+    orphan.write_bytes(b"x" * 7)
+    staged.mkdir()
+    (staged / "spilled.tmp").write_bytes(b"x" * 5)
+    for path in (*left.rglob("*"), left / "_staging"):
+        os.utime(path, (0, 0))
+    planned = repair(left, sync_to_disk, dry_run=True)
+
+    assert (2, 12, True) == (planned.swept, planned.swept_bytes, orphan.exists())
+    assert planned == repair(left, sync_to_disk)
+    assert [False, False] == [orphan.exists(), staged.exists()]
+    assert 15 == rows(left)
+    assert not repair(left, sync_to_disk).changed
+
+
+def test_what_just_fell_out_of_the_log_is_not_swept_in_the_same_breath(left):
+    orphan = data_files(left)[0].parent / "orphan.parquet"
+    orphan.write_bytes(b"x")
+    os.utime(orphan, (0, 0))
+    next(path for path in data_files(left) if path != orphan).unlink()
+
+    assert (1, 0) == (len(repair(left, sync_to_disk).lost), repair(left, sync_to_disk, dry_run=True).swept - 1)
+    assert orphan.exists()
+
+
+def test_a_file_that_may_come_back_stays_in_the_log_unless_a_person_gives_it_up(left):
+    """A link to itself stands for a disk that is away: the system says something else than that the file is gone."""
+    path = data_files(left)[0]
+    path.unlink()
+    path.symlink_to(path.name)
+    (finding,) = check(left).findings
+
+    assert Fault.OUT_OF_REACH == finding.fault
+    assert "cannot be read now (Too many levels of symbolic links); 5 rows of scalars" in finding.text
+    for dry_run in (True, False):
+        with pytest.raises(StoreError, match=r"cannot be read now .* no file was given up.*repair --force"):
+            repair(left, sync_to_disk, dry_run=dry_run)
+    assert [Fault.OUT_OF_REACH] == faults(left)
+    assert 1 == len(repair(left, sync_to_disk, force=True).lost)
+    assert 10 == rows(left)
+
+
+def test_a_disk_that_fails_while_a_file_is_decoded_is_no_damage_of_the_file(left, monkeypatch):
+    def failing(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(file_check.pq, "ParquetFile", failing)
+
+    assert [Fault.OUT_OF_REACH] * 3 == faults(left)
+    with pytest.raises(StoreError, match="no file was given up"):
+        repair(left, sync_to_disk)
+
+
+def test_a_folder_that_is_not_there_at_all_is_not_taken_out_of_the_log(left):
+    """As when a mount is missing: whoever mounts it after the repair would have a store that knows nothing of it."""
+    away = (left / "dataset=scalars").rename(left / "elsewhere")
+    with pytest.raises(StoreError, match=r"^no file of scalars is left in .*dataset=scalars\. A disk or a mount may"):
+        repair(left, sync_to_disk)
+    (left / "dataset=scalars").mkdir()  # the mount point
+    with pytest.raises(StoreError, match=r"^no file of scalars is left in .*dataset=scalars\. A disk or a mount may"):
+        repair(left, sync_to_disk)
+    (left / "dataset=scalars").rmdir()
+    away.rename(left / "dataset=scalars")
+    assert check(left).is_whole
+    shutil.rmtree(left / "dataset=scalars")
+
+    assert 3 == len(repair(left, sync_to_disk, force=True).lost)
+    assert 0 == rows(left)
+
+
+def test_figures_and_findings_do_not_mind_files_that_a_service_removes_meanwhile(left, monkeypatch):
+    """Between the look at a folder and the look at a file, as compaction and maintenance do."""
+    genuine = Path.glob
+
+    def and_one_gone(path, pattern):
+        yield from genuine(path, pattern)
+        if pattern.endswith(".parquet") and "dataset" in pattern:
+            yield path / "dataset=scalars" / "part=r" / "gone.parquet"
+
+    before = count(Log.open(left, sync_to_disk), by="run").unused_bytes
+    monkeypatch.setattr(Path, "glob", and_one_gone)
+
+    assert before == count(Log.open(left, sync_to_disk), by="run").unused_bytes
+    assert check(left).is_whole
+
+
+def test_rollups_that_no_rows_can_have_said_are_damage(store, writer):
+    row = {"run": ["r"], "name": ["loss"], "step": [100], "first_step": [100], "last_step": [199], "rows": [3]}
+    writer.append(Batch(tables={"scalar_rollups": pa.table({**row, "value_count": [3]})}, watermarks={}))
+    assert check(store.root, deep=True).is_whole
+    writer.append(Batch(tables={"scalar_rollups": pa.table({**row, "value_count": [9]})}, watermarks={}))
+
+    assert [Fault.OTHER_CONTENT] == faults(store.root, deep=True)
+
+
+def test_rows_stored_twice_and_records_that_are_missing_are_found(store, writer):
+    row = {"run": ["r"], "incarnation": ["i"], "kind": ["k"], "tensor": ["t"]}
+    for seq in (0, 1, 5):
+        writer.append(Batch(tables={"tensor_stats": pa.table({**row, "seq": [seq]})}, watermarks={"i": seq}))
+    (gap,) = check(store.root, deep=True).findings
+
+    assert Fault.GAP == gap.fault
+    assert "3 of seq 0 to 5 have no row" in gap.text
+    path = data_files(store.root)[0]
+    copy = path.with_name("copy.parquet")
+    shutil.copy(path, copy)
+    _add(store.root, copy)
+    found = check(store.root, deep=True)
+    assert Fault.DUPLICATES in [finding.fault for finding in found.findings]
+    assert not found.is_whole
+
+
+NUMBERED = sorted(DATASETS.keys() - {*DIMENSIONS, *ROLLUPS.values()})
+
+
+@pytest.mark.parametrize("dataset", NUMBERED)
+def test_a_record_stored_twice_is_found_in_every_dataset(store, writer, dataset):
+    """Its copy came later, in a run by another name. What a script says twice in a record is no copy."""
+    texts = {field.name: field.name for field in DATASETS[dataset] if field.type == "string"}
+    other = {name: f"another {name}" for name in texts}
+    told = [
+        {**each, "run": "r", "incarnation": "i", "seq": seq, "ts_origin": "ingest", "ts": 5, "ordinal": 1}
+        for seq in range(3)
+        for each in (texts, other)
+    ]
+    if dataset == "scalars":
+        told.append(told[0])
+    writer.append(
+        Batch(tables={dataset: pa.Table.from_pylist(told, schema=dataset_schema(dataset))}, watermarks={"i": 2})
+    )
+    (path,) = data_files(store.root)
+
+    assert () == check(store.root, deep=True).findings
+    table = pq.ParquetFile(path).read()
+    for name, value in (("run", "s"), ("ts", 6), ("ordinal", 9)):
+        if name in table.column_names:
+            changed = pa.array([value] * table.num_rows).cast(table.schema.field(name).type)
+            table = table.set_column(table.schema.get_field_index(name), table.schema.field(name), changed)
+    copy = path.with_name(f"copy{path.name[4:]}")
+    pq.write_table(table, copy)
+    _add(store.root, copy)
+    (finding,) = check(store.root, deep=True).findings
+
+    assert (Fault.DUPLICATES, dataset) == (finding.fault, finding.path)
+    assert f"{len(told)} rows more than" in finding.text
+
+
+def test_a_record_that_says_one_thing_twice_and_nothing_else_is_worth_knowing_and_no_damage(store, writer):
+    row = {"run": "r", "incarnation": "i", "seq": 0, "name": "loss", "value": 1.0}
+    table = pa.Table.from_pylist([row, row], schema=dataset_schema("scalars"))
+    writer.append(Batch(tables={"scalars": table}, watermarks={"i": 0}))
+    report = check(store.root, deep=True)
+
+    assert [Fault.ALIKE] == [finding.fault for finding in report.findings]
+    assert report.is_whole
+
+
+def test_a_torn_entry_that_was_moved_away_is_told_also_where_a_disk_is_away(left):
+    torn = left / LOG_FOLDER / f"{int(newest_entry(left).stem) + 1:020d}.json"
+    torn.write_bytes(newest_entry(left).read_bytes()[:40])
+    (left / "dataset=scalars").rename(left / "elsewhere")
+    with pytest.raises(StoreError, match=rf"^{torn.name} moved to _damaged/\. no file of scalars is left"):
+        repair(left, sync_to_disk)
+
+    assert (left / DAMAGED / torn.name).exists()
+
+
+def _add(root, path) -> None:
+    log = Log.open(root, sync_to_disk)
+    parts = path.relative_to(root)
+    statistics = json.dumps({"numRecords": pq.read_metadata(path).num_rows})
+    names = dict(part.split("=", 1) for part in parts.parts[:2])
+    size = path.stat().st_size
+    file = DataFile(path=str(parts), **names, rows=1, size_bytes=size, modified_at_ms=0, statistics=statistics)
+    log.commit(Change(added=[file]))
+
+
+def test_repair_refuses_while_a_service_lives_and_names_it(store, writer, batch):
+    writer.append(batch(range(3)))
+    data_files(store.root)[0].unlink()
+    with pytest.raises(ClaimError, match="host-a pid 1, which is alive"):
+        repair(store.root, sync_to_disk)
+
+    assert not check(store.root).is_whole
+
+
+def test_a_service_goes_on_after_a_repair(left, batch):
+    data_files(left)[0].unlink()
+    repair(left, sync_to_disk)
+    with Store.open(left).claim(owner="next") as writer:
+        writer.append(batch(range(5, 8), incarnation="new"))
+
+    assert 13 == rows(left)
+
+
+class Killed(BaseException):
+    """As if the process died: nothing in our code catches it."""
+
+
+def test_a_compaction_killed_at_any_moment_that_touches_the_disk_is_begun_again(left, monkeypatch):
+    monkeypatch.setattr(compaction_plan, "SMALL_FILES", 1)
+    for moment in range(1, 30):
+        copy = left.with_name(f"copy-{moment}")
+        shutil.copytree(left, copy)
+        done = _compact_until(copy, moment)
+
+        assert 15 == rows(copy)
+        assert check(copy, deep=True).is_whole
+        compact(copy, sync_to_disk)
+        assert (1, 15) == (check(copy).files, check(copy).rows)
+        if done:
+            break
+    assert done
+    assert moment > 4
+
+
+def _compact_until(root, moment: int) -> bool:
+    """Compact, dying at the `moment`-th sync; whether it came through before that."""
+    left = [moment]
+
+    def sync(path) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise Killed
+        sync_to_disk(path)
+
+    try:
+        compact(root, sync)
+    except Killed:
+        return False
+    return True
+
+
+def test_a_compaction_says_how_far_it_is(left, monkeypatch):
+    monkeypatch.setattr(compaction_plan, "SMALL_FILES", 1)
+    told = []
+    compact(left, sync_to_disk, lambda done, total: told.append((done, total)))
+
+    assert [(1, 1)] == told
+
+
+def test_figures_are_those_of_the_files(left):
+    found = count(Log.open(left, sync_to_disk), by="run")
+    sizes = sum(path.stat().st_size for path in data_files(left))
+
+    assert (3, 15, sizes, 0) == (found.files, found.rows, found.size_bytes, found.unused_bytes)
+    assert ("1970-01-01T00:00:00", "1970-01-01T00:00:14") == tuple(
+        moment.replace(tzinfo=None).isoformat() for moment in (found.oldest, found.newest)
+    )
+    assert {"r": (2, 10), "first": (1, 5)} == {
+        row["run"]: (row["files"], row["rows"]) for row in found.groups.to_pylist()
+    }
+
+
+def test_figures_are_grouped_by_tier(store, writer, batch):
+    writer.append(batch(range(3)))
+    table = pa.table({"run": ["r"], "name": ["loss"], "rows": [100]})
+    writer.append(Batch(tables={"scalar_rollups": table}, watermarks={}))
+    writer.append(Batch(tables={"runs": pa.table({"run": ["r"], "state": ["running"]})}, watermarks={}))
+    groups = count(Log.open(store.root, sync_to_disk), by="tier").groups.to_pylist()
+
+    assert {"raw": 3, "rollups": 1, "kept for ever": 1} == {row["tier"]: row["rows"] for row in groups}
+
+
+def test_bytes_per_sample_count_the_seven_statistics_of_a_row(store, writer):
+    row = {"run": ["r"] * 10, "kind": ["k"] * 10, "tensor": ["t"] * 10, "seq": range(10), "incarnation": ["i"] * 10}
+    writer.append(Batch(tables={"tensor_stats": pa.table(row)}, watermarks={"i": 9}))
+    (figures,) = count(Log.open(store.root, sync_to_disk), by="dataset").groups.to_pylist()
+
+    assert 7 == len({*VALUE_OPS, *COUNT_OPS} - {"numel"})
+    assert figures["bytes"] / 70 == figures["bytes_per_sample"]
+
+
+def test_a_file_of_a_newer_schema_is_told(left, monkeypatch):
+    monkeypatch.setattr(file_check, "SCHEMA_VERSION", 0)
+    texts = [finding.text for finding in check(left).findings]
+
+    assert 3 == sum("and this Rankscope knows up to 0" in text for text in texts)

@@ -1,0 +1,93 @@
+"""Upkeep stands in nobody's way: whatever it is held at, rows are appended and read meanwhile."""
+
+from __future__ import annotations
+
+import datetime as dt
+import threading
+
+import pyarrow as pa
+import pytest
+
+from rankscope_storage.api.store import Batch
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.maintenance import compaction_plan
+from rankscope_storage.maintenance.check import check
+from rankscope_storage.maintenance.compaction import compact
+from rankscope_storage.maintenance.retention import Retention, retain
+from rankscope_storage.maintenance.vacuum import maintain
+
+LONG_SECONDS = 60
+
+
+class Held:
+    """A sync that stops at its `moment`-th call until it is let go."""
+
+    def __init__(self, moment: int) -> None:
+        self._left = moment
+        self.stopped = threading.Event()
+        self.go_on = threading.Event()
+
+    def __call__(self, path) -> None:
+        self._left -= 1
+        if not self._left:
+            self.stopped.set()
+            assert self.go_on.wait(LONG_SECONDS)
+        sync_to_disk(path)
+
+
+def age(root, sync) -> None:
+    """Everything that was appended here is of 1970."""
+    retain(root, Retention(raw_days=1, scalars_days=1, samples_days=1), sync, now=dt.datetime.now(dt.UTC))
+
+
+def statistics(seqs) -> Batch:
+    listed = list(seqs)
+    table = pa.table(
+        {
+            "run": ["r"] * len(listed),
+            "incarnation": ["i-statistics"] * len(listed),
+            "seq": listed,
+            "step": listed,
+            "ts": pa.array([seq * 1_000_000 for seq in listed], pa.timestamp("us", tz="UTC")),
+            "kind": ["k"] * len(listed),
+            "tensor": ["t"] * len(listed),
+        }
+    )
+    return Batch(tables={"tensor_stats": table}, watermarks={"i-statistics": max(listed)})
+
+
+def stored(connection) -> tuple[int, int]:
+    """Rows of both tiers."""
+    counts = (f'(SELECT sum("rows")::BIGINT FROM {view})' for view in ("tensor_timeline", "scalar_timeline"))
+    return connection.sql(f"SELECT {', '.join(counts)}").fetchall()[0]
+
+
+@pytest.mark.parametrize("work", [age, compact, maintain])
+def test_rows_are_appended_and_read_at_whatever_moment_upkeep_is_held(
+    store, writer, connection, batch, monkeypatch, work
+):
+    monkeypatch.setattr(compaction_plan, "SMALL_FILES", 1)
+    rows = 0
+    for moment in range(1, 60, 5):
+        for _ in range(2):
+            writer.append(batch([rows]))
+            writer.append(statistics([rows]))
+            rows += 1
+        held = Held(moment)
+        upkeep = threading.Thread(target=work, args=(store.root, held))
+        upkeep.start()
+        while upkeep.is_alive() and not held.stopped.wait(0.01):
+            pass
+        writer.append(batch([rows]))
+        writer.append(statistics([rows]))
+        rows += 1
+
+        assert (rows, rows) == stored(connection)
+        held.go_on.set()
+        upkeep.join(LONG_SECONDS)
+        assert not upkeep.is_alive()
+        assert (rows, rows) == stored(connection)
+        if not held.stopped.is_set():
+            break
+    assert moment > 3
+    assert check(store.root, deep=True).is_whole

@@ -1,0 +1,56 @@
+"""Care of files that an earlier release wrote: they lack columns that datasets have today, texts among them."""
+
+from __future__ import annotations
+
+import datetime as dt
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.connection import connect
+from rankscope_storage.maintenance import compaction, compaction_plan
+from rankscope_storage.maintenance.check import check
+from rankscope_storage.runs import edit
+
+DAY = dt.datetime(2026, 11, 22, 12, tzinfo=dt.UTC)
+"""The day of its files: those of past days are left alone while they are few."""
+
+ASKED = "SELECT run, state, last_step, tags FROM runs"
+
+
+@pytest.fixture
+def old(tmp_path):
+    """Yield a store of the release before runs had tags."""
+    return Path(shutil.copytree(Path(__file__).parents[1] / "data" / "store_without_labels", tmp_path / "old"))
+
+
+def answer(root, statement=ASKED):
+    with connect(root) as connection:
+        return connection.sql(statement).fetchall()
+
+
+def test_they_are_merged_into_files_that_have_them(old, monkeypatch):
+    monkeypatch.setattr(compaction_plan, "SMALL_FILES", 1)
+    before = answer(old)
+    report = compaction.compact(old, sync_to_disk, now=DAY)
+
+    assert (2, 1) == (report.files_removed, report.files_added)
+    assert before == answer(old)
+    assert check(old, deep=True).is_whole
+
+
+def test_their_run_is_renamed(old):
+    scalars = answer(old, "SELECT step, name, value FROM scalars ORDER BY ALL")
+    edit.rename(old, "before", "after", sync_to_disk)
+
+    assert [("after", "completed", 2, None)] == answer(old)
+    assert scalars == answer(old, "SELECT step, name, value FROM scalars WHERE run = 'after' ORDER BY ALL")
+    assert check(old, deep=True).is_whole
+
+
+def test_their_run_is_removed(old):
+    edit.remove(old, "before", sync_to_disk)
+
+    assert [] == answer(old)

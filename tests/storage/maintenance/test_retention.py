@@ -1,0 +1,207 @@
+"""Raw rows become rollups, rollups nothing, each once its days are over; everything else stays."""
+
+from __future__ import annotations
+
+import datetime as dt
+
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rankscope_contract.records import DATASETS, DIMENSIONS
+from rankscope_contract.rollups import BUCKET_SECONDS, ROLLUPS
+from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.base.schema import dataset_schema
+from rankscope_storage.connection import connect
+from rankscope_storage.log.delta import MUTEX, Log
+from rankscope_storage.log.translation import Change
+from rankscope_storage.maintenance import retention, retention_plan
+from rankscope_storage.maintenance.check import check
+from rankscope_storage.maintenance.retention import RAW, Retention, RetentionReport, retain
+
+START = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)
+KEPT_DAYS = 100
+"""So that the slack is one day."""
+HOUR = BUCKET_SECONDS / 86_400
+
+
+def day(number: float) -> dt.datetime:
+    return START + dt.timedelta(days=number)
+
+
+def rows(dataset: str, days: list[float | None]) -> Batch:
+    """A row per day; the rest is whatever its type allows."""
+    schema = dataset_schema(dataset)
+    texts = {field.name: "x" for field in schema if not field.nullable}
+    table = [{**texts, "run": "r", "ts": None if number is None else day(number)} for number in days]
+    return Batch(tables={dataset: pa.Table.from_pylist(table, schema=schema)}, watermarks={})
+
+
+def count(root, dataset: str) -> int:
+    with connect(root) as connection:
+        return connection.sql(f"SELECT count(*) FROM {dataset}").fetchall()[0][0]
+
+
+def raw_before(root, number: float, **options) -> RetentionReport:
+    """Let raw rows go that are older than day `number`."""
+    return retain(root, Retention(raw_days=KEPT_DAYS), sync_to_disk, now=day(number + KEPT_DAYS), **options)
+
+
+def stored(root) -> list[str]:
+    return sorted(Log.open(root, sync_to_disk).snapshot().files["dataset"].to_pylist())
+
+
+@pytest.mark.parametrize(
+    ("policy", "going"),
+    [
+        (Retention(raw_days=1), {*RAW}),
+        (Retention(samples_days=1), {"samples"}),
+        (Retention(scalars_days=1), {"scalars"}),
+        (Retention(rollup_days=1), {*ROLLUPS.values()}),
+        (Retention(), set()),
+    ],
+    ids=["raw", "samples", "scalars", "rollups", "off"],
+)
+def test_each_number_of_days_is_about_its_datasets_alone(store, writer, policy, going):
+    for dataset in DATASETS:
+        writer.append(rows(dataset, [0.0]))
+    report = retain(store.root, policy, sync_to_disk, now=day(3))
+
+    assert (len(going), bool(going)) == (report.files, policy.is_on)
+    kept = [dataset for dataset in DATASETS if dataset not in going]
+    assert {*DIMENSIONS, "events", "modules"} <= set(kept)
+    assert sorted([*kept, *(ROLLUPS[dataset] for dataset in going & ROLLUPS.keys())]) == stored(store.root)
+    assert check(store.root).is_whole
+
+
+DAYS = st.lists(st.lists(st.one_of(st.none(), st.floats(0, 10)), min_size=1, max_size=3), min_size=1, max_size=5)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(DAYS, st.floats(0, 10))
+def test_a_row_goes_once_it_is_too_old_and_no_younger_one_ever(tmp_path_factory, files, limit):
+    """A file as a whole, or what is too old in it, a day and an hour late at most."""
+    store = Store.open(tmp_path_factory.mktemp("store"), create=True)
+    with store.claim(owner="me") as writer:
+        for days in files:
+            writer.append(rows("features", days))
+        raw_before(store.root, limit)
+    slack = 1e-3 / 43_200  # two milliseconds: the log cuts times
+    must = may = 0
+    for days in files:
+        known = [number for number in days if number is not None]
+        is_old = bool(known) and max(known) < limit - slack
+        is_late = bool(known) and min(known) < limit - 1 - slack
+        may += len(days) if known and max(known) < limit else sum(number < limit for number in known)
+        must += len(days) if is_old else is_late * sum(number < limit - HOUR - slack for number in known)
+
+    assert sum(map(len, files)) - may <= count(store.root, "features") <= sum(map(len, files)) - must
+
+
+@pytest.mark.parametrize("dataset", ["features", "tensor_rollups"])
+def test_what_is_too_old_goes_though_compaction_has_put_younger_rows_into_its_file(store, writer, dataset):
+    """Runs that write little share a file for months: it must not keep its first days as long."""
+    writer.append(rows(dataset, [0.0, 0.5, 1.9, 5.0, None]))
+    policy = Retention(raw_days=KEPT_DAYS, rollup_days=KEPT_DAYS)
+    report = retain(store.root, policy, sync_to_disk, now=day(2 + KEPT_DAYS))
+
+    assert (3, 0, 2) == (report.rows, report.added_rows, count(store.root, dataset))
+    assert [dataset] == stored(store.root)
+    assert 0 == retain(store.root, policy, sync_to_disk, now=day(2 + KEPT_DAYS)).files
+
+
+def test_a_dry_run_says_what_would_go_and_changes_nothing(store, writer):
+    writer.append(rows("features", [0.0, 0.5]))
+    writer.append(rows("tensor_stats", [0.0, 0.5]))
+    version = Log.open(store.root, sync_to_disk).version
+    planned = raw_before(store.root, 1, dry_run=True)
+
+    assert version == Log.open(store.root, sync_to_disk).version
+    told = [(row["dataset"], row["becomes"], row["files"], row["rows"]) for row in planned.groups.to_pylist()]
+    assert [("features", "nothing", 1, 2), ("tensor_stats", "rollups", 1, 2)] == sorted(told)
+    done = raw_before(store.root, 1)
+    assert (planned.groups, planned.size_bytes) == (done.groups, done.size_bytes)
+    assert 0 == raw_before(store.root, 1).files
+
+
+@pytest.mark.parametrize("dataset", ["features", "tensor_stats"])
+@pytest.mark.parametrize("times", [1, 9])
+def test_a_compaction_that_comes_between_is_let_by(store, writer, monkeypatch, dataset, times):
+    """Each attempt finds the mutex moved; after a few it gives up, and nothing has changed."""
+    writer.append(rows(dataset, [0.0]))
+    left = [times]
+    transaction = retention.Log.transaction
+
+    def disturbed(log, name):
+        number = transaction(log, name)
+        if left[0] and name == MUTEX:
+            left[0] -= 1
+            other = Log.open(store.root, sync_to_disk)
+            other.commit(Change(transactions={name: (transaction(other, name) or 0) + 1}, rewrites=True))
+        return number
+
+    monkeypatch.setattr(retention.Log, "transaction", disturbed)
+    if times == 1:
+        raw_before(store.root, 1)
+    else:
+        with pytest.raises(retention.ConflictError):
+            raw_before(store.root, 1)
+
+    becomes = {"features": [], "tensor_stats": ["tensor_rollups"]}[dataset]
+    assert (becomes if times == 1 else [dataset]) == stored(store.root)
+    written = {path.parts[-3].removeprefix("dataset=") for path in store.root.glob("dataset=*/part=*/*.parquet")}
+    assert {dataset, *(becomes if times == 1 else [])} == written  # what was refused leaves nothing behind
+
+
+def test_files_that_were_merged_meanwhile_are_left_to_the_next_time(store, writer, monkeypatch):
+    for number in range(4):
+        writer.append(rows("tensor_stats", [number / 10]))
+    planned = retention.plan
+
+    def then_merged(*arguments):
+        works = planned(*arguments)
+        if left:
+            left.pop()
+            writer.compact()
+        return works
+
+    left = ["once"]
+    monkeypatch.setattr("rankscope_storage.maintenance.compaction_plan.SMALL_FILES", 1)
+    monkeypatch.setattr(retention, "plan", then_merged)
+
+    assert (0, 1) == (raw_before(store.root, 1).files, len(stored(store.root)))
+    assert (1, 4) == (raw_before(store.root, 1).files, _sum_of_rows(store.root))
+
+
+def test_a_service_goes_on_and_nothing_that_went_comes_back(store, writer, batch):
+    features = rows("features", [0.0]).tables["features"]
+    named = features.set_column(features.schema.get_field_index("incarnation"), "incarnation", pa.array(["i0"]))
+    first = named.set_column(named.schema.get_field_index("seq"), "seq", pa.array([0], pa.int64()))
+    again = Batch(tables={"features": first}, watermarks={"i0": 0})
+    writer.append(again)
+    raw_before(store.root, 1)
+    writer.append(again)
+    writer.append(batch(range(1, 4)))
+
+    assert (0, 3) == (count(store.root, "features"), count(store.root, "scalars"))
+
+
+def test_only_so_many_works_are_done_at_once_as_are_asked_for(store, writer, monkeypatch):
+    monkeypatch.setattr(retention_plan, "WORK_ROWS", 2)
+    for number in range(5):
+        writer.append(rows("tensor_stats", [number / 10]))
+
+    assert [2, 1, 0] == [raw_before(store.root, 1, works=1).left for _ in range(3)]
+    assert (0, 5) == (count(store.root, "tensor_stats"), _sum_of_rows(store.root))
+
+
+def _sum_of_rows(root) -> int:
+    with connect(root) as connection:
+        return connection.sql('SELECT sum("rows") FROM tensor_rollups').fetchall()[0][0]
+
+
+def test_rollups_that_would_be_too_old_when_they_are_made_are_refused():
+    with pytest.raises(ValueError, match=r"rollup_days \(10\) counts from when a row was measured.* 30 days"):
+        Retention(raw_days=30, rollup_days=10)

@@ -1,0 +1,118 @@
+"""Maintenance removes what nobody needs, and only that."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+
+import pytest
+
+from rankscope_storage.base.errors import StoreError
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.connection import connect
+from rankscope_storage.log.delta import CHECKPOINT_COMMITS, REMOVED_FILES_HOURS, Log
+from rankscope_storage.log.entries import LOG_FOLDER
+from rankscope_storage.maintenance import compaction_plan
+from rankscope_storage.maintenance.vacuum import STAGED_SECONDS
+
+
+def age(path, hours: float) -> None:
+    moment = time.time() - hours * 3600
+    os.utime(path, (moment, moment))
+
+
+def data_files(store) -> set[str]:
+    return {path.name for path in store.root.rglob("dataset=*/part=*/*.parquet")}
+
+
+@pytest.mark.parametrize(
+    "run", ["r", "a/b", "..", "a=b", 'it\'s "q"', "学习", "123", "", "%41", "_shared-2026-01-01", "x学/" * 99]
+)
+def test_files_in_use_survive_whatever_their_age_and_name(store, writer, batch, connection, run, monkeypatch):
+    monkeypatch.setattr("rankscope_storage.files.partitioning.OWN_PART_ROWS", 1)
+    writer.append(batch(range(3), run=run))
+    for path in store.root.rglob("*.parquet"):
+        age(path, 1000)
+    report = writer.maintain()
+
+    assert 0 == report.data_files
+    assert [(run, 3)] == connection.sql("SELECT run, count(*) FROM scalars GROUP BY run").fetchall()
+
+
+def test_leavings_of_dead_processes_go_after_their_time(store, writer, batch, connection):
+    writer.append(batch(range(3)))
+    part = next(store.root.glob("dataset=*/part=*"))
+    for name, hours in (("orphan-old.parquet", REMOVED_FILES_HOURS + 1), ("orphan-young.parquet", 0.5)):
+        (part / name).write_bytes(b"x")
+        age(part / name, hours)
+    for name, hours in (("old.parquet", STAGED_SECONDS / 3600 + 1), ("young.parquet", 0.5)):
+        (store.root / "_staging" / name).write_bytes(b"x")
+        age(store.root / "_staging" / name, hours)
+    report = writer.maintain()
+
+    assert (1, 1) == (report.data_files, report.staged_files)
+    assert "orphan-young.parquet" in data_files(store)
+    assert ["young.parquet"] == [path.name for path in (store.root / "_staging").iterdir()]
+    assert [(3,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
+
+
+def test_files_just_replaced_stay_for_those_who_still_read_them(store, writer, batch, monkeypatch):
+    monkeypatch.setattr(compaction_plan, "SMALL_FILES", 2)
+    for seq in range(4):
+        writer.append(batch([seq]))
+    with connect(store.root) as connection, connection.snapshot() as pinned:
+        writer.compact()
+        for path in store.root.rglob("*.parquet"):
+            age(path, 1000)
+        writer.maintain()
+
+        assert [(4,)] == pinned.sql("SELECT count(*) FROM scalars").fetchall()
+        assert [(4,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
+    assert 5 == len(data_files(store))
+
+
+def test_what_else_lies_in_the_folder_is_left_alone(store, writer, batch):
+    """delta-rs would take everything it does not know."""
+    writer.append(batch(range(3)))
+    for name in ("notes.txt", "rankscope.sql", "strange.parquet"):
+        (store.root / name).touch()
+        age(store.root / name, 1000)
+    writer.maintain()
+
+    assert all((store.root / name).exists() for name in ("notes.txt", "rankscope.sql", "strange.parquet"))
+
+
+def test_old_log_entries_go_and_the_watermarks_stay(store, writer, batch, connection):
+    for seq in range(CHECKPOINT_COMMITS + 10):
+        writer.append(batch([seq]))
+    for entry in (store.root / LOG_FOLDER).glob("*.json"):
+        age(entry, 1000)
+    before = len(list((store.root / LOG_FOLDER).glob("*.json")))
+    writer.maintain()
+
+    assert before > len(list((store.root / LOG_FOLDER).glob("*.json")))
+    assert CHECKPOINT_COMMITS + 9 == Log.open(store.root, sync_to_disk).transaction("w:i0")
+    assert [(CHECKPOINT_COMMITS + 10,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
+
+    writer.append(batch([CHECKPOINT_COMMITS + 10]))
+
+    assert [(CHECKPOINT_COMMITS + 11,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
+
+
+def test_maintenance_of_an_empty_store_is_harmless(writer):
+    assert (0, 0) == (writer.maintain().data_files, writer.maintain().staged_files)
+
+
+@pytest.mark.parametrize("method", ["unlink", "write_text"])
+def test_a_disk_that_is_full_or_read_only_is_told_as_an_error_of_the_store(store, writer, batch, monkeypatch, method):
+    writer.append(batch(range(3)))
+    (store.root / "_staging" / "old.parquet").write_bytes(b"x")
+    age(store.root / "_staging" / "old.parquet", 10)
+
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(f"pathlib.Path.{method}", refuse)
+    with pytest.raises(StoreError, match="Read-only file system"):
+        writer.maintain()

@@ -1,0 +1,122 @@
+"""Exporters that have series by the ten thousand: no more are read than it takes to refuse; none that fits is lost."""
+
+import pyarrow as pa
+import pytest
+from tests.storage.prometheus.conftest import MARCH, History, table
+
+from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.errors import LimitError
+from rankscope_storage.connection import connect
+from rankscope_storage.prometheus.external_series import JUDGED_AT_ONCE
+
+MANY = 3 * JUDGED_AT_ONCE
+
+
+class Counted:
+    """A connection that knows how many rows it handed over."""
+
+    def __init__(self, connection):
+        self._connection = connection
+        self.rows = 0
+
+    def __getattr__(self, name):
+        return getattr(self._connection, name)
+
+    def query(self, *args):
+        found = self._connection.query(*args)
+        self.rows += found.num_rows
+        return found
+
+    def stream(self, *args, **more):
+        for batch in self._connection.stream(*args, **more):
+            self.rows += batch.num_rows
+            yield batch
+
+
+def stored(folder, *samples):
+    with Store.open(folder, create=True).claim(owner="test") as writer:
+        for some in samples:
+            writer.append(Batch(tables={"samples": some}, watermarks={}))
+    return connect(folder)
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """Yield a store of an exporter that tells each of its series from the others by a label."""
+    ids = [f'{{"id":"{place}","mode":"idle"}}' for place in range(MANY)]
+    columns = {
+        "run": pa.array([""] * MANY),
+        "ts": pa.array([MARCH * 1000] * MANY, pa.timestamp("us", "UTC")),
+        "ts_origin": pa.array(["ingest"] * MANY),
+        "target": pa.array(["node-1"] * MANY),
+        "metric": pa.array(["many"] * MANY),
+        "labels": pa.array(ids),
+        "value": pa.array([1.0] * MANY),
+    }
+    with stored(tmp_path_factory.mktemp("many") / "store", pa.table(columns)) as connection:
+        yield connection
+
+
+@pytest.mark.parametrize("matcher", [("mode", "=~", "i.*"), ("mode", "=", "idle"), ("id", "!=", ""), ("x", "=", "")])
+def test_question_that_is_too_large_is_refused_before_most_of_its_series_are_read(many, matcher):
+    counted = Counted(many)
+    with pytest.raises(LimitError, match="more than 5 series"):
+        History(counted).ask(("__name__", "=~", "man."), matcher, series=5)
+
+    assert 5 < counted.rows <= JUDGED_AT_ONCE
+
+
+def test_only_series_that_fit_count_however_many_there_are(many):
+    few = ("id", "=~", f"7|{MANY // 2}|{MANY - 1}")
+
+    assert {"7", str(MANY // 2), str(MANY - 1)} == {dict(labels)["id"] for labels in History(many).ask(few, series=3)}
+    with pytest.raises(LimitError, match="more than 2 series"):
+        History(many).ask(few, series=2)
+
+
+def test_as_many_series_as_are_allowed_are_given_each_under_its_own_labels(many):
+    found = History(many).ask(("mode", "=~", "idle|user"), series=MANY, samples=MANY)
+
+    every = [(("__name__", "many"), ("id", str(n)), ("instance", "node-1"), ("mode", "idle")) for n in range(MANY)]
+    assert set(every) == found.keys()
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory):
+    """Yield a store of labels as nobody would have them, a metric for each."""
+    texts = {"none": None, "empty": "{}", "void": '{"a":""}', "own": '{"a":"x","instance":"i","__name__":"n"}'}
+    texts |= {"list": "[]", "number": '{"a":1}', "torn": '{"a":', "last": '{"a":"y","a":"x"}', "lines": '{"a":"x\\ny"}'}
+    rows = [
+        {"run": "", "ts": MARCH * 1000, "ts_origin": "file", "value": 1.0}
+        | {"metric": metric, "labels": text, "target": "" if metric == "own" else "t"}
+        for metric, text in texts.items()
+    ]
+    with stored(tmp_path_factory.mktemp("odd") / "store", table("samples", rows)) as connection:
+        yield History(connection)
+
+
+@pytest.mark.parametrize(
+    ("matcher", "expected"),
+    [
+        (("a", "=~", ".*"), {"none", "empty", "void", "own", "last"}),  # a point is no end of a line
+        (("a", "=~", "(?s).*"), {"none", "empty", "void", "own", "last", "lines"}),
+        (("a", "=", ""), {"none", "empty", "void"}),
+        (("a", "!~", ".+"), {"none", "empty", "void", "lines"}),
+        (("a", "!=", ""), {"own", "last", "lines"}),
+        (("a", "=", "x"), {"own", "last"}),
+        (("a", "=~", "x|"), {"none", "empty", "void", "own", "last"}),
+        (("instance", "=~", "i"), {"own"}),
+        (("instance", "!=", "i"), {"none", "empty", "void", "last", "lines"}),
+        (("__name__", "=~", "n|own|list|number|torn"), {"own"}),
+    ],
+)
+def test_absent_labels_are_empty_and_series_with_labels_that_are_none_do_not_exist(odd, matcher, expected):
+    assert expected == {dict(labels)["__name__"] for labels in odd.ask(matcher)}
+
+
+def test_external_label_stands_in_for_one_that_is_absent_and_for_no_other(odd):
+    def found(*matcher):
+        return {dict(labels)["__name__"] for labels in odd.ask(matcher, external_labels={"a": "x"})}
+
+    assert {"none", "empty", "own", "last"} == found("a", "=", "x")
+    assert {"void", "lines"} == found("a", "!~", "x")

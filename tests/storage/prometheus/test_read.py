@@ -1,0 +1,220 @@
+"""History as Prometheus asks for it: the names and labels of live data, and exactly the series that match."""
+
+import math
+import re
+import shutil
+import struct
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.properties import examples
+from tests.storage.prometheus.conftest import JULY, MARCH, History
+
+from rankscope_storage.base.errors import LimitError, QueryError
+from rankscope_storage.connection import connect
+from rankscope_storage.prometheus.matchers import Matcher, MatchType
+
+SPRING = (("instance", "spring/0"), ("job", "rankscope"), ("rank", "0"), ("run", "spring"))
+
+
+def named(metric, *more, identity=SPRING):
+    return tuple(sorted((("__name__", metric), *identity, *more)))
+
+
+def test_scalars_and_steps_have_the_labels_of_the_page(history):
+    """What was brought in under the same labels is the same series."""
+    found = history.ask(("run", "=", "spring"), ("rank", "=", "0"), ("__name__", "!~", "rankscope_tensor.*"))
+
+    minute = 60_000
+    later = [(MARCH + 2 * minute, 0.5), (MARCH + 3 * minute, 1 / 3)]
+    assert {
+        named("rankscope_loss"): [(MARCH + 1_000, 9.0), (MARCH + minute, 9.0), *later],
+        named("rankscope_step"): [(MARCH + step * minute, float(step)) for step in (1, 2, 3)],
+        named("rankscope_kind_step", ("kind", "grad_reduced")): [(MARCH + n * minute, float(n)) for n in (1, 2, 3)],
+        named("rankscope_kind_step", ("kind", "param_after")): [(MARCH + n * minute, float(n)) for n in (1, 2, 3)],
+        named("rankscope_learning_rate", ("group", "a|b")): [(MARCH + 2 * minute, 0.1)],
+        named("rankscope_tokens_total"): [(MARCH + minute, 8.0)],
+        named("rankscope_scalar", ("name", "tokens_total")): [(MARCH + 2 * minute, -1.0)],
+    } == found
+
+
+def test_tensors_have_a_series_for_each_statistic(history):
+    found = history.ask(("__name__", "=", "rankscope_tensor_value"), ("run", "=", "spring"), ("tensor", "=", "head"))
+
+    kinds, ops = ("grad_reduced", "param_after"), ("norm", "nans")
+    assert {(kind, op, rank) for kind in kinds for op in ops for rank in "01"} == {
+        (labels["kind"], labels["op"], labels["rank"]) for labels in map(dict, found)
+    }
+    assert [1.25, 2.25, 3.25] == [
+        value
+        for labels, samples in found.items()
+        if {("kind", "param_after"), ("op", "norm"), ("rank", "1")} <= set(labels)
+        for _, value in samples
+    ]
+
+
+def test_what_is_unusual_has_labels_of_its_own_and_nan_is_a_value(history):
+    found = history.ask(("kind", "=", "act_out"), ("run", "=", "spring"), ("__name__", "=", "rankscope_tensor_value"))
+
+    (labels, samples), *_ = found.items()
+    assert {("tensor", "attn[3]"), ("vpp_stage", "1"), ("op", "norm")} <= set(labels)
+    assert math.isnan(samples[0][1])
+    assert "placement" not in dict(labels)
+
+
+def test_who_looks_for_series_alone_is_given_the_last_sample_of_each(history):
+    """So lists of runs and ranks over months are no question that is too large."""
+    asked = (("job", "=", "rankscope"), ("run", "=", "summer/1"))
+    all_samples = history.ask(*asked)
+    steps = ("__name__", "=", "rankscope_step")
+
+    last = {labels: samples[-1:] for labels, samples in all_samples.items()}
+    assert str(last) == str(history.ask(*asked, alone=True))  # NaN is none of itself
+    assert 3 == len(history.ask(*asked, steps, alone=True, samples=3)), "two ranks, and what is of none"
+
+
+def test_exporters_of_others_are_found_under_their_own_names(history):
+    found = history.ask(("__name__", "=~", "DCGM_.*|up"), ("gpu", "!=", "1"))
+
+    assert {
+        (("__name__", "DCGM_TEMP"), ("gpu", "0"), ("instance", "node-1")): [
+            (MARCH + 15_000 * n, 40.0 + n) for n in range(3)
+        ],
+        (("__name__", "up"), ("instance", "node-1")): [(MARCH, 1.0)],
+    } == found
+
+
+def test_series_have_the_external_labels_of_the_prometheus_that_asks(history):
+    """It demands them of all that is remote, and takes them off again; what was pushed has its own."""
+    asked = (("__name__", "=~", "rankscope_loss|DCGM_TEMP|pushed"), ("run", "!=", "summer/1"), ("rank", "!=", "1"))
+    outside = {"external_labels": {"cluster": "a", "zone": "east"}}
+
+    plain = history.ask(*asked)
+    same = history.ask(*asked, ("cluster", "=", "a"), ("zone", "=~", "e.*"), **outside)
+    other = history.ask(*asked, ("cluster", "=", "b"), **outside)
+
+    def inside(labels):
+        return tuple((name, text) for name, text in labels if name not in {"cluster", "zone"})
+
+    assert {labels: samples for labels, samples in plain.items() if ("cluster", "b") not in labels} == {
+        inside(labels): samples for labels, samples in same.items()
+    }
+    assert all({("cluster", "a"), ("zone", "east")} <= set(labels) for labels in same)
+    assert {"rankscope_loss", "DCGM_TEMP"} == {dict(labels)["__name__"] for labels in same}
+    assert [(("__name__", "pushed"), ("cluster", "b"), ("job", 'j"ä'), ("zone", "east"))] == [*other]
+
+
+def test_where_prometheus_said_that_a_series_had_ended_it_is_told_again(history):
+    ((labels, samples),) = history.ask(("job", "=", 'j"ä')).items()
+
+    assert ("__name__", "pushed") in labels
+    assert [7.0, 0x7FF0_0000_0000_0002] == [samples[0][1], struct.unpack("<Q", struct.pack("<d", samples[1][1]))[0]]
+
+
+def test_span_is_closed_to_the_millisecond(history):
+    loss = (("__name__", "=", "rankscope_loss"), ("run", "=", "spring"), ("rank", "=", "0"))
+    first, last = MARCH + 60_000, MARCH + 120_000
+
+    assert [[first, last], [last], [first]] == [
+        [ms for samples in history.ask(*loss, start=start, end=end).values() for ms, _ in samples]
+        for start, end in ((first, last), (first + 1, last), (first, last - 1))
+    ]
+    assert {} == history.ask(*loss, start=-(1 << 63), end=-1)
+    assert 4 == len(history.ask(*loss, start=-(1 << 62), end=1 << 62)[named("rankscope_loss")])
+
+
+NAMES = ["__name__", "run", "rank", "instance", "job", "kind", "tensor", "op", "vpp_stage", "unit", "name", "gpu", "x"]
+VALUES = [
+    "",
+    "spring",
+    "summer/1",
+    "0",
+    "1",
+    "01",
+    "spring/0",
+    "/",
+    "rankscope",
+    "grad_reduced",
+    "head",
+    "norm",
+    "nans",
+]
+VALUES += ["attn[3]", "1", "accuracy", "node-1", "up", "rankscope_loss", "rankscope_tensor_value", "DCGM_TEMP"]
+PATTERNS = ["", ".*", ".+", "spring|summer/1", "s.*", "[01]", "0|1", "|0", "grad_.*", "norm|nans", "spring/.*", "1|"]
+PATTERNS += ["(?i)SPRING", r"node-\d", "a|b", "rankscope_(loss|scalar)", "rankscope_.*", "spring/0|summer/1/1"]
+PATTERNS += [r"attn\[3\]|head", r"head|layers\.0\.weight"]
+MATCHERS = st.one_of(
+    st.tuples(st.sampled_from(NAMES), st.sampled_from(["=", "!="]), st.sampled_from(VALUES)),
+    st.tuples(st.sampled_from(NAMES), st.sampled_from(["=~", "!~"]), st.sampled_from(PATTERNS)),
+)
+
+
+def fits(labels, matcher):
+    name, operator, value = matcher
+    text = dict(labels).get(name, "")
+    found = text == value if operator in {"=", "!="} else re.fullmatch(value, text) is not None
+    return found is (operator in {"=", "=~"})
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(st.lists(MATCHERS, min_size=1, max_size=3))
+def test_matchers_pushed_down_give_what_they_would_give_of_everything(history, matchers):
+    """Files, columns and SQL may only save work: the answer is that of Python's own `re` over all series."""
+    everything = history.ask()
+    expected = {labels: samples for labels, samples in everything.items() if all(fits(labels, m) for m in matchers)}
+
+    assert repr(expected) == repr(history.ask(*matchers))
+
+
+def test_files_that_cannot_answer_are_not_opened(folder, tmp_path):
+    """By run and by time: here the files of the other run are gone."""
+    store = shutil.copytree(folder, tmp_path / "store")
+    with connect(store) as connection:
+        History(connection).ask()  # views are made with the first question, and look at a file each
+        for dataset in ("scalars", "tensor_stats"):
+            for path in connection.files(dataset, run="summer/1"):
+                store.joinpath(path).unlink()
+        history = History(connection)
+        by_run = history.ask(("run", "=", "spring"))
+        by_instance = history.ask(("instance", "=~", "spring/0"))
+        by_time = history.ask(start=MARCH, end=JULY - 1)
+
+    assert by_run
+    assert by_instance.keys() < by_run.keys() < by_time.keys()
+
+
+def test_what_is_too_much_is_refused_with_what_to_narrow(history):
+    assert len(history.ask(samples=10_000)) <= 1000
+    for limits, text in (({"samples": 10}, "more than 10 samples"), ({"series": 5}, "more than 5 series")):
+        with pytest.raises(LimitError, match=text):
+            history.ask(**limits)
+
+
+def test_expression_that_is_none_is_refused():
+    with pytest.raises(QueryError, match="no regular expression"):
+        Matcher(MatchType.REGEX, "run", "(")
+
+
+def test_last_sample_of_a_millisecond_wins(tmp_path):
+    """Prometheus keeps no finer time; a log with whole seconds has several steps in one."""
+    from tests.storage.prometheus.conftest import row, table
+
+    from rankscope_storage.api.store import Batch, Store
+
+    rows = [row("r", 0, step, MARCH, name="loss", value=float(step)) for step in (2, 1, 3)]
+    with Store.open(tmp_path / "s", create=True).claim(owner="test") as writer:
+        writer.append(Batch(tables={"scalars": table("scalars", rows)}, watermarks={}))
+    with connect(tmp_path / "s") as connection:
+        found = History(connection).ask(("__name__", "=", "rankscope_loss"))
+
+    assert [[(MARCH, 3.0)]] == list(found.values())
+
+
+def test_number_without_a_label_is_no_zero(history):
+    """rank="" asks for series without a rank, rank="0" for rank 0 alone, and rank="00" for nothing."""
+    ranks = [{dict(labels).get("rank") for labels in history.ask(("rank", "=", text))} for text in ("0", "00")]
+    without = {dict(labels)["__name__"] for labels in history.ask(("rank", "=", ""), ("run", "=", "spring"))}
+
+    assert [{"0"}, set()] == ranks
+    assert {"rankscope_scalar", "rankscope_step"} == without

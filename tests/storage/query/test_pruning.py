@@ -1,0 +1,207 @@
+"""Files are left out only where the text of a statement proves that they cannot matter."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Iterable
+
+import duckdb
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rankscope_contract.records import DATASETS
+from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.schema import dataset_schema
+from rankscope_storage.connection import connect
+from rankscope_storage.connection.pool import DEFINITIONS
+from rankscope_storage.log.file_filter import Bounds
+from rankscope_storage.query.pruning import bounds, mentions
+
+ANY = Bounds()
+
+
+@pytest.fixture(scope="module")
+def parser():
+    with duckdb.connect() as database:
+        yield database
+
+
+def read(parser, query: str, parameters: object = None) -> dict[str, list[Bounds]] | None:
+    sql = "SELECT json_serialize_sql(?, skip_null := true, skip_empty := true, skip_default := true)"
+    [(tree,)] = parser.execute(sql, [query]).fetchall()
+    found = mentions(json.loads(tree).get("statements", ()), DEFINITIONS)
+    if found is None:
+        return None
+    said: dict[str, list[Bounds]] = {}
+    for mention in found:
+        said.setdefault(mention.name, []).append(bounds(mention, parameters))
+    return said
+
+
+class Named(str, enum.Enum):  # noqa: UP042 - not a StrEnum, of which str() is the text
+    """What many programs have in place of a text: `str()` of it is not what DuckDB compares with."""
+
+    RUN = "b"
+
+
+def of(*runs: str, steps: tuple[float, float] = ANY.steps, attempts: tuple[float, float] = ANY.attempts) -> Bounds:
+    return Bounds(frozenset(runs), attempts, steps)
+
+
+@pytest.mark.parametrize(
+    ("query", "parameters", "expected"),
+    [
+        ("FROM scalars WHERE run = 'a'", None, {"scalars": [of("a")]}),
+        ("FROM Scalars s WHERE 'a' = s.run AND 3 <= step", None, {"scalars": [of("a", steps=(3, ANY.steps[1]))]}),
+        (
+            "FROM scalars WHERE run IN ('a', $b) AND attempt = 2",
+            {"b": "c"},
+            {"scalars": [of("a", "c", attempts=(2, 2))]},
+        ),
+        ("FROM scalars WHERE run = ? AND step BETWEEN ? AND 9", ["a", 4], {"scalars": [of("a", steps=(4, 9))]}),
+        ("FROM scalars WHERE run = 'a' AND run = 'b'", None, {"scalars": [of()]}),
+        ("FROM scalars WHERE run = 'a' OR step = 1", None, {"scalars": [ANY]}),
+        ("FROM scalars WHERE NOT (run = 'a')", None, {"scalars": [ANY]}),
+        ("FROM scalars WHERE run = ?", [None], {"scalars": [ANY]}),
+        ("FROM scalars WHERE run = ? AND attempt = ?", [Named.RUN, True], {"scalars": [ANY]}),
+        ("FROM scalars WHERE step = 1.5 AND step < '7'", None, {"scalars": [ANY]}),
+        ("FROM loss_curve WHERE run = 'a' AND step < 5", None, {"loss_curve": [of("a")]}),
+        ("FROM runs WHERE run = 'a' AND attempt = 1", None, {"runs": [of("a")]}),
+        ("FROM top_deviations('a')", None, {"top_deviations": [of("a")]}),
+        ("FROM top_deviations(of_run := 'a')", None, {"top_deviations": [ANY]}),
+        (
+            "WITH c AS (FROM scalars WHERE run = 'a') FROM downsample(c, step, value, 9)",
+            None,
+            {"scalars": [of("a")], "downsample": [ANY]},
+        ),
+        ("FROM downsample(scalars, step, value, 9) WHERE x = 1", None, {"scalars": [ANY], "downsample": [ANY]}),
+        (
+            "SELECT (SELECT max(step) FROM scalars WHERE run = 'b') FROM scalars WHERE run = 'a'",
+            None,
+            {"scalars": [of("a"), of("b")]},
+        ),
+        (
+            "FROM scalars s JOIN events e ON s.step = e.step WHERE s.run = 'a' AND run = 'b'",
+            None,
+            {"scalars": [of("a")], "events": [ANY]},
+        ),
+        ("FROM scalars s FULL JOIN events e USING (run) WHERE s.run = 'a'", None, {"scalars": [ANY], "events": [ANY]}),
+        ("FROM (FROM scalars) WHERE run = 'a'", None, {"scalars": [ANY]}),
+        ("FROM scalars t(step, run) WHERE run = 'a'", None, {"scalars": [ANY]}),
+        ("SELECT 1", None, {}),
+    ],
+)
+def test_what_a_statement_proves(parser, query, parameters, expected):
+    assert expected == read(parser, query, parameters)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "FROM mine",
+        "FROM 'file.parquet'",
+        "FROM main.scalars WHERE run = 'a'",
+        "FROM read_parquet('x')",
+        "WITH scalars AS (SELECT 1 AS run) FROM scalars WHERE run = 1",
+        "FROM downsample('scal' || 'ars', step, value, 9)",
+        "WITH step AS (SELECT 1) FROM downsample(x := step, source := scalars, y := value, points := 9)",
+        "FROM query_table('scalars')",
+        "SHOW TABLES",
+        "PIVOT scalars ON name",
+        "FROM scalars WHERE run = 'a'; FROM scalars",
+        "DROP TABLE scalars",
+        "no SQL at all",
+    ],
+)
+def test_what_is_not_plain_is_not_understood(parser, query):
+    assert read(parser, query) is None
+
+
+ROWS = [(run, attempt, step) for run in "abc" for attempt in (None, 0, 1) for step in (None, -1, 0, 6)]
+FILES = [[0, 1, 2, 3], [4, 5, 13, 14], [6, 7, 8], [9, 10, 11, 12, 30], range(15, 24), [24, 25], range(26, 36)]
+"""Rows of one run, of neighbours, and of the first and the last; of one step and of many."""
+
+
+@pytest.fixture(scope="module")
+def scattered(tmp_path_factory):
+    """A store of a few small files in every dataset."""
+    store = Store.open(tmp_path_factory.mktemp("questions") / "store", create=True, sync=lambda path: None)
+    with store.claim(owner="test") as writer:
+        for numbers in FILES:
+            writer.append(Batch(tables={name: _table(name, numbers) for name in DATASETS}, watermarks={}))
+    return store.root
+
+
+def _table(dataset: str, numbers: Iterable[int]) -> pa.Table:
+    texts = {"name": "loss", "kind": "grad_reduced", "tensor": "w", "state": "running"}
+    listed = [
+        {
+            **{field.name: texts.get(field.name, "x") for field in dataset_schema(dataset) if not field.nullable},
+            **dict(zip(("run", "attempt", "step"), ROWS[number], strict=True)),
+            "rank": 0, "ordinal": number, "ts": 1_000_000 * number,
+            **({"value": float(number)} if dataset in {"scalars", "features", "samples"} else {}),
+            **({"norm": float(number), "norm_baseline": 0.5} if dataset == "tensor_stats" else {}),
+        }
+        for number in numbers
+    ]  # fmt: skip
+    return pa.Table.from_pylist(listed, schema=dataset_schema(dataset))
+
+
+COMPARED = st.one_of(
+    st.sampled_from("abcd").map(lambda run: f"run = '{run}'"),
+    st.lists(st.sampled_from("abcd"), min_size=1, max_size=2).map(
+        lambda runs: "run IN (" + ", ".join(f"'{run}'" for run in runs) + ")"
+    ),
+    st.tuples(st.sampled_from(["<", "<=", "=", ">=", ">", "!="]), st.integers(-2, 7)).map(
+        lambda pair: f"step {pair[0]} {pair[1]}"
+    ),
+    st.tuples(st.integers(-2, 7), st.integers(-2, 7)).map(lambda pair: f"step BETWEEN {pair[0]} AND {pair[1]}"),
+    st.integers(0, 2).map(lambda attempt: f"{attempt} = attempt"),
+    st.sampled_from(["step IS NULL", "attempt IS NULL", "run > 'a'", "ordinal = 0"]),
+)
+WHERE = st.recursive(
+    COMPARED,
+    lambda inner: st.one_of(
+        st.tuples(inner, st.sampled_from(["AND", "AND", "OR"]), inner).map(lambda said: f"({' '.join(said)})"),
+        inner.map(lambda said: f"NOT ({said})"),
+    ),
+    max_leaves=5,
+)
+SHAPES = (
+    "SELECT count(*), sum(ordinal) FROM scalars WHERE {0}",
+    "SELECT count(*) FROM (SELECT * FROM scalars WHERE {0}) WHERE {1}",
+    "WITH c AS (FROM scalars WHERE {0}) SELECT count(*), sum(c.step) FROM c JOIN events e USING (run)",
+    "SELECT count(*) FROM scalars s LEFT JOIN events e ON s.run = e.run AND s.step = e.step WHERE e.run = 'b'",
+    "SELECT (SELECT count(*) FROM events WHERE {1}), count(*) FROM scalars WHERE {0}",
+    "SELECT count(*) FROM scalars WHERE {0} UNION ALL SELECT count(*) FROM scalars WHERE {1}",
+)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(SHAPES), WHERE, WHERE)
+def test_the_answer_from_few_files_is_the_answer_from_all(scattered, shape, first, second):
+    query = shape.format(first, second)
+    with connect(scattered) as few, connect(scattered) as every:
+        every._reads_only = False  # as after a statement that might have made anything: nothing is left out
+
+        assert every.sql(query).fetchall() == few.sql(query).fetchall()
+
+
+def test_a_statement_deeper_than_python_reads_is_answered_all_the_same(scattered):
+    with connect(scattered) as store:
+        for terms in (300, 900):
+            assert store.sql(f"SELECT max({'+'.join(['step'] * terms)}) FROM scalars").fetchall() == [(6 * terms,)]
+
+
+@pytest.mark.parametrize("name", [name for name in DEFINITIONS if "VIEW" in DEFINITIONS[name].statement[:30]])
+def test_no_view_tells_of_a_run_what_lies_in_files_of_others(scattered, name):
+    with connect(scattered) as few, connect(scattered) as every:
+        every._reads_only = False
+        query = f"SELECT * FROM {name} WHERE run = 'b' ORDER BY ALL"
+
+        assert repr(every.sql(query).fetchall()) == repr(few.sql(query).fetchall())
+        assert few._views.files
+        assert all(len(files) < len(few.files(dataset)) for dataset, files in few._views.files.items())

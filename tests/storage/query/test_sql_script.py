@@ -1,0 +1,107 @@
+"""The script for the plain duckdb program, run by the real engine, against what delta-rs says the files are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import duckdb
+import pytest
+
+from rankscope_contract.records import DATASETS
+from rankscope_storage.api.store import Store
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.connection import connect
+from rankscope_storage.log.delta import Log
+from rankscope_storage.log.entries import LOG_FOLDER
+from rankscope_storage.maintenance import compaction_plan
+from rankscope_storage.query.sql_script import FILE_NAME, emit_views
+
+
+def plain(script: str) -> duckdb.DuckDBPyConnection:
+    database = duckdb.connect()
+    database.execute(script)
+    return database
+
+
+def assert_same_files(root: Path) -> None:
+    found = plain(emit_views(root)).sql("SELECT dataset, file FROM rankscope_files").fetchall()
+    files = Log.open(root, sync_to_disk).snapshot().files
+    expected = zip(files["dataset"].to_pylist(), (f"{root}/{path}" for path in files["path"].to_pylist()), strict=True)
+
+    assert sorted(expected) == sorted(found)
+
+
+def test_an_empty_store_has_all_views_without_rows(store):
+    database = plain((store.root / FILE_NAME).read_text())
+    with connect(store.root) as connection:
+        for dataset in (*DATASETS, "tensor_global"):
+            assert [] == database.sql(f"FROM {dataset}").fetchall()
+            assert connection.sql(f"FROM {dataset}").columns == database.sql(f"FROM {dataset}").columns
+            assert connection.sql(f"FROM {dataset}").types == database.sql(f"FROM {dataset}").types
+
+
+@pytest.mark.parametrize("run", ["r", "a/b", "..", "a=b", 'it\'s "q"', "学习", "123", "2026-11-20", "", "%41", "a\nb"])
+def test_files_are_found_whatever_the_run_is_called(store, writer, batch, run, monkeypatch):
+    monkeypatch.setattr("rankscope_storage.files.partitioning.OWN_PART_ROWS", 1)
+    writer.append(batch(range(3), run=run))
+
+    assert_same_files(store.root)
+    assert [(run, 3)] == plain(emit_views(store.root)).sql("SELECT run, count(*) FROM scalars GROUP BY run").fetchall()
+
+
+def test_the_plain_program_has_the_curves_and_macros_too(store, writer, batch):
+    writer.append(batch(range(10)))
+    database = plain((store.root / FILE_NAME).read_text())
+    question = "WITH c AS (SELECT step, loss FROM loss_curve WHERE run = 'r') SELECT count(*) FROM {}"
+
+    assert [(2,)] == database.sql(question.format("downsample(c, step, step, 5)")).fetchall()  # it rises: both ends
+    assert [(10,)] == database.sql(question.format("ema(c, step, loss, 0.1)")).fetchall()
+
+
+@pytest.mark.parametrize("clean", [False, True])
+@pytest.mark.parametrize("appends", [1, 19, 20, 45])
+def test_checkpoint_and_entries_give_the_same_list_as_delta_rs(
+    store, writer, batch: Callable, appends, clean, monkeypatch
+):
+    """Before, at and after a checkpoint; with merges in between; with and without the entries behind the checkpoint."""
+    monkeypatch.setattr(compaction_plan, "SMALL_FILES", 6)
+    for seq in range(appends):
+        writer.append(batch([seq]))
+        if seq % 8 == 7:
+            writer.compact()
+    if clean:
+        for entry in (store.root / LOG_FOLDER).glob("*.json"):
+            os.utime(entry, (1, 1))
+        writer.maintain()
+
+    assert_same_files(store.root)
+    assert [(appends,)] == plain(emit_views(store.root)).sql("SELECT count(*) FROM scalars").fetchall()
+
+
+def test_a_store_in_a_folder_with_a_quote_works(tmp_path, batch):
+    with Store.open(tmp_path / "it's 学", create=True).claim(owner="me") as writer:
+        writer.append(batch(range(3)))
+        writer.maintain()
+        script = (tmp_path / "it's 学" / FILE_NAME).read_text()
+
+    assert [(3,)] == plain(script).sql("SELECT count(*) FROM scalars").fetchall()
+
+
+def test_the_script_in_the_store_finds_what_was_appended_after_it_was_written(store, writer, batch):
+    script = (store.root / FILE_NAME).read_text()
+    database = plain(script)
+    writer.append(batch(range(3)))
+    database.execute(script)
+
+    assert [(3,)] == database.sql("SELECT count(*) FROM scalars").fetchall()
+
+
+def test_a_store_that_moved_gets_its_script_anew_at_the_next_claim(store, writer, batch, tmp_path):
+    writer.append(batch(range(3)))
+    writer.close()
+    moved = store.root.rename(tmp_path / "moved")
+    Store.open(moved).claim(owner="me").close()
+
+    assert [(3,)] == plain((moved / FILE_NAME).read_text()).sql("SELECT count(*) FROM scalars").fetchall()

@@ -1,0 +1,245 @@
+"""Runs removed, renamed and joined: no other row changes, and no row key comes twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pyarrow as pa
+import pytest
+
+from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.errors import ClaimError, ConflictError, StoreError
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.base.schema import dataset_schema
+from rankscope_storage.connection import connect
+from rankscope_storage.log.delta import Log
+from rankscope_storage.maintenance import compaction_plan
+from rankscope_storage.maintenance.check import check
+from rankscope_storage.maintenance.compaction import compact
+from rankscope_storage.runs import edit
+
+
+def run_version(run: str, state: str, *, ordinal: int = 1, kind: str = "live") -> Batch:
+    row = {"run": run, "state": state, "ordinal": ordinal, "source_kind": kind}
+    return Batch(tables={"runs": pa.Table.from_pylist([row], schema=dataset_schema("runs"))}, watermarks={})
+
+
+def told(root) -> dict[str, list[tuple]]:
+    """Scalars by run: attempt, incarnation and seq."""
+    with connect(root) as connection:
+        rows = connection.sql("SELECT run, attempt, incarnation, seq FROM scalars ORDER BY ALL").fetchall()
+    found: dict[str, list[tuple]] = {}
+    for run, *rest in rows:
+        found.setdefault(run, []).append(tuple(rest))
+    return found
+
+
+def expected(attempt: int, incarnation: str, count: int) -> list[tuple]:
+    return [(attempt, incarnation, seq) for seq in range(count)]
+
+
+@pytest.fixture(params=["own parts", "one shared file"])
+def root(request, store, writer, batch: Callable, monkeypatch):
+    """Runs a, b and c have ended; nobody serves the store."""
+    if request.param == "own parts":
+        monkeypatch.setattr("rankscope_storage.files.partitioning.OWN_PART_ROWS", 1)
+    for number, run in enumerate("abc"):
+        writer.append(batch(range(4 + number), run=run, incarnation=f"i{run}"))
+        writer.append(run_version(run, "completed"))
+    if request.param == "one shared file":
+        monkeypatch.setattr(compaction_plan, "SMALL_FILES", 1)
+        compact(store.root, sync_to_disk)
+    writer.close()
+    return store.root
+
+
+def test_a_removed_run_is_gone_and_the_others_are_as_they_were(root):
+    report = edit.remove(root, "b", sync_to_disk)
+
+    assert 6 == report.rows  # five scalars, and what the store said of the run
+    assert {"a": expected(0, "ia", 4), "c": expected(0, "ic", 6)} == told(root)
+    assert check(root, deep=True).is_whole
+    with connect(root) as connection:
+        assert [("a",), ("c",)] == connection.sql("SELECT run FROM runs ORDER BY run").fetchall()
+
+
+def test_a_renamed_run_has_all_its_rows_under_its_new_name(root):
+    edit.rename(root, "b", "new/name", sync_to_disk)
+
+    assert {"a": expected(0, "ia", 4), "c": expected(0, "ic", 6), "new/name": expected(0, "ib", 5)} == told(root)
+    assert check(root, deep=True).is_whole
+    with connect(root) as connection:
+        assert not any("part=b/" in file for file in connection.files("scalars"))
+
+
+def test_a_run_joined_to_another_comes_behind_its_attempts(root):
+    edit.merge(root, "b", "a", sync_to_disk)
+
+    assert {"a": expected(0, "ia", 4) + expected(1, "ib", 5), "c": expected(0, "ic", 6)} == told(root)
+    assert check(root, deep=True).is_whole
+    with connect(root) as connection:
+        assert 5 == connection.sql("FROM loss_curve WHERE run = 'a'").count("*").fetchall()[0][0]
+        assert [(1,), (3,)] == connection.sql("SELECT ordinal FROM runs_history WHERE run = 'a' ORDER BY 1").fetchall()
+
+
+def test_a_name_that_is_taken_or_missing_is_refused(root):
+    with pytest.raises(StoreError, match="a run is called 'a' already"):
+        edit.rename(root, "b", "a", sync_to_disk)
+    with pytest.raises(StoreError, match="no run is called 'nobody'"):
+        edit.merge(root, "b", "nobody", sync_to_disk)
+    with pytest.raises(StoreError, match="cannot be joined to itself"):
+        edit.merge(root, "b", "b", sync_to_disk)
+
+
+def test_a_run_that_goes_on_is_left_alone_as_long_as_its_service_lives(store, writer, batch):
+    writer.append(batch(range(3)))
+    writer.append(run_version("r", "running"))
+    with pytest.raises(ClaimError, match=r"'r' is running: .* host-a pid 1, which is alive"):
+        edit.remove(store.root, "r", sync_to_disk)
+    writer.close()
+
+    assert 4 == edit.remove(store.root, "r", sync_to_disk).rows
+
+
+def test_a_service_goes_on_appending_other_runs_meanwhile(store, writer, batch):
+    writer.append(batch(range(3), run="old", incarnation="i-old"))
+    writer.append(run_version("old", "failed"))
+    writer.append(batch(range(3)))
+    edit.remove(store.root, "old", sync_to_disk)
+    writer.append(batch(range(3, 5)))
+
+    assert {"r": expected(0, "i0", 5)} == told(store.root)
+
+
+def test_no_service_begins_on_a_run_that_died_while_it_is_being_renamed(store, writer, batch, monkeypatch):
+    """Its rows would keep the old name. Afterwards one begins as ever."""
+    writer.append(batch(range(3)))
+    writer.append(run_version("r", "running"))
+    writer.close()
+    tried = []
+    genuine = edit.write_file
+
+    def meanwhile(*arguments, **options):
+        with pytest.raises(ClaimError, match="rankscope runs, which is alive"):
+            store.claim(owner="b")
+        tried.append(1)
+        return genuine(*arguments, **options)
+
+    monkeypatch.setattr(edit, "write_file", meanwhile)
+    edit.rename(store.root, "r", "new", sync_to_disk)
+
+    assert tried
+    assert ["new"] == list(told(store.root))
+    store.claim(owner="b").close()
+
+
+@pytest.mark.parametrize("act", ["rename", "merge", "remove"])
+def test_what_a_service_appends_of_the_run_meanwhile_follows_it(store, writer, batch, monkeypatch, act):
+    """The run has ended, as far as the store knows; a ring still had records of it."""
+    for run in ("r", "other"):
+        writer.append(batch(range(3), run=run, incarnation=f"i{run}"))
+        writer.append(run_version(run, "completed"))
+    genuine, late = Log.commit, iter([batch(range(3, 5), incarnation="ir")])
+
+    def commit(log, change):
+        if change.removed and (rows := next(late, None)) is not None:
+            writer.append(rows)
+        return genuine(log, change)
+
+    monkeypatch.setattr(Log, "commit", commit)
+    before = expected(0, "iother", 3)
+    if act == "rename":
+        done = edit.rename(store.root, "r", "new", sync_to_disk)
+    elif act == "merge":
+        done = edit.merge(store.root, "r", "other", sync_to_disk)
+    else:
+        done = edit.remove(store.root, "r", sync_to_disk)
+
+    after = {
+        "rename": {"new": expected(0, "ir", 5), "other": before},
+        "merge": {"other": before + expected(1, "ir", 5)},
+        "remove": {"other": before},
+    }
+    assert after[act] == told(store.root)
+    assert 6 == done.rows  # five scalars and what the store said of the run
+
+
+def test_refusals_count_anew_when_something_was_changed_and_what_is_left_is_told(store, writer, batch, monkeypatch):
+    """A compaction comes between again and again, and the service appends each time."""
+    writer.append(batch(range(1), incarnation="ir"))
+    writer.append(run_version("r", "completed"))
+    genuine, seqs = Log.commit, iter(range(1, 100))
+    tries = iter([False, False, False, True] * 3)
+
+    def commit(log, change):
+        if change.removed:
+            if not next(tries, False):
+                raise ConflictError("a compaction was first")
+            writer.append(batch([next(seqs)], incarnation="ir"))
+        return genuine(log, change)
+
+    monkeypatch.setattr(Log, "commit", commit)
+    with pytest.raises(StoreError, match=r"4 rows of 'r' were changed; a service goes on .*`rankscope runs merge`"):
+        edit.rename(store.root, "r", "new", sync_to_disk)
+
+    assert {"new": expected(0, "ir", 3), "r": [(0, "ir", 3)]} == told(store.root)
+
+
+def test_a_run_joined_to_one_that_got_another_attempt_comes_behind_that_too(store, writer, batch, scalars, monkeypatch):
+    """A compaction came between as well, so that the first try was refused."""
+    for run in ("r", "other"):
+        writer.append(batch(range(3), run=run, incarnation=f"i{run}"))
+        writer.append(run_version(run, "completed"))
+    genuine = Log.commit
+    refusals = iter([True])
+
+    def commit(log, change):
+        if change.removed and next(refusals, False):
+            again = scalars([3], run="other", incarnation="iother")
+            again = again.set_column(1, "attempt", pa.array([1], pa.int32()))
+            writer.append(Batch(tables={"scalars": again}, watermarks={"iother": 3}))
+            raise ConflictError("a compaction was first")
+        return genuine(log, change)
+
+    monkeypatch.setattr(Log, "commit", commit)
+    edit.merge(store.root, "r", "other", sync_to_disk)
+
+    assert [*expected(0, "iother", 3), (1, "iother", 3), *expected(2, "ir", 3)] == told(store.root)["other"]
+
+
+@pytest.mark.parametrize(("kind", "again"), [("jsonl", 3), ("live", 0)])
+def test_what_was_imported_may_be_imported_again_and_what_ranks_sent_does_not_come_back(store, batch, kind, again):
+    with Store.open(store.root).claim(owner="importer") as writer:
+        writer.append(batch(range(3)))
+        writer.append(run_version("r", "completed", kind=kind))
+        edit.remove(store.root, "r", sync_to_disk)
+        writer.append(batch(range(3)))
+
+    assert again == len(told(store.root).get("r", []))
+
+
+def test_a_removal_killed_before_its_commit_has_changed_nothing(root):
+    class Killed(BaseException):
+        pass
+
+    def sync(path) -> None:
+        raise Killed
+
+    before = told(root)
+    with pytest.raises(Killed):
+        edit.rename(root, "b", "z", sync)
+
+    assert before == told(root)
+    edit.rename(root, "b", "z", sync_to_disk)
+    assert before["b"] == told(root)["z"]
+
+
+@pytest.mark.parametrize("name", ["", "  ", "x" * 1001, "a\nb", "\udcff"])
+def test_a_run_is_not_renamed_to_what_nobody_could_name_again(root, name):
+    """Rows without a run are those of exporters; a lone surrogate is what a shell makes of a byte that is no UTF-8."""
+    before = told(root)
+
+    with pytest.raises(StoreError, match=r"a run needs a name|a name of a run has at most 1000 characters"):
+        edit.rename(root, "a", name, sync_to_disk)
+
+    assert before == told(root)

@@ -1,0 +1,208 @@
+"""Tags and notes of runs: kept whoever writes last, taken away again, and never in the way of the service."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from rankscope_storage.api import summaries
+from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.errors import StoreError
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.base.schema import dataset_schema
+from rankscope_storage.connection import connect
+from rankscope_storage.log.translation import Change
+from rankscope_storage.maintenance.check import check
+from rankscope_storage.maintenance.compaction import compact
+from rankscope_storage.runs import edit, tags
+from rankscope_storage.runs.tags import Labels, noted, parse_tags, relabel, tagged, untagged
+
+OLD_STORE = Path(__file__).parents[1] / "data" / "store_without_labels"
+MOMENT = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
+
+
+def version(state: str, ordinal: int, run: str = "r") -> Batch:
+    """What a service says of a run; `ordinal` is its clock."""
+    row = {"run": run, "attempt": 0, "state": state, "ordinal": ordinal, "source_kind": "live"}
+    row["ts"] = MOMENT + dt.timedelta(microseconds=ordinal)
+    return Batch(tables={"runs": pa.Table.from_pylist([row], schema=dataset_schema("runs"))}, watermarks={})
+
+
+def shown(root, columns="state, tags, note", run="r"):
+    with connect(root) as connection:
+        return connection.sql(f"SELECT {columns} FROM runs WHERE run = '{run}'").fetchall()
+
+
+@pytest.fixture
+def root(store, writer):
+    writer.append(version("running", 1))
+    return store.root
+
+
+def test_tags_and_note_are_set_changed_and_taken_away(root):
+    relabel(root, "r", tagged({"team": "ours", "size": "7b"}), sync_to_disk)
+    relabel(root, "r", noted("  warm-up too short\nsee r2 "), sync_to_disk)
+    after = relabel(root, "r", untagged(["team"]), sync_to_disk)
+
+    assert Labels({"size": "7b"}, "warm-up too short\nsee r2") == after
+    assert [("running", '{"size":"7b"}', "warm-up too short\nsee r2")] == shown(root)
+    relabel(root, "r", untagged(["size"]), sync_to_disk)
+    relabel(root, "r", noted(""), sync_to_disk)
+    assert [("running", None, None)] == shown(root)
+
+
+def test_the_service_that_writes_the_run_goes_on_and_takes_no_label_away(root, writer, batch):
+    relabel(root, "r", tagged({"keep": "yes"}), sync_to_disk)
+    writer.append(batch(range(3)))
+    writer.append(version("completed", 2))
+    relabel(root, "r", noted("done"), sync_to_disk)
+
+    assert [("completed", '{"keep":"yes"}', "done")] == shown(root)
+
+
+def test_a_label_given_at_the_same_time_does_not_bring_back_an_older_state(root, writer, monkeypatch):
+    """The service says that the run has ended between our look at it and our commit."""
+    written = tags._written
+
+    def late(*arguments):
+        writer.append(version("failed", 2))
+        return written(*arguments)
+
+    monkeypatch.setattr(tags, "_written", late)
+    relabel(root, "r", tagged({"a": "1"}), sync_to_disk)
+
+    assert [("failed", '{"a":"1"}', None)] == shown(root)
+
+
+def test_two_who_label_at_once_lose_nothing(root, monkeypatch):
+    """Both looked at the same version: the second commit is refused, and made anew of what the first one left."""
+    written, refused = tags._written, []
+
+    def second(*arguments):
+        monkeypatch.setattr(tags, "_written", written)
+        relabel(root, "r", tagged({"other": "2"}), sync_to_disk)
+        refused.append(written(*arguments))
+        return refused[0]
+
+    monkeypatch.setattr(tags, "_written", second)
+    relabel(root, "r", tagged({"mine": "1"}), sync_to_disk)
+
+    assert not (root / refused[0].path).exists()  # the refused commit left no file behind
+    assert [("running", '{"mine":"1","other":"2"}', None)] == shown(root)
+
+
+def test_labels_follow_a_run_that_is_renamed(root, writer):
+    relabel(root, "r", tagged({"a": "1"}), sync_to_disk)
+    writer.append(version("completed", 2))
+    writer.close()
+    edit.rename(root, "r", "better", sync_to_disk)
+
+    assert [] == shown(root)
+    assert [("completed", '{"a":"1"}')] == shown(root, "state, tags", "better")
+
+
+def test_labels_outlive_compaction(root, writer, monkeypatch):
+    monkeypatch.setattr("rankscope_storage.maintenance.compaction_plan.SMALL_FILES", 1)
+    relabel(root, "r", tagged({"a": "1"}), sync_to_disk)
+    writer.append(version("stalled", 3))
+    compact(root, sync_to_disk)
+
+    assert [("stalled", '{"a":"1"}', None)] == shown(root)
+
+
+def test_a_clock_that_was_set_back_does_not_bring_back_an_older_label(root, monkeypatch):
+    later = tags._version(tags._known(root, "r"), Labels({"a": "old"}))
+    ahead = pa.array([MOMENT.replace(year=2090)], later.schema.field("ts").type)
+    later = later.set_column(later.schema.get_field_index("ts"), "ts", ahead)
+    tags.Log.open(root, sync_to_disk).commit(Change(added=[tags._written(root, later, sync_to_disk)]))
+    relabel(root, "r", tagged({"a": "new"}), sync_to_disk)
+
+    assert [("running", '{"a":"new"}', None)] == shown(root)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (tagged({"": "x"}), "no key of a tag"),
+        (tagged({"a=b": "x"}), "no key of a tag"),
+        (tagged({"k" * 101: "x"}), "1 to 100 printable"),
+        (tagged({"k": "v" * 1001}), "at most 1000"),
+        (tagged({"k": "a\nb"}), "printable"),
+        (tagged({"k": "\udcff"}), "printable"),
+        (tagged({f"k{n}": "" for n in range(101)}), "at most 100 tags"),
+        (untagged(["nothing"]), "no tag nothing: it has none"),
+        (noted("x" * 10_001), "at most 10000"),
+        (noted("a\x1b[2J"), "printable"),
+    ],
+)
+def test_what_nobody_could_type_or_read_again_is_refused(change, complaint):
+    with pytest.raises(StoreError, match=complaint):
+        change(Labels())
+
+
+def test_what_is_refused_changes_nothing(root):
+    with pytest.raises(StoreError, match="no key of a tag"):
+        relabel(root, "r", tagged({"good": "1", "": "x"}), sync_to_disk)
+
+    assert [("running", None, None)] == shown(root)
+
+
+def test_a_run_that_nobody_registered_has_no_labels(root, writer, batch):
+    writer.append(batch(range(3), run="rows alone", incarnation="i1"))
+
+    with pytest.raises(StoreError, match="nothing of 'rows alone' beside its rows"):
+        relabel(root, "rows alone", noted("x"), sync_to_disk)
+
+
+@pytest.mark.parametrize("text", [None, "", "no JSON", "[1]", "3", '{"a": 1}'])
+def test_tags_written_by_another_program_that_are_none_are_none(text):
+    assert {} == parse_tags(text)
+
+
+def test_a_disk_that_takes_no_file_is_told_in_words(root, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tags, "write_file", full)
+    with pytest.raises(StoreError, match=r"cannot write to .*No space left on device"):
+        relabel(root, "r", noted("x"), sync_to_disk)
+
+
+# A store whose files were written before these columns were.
+
+
+@pytest.fixture
+def old(tmp_path):
+    return Path(shutil.copytree(OLD_STORE, tmp_path / "old"))
+
+
+def test_a_store_written_before_there_were_labels_reads_on(old):
+    """The files in `tests/storage/data` were written by the release before; nothing of them may change."""
+    with connect(old) as connection:
+        assert "tags" not in {field.name for field in connection._log._table.schema().fields}
+        rows = summaries.runs(connection).to_pylist()
+
+    assert [("completed", None, None)] == shown(old, run="before")
+    assert [("before", 2, "completed", None)] == [
+        (row["run"], row["last_step"], row["state"], row["tags"]) for row in rows
+    ]
+    assert check(old, deep=True).is_whole
+
+
+def test_a_store_written_before_there_were_labels_takes_them_and_further_rows(old):
+    relabel(old, "before", tagged({"kept": "1"}), sync_to_disk)
+    with Store.open(old).claim(owner="after") as writer:
+        writer.append(version("running", 20, run="after"))
+
+    assert [("completed", '{"kept":"1"}', None)] == shown(old, run="before")
+    assert [("running", None)] == shown(old, "state, tags", "after")
+    with connect(old) as connection:
+        assert [1.0, 1 / 2, 1 / 3] == connection.query("SELECT value FROM scalars ORDER BY step")["value"].to_pylist()
+    [(config,)] = shown(old, "config", run="before")
+    assert ["train.py"] == json.loads(config)["argv"]
+    assert check(old, deep=True).is_whole

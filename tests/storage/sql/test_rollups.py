@@ -1,0 +1,332 @@
+"""Rollups say what all their rows said, in however many pieces and orders they were rolled up, killed or late."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.storage.sql.rollup_reference import Row, rollups
+
+from rankscope_contract.rollups import ROLLUPS
+from rankscope_storage.api.store import Batch, Store, Writer
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.base.schema import dataset_schema, table_schema
+from rankscope_storage.connection import Connection, connect
+from rankscope_storage.log.delta import Log
+from rankscope_storage.maintenance import retention_plan, rollup_writer
+from rankscope_storage.maintenance.check import check
+from rankscope_storage.maintenance.retention import Retention, RetentionReport, retain
+from rankscope_storage.runs import edit
+
+START = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)
+POLICY = Retention(raw_days=10, scalars_days=10)
+"""The slack is a day."""
+
+
+def day(number: float) -> dt.datetime:
+    return START + dt.timedelta(days=number)
+
+
+def append(writer: Writer, dataset: str, rows: Sequence[Row]) -> None:
+    table = pa.Table.from_pylist([{"run": "r", **row} for row in rows], schema=dataset_schema(dataset))
+    writer.append(Batch(tables={dataset: table}, watermarks={}))
+
+
+def let_age(root, until: float, *, sync=sync_to_disk, works: int | None = None) -> RetentionReport:
+    """Apply POLICY at such a time that what is older than day `until` is too old."""
+    return retain(root, POLICY, sync, now=day(until + 10), works=works)
+
+
+def found(connection: Connection, dataset: str) -> list[dict[str, Any]]:
+    return connection.query(f"FROM {ROLLUPS[dataset]}").to_pylist()
+
+
+def comparable(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Everything but what is null in all rollups, in an order of its own; means to 13 digits."""
+    unknown = ("incarnation", "seq", "ordinal", "ts_origin")
+    texts = []
+    for row in rows:
+        told = {name: value for name, value in row.items() if name not in unknown}
+        for name, value in told.items():
+            told[name] = told_alike(value)
+        texts.append(repr(sorted(told.items(), key=lambda item: item[0])))
+    return sorted(texts)
+
+
+def told_alike(value: Any) -> Any:
+    if isinstance(value, dt.datetime):
+        return value.astimezone(dt.UTC).isoformat()
+    return f"{value + 0.0:.12e}" if isinstance(value, float) else value  # no sign of zero
+
+
+FLOATS = st.one_of(st.none(), st.just(math.nan), st.just(math.inf), st.just(0.0), st.floats(-9, 9, width=32))
+COUNTS = st.one_of(st.none(), st.integers(0, 3))
+TENSOR_ROWS = st.fixed_dictionaries(
+    {
+        "run": st.sampled_from(["r", "s"]),
+        "attempt": st.sampled_from([0, 0, 1]),
+        "rank": st.sampled_from([0, 1]),
+        "step": st.one_of(st.none(), st.integers(-150, 350)),
+        "micro_step": st.sampled_from([None, 3]),
+        "kind": st.just("k"),
+        "tensor": st.sampled_from(["a", "b"]),
+        "call_seq": st.sampled_from([None, 1]),
+        "norm": FLOATS,
+        "min": FLOATS,
+        "max": FLOATS,
+        "mean": FLOATS,
+        "nans": COUNTS,
+        "infs": COUNTS,
+        "zeros": COUNTS,
+        "numel": st.just(9),
+    }
+)
+SCALAR_ROWS = st.fixed_dictionaries(
+    {
+        "rank": st.sampled_from([None, 1]),
+        "step": st.one_of(st.none(), st.integers(0, 350)),
+        "name": st.sampled_from(["loss", "lr"]),
+        "labels": st.sampled_from([None, '{"a":"b"}']),
+        "value": st.one_of(FLOATS, st.sampled_from([1.7e308, -1.7e308, 5e-324])),
+    }
+)
+ROWS = st.one_of(
+    st.tuples(st.just("tensor_stats"), st.lists(TENSOR_ROWS, min_size=1, max_size=25)),
+    st.tuples(st.just("scalars"), st.lists(SCALAR_ROWS, min_size=1, max_size=25)),
+)
+
+
+class Killed(BaseException):
+    """As if the process died: nothing in our code catches it."""
+
+
+def dying(after: int):
+    """A sync that dies at its `after`-th call."""
+    left = [after]
+
+    def sync(path) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise Killed
+        sync_to_disk(path)
+
+    return sync
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ROWS, st.data())
+def test_whatever_was_rolled_up_when_and_however_often_it_died_the_rollups_are_those_of_all_rows_at_once(
+    tmp_path_factory, monkeypatch, given_rows, data
+):
+    dataset, rows = given_rows
+    rows = [{"run": "r", **row, "ts": day(data.draw(st.floats(0, 9)))} for row in rows]  # late ones too: in any order
+    monkeypatch.setattr(retention_plan, "WORK_ROWS", 5)
+    store = Store.open(tmp_path_factory.mktemp("store"), create=True)
+    with store.claim(owner="me") as writer, connect(store.root) as connection:
+        while_there = list(rows)
+        while while_there:
+            size = data.draw(st.integers(6, 15))
+            append(writer, dataset, while_there[:size])
+            del while_there[:size]
+            with contextlib.suppress(Killed):
+                let_age(store.root, data.draw(st.floats(0, 12)), sync=dying(data.draw(st.integers(1, 12))), works=2)
+            told = connection.query(f'SELECT sum("rows")::BIGINT AS rows FROM {timeline(dataset)}').to_pylist()
+
+            assert [{"rows": len(rows) - len(while_there)}] == told
+        let_age(store.root, 30)
+
+        assert comparable(rollups(dataset, rows)) == comparable(found(connection, dataset))
+        assert 0 == len(connection.query(f"FROM {dataset}"))
+        assert check(store.root).is_whole
+
+
+def timeline(dataset: str) -> str:
+    return {"tensor_stats": "tensor_timeline", "scalars": "scalar_timeline"}[dataset]
+
+
+def steps(first: int, end: int, *, per_day: int = 100, **columns) -> list[Row]:
+    """One tensor, a row per step, `per_day` steps in a day."""
+    return [
+        {"attempt": 0, "step": step, "ts": day(step / per_day), "kind": "k", "tensor": "t", "norm": 1.0, **columns}
+        for step in range(first, end)
+    ]
+
+
+@pytest.mark.parametrize("dataset", ["tensor_stats", "scalars"])
+def test_rollups_are_the_same_in_however_many_slices_they_are_summed(tmp_path, monkeypatch, dataset):
+    """Slices are divided where row groups begin; names are no numbers, and some have a quote in them."""
+    names = {"tensor_stats": {"kind": "k", "tensor": "{}"}, "scalars": {"name": "{}"}}[dataset]
+    value = {"tensor_stats": "norm", "scalars": "value"}[dataset]
+    texts = ["a", "a'", "a'b", "学", "b", "layers.10", "layers.9", "~"]
+    rows = [
+        {"run": run, "rank": rank, "step": step, "ts": day(0), value: float(7 * number + step)}
+        | {column: pattern.format(text) for column, pattern in names.items()}
+        for run in ("r", "s")
+        for rank in (0, 1)
+        for number, text in enumerate(texts)
+        for step in (5, 90, 105)
+    ]
+    told, slices = [], []
+    for slice_rows in (rollup_writer.SLICE_ROWS, 60, 1):
+        monkeypatch.setattr("rankscope_storage.files.encoding.ROW_GROUP_ROWS", 4)
+        monkeypatch.setattr(rollup_writer, "SLICE_ROWS", slice_rows)
+        root = tmp_path / str(slice_rows)
+        with Store.open(root, create=True).claim("0/1", owner="test") as writer:
+            for start in range(3):
+                append(writer, dataset, rows[start::3])
+        paths = [str(path) for path in root.glob(f"dataset={dataset}/*/*.parquet")]
+        slices.append(len(rollup_writer.slices(paths, dataset)))
+        let_age(root, 5)
+        with connect(root) as connection:
+            told.append(comparable(found(connection, dataset)))
+
+    assert 2 * 2 * 8 * 2 == len(told[0])
+    assert [told[0]] * 2 == told[1:]
+    assert [1, 2, 4] == slices
+
+
+def test_a_file_that_reaches_over_the_limit_is_cut_between_two_buckets(store, writer, connection):
+    append(writer, "tensor_stats", steps(0, 1000, per_day=250))  # four days
+    report = let_age(store.root, 2.9)  # in the middle of steps 700 to 799
+
+    assert (1, 700, 7) == (report.files, report.rows, report.added_rows)
+    assert [(700, 999, 300)] == connection.sql("SELECT min(step), max(step), count(*) FROM tensor_stats").fetchall()
+    assert [(step, 100) for step in range(0, 700, 100)] == connection.sql(
+        'SELECT step, "rows" FROM tensor_rollups ORDER BY step'
+    ).fetchall()
+    assert check(store.root, deep=True).is_whole
+
+
+def test_a_file_is_not_cut_for_less_than_the_slack_nor_when_no_bucket_is_over(store, writer, connection):
+    append(writer, "tensor_stats", steps(0, 300, per_day=100))
+    version = Log.open(store.root, sync_to_disk).version
+    let_age(store.root, 0.9)
+
+    assert version == Log.open(store.root, sync_to_disk).version
+    append(writer, "tensor_stats", steps(0, 90, per_day=1, tensor="slow"))  # its one bucket lasts 90 days
+    version = Log.open(store.root, sync_to_disk).version
+    let_age(store.root, 80)
+
+    assert version + 1 == Log.open(store.root, sync_to_disk).version
+    assert [("slow", 90)] == connection.sql("SELECT tensor, count(*) FROM tensor_stats GROUP BY tensor").fetchall()
+
+
+def test_neither_a_file_that_cannot_be_read_nor_one_without_an_old_bucket_keeps_the_others(store, writer, connection):
+    append(writer, "tensor_stats", steps(0, 100, attempt=0))
+    append(writer, "tensor_stats", steps(0, 90, per_day=1, attempt=1))  # its one bucket is not over
+    append(writer, "tensor_stats", steps(0, 90, per_day=1, attempt=2))
+    append(writer, "tensor_stats", steps(0, 100, attempt=3))
+    append(writer, "scalars", [{"step": 1, "ts": day(0), "name": "loss", "value": 1.0}])
+    table = Log.open(store.root, sync_to_disk).snapshot().files.to_pylist()
+    [broken] = [file["path"] for file in table if file["attempt_max"] == 0]
+    (store.root / broken).write_bytes(b"no Parquet" * 99)
+    reports = []
+    while not reports or reports[-1].left:
+        reports.append(let_age(store.root, 50, works=1))
+
+    assert (2, 101) == (len(reports), sum(report.rows for report in reports))
+    assert ["cannot roll up files" in text for report in reports for text in report.failed] in ([True], [True, True])
+
+
+def test_a_bucket_that_goes_on_in_a_younger_file_waits_for_it_a_day_at_most(store, writer, connection):
+    for first in range(0, 200, 20):
+        append(writer, "tensor_stats", steps(first, first + 20))
+    let_age(store.root, 1.4)
+
+    assert [(0, 100)] == connection.sql('SELECT step, "rows" FROM tensor_rollups').fetchall()
+    let_age(store.root, 2.1)
+    assert [(0, 100), (100, 100)] == connection.sql('SELECT step, "rows" FROM tensor_rollups ORDER BY 1').fetchall()
+    append(writer, "tensor_stats", steps(200, 220))
+    append(writer, "tensor_stats", steps(220, 240, per_day=10))  # training has become slow
+    let_age(store.root, 3.5)
+    assert 240 == connection.sql("SELECT sum(rows) FROM tensor_timeline").fetchall()[0][0]
+    assert 20 == connection.sql("SELECT count(*) FROM tensor_stats").fetchall()[0][0]
+
+
+def test_late_rows_of_a_bucket_are_one_row_with_the_others(store, writer, connection):
+    append(writer, "tensor_stats", steps(0, 60, norm=1.0, nans=0))
+    let_age(store.root, 5)
+    append(writer, "tensor_stats", steps(60, 100, norm=11.0, nans=2))
+    let_age(store.root, 6)
+    (row,) = connection.query("FROM tensor_rollups").to_pylist()
+
+    assert 2 == len(connection.files("tensor_rollups"))
+    assert (100, 0, 99, 1.0, 11.0, 5.0) == tuple(
+        row[name] for name in ("rows", "first_step", "last_step", "norm_min", "norm_max", "norm_avg")
+    )
+    assert (80, 40, 60) == tuple(row[name] for name in ("nans", "nonfinite_rows", "first_nonfinite_step"))
+
+
+def test_numbers_at_the_ends_of_their_types_stop_no_retention(store, writer, connection):
+    lowest, highest = -(1 << 63), (1 << 63) - 1
+    rows = [{"step": step, "ts": day(0), "kind": "k", "tensor": "t", "zeros": highest} for step in (lowest, highest)]
+    append(writer, "tensor_stats", rows + rows)
+    append(writer, "scalars", [{"step": 1, "ts": day(0), "name": "n", "value": 1.7e308}] * 3)
+    let_age(store.root, 5)
+
+    assert [highest, highest] == [row["zeros"] for row in found(connection, "tensor_stats")]
+    assert [pytest.approx(1.7e308, rel=1e-15)] == [row["value_avg"] for row in found(connection, "scalars")]
+
+
+def test_a_table_of_before_there_were_rollups_gets_their_columns(folder, monkeypatch):
+    today = table_schema()
+    before = pa.schema([field for field in today if not field.name.startswith(("norm_", "value_"))])
+    with monkeypatch.context() as patched:
+        patched.setattr("rankscope_storage.log.delta.table_schema", lambda: before)
+        with Store.open(folder, create=True).claim(owner="me") as writer:
+            append(writer, "tensor_stats", steps(0, 100))
+    let_age(folder, 5)
+
+    assert [] == Log.open(folder, sync_to_disk).add_missing_columns()
+    with connect(folder) as connection:
+        assert 100 == found(connection, "tensor_stats")[0]["norm_count"]
+
+
+def test_rollups_go_with_their_run_when_it_is_removed_renamed_or_joined(store, writer, connection):
+    for run in ("a", "b", "c"):
+        append(writer, "tensor_stats", steps(0, 100, run=run))
+    let_age(store.root, 5)
+    edit.remove(store.root, "a", sync_to_disk)
+    edit.rename(store.root, "b", "d", sync_to_disk)
+    edit.merge(store.root, "d", "c", sync_to_disk)
+    told = connection.sql('SELECT run, attempt, "rows" FROM tensor_rollups ORDER BY attempt').fetchall()
+
+    assert [("c", 0, 100), ("c", 1, 100)] == told
+    assert check(store.root, deep=True).is_whole
+
+
+def test_days_that_many_runs_share_become_months(store, writer):
+    append(writer, "tensor_stats", steps(0, 10))
+    let_age(store.root, 5)
+    (part,) = Log.open(store.root, sync_to_disk).snapshot().files["part"].to_pylist()
+
+    assert part == f"_shared-{dt.datetime.now(dt.UTC):%Y-%m}"
+
+
+def test_rollups_are_merged_like_all_files(store, writer, connection, monkeypatch):
+    monkeypatch.setattr("rankscope_storage.maintenance.compaction_plan.SMALL_FILES", 2)
+    for number in range(4):
+        append(writer, "tensor_stats", steps(100 * number, 100 * number + 100))
+        let_age(store.root, 10 + number)
+    before = comparable(found(connection, "tensor_stats"))
+    writer.compact()
+
+    assert (1, before) == (len(connection.files("tensor_rollups")), comparable(found(connection, "tensor_stats")))
+
+
+def test_one_mean_of_float32_is_that_of_float64(store, writer, connection):
+    values = np.random.default_rng(0).normal(1e3, 1, 100).astype(np.float32)
+    append(writer, "tensor_stats", [{**row, "norm": float(v)} for row, v in zip(steps(0, 100), values, strict=True)])
+    let_age(store.root, 5)
+
+    assert found(connection, "tensor_stats")[0]["norm_avg"] == pytest.approx(
+        values.astype(np.float64).mean(), rel=1e-15
+    )

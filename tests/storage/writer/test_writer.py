@@ -1,0 +1,408 @@
+"""Exactly once: through repeats, overlaps, refusals, commits without an answer, and kill -9."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.errors import BatchError, ConflictError, StoreError
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.connection import connect
+from rankscope_storage.log.delta import Log
+from rankscope_storage.log.translation import Change
+
+KILLED = Path(__file__).parents[1] / "appending.py"
+
+
+def stored_seqs(connection, incarnation: str = "i0") -> list[int]:
+    query = "SELECT seq FROM scalars WHERE incarnation = ? ORDER BY seq"
+    return [seq for (seq,) in connection.sql(query, [incarnation]).fetchall()]
+
+
+def test_an_append_is_visible_at_the_version_it_returns(writer, batch, connection):
+    commit = writer.append(batch(range(5)))
+
+    assert [0, 1, 2, 3, 4] == stored_seqs(connection)
+    assert {"scalars": 5} == commit.rows
+    assert (1, connection.version) == (commit.files, commit.version)
+
+
+def test_the_watermark_is_the_last_seq_stored(writer, batch):
+    assert -1 == writer.watermark("i0")
+
+    writer.append(batch(range(5)))
+
+    assert 4 == writer.watermark("i0")
+
+
+def test_a_watermark_moves_over_records_that_have_no_rows(writer, store):
+    """A record may hold nothing: its seq is stored all the same, or the rank would send it for ever."""
+    commit = writer.append(Batch(tables={}, watermarks={"i0": 7}))
+
+    assert ({}, 0, 7) == (commit.rows, commit.files, writer.watermark("i0"))
+
+
+def test_a_repeated_batch_stores_nothing_and_commits_nothing(writer, batch, connection):
+    first = writer.append(batch(range(5)))
+    again = writer.append(batch(range(5)))
+
+    assert ({}, 0, first.version) == (again.rows, again.files, again.version)
+    assert 5 == len(stored_seqs(connection))
+
+
+def test_an_overlapping_batch_stores_only_what_is_new(writer, batch, connection):
+    writer.append(batch(range(5)))
+    commit = writer.append(batch(range(3, 9)))
+
+    assert {"scalars": 4} == commit.rows
+    assert list(range(9)) == stored_seqs(connection)
+
+
+def test_a_watermark_never_goes_back(writer, batch):
+    writer.append(batch(range(5)))
+    writer.append(batch(range(2)))
+
+    assert 4 == writer.watermark("i0")
+
+
+def test_rows_without_incarnation_or_seq_always_pass(writer, scalars, connection):
+    """What the service itself says has no incarnation; a note about a rank has one, but no seq."""
+    writer.append(Batch(tables={"scalars": scalars(range(3))}, watermarks={"i0": 2}))
+    nobody = scalars(range(2), incarnation=None)
+    no_seq = scalars(range(2)).set_column(4, "seq", pa.nulls(2, pa.int64()))
+    commit = writer.append(Batch(tables={"scalars": pa.concat_tables([nobody, no_seq])}, watermarks={}))
+
+    assert {"scalars": 4} == commit.rows
+
+
+def test_incarnations_are_trimmed_each_by_its_own_watermark(writer, scalars, connection):
+    writer.append(Batch(tables={"scalars": scalars(range(3))}, watermarks={"i0": 2}))
+    both = pa.concat_tables([scalars(range(6)), scalars(range(6), incarnation="i1", rank=1)])
+    commit = writer.append(Batch(tables={"scalars": both}, watermarks={"i0": 5, "i1": 5}))
+
+    assert {"scalars": 9} == commit.rows
+    assert list(range(6)) == stored_seqs(connection)
+    assert list(range(6)) == stored_seqs(connection, "i1")
+
+
+def test_text_may_come_dictionary_encoded_and_in_chunks(writer, scalars, connection):
+    table = pa.concat_tables([scalars(range(3)), scalars(range(6), run="s", incarnation="i1")])
+    for name in ("run", "incarnation", "name"):
+        column = pa.chunked_array([chunk.dictionary_encode() for chunk in table.column(name).chunks])
+        table = table.set_column(table.column_names.index(name), name, column)
+    for _ in range(2):
+        writer.append(Batch(tables={"scalars": table}, watermarks={"i0": 2, "i1": 5}))
+
+    assert [("r", 3), ("s", 6)] == connection.sql("SELECT run, count(*) FROM scalars GROUP BY 1 ORDER BY 1").fetchall()
+
+
+def test_all_datasets_of_a_batch_arrive_together(writer, scalars, connection):
+    event = pa.table({"run": ["r"], "incarnation": ["i0"], "seq": [0], "type": ["note"]})
+    commit = writer.append(Batch(tables={"scalars": scalars([0]), "events": event}, watermarks={"i0": 0}))
+
+    assert ({"scalars": 1, "events": 1}, 2) == (commit.rows, commit.files)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda table: table.append_column("extra", pa.nulls(len(table))), "has no column extra"),
+        (lambda table: table.drop_columns("run"), "scalars.run is null in 3 rows"),
+        (lambda table: table.set_column(8, "value", [["a", "b", "c"]]), "scalars.value must be double"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused_before_anything_is_written(writer, scalars, store, change, words):
+    with pytest.raises(BatchError, match=words):
+        writer.append(Batch(tables={"scalars": change(scalars(range(3)))}, watermarks={"i0": 2}))
+
+    assert -1 == writer.watermark("i0")
+    assert [] == list(store.root.glob("dataset=*"))
+
+
+@pytest.mark.parametrize("watermarks", [{}, {"i0": 1}])
+def test_rows_above_the_watermark_of_their_batch_are_refused(writer, scalars, watermarks):
+    """Sent again after a restart, they would be stored twice."""
+    with pytest.raises(BatchError, match="seq above the batch's watermark"):
+        writer.append(Batch(tables={"scalars": scalars(range(3))}, watermarks=watermarks))
+
+
+def test_an_unknown_dataset_is_refused_with_the_known_ones(writer, scalars):
+    with pytest.raises(BatchError, match="tensor_stats"):
+        writer.append(Batch(tables={"scalar": scalars([0])}, watermarks={"i0": 0}))
+
+
+def test_a_restarted_service_knows_the_watermarks_after_a_checkpoint(store, batch):
+    with store.claim(owner="a") as writer:
+        for seq in range(25):
+            writer.append(batch([seq]))
+        writer.maintain()
+    with store.claim(owner="b") as writer:
+        assert 24 == writer.watermark("i0")
+
+
+def test_another_shard_that_took_a_target_over_is_noticed(store, batch, connection):
+    """Watermarks are cached, so what others commit meanwhile has to reach the cache."""
+    with store.claim("0/2", owner="a") as one, store.claim("1/2", owner="b") as other:
+        one.append(batch(range(3)))
+        other.append(batch(range(6)))
+        one.append(batch(range(8)))
+
+        assert 7 == one.watermark("i0")
+
+    assert list(range(8)) == stored_seqs(connection)
+
+
+def test_cached_watermarks_are_dropped_when_the_log_no_longer_tells_what_moved(store, batch, monkeypatch, connection):
+    with store.claim("0/2", owner="a") as one, store.claim("1/2", owner="b") as other:
+        one.append(batch(range(3)))
+        other.append(batch(range(6)))
+        monkeypatch.setattr(Log, "changed_transactions", lambda log, since: None)
+        one.append(batch(range(8)))
+
+    assert list(range(8)) == stored_seqs(connection)
+
+
+def test_the_log_tells_what_moved_until_an_entry_is_cleaned_up(store, writer, batch):
+    for seq in range(3):
+        writer.append(batch([seq]))
+    log = Log.open(store.root, sync_to_disk)
+
+    assert {"w:i0": 2, "ingest:0/1": 4} == log.changed_transactions(2)
+
+    (store.root / "_delta_log" / "00000000000000000003.json").unlink()
+
+    assert log.changed_transactions(2) is None
+
+
+def test_a_refused_append_is_tried_again_and_leaves_no_file_behind(writer, batch, monkeypatch, store, connection):
+    genuine, refusals = Log.commit, [1, 2]
+
+    def refuse_twice(log: Log, change: Change) -> int:
+        if refusals:
+            refusals.pop()
+            raise ConflictError("metadata changed")
+        return genuine(log, change)
+
+    monkeypatch.setattr(Log, "commit", refuse_twice)
+    monkeypatch.setattr("rankscope_storage.writer.writer._FIRST_PAUSE_SECONDS", 0.0)
+    writer.append(batch(range(5)))
+
+    assert list(range(5)) == stored_seqs(connection)
+    assert 1 == len(list(store.root.rglob("dataset=*/part=*/*.parquet")))
+
+
+def test_files_that_a_clean_up_took_before_their_commit_are_written_anew(writer, batch, monkeypatch, connection, store):
+    """A service that was stopped for hours between the two, and whose files looked like leavings."""
+    genuine, taken = Log.commit, []
+
+    def wake(log: Log, change: Change) -> int:
+        if not taken:
+            taken.append((store.root / change.added[0].path).unlink())
+        return genuine(log, change)
+
+    monkeypatch.setattr(Log, "commit", wake)
+    monkeypatch.setattr("rankscope_storage.writer.writer._FIRST_PAUSE_SECONDS", 0.0)
+    writer.append(batch(range(5)))
+
+    assert list(range(5)) == stored_seqs(connection)
+
+
+def test_refusals_without_end_become_an_error(writer, batch, monkeypatch, store):
+    def refuse(log: Log, change: Change) -> int:
+        raise ConflictError("metadata changed")
+
+    monkeypatch.setattr(Log, "commit", refuse)
+    monkeypatch.setattr("rankscope_storage.writer.writer._FIRST_PAUSE_SECONDS", 0.0)
+    with pytest.raises(StoreError, match="refused 6 times"):
+        writer.append(batch(range(5)))
+
+    assert [] == list(store.root.rglob("dataset=*/part=*/*.parquet"))
+
+
+def test_a_commit_without_an_answer_is_known_again_though_another_batch_came_first(
+    writer, scalars, monkeypatch, connection
+):
+    """The service appends what is pushed to it beside what it pulls."""
+    genuine = Log.commit
+
+    def fail(log: Log, change: Change) -> int:
+        genuine(log, change)
+        raise StoreError("the disk hiccuped")
+
+    pushed = Batch(tables={"scalars": scalars(range(2), incarnation=None)}, watermarks={})
+    monkeypatch.setattr(Log, "commit", fail)
+    with pytest.raises(StoreError, match="hiccuped"):
+        writer.append(pushed)
+    monkeypatch.undo()
+    writer.append(Batch(tables={"scalars": scalars(range(5))}, watermarks={"i0": 4}))
+    writer.append(pushed)
+
+    assert [(7,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
+
+
+def test_what_a_batch_says_stands_in_the_log_for_the_next_owner(store, writer, scalars):
+    writer.append(Batch(tables={"scalars": scalars(range(2))}, watermarks={"i0": 1}, info={"receipts": "a b"}))
+    writer.append(Batch(tables={"scalars": scalars(range(4))}, watermarks={"i0": 3}))
+    writer.close()
+
+    with store.claim(owner="next") as successor:
+        assert ["a b"] == successor.told("receipts", 10)
+
+
+@pytest.mark.parametrize("landed", [True, False])
+def test_a_commit_without_an_answer_is_looked_up_when_the_batch_comes_again(
+    writer, scalars, monkeypatch, connection, landed
+):
+    """Also rows that carry no watermark, and would be stored twice otherwise."""
+    genuine = Log.commit
+
+    def fail(log: Log, change: Change) -> int:
+        if landed:
+            genuine(log, change)
+        raise StoreError("the disk hiccuped")
+
+    tables = {"scalars": pa.concat_tables([scalars(range(3)), scalars(range(2), incarnation=None)])}
+    batch = Batch(tables=tables, watermarks={"i0": 2})
+    monkeypatch.setattr(Log, "commit", fail)
+    with pytest.raises(StoreError, match="hiccuped"):
+        writer.append(batch)
+    monkeypatch.undo()
+    commit = writer.append(batch)
+    writer.append(Batch(tables={"scalars": scalars(range(5))}, watermarks={"i0": 4}))
+
+    assert {"scalars": 5} == commit.rows
+    assert [(7,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
+
+
+def test_a_commit_found_afterwards_is_on_the_disk_before_it_counts(writer, batch, monkeypatch):
+    """Its entry was written by the failed commit, which did not get as far as bringing it to the disk."""
+    synced = []
+
+    def unsynced(log: Log) -> int:
+        raise StoreError("the disk hiccuped")
+
+    rows = batch(range(3))
+    monkeypatch.setattr(Log, "make_durable", unsynced)
+    with pytest.raises(StoreError, match="hiccuped"):
+        writer.append(rows)
+    monkeypatch.undo()
+    monkeypatch.setattr(writer._log, "_sync", synced.append)
+    commit = writer.append(rows)
+
+    assert f"{commit.version:020d}.json" in [path.name for path in synced]
+
+
+def test_a_full_disk_is_said_and_the_batch_can_come_again(writer, batch, monkeypatch, connection, store):
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rankscope_storage.files.encoding.pq.ParquetWriter.write_table", full)
+    with pytest.raises(StoreError, match="No space left on device"):
+        writer.append(batch(range(5)))
+    monkeypatch.undo()
+
+    assert [] == list((store.root / "_staging").iterdir())
+
+    writer.append(batch(range(5)))
+
+    assert list(range(5)) == stored_seqs(connection)
+
+
+def test_a_staging_folder_that_somebody_tidied_away_is_made_again(writer, batch, store, connection):
+    (store.root / "_staging").rmdir()
+    writer.append(batch(range(5)))
+
+    assert list(range(5)) == stored_seqs(connection)
+
+
+def test_two_threads_take_turns(writer, batch, connection):
+    def append(incarnation: str) -> None:
+        for seq in range(10):
+            writer.append(batch([seq], incarnation=incarnation))
+
+    threads = [threading.Thread(target=append, args=(f"t{number}",)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert [(20,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
+
+
+def test_nothing_is_acknowledged_before_it_is_on_the_disk_in_this_order(folder, batch):
+    """File, its folders, then the entry that names it, then the folder of the log."""
+    seen: list[tuple[str, bool]] = []
+    entry = folder / "_delta_log" / "00000000000000000002.json"
+
+    def record(path: Path) -> None:
+        name = path.relative_to(folder).as_posix()
+        seen.append(("staged file" if name.startswith("_staging/") else name, entry.exists()))
+
+    writer = Store.open(folder, create=True, sync=record).claim(owner="a")
+    seen.clear()
+    with writer:
+        writer.append(batch(range(3)))
+    (part,) = (path.name for path in folder.glob("dataset=scalars/part=*"))
+
+    assert [
+        ("staged file", False),
+        (".", False),
+        ("dataset=scalars", False),
+        (f"dataset=scalars/{part}", False),
+        ("_delta_log/00000000000000000002.json", True),
+        ("_delta_log", True),
+    ] == seen
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(deliveries=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6), st.booleans()), max_size=8))
+def test_whatever_is_delivered_again_every_record_is_stored_once(tmp_path_factory, batch, deliveries):
+    """A rank always sends from at or below the watermark; the service may die between any two deliveries."""
+    store = Store.open(tmp_path_factory.mktemp("store"), create=True)
+    writer, expected = store.claim(owner="a"), -1
+    for start, count, restarted in deliveries:
+        if restarted:
+            writer.close()
+            writer = store.claim(owner="a")
+        first = min(start, writer.watermark("i0") + 1)
+        writer.append(batch(range(first, first + count)))
+        expected = max(expected, first + count - 1)
+    writer.close()
+    with connect(store.root) as connection:
+        assert list(range(expected + 1)) == stored_seqs(connection)
+
+
+def test_five_kills_lose_nothing_and_double_nothing(store, connection):
+    """A real process that appends in a loop, killed at five random moments."""
+    chance = random.Random(20)
+    for killed in (True, True, True, True, True, False):
+        process = subprocess.Popen(
+            [sys.executable, KILLED, str(store.root), "150"], stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        assert process.stdout is not None
+        lines = chance.randint(3, 25)
+        for number, _ in enumerate(process.stdout):
+            if killed and number >= lines:
+                process.kill()
+                break
+        process.stdout.close()
+        process.wait()
+
+        assert (-9 if killed else 0) == process.returncode
+
+    expected = 150 * 2 * 4
+    key = "incarnation, seq, kind, tensor"
+    query = f"SELECT count(*), count(DISTINCT ({key})), min(seq), max(seq) FROM tensor_stats"
+
+    assert [(expected, expected, 0, 149)] == connection.sql(query).fetchall()
+    assert [(300,)] == connection.sql("SELECT count(DISTINCT (incarnation, seq)) FROM scalars").fetchall()
+    assert [(300,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
