@@ -17,10 +17,10 @@ from rankscope_contract.identity import Identity
 from rankscope_exporter.serving.channel import Channel
 from rankscope_exporter.serving.codec import encode
 from rankscope_exporter.serving.config import ServeConfig
-from rankscope_ingest.channel.checked import Checked, RowContext, check
-from rankscope_ingest.channel.decode import decode
-from rankscope_ingest.channel.plans import PlanColumns
-from rankscope_ingest.channel.wire import open_stream
+from rankscope_ingest.record_channel.arrow_guard import open_stream
+from rankscope_ingest.record_channel.decode import decode
+from rankscope_ingest.record_channel.plans import PlanColumns
+from rankscope_ingest.record_channel.validate import Checked, RowContext, check
 from rankscope_storage.store import Batch, Store
 
 TENSORS, STEPS_A_POLL, RANKS, POLLS = 2_500, 10, 8, 10

@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 from _rows import Row, cpu_seconds
 
-from rankscope_ingest.protobuf import packed
-from rankscope_ingest.remote_read.messages import read_response
-from rankscope_ingest.remote_read.streaming import frames
+from rankscope_ingest.base.protobuf import packed
+from rankscope_ingest.remote_read.chunked import frames
+from rankscope_ingest.remote_read.codec import read_response
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.remote_read.matchers import Matcher, MatchType
 from rankscope_storage.remote_read.question import Question

@@ -21,10 +21,10 @@ from _rows import Row, cpu_seconds, print_rows
 from _stored_size import bytes_per_sample, dearest, prototype, stored_files
 
 from rankscope_exporter.serving.codec import encode
-from rankscope_ingest.channel.checked import RowContext, check
-from rankscope_ingest.channel.decode import decode
-from rankscope_ingest.channel.plans import PlanColumns
-from rankscope_ingest.channel.wire import open_stream
+from rankscope_ingest.record_channel.arrow_guard import open_stream
+from rankscope_ingest.record_channel.decode import decode
+from rankscope_ingest.record_channel.plans import PlanColumns
+from rankscope_ingest.record_channel.validate import RowContext, check
 from rankscope_storage.care import merges
 from rankscope_storage.care.compaction import CompactionReport
 from rankscope_storage.durable import sync_to_disk

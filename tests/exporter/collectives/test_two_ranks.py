@@ -17,8 +17,8 @@ from rankscope_contract.collectives import CallState
 from rankscope_contract.stacks import FlightRecord
 from rankscope_exporter.record import StepRecord
 from rankscope_exporter.serving.codec import encode
-from rankscope_ingest.channel.checked import RowContext, check
-from rankscope_ingest.channel.decode import decode
+from rankscope_ingest.record_channel.decode import decode
+from rankscope_ingest.record_channel.validate import RowContext, check
 from rankscope_storage.connection import connect
 from rankscope_storage.store import Batch, Store
 
