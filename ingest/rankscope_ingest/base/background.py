@@ -9,19 +9,19 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 
-class Alarm:
+class WakeUp:
     """Rings for one task that waits."""
 
     def __init__(self) -> None:
         self._over = asyncio.Event()
         self._is_rung = False
 
-    def ring(self) -> None:
+    def set(self) -> None:
         """End the wait that goes on, or the next one if there is none."""
         self._is_rung = True
         self._over.set()
 
-    def hush(self) -> None:
+    def clear(self) -> None:
         """Take back a ring that nobody has heard."""
         self._is_rung = False
         self._over.clear()
@@ -34,7 +34,7 @@ class Alarm:
         finally:
             timer.cancel()
         is_rung = self._is_rung
-        self.hush()
+        self.clear()
         return is_rung
 
 
@@ -49,7 +49,7 @@ _MOST_TOLD: Final = 100
 log = logging.getLogger(__name__)
 
 
-class Faults:
+class BackgroundFaults:
     """Which works failed lately: what fails whenever it begins anew is not done at all, which people must know."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -75,17 +75,17 @@ class Faults:
         """Note that a work failed."""
         self._latest[what] = (self._clock(), text)
 
-    def told(self) -> str | None:
+    def recent(self) -> str | None:
         """Return what failed within the last half minute, or None."""
         now = self._clock()
         lately = [f"{what}: {text}" for what, (at, text) in self._latest.items() if now - at < LATELY_SECONDS]
         return f"works of the service fail, see its log: {'; '.join(lately)}" if lately else None
 
 
-async def unending(
+async def run_forever(
     what: str,
     work: Callable[[], Awaitable[None]],
-    faults: Faults | None = None,
+    faults: BackgroundFaults | None = None,
     *,
     again_seconds: float = AGAIN_SECONDS,
 ) -> None:

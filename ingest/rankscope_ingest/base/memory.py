@@ -24,7 +24,7 @@ from typing import Final
 KEPT_BYTES: Final = 256 << 20
 """Free memory at the end of the heap that is kept; what is above it goes back to the system."""
 
-GIVE_BACK_SECONDS: Final = 600.0
+TRIM_SECONDS: Final = 600.0
 MUCH_BYTES: Final = 32 << 20
 """What a look at the store never takes, and a merge of its files does."""
 
@@ -34,7 +34,7 @@ _GROWTH_BYTES: Final = 16 << 20
 _YOUNG_OBJECTS: Final = 20_000
 
 
-def keep_memory() -> None:
+def tune_allocator() -> None:
     """Set this up, once, for the process; harmless where another library allocates."""
     share_allocator()
     import pyarrow as pa  # noqa: PLC0415 - share_allocator must run before Arrow is loaded
@@ -46,15 +46,15 @@ def keep_memory() -> None:
     gc.set_threshold(_YOUNG_OBJECTS, *gc.get_threshold()[1:])
 
 
-def let_go() -> None:
+def unfreeze_gc() -> None:
     """Have what was spared collected again: libraries look at the end of the process for what nobody has freed."""
     gc.unfreeze()
 
 
-async def give_back() -> None:
+async def trim_periodically() -> None:
     """Now and then give free memory back to the system that lies before the end of the heap. Never ends."""
     while True:
-        await asyncio.sleep(GIVE_BACK_SECONDS)
+        await asyncio.sleep(TRIM_SECONDS)
         await asyncio.to_thread(trim)
 
 

@@ -64,7 +64,7 @@ def tls_trouble(error: BaseException | None) -> str | None:
     return None if found is None else explain_to_client(found)
 
 
-async def keep_fresh(tls: Reloading) -> None:
+async def reload_certificates(tls: Reloading) -> None:
     """Take new certificates as they come; runs until cancelled."""
     while True:
         await asyncio.sleep(LOOK_SECONDS)

@@ -10,8 +10,8 @@ import pyarrow as pa
 
 from rankscope_contract.events import REPLICA_DESYNC, EventType, Severity, causal_key
 from rankscope_contract.standing import ranks_text
-from rankscope_ingest.detect.divergence_tracker import Again, Apart, DesyncBook
-from rankscope_ingest.detect.incidents import IncidentBook
+from rankscope_ingest.detect.divergence_tracker import Converged, Diverged, DivergenceTracker
+from rankscope_ingest.detect.incidents import IncidentTracker
 from rankscope_ingest.notify.incident import Symptom
 from rankscope_ingest.reporting.rows import Row, Stamp
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
@@ -23,13 +23,13 @@ MOST_EVENTS: Final = 200
 Said = tuple[Symptom, Sequence[Row]]
 
 
-class ReplicaWatch:
+class DivergenceHandler:
     """Lives on the event loop. `add` puts an event into the batch, `urge` has all ranks of a run polled."""
 
     def __init__(
         self,
-        book: DesyncBook,
-        incidents: IncidentBook,
+        book: DivergenceTracker,
+        incidents: IncidentTracker,
         metrics: ServiceMetrics,
         *,
         add: Callable[[Row], None],
@@ -41,7 +41,7 @@ class ReplicaWatch:
         self._metrics = metrics
         self._add = add
         self._stamp = stamp
-        self._urge = urge
+        self._poll_now = urge
 
     def heard(self, hashes: pa.Table | None, now: float) -> None:
         """Take the hashes of one body."""
@@ -58,10 +58,10 @@ class ReplicaWatch:
                 self._add(apart_row(item, self._stamp()))
                 self._metrics.fired(key[0], item.rank, {(REPLICA_DESYNC, item.kind): 1})
             if key in news.opened and self._incidents.observe(_symptom(found), now) is not None:
-                self._urge(key[0])
+                self._poll_now(key[0])
 
 
-def apart_row(item: Apart, stamp: Stamp) -> Row:
+def apart_row(item: Diverged, stamp: Stamp) -> Row:
     """Return the event that a tensor is not the same on its replicas."""
     return _columns(item, stamp) | {
         "rank": item.rank,
@@ -77,13 +77,13 @@ def apart_row(item: Apart, stamp: Stamp) -> Row:
                 "ranks": item.ranks,
                 "majority": item.has_majority,
                 # A 64-bit integer is more than JSON's readers hold.
-                "hashes": {f"{hash_ % 2**64:016x}": ranks for hash_, ranks in item.camps},
+                "hashes": {f"{hash_ % 2**64:016x}": ranks for hash_, ranks in item.ranks_by_hash},
             }
         ),
     }
 
 
-def again_row(item: Again, stamp: Stamp) -> Row:
+def again_row(item: Converged, stamp: Stamp) -> Row:
     """Return the event that a tensor is the same on its replicas again."""
     return _columns(item, stamp) | {
         "type": EventType.NOTE,
@@ -93,7 +93,7 @@ def again_row(item: Again, stamp: Stamp) -> Row:
     }
 
 
-def _columns(item: Apart | Again, stamp: Stamp) -> Row:
+def _columns(item: Diverged | Converged, stamp: Stamp) -> Row:
     run, attempt = item.attempt_key
     names = {
         "kind": item.kind,
@@ -105,7 +105,7 @@ def _columns(item: Apart | Again, stamp: Stamp) -> Row:
     return {**stamp.columns(), "run": run, "attempt": attempt, **names}
 
 
-def _symptom(found: Sequence[Apart]) -> Symptom:
+def _symptom(found: Sequence[Diverged]) -> Symptom:
     first = found[0]
     run, attempt = first.attempt_key
     more = f" and {len(found) - 1} more tensors" if len(found) > 1 else ""
@@ -126,14 +126,14 @@ def _symptom(found: Sequence[Apart]) -> Symptom:
     )
 
 
-def _sentence(item: Apart) -> str:
+def _sentence(item: Diverged) -> str:
     if item.has_majority:
-        _, right = item.camps[0]
+        _, right = item.ranks_by_hash[0]
         return f"{ranks_text(item.ranks)} disagree{'s' * (len(item.ranks) == 1)} with {ranks_text(right)}"
-    return " against ".join(ranks_text(ranks) for _, ranks in item.camps) + ": no majority says who is right"
+    return " against ".join(ranks_text(ranks) for _, ranks in item.ranks_by_hash) + ": no majority says who is right"
 
 
-def _causal(item: Apart) -> tuple[float, ...]:
+def _causal(item: Diverged) -> tuple[float, ...]:
     return causal_key(
         step=item.step, micro_step=None, kind=item.kind, vpp_stage=item.vpp_stage, pp_stage=None, call_id=None
     )

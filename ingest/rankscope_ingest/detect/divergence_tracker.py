@@ -29,12 +29,12 @@ _COLUMNS: Final = ("run", "attempt", "rank", "step", "replicas", "kind", "tensor
 
 Name = tuple[str, str, int | None]  # kind, tensor, virtual stage
 GroupKey = tuple[AttemptKey, str]  # and the ranks, as text
-Camps = tuple[tuple[int, tuple[int, ...]], ...]
+RanksByHash = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Apart:
-    """A tensor that is not the same on all its replicas. `camps` are hashes with their ranks, the largest first."""
+class Diverged:
+    """A tensor that is not the same on all its replicas. `ranks_by_hash` are hashes with their ranks, the largest first."""
 
     attempt_key: AttemptKey
     step: int
@@ -42,17 +42,17 @@ class Apart:
     kind: str
     tensor: str
     vpp_stage: int | None
-    camps: Camps
+    ranks_by_hash: RanksByHash
 
     @property
     def has_majority(self) -> bool:
         """Return whether one camp is larger than every other."""
-        return len(self.camps[0][1]) > len(self.camps[1][1])
+        return len(self.ranks_by_hash[0][1]) > len(self.ranks_by_hash[1][1])
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Return the ranks that disagree with the largest camp; all where there is none."""
-        wrong = self.camps[1:] if self.has_majority else self.camps
+        wrong = self.ranks_by_hash[1:] if self.has_majority else self.ranks_by_hash
         return tuple(sorted(rank for _, ranks in wrong for rank in ranks))
 
     @property
@@ -62,7 +62,7 @@ class Apart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Again:
+class Converged:
     """A tensor that was apart and is equal on all its replicas again."""
 
     attempt_key: AttemptKey
@@ -77,8 +77,8 @@ class Again:
 class DesyncNews:
     """What one look brought. `opened` are the attempts of which nothing had been apart before."""
 
-    apart: list[Apart] = field(default_factory=list)
-    again: list[Again] = field(default_factory=list)
+    apart: list[Diverged] = field(default_factory=list)
+    again: list[Converged] = field(default_factory=list)
     opened: set[AttemptKey] = field(default_factory=set)
 
 
@@ -112,7 +112,7 @@ class _Step:
         if len(self.members) > 1 and self.differs_since is None:
             self.differs_since = now
 
-    def camps(self) -> Iterator[tuple[Name, Camps]]:
+    def ranks_by_hash(self) -> Iterator[tuple[Name, RanksByHash]]:
         """Yield the camps of every tensor on which the ranks that have it disagree."""
         for name in dict.fromkeys(name for content in self.contents.values() for name in content):
             found: dict[int, list[int]] = defaultdict(list)
@@ -120,14 +120,14 @@ class _Step:
                 if name in self.contents[digest]:
                     found[self.contents[digest][name]] += ranks
             if len(found) > 1:
-                camps = ((hash_, tuple(sorted(ranks))) for hash_, ranks in found.items())
-                yield name, tuple(sorted(camps, key=lambda camp: (-len(camp[1]), camp[1])))
+                ranks_by_hash = ((hash_, tuple(sorted(ranks))) for hash_, ranks in found.items())
+                yield name, tuple(sorted(ranks_by_hash, key=lambda camp: (-len(camp[1]), camp[1])))
 
 
-class DesyncBook:
+class DivergenceTracker:
     """Knows what waits for other ranks, and what was told. `told` are the tensors of a former service."""
 
-    def __init__(self, told: Iterable[Apart] = ()) -> None:
+    def __init__(self, told: Iterable[Diverged] = ()) -> None:
         self._steps: dict[GroupKey, dict[int, _Step]] = defaultdict(dict)
         self._told: dict[GroupKey, dict[Name, _Told]] = defaultdict(dict)
         for item in told:
@@ -186,23 +186,23 @@ class DesyncBook:
         if (step.differs_since is None and not is_complete) or len(spoken) == step.judged:
             return True
         step.judged = len(spoken)
-        found = dict(step.camps())
-        for (kind, tensor, stage), camps in found.items():
-            item = Apart(
+        found = dict(step.ranks_by_hash())
+        for (kind, tensor, stage), ranks_by_hash in found.items():
+            item = Diverged(
                 attempt_key=group[0],
                 step=number,
                 replicas=group[1],
                 kind=kind,
                 tensor=tensor,
                 vpp_stage=stage,
-                camps=camps,
+                ranks_by_hash=ranks_by_hash,
             )
             self._tell(group, (kind, tensor, stage), item, news)
         if is_complete:
             self._take_back(group, number, set(found), news)
         return True
 
-    def _tell(self, group: GroupKey, name: Name, item: Apart, news: DesyncNews) -> None:
+    def _tell(self, group: GroupKey, name: Name, item: Diverged, news: DesyncNews) -> None:
         told = self._told[group].get(name)
         if told is None:
             self._told[group][name] = _Told(item.step, set(item.ranks))
@@ -218,7 +218,7 @@ class DesyncBook:
                 del self._told[group][name]
                 kind, tensor, stage = name
                 news.again.append(
-                    Again(
+                    Converged(
                         attempt_key=group[0], step=number, replicas=group[1], kind=kind, tensor=tensor, vpp_stage=stage
                     )
                 )

@@ -36,7 +36,7 @@ _REMEMBERED: Final = 256
 """Incidents that are over, of all runs together."""
 
 
-class IncidentBook:
+class IncidentTracker:
     """Open incidents by attempt."""
 
     def __init__(self, *, group_wait_seconds: float, quiet_steps: int) -> None:
@@ -166,7 +166,7 @@ CLEAR_SECONDS: Final = CLOCKS_DIFFER_MICROSECONDS / 1e6
 """A rank that is heard of so long after the failure was found did not fail at the same time."""
 
 
-class FailureBook:
+class FailureAlerts:
     """Remembers the announced failures. `told` are the keys of those that former services announced."""
 
     def __init__(self, told: Iterable[str], *, wait_seconds: float) -> None:
@@ -185,7 +185,7 @@ class FailureBook:
         if since is None or not live or now - since >= self._wait_seconds:
             return True
         found_at = since if attempt.judged_at is None else attempt.judged_at
-        return attempt.culprit is not None and all(rank.vitals.last_sign - found_at >= CLEAR_SECONDS for rank in live)
+        return attempt.culprit is not None and all(rank.liveness.last_sign - found_at >= CLEAR_SECONDS for rank in live)
 
     def _tell(self, attempt: Attempt, now: float) -> Incident | None:
         incident = run_failed(

@@ -14,30 +14,30 @@ from typing import Final
 from rankscope_contract.channel import DEFAULT_MAX_BYTES, Registration
 from rankscope_ingest.base.errors import FetchError
 from rankscope_ingest.base.tables import rows_table
-from rankscope_ingest.detect.divergence_handler import ReplicaWatch
-from rankscope_ingest.detect.divergence_tracker import DesyncBook
-from rankscope_ingest.detect.incidents import FailureBook, IncidentBook
-from rankscope_ingest.detect.stall_tracker import StallBook, StallNews
+from rankscope_ingest.detect.divergence_handler import DivergenceHandler
+from rankscope_ingest.detect.divergence_tracker import DivergenceTracker
+from rankscope_ingest.detect.incidents import FailureAlerts, IncidentTracker
+from rankscope_ingest.detect.stall_tracker import StallNews, StallTracker
 from rankscope_ingest.detect.symptoms import firings, last_words, symptoms
 from rankscope_ingest.network.dialing import Address
 from rankscope_ingest.notify.incident import Incident
 from rankscope_ingest.pipeline.batcher import Batcher, PendingBatch
-from rankscope_ingest.record_channel.admission import Room
+from rankscope_ingest.record_channel.admission import PollBudget
 from rankscope_ingest.record_channel.decode import decode_one
 from rankscope_ingest.record_channel.plans import PlanColumns
-from rankscope_ingest.record_channel.validate import Checked
+from rankscope_ingest.record_channel.validate import ValidBody
 from rankscope_ingest.recovery import orphan_runs
-from rankscope_ingest.recovery.lost_records import GivenUp, Losses
+from rankscope_ingest.recovery.lost_records import GivenUp, LostRecords
 from rankscope_ingest.reporting.progress import RunMeter, RunProgress, run_progress
 from rankscope_ingest.reporting.rows import Row, Stamp, Versions, incident_row, launch_row
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_ingest.runs.target import Health, Target
-from rankscope_ingest.runs.tracker import ENDED, Attempt, AttemptKey, RunBook
+from rankscope_ingest.runs.tracker import ENDED, Attempt, AttemptKey, RunTracker
 from rankscope_ingest.targets.registry import Accepted, Registry
 
 log = logging.getLogger(__name__)
 
-Urge = Callable[[str, int | None], None]
+PollNow = Callable[[str, int | None], None]
 """`urge(run, rank)` has that rank polled at once, without a rank all of the run."""
 
 REMEMBER_SECONDS: Final = 600.0
@@ -47,15 +47,15 @@ AWAY_SECONDS: Final = 5.0
 """A pause between two judgements, due once a second, that shows the service itself as stopped or starved."""
 
 
-class Collector:
+class RunMonitor:
     """The service's knowledge. Implements the `Sink` of the target loops."""
 
     def __init__(
         self,
         *,
         registry: Registry,
-        runs: RunBook,
-        incidents: IncidentBook,
+        runs: RunTracker,
+        incidents: IncidentTracker,
         batcher: Batcher,
         metrics: ServiceMetrics,
         clock: Callable[[], float],
@@ -63,10 +63,10 @@ class Collector:
         run_starts: Mapping[str, int],
         failures_told: Iterable[str],
         last_ordinal: int,
-        urge: Urge,
+        urge: PollNow,
         given_up: Mapping[str, GivenUp] | None = None,
-        stalls: StallBook | None = None,
-        replicas: DesyncBook | None = None,
+        stalls: StallTracker | None = None,
+        replicas: DivergenceTracker | None = None,
         max_bytes: int = DEFAULT_MAX_BYTES,
     ) -> None:
         """Take over what the parts of the service share."""
@@ -74,14 +74,14 @@ class Collector:
         self.runs = runs
         self.incidents = incidents
         self.batcher = batcher
-        self.room = Room(lambda: batcher.free_rows, max_rows=batcher.max_pending_rows, max_bytes=max_bytes)
+        self.room = PollBudget(lambda: batcher.free_rows, max_rows=batcher.max_pending_rows, max_bytes=max_bytes)
         self.metrics = metrics
         self._clock = clock
         self._wall = wall
-        self._failures = FailureBook(failures_told, wait_seconds=runs.patience.failed_after_seconds)
-        self.stalls = stalls or StallBook()
-        self._replicas = ReplicaWatch(
-            replicas or DesyncBook(),
+        self._failures = FailureAlerts(failures_told, wait_seconds=runs.patience.failed_after_seconds)
+        self.stalls = stalls or StallTracker()
+        self._replicas = DivergenceHandler(
+            replicas or DivergenceTracker(),
             incidents,
             metrics,
             add=self._add_event,
@@ -89,11 +89,11 @@ class Collector:
             urge=lambda run: urge(run, None),
         )
         self._judged_at: float | None = None
-        self._urge = urge
+        self._poll_now = urge
         self._meters: dict[AttemptKey, RunMeter] = {}
         self._last_ordinal = last_ordinal
         self._versions = Versions(self._stamp, run_starts)
-        self.losses = Losses(metrics, lambda target: self._meter(_key(target)), self._stamp, given_up or {})
+        self.losses = LostRecords(metrics, lambda target: self._meter(_key(target)), self._stamp, given_up or {})
 
     # What the target loops say.
 
@@ -108,23 +108,23 @@ class Collector:
         self._last_ordinal = first + count - 1
         return first
 
-    def answered(self, target: Target) -> None:
+    def on_answer(self, target: Target) -> None:
         """Note a usable answer; a rank that drains waits for a commit, so nothing is held back for it."""
-        target.vitals.heard(self._clock())
+        target.liveness.heard(self._clock())
         target.gone_at = None
         if not target.is_dead:
             self.runs.heard(_key(target), target.registration.rank, target.incarnation)
         if target.health is Health.DRAINING and target.committed < target.cursor:
             self.batcher.want_flush()
 
-    def failed(self, target: Target, error: FetchError) -> None:
+    def on_failure(self, target: Target, error: FetchError) -> None:
         """Note a poll that brought nothing."""
         self.metrics.poll_failed(error.reason)
         if error.reason == "refused":
-            target.vitals.refused(self._clock())
+            target.liveness.refused(self._clock())
         log.info("poll failed: %s", error, extra={"target": target.name, "reason": error.reason})
 
-    def drained(self, target: Target) -> None:
+    def on_drained(self, target: Target) -> None:
         """Note that a rank ends, or that the spool of a dead one does, with everything committed."""
         target.leave(self._clock())
         if not target.is_dead:
@@ -134,13 +134,13 @@ class Collector:
         for row in self.losses.of_drained(target):
             self._add_event(row)
 
-    def replaced(self, target: Target, incarnation: str) -> None:
+    def on_replaced(self, target: Target, incarnation: str) -> None:
         """Note that another process answers at the target's address: this one cannot be there any more."""
-        target.vitals.refused(self._clock())
+        target.liveness.refused(self._clock())
         log.info("another process answers", extra={"target": target.name, "incarnation": incarnation})
 
-    def took(
-        self, target: Target, body: Checked, plans: Mapping[str, PlanColumns], *, size: int, inflated: int
+    def on_body(
+        self, target: Target, body: ValidBody, plans: Mapping[str, PlanColumns], *, size: int, inflated: int
     ) -> None:
         """Take the rows of one body into the batch, move the cursor, and note what the body says."""
         now = self._clock()
@@ -164,7 +164,7 @@ class Collector:
         self._follow_run(target, body, now)
         for symptom in first_causes:
             if self.incidents.observe(symptom, now) is not None:
-                self._urge(symptom.run, None)
+                self._poll_now(symptom.run, None)
         for reason, error, at in said:
             self.runs.exited(
                 _key(target), target.registration.rank, reason, error, at=at, incarnation=target.incarnation
@@ -207,7 +207,7 @@ class Collector:
 
     # What follows from the clock.
 
-    def judge(self) -> list[Incident]:
+    def update_runs(self) -> list[Incident]:
         """Look at all runs; write what changed, leave ranks that vanished, and return failures to tell of."""
         now, wall = self._clock(), self._wall()
         self._excuse_absence(now)
@@ -215,8 +215,8 @@ class Collector:
         for _, rank in verdict.vanished:
             if target := self.registry.get(rank.incarnation):
                 self._abandon(target, now)
-        for target in self._without_a_judge():
-            if target.vitals.has_vanished(now, self.runs.patience):
+        for target in self._unattended_targets():
+            if target.liveness.has_vanished(now, self.runs.patience):
                 self._abandon(target, now)
         for attempt in verdict.changed:
             log.info("run is %s", attempt.state, extra={"run": attempt.run, "reason": attempt.reason})
@@ -225,16 +225,16 @@ class Collector:
                 self.batcher.want_flush()
         for attempt in self._versions.due(self.runs.attempts(), wall):
             self._write_state(attempt)
-        self.judge_replicas()
+        self.check_replicas()
         failures = self._failures.due(self.runs.attempts(), now)
         self._forget(now)
         return failures
 
-    def judge_replicas(self) -> None:
+    def check_replicas(self) -> None:
         """Tell of replicas that are no longer equal."""
         self._replicas.judge(self.runs.attempts(), self._clock())
 
-    def look_at_stalls(self) -> StallNews:
+    def check_stalls(self) -> StallNews:
         """Return what is to be done about attempts that stand still, or do no more."""
         return self.stalls.look(self.runs.attempts(), self._clock())
 
@@ -242,7 +242,7 @@ class Collector:
         """Note that a rank that was asked where it stands gave no stacks."""
         self.stalls.refused(key, rank, why, self._clock())
 
-    def settle(self) -> list[Incident]:
+    def due_incidents(self) -> list[Incident]:
         """Return the incidents to announce now; for the others, ask the ranks they wait for."""
         if not self.incidents.unsettled():
             return []
@@ -251,7 +251,7 @@ class Collector:
         settled = self.incidents.settle(now, steps, arriving)
         for incident in self.incidents.unsettled():
             for number in incident.awaited(steps.get(incident.attempt_key, {})):
-                self._urge(incident.first.run, number)
+                self._poll_now(incident.first.run, number)
         return settled
 
     def resolve(self) -> list[Incident]:
@@ -273,17 +273,17 @@ class Collector:
         if away > AWAY_SECONDS:
             log.warning("the service did not run for %.0f s: no rank's silence counts from that time", away)
             self.runs.excuse(away, now)
-            for target in self._without_a_judge():
-                target.vitals.excuse(away, now)
+            for target in self._unattended_targets():
+                target.liveness.excuse(away, now)
 
-    def _without_a_judge(self) -> Iterable[Target]:
+    def _unattended_targets(self) -> Iterable[Target]:
         """Return the targets whose silence says nothing of a run any more: the process had its last word, or a heir."""
         for target in self.registry.targets:
             rank = target.registration.rank
             if target.health is not Health.GONE and not self.runs.is_live(_key(target), rank, target.incarnation):
                 yield target
 
-    def _follow_run(self, target: Target, body: Checked, now: float) -> None:
+    def _follow_run(self, target: Target, body: ValidBody, now: float) -> None:
         key, rank = _key(target), target.registration.rank
         self.runs.stepped(key, rank, body.last_step, now, target.incarnation)
         scalars = body.nested.get("scalars")
@@ -329,5 +329,5 @@ def _key(target: Target) -> AttemptKey:
     return target.registration.run, target.attempt
 
 
-def _registered(runs: RunBook, target: Target, _now: float, wall: int) -> Attempt:
-    return runs.registered(target.registration, target.attempt, target.vitals, wall)
+def _registered(runs: RunTracker, target: Target, _now: float, wall: int) -> Attempt:
+    return runs.registered(target.registration, target.attempt, target.liveness, wall)

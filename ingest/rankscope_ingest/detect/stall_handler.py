@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from rankscope_ingest.base.errors import FetchError, RegistrationError
-from rankscope_ingest.detect.run_monitor import Collector
+from rankscope_ingest.detect.run_monitor import RunMonitor
 from rankscope_ingest.notify.announcer import Announcer
 from rankscope_ingest.notify.text import goes_on
 from rankscope_ingest.record_channel.client import Fetcher
@@ -80,19 +80,19 @@ def _words(error: FetchError) -> str:
     return str(error)
 
 
-class StallWatch:
+class StallHandler:
     """Lives on the event loop; `spawn` has something done in the background."""
 
     def __init__(
         self,
-        collector: Collector,
+        collector: RunMonitor,
         announcer: Announcer,
         fetcher: Fetcher,
         *,
         targets: Callable[[], Iterable[Target]],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
-        self._collector = collector
+        self._monitor = collector
         self._announcer = announcer
         self._fetcher = fetcher
         self._targets = targets
@@ -100,7 +100,7 @@ class StallWatch:
 
     def look(self) -> None:
         """Do what is due."""
-        news = self._collector.look_at_stalls()
+        news = self._monitor.check_stalls()
         for key, ranks in news.to_ask:
             self._spawn(self._have_stacks_taken(key, ranks))
         for incident in news.due:
@@ -117,4 +117,4 @@ class StallWatch:
         # What they answer comes as events of their records as well, and that is what counts.
         for answer in await self.ask(*key, ranks):
             if answer.error is not None:
-                self._collector.no_stacks(key, answer.rank, answer.error)
+                self._monitor.no_stacks(key, answer.rank, answer.error)

@@ -76,7 +76,7 @@ class StallNews:
     over: list[tuple[Incident, bool]] = field(default_factory=list)  # and whether steps followed
 
 
-class StallBook:
+class StallTracker:
     """Knows the reports of all ranks and the stalls of all attempts. `told` are those of a former service."""
 
     def __init__(self, told: Iterable[Incident] = ()) -> None:

@@ -33,7 +33,7 @@ from rankscope_ingest.network.auth import OwnName, challenge, refuse_web_pages, 
 from rankscope_ingest.reporting.progress import RunProgress
 from rankscope_ingest.runs.target import Target
 from rankscope_ingest.status_page.assets import PAGE_HEADERS
-from rankscope_ingest.status_page.model import Standing
+from rankscope_ingest.status_page.model import Status
 from rankscope_ingest.status_page.page import page
 from rankscope_ingest.targets.registry import parse_registration
 
@@ -92,7 +92,7 @@ class Backend(Protocol):
         """Return how each exporter of others stands."""
         ...
 
-    async def standing(self) -> Standing:
+    async def standing(self) -> Status:
         """Return how everything stands."""
         ...
 

@@ -16,7 +16,7 @@ from typing import Final
 import pyarrow as pa
 
 from rankscope_ingest.record_channel.decode import decode, plain_text
-from rankscope_ingest.record_channel.validate import Checked
+from rankscope_ingest.record_channel.validate import ValidBody
 from rankscope_ingest.scrape.sample_table import Grid, Scrape
 
 SAMPLES_A_ROW: Final = 3
@@ -36,7 +36,7 @@ class PendingBatch:
     """What one commit will hold, as it came: decoding bodies and joining tables is work for the flush thread."""
 
     pieces: Mapping[str, tuple[pa.Table, ...]]
-    bodies: tuple[Checked, ...] = ()
+    bodies: tuple[ValidBody, ...] = ()
     scrapes: tuple[Scrape, ...] = ()
     grid: Grid = field(default_factory=Grid)  # knows the names of what the batches before scraped
     watermarks: Mapping[str, int]
@@ -60,7 +60,7 @@ class PendingBatch:
 
 
 @dataclass(slots=True, kw_only=True)
-class Waiting:
+class FlushClock:
     """Rows on their way to the store: when they are due, and how many. They count until their commit is settled.
 
     Age alone makes a batch due after `rest_seconds`; whoever flushes is told when anything else does: a batch begins,
@@ -128,7 +128,7 @@ class Waiting:
             return 0.0
         return _LOOK_SECONDS if self._wanted else self._opened_at + self.flush_after_seconds - now
 
-    def settled(self, batch: PendingBatch) -> None:
+    def release(self, batch: PendingBatch) -> None:
         """Forget `batch`: it is committed."""
         self._rows_in_flight -= batch.rows
 
@@ -146,7 +146,7 @@ class Waiting:
             self._wanted_at = now
         return now - self._wanted_at < SOON_SECONDS and self.flush_rows - self._weight <= self._rate * SOON_SECONDS
 
-    def _came(self, now: float) -> None:
+    def _opened(self, now: float) -> None:
         """Note that something was gathered: it opens a batch, or fills one."""
         is_first = self._opened_at is None
         if is_first:
@@ -157,7 +157,7 @@ class Waiting:
         if is_first or self._is_filled:
             self._tell()
 
-    def _depart(self) -> None:
+    def _handed_over(self) -> None:
         """Count what was gathered as on its way; what comes next opens another batch."""
         self._rows_in_flight += self._rows
         if self._opened_at is not None:
@@ -166,16 +166,16 @@ class Waiting:
 
 
 @dataclass(slots=True, kw_only=True)
-class Batcher(Waiting):
+class Batcher(FlushClock):
     """What ranks, exporters and the service itself bring; rows in flight bound the pulls."""
 
     _pieces: dict[str, list[pa.Table]] = field(default_factory=lambda: defaultdict(list))
-    _bodies: list[Checked] = field(default_factory=list)
+    _bodies: list[ValidBody] = field(default_factory=list)
     _scrapes: list[Scrape] = field(default_factory=list)
     _grid: Grid = field(default_factory=Grid)
     _watermarks: dict[str, int] = field(default_factory=dict)
 
-    def add_body(self, body: Checked, now: float) -> None:
+    def add_body(self, body: ValidBody, now: float) -> None:
         """Take a body, and the last seq it brings its incarnation to."""
         self._bodies.append(body)
         self._rows += body.rows
@@ -197,7 +197,7 @@ class Batcher(Waiting):
         self._watermarks.update(watermarks or {})
         # A body without rows still moves a watermark, or its records would be asked for again after a restart.
         if self._pieces or self._watermarks or self._scrapes:
-            self._came(now)
+            self._opened(now)
 
     def take(self) -> PendingBatch:
         """Return everything gathered; it stays counted until `settled`."""
@@ -210,5 +210,5 @@ class Batcher(Waiting):
             rows=self._rows,
         )
         self._pieces, self._bodies, self._scrapes, self._watermarks = defaultdict(list), [], [], {}
-        self._depart()
+        self._handed_over()
         return batch

@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 
 import pyarrow as pa
 
-from rankscope_ingest.base.background import Alarm
+from rankscope_ingest.base.background import WakeUp
 from rankscope_ingest.pipeline.batcher import PendingBatch
 from rankscope_ingest.pipeline.quarantine import halves
 from rankscope_storage.errors import BatchError, ShardLostError, StoreError
@@ -83,12 +83,12 @@ class Gathered(Protocol):
         """Return everything gathered; it stays counted until `settled`."""
         ...
 
-    def settled(self, batch: PendingBatch) -> None:
+    def release(self, batch: PendingBatch) -> None:
         """Forget `batch`: it is committed."""
         ...
 
 
-class Aside(Protocol):
+class QuarantineSink(Protocol):
     """Where rows go that no store takes, as `Quarantine` does it."""
 
     def keep(self, batch: PendingBatch, why: str) -> Path:
@@ -101,7 +101,7 @@ class Aside(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Flight:
+class _PendingCommit:
     """A batch on its way, with those who wait for it. `batch` is made once: the store knows it again by identity."""
 
     pending: PendingBatch
@@ -121,7 +121,7 @@ class Flusher:
         on_commit: Callable[[PendingBatch, Committed], None],
         clock: Callable[[], float],
         retry_seconds: tuple[float, ...] = RETRY_SECONDS,
-        aside: Aside | None = None,
+        aside: QuarantineSink | None = None,
         halves: Callable[[Any], tuple[PendingBatch, PendingBatch] | None] = halves,
     ) -> None:
         self._aside = aside
@@ -132,10 +132,12 @@ class Flusher:
         self._clock = clock
         self._retry_seconds = retry_seconds
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rankscope-flush")
-        self._alarm = Alarm()
-        batcher.tell(self._alarm.ring)
+        self._alarm = WakeUp()
+        batcher.tell(self._alarm.set)
         self._waiters: list[asyncio.Future[None]] = []  # for what is gathered
-        self._flights: deque[_Flight] = deque()  # taken and not committed yet; several where one had to be divided
+        self._pending_commits: deque[_PendingCommit] = (
+            deque()
+        )  # taken and not committed yet; several where one had to be divided
         self._failures = 0
         self._retry_at = 0.0
         self.trouble: str | None = None
@@ -146,10 +148,10 @@ class Flusher:
 
     async def commit_now(self) -> None:
         """Return when everything gathered so far is committed, however often that has to be tried."""
-        if self._batcher.is_empty and not self._flights:
+        if self._batcher.is_empty and not self._pending_commits:
             return
         waiter = asyncio.get_running_loop().create_future()
-        waiters = self._flights[-1].waiters if self._batcher.is_empty else self._waiters
+        waiters = self._pending_commits[-1].waiters if self._batcher.is_empty else self._waiters
         waiters.append(waiter)
         self._batcher.want_flush()
         await waiter
@@ -165,26 +167,26 @@ class Flusher:
             self._thread.shutdown(wait=False)
 
     def _rest_seconds(self, now: float) -> float:
-        return self._retry_at - now if self._flights else self._batcher.rest_seconds(now)
+        return self._retry_at - now if self._pending_commits else self._batcher.rest_seconds(now)
 
     async def _look(self) -> None:
         """Do what is due now: what failed first, then what was gathered."""
         now = self._clock()
-        if self._flights:
+        if self._pending_commits:
             if now >= self._retry_at:
-                await self._flush(self._flights[0])
+                await self._flush(self._pending_commits[0])
         elif self._batcher.due(now) is not None:
-            self._flights.append(_Flight(pending=self._batcher.take(), waiters=self._waiters))
+            self._pending_commits.append(_PendingCommit(pending=self._batcher.take(), waiters=self._waiters))
             self._waiters = []
-            await self._flush(self._flights[0])
+            await self._flush(self._pending_commits[0])
 
-    async def _flush(self, flight: _Flight) -> None:
+    async def _flush(self, flight: _PendingCommit) -> None:
         try:
             commit = await asyncio.get_running_loop().run_in_executor(self._thread, self._append, flight)
         except ShardLostError:
             raise
         except BatchError as error:
-            await self._part_with(flight, str(error))
+            await self._split_or_quarantine(flight, str(error))
             return
         except StoreError as error:
             self._retry_later(flight.pending, str(error))
@@ -193,19 +195,19 @@ class Flusher:
             log.exception("the store failed in a way nobody thought of")
             self._retry_later(flight.pending, f"{type(error).__name__}: {error}")
             return
-        self._batcher.settled(flight.pending)
-        self._flights.popleft()
+        self._batcher.release(flight.pending)
+        self._pending_commits.popleft()
         self._failures, self.trouble = 0, None
         self._on_commit(flight.pending, commit)
         _release(flight.waiters)
 
-    def _append(self, flight: _Flight) -> Committed:
+    def _append(self, flight: _PendingCommit) -> Committed:
         if flight.batch is None:
             pending = flight.pending
             flight.batch = Batch(tables=_tables(pending), watermarks=pending.watermarks, info=pending.info)
         return self._appender.append(flight.batch)
 
-    async def _part_with(self, flight: _Flight, why: str) -> None:
+    async def _split_or_quarantine(self, flight: _PendingCommit, why: str) -> None:
         """Divide a batch that does not fit; set aside what does not fit alone, and store that this was done."""
         if self._aside is None or flight.is_aside:
             self._retry_later(flight.pending, why)
@@ -213,8 +215,10 @@ class Flusher:
         pair = self._halves(flight.pending)
         if pair is not None:
             first, second = pair
-            self._flights.popleft()
-            self._flights.extendleft([_Flight(pending=second, waiters=flight.waiters), _Flight(pending=first)])
+            self._pending_commits.popleft()
+            self._pending_commits.extendleft(
+                [_PendingCommit(pending=second, waiters=flight.waiters), _PendingCommit(pending=first)]
+            )
             return
         try:
             loop = asyncio.get_running_loop()

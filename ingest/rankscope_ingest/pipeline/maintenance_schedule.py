@@ -42,7 +42,7 @@ Retain = Callable[[], RetentionReport]
 """Does one piece of what is due, and says how many are left."""
 
 
-class Upkeep(Protocol):
+class MaintainableStore(Protocol):
     """The store as its upkeep sees it; both block, and appends go on meanwhile."""
 
     def compact(self) -> CompactionReport:
@@ -54,10 +54,12 @@ class Upkeep(Protocol):
         ...
 
 
-class Turns:
+class MaintenanceSchedule:
     """What is due, in turn. The clock, in seconds, is an argument."""
 
-    def __init__(self, store: Upkeep, now: float, *, retain: Retain | None = None, retain_seconds: float = 0) -> None:
+    def __init__(
+        self, store: MaintainableStore, now: float, *, retain: Retain | None = None, retain_seconds: float = 0
+    ) -> None:
         self._store = store
         self._retain = retain
         self._retain_seconds = retain_seconds
@@ -99,7 +101,7 @@ class Turns:
             )
 
 
-def retaining(config: ServiceConfig) -> Retain | None:
+def retention_job(config: ServiceConfig) -> Retain | None:
     """Return what carries out [retention]; None when nothing ever goes, or another service of the store does it."""
     policy = config.retention.policy
     if not policy.is_on or not config.store.shard.startswith("0/"):
@@ -108,11 +110,11 @@ def retaining(config: ServiceConfig) -> Retain | None:
     return lambda: retain(root, policy, sync_to_disk, now=dt.datetime.now(dt.UTC), works=1)
 
 
-async def keep_in_order(
-    store: Upkeep, commits: Callable[[], int], *, retain: Retain | None = None, retain_seconds: float = 0
+async def run_maintenance(
+    store: MaintainableStore, commits: Callable[[], int], *, retain: Retain | None = None, retain_seconds: float = 0
 ) -> None:
     """Do whatever is due to `store` until cancelled; `commits` counts the commits so far."""
-    turns = Turns(store, time.monotonic(), retain=retain, retain_seconds=retain_seconds)
+    turns = MaintenanceSchedule(store, time.monotonic(), retain=retain, retain_seconds=retain_seconds)
     loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, "rankscope-upkeep", initializer=_stand_back)
     try:
         while True:

@@ -34,7 +34,7 @@ class _Lane:
     waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
 
 
-class Room:
+class PollBudget:
     """Room for rows that were asked for. `free_rows` is what the rows that arrived have left of it."""
 
     def __init__(self, free_rows: Callable[[], int], *, max_rows: int, max_bytes: int) -> None:

@@ -48,7 +48,7 @@ _CONNECT_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class RingStatus:
     """What every answer of a rank says about its ring; None where the header was left out."""
 
     head: int | None = None
@@ -64,14 +64,14 @@ class Body:
     first: int
     last: int
     rows: int
-    standing: Standing
+    standing: RingStatus
 
 
 @dataclass(frozen=True, slots=True)
 class NothingNew:
     """Status 204."""
 
-    standing: Standing
+    standing: RingStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,14 +290,14 @@ def _schema_text(response: aiohttp.ClientResponse, said: str = "") -> str:
     ).rstrip()
 
 
-def _standing(response: aiohttp.ClientResponse) -> Standing:
+def _standing(response: aiohttp.ClientResponse) -> RingStatus:
     fill = response.headers.get(RING_FILL_HEADER, "0")
     try:
         ring_fill = min(max(float(fill), 0.0), 1.0)
     except ValueError as error:
         raise FetchError("garbage", f"{RING_FILL_HEADER} is {fill!r}") from error
     head = _integer(response, HEAD_HEADER) if HEAD_HEADER in response.headers else None
-    return Standing(
+    return RingStatus(
         head=head,
         ring_fill=ring_fill if ring_fill == ring_fill else 0.0,  # noqa: PLR0124 - NaN alone differs from itself
         is_draining=response.headers.get(STATE_HEADER) == STATE_DRAINING,

@@ -21,12 +21,12 @@ import pyarrow.compute as pc
 from rankscope_contract.records import NESTED, WIRE_COUNT_OPS, WIRE_VALUE_OPS
 from rankscope_ingest.base.tables import FROM_RANK, coded_schema
 from rankscope_ingest.record_channel.plans import PlanColumns
-from rankscope_ingest.record_channel.validate import Checked, Measured, Positions, absent_counts
+from rankscope_ingest.record_channel.validate import Measured, Positions, ValidBody, absent_counts
 
 Number = TypeVar("Number", bound=np.generic)
 
 
-def decode(bodies: Sequence[Checked]) -> dict[str, pa.Table]:
+def decode(bodies: Sequence[ValidBody]) -> dict[str, pa.Table]:
     """Return the rows in `bodies` by dataset; text that repeats is coded."""
     records = _Records.of(bodies)
     tables = {}
@@ -39,7 +39,7 @@ def decode(bodies: Sequence[Checked]) -> dict[str, pa.Table]:
     return tables
 
 
-def decode_one(body: Checked, dataset: str) -> pa.Table | None:
+def decode_one(body: ValidBody, dataset: str) -> pa.Table | None:
     """Return the rows of one dataset that travel inside the records of one body, with text as text; None without."""
     if dataset not in body.nested:
         return None
@@ -64,7 +64,7 @@ class _Records:
     starts: Positions
 
     @classmethod
-    def of(cls, bodies: Sequence[Checked]) -> _Records:
+    def of(cls, bodies: Sequence[ValidBody]) -> _Records:
         sizes = np.array([body.records for body in bodies], np.int64)
         starts = np.concatenate(([0], np.cumsum(sizes)))
         within = np.arange(starts[-1]) - np.repeat(starts[:-1], sizes)
@@ -98,7 +98,7 @@ class _Cells:
     records: Positions
 
 
-def _by_plan(bodies: Sequence[Checked], records: _Records) -> Iterator[_Cells]:
+def _by_plan(bodies: Sequence[ValidBody], records: _Records) -> Iterator[_Cells]:
     """Yield the statistics by run and plan, rank by rank: a series lies together, in the order it came."""
     found: dict[tuple[str, str], list[tuple[int, int, Measured]]] = defaultdict(list)
     for number, body in enumerate(bodies):
@@ -204,7 +204,7 @@ def _over(own: pa.Array, of_record: pa.Array | None) -> pa.Array:
     return of_record if own.null_count == len(own) else pc.coalesce(own, of_record)
 
 
-def _nested(bodies: Sequence[Checked], dataset: str, records: _Records) -> pa.Table | None:
+def _nested(bodies: Sequence[ValidBody], dataset: str, records: _Records) -> pa.Table | None:
     """Return the rows of a dataset that travels inside the records, or None when there are none."""
     placed = zip(records.starts, bodies, strict=False)  # where the last one ends is no body's start
     found = [(start, body.nested[dataset]) for start, body in placed if dataset in body.nested]

@@ -16,13 +16,13 @@ from typing import Final, Protocol
 
 import pyarrow as pa
 
-from rankscope_ingest.base.background import Alarm
+from rankscope_ingest.base.background import WakeUp
 from rankscope_ingest.base.errors import DecodeError, FetchError
-from rankscope_ingest.record_channel.admission import Room
+from rankscope_ingest.record_channel.admission import PollBudget
 from rankscope_ingest.record_channel.arrow_guard import open_stream
-from rankscope_ingest.record_channel.client import Answer, Body, Drained, NothingNew, OtherProcess, Standing
+from rankscope_ingest.record_channel.client import Answer, Body, Drained, NothingNew, OtherProcess, RingStatus
 from rankscope_ingest.record_channel.plans import PlanCache, PlanColumns
-from rankscope_ingest.record_channel.validate import Checked, RowContext, check, plan_ids
+from rankscope_ingest.record_channel.validate import RowContext, ValidBody, check, plan_ids
 from rankscope_ingest.runs.target import Health, Target
 
 DRAINING_POLL_SECONDS: Final = 0.2
@@ -62,7 +62,7 @@ class Sink(Protocol):
         ...
 
     @property
-    def room(self) -> Room:
+    def room(self) -> PollBudget:
         """What bodies that are asked for may fill."""
         ...
 
@@ -70,23 +70,25 @@ class Sink(Protocol):
         """Return the first of `count` new arrival numbers."""
         ...
 
-    def took(self, target: Target, body: Checked, plans: dict[str, PlanColumns], *, size: int, inflated: int) -> None:
+    def on_body(
+        self, target: Target, body: ValidBody, plans: dict[str, PlanColumns], *, size: int, inflated: int
+    ) -> None:
         """Take the rows of one body, of `size` bytes on the wire, and move the cursor behind it, both or neither."""
         ...
 
-    def answered(self, target: Target) -> None:
+    def on_answer(self, target: Target) -> None:
         """Note any usable answer."""
         ...
 
-    def failed(self, target: Target, error: FetchError) -> None:
+    def on_failure(self, target: Target, error: FetchError) -> None:
         """Note a poll that brought nothing."""
         ...
 
-    def drained(self, target: Target) -> None:
+    def on_drained(self, target: Target) -> None:
         """Note that the rank ends, with everything committed."""
         ...
 
-    def replaced(self, target: Target, incarnation: str) -> None:
+    def on_replaced(self, target: Target, incarnation: str) -> None:
         """Note that another process answers at the target's address."""
         ...
 
@@ -167,7 +169,7 @@ class TargetLoop:
         self._pace = pace
         self._clock = clock
         self._jitter = jitter
-        self._alarm = Alarm()
+        self._alarm = WakeUp()
         self._extra_from = -math.inf  # no poll out of turn before this moment
         self._context = RowContext(
             run=target.registration.run,
@@ -178,7 +180,7 @@ class TargetLoop:
 
     def poke(self) -> None:
         """Poll out of turn, at once unless that was done just before; also while the target is backed off from."""
-        self._alarm.ring()
+        self._alarm.set()
 
     async def run(self) -> None:
         """Poll until the target is gone."""
@@ -201,14 +203,14 @@ class TargetLoop:
         target = self.target
         started = self._clock()
         try:
-            more = await self._exchange(max_bytes)
+            more = await self._poll_once(max_bytes)
         except (FetchError, DecodeError, pa.ArrowException) as error:
             fault = error if isinstance(error, FetchError) else FetchError("garbage", str(error))
             target.failures_in_row += 1
             target.last_error = str(fault)
             if not target.is_gone:
                 target.health = Health.FAILING
-            self._sink.failed(target, fault)
+            self._sink.on_failure(target, fault)
             return self._pace.after_failure(target.failures_in_row, self._jitter(), fault.retry_after_seconds)
         finally:
             target.last_scrape = self._clock()
@@ -223,9 +225,9 @@ class TargetLoop:
             await asyncio.sleep(max(0.0, min(self._extra_from, due) - self._clock()))
             if is_extra:
                 self._extra_from = self._clock() + POKE_SECONDS
-            self._alarm.hush()
+            self._alarm.clear()
 
-    async def _exchange(self, max_bytes: int) -> bool:
+    async def _poll_once(self, max_bytes: int) -> bool:
         """Ask once and act on the answer; return whether more is waiting on the rank."""
         target = self.target
         answer = await self._source.records(
@@ -242,10 +244,10 @@ class TargetLoop:
                 return False
             case Drained():
                 target.health = Health.GONE
-                self._sink.drained(target)
+                self._sink.on_drained(target)
                 return False
             case OtherProcess(incarnation):
-                self._sink.replaced(target, incarnation)
+                self._sink.on_replaced(target, incarnation)
                 raise FetchError("replaced", f"process {incarnation} answers at {target.registration.url} now")
             case Body():
                 await self._take(answer)
@@ -266,7 +268,7 @@ class TargetLoop:
             raise FetchError(
                 "cut", f"seq {body.first} to {body.last} was promised, {checked.first} to {checked.last} came"
             )
-        self._sink.took(target, checked, plans, size=len(body.data), inflated=wire.get_total_buffer_size())
+        self._sink.on_body(target, checked, plans, size=len(body.data), inflated=wire.get_total_buffer_size())
         self._note(body.standing)
 
     async def _plan(self, plan_id: str) -> PlanColumns:
@@ -280,9 +282,9 @@ class TargetLoop:
             text = await self._source.plan(self.target.registration.url, plan_id)
             return self._plans.add(plan_id, text)
 
-    def _note(self, standing: Standing) -> None:
+    def _note(self, standing: RingStatus) -> None:
         target = self.target
         target.head = max(target.head, target.cursor, -1 if standing.head is None else standing.head)
         target.ring_fill = standing.ring_fill
         target.health = Health.DRAINING if standing.is_draining else Health.UP
-        self._sink.answered(target)
+        self._sink.on_answer(target)

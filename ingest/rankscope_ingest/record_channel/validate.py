@@ -66,7 +66,7 @@ class Nested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
+class ValidBody:
     """What one body holds. `missing` are the ranges of seq that the rank no longer had, each with both ends.
 
     `last_step` is the highest step, None where no record is of one; `last_ts` the latest time, in UTC µs by the rank's
@@ -113,7 +113,7 @@ def _each_once(names: Sequence[str | None]) -> tuple[str, ...]:
 
 def check(
     wire: pa.Table, plans: Mapping[str, PlanColumns], context: RowContext, *, after: int, first_ordinal: int
-) -> Checked:
+) -> ValidBody:
     """Return what `wire` holds, whose records must all be newer than `after` and in order.
 
     Record i gets `first_ordinal + i`. Raises DecodeError when the stream breaks its own promises.
@@ -128,7 +128,7 @@ def check(
     used = flat["plan"].to_pylist()
     statistics = tuple(_measured(flat, used, plan_id, plans[plan_id]) for plan_id in _each_once(used))
     nested = {name: rows for name in NESTED if name in columns and (rows := _nested(columns, name)) is not None}
-    return Checked(
+    return ValidBody(
         context=context,
         first_ordinal=first_ordinal,
         seqs=seqs,

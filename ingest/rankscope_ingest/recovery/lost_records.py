@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rankscope_ingest.record_channel.validate import Checked
+from rankscope_ingest.record_channel.validate import ValidBody
 from rankscope_ingest.reporting.progress import RunMeter
 from rankscope_ingest.reporting.rows import Row, Stamp, found_row, gap_row
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
@@ -27,7 +27,7 @@ class GivenUp:
     records: int
 
 
-class Losses:
+class LostRecords:
     """The account of one service. `meter` gives the figures of a target's attempt, `stamp` a moment for a row."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Losses:
         else:
             self._given_up.pop(target.incarnation, None)
 
-    def of_body(self, target: Target, body: Checked) -> list[Row]:
+    def of_body(self, target: Target, body: ValidBody) -> list[Row]:
         """Return what a body says of records that are missing before or in it, and of such that are found."""
         why = "neither the spool nor a store has them" if target.is_dead else "the ring had overwritten them"
         rows = [self._gap(target, first, last, why) for first, last in body.missing]

@@ -10,16 +10,16 @@ from dataclasses import replace
 
 from rankscope_contract.events import RunState
 from rankscope_ingest.runs.target import Target
-from rankscope_ingest.runs.tracker import Attempt, Rank, RunBook
+from rankscope_ingest.runs.tracker import Attempt, Rank, RunTracker
 
 
-def registered(runs: RunBook, target: Target, now: float, wall: int) -> Attempt:
+def registered(runs: RunTracker, target: Target, now: float, wall: int) -> Attempt:
     """Note that somebody speaks for the process. One that was found dead stays so, any other until it is drained."""
     attempt, known = runs.get((target.registration.run, target.attempt)), _rank(runs, target)
     if attempt is not None and known is not None and known.incarnation != target.incarnation:
         return attempt
     before = None if known is None else replace(known)
-    attempt = runs.registered(target.registration, target.attempt, target.vitals, wall)
+    attempt = runs.registered(target.registration, target.attempt, target.liveness, wall)
     rank = attempt.ranks[target.registration.rank]
     if attempt.has_ended and attempt.settled_at is None:
         attempt.settled_at = now  # under a former service; there is news of it, so that it is shown again for a while
@@ -31,7 +31,7 @@ def registered(runs: RunBook, target: Target, now: float, wall: int) -> Attempt:
     return attempt
 
 
-def drained(runs: RunBook, target: Target, now: float, wall: int) -> None:
+def drained(runs: RunTracker, target: Target, now: float, wall: int) -> None:
     """Note that the process has said all it ever will; without a last word it vanished after its last record."""
     attempt, rank = runs.get((target.registration.run, target.attempt)), _rank(runs, target)
     if attempt is None or rank is None or rank.incarnation != target.incarnation or _has_spoken(rank):
@@ -44,7 +44,7 @@ def drained(runs: RunBook, target: Target, now: float, wall: int) -> None:
     attempt.hear_news()
 
 
-def _rank(runs: RunBook, target: Target) -> Rank | None:
+def _rank(runs: RunTracker, target: Target) -> Rank | None:
     attempt = runs.get((target.registration.run, target.attempt))
     return None if attempt is None else attempt.ranks.get(target.registration.rank)
 

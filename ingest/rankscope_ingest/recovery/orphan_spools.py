@@ -22,7 +22,7 @@ from rankscope_contract.spool.layout import folders
 from rankscope_ingest.base.errors import DecodeError, FetchError, RegistrationError
 from rankscope_ingest.network.dialing import Address
 from rankscope_ingest.record_channel.arrow_guard import open_stream
-from rankscope_ingest.record_channel.client import Answer, Body, Drained, NothingNew, Standing
+from rankscope_ingest.record_channel.client import Answer, Body, Drained, NothingNew, RingStatus
 from rankscope_ingest.record_channel.loop import Source
 from rankscope_ingest.record_channel.validate import plan_ids
 from rankscope_ingest.runs.target import Health, Target
@@ -61,7 +61,7 @@ class Spools:
         """Return incarnation and URL of each spool that is held."""
         return [(orphan.incarnation, url) for url, orphan in self._held.items()]
 
-    def let_go(self, url: str, why: str) -> None:
+    def unfreeze_gc(self, url: str, why: str) -> None:
         """Give a spool back, to be found again."""
         if orphan := self._held.pop(url, None):
             orphan.release()
@@ -110,7 +110,7 @@ class Spools:
     def _read(self, orphan: Orphan, after: int, committed: int, max_bytes: int) -> Answer:
         orphan.commit(committed)
         stretch = orphan.after(after, max_bytes)
-        standing = Standing(head=orphan.head, ring_fill=1.0, is_draining=True)
+        standing = RingStatus(head=orphan.head, ring_fill=1.0, is_draining=True)
         if stretch is None:
             return Drained() if orphan.is_done else NothingNew(standing)
         return Body(data=stretch.data, first=stretch.first, last=stretch.last, rows=stretch.rows, standing=standing)
@@ -175,7 +175,7 @@ class Knowledge(Protocol):
         ...
 
 
-class SpoolWatch:
+class SpoolScanner:
     """`watermark` asks the store how far it has a process, `follow` sees to it that a target is polled, at once."""
 
     def __init__(
@@ -222,16 +222,16 @@ class SpoolWatch:
                 await self._adopt(who)
             except Exception as error:  # one spool that cannot be followed must not keep back the others
                 log.exception("unexpected error in following the spool %s; it is tried again", who.url)
-                self._spools.let_go(who.url, repr(error))
+                self._spools.unfreeze_gc(who.url, repr(error))
         for incarnation, url in self._spools.held():
             if (target := self._knowledge.registry.get(incarnation)) is not None:
                 self._look_after(target, url)
 
     def _look_after(self, target: Target, url: str) -> None:
         if target.registration.url != url:
-            self._spools.let_go(url, "its process lives. Does the file system carry locks between hosts?")
+            self._spools.unfreeze_gc(url, "its process lives. Does the file system carry locks between hosts?")
         elif target.is_gone:
-            self._spools.let_go(url, f"it could not be read ({target.last_error}); it is tried again")
+            self._spools.unfreeze_gc(url, f"it could not be read ({target.last_error}); it is tried again")
         elif target.health is not Health.FAILING:
             self._knowledge.accept(target.registration, ())  # a heartbeat: it may have to wait for the store
 
@@ -248,7 +248,7 @@ class SpoolWatch:
                 return
             target = self._knowledge.accept(who, ()).target
         except RegistrationError as error:
-            self._spools.let_go(who.url, str(error))
+            self._spools.unfreeze_gc(who.url, str(error))
             return
         log.info("records of a dead process are read from disk", extra={"target": target.name, "url": who.url})
         self._follow(target)

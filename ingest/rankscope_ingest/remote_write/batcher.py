@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from rankscope_ingest.base.tables import NO_RUN, TIME, constant, samples_schema
-from rankscope_ingest.pipeline.batcher import PendingBatch, Waiting
+from rankscope_ingest.pipeline.batcher import FlushClock, PendingBatch
 from rankscope_ingest.remote_write.decoder import Part, Written
 from rankscope_storage.remote_read.series import STALE_BITS
 
@@ -69,7 +69,7 @@ def halves(batch: PendingSamples) -> tuple[PendingSamples, PendingSamples] | Non
 
 
 @dataclass(slots=True, kw_only=True)
-class SampleBatcher(Waiting):
+class SampleBatcher(FlushClock):
     """Requests that wait for a commit. The clock is an argument."""
 
     _requests: list[Written] = field(default_factory=list)
@@ -80,7 +80,7 @@ class SampleBatcher(Waiting):
         self._requests.append(written)
         self._receipts.append(receipt)
         self._rows += written.rows
-        self._came(now)
+        self._opened(now)
 
     def take(self) -> PendingSamples:
         """Return everything gathered; it stays counted until `settled`."""
@@ -92,7 +92,7 @@ class SampleBatcher(Waiting):
             requests=tuple(self._requests),
         )
         self._requests, self._receipts = [], []
-        self._depart()
+        self._handed_over()
         return batch
 
 

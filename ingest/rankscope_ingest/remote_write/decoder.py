@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from rankscope_ingest.base.errors import DecodeError
 from rankscope_ingest.remote_write.reference_decoder import frames, read_series
-from rankscope_ingest.remote_write.series_table import UNTOLD, Numbers, SeriesBook
+from rankscope_ingest.remote_write.series_table import UNKNOWN, Numbers, SeriesTable
 
 MOST_KNOWN: Final = 500_000
 """Series of usual length in the book: about 800 bytes each; one with long labels takes the room of several."""
@@ -38,7 +38,7 @@ _SERIES, _LABEL, _SAMPLE, _NUMBER, _TIME = 0x0A, 0x0A, 0x12, 0x09, 0x10
 _WITH_VALUE, _WITHOUT_VALUE = 18, 9
 """Bytes of a sample: tag, length, value, and a time of six bytes (1971 to 2109); a value of 0 is left out."""
 
-_NOT_KNOWN: Final = UNTOLD - 1
+_NOT_KNOWN: Final = UNKNOWN - 1
 _MOST_ROUNDS: Final = 64  # as many samples of one series as are read as columns
 
 _PLACES: Final = np.arange(6)
@@ -52,7 +52,7 @@ Octets = npt.NDArray[np.uint8]
 class Part:
     """Samples of series that stand in one book."""
 
-    book: SeriesBook
+    book: SeriesTable
     numbers: Numbers
     times_ms: Numbers
     values: Values
@@ -98,8 +98,8 @@ class WriteReader:
 
     def __init__(self, most_known: int = MOST_KNOWN) -> None:
         self._most_known = most_known
-        self._book = SeriesBook()
-        self._passing = SeriesBook()
+        self._book = SeriesTable()
+        self._passing = SeriesTable()
         self._messages = 0
         self._tidied_in = 0
 
@@ -140,12 +140,12 @@ class WriteReader:
         if np.count_nonzero(kept) < len(self._book):
             self._book = self._book.only(kept)  # who still holds rows of the former one keeps it alive
 
-    def _learner(self) -> SeriesBook:
+    def _learner(self) -> SeriesTable:
         """Return the book for a series that is not known."""
         if self._book.size < self._most_known:
             return self._book
         if self._passing.size * _PASSING >= self._most_known:
-            self._passing = SeriesBook()
+            self._passing = SeriesTable()
         return self._passing
 
 
@@ -193,7 +193,7 @@ def _guessed(octets: Octets) -> _Chain | None:
     return _Chain(begins_of_messages, ends) if proved.all() else None
 
 
-def _known(data: bytes, chain: _Chain, books: Sequence[SeriesBook]) -> tuple[list[Part], int, _Chain]:
+def _known(data: bytes, chain: _Chain, books: Sequence[SeriesTable]) -> tuple[list[Part], int, _Chain]:
     """Return the samples of series that a book knows, how many were oversized, and the messages of other series."""
     parts, oversized = [], 0
     for book in books:
@@ -202,13 +202,13 @@ def _known(data: bytes, chain: _Chain, books: Sequence[SeriesBook]) -> tuple[lis
         told, rounds = _by_known_labels(data, chain, book)
         samples = [_of_round(book, told[one.places], one) for one in reversed(rounds)]  # the oldest first
         parts.append(Part.joined(samples))
-        oversized += sum(int(np.count_nonzero(told[one.places] == UNTOLD)) for one in rounds)
+        oversized += sum(int(np.count_nonzero(told[one.places] == UNKNOWN)) for one in rounds)
         left = told == _NOT_KNOWN
         chain = _Chain(chain.begins[left], chain.ends[left])
     return parts, oversized, chain
 
 
-def _of_round(book: SeriesBook, numbers: Numbers, one: _Round) -> Part:
+def _of_round(book: SeriesTable, numbers: Numbers, one: _Round) -> Part:
     kept = numbers >= 0
     return Part(book=book, numbers=numbers[kept], times_ms=one.times_ms[kept], values=one.values[kept])
 
@@ -230,7 +230,7 @@ class _Round:
     values: Values
 
 
-def _by_known_labels(data: bytes, chain: _Chain, book: SeriesBook) -> tuple[Numbers, list[_Round]]:
+def _by_known_labels(data: bytes, chain: _Chain, book: SeriesTable) -> tuple[Numbers, list[_Round]]:
     """Return the number of each message's series, and the samples behind its labels, the last of each first.
 
     Samples are taken off the ends of messages until what is left are labels that are known. Only then they count.
@@ -290,7 +290,7 @@ def _behind_labels(message: bytes) -> int:
 class _Rest:
     """What is read by the rules."""
 
-    def __init__(self, book: SeriesBook) -> None:
+    def __init__(self, book: SeriesTable) -> None:
         self.book = book
         self.numbers: list[int] = []
         self.times_ms: list[int] = []
@@ -303,7 +303,7 @@ class _Rest:
         number = self.book.learn(message[:behind] + one.labels)
         self.exemplars += one.exemplars
         self.histograms += one.histograms
-        if number == UNTOLD:
+        if number == UNKNOWN:
             self.oversized += len(one.values)
             return
         self.numbers += [number] * len(one.values)

@@ -19,7 +19,7 @@ from rankscope_ingest.base.config import RemoteWriteSection
 from rankscope_ingest.base.errors import BusyError, DecodeError, RegistrationError
 from rankscope_ingest.base.protobuf import unpacked
 from rankscope_ingest.pipeline.batcher import PendingBatch
-from rankscope_ingest.pipeline.flusher import Appender, Aside, Committed, Flusher
+from rankscope_ingest.pipeline.flusher import Appender, Committed, Flusher, QuarantineSink
 from rankscope_ingest.remote_write.batcher import RECEIPTS, SampleBatcher, halves
 from rankscope_ingest.remote_write.decoder import WriteReader, Written
 from rankscope_storage.errors import StoreError
@@ -137,7 +137,7 @@ class RemoteWrite:
         *,
         on_commit: Callable[[PendingBatch, Committed], None],
         clock: Callable[[], float],
-        aside: Aside | None = None,
+        aside: QuarantineSink | None = None,
     ) -> None:
         self._section = section
         self._store = store

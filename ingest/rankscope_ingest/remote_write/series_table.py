@@ -22,7 +22,7 @@ from rankscope_ingest.scrape.discovery import INSTANCE
 Numbers = npt.NDArray[np.int64]
 Kept = npt.NDArray[np.bool_]
 
-UNTOLD: Final = -1
+UNKNOWN: Final = -1
 """In place of a number: labels beyond what is taken."""
 
 _NAME: Final = "__name__"
@@ -34,7 +34,7 @@ _NAME_TAG, _VALUE_TAG = 0x0A, 0x12
 _NO_TIME: Final = np.iinfo(np.int64).min
 
 
-class SeriesBook:
+class SeriesTable:
     """Numbers of series, from 0, and the columns that they have in `samples`. One thread at a time adds."""
 
     def __init__(self) -> None:
@@ -52,15 +52,15 @@ class SeriesBook:
         """Return how many ways to say a series are known."""
         return len(self._numbers)
 
-    def only(self, kept: Kept) -> SeriesBook:
+    def only(self, kept: Kept) -> SeriesTable:
         """Return a book of the series that are `kept`, with all that is known of them; this one stays as it is."""
-        places = np.where(kept, np.cumsum(kept) - 1, UNTOLD).tolist()
-        book = SeriesBook()
+        places = np.where(kept, np.cumsum(kept) - 1, UNKNOWN).tolist()
+        book = SeriesTable()
         for labels, number in self._numbers.items():
-            if number != UNTOLD and places[number] != UNTOLD:
+            if number != UNKNOWN and places[number] != UNKNOWN:
                 book._remember(labels, places[number])
         numbers = self._by_labels.items()
-        book._by_labels.update((key, places[number]) for key, number in numbers if places[number] != UNTOLD)
+        book._by_labels.update((key, places[number]) for key, number in numbers if places[number] != UNKNOWN)
         book.targets, book.metrics, book.labels = (one.only(kept) for one in (self.targets, self.metrics, self.labels))
         book.latest_ms, book.latest_bits = self.latest_ms.only(kept), self.latest_bits.only(kept)
         book.seen_in = self.seen_in.only(kept)
@@ -73,7 +73,7 @@ class SeriesBook:
         """
         number = self._numbers.get(labels)
         if number is None:
-            number = UNTOLD if len(labels) > _MOST_BYTES else self._learn(dict_of(labels))
+            number = UNKNOWN if len(labels) > _MOST_BYTES else self._learn(dict_of(labels))
             if len(labels) <= _MOST_BYTES:
                 self._remember(labels, number)
         return number
@@ -84,7 +84,7 @@ class SeriesBook:
 
     def _learn(self, labels: dict[str, str]) -> int:
         if len(labels) > _MOST_LABELS:
-            return UNTOLD
+            return UNKNOWN
         metric = labels.pop(_NAME, "")
         if not metric:
             raise DecodeError(f"a series has no {_NAME}: {str(labels)[:200]}")
@@ -171,7 +171,7 @@ class _Column:
     def __init__(self, texts: Iterable[str] = (), of_series: Numbers | None = None) -> None:
         self._texts = list(texts)
         self._codes = {text: code for code, text in enumerate(self._texts)}
-        self._of_series = _Growing(UNTOLD, of_series)
+        self._of_series = _Growing(UNKNOWN, of_series)
         self._array = pa.array([], pa.string())
 
     def __len__(self) -> int:
@@ -190,13 +190,13 @@ class _Column:
     def only(self, kept: Kept) -> _Column:
         """Return the column of the series that are `kept`, without the texts of others."""
         codes, places = np.unique(self._of_series.values[kept], return_inverse=True)
-        absent = int(codes[0] == UNTOLD) if len(codes) else 0
+        absent = int(codes[0] == UNKNOWN) if len(codes) else 0
         return _Column([self._texts[code] for code in codes[absent:].tolist()], places - absent)
 
     def of(self, numbers: Numbers) -> pa.DictionaryArray:
         """Return the texts of series, in a dictionary that has no others: the store sorts it at every flush."""
         codes, places = np.unique(self._of_series.values[numbers], return_inverse=True)
-        absent = int(codes[0] == UNTOLD) if len(codes) else 0
+        absent = int(codes[0] == UNKNOWN) if len(codes) else 0
         if len(codes) and codes[-1] >= len(self._array):
             self._array = pa.array(self._texts, pa.string())
         indices = pa.array((places - absent).astype(np.int32), mask=(places < absent) if absent else None)

@@ -36,7 +36,7 @@ def read_goodput(path: str) -> Ratios:
     return {row["run"]: row["goodput"] for row in rows}
 
 
-class GoodputWatch:
+class GoodputReader:
     """Looks again when something was committed since, and never for a larger share of the time than allowed."""
 
     def __init__(

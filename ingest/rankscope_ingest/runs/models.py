@@ -18,7 +18,7 @@ class Patience:
 
 
 @dataclass(slots=True, kw_only=True)
-class Vitals:
+class Liveness:
     """Times are seconds of the service's monotonic clock."""
 
     last_sign: float
@@ -67,7 +67,7 @@ class Rank:
     number: int
     incarnation: str
     host: str
-    vitals: Vitals
+    liveness: Liveness
     known_since: float  # restored or registered
     last_step: int | None = None
     stepped_at: float | None = None
@@ -101,7 +101,7 @@ class Rank:
     def vanish(self, now: float, wall: int) -> None:
         """Note that the process is taken for dead; of one that only the store knows, the last sign is not known."""
         self.is_vanished, self.is_unheard, self.silent_until = True, self.is_restored, wall
-        self.silent_from = None if self.is_restored else wall - round((now - self.vitals.last_sign) * 1e6)
+        self.silent_from = None if self.is_restored else wall - round((now - self.liveness.last_sign) * 1e6)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -253,7 +253,7 @@ def _line(state: str, ranks: list[Rank], now: float) -> str:
 
 
 def _age(rank: Rank, now: float) -> float:
-    return max(0.0, now - rank.vitals.last_sign)
+    return max(0.0, now - rank.liveness.last_sign)
 
 
 def _state(rank: Rank) -> str:

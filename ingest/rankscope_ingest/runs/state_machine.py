@@ -22,7 +22,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ruling:
+class StateDecision:
     """Where an attempt stands. `moment` is when it ended, in UTC µs; `culprit` the rank that failed first, if known."""
 
     state: RunState
@@ -32,7 +32,7 @@ class Ruling:
     moment: int | None = None
 
 
-def judge(attempt: Attempt, now: float, wall: int, timing: Timing) -> Ruling | None:
+def judge(attempt: Attempt, now: float, wall: int, timing: Timing) -> StateDecision | None:
     """Return where `attempt` stands; None for one that ended and stays as it is.
 
     An attempt that ended is left alone until news of its ranks: a restarted service knows less than the former one.
@@ -50,8 +50,8 @@ def judge(attempt: Attempt, now: float, wall: int, timing: Timing) -> Ruling | N
     return _at_work(attempt, now, timing)
 
 
-def _failed(cause: Cause) -> Ruling:
-    return Ruling(
+def _failed(cause: Cause) -> StateDecision:
+    return StateDecision(
         state=RunState.FAILED,
         reason=cause.words,
         culprit=cause.culprit,
@@ -60,24 +60,24 @@ def _failed(cause: Cause) -> Ruling:
     )
 
 
-def _ended(attempt: Attempt, signal: Cause | None, wall: int) -> Ruling:
+def _ended(attempt: Attempt, signal: Cause | None, wall: int) -> StateDecision:
     moment = end_of(attempt.ranks.values(), wall)
     if signal is not None:
-        return Ruling(state=RunState.STOPPED, reason=signal.words, moment=moment)
+        return StateDecision(state=RunState.STOPPED, reason=signal.words, moment=moment)
     state, reason = ending(attempt)
-    return Ruling(state=state, reason=reason, moment=moment)
+    return StateDecision(state=state, reason=reason, moment=moment)
 
 
-def _at_work(attempt: Attempt, now: float, timing: Timing) -> Ruling:
+def _at_work(attempt: Attempt, now: float, timing: Timing) -> StateDecision:
     idle = now - attempt.progressed_at
     if attempt.last_step is None:
         if idle < timing.stalled_in_phase_after_seconds:
-            return Ruling(state=RunState.PENDING)
+            return StateDecision(state=RunState.PENDING)
         missing = attempt.world_size - len(attempt.ranks)
         who = f"; {missing} of {attempt.world_size} ranks never registered" if missing > 0 else ""
-        return Ruling(state=RunState.STALLED, reason=f"alive, but no first step for {idle:.0f} s{who}")
+        return StateDecision(state=RunState.STALLED, reason=f"alive, but no first step for {idle:.0f} s{who}")
     in_phase = any(rank.phase for rank in attempt.live_ranks)
     limit = timing.stalled_in_phase_after_seconds if in_phase else timing.stalled_after_seconds
     if idle < limit:
-        return Ruling(state=RunState.RUNNING)
-    return Ruling(state=RunState.STALLED, reason=f"alive, but no step for {idle:.0f} s")
+        return StateDecision(state=RunState.RUNNING)
+    return StateDecision(state=RunState.STALLED, reason=f"alive, but no step for {idle:.0f} s")

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from rankscope_contract.channel import NOTHING, Registration
-from rankscope_ingest.runs.models import Vitals
+from rankscope_ingest.runs.models import Liveness
 
 
 class Health(enum.StrEnum):
@@ -27,7 +27,7 @@ class Target:
     registration: Registration
     attempt: int
     lease: str
-    vitals: Vitals
+    liveness: Liveness
     cursor: int = NOTHING  # last seq taken; what comes next is asked for after it
     committed: int = NOTHING  # last seq that is durable; passed back to the rank
     head: int = NOTHING  # newest seq the rank is known to have published

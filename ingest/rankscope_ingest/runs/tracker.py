@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from rankscope_contract.channel import Registration
 from rankscope_contract.events import RunState
 from rankscope_contract.redaction import redacted
-from rankscope_ingest.runs.models import ARRIVAL_SECONDS, ENDED, Attempt, AttemptKey, Patience, Rank, Vitals
-from rankscope_ingest.runs.state_machine import Ruling, Timing, judge
+from rankscope_ingest.runs.models import ARRIVAL_SECONDS, ENDED, Attempt, AttemptKey, Liveness, Patience, Rank
+from rankscope_ingest.runs.state_machine import StateDecision, Timing, judge
 
-__all__ = ["ARRIVAL_SECONDS", "ENDED", "Attempt", "AttemptKey", "Rank", "RunBook", "Timing", "Verdict"]
+__all__ = ["ARRIVAL_SECONDS", "ENDED", "Attempt", "AttemptKey", "Rank", "RunTracker", "Timing", "Verdict"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Verdict:
     vanished: tuple[tuple[Attempt, Rank], ...]
 
 
-class RunBook:
+class RunTracker:
     """All attempts that may still change, and those that ended long ago or under a former service."""
 
     def __init__(self, timing: Timing) -> None:
@@ -95,7 +95,7 @@ class RunBook:
             return rank is not None and rank.incarnation != registration.incarnation
         return attempt.ended_at is not None and registration.started_at > attempt.ended_at
 
-    def registered(self, registration: Registration, number: int, vitals: Vitals, wall: int) -> Attempt:
+    def registered(self, registration: Registration, number: int, liveness: Liveness, wall: int) -> Attempt:
         """Note a registration or heartbeat."""
         key = (registration.run, number)
         attempt = self._wake(key)
@@ -110,16 +110,16 @@ class RunBook:
         if rank is None or rank.incarnation != registration.incarnation:
             # An attempt put back without its ranks had counted this one before it ended.
             attempt.hear_news(of_work=bool(attempt.ranks))
-            rank = attempt.ranks[registration.rank] = _new_rank(registration, vitals)
-            attempt.progressed_at = max(attempt.progressed_at, vitals.last_sign)
-        rank.vitals = vitals
+            rank = attempt.ranks[registration.rank] = _new_rank(registration, liveness)
+            attempt.progressed_at = max(attempt.progressed_at, liveness.last_sign)
+        rank.liveness = liveness
         if rank.is_restored:
-            rank.is_restored, rank.known_since, rank.phase = False, vitals.last_sign, registration.phase
+            rank.is_restored, rank.known_since, rank.phase = False, liveness.last_sign, registration.phase
         if rank.speaks():
             attempt.hear_news()
         if rank.phase != registration.phase:
             # Behind a long evaluation the next step is not late: its time begins now.
-            rank.phase, attempt.progressed_at = registration.phase, vitals.last_sign
+            rank.phase, attempt.progressed_at = registration.phase, liveness.last_sign
         return attempt
 
     def heard(self, key: AttemptKey, number: int, incarnation: str | None = None) -> None:
@@ -176,7 +176,7 @@ class RunBook:
         for attempt in self._attempts.values():
             attempt.progressed_at = min(now, attempt.progressed_at + seconds)
             for rank in attempt.live_ranks:
-                rank.vitals.excuse(seconds, now)
+                rank.liveness.excuse(seconds, now)
 
     def tick(self, now: float, wall: int) -> Verdict:
         """Judge every attempt at this moment."""
@@ -212,14 +212,14 @@ class RunBook:
         return attempt, rank
 
     def _find_vanished(self, attempt: Attempt, now: float, wall: int) -> list[Rank]:
-        found = [rank for rank in attempt.live_ranks if rank.vitals.has_vanished(now, self._timing.patience)]
+        found = [rank for rank in attempt.live_ranks if rank.liveness.has_vanished(now, self._timing.patience)]
         for rank in found:
             rank.vanish(now, wall)
             attempt.hear_news()
         return found
 
 
-def _follow(attempt: Attempt, ruling: Ruling, now: float, wall: int) -> bool:
+def _follow(attempt: Attempt, ruling: StateDecision, now: float, wall: int) -> bool:
     """Let `attempt` be as `ruling` says; return whether that is worth a new version."""
     has_ended = ruling.state in ENDED
     is_change = ruling.state is not attempt.state or (has_ended and ruling.reason != attempt.reason)
@@ -247,11 +247,11 @@ def _new_attempt(registration: Registration, number: int, wall: int) -> Attempt:
     )
 
 
-def _new_rank(registration: Registration, vitals: Vitals) -> Rank:
+def _new_rank(registration: Registration, liveness: Liveness) -> Rank:
     return Rank(
         number=registration.rank,
         incarnation=registration.incarnation,
         host=registration.host,
-        vitals=vitals,
-        known_since=vitals.last_sign,
+        liveness=liveness,
+        known_since=liveness.last_sign,
     )

@@ -29,7 +29,7 @@ _SCHEMES: Final = ("http", "https")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exporter:
+class ScrapeTarget:
     """One page to scrape; `name` is the `target` of its rows."""
 
     name: str
@@ -40,14 +40,14 @@ class Exporter:
     max_bytes: int
 
 
-def configured(section: ExporterSection) -> Exporter:
+def configured(section: ExporterSection) -> ScrapeTarget:
     """Return the exporter that the service's own file names."""
     labels = dict(section.labels)
     name = labels.pop(INSTANCE, "") or section.name or urlsplit(section.url).netloc
     return _exporter(section, name, section.url, labels)
 
 
-def listed(text: str | bytes, section: ExporterListSection, *, is_yaml: bool = False) -> list[Exporter]:
+def listed(text: str | bytes, section: ExporterListSection, *, is_yaml: bool = False) -> list[ScrapeTarget]:
     """Return the exporters of one list: `[{"targets": ["host:port"], "labels": {…}}, …]`. Raises ConfigError."""
     try:
         # As Prometheus reads it: a label that looks like a number or a truth is the text that stands there.
@@ -59,7 +59,7 @@ def listed(text: str | bytes, section: ExporterListSection, *, is_yaml: bool = F
     return [exporter for group in groups for exporter in _of_group(group, section)]
 
 
-def _of_group(group: Any, section: ExporterListSection) -> Iterable[Exporter]:
+def _of_group(group: Any, section: ExporterListSection) -> Iterable[ScrapeTarget]:
     if not isinstance(group, dict) or not isinstance(group.get("targets"), list):
         raise ConfigError(f'it has an entry without "targets": {str(group)[:100]}')
     labels = group.get("labels") or {}
@@ -73,7 +73,7 @@ def _is_label(name: str, value: Any) -> bool:
     return _LABEL.fullmatch(name) is not None and isinstance(value, str)
 
 
-def _of_address(address: Any, labels: Mapping[str, str], section: ExporterListSection) -> Exporter:
+def _of_address(address: Any, labels: Mapping[str, str], section: ExporterListSection) -> ScrapeTarget:
     scheme = labels.get("__scheme__", "http")
     path = labels.get("__metrics_path__", "/metrics")
     query = {name.removeprefix("__param_"): text for name, text in labels.items() if name.startswith("__param_")}
@@ -91,8 +91,8 @@ def _of_address(address: Any, labels: Mapping[str, str], section: ExporterListSe
 
 def _exporter(
     section: ExporterSection | ExporterListSection, name: str, url: str, labels: Mapping[str, str]
-) -> Exporter:
-    return Exporter(
+) -> ScrapeTarget:
+    return ScrapeTarget(
         name=name,
         url=url,
         labels=tuple(sorted((key, text) for key, text in labels.items() if text)),
@@ -111,7 +111,7 @@ _YAML: Final = (".yml", ".yaml")
 class Audience(Protocol):
     """Whoever follows the exporters."""
 
-    def show(self, source: str, exporters: list[Exporter]) -> None:
+    def show(self, source: str, exporters: list[ScrapeTarget]) -> None:
         """Follow these of `source` from now on."""
         ...
 
@@ -124,7 +124,7 @@ class ExporterList:
         self._fetch = fetch
         self._audience = audience
         self._source = str(section.file or section.url)
-        self._good: dict[str, list[Exporter]] = {}
+        self._good: dict[str, list[ScrapeTarget]] = {}
         self._told: dict[str, str] = {}
 
     async def run(self) -> None:

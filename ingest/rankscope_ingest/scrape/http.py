@@ -88,11 +88,11 @@ class PageFetcher:
 
     async def get(self, url: str, *, accept: str, timeout_seconds: float, max_bytes: int) -> Document:
         """Return the answer, of at most `max_bytes` also when inflated. Raises FetchError."""
-        return await self.got(
+        return await self.get_parsed(
             url, lambda document: document, accept=accept, timeout_seconds=timeout_seconds, max_bytes=max_bytes
         )
 
-    async def got(
+    async def get_parsed(
         self, url: str, then: Callable[[Document], T], *, accept: str, timeout_seconds: float, max_bytes: int
     ) -> T:
         """Return what `then`, which must not fail, makes of the answer in the thread that got it. Raises FetchError."""

@@ -36,7 +36,7 @@ class PlainSample(NamedTuple):
     value: float
 
 
-def read_plainly(text: str) -> list[PlainSample] | None:
+def read_plain(text: str) -> list[PlainSample] | None:
     """Return the samples of a page in order, or None when any of its lines is more than a series and a number."""
     samples = []
     for line in text.split("\n"):
@@ -73,7 +73,7 @@ class Sample:
 
 def read_exactly(text: str, *, openmetrics: bool = False) -> list[Sample]:
     """Return the samples of a page, in order. Raises DecodeError for a page that breaks the rules of its format."""
-    plain = None if openmetrics else read_plainly(text)
+    plain = None if openmetrics else read_plain(text)
     if plain is not None:
         return [Sample(metric, labels, value) for metric, labels, value in plain]
     try:

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from rankscope_contract.records import canonical_labels
 from rankscope_ingest.base.tables import FROM_INGEST, NO_RUN, TIME, constant, samples_schema
-from rankscope_ingest.scrape.discovery import Exporter
+from rankscope_ingest.scrape.discovery import ScrapeTarget
 from rankscope_ingest.scrape.parser import PageRows
 from rankscope_ingest.scrape.sample_table import Scrape, Series
 
@@ -39,7 +39,7 @@ _Series = tuple[str, str | None]
 class Tabling:
     """Makes scrapes of one exporter, whose series are put together once for as long as its pages stay the same."""
 
-    def __init__(self, exporter: Exporter) -> None:
+    def __init__(self, exporter: ScrapeTarget) -> None:
         self._exporter = exporter
         self._metrics: pa.Array | None = None  # of the page that the series are of
         self._series: Series | None = None
@@ -63,7 +63,7 @@ def _joined(one: pa.DictionaryArray, other: pa.DictionaryArray) -> pa.Dictionary
     return joined.chunk(0) if isinstance(joined, pa.ChunkedArray) else joined
 
 
-def own_scrape(exporter: Exporter, ts: int, seconds: float | None = None, samples: int | None = None) -> Scrape:
+def own_scrape(exporter: ScrapeTarget, ts: int, seconds: float | None = None, samples: int | None = None) -> Scrape:
     """Return what is said of a scrape: with `seconds` and `samples` of a good one, without of a failed one."""
     said = {"up": float(samples is not None)}
     said |= {} if seconds is None else {"scrape_duration_seconds": seconds}
@@ -76,7 +76,7 @@ def own_scrape(exporter: Exporter, ts: int, seconds: float | None = None, sample
     return Scrape(series=series, ts=ts, values=np.array(list(said.values())))
 
 
-def page_rows(exporter: Exporter, rows: PageRows, ts: int) -> pa.Table:
+def page_rows(exporter: ScrapeTarget, rows: PageRows, ts: int) -> pa.Table:
     """Return the samples of a page that tells times, and was scraped at `ts` (UTC µs), for those without."""
     assert rows.ts is not None
     origins = pc.if_else(rows.ts.is_valid(), FROM_EXPORTER, FROM_INGEST).dictionary_encode()

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 import pyarrow as pa
 
 from rankscope_ingest.base.errors import DecodeError, FetchError
-from rankscope_ingest.scrape.discovery import Exporter
+from rankscope_ingest.scrape.discovery import ScrapeTarget
 from rankscope_ingest.scrape.http import AT_ONCE, FAILING_AT_ONCE, TEXT, Document
 from rankscope_ingest.scrape.parser import BATCH_BYTES, Page, PageReader, PageRows
 from rankscope_ingest.scrape.reference_parser import OPENMETRICS
@@ -32,7 +32,7 @@ T = TypeVar("T")
 class Fetch(Protocol):
     """Where pages come from."""
 
-    async def got(
+    async def get_parsed(
         self, url: str, then: Callable[[Document], T], *, accept: str, timeout_seconds: float, max_bytes: int
     ) -> T:
         """Return what `then` makes of a document in the thread that got it. Raises FetchError."""
@@ -75,7 +75,7 @@ class Followed:
     `read_at` is when the newest page that could be read was asked for, in monotonic seconds.
     """
 
-    exporter: Exporter
+    exporter: ScrapeTarget
     is_up: bool | None = None
     read_at: float | None = None
     last_error: str | None = None
@@ -98,7 +98,7 @@ class Scraper:
         self._sink = sink
         self._clock = clock
         self._wall = wall
-        self._lists: dict[str, tuple[Exporter, ...]] = {}
+        self._lists: dict[str, tuple[ScrapeTarget, ...]] = {}
         self._followed: dict[str, Followed] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._reading = _Reading()
@@ -114,10 +114,10 @@ class Scraper:
         """Return what is to be cancelled at the end."""
         return [*self._tasks.values(), *self._reading.tasks]
 
-    def show(self, source: str, exporters: Iterable[Exporter]) -> None:
+    def show(self, source: str, exporters: Iterable[ScrapeTarget]) -> None:
         """Let `source` name these exporters from now on; of two with one name, that of the first source is scraped."""
         self._lists[source] = tuple(exporters)
-        wanted: dict[str, Exporter] = {}
+        wanted: dict[str, ScrapeTarget] = {}
         for one in (one for found in self._lists.values() for one in found):
             other = wanted.setdefault(one.name, one)
             if other.url != one.url:
@@ -155,13 +155,13 @@ class Scraper:
             sink.samples(page_rows(exporter, fresh, ts))
             sink.scrape(own_scrape(exporter, ts, seconds, rows.rows))
 
-    async def _page(self, exporter: Exporter) -> PageRows:
+    async def _page(self, exporter: ScrapeTarget) -> PageRows:
         def read(document: Document) -> tuple[Page, PageRows | None]:
             is_openmetrics = document.content_type == OPENMETRICS
             page = Page(target=exporter.name, labels=exporter.labels, body=document.body, openmetrics=is_openmetrics)
             return page, self._reading.at_once(page)
 
-        page, rows = await self._fetch.got(
+        page, rows = await self._fetch.get_parsed(
             exporter.url, read, accept=TEXT, timeout_seconds=exporter.timeout_seconds, max_bytes=exporter.max_bytes
         )
         return await self._reading.read(page) if rows is None else rows
@@ -178,7 +178,7 @@ class Scraper:
         self._sink.scraped("failed")
         self._sink.scrape(said)
 
-    def _end(self, exporter: Exporter, ended: Names | None, ts: int) -> None:
+    def _end(self, exporter: ScrapeTarget, ended: Names | None, ts: int) -> None:
         if ended is not None:
             self._sink.samples(marks(exporter.name, ended, ts))
 

@@ -20,7 +20,7 @@ from rankscope_ingest.scrape.scraper import Scraper, described
 from rankscope_ingest.service.wiring import cancel
 
 
-class Exporters:
+class ExternalExporters:
     """Scrapes what the configuration names, and says how that goes. Implements the `Sink` of the scraper."""
 
     def __init__(self, config: ServiceConfig, batcher: Batcher, metrics: ServiceMetrics) -> None:

@@ -12,15 +12,15 @@ import pyarrow as pa
 from rankscope_contract.events import EventType, RunState
 from rankscope_contract.records import DATASETS, DIMENSIONS
 from rankscope_contract.rollups import ROLLUPS
-from rankscope_ingest.detect.divergence_tracker import Apart
-from rankscope_ingest.detect.incidents import IncidentBook
+from rankscope_ingest.detect.divergence_tracker import Diverged
+from rankscope_ingest.detect.incidents import IncidentTracker
 from rankscope_ingest.detect.symptoms import last_word, parse_details
 from rankscope_ingest.notify.announcer import OPENED, RESOLVED
 from rankscope_ingest.notify.incident import Incident, Symptom
 from rankscope_ingest.notify.text import RUN_FAILED, RUN_STALLED, failure_key
 from rankscope_ingest.recovery.lost_records import GivenUp
-from rankscope_ingest.runs.models import ENDED, Attempt, Rank, Vitals
-from rankscope_ingest.runs.tracker import RunBook
+from rankscope_ingest.runs.models import ENDED, Attempt, Liveness, Rank
+from rankscope_ingest.runs.tracker import RunTracker
 from rankscope_storage.asking.views import HISTORY_SUFFIX
 
 _TOLD: Final = """\
@@ -54,9 +54,9 @@ class Reader(Protocol):
         ...
 
 
-def read_apart(reader: Reader) -> list[Apart]:
+def read_apart(reader: Reader) -> list[Diverged]:
     """Return the tensors that were told to be apart, and not to be equal again since."""
-    found: dict[tuple[Any, ...], Apart] = {}
+    found: dict[tuple[Any, ...], Diverged] = {}
     for row in reader.query(_TOLD).to_pylist():
         details = parse_details(row["details"])
         key = (*(row[name] for name in _NAMES), details.get("replicas"))
@@ -72,16 +72,21 @@ def read_hashes(reader: Reader) -> pa.Table:
     return reader.query(_WAITING)
 
 
-def _apart(row: Mapping[str, Any], details: Mapping[str, Any]) -> Apart | None:
+def _apart(row: Mapping[str, Any], details: Mapping[str, Any]) -> Diverged | None:
     try:
-        camps = tuple((int(text, 16), tuple(map(int, ranks))) for text, ranks in details["hashes"].items())
+        ranks_by_hash = tuple((int(text, 16), tuple(map(int, ranks))) for text, ranks in details["hashes"].items())
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
-    camps = tuple(sorted(camps, key=lambda camp: (-len(camp[1]), camp[1])))
-    if len(camps) < 2:
+    ranks_by_hash = tuple(sorted(ranks_by_hash, key=lambda camp: (-len(camp[1]), camp[1])))
+    if len(ranks_by_hash) < 2:
         return None
     names = {name: row[name] for name in ("step", "kind", "tensor", "vpp_stage")}
-    return Apart(attempt_key=(row["run"], row["attempt"]), replicas=str(details.get("replicas")), camps=camps, **names)
+    return Diverged(
+        attempt_key=(row["run"], row["attempt"]),
+        replicas=str(details.get("replicas")),
+        ranks_by_hash=ranks_by_hash,
+        **names,
+    )
 
 
 _EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
@@ -120,7 +125,7 @@ class History:
     failures_told: frozenset[str] = frozenset()
     last_ordinal: int = 0
     given_up: Mapping[str, GivenUp] = field(default_factory=dict)
-    apart: tuple[Apart, ...] = ()  # replicas, of attempts that go on
+    apart: tuple[Diverged, ...] = ()  # replicas, of attempts that go on
     hashes: pa.Table | None = None  # of steps that not all ranks had reached
     lives: Mapping[str, int] = field(default_factory=dict)  # incarnation -> attempt, of all that ever registered
     read_at: float = 0.0  # seconds of the service's monotonic clock
@@ -130,7 +135,7 @@ class History:
         """Return (run, launch_id, attempt) of every launch that is known."""
         return [(attempt.run, attempt.launch_id, attempt.number) for attempt in self.attempts if attempt.launch_id]
 
-    def restore(self, runs: RunBook, incidents: IncidentBook) -> None:
+    def restore(self, runs: RunTracker, incidents: IncidentTracker) -> None:
         """Put back what had not ended, and remember what had."""
         for attempt in self.attempts:
             if not attempt.has_ended:
@@ -228,7 +233,7 @@ def _add_rank(attempt: Attempt, event: Mapping[str, Any], now: float) -> None:
             number=event["rank"],
             incarnation=event["incarnation"] or "",
             host=str(details.get("host", "")),
-            vitals=Vitals(last_sign=now),
+            liveness=Liveness(last_sign=now),
             known_since=now,
             is_restored=True,
             # Of a run that failed some ranks are dead for good: one that lives on does not bring the run back.

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from rankscope_ingest.base.config import ServiceConfig
-from rankscope_ingest.base.memory import keep_memory, let_go
+from rankscope_ingest.base.memory import tune_allocator, unfreeze_gc
 from rankscope_ingest.base.tls import client_tls, server_tls
 from rankscope_ingest.record_channel.client import Fetcher
 from rankscope_ingest.reporting.progress import Progress
@@ -34,11 +34,11 @@ async def run(
     `on_ready` gets the URL once the service listens, `on_progress` a snapshot every second and a last one at the end.
     Raises IngestError or StoreError with a text for the user: no store, shard owned by another, port taken, …
     """
-    keep_memory()
+    tune_allocator()
     try:
         await _serve(config, stop or asyncio.Event(), on_progress, on_ready)
     finally:
-        let_go()
+        unfreeze_gc()
 
 
 async def _serve(

@@ -15,12 +15,12 @@ from aiohttp import web
 
 from rankscope_contract.channel import Registration, RegistrationReply
 from rankscope_contract.tls import Reloading
-from rankscope_ingest.base.background import Alarm, Faults, unending
+from rankscope_ingest.base.background import BackgroundFaults, WakeUp, run_forever
 from rankscope_ingest.base.config import ServiceConfig, StaticTarget
 from rankscope_ingest.base.errors import RegistrationError, ServiceError
-from rankscope_ingest.base.memory import give_back
-from rankscope_ingest.base.tls import keep_fresh
-from rankscope_ingest.detect.stall_handler import RankAnswer, StallWatch
+from rankscope_ingest.base.memory import trim_periodically
+from rankscope_ingest.base.tls import reload_certificates
+from rankscope_ingest.detect.stall_handler import RankAnswer, StallHandler
 from rankscope_ingest.http.routes import make_application
 from rankscope_ingest.network.auth import own_names
 from rankscope_ingest.network.dialing import parse_target_url
@@ -30,25 +30,25 @@ from rankscope_ingest.notify.incident import Incident
 from rankscope_ingest.notify.notifiers import Notifier
 from rankscope_ingest.pipeline.batcher import PendingBatch
 from rankscope_ingest.pipeline.flusher import Committed, Flusher
-from rankscope_ingest.pipeline.maintenance_schedule import keep_in_order, retaining
+from rankscope_ingest.pipeline.maintenance_schedule import retention_job, run_maintenance
 from rankscope_ingest.pipeline.quarantine import Quarantine
 from rankscope_ingest.record_channel.client import Fetcher
 from rankscope_ingest.record_channel.loop import Pace, TargetLoop
 from rankscope_ingest.record_channel.plans import PlanCache
-from rankscope_ingest.recovery.orphan_spools import Spools, SpoolWatch
+from rankscope_ingest.recovery.orphan_spools import Spools, SpoolScanner
 from rankscope_ingest.remote_read.handler import RemoteRead
 from rankscope_ingest.remote_write.handler import RemoteWrite, answer
-from rankscope_ingest.reporting.goodput import WITHOUT_TIME, GoodputWatch, read_goodput
+from rankscope_ingest.reporting.goodput import WITHOUT_TIME, GoodputReader, read_goodput
 from rankscope_ingest.reporting.progress import Progress, RunProgress
 from rankscope_ingest.reporting.rows import Stamp
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_ingest.runs.target import Health, Target
-from rankscope_ingest.service.external_exporters import Exporters
+from rankscope_ingest.service.external_exporters import ExternalExporters
 from rankscope_ingest.service.history import History
-from rankscope_ingest.service.wiring import cancel, make_batcher, make_collector
-from rankscope_ingest.status_page.collect import StatusBook
-from rankscope_ingest.status_page.model import Standing
-from rankscope_ingest.targets.pollers import Following, watch
+from rankscope_ingest.service.wiring import cancel, make_batcher, make_run_monitor
+from rankscope_ingest.status_page.collect import StatusCollector
+from rankscope_ingest.status_page.model import Status
+from rankscope_ingest.targets.pollers import Pollers, watch
 from rankscope_storage.errors import StoreError
 from rankscope_storage.store import Writer
 
@@ -86,8 +86,8 @@ class Supervisor:
             flush_after_seconds=config.ingest.flush_after_seconds,
             targets=lambda: len(self._following),
         )
-        self._following = Following(self._loop, self._watermark)
-        self._alarm = Alarm()
+        self._following = Pollers(self._loop, self._watermark)
+        self._alarm = WakeUp()
         self._background: set[asyncio.Task[Any]] = set()
         self._is_draining = False
         self._url = ""
@@ -103,10 +103,10 @@ class Supervisor:
             config.remote_write, writer, self._metrics, on_commit=self._on_pushed, clock=time.monotonic, aside=aside
         )
         self._flusher = Flusher(writer, self._batcher, on_commit=self._on_commit, clock=time.monotonic, aside=aside)
-        self._exporters = Exporters(config, self._batcher, self._metrics)
-        self._goodput = GoodputWatch(lambda: read_goodput(config.store.path), lambda: self._commits_of_time)
-        self._faults = Faults()
-        self._status = StatusBook(
+        self._exporters = ExternalExporters(config, self._batcher, self._metrics)
+        self._goodput = GoodputReader(lambda: read_goodput(config.store.path), lambda: self._commits_of_time)
+        self._faults = BackgroundFaults()
+        self._status = StatusCollector(
             self,
             config.store,
             url=lambda: self._url,
@@ -114,18 +114,18 @@ class Supervisor:
             goodput=lambda: self._goodput.ratios,
             total=self._metrics.total,
         )
-        self._collector = make_collector(config, history, self._batcher, self._metrics, self._urge)
-        self._spool_watch = SpoolWatch(
-            self._spools, self._collector, watermark=self._watermark, follow=self._follow_at_once
+        self._monitor = make_run_monitor(config, history, self._batcher, self._metrics, self._poll_now)
+        self._spool_watch = SpoolScanner(
+            self._spools, self._monitor, watermark=self._watermark, follow=self._follow_at_once
         )
         self._announcer = Announcer(
             notifiers,
-            record=self._collector.record_incident,
+            record=self._monitor.record_incident,
             commit=self._flusher.commit_now,
             count=self._metrics.notified,
         )
-        self._stall_watch = StallWatch(
-            self._collector, self._announcer, fetcher, targets=self.targets, spawn=self._spawn
+        self._stall_watch = StallHandler(
+            self._monitor, self._announcer, fetcher, targets=self.targets, spawn=self._spawn
         )
 
     async def serve(
@@ -174,12 +174,12 @@ class Supervisor:
             addresses = await self._fetcher.resolver.addresses(host)
         except OSError as error:
             raise RegistrationError(400, f"{registration.url}: {host} cannot be resolved: {error}") from error
-        target = self._following.follow(self._collector.accept(registration, addresses).target)
-        return self._collector.registry.reply(target)
+        target = self._following.follow(self._monitor.accept(registration, addresses).target)
+        return self._monitor.registry.reply(target)
 
     def poke(self, incarnation: str) -> bool:
         """Pull a target at once; False when it is unknown."""
-        if self._collector.registry.get(incarnation) is None:
+        if self._monitor.registry.get(incarnation) is None:
             return False
         self._following.poke(incarnation)
         return True
@@ -198,7 +198,7 @@ class Supervisor:
 
     def targets(self) -> Iterable[Target]:
         """Return all targets."""
-        return self._collector.registry.targets
+        return self._monitor.registry.targets
 
     def exporters(self) -> Iterable[Mapping[str, object]]:
         """Return how each exporter of others stands."""
@@ -206,17 +206,17 @@ class Supervisor:
 
     def runs(self) -> Iterable[RunProgress]:
         """Return where each run stands."""
-        return self._collector.progress()
+        return self._monitor.progress()
 
-    async def standing(self) -> Standing:
+    async def standing(self) -> Status:
         """Return how everything stands."""
         return await self._status.standing()
 
     def metrics_page(self) -> bytes:
         """Return the page for Prometheus."""
-        latest = self._collector.runs.latest().values()
+        latest = self._monitor.runs.latest().values()
         self._exporters.show()
-        self._metrics.show(self.targets(), latest, self._collector.progress(), self._rows_pending())
+        self._metrics.show(self.targets(), latest, self._monitor.progress(), self._rows_pending())
         self._metrics.show_goodput(self._goodput.ratios, {attempt.run for attempt in latest})
         return self._metrics.page()
 
@@ -226,13 +226,13 @@ class Supervisor:
             return trouble
         if self._batcher.is_full:
             return "rows come faster than the store takes them: pulling waits for commits"
-        return self._faults.told()
+        return self._faults.recent()
 
     def progress(self) -> Progress:
         """Return a snapshot."""
         return Progress(
             url=self._url,
-            runs=self._collector.progress(),
+            runs=self._monitor.progress(),
             targets=sum(target.health is not Health.GONE for target in self.targets()),
             rows_pending=self._rows_pending(),
             rows_stored=self._rows_stored,
@@ -246,10 +246,10 @@ class Supervisor:
             ("judging runs", self._tick),
             ("upkeep of the store", self._keep_in_order),
             ("reading goodput", self._goodput.run),
-            ("giving memory back", give_back),
+            ("giving memory back", trim_periodically),
         ]
         if (tls := self._tls) is not None:
-            works.append(("reading certificates", lambda: keep_fresh(tls)))
+            works.append(("reading certificates", lambda: reload_certificates(tls)))
         works += [
             (f"watching {static.url}", functools.partial(self._watch_static, static)) for static in self._config.targets
         ]
@@ -257,11 +257,13 @@ class Supervisor:
             works.append(("reading spools", lambda: self._spool_watch.run(self._config.spool.scan_seconds)))
         if on_progress is not None:
             works.append(("telling progress", lambda: self._report(on_progress)))
-        return [unending(what, work, self._faults) for what, work in works]
+        return [run_forever(what, work, self._faults) for what, work in works]
 
     def _keep_in_order(self) -> Coroutine[Any, Any, None]:
         every = self._config.retention.every_seconds
-        return keep_in_order(self._writer, lambda: self._commits, retain=retaining(self._config), retain_seconds=every)
+        return run_maintenance(
+            self._writer, lambda: self._commits, retain=retention_job(self._config), retain_seconds=every
+        )
 
     def _watch_static(self, static: StaticTarget) -> Coroutine[Any, Any, None]:
         poll_seconds = self._config.ingest.poll_seconds
@@ -271,18 +273,18 @@ class Supervisor:
         judge_at = time.monotonic() + TICK_SECONDS
         while True:
             rest = judge_at - time.monotonic()
-            await self._alarm.wait(min(TICK_SECONDS, rest) if self._collector.incidents.unsettled() else rest)
-            self._faults.attempt("settling incidents", lambda: self._announce(self._collector.settle()))
+            await self._alarm.wait(min(TICK_SECONDS, rest) if self._monitor.incidents.unsettled() else rest)
+            self._faults.attempt("settling incidents", lambda: self._announce(self._monitor.due_incidents()))
             if time.monotonic() >= judge_at:
                 judge_at = time.monotonic() + JUDGE_SECONDS
-                self._faults.attempt("judging runs", lambda: self._announce(self._collector.judge()))
+                self._faults.attempt("judging runs", lambda: self._announce(self._monitor.update_runs()))
                 self._faults.attempt("resolving incidents", self._resolve)
                 self._faults.attempt("looking for stalls", self._stall_watch.look)
                 self._faults.attempt("measuring the lag of ranks", self._status.look)
 
     def _resolve(self) -> None:
-        for incident in self._collector.resolve():
-            self._collector.record_incident(incident, RESOLVED)
+        for incident in self._monitor.resolve():
+            self._monitor.record_incident(incident, RESOLVED)
 
     async def _report(self, on_progress: Callable[[Progress], None]) -> None:
         while True:
@@ -294,7 +296,7 @@ class Supervisor:
         self.poke(target.incarnation)
 
     def _loop(self, target: Target) -> TargetLoop:
-        return TargetLoop(target, self._spools, self._plans, self._collector, self._pace, clock=time.monotonic)
+        return TargetLoop(target, self._spools, self._plans, self._monitor, self._pace, clock=time.monotonic)
 
     async def _watermark(self, incarnation: str) -> int:
         while True:
@@ -306,7 +308,7 @@ class Supervisor:
                 await asyncio.sleep(JUDGE_SECONDS)
 
     def _accept_static(self, registration: Registration) -> Target:
-        return self._following.follow(self._collector.accept(registration, ()).target)
+        return self._following.follow(self._monitor.accept(registration, ()).target)
 
     def _announce(self, incidents: Iterable[Incident]) -> None:
         for incident in incidents:
@@ -317,9 +319,9 @@ class Supervisor:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    def _urge(self, run: str, rank: int | None) -> None:
+    def _poll_now(self, run: str, rank: int | None) -> None:
         if rank is None:  # an incident was opened
-            self._alarm.ring()
+            self._alarm.set()
         for target in self.targets():
             who = target.registration
             if who.run == run and rank in {None, who.rank} and target.health is not Health.GONE:
@@ -327,11 +329,11 @@ class Supervisor:
 
     def _on_commit(self, batch: PendingBatch, commit: Committed) -> None:
         self._count(commit)
-        for target in self._collector.committed(batch, commit.rows, commit.seconds):
+        for target in self._monitor.committed(batch, commit.rows, commit.seconds):
             self.poke(target.incarnation)
 
     def _stamp(self) -> Stamp:
-        return Stamp(time.time_ns() // 1000, self._collector.ordinals(1))
+        return Stamp(time.time_ns() // 1000, self._monitor.ordinals(1))
 
     def _rows_pending(self) -> int:
         return self._batcher.pending_rows + self._remote_write.pending_rows
@@ -373,10 +375,10 @@ class Supervisor:
         alive = [target for target in self.targets() if target.health is not Health.GONE]
         live = await _all_that_succeed("finding a rank's watermark", map(self._following.loop_of, alive))
         await _all_that_succeed("pulling the rest of a rank", map(self._pull_rest, live))
-        self._faults.attempt("comparing replicas", self._collector.judge_replicas)
-        if self._collector.incidents.unsettled():
+        self._faults.attempt("comparing replicas", self._monitor.check_replicas)
+        if self._monitor.incidents.unsettled():
             await asyncio.sleep(self._config.notify.group_wait_seconds + 2 * TICK_SECONDS)  # the tick announces them
-        self._faults.attempt("judging runs", lambda: self._announce(self._collector.judge()))
+        self._faults.attempt("judging runs", lambda: self._announce(self._monitor.update_runs()))
         await self._remote_write.finish()
         await self._flusher.commit_now()
         # Once more, so that the ranks hear what is committed and need not keep it for the next service.

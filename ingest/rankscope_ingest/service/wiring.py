@@ -8,17 +8,17 @@ from collections.abc import Iterable
 from typing import Any
 
 from rankscope_ingest.base.config import RunsSection, ServiceConfig
-from rankscope_ingest.detect.divergence_tracker import DesyncBook
-from rankscope_ingest.detect.incidents import IncidentBook
-from rankscope_ingest.detect.run_monitor import Collector, Urge
-from rankscope_ingest.detect.stall_tracker import StallBook
+from rankscope_ingest.detect.divergence_tracker import DivergenceTracker
+from rankscope_ingest.detect.incidents import IncidentTracker
+from rankscope_ingest.detect.run_monitor import PollNow, RunMonitor
+from rankscope_ingest.detect.stall_tracker import StallTracker
 from rankscope_ingest.notify.notifiers import Notifier, make_notifiers
 from rankscope_ingest.pipeline.batcher import Batcher
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_ingest.runs.models import Patience
-from rankscope_ingest.runs.tracker import RunBook, Timing
+from rankscope_ingest.runs.tracker import RunTracker, Timing
 from rankscope_ingest.service.history import History
-from rankscope_ingest.targets.registry import AttemptBook, Registry
+from rankscope_ingest.targets.registry import AttemptNumbers, Registry
 
 
 def make_batcher(config: ServiceConfig) -> Batcher:
@@ -30,25 +30,27 @@ def make_batcher(config: ServiceConfig) -> Batcher:
     )
 
 
-def make_collector(
+def make_run_monitor(
     config: ServiceConfig,
     history: History,
     batcher: Batcher,
     metrics: ServiceMetrics,
-    urge: Urge,
-) -> Collector:
+    urge: PollNow,
+) -> RunMonitor:
     """Return the collector, with everything of `history` that had not ended put back."""
-    runs = RunBook(_timing(config.runs))
-    incidents = IncidentBook(group_wait_seconds=config.notify.group_wait_seconds, quiet_steps=config.notify.quiet_steps)
+    runs = RunTracker(_timing(config.runs))
+    incidents = IncidentTracker(
+        group_wait_seconds=config.notify.group_wait_seconds, quiet_steps=config.notify.quiet_steps
+    )
     history.restore(runs, incidents)
     registry = Registry(
         networks=config.service.allowed_networks,
         heartbeat_seconds=config.runs.heartbeat_seconds,
         ttl_seconds=3 * config.runs.heartbeat_seconds,
-        attempts=AttemptBook(history.launches),
+        attempts=AttemptNumbers(history.launches),
         lives=history.lives,
     )
-    return Collector(
+    return RunMonitor(
         registry=registry,
         runs=runs,
         incidents=incidents,
@@ -61,15 +63,15 @@ def make_collector(
         last_ordinal=history.last_ordinal,
         urge=urge,
         given_up=history.given_up,
-        stalls=StallBook(history.open_stalls),
+        stalls=StallTracker(history.open_stalls),
         replicas=restored_replicas(history),
         max_bytes=config.ingest.max_bytes,
     )
 
 
-def restored_replicas(history: History) -> DesyncBook:
+def restored_replicas(history: History) -> DivergenceTracker:
     """Return what is known of replicas: the tensors that are apart, and the steps that some ranks had not reached."""
-    book = DesyncBook(history.apart)
+    book = DivergenceTracker(history.apart)
     book.heard(history.hashes, history.read_at)
     return book
 

@@ -20,7 +20,7 @@ from rankscope_contract.metrics import (
 from rankscope_ingest.base.config import StoreSection
 from rankscope_ingest.reporting.progress import RunProgress
 from rankscope_ingest.runs.target import Health, Target
-from rankscope_ingest.status_page.model import RunStanding, ServiceStanding, Standing, TargetStanding, target_standing
+from rankscope_ingest.status_page.model import RunStatus, ServiceStatus, Status, TargetStatus, target_status
 from rankscope_ingest.status_page.tags_cache import NONE, LabelReader, Labels
 
 MOST_LOOKS: Final = 256
@@ -78,7 +78,7 @@ class Parts(Protocol):
         ...
 
 
-class StatusBook:
+class StatusCollector:
     """Knows since when the service works, and for how long what ranks published has waited for the store.
 
     `total` sums all series of a family of the service's own page.
@@ -113,7 +113,7 @@ class StatusBook:
         """Let go of the store."""
         self._labels.close()
 
-    async def standing(self) -> Standing:
+    async def standing(self) -> Status:
         """Return how everything stands now."""
         labels = await self._labels.fresh()
         self.look()
@@ -122,19 +122,19 @@ class StatusBook:
         seen: dict[str, float] = {}
         for target in targets:
             run = target.registration.run
-            seen[run] = max(seen.get(run, 0.0), target.vitals.last_sign)
-        return Standing(
+            seen[run] = max(seen.get(run, 0.0), target.liveness.last_sign)
+        return Status(
             service=self._service(targets, now),
             runs=[self._run(progress, labels, seen, now) for progress in self._parts.runs()],
             targets=[self._target(target, now) for target in targets],
             exporters=list(self._parts.exporters()),
         )
 
-    def _service(self, targets: Iterable[Target], now: float) -> ServiceStanding:
+    def _service(self, targets: Iterable[Target], now: float) -> ServiceStatus:
         total, reason = self._total, self._parts.degraded()
         last_commit = total(LAST_COMMIT)
         health = Counter(target.health for target in targets)
-        return ServiceStanding(
+        return ServiceStatus(
             status="ok" if reason is None else "degraded",
             reason=reason,
             version=__version__,
@@ -156,9 +156,9 @@ class StatusBook:
 
     def _run(
         self, progress: RunProgress, labels: Mapping[str, Labels], seen: Mapping[str, float], now: float
-    ) -> RunStanding:
+    ) -> RunStatus:
         said, at = labels.get(progress.run, NONE), seen.get(progress.run)
-        return RunStanding(
+        return RunStatus(
             progress=progress,
             goodput_ratio=self._goodput().get(progress.run),
             last_seen_ago_seconds=None if at is None else round(max(0.0, now - at), 3),
@@ -166,5 +166,5 @@ class StatusBook:
             note=said.note,
         )
 
-    def _target(self, target: Target, now: float) -> TargetStanding:
-        return target_standing(target, now, self._lag.seconds(target, now))
+    def _target(self, target: Target, now: float) -> TargetStatus:
+        return target_status(target, now, self._lag.seconds(target, now))

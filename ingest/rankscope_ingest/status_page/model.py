@@ -14,7 +14,7 @@ from rankscope_ingest.runs.target import Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceStanding:
+class ServiceStatus:
     """The service itself. Counts are since its start, times in UTC microseconds."""
 
     status: str  # ok or degraded
@@ -37,7 +37,7 @@ class ServiceStanding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunStanding:
+class RunStatus:
     """One run: what its ranks tell, and what the store knows beside."""
 
     progress: RunProgress
@@ -53,7 +53,7 @@ class RunStanding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TargetStanding:
+class TargetStatus:
     """One rank's process, as it answers."""
 
     run: str
@@ -80,20 +80,20 @@ class TargetStanding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class Status:
     """All of it."""
 
-    service: ServiceStanding
-    runs: Sequence[RunStanding]
-    targets: Sequence[TargetStanding]
+    service: ServiceStatus
+    runs: Sequence[RunStatus]
+    targets: Sequence[TargetStatus]
     exporters: Sequence[Mapping[str, object]]
 
 
-def target_standing(target: Target, now: float, lag_seconds: float) -> TargetStanding:
+def target_status(target: Target, now: float, lag_seconds: float) -> TargetStatus:
     """Return how `target` stands at `now`, in seconds of the clock that it was written with."""
     who = target.registration
     scraped = target.last_scrape
-    return TargetStanding(
+    return TargetStatus(
         run=who.run,
         attempt=target.attempt,
         rank=who.rank,
@@ -107,7 +107,7 @@ def target_standing(target: Target, now: float, lag_seconds: float) -> TargetSta
         last_error=target.last_error,
         last_scrape_seconds=_rounded(target.last_scrape_seconds),
         last_scrape_ago_seconds=None if scraped is None else _ago(now, scraped),
-        last_sign_ago_seconds=_ago(now, target.vitals.last_sign),
+        last_sign_ago_seconds=_ago(now, target.liveness.last_sign),
         cursor=target.cursor,
         committed=target.committed,
         head=target.head,

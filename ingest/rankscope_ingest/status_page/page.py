@@ -15,7 +15,7 @@ from rankscope_contract.events import RunState
 from rankscope_ingest.reporting.progress import RunProgress
 from rankscope_ingest.runs.tracker import ENDED
 from rankscope_ingest.status_page.assets import REFRESH_SECONDS, SCRIPT, STYLE
-from rankscope_ingest.status_page.model import RunStanding, ServiceStanding, Standing, TargetStanding
+from rankscope_ingest.status_page.model import RunStatus, ServiceStatus, Status, TargetStatus
 from rankscope_ingest.status_page.target_html import Budget, exporter_table, target_tables
 from rankscope_ingest.status_page.text_format import ago, count, duration, number, percent, text
 
@@ -29,7 +29,7 @@ _ICON: Final = (
 )
 
 
-def page(standing: Standing) -> str:
+def page(standing: Status) -> str:
     """Return the document."""
     return "\n".join(
         (
@@ -51,7 +51,7 @@ def page(standing: Standing) -> str:
     )
 
 
-def _title(standing: Standing) -> str:
+def _title(standing: Status) -> str:
     """Return what the tab of a browser shows: what is wrong, or how many run."""
     if standing.service.reason is not None:
         return "degraded · Rankscope"
@@ -60,7 +60,7 @@ def _title(standing: Standing) -> str:
     return text(", ".join([*bad, f"{states[RunState.RUNNING]} running"])) + " · Rankscope"
 
 
-def _header(service: ServiceStanding) -> Iterator[str]:
+def _header(service: ServiceStatus) -> Iterator[str]:
     colour = "green" if service.reason is None else "red"
     yield "<header>"
     yield f'<h1>Rankscope</h1><span class="badge {colour}">{text(service.status)}</span>'
@@ -69,7 +69,7 @@ def _header(service: ServiceStanding) -> Iterator[str]:
     yield "</header>"
 
 
-def _service(service: ServiceStanding, targets: Sequence[TargetStanding]) -> Iterator[str]:
+def _service(service: ServiceStatus, targets: Sequence[TargetStatus]) -> Iterator[str]:
     if service.reason is not None:
         yield f'<p class="alarm" role="alert"><strong>Degraded.</strong> {text(service.reason)}</p>'
     worst = max((target.lag_seconds for target in targets), default=0.0)
@@ -108,9 +108,9 @@ def _remote_name(name: str) -> str:
     return name.removeprefix("rankscope_ingest_").removesuffix("_total").replace("_", " ")
 
 
-def _runs(standing: Standing) -> Iterator[str]:
+def _runs(standing: Status) -> Iterator[str]:
     """Yield the runs, the newest first; targets of launches that are no run's latest stand with their run."""
-    by_run: dict[str, list[TargetStanding]] = {}
+    by_run: dict[str, list[TargetStatus]] = {}
     for target in standing.targets:
         by_run.setdefault(target.run, []).append(target)
     runs = sorted(standing.runs, key=lambda run: (run.progress.started_at or 0, run.progress.run), reverse=True)
@@ -125,11 +125,11 @@ def _runs(standing: Standing) -> Iterator[str]:
     for older in runs[MOST_RUNS:]:
         by_run.pop(older.progress.run, None)
     for run, targets in sorted(by_run.items())[:MOST_RUNS]:
-        yield from leavings(run, targets, budget)
+        yield from earlier_ranks(run, targets, budget)
     yield from _left_out(runs[MOST_RUNS:])
 
 
-def _left_out(runs: Sequence[RunStanding]) -> Iterator[str]:
+def _left_out(runs: Sequence[RunStatus]) -> Iterator[str]:
     if runs:
         states = Counter(run.progress.state for run in runs)
         told = ", ".join(f"{count(number)} {text(state)}" for state, number in states.items())
@@ -160,7 +160,7 @@ COLOURS: Final = {
 }
 
 
-def article(run: RunStanding, targets: Sequence[TargetStanding], budget: Budget) -> Iterator[str]:
+def article(run: RunStatus, targets: Sequence[TargetStatus], budget: Budget) -> Iterator[str]:
     """Yield the run and its ranks; `budget` bounds how many of them."""
     progress = run.progress
     yield "<article>"
@@ -178,14 +178,14 @@ def article(run: RunStanding, targets: Sequence[TargetStanding], budget: Budget)
     yield "</article>"
 
 
-def leavings(run: str, targets: Sequence[TargetStanding], budget: Budget) -> Iterator[str]:
+def earlier_ranks(run: str, targets: Sequence[TargetStatus], budget: Budget) -> Iterator[str]:
     """Yield the ranks of earlier launches of a run whose newest one ended long ago."""
     yield f'<article><div class="head"><h3><bdi>{text(run)}</bdi></h3><span class="dim">earlier launches</span></div>'
     yield from target_tables(run, targets, budget)
     yield "</article>"
 
 
-def _head(run: RunStanding) -> Iterator[str]:
+def _head(run: RunStatus) -> Iterator[str]:
     progress = run.progress
     yield '<div class="head">'
     yield f'<span class="badge {_colour(progress)}">{text(progress.state)}</span>'
@@ -221,7 +221,7 @@ def _left(progress: RunProgress) -> str:
     return f", <strong>{duration(progress.eta_seconds)} left</strong>"
 
 
-def _facts(run: RunStanding) -> Iterator[tuple[str, str]]:
+def _facts(run: RunStatus) -> Iterator[tuple[str, str]]:
     """Yield what is known; what is not is not mentioned."""
     progress = run.progress
     missing = progress.world_size - progress.ranks_alive

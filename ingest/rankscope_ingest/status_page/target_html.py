@@ -9,7 +9,7 @@ from typing import Final
 
 from rankscope_contract.channel import EXPORTERS_PATH, TARGETS_PATH
 from rankscope_ingest.runs.target import Health
-from rankscope_ingest.status_page.model import TargetStanding
+from rankscope_ingest.status_page.model import TargetStatus
 from rankscope_ingest.status_page.text_format import ago, count, duration, percent, text
 
 LAGS_SECONDS: Final = 60.0
@@ -44,7 +44,7 @@ class Budget:
         return taken
 
 
-def is_well(target: TargetStanding) -> bool:
+def is_well(target: TargetStatus) -> bool:
     """Return whether there is nothing to look at: it answers, and its records get into the store."""
     if target.health not in (Health.UP, Health.DRAINING) or target.records_lost:
         return False
@@ -52,7 +52,7 @@ def is_well(target: TargetStanding) -> bool:
 
 
 def target_tables(
-    run: str, targets: Sequence[TargetStanding], budget: Budget, *, attempt: int | None = None
+    run: str, targets: Sequence[TargetStatus], budget: Budget, *, attempt: int | None = None
 ) -> Iterator[str]:
     """Yield the ranks of a run: who is not well, then the ended and the well, folded.
 
@@ -92,7 +92,7 @@ def exporter_table(exporters: Sequence[Mapping[str, object]], budget: Budget) ->
     yield from _more(len(listed) - room, EXPORTERS_PATH)
 
 
-def _table(targets: Sequence[TargetStanding], attempt: int | None, budget: Budget) -> Iterator[str]:
+def _table(targets: Sequence[TargetStatus], attempt: int | None, budget: Budget) -> Iterator[str]:
     room = budget.take(len(targets))
     if room:
         yield f'<div class="scroll"><table>{_HEADS}'
@@ -101,7 +101,7 @@ def _table(targets: Sequence[TargetStanding], attempt: int | None, budget: Budge
     yield from _more(len(targets) - room, TARGETS_PATH)
 
 
-def _row(target: TargetStanding, attempt: int | None) -> str:
+def _row(target: TargetStatus, attempt: int | None) -> str:
     colour = _HEALTH_COLOURS.get(Health(target.health), "grey")
     lost = f", {count(target.records_lost)} lost" if target.records_lost else ""
     speaker = "" if target.served_by is None else "its spool is read out at "
@@ -121,16 +121,16 @@ def _more(left: int, path: str) -> Iterator[str]:
         yield f'<p class="dim">{count(left)} more are not shown: <a href="{path}">JSON</a>.</p>'
 
 
-def _summary(group: Iterable[TargetStanding]) -> str:
+def _summary(group: Iterable[TargetStatus]) -> str:
     tally = Counter(target.health for target in group)
     return ", ".join(f"{count(number)} {text(health)}" for health, number in tally.items())
 
 
-def _badness(target: TargetStanding) -> tuple[float, ...]:
+def _badness(target: TargetStatus) -> tuple[float, ...]:
     return (_WORST_FIRST.get(Health(target.health), 0), -target.lag_seconds, *_place(target))
 
 
-def _place(target: TargetStanding) -> tuple[int, int]:
+def _place(target: TargetStatus) -> tuple[int, int]:
     return -target.attempt, target.rank
 
 

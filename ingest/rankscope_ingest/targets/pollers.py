@@ -17,7 +17,7 @@ from rankscope_ingest.runs.target import Health, Target
 log = logging.getLogger(__name__)
 
 
-class Following:
+class Pollers:
     """The loops of all targets. What they bring goes where `make_loop` sends it; `watermark` is asked of the store."""
 
     def __init__(self, make_loop: Callable[[Target], TargetLoop], watermark: Callable[[str], Awaitable[int]]) -> None:
@@ -92,7 +92,7 @@ async def watch(
     while True:
         if target is None or target.health in {Health.GONE, Health.FAILING}:
             try:
-                incarnation = await who_answers(static, fetcher)
+                incarnation = await incarnation_at(static, fetcher)
                 if target is None or target.incarnation != incarnation:
                     target = accept(registration_of(static, incarnation))
             except (FetchError, RegistrationError) as error:
@@ -100,7 +100,7 @@ async def watch(
         await asyncio.sleep(poll_seconds)
 
 
-async def who_answers(static: StaticTarget, fetcher: Fetcher) -> str:
+async def incarnation_at(static: StaticTarget, fetcher: Fetcher) -> str:
     """Return the incarnation at the address. Raises FetchError."""
     answer = await fetcher.records(
         static.url, incarnation=_NOBODY, after=NOTHING, committed=NOTHING, lease=None, max_bytes=1

@@ -17,11 +17,11 @@ from rankscope_contract.channel import Registration, RegistrationReply
 from rankscope_ingest.base.config import Network
 from rankscope_ingest.base.errors import RegistrationError
 from rankscope_ingest.network.dialing import Address, check_allowed, parse_target_url
-from rankscope_ingest.runs.models import Vitals
+from rankscope_ingest.runs.models import Liveness
 from rankscope_ingest.runs.target import Health, Target
 
 
-class AttemptBook:
+class AttemptNumbers:
     """launch_id -> 0, 1, … within each run; filled from the store when the service starts."""
 
     def __init__(self, known: Iterable[tuple[str, str, int]] = ()) -> None:
@@ -88,7 +88,7 @@ class Registry:
         networks: Sequence[Network],
         heartbeat_seconds: float,
         ttl_seconds: float,
-        attempts: AttemptBook | None = None,
+        attempts: AttemptNumbers | None = None,
         lives: Mapping[str, int] | None = None,
         make_lease: Callable[[], str] = new_lease,
     ) -> None:
@@ -96,7 +96,7 @@ class Registry:
         self._heartbeat_seconds = heartbeat_seconds
         self._ttl_seconds = ttl_seconds
         self._make_lease = make_lease
-        self.attempts = attempts or AttemptBook()
+        self.attempts = attempts or AttemptNumbers()
         self._lives = dict(lives or {})
         self._targets: dict[str, Target] = {}
         self._by_identity: dict[tuple[str, str, int], set[str]] = defaultdict(set)
@@ -139,7 +139,7 @@ class Registry:
             registration=registration,
             attempt=attempt,
             lease=self._make_lease(),
-            vitals=Vitals(last_sign=now),
+            liveness=Liveness(last_sign=now),
             head=registration.head,
         )
         self._targets[registration.incarnation] = target
@@ -181,7 +181,7 @@ class Registry:
 
     def _heartbeat(self, target: Target, registration: Registration, now: float) -> None:
         target.registration = registration
-        target.vitals.heard(now)
+        target.liveness.heard(now)
         if target.health is Health.GONE:
             target.health, target.gone_at = Health.PENDING, None  # whoever took it for dead was wrong
         target.head = max(target.head, registration.head)
@@ -200,7 +200,7 @@ class Registry:
 
     def _is_alive(self, target: Target, now: float) -> bool:
         speaks = target.health is not Health.GONE and not target.is_dead
-        return speaks and target.vitals.is_alive(now, self._ttl_seconds * self._more_seldom)
+        return speaks and target.liveness.is_alive(now, self._ttl_seconds * self._more_seldom)
 
 
 def _refuse_other_identity(known: Target, registration: Registration) -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rankscope_ingest.base.background import LATELY_SECONDS, Faults, unending
+from rankscope_ingest.base.background import LATELY_SECONDS, BackgroundFaults, run_forever
 
 
 async def test_work_that_fails_begins_anew_and_each_fault_is_told_once(caplog):
@@ -17,7 +17,7 @@ async def test_work_that_fails_begins_anew_and_each_fault_is_told_once(caplog):
             raise faults.pop(0)
 
     async with asyncio.timeout(10):
-        await unending("the work", work, again_seconds=0)
+        await run_forever("the work", work, again_seconds=0)
 
     assert [] == faults
     assert ["ValueError", "KeyError"] == [record.exc_info[0].__name__ for record in caplog.records]
@@ -25,7 +25,7 @@ async def test_work_that_fails_begins_anew_and_each_fault_is_told_once(caplog):
 
 
 async def test_work_ends_when_it_is_cancelled():
-    task = asyncio.create_task(unending("the work", asyncio.Event().wait))
+    task = asyncio.create_task(run_forever("the work", asyncio.Event().wait))
     await asyncio.sleep(0)
     task.cancel()
 
@@ -36,22 +36,22 @@ async def test_work_ends_when_it_is_cancelled():
 async def test_a_work_that_fails_is_told_for_half_a_minute():
     """So that one that fails whenever it begins anew shows in the service's health, and one bad moment passes."""
     now = [0.0]
-    faults = Faults(clock=lambda: now[0])
+    faults = BackgroundFaults(clock=lambda: now[0])
     tries = iter([ValueError("no luck")])
 
     async def work():
         for fault in tries:
             raise fault
 
-    await unending("judging", work, faults, again_seconds=0.0)
+    await run_forever("judging", work, faults, again_seconds=0.0)
 
-    assert "works of the service fail, see its log: judging: ValueError('no luck')" == faults.told()
+    assert "works of the service fail, see its log: judging: ValueError('no luck')" == faults.recent()
     now[0] = LATELY_SECONDS
-    assert faults.told() is None
+    assert faults.recent() is None
 
 
 def test_a_work_that_fails_leaves_those_after_it_and_is_logged_once(caplog):
-    faults, done = Faults(), []
+    faults, done = BackgroundFaults(), []
 
     def fail():
         raise ValueError("no luck")
@@ -62,4 +62,4 @@ def test_a_work_that_fails_leaves_those_after_it_and_is_logged_once(caplog):
 
     assert ["looked"] * 3 == done
     assert ["unexpected error in judging runs; it is tried again"] == [item.getMessage() for item in caplog.records]
-    assert "works of the service fail, see its log: judging runs: ValueError('no luck')" == faults.told()
+    assert "works of the service fail, see its log: judging runs: ValueError('no luck')" == faults.recent()

@@ -12,8 +12,8 @@ TOUCH = """
 import resource, sys, threading
 import numpy as np
 if sys.argv[1] == "keep":
-    from rankscope_ingest.base.memory import keep_memory
-    keep_memory()
+    from rankscope_ingest.base.memory import tune_allocator
+    tune_allocator()
 
 def flush():
     columns = [np.zeros(4_000_000, np.uint8) + 1 for _ in range(10)]
@@ -43,12 +43,12 @@ def test_memory_of_one_flush_serves_the_next():
 HOLES = """
 from pathlib import Path
 import numpy as np
-from rankscope_ingest.base.memory import keep_memory, trim
+from rankscope_ingest.base.memory import tune_allocator, trim
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
 
-keep_memory()
+tune_allocator()
 before = resident()
 columns = [np.ones(1 << 20, np.uint8) for _ in range(400)]
 full = resident()
@@ -102,8 +102,8 @@ UPKEEP = """
 import asyncio, itertools, sys
 from pathlib import Path
 import numpy as np
-from rankscope_ingest import maintenance
-from rankscope_ingest.base.memory import keep_memory
+from rankscope_ingest.pipeline import maintenance_schedule as maintenance
+from rankscope_ingest.base.memory import tune_allocator
 from rankscope_storage.care.compaction import CompactionReport
 
 def resident():
@@ -126,12 +126,12 @@ class Store:
 
 async def main():
     commits = itertools.count(maintenance.COMPACT_EVERY_COMMITS, maintenance.COMPACT_EVERY_COMMITS)
-    keeping = asyncio.create_task(maintenance.keep_in_order(Store(), lambda: next(commits)))
+    keeping = asyncio.create_task(maintenance.run_maintenance(Store(), lambda: next(commits)))
     while len(Store.seen) < 3:
         await asyncio.sleep(0.01)
     keeping.cancel()
 
-keep_memory()
+tune_allocator()
 maintenance._CHECK_SECONDS = 0.01
 asyncio.run(main())
 print(*Store.seen[:3])

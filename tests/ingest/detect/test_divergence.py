@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from rankscope_contract.events import REPLICA_DESYNC
 from rankscope_ingest.detect.divergence_handler import _symptom, apart_row
-from rankscope_ingest.detect.divergence_tracker import WAIT_SECONDS, DesyncBook
-from rankscope_ingest.detect.incidents import IncidentBook
+from rankscope_ingest.detect.divergence_tracker import WAIT_SECONDS, DivergenceTracker
+from rankscope_ingest.detect.incidents import IncidentTracker
 from rankscope_ingest.notify.incident import headline
 from rankscope_ingest.reporting.rows import Stamp, incident_row
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
@@ -38,7 +38,7 @@ def look(book, now=0.0):
 
 
 def test_equal_ranks_are_never_told_of():
-    book = DesyncBook()
+    book = DivergenceTracker()
     for step in (1, 101, 201):
         for rank in range(3):
             book.heard(rows(rank, step, a=7, b=-1), 0.0)
@@ -48,7 +48,7 @@ def test_equal_ranks_are_never_told_of():
 
 
 def test_the_one_that_disagrees_with_the_others_is_named_once_all_have_spoken():
-    book = DesyncBook()
+    book = DivergenceTracker()
     book.heard(rows(0, 101, a=7, b=1), 0.0)
     book.heard(rows(1, 101, a=8, b=1), 0.0)
 
@@ -61,7 +61,7 @@ def test_the_one_that_disagrees_with_the_others_is_named_once_all_have_spoken():
 
 
 def test_two_ranks_have_no_majority_and_are_both_named():
-    book = DesyncBook()
+    book = DivergenceTracker()
     for rank in range(2):
         book.heard(rows(rank, 5, "0,1", a=rank), 0.0)
 
@@ -77,12 +77,12 @@ def test_two_ranks_have_no_majority_and_are_both_named():
 )
 def test_an_event_has_a_rank_where_one_alone_disagrees(hashes, rank, ranks):
     """The lowest of several is no more to blame than the others."""
-    book = DesyncBook()
+    book = DivergenceTracker()
     for one, value in enumerate(hashes):
         book.heard(rows(one, 5, f"0-{len(hashes) - 1}", a=value), 0.0)
     (item,) = look(book, WAIT_SECONDS).apart
     row = apart_row(item, Stamp(0, 0))
-    incident = IncidentBook(group_wait_seconds=1, quiet_steps=20).observe(_symptom([item]), 0.0)
+    incident = IncidentTracker(group_wait_seconds=1, quiet_steps=20).observe(_symptom([item]), 0.0)
 
     assert (rank, ranks) == (row["rank"], json.loads(row["details"])["ranks"])
     assert rank == incident_row(incident, "opened", Stamp(0, 0))["rank"]
@@ -100,7 +100,7 @@ def test_firings_without_a_rank_are_counted_as_those_of_an_unknown_one():
 
 
 def test_a_rank_that_is_late_is_waited_for_some_seconds_and_judged_when_it_comes():
-    book = DesyncBook()
+    book = DivergenceTracker()
     book.heard(rows(0, 5, "0-3", a=7), 0.0)
     book.heard(rows(1, 5, "0-3", a=7), 0.0)
     book.heard(rows(2, 5, "0-3", a=8), 50.0)
@@ -114,7 +114,7 @@ def test_a_rank_that_is_late_is_waited_for_some_seconds_and_judged_when_it_comes
 
 
 def test_what_stays_apart_is_not_told_again_and_what_joins_is():
-    book = DesyncBook()
+    book = DivergenceTracker()
     for step, hashes in ((1, {"a": 8, "b": 1}), (101, {"a": 9, "b": 1}), (201, {"a": 10, "b": 2})):
         for rank in range(3):
             book.heard(rows(rank, step, **(hashes if rank == 1 else {"a": 7, "b": 1})), 0.0)
@@ -126,7 +126,7 @@ def test_what_stays_apart_is_not_told_again_and_what_joins_is():
 
 def test_equal_again_is_told_and_the_next_time_is_news():
     """As after a restart from a checkpoint that all ranks read."""
-    book = DesyncBook()
+    book = DivergenceTracker()
     for step, other in ((1, 8), (101, 7), (201, 9)):
         for rank in range(3):
             book.heard(rows(rank, step, a=other if rank == 0 else 7), 0.0)
@@ -136,7 +136,7 @@ def test_equal_again_is_told_and_the_next_time_is_news():
 
 
 def test_copies_of_other_parts_and_other_attempts_are_not_compared():
-    book = DesyncBook()
+    book = DivergenceTracker()
     for rank, group in ((0, "0,2"), (1, "1,3"), (2, "0,2"), (3, "1,3")):
         book.heard(rows(rank, 1, group, a=rank % 2), 0.0)
 
@@ -144,7 +144,7 @@ def test_copies_of_other_parts_and_other_attempts_are_not_compared():
 
 
 def test_a_step_made_again_replaces_what_the_rank_said_before():
-    book = DesyncBook()
+    book = DivergenceTracker()
     book.heard(rows(0, 1, "0,1", a=7), 0.0)
     book.heard(rows(0, 1, "0,1", a=8), 0.0)
     book.heard(rows(1, 1, "0,1", a=8), 0.0)
@@ -153,7 +153,7 @@ def test_a_step_made_again_replaces_what_the_rank_said_before():
 
 
 def test_hashes_that_say_nothing_of_others_or_speak_otherwise_are_passed_over():
-    book = DesyncBook()
+    book = DivergenceTracker()
     for replicas in (None, "everybody", "9-1"):
         for rank in range(2):
             book.heard(rows(rank, 1, replicas, a=rank), 0.0)
@@ -163,7 +163,7 @@ def test_hashes_that_say_nothing_of_others_or_speak_otherwise_are_passed_over():
 
 
 def test_what_ended_is_forgotten():
-    book = DesyncBook()
+    book = DivergenceTracker()
     book.heard(rows(0, 1, a=7), 0.0)
     book.look([], 0.0)
     for rank in range(1, 3):
@@ -175,7 +175,7 @@ def test_what_ended_is_forgotten():
 @given(st.permutations([(rank, step) for rank in range(3) for step in (1, 2, 3)]), st.integers(1, 3), st.integers(0, 2))
 @settings(max_examples=20, deadline=None)
 def test_in_whatever_order_ranks_speak_the_first_step_and_the_rank_are_the_same(order, first, wrong):
-    book = DesyncBook()
+    book = DivergenceTracker()
     told = []
     for rank, step in order:
         book.heard(rows(rank, step, a=step * 10 + (rank == wrong and step >= first)), 0.0)
@@ -185,7 +185,7 @@ def test_in_whatever_order_ranks_speak_the_first_step_and_the_rank_are_the_same(
     assert {(wrong,)} == {ranks for _, _, ranks in told}
     assert first <= told[0][0]
     in_lockstep = sorted(order, key=lambda item: item[1])
-    book, told = DesyncBook(), []
+    book, told = DivergenceTracker(), []
     for rank, step in in_lockstep:
         book.heard(rows(rank, step, a=step * 10 + (rank == wrong and step >= first)), 0.0)
         told += found(look(book))

@@ -12,7 +12,7 @@ from rankscope_contract.events import causal_key
 from rankscope_contract.fields import arrow_schema
 from rankscope_contract.kinds import CAUSAL_STAGE
 from rankscope_contract.records import DATASETS
-from rankscope_ingest.detect.incidents import ANNOUNCED_PER_HOUR, IncidentBook
+from rankscope_ingest.detect.incidents import ANNOUNCED_PER_HOUR, IncidentTracker
 from rankscope_ingest.detect.symptoms import symptoms
 from rankscope_ingest.notify.incident import SEVERITIES, Symptom, incident_key, urgency
 from rankscope_ingest.notify.text import MUTE_FOLLOWS, message
@@ -28,7 +28,7 @@ def symptom(step=60, *, rank=0, kind="grad_reduced", severity="critical", tensor
 
 
 def book(**changes):
-    return IncidentBook(**({"group_wait_seconds": 1.0, "quiet_steps": 20} | changes))
+    return IncidentTracker(**({"group_wait_seconds": 1.0, "quiet_steps": 20} | changes))
 
 
 def live(**steps):

@@ -11,16 +11,16 @@ import numpy as np
 from rankscope_contract.channel import Registration
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.base.errors import FetchError
-from rankscope_ingest.detect.incidents import IncidentBook
-from rankscope_ingest.detect.run_monitor import Collector
-from rankscope_ingest.record_channel.validate import Checked, RowContext
+from rankscope_ingest.detect.incidents import IncidentTracker
+from rankscope_ingest.detect.run_monitor import RunMonitor
+from rankscope_ingest.record_channel.validate import RowContext, ValidBody
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_ingest.runs.models import Patience
-from rankscope_ingest.runs.tracker import RunBook, Timing
+from rankscope_ingest.runs.tracker import RunTracker, Timing
 from rankscope_ingest.service.wiring import make_batcher
-from rankscope_ingest.targets.registry import AttemptBook, Registry
+from rankscope_ingest.targets.registry import AttemptNumbers, Registry
 
-BODY_UP_TO_9 = Checked(
+BODY_UP_TO_9 = ValidBody(
     context=RowContext(run="r", attempt=0, rank=0, incarnation="first"),
     first_ordinal=1,
     seqs=np.arange(4, 10),
@@ -36,10 +36,10 @@ BODY_UP_TO_9 = Checked(
 
 def collector(wall, last_ordinal=0, clock=lambda: 0.0):
     patience = Patience(refused_after_seconds=10, failed_after_seconds=25)
-    return Collector(
-        registry=Registry(networks=[], heartbeat_seconds=5, ttl_seconds=15, attempts=AttemptBook()),
-        runs=RunBook(Timing(patience=patience, stalled_after_seconds=300, stalled_in_phase_after_seconds=1800)),
-        incidents=IncidentBook(group_wait_seconds=1, quiet_steps=20),
+    return RunMonitor(
+        registry=Registry(networks=[], heartbeat_seconds=5, ttl_seconds=15, attempts=AttemptNumbers()),
+        runs=RunTracker(Timing(patience=patience, stalled_after_seconds=300, stalled_in_phase_after_seconds=1800)),
+        incidents=IncidentTracker(group_wait_seconds=1, quiet_steps=20),
         batcher=make_batcher(ServiceConfig.model_validate({"store": {"path": "nowhere"}})),
         metrics=ServiceMetrics(),
         clock=clock,
@@ -72,10 +72,10 @@ def refuse_from(start, book, now, incarnation):
         now[0] = float(second)
         for other in book.registry.targets:
             if other is not target:
-                book.answered(other)
+                book.on_answer(other)
         if not target.is_gone:
-            book.failed(target, FetchError("refused", "nobody listens"))
-        book.judge()
+            book.on_failure(target, FetchError("refused", "nobody listens"))
+        book.update_runs()
     return target.gone_at
 
 
@@ -103,9 +103,9 @@ def test_silence_while_the_service_itself_was_stopped_is_held_against_nobody():
     for moment in (0, 1, 2, 602, 603, 624, 649):  # stopped for ten minutes, and then nothing is heard any more
         for second in range(int(now[0]) + 1, moment) if moment > 603 else ():
             now[0] = float(second)
-            told += [(second, failure) for failure in book.judge()]
+            told += [(second, failure) for failure in book.update_runs()]
         now[0] = float(moment)
-        told += [(moment, failure) for failure in book.judge()]
+        told += [(moment, failure) for failure in book.update_runs()]
 
     assert [625] == [moment for moment, _ in told]
     assert "failed" == book.runs.get(("r", 0)).state
@@ -131,7 +131,7 @@ def test_what_is_lost_with_a_process_is_counted_though_another_one_has_its_place
     killed = book.registry.get("first-0")
     killed.cursor, killed.head = 3, 9
     now[0] = 1.0
-    book.failed(killed, FetchError("refused", "nobody listens"))
+    book.on_failure(killed, FetchError("refused", "nobody listens"))
     book.accept(process("second-0", 0, world_size=2), ())
     refuse_from(2, book, now, "first-0")
 
@@ -149,8 +149,8 @@ def test_a_dead_process_that_is_heard_of_hours_later_keeps_its_attempt_and_what_
     second = book.accept(process("second"), ()).target
     for second_of_day in range(61, 800):
         now[0] = float(second_of_day)
-        book.answered(second)
-        book.judge()
+        book.on_answer(second)
+        book.update_runs()
     dropped = book.registry.get("first")
     heir = book.accept(replace(process("first"), served_by="second", state="draining", head=9), ()).target
     heir.cursor = 3  # as the store says
@@ -172,8 +172,8 @@ def test_of_dead_processes_the_first_is_named_once_all_ranks_are_known():
         target = book.accept(dead, ()).target
         now[0] += 1000.0
         target.last_ts = 10**15 - 10**12 + died_at * 10**6
-        book.drained(target)
-        book.judge()
+        book.on_drained(target)
+        book.update_runs()
         named.append(book.runs.get(("r", 0)).culprit)
 
     assert [None, 1] == named

@@ -14,7 +14,7 @@ from aiohttp import web
 from rankscope_contract.channel import Registration
 from rankscope_ingest.detect.stall_handler import ask
 from rankscope_ingest.record_channel.client import Fetcher
-from rankscope_ingest.runs.models import Vitals
+from rankscope_ingest.runs.models import Liveness
 from rankscope_ingest.runs.target import Health, Target
 
 Make = Callable[..., Any]
@@ -25,7 +25,7 @@ def target(rank: int, url: str, **more: Any) -> Target:
         run="r", rank=rank, world_size=8, local_rank=0, host="node", pid=70 + rank, incarnation=f"i{rank}",
         launch_id="l", url=url,
     )  # fmt: skip
-    return Target(registration=who, attempt=0, lease="x", vitals=Vitals(last_sign=0), **more)
+    return Target(registration=who, attempt=0, lease="x", liveness=Liveness(last_sign=0), **more)
 
 
 @pytest.fixture

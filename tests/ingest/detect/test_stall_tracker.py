@@ -13,10 +13,10 @@ from rankscope_contract.stacks import Collective, FlightRecord, Frame, StackDump
 from rankscope_ingest.base.errors import RegistrationError
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.detect.stall_handler import parse_stacks_request
-from rankscope_ingest.detect.stall_tracker import QUIET_SECONDS, WAIT_SECONDS, StallBook
+from rankscope_ingest.detect.stall_tracker import QUIET_SECONDS, WAIT_SECONDS, StallTracker
 from rankscope_ingest.notify.text import goes_on, message
-from rankscope_ingest.runs.models import Attempt, Patience, Rank, Vitals
-from rankscope_ingest.runs.tracker import RunBook, Timing
+from rankscope_ingest.runs.models import Attempt, Liveness, Patience, Rank
+from rankscope_ingest.runs.tracker import RunTracker, Timing
 
 KEY = ("r", 0)
 
@@ -26,7 +26,7 @@ def attempt(*, ranks: int = 2, state: RunState = RunState.STALLED, progressed_at
     made.progressed_at, made.reason = progressed_at, "alive, but no step for 300 s"
     for number in range(ranks):
         made.ranks[number] = Rank(
-            number=number, incarnation=f"i{number}", host="h", vitals=Vitals(last_sign=0), known_since=0
+            number=number, incarnation=f"i{number}", host="h", liveness=Liveness(last_sign=0), known_since=0
         )
     return made
 
@@ -51,7 +51,7 @@ def hang(state: str) -> Any:
     return event("hang", json.dumps({"state": state, "seconds": 240.0}), "no sign of training for 240 s, after step 41")
 
 
-def heard_from_both(book: StallBook, now: float) -> None:
+def heard_from_both(book: StallTracker, now: float) -> None:
     book.heard(KEY, 0, stacks(88), now)
     book.heard(KEY, 0, flight(41, is_pending=True), now)
     book.heard(KEY, 1, stacks(12), now)
@@ -59,7 +59,7 @@ def heard_from_both(book: StallBook, now: float) -> None:
 
 
 def test_a_stalled_run_has_its_silent_ranks_asked_once_and_is_told_once_with_who_waits_where():
-    book, run = StallBook(), attempt()
+    book, run = StallTracker(), attempt()
     book.heard(KEY, 1, stacks(12), 200)
     first = book.look([run], 201)
 
@@ -81,7 +81,7 @@ def test_a_stalled_run_has_its_silent_ranks_asked_once_and_is_told_once_with_who
 
 
 def test_a_rank_that_does_not_answer_delays_the_message_by_no_more_than_its_time():
-    book, run = StallBook(), attempt()
+    book, run = StallTracker(), attempt()
     book.heard(KEY, 0, stacks(88), 200)
     book.look([run], 201)
     book.refused(KEY, 1, "it does not answer: C code", 205)
@@ -92,7 +92,7 @@ def test_a_rank_that_does_not_answer_delays_the_message_by_no_more_than_its_time
 
 
 def test_what_a_rank_says_of_its_own_hang_is_enough_though_the_others_make_steps():
-    book = StallBook()
+    book = StallTracker()
     book.heard(KEY, 1, hang("began"), 200)
     book.heard(KEY, 1, stacks(12), 200)
     run = attempt(state=RunState.RUNNING, progressed_at=250)
@@ -110,18 +110,18 @@ def test_what_a_rank_says_of_its_own_hang_is_enough_though_the_others_make_steps
 
 
 def test_a_process_that_took_the_place_of_one_that_hung_does_not_hang_though_nobody_took_that_back():
-    book, run = StallBook(), attempt(state=RunState.RUNNING)
+    book, run = StallTracker(), attempt(state=RunState.RUNNING)
     book.heard(KEY, 0, hang("began"), 200)
     heard_from_both(book, 200)
     (told,) = book.look([run], 200 + WAIT_SECONDS).due
-    run.ranks[0] = Rank(number=0, incarnation="next", host="h", vitals=Vitals(last_sign=260), known_since=260)
+    run.ranks[0] = Rank(number=0, incarnation="next", host="h", liveness=Liveness(last_sign=260), known_since=260)
     run.last_step = 42
 
     assert [(told, True)] == book.look([run], 261).over
 
 
 def test_stacks_from_before_the_last_step_say_nothing_of_this_standstill():
-    book, run = StallBook(), attempt(progressed_at=150)
+    book, run = StallTracker(), attempt(progressed_at=150)
     heard_from_both(book, 149)
 
     assert [(KEY, (0, 1))] == book.look([run], 450).to_ask
@@ -137,7 +137,7 @@ def test_stacks_from_before_the_last_step_say_nothing_of_this_standstill():
     ],
 )
 def test_the_end_of_a_standstill_is_told_where_steps_followed(state, last_step, went_on):
-    book, run = StallBook(), attempt()
+    book, run = StallTracker(), attempt()
     heard_from_both(book, 200)
     book.look([run], 200)
     (told,) = book.look([run], 200 + QUIET_SECONDS).due
@@ -147,11 +147,11 @@ def test_the_end_of_a_standstill_is_told_where_steps_followed(state, last_step, 
 
 
 def test_a_service_that_starts_anew_tells_no_standstill_twice_and_still_tells_its_end():
-    before, run = StallBook(), attempt()
+    before, run = StallTracker(), attempt()
     heard_from_both(before, 200)
     before.look([run], 200)
     (told,) = before.look([run], 200 + QUIET_SECONDS).due
-    book = StallBook([told])
+    book = StallTracker([told])
 
     assert ([], []) == ((news := book.look([run], 300)).due, news.to_ask)
     run.state = RunState.RUNNING
@@ -159,7 +159,7 @@ def test_a_service_that_starts_anew_tells_no_standstill_twice_and_still_tells_it
 
 
 def test_details_that_make_no_sense_are_passed_over():
-    book, run = StallBook(), attempt(ranks=1)
+    book, run = StallTracker(), attempt(ranks=1)
     for kind in ("stacks", "flight_record", "hang"):
         for details in ("", "[]", '{"threads": 3}', "no json", '{"state": 7}'):
             book.heard(KEY, 0, event(kind, details), 200)
@@ -170,7 +170,7 @@ def test_details_that_make_no_sense_are_passed_over():
 
 
 def test_an_attempt_that_is_known_no_more_is_forgotten():
-    book = StallBook()
+    book = StallTracker()
     heard_from_both(book, 200)
     book.look([attempt()], 201)
     book.look([], 202)
@@ -179,7 +179,7 @@ def test_an_attempt_that_is_known_no_more_is_forgotten():
 
 
 def test_the_messages_as_people_get_them():
-    book, run = StallBook(), attempt()
+    book, run = StallTracker(), attempt()
     heard_from_both(book, 200)
     book.look([run], 200)
     (told,) = book.look([run], 200 + QUIET_SECONDS).due
@@ -223,7 +223,7 @@ def test_a_request_names_a_run_and_may_name_ranks():
 
 def test_what_a_rank_says_under_its_last_step_is_no_progress():
     """Stacks and hangs carry the step that was finished last; else each would end the standstill it tells of."""
-    book = RunBook(
+    book = RunTracker(
         Timing(
             patience=Patience(refused_after_seconds=1e9, failed_after_seconds=1e9),
             stalled_after_seconds=10,
@@ -233,7 +233,7 @@ def test_what_a_rank_says_under_its_last_step_is_no_progress():
     who = Registration(
         run="r", rank=0, world_size=1, local_rank=0, host="h", pid=1, incarnation="i", launch_id="l", url="http://h:1"
     )
-    book.registered(who, 0, Vitals(last_sign=0), wall=0)
+    book.registered(who, 0, Liveness(last_sign=0), wall=0)
     book.stepped(KEY, 0, 41, now=1)
     book.stepped(KEY, 0, 41, now=9)
     book.tick(11, wall=0)

@@ -6,7 +6,7 @@ import pytest
 
 from rankscope_contract.channel import Registration
 from rankscope_ingest.http.http_sd import per_node, per_rank
-from rankscope_ingest.runs.models import Vitals
+from rankscope_ingest.runs.models import Liveness
 from rankscope_ingest.runs.target import Health, Target
 
 
@@ -24,7 +24,7 @@ def target(rank=0, health=Health.UP, **changes):
         "node": "n0",
     }
     who = Registration(**(fields | changes))
-    return Target(registration=who, attempt=0, lease="", vitals=Vitals(last_sign=0.0), health=health)
+    return Target(registration=who, attempt=0, lease="", liveness=Liveness(last_sign=0.0), health=health)
 
 
 def told(found):

@@ -53,7 +53,7 @@ def filling(rows, seconds):
     """Return a batcher whose last batch took `seconds` to gather `rows`, and whose next was opened just now, at 0."""
     queue = batcher(flush_rows=100, flush_after_seconds=60.0, max_pending_rows=1000)
     queue.add({"scalars": table(*range(rows))}, -seconds)
-    queue.settled(queue.take())
+    queue.release(queue.take())
     queue.add({"scalars": table(1)}, 0.0)
     queue.want_flush()
     return queue
@@ -122,7 +122,7 @@ def test_rows_count_until_their_commit_is_settled():
     full.add({"scalars": table(*range(20))}, 0.0)
     batch = full.take()
     before = full.is_full
-    full.settled(batch)
+    full.release(batch)
 
     assert [True, False, 0] == [before, full.is_full, full.pending_rows]
 
@@ -154,7 +154,7 @@ def test_no_row_is_lost_or_doubled_whatever_happens(actions):
         elif action == "settle" and taken:
             batch = taken.pop()
             stored += batch.tables().get("scalars", table())["x"].to_pylist() if batch.rows else []
-            queue.settled(batch)
+            queue.release(batch)
         assert next_row - len(stored) == queue.pending_rows
     for rest in (*taken, queue.take()):
         stored += rest.tables()["scalars"]["x"].to_pylist() if rest.rows else []

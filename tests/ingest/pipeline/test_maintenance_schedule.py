@@ -19,8 +19,8 @@ from rankscope_ingest.pipeline.maintenance_schedule import (
     COMPACT_EVERY_COMMITS,
     FIRST_RETENTION_SECONDS,
     MAINTAIN_SECONDS,
-    Turns,
-    retaining,
+    MaintenanceSchedule,
+    retention_job,
 )
 from rankscope_storage.care.compaction import CompactionReport
 from rankscope_storage.care.retention import Retention, RetentionReport
@@ -52,11 +52,11 @@ class Store:
         return RetentionReport(left=self.left.pop(0) if self.left else 0)
 
 
-def turns(store: Store) -> Turns:
-    return Turns(store, 0.0, retain=store.retain, retain_seconds=EVERY)
+def turns(store: Store) -> MaintenanceSchedule:
+    return MaintenanceSchedule(store, 0.0, retain=store.retain, retain_seconds=EVERY)
 
 
-def done(store: Store, due: Turns, now: float, commits: int = 0) -> list[str]:
+def done(store: Store, due: MaintenanceSchedule, now: float, commits: int = 0) -> list[str]:
     store.done.clear()
     for work in due.due(now, commits):
         work()
@@ -117,14 +117,14 @@ def configured(tmp_path, text: str):
 
 
 def test_nothing_ever_goes_unless_days_are_given(tmp_path):
-    assert None is retaining(configured(tmp_path, ""))
-    assert None is not retaining(configured(tmp_path, "[retention]\nsamples_days = 30"))
+    assert None is retention_job(configured(tmp_path, ""))
+    assert None is not retention_job(configured(tmp_path, "[retention]\nsamples_days = 30"))
 
 
 def test_of_services_that_share_a_store_the_first_lets_rows_go(tmp_path):
     text = 'shard = "{}/2"\n[retention]\nraw_days = 30'
 
-    assert [False, True] == [retaining(configured(tmp_path, text.format(number))) is None for number in (0, 1)]
+    assert [False, True] == [retention_job(configured(tmp_path, text.format(number))) is None for number in (0, 1)]
 
 
 def test_days_reach_the_store(tmp_path):
@@ -162,7 +162,7 @@ async def test_what_is_too_old_is_rolled_up_beside_a_service_that_appends(tmp_pa
             table = pa.Table.from_pylist(rows, schema=dataset_schema(dataset))
             writer.append(Batch(tables={dataset: table}, watermarks={}))
         upkeep = asyncio.create_task(
-            maintenance_schedule.keep_in_order(writer, lambda: 0, retain=retaining(config), retain_seconds=3600)
+            maintenance_schedule.run_maintenance(writer, lambda: 0, retain=retention_job(config), retain_seconds=3600)
         )
         try:
             while (found := tiers(config.store.path)) != expected_tiers():
@@ -197,7 +197,7 @@ async def test_upkeep_stands_back_behind_whatever_brings_records_in(monkeypatch)
             return super().compact()
 
     commits = itertools.count(COMPACT_EVERY_COMMITS, COMPACT_EVERY_COMMITS)
-    keeping = asyncio.create_task(maintenance_schedule.keep_in_order(Watched(), lambda: next(commits)))
+    keeping = asyncio.create_task(maintenance_schedule.run_maintenance(Watched(), lambda: next(commits)))
     async with asyncio.timeout(5):
         while len(seen) < 3:  # noqa: ASYNC110 - nobody tells when
             await asyncio.sleep(0.01)

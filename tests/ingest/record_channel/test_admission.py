@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rankscope_ingest.record_channel.admission import Room
+from rankscope_ingest.record_channel.admission import PollBudget
 
 MEGABYTE = 1 << 20
 
@@ -16,7 +16,7 @@ class Store:
 
     def __init__(self, rows=1000):
         self.rows, self.pending, self.most, self.answers = rows, 0, 0, 0
-        self.room = Room(lambda: self.rows - self.pending, max_rows=rows, max_bytes=MEGABYTE)
+        self.room = PollBudget(lambda: self.rows - self.pending, max_rows=rows, max_bytes=MEGABYTE)
 
     async def ask(self, behind, arrive, *, size_of_row=10):
         """Ask a rank once that was `behind`; `arrive` rows are in its answer, or one for all the bytes asked for."""

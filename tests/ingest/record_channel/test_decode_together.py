@@ -17,7 +17,7 @@ from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.pipeline.batcher import Batcher
 from rankscope_ingest.record_channel.arrow_guard import open_stream
 from rankscope_ingest.record_channel.decode import decode
-from rankscope_ingest.record_channel.validate import Checked, RowContext, check, plan_ids
+from rankscope_ingest.record_channel.validate import RowContext, ValidBody, check, plan_ids
 from rankscope_storage.files.layout import SORT_KEYS, sort_order
 
 contexts = st.builds(
@@ -29,7 +29,7 @@ contexts = st.builds(
 )
 
 
-def checked(records, known, context, after=-1) -> Checked:
+def checked(records, known, context, after=-1) -> ValidBody:
     wire = open_stream(encode_records(records))
     cache = cache_of(known)
     return check(wire, {name: cache.get(name) for name in plan_ids(wire)}, context, after=after, first_ordinal=7)

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from rankscope_contract.channel import Registration
 from rankscope_ingest.base.errors import FetchError
-from rankscope_ingest.record_channel.admission import Room
-from rankscope_ingest.record_channel.client import NothingNew, Standing
+from rankscope_ingest.record_channel.admission import PollBudget
+from rankscope_ingest.record_channel.client import NothingNew, RingStatus
 from rankscope_ingest.record_channel.loop import Pace, TargetLoop
 from rankscope_ingest.record_channel.plans import PlanCache
-from rankscope_ingest.runs.models import Vitals
+from rankscope_ingest.runs.models import Liveness
 from rankscope_ingest.runs.target import Health, Target
 
 PACE = Pace(poll_seconds=2.0, max_backoff_seconds=30.0, targets=lambda: 1000)
@@ -30,7 +30,7 @@ def target(**changes):
         launch_id="l",
         url="http://127.0.0.1:1",
     )
-    return Target(registration=registration, attempt=0, lease="x", vitals=Vitals(last_sign=0.0), **changes)
+    return Target(registration=registration, attempt=0, lease="x", liveness=Liveness(last_sign=0.0), **changes)
 
 
 def test_targets_are_spread_over_the_interval_the_same_way_each_time():
@@ -110,7 +110,7 @@ class Silent:
 
     def __init__(self, answers):
         self.asked = []
-        self.room = Room(lambda: 100_000, max_rows=100_000, max_bytes=1 << 20)
+        self.room = PollBudget(lambda: 100_000, max_rows=100_000, max_bytes=1 << 20)
         self.room.learn(records=1, rows=10, size=100)
         self._answers = iter(answers)
 
@@ -118,12 +118,12 @@ class Silent:
         self.asked.append(max_bytes)
         if not next(self._answers):
             raise FetchError("timeout", "no answer")
-        return NothingNew(Standing(head=40))
+        return NothingNew(RingStatus(head=40))
 
-    def answered(self, target):
+    def on_answer(self, target):
         pass
 
-    def failed(self, target, error):
+    def on_failure(self, target, error):
         pass
 
 

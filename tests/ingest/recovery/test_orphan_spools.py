@@ -453,7 +453,7 @@ async def test_a_few_are_read_at_a_time_the_oldest_first_and_those_that_were_giv
     spools = Spools([str(root)], None)
     first = await spools.find()
     again = await spools.find()
-    spools.let_go(first[0].url, "it is refused")
+    spools.unfreeze_gc(first[0].url, "it is refused")
     await spools.remove(first[1].url)
     then = await spools.find()
     spools.close()

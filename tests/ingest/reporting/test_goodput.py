@@ -7,7 +7,7 @@ import re
 import pytest
 
 from rankscope_contract.records import DATASETS
-from rankscope_ingest.reporting.goodput import WITHOUT_TIME, GoodputWatch
+from rankscope_ingest.reporting.goodput import WITHOUT_TIME, GoodputReader
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_storage.analysis.goodput import GOODPUT, GOODPUT_ATTEMPTS
 
@@ -27,8 +27,8 @@ def world() -> World:
     return World()
 
 
-def watch(world: World) -> GoodputWatch:
-    return GoodputWatch(world.read, lambda: world.commits, look_seconds=30, clock=lambda: world.now)
+def watch(world: World) -> GoodputReader:
+    return GoodputReader(world.read, lambda: world.commits, look_seconds=30, clock=lambda: world.now)
 
 
 def test_it_looks_at_once_and_then_where_something_was_committed(world):

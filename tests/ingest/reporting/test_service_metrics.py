@@ -14,7 +14,7 @@ from rankscope_contract.metrics import CATALOG
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.reporting.progress import RunMeter, last_value, run_progress
 from rankscope_ingest.reporting.service_metrics import FAILURE_REASONS, ServiceMetrics
-from rankscope_ingest.runs.models import Vitals
+from rankscope_ingest.runs.models import Liveness
 from rankscope_ingest.runs.tracker import Attempt, Rank
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "service_page.txt"
@@ -78,7 +78,9 @@ def test_eta_follows_the_present_speed():
 
 def an_attempt(run="r", **changes):
     ranks = {
-        number: Rank(number=number, incarnation=f"i{number}", host="h", vitals=Vitals(last_sign=0.0), known_since=0.0)
+        number: Rank(
+            number=number, incarnation=f"i{number}", host="h", liveness=Liveness(last_sign=0.0), known_since=0.0
+        )
         for number in (0, 1)
     }
     told = {"number": 1, "launch_id": "l", "world_size": 4, "started_at": 5_000_000, "ranks": ranks}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rankscope_contract.channel import Registration
 from rankscope_contract.events import RunState
-from rankscope_ingest.runs.models import Patience, Vitals
-from rankscope_ingest.runs.tracker import Attempt, Rank, RunBook, Timing
+from rankscope_ingest.runs.models import Liveness, Patience
+from rankscope_ingest.runs.tracker import Attempt, Rank, RunTracker, Timing
 
 KEY = ("r", 0)
 START = 1_700_000_000_000_000
@@ -20,10 +20,10 @@ class Life:
     """One attempt of a run. `do("step 0", …)` is what a rank does; the others live on, once a second."""
 
     def __init__(self, ranks: int = 2, world_size: int | None = None) -> None:
-        self.book = RunBook(TIMING)
+        self.book = RunTracker(TIMING)
         self.now = 0.0
         self.world_size = world_size or ranks
-        self.vitals: dict[int, Vitals] = {}
+        self.liveness: dict[int, Liveness] = {}
         self.phases: dict[int, str | None] = {}
         self.silent: set[int] = set()
         self.steps = 0
@@ -56,7 +56,7 @@ class Life:
                 self.now += float(argument)
                 self.book.excuse(float(argument), self.now)
             else:
-                for rank in sorted(self.vitals) if argument == "*" else [int(argument)]:
+                for rank in sorted(self.liveness) if argument == "*" else [int(argument)]:
                     self._rank_does(verb, rank)
             self.tick()
         return self
@@ -65,7 +65,7 @@ class Life:
         until = self.now + seconds
         while self.now < until:
             self.now = min(until, self.now + 1.0)
-            for rank in self.vitals:
+            for rank in self.liveness:
                 if rank not in self.silent:
                     self._sign(rank)
             self.tick()
@@ -76,7 +76,7 @@ class Life:
 
     def restart(self) -> None:
         """Replace the service: the new one knows what rows say, and the living ranks register again."""
-        old, self.book = self.attempt, RunBook(TIMING)
+        old, self.book = self.attempt, RunTracker(TIMING)
         restored = Attempt(
             run=old.run,
             number=old.number,
@@ -95,15 +95,15 @@ class Life:
             self.book.remember(restored)
         else:
             self.book.restore(restored, self.now)
-        self.vitals = {rank: Vitals(last_sign=self.now) for rank in self.vitals}
-        for rank in self.vitals:
+        self.liveness = {rank: Liveness(last_sign=self.now) for rank in self.liveness}
+        for rank in self.liveness:
             if rank not in self.silent:
                 self.register(rank)
         self.book._wake(KEY)
 
     def register(self, rank: int, incarnation: str | None = None) -> None:
-        vitals = self.vitals.setdefault(rank, Vitals(last_sign=self.now))
-        vitals.heard(self.now)
+        liveness = self.liveness.setdefault(rank, Liveness(last_sign=self.now))
+        liveness.heard(self.now)
         registration = Registration(
             run="r",
             rank=rank,
@@ -118,7 +118,7 @@ class Life:
             planned_steps=100,
             phase=self.phases.get(rank),
         )
-        self.book.registered(registration, 0, vitals, self.wall)
+        self.book.registered(registration, 0, liveness, self.wall)
 
     def _rank_does(self, verb: str, rank: int) -> None:
         match verb:
@@ -128,7 +128,7 @@ class Life:
                 self._sign(rank)
             case "replace":
                 self.silent.discard(rank)
-                self.vitals[rank] = Vitals(last_sign=self.now)
+                self.liveness[rank] = Liveness(last_sign=self.now)
                 self.register(rank, incarnation=f"second {rank}")
             case "step":
                 self.steps += 1
@@ -141,7 +141,7 @@ class Life:
                 self.silent.add(rank)
             case "refuse":
                 self.silent.add(rank)
-                self.vitals[rank].refused(self.now + 0.1)
+                self.liveness[rank].refused(self.now + 0.1)
             case "close":
                 self.silent.add(rank)
                 self.book.closed(KEY, rank)
@@ -151,7 +151,7 @@ class Life:
                 self.book.exited(KEY, rank, *WORDS[verb], at=self.wall)
 
     def _sign(self, rank: int) -> None:
-        self.vitals[rank].heard(self.now)
+        self.liveness[rank].heard(self.now)
         self.book.heard(KEY, rank)
 
 
@@ -171,7 +171,7 @@ def _restored(rank: Rank, attempt: Attempt, now: float) -> Rank:
         number=rank.number,
         incarnation=rank.incarnation,
         host=rank.host,
-        vitals=Vitals(last_sign=now),
+        liveness=Liveness(last_sign=now),
         known_since=now,
         exit_reason=rank.exit_reason,
         error=rank.error,

@@ -16,13 +16,13 @@ from rankscope_contract.channel import Registration
 from rankscope_contract.events import RunState
 from rankscope_contract.stacks import Collective, FlightRecord, Frame, GroupProgress, StackDump, ThreadStack
 from rankscope_ingest.base.tables import rows_table
-from rankscope_ingest.detect.incidents import FailureBook
-from rankscope_ingest.detect.stall_tracker import StallBook
+from rankscope_ingest.detect.incidents import FailureAlerts
+from rankscope_ingest.detect.stall_tracker import StallTracker
 from rankscope_ingest.notify.incident import Incident
 from rankscope_ingest.notify.text import message
-from rankscope_ingest.runs.models import Attempt, Rank, Vitals
+from rankscope_ingest.runs.models import Attempt, Liveness, Rank
 from rankscope_ingest.runs.root_cause import MOST_LINES, last_reports
-from rankscope_ingest.runs.tracker import RunBook
+from rankscope_ingest.runs.tracker import RunTracker
 
 REDUCE = Frame("/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 3252, "all_reduce")
 SOURCES = ("flight", "heartbeat", "stacks")
@@ -36,12 +36,12 @@ class Job:
     """
 
     def __init__(self, world: int, rank: int, situation: str, sources: Collection[str]) -> None:
-        self.runs, self.stalls = RunBook(TIMING), StallBook()
-        self.failures = FailureBook((), wait_seconds=TIMING.patience.failed_after_seconds)
+        self.runs, self.stalls = RunTracker(TIMING), StallTracker()
+        self.failures = FailureAlerts((), wait_seconds=TIMING.patience.failed_after_seconds)
         self.world, self.rank, self.situation, self.sources = world, rank, situation, sources
-        self.vitals = [Vitals(last_sign=0.0) for _ in range(world)]
+        self.liveness = [Liveness(last_sign=0.0) for _ in range(world)]
         for one in range(world):
-            self.runs.registered(registration(one, world), 0, self.vitals[one], START)
+            self.runs.registered(registration(one, world), 0, self.liveness[one], START)
             if "heartbeat" in sources:
                 self.runs.stepped(KEY, one, 41, 1.0)
 
@@ -50,7 +50,7 @@ class Job:
         for second in range(1, LONGEST_WAIT):
             for one in range(self.world):
                 if not self.is_silent(one):
-                    self.vitals[one].heard(float(second))
+                    self.liveness[one].heard(float(second))
                     self.runs.heard(KEY, one)
             self.runs.tick(float(second), START + second * 1_000_000)
             told = [*self.failures.due(self.runs.attempts(), float(second)), *self.stalled(float(second))]
@@ -170,18 +170,18 @@ def test_the_message_names_the_evidence(situation, sources, cause):
 # Failures.
 
 
-def failed(*words: tuple[str, str | None] | None, world: int = 3, host: str = "h") -> tuple[Attempt, FailureBook]:
+def failed(*words: tuple[str, str | None] | None, world: int = 3, host: str = "h") -> tuple[Attempt, FailureAlerts]:
     """Return an attempt whose ranks ended with these reasons and errors, None for a rank that is at work."""
-    book = RunBook(TIMING)
+    book = RunTracker(TIMING)
     for one, word in enumerate(words):
-        book.registered(registration(one, world), 0, Vitals(last_sign=10.0), START)
+        book.registered(registration(one, world), 0, Liveness(last_sign=10.0), START)
         book.stepped(KEY, one, 5, 10.0)
         if word is not None:
             book.exited(KEY, one, *word, at=START + 10_000_000)
     book.tick(10.0, START + 10_000_000)
     attempt = book.get(KEY)
     assert attempt is not None
-    return attempt, FailureBook((), wait_seconds=25.0)
+    return attempt, FailureAlerts((), wait_seconds=25.0)
 
 
 RAISED = ("exception", "ValueError: no")
@@ -206,10 +206,10 @@ def test_a_failure_names_the_one_rank_that_failed_by_itself(words, rank, cause):
 
 
 def test_a_rank_that_vanished_beside_unknown_ranks_is_not_named():
-    book = RunBook(TIMING)
-    book.registered(registration(0, 3), 0, Vitals(last_sign=0.0), START)
+    book = RunTracker(TIMING)
+    book.registered(registration(0, 3), 0, Liveness(last_sign=0.0), START)
     book.tick(25.0, START + 25_000_000)
-    (told,) = FailureBook((), wait_seconds=25.0).due(book.attempts(), 25.0)
+    (told,) = FailureAlerts((), wait_seconds=25.0).due(book.attempts(), 25.0)
 
     assert None is told.first.rank
     assert "unknown: rank 0 vanished, and nothing is known of 2 ranks: never registered" == told.cause
@@ -221,7 +221,7 @@ def test_a_failure_is_announced_when_the_other_ranks_are_known_not_to_have_faile
     attempt, book = failed(None, RAISED, None)
     early = book.due([attempt], 11.0)
     for one in (0, 2):
-        attempt.ranks[one].vitals.heard(12.0)
+        attempt.ranks[one].liveness.heard(12.0)
 
     assert [] == early
     assert [1] == [told.first.rank for told in book.due([attempt], 12.0)]
@@ -231,7 +231,7 @@ def test_a_failure_that_further_reports_make_common_names_no_rank():
     attempt, book = failed(None, RAISED, None)
     early = book.due([attempt], 11.0)
     second, _ = failed(RAISED, RAISED, None)
-    second.ranks[2].vitals.heard(13.0)
+    second.ranks[2].liveness.heard(13.0)
 
     assert [] == early
     assert [] == book.due([second], 12.0)
@@ -246,8 +246,8 @@ def attempt_of(*ranks: tuple[int, int | None, float], world: int | None = None, 
     made = Attempt(run="r", number=0, launch_id="l", world_size=world or len(ranks), started_at=0)
     for number, step, age in ranks:
         made.ranks[number] = Rank(
-            number=number, incarnation=f"i{number}", host="h", vitals=Vitals(last_sign=1000.0 - age), known_since=0.0,
-            last_step=step, **more,
+            number=number, incarnation=f"i{number}", host="h", liveness=Liveness(last_sign=1000.0 - age),
+            known_since=0.0, last_step=step, **more,
         )  # fmt: skip
     return made
 
@@ -285,7 +285,7 @@ def test_reports_of_many_ranks_are_few_lines():
 
 def test_places_of_many_ranks_are_few_lines():
     """A thousand ranks at a thousand places, and half of them gave nothing, for different reasons."""
-    book = StallBook()
+    book = StallTracker()
     job = attempt_of(*((one, 41, 0.0) for one in range(1000)))
     job.state, job.reason = RunState.STALLED, "alive, but no step for 300 s"
     for one in range(0, 1000, 2):
@@ -303,7 +303,7 @@ def test_places_of_many_ranks_are_few_lines():
 
 def test_a_rank_that_hangs_while_the_others_make_steps_is_named_by_their_steps():
     """The stacks and records of the others show a moment of a training that runs."""
-    book = StallBook()
+    book = StallTracker()
     job = attempt_of((0, 60, 0.0), (1, 41, 0.0), (2, 61, 0.0))
     job.state, job.progressed_at = RunState.RUNNING, 960.0
     book.heard(KEY, 1, event("hang", json.dumps({"state": "began"}), "no sign of training for 240 s"), 950.0)
@@ -318,7 +318,7 @@ def test_a_rank_that_hangs_while_the_others_make_steps_is_named_by_their_steps()
 
 
 def test_equal_hangs_are_reported_once_and_not_for_the_lowest_rank():
-    book = StallBook()
+    book = StallTracker()
     job = attempt_of((0, 41, 0.0), (1, 41, 0.0))
     job.state, job.progressed_at = RunState.RUNNING, 900.0
     for one in (0, 1):
@@ -332,7 +332,7 @@ def test_equal_hangs_are_reported_once_and_not_for_the_lowest_rank():
 
 def test_a_flight_record_from_before_the_standstill_is_no_evidence():
     """A record that was taken while training ran, and stacks alone of the standstill."""
-    book = StallBook()
+    book = StallTracker()
     job = attempt_of((0, 41, 0.0), (1, 41, 0.0))
     job.state, job.reason, job.progressed_at = RunState.STALLED, "alive, but no step for 300 s", 600.0
     for one in (0, 1):

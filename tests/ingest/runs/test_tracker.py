@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rankscope_contract.channel import Registration
-from rankscope_ingest.runs.models import Patience, Vitals
-from rankscope_ingest.runs.tracker import RunBook, Timing
+from rankscope_ingest.runs.models import Liveness, Patience
+from rankscope_ingest.runs.tracker import RunTracker, Timing
 
 KEY = ("r", 0)
 TIMING = Timing(
@@ -20,10 +20,10 @@ class World:
     """Two ranks of one attempt, and a clock that only moves when told."""
 
     def __init__(self, ranks=2, world_size=2):
-        self.book = RunBook(TIMING)
+        self.book = RunTracker(TIMING)
         self.now = 0.0
-        self.vitals = {rank: Vitals(last_sign=0.0) for rank in range(ranks)}
-        for rank in self.vitals:
+        self.liveness = {rank: Liveness(last_sign=0.0) for rank in range(ranks)}
+        for rank in self.liveness:
             self.register(rank, world_size=world_size)
 
     def register(self, rank, *, world_size=2, phase=None, incarnation=None, config=None):
@@ -40,13 +40,13 @@ class World:
             phase=phase,
             config=config or {},
         )
-        self.vitals[rank].heard(self.now)
-        return self.book.registered(registration, 0, self.vitals[rank], 5)
+        self.liveness[rank].heard(self.now)
+        return self.book.registered(registration, 0, self.liveness[rank], 5)
 
     def alive(self, seconds=0.0, *ranks, step=None):
         self.now += seconds
-        for rank in ranks or self.vitals:
-            self.vitals[rank].heard(self.now)
+        for rank in ranks or self.liveness:
+            self.liveness[rank].heard(self.now)
             self.book.heard(KEY, rank)
             self.book.stepped(KEY, rank, step, self.now)
         return self.tick()
@@ -101,7 +101,7 @@ def test_rank_that_vanishes_fails_the_run_sooner_when_its_port_is_closed(refused
     world = World()
     world.alive(1, step=1)
     if refused:
-        world.vitals[1].refused(world.now + 0.1)
+        world.liveness[1].refused(world.now + 0.1)
     world.alive(seconds - 0.5, 0, step=2)
     before = world.state
     verdict = world.alive(0.5, 0, step=3)
@@ -116,9 +116,9 @@ def test_closed_port_means_nothing_while_heartbeats_come():
     world = World()
     world.alive(1, step=1)
     for _ in range(20):
-        world.vitals[1].refused(world.now)
+        world.liveness[1].refused(world.now)
         world.now += 5
-        world.vitals[1].heard(world.now)
+        world.liveness[1].heard(world.now)
         world.alive(0, 0)
 
     assert "running" == world.state
@@ -198,7 +198,7 @@ def test_new_process_takes_the_place_of_a_dead_one_in_its_launch():
     world = World()
     world.alive(1, step=1)
     world.alive(30, 0)
-    world.vitals[1] = Vitals(last_sign=world.now)
+    world.liveness[1] = Liveness(last_sign=world.now)
     world.register(1, incarnation="second life")
     world.tick()
 
@@ -225,7 +225,7 @@ def test_latest_attempt_speaks_for_the_run():
         launch_id="l2",
         url="http://127.0.0.1:1",
     )
-    world.book.registered(registration, 1, Vitals(last_sign=0.0), 5)
+    world.book.registered(registration, 1, Liveness(last_sign=0.0), 5)
 
     assert 1 == world.book.latest()["r"].number
 
@@ -234,7 +234,7 @@ def test_the_configuration_of_a_rank_is_kept_without_secrets():
     """The rank masks what it sends; one of another release, or not of ours at all, may not."""
     config = {"argv": ["train.py", "--hf-token", "correct-horse"], "serve": {"password": "correct-horse"}, "every": 3}
     world = World(ranks=0)
-    world.vitals[0] = Vitals(last_sign=0.0)
+    world.liveness[0] = Liveness(last_sign=0.0)
     world.register(0, config=config)
 
     assert {"argv": ["train.py", "--hf-token", "***"], "serve": {"password": "***"}, "every": 3} == world.attempt.config

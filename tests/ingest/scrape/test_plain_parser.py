@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from rankscope_ingest.scrape.reference_parser import read_plainly
+from rankscope_ingest.scrape.reference_parser import read_plain
 
 
 def braced(labels: dict[str, str]) -> str:
@@ -51,7 +51,7 @@ def told(value: float) -> str:
 @example(["m -0"])
 def test_what_is_read_plainly_is_what_the_library_reads(lines):
     text = "".join(f"{line}\n" for line in lines)
-    found = read_plainly(text)
+    found = read_plain(text)
 
     if found is not None:
         assert by_the_library(text) == [(one.metric, one.labels, told(one.value)) for one in found]
@@ -72,12 +72,12 @@ def test_what_is_read_plainly_is_what_the_library_reads(lines):
     ],
 )
 def test_anything_unusual_leaves_the_page_to_the_library(line):
-    assert None is read_plainly(f"up 1\n{line}\n")
+    assert None is read_plain(f"up 1\n{line}\n")
 
 
 def test_a_page_as_exporters_make_it_is_plain():
     page = '# HELP a b\n# TYPE a gauge\na{gpu="0",model="NVIDIA H100 80GB HBM3"} 1.5e-3\n\nb NaN\nc -Inf\n'
-    found = read_plainly(page)
+    found = read_plain(page)
 
     assert found is not None
     assert [("a", {"gpu": "0", "model": "NVIDIA H100 80GB HBM3"}, 0.0015), ("c", {}, -math.inf)] == [found[0], found[2]]

@@ -98,7 +98,7 @@ def test_scrapes_count_as_rows_and_are_taken_with_all_else(others):
     reason, is_full, batch = batcher.due(0.0), batcher.is_full, batcher.take()
     whole = rows_of(batch.tables()["samples"])
     first, second = (rows_of(half.tables()["samples"]) for half in halves(batch))
-    batcher.settled(batch)
+    batcher.release(batch)
 
     assert ("rows", True) == (reason, is_full)
     assert 4 + len(others) == len(whole) == batch.rows

@@ -28,7 +28,7 @@ class Fake:
         self.now = 100.0
         self.asked = asyncio.Event()
 
-    async def got(self, url, then, *, accept, timeout_seconds, max_bytes):
+    async def get_parsed(self, url, then, *, accept, timeout_seconds, max_bytes):
         self.asked.set()
         self.now += 0.5
         answer = self.answers.pop(0)
@@ -224,7 +224,7 @@ async def test_exporters_that_hang_keep_no_healthy_one_waiting(eventually):
     """All of two hundred hang; it costs one time-out, and then they wait for each other. What is left out counts."""
 
     class Hanging(Fake):
-        async def got(self, url, then, *, accept, timeout_seconds, max_bytes):
+        async def get_parsed(self, url, then, *, accept, timeout_seconds, max_bytes):
             if "healthy" not in url:
                 await asyncio.sleep(timeout_seconds)
                 raise FetchError("timeout", "no answer")
@@ -253,7 +253,7 @@ async def test_a_page_that_cannot_be_read_for_a_fault_of_ours_holds_up_no_other(
     )
 
     class Both(Fake):
-        async def got(self, url, then, *, accept, timeout_seconds, max_bytes):
+        async def get_parsed(self, url, then, *, accept, timeout_seconds, max_bytes):
             return then(Document(b"bad 1\n" if "bad" in url else b"good 1\n", TEXT))
 
     fake, time = Both(), asyncio.get_running_loop().time

@@ -13,15 +13,15 @@ from rankscope_contract.records import DATASETS
 from rankscope_contract.rollups import ROLLUPS
 from rankscope_ingest.base.errors import ConfigError
 from rankscope_ingest.base.tables import rows_table
-from rankscope_ingest.detect.incidents import IncidentBook
+from rankscope_ingest.detect.incidents import IncidentTracker
 from rankscope_ingest.notify.announcer import Announcer
 from rankscope_ingest.notify.incident import Symptom
 from rankscope_ingest.notify.notifiers import NotifyError, make_notifiers
 from rankscope_ingest.notify.text import AGAIN, message, run_failed
 from rankscope_ingest.reporting.rows import Stamp, attempt_row, incident_row, launch_row
-from rankscope_ingest.runs.models import Patience, Vitals
+from rankscope_ingest.runs.models import Liveness, Patience
 from rankscope_ingest.runs.target import Target
-from rankscope_ingest.runs.tracker import Attempt, RunBook, Timing
+from rankscope_ingest.runs.tracker import Attempt, RunTracker, Timing
 from rankscope_ingest.service.history import read_history
 from rankscope_storage.connection import connect
 from rankscope_storage.schema import dataset_schema
@@ -72,7 +72,7 @@ def target(rank=0):
         launch_id="l0",
         url="http://127.0.0.1:1",
     )
-    return Target(registration=registration, attempt=0, lease="x", vitals=Vitals(last_sign=0.0))
+    return Target(registration=registration, attempt=0, lease="x", liveness=Liveness(last_sign=0.0))
 
 
 def exit_row(rank, reason):
@@ -112,7 +112,7 @@ def some_incident(step=60, severity="critical"):
         tensor="w",
         events=3,
     )
-    book = IncidentBook(group_wait_seconds=0, quiet_steps=20)
+    book = IncidentTracker(group_wait_seconds=0, quiet_steps=20)
     book.observe(first, 0.0)
     return book.settle(1.0, {})[0]
 
@@ -137,8 +137,8 @@ def test_ranks_of_an_unfinished_attempt_must_speak_up_or_the_run_has_failed(keep
         attempts=[attempt_row(attempt(), stamp(0))],
         events=[launch_row(target(0), stamp(1)), launch_row(target(1), stamp(2))],
     )
-    runs = RunBook(TIMING)
-    read().restore(runs, IncidentBook(group_wait_seconds=1, quiet_steps=20))
+    runs = RunTracker(TIMING)
+    read().restore(runs, IncidentTracker(group_wait_seconds=1, quiet_steps=20))
     early = [str(found.state) for found in runs.tick(1024.0, 1).changed]
     runs.tick(1025.0, 1)
 
@@ -162,8 +162,8 @@ def test_last_words_that_were_stored_before_the_service_died_still_count(keep):
             exit_row(1, "completed"),
         ],
     )
-    runs = RunBook(TIMING)
-    read().restore(runs, IncidentBook(group_wait_seconds=1, quiet_steps=20))
+    runs = RunTracker(TIMING)
+    read().restore(runs, IncidentTracker(group_wait_seconds=1, quiet_steps=20))
     runs.tick(1001.0, 1)
 
     assert "completed" == runs.get(("r", 0)).state
@@ -172,11 +172,11 @@ def test_last_words_that_were_stored_before_the_service_died_still_count(keep):
 def test_attempt_that_ended_is_not_judged_again_but_remembered(keep):
     store, read = keep
     store(attempts=[attempt_row(attempt(state=RunState.COMPLETED), stamp(0))])
-    runs = RunBook(TIMING)
-    read().restore(runs, IncidentBook(group_wait_seconds=1, quiet_steps=20))
+    runs = RunTracker(TIMING)
+    read().restore(runs, IncidentTracker(group_wait_seconds=1, quiet_steps=20))
     runs.tick(9999.0, 1)
     before = list(runs.attempts())
-    revived = runs.registered(target().registration, 0, Vitals(last_sign=0.0), 5)
+    revived = runs.registered(target().registration, 0, Liveness(last_sign=0.0), 5)
 
     assert [] == before
     assert 7 == revived.last_step
@@ -188,11 +188,11 @@ def test_failed_run_stays_failed_when_only_its_living_rank_comes_back(keep):
         attempts=[attempt_row(attempt(state=RunState.FAILED), stamp(0))],
         events=[launch_row(target(0), stamp(1)), launch_row(target(1), stamp(2))],
     )
-    runs = RunBook(TIMING)
-    read().restore(runs, IncidentBook(group_wait_seconds=1, quiet_steps=20))
+    runs = RunTracker(TIMING)
+    read().restore(runs, IncidentTracker(group_wait_seconds=1, quiet_steps=20))
     states = []
     for rank in (0, 1):
-        runs.registered(target(rank).registration, 0, Vitals(last_sign=1000.0), 5)
+        runs.registered(target(rank).registration, 0, Liveness(last_sign=1000.0), 5)
         runs.tick(1001.0, 1)
         states.append((runs.get(("r", 0)).state, runs.get(("r", 0)).reason))
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from rankscope_ingest.reporting.progress import RunProgress
-from rankscope_ingest.status_page.model import RunStanding, ServiceStanding, Standing, TargetStanding
+from rankscope_ingest.status_page.model import RunStatus, ServiceStatus, Status, TargetStatus
 
 STARTED = 1_767_225_600_000_000
 HOSTILE = "</h3><script>alert(1)</script>\u202e&\"'\x1b[2J"
 
-SERVICE = ServiceStanding(
+SERVICE = ServiceStatus(
     status="ok",
     reason=None,
     version="0.1.0",
@@ -49,8 +49,8 @@ PROGRESS = RunProgress(
 )
 
 
-def target(rank: int, **changes: object) -> TargetStanding:
-    known = TargetStanding(
+def target(rank: int, **changes: object) -> TargetStatus:
+    known = TargetStatus(
         run="pretraining",
         attempt=0,
         rank=rank,
@@ -76,18 +76,18 @@ def target(rank: int, **changes: object) -> TargetStanding:
     return dataclasses.replace(known, **changes)  # type: ignore[arg-type]  # fields by name
 
 
-def run(state: str = "running", **changes: object) -> RunStanding:
+def run(state: str = "running", **changes: object) -> RunStatus:
     beside = {
         key: changes.pop(key) for key in ("goodput_ratio", "tags", "note", "last_seen_ago_seconds") if key in changes
     }
-    return RunStanding(progress=dataclasses.replace(PROGRESS, state=state, **changes), **beside)  # type: ignore[arg-type]
+    return RunStatus(progress=dataclasses.replace(PROGRESS, state=state, **changes), **beside)  # type: ignore[arg-type]
 
 
-def empty() -> Standing:
-    return Standing(service=SERVICE, runs=(), targets=(), exporters=())
+def empty() -> Status:
+    return Status(service=SERVICE, runs=(), targets=(), exporters=())
 
 
-def small() -> Standing:
+def small() -> Status:
     """Two ranks, one of them in trouble, a run that failed before, an exporter that is down."""
     service = dataclasses.replace(
         SERVICE,
@@ -101,7 +101,7 @@ def small() -> Standing:
         remote={"rankscope_ingest_remote_write_samples_total": 125_000.0},
     )
     refused = "http://10.0.0.1:9401: connection refused; is the rank still there?"
-    return Standing(
+    return Status(
         service=service,
         runs=(
             run(
@@ -150,7 +150,7 @@ def small() -> Standing:
     )
 
 
-def large(ranks: int = 1000) -> Standing:
+def large(ranks: int = 1000) -> Status:
     """As many ranks, of which a few are not well; and runs of every state."""
     sick = {
         3: {"health": "failing", "last_error": "http://10.0.0.1:9403: no answer within 10 s", "lag_seconds": 512.0},
@@ -185,4 +185,4 @@ def large(ranks: int = 1000) -> Standing:
         records_lost=12,
     )
     whole = run(goodput_ratio=0.88, last_seen_ago_seconds=0.4, world_size=ranks, ranks_alive=ranks - 1)
-    return Standing(service=service, runs=(whole, *others), targets=targets, exporters=())
+    return Status(service=service, runs=(whole, *others), targets=targets, exporters=())

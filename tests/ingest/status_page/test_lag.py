@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankscope_contract.channel import Registration
-from rankscope_ingest.runs.models import Vitals
+from rankscope_ingest.runs.models import Liveness
 from rankscope_ingest.runs.target import Target
 from rankscope_ingest.status_page.collect import MOST_LOOKS, LagClock
 
@@ -15,7 +15,9 @@ def target(head=-1, committed=-1):
     who = Registration(
         run="r", rank=0, world_size=1, local_rank=0, host="h", pid=1, incarnation="i", launch_id="l", url="http://h:1"
     )
-    return Target(registration=who, attempt=0, lease="l", vitals=Vitals(last_sign=0.0), head=head, committed=committed)
+    return Target(
+        registration=who, attempt=0, lease="l", liveness=Liveness(last_sign=0.0), head=head, committed=committed
+    )
 
 
 def test_the_lag_is_the_age_of_what_has_waited_longest():

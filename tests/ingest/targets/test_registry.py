@@ -12,7 +12,7 @@ from rankscope_contract.channel import Registration
 from rankscope_ingest.base.errors import RegistrationError
 from rankscope_ingest.network.dialing import AllowedResolver, address_of, is_allowed, parse_target_url
 from rankscope_ingest.runs.target import Health
-from rankscope_ingest.targets.registry import AttemptBook, Registry, parse_registration
+from rankscope_ingest.targets.registry import AttemptNumbers, Registry, parse_registration
 
 LOOPBACK = [ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128")]
 HOME = [ipaddress.ip_address("127.0.0.1")]
@@ -50,7 +50,7 @@ def test_heartbeat_keeps_lease_and_attempt_and_moves_the_head():
 
     assert (True, False) == (first.is_new_target, again.is_new_target)
     assert book.reply(first.target) == book.reply(again.target)
-    assert (7, 5.0) == (again.target.head, again.target.vitals.last_sign)
+    assert (7, 5.0) == (again.target.head, again.target.liveness.last_sign)
 
 
 @pytest.mark.parametrize(("ranks", "seconds"), [(1, 5.0), (500, 5.0), (700, 7.0), (1200, 10.0)])
@@ -78,7 +78,7 @@ def test_each_launch_of_a_run_is_its_next_attempt():
 
 
 def test_attempts_go_on_where_the_store_says():
-    book = registry(attempts=AttemptBook([("r", "old", 4)]))
+    book = registry(attempts=AttemptNumbers([("r", "old", 4)]))
 
     assert 4 == book.register(registration(launch_id="old"), HOME, 0.0).target.attempt
     assert 5 == book.register(registration(launch_id="new", incarnation="i1"), HOME, 0.0).target.attempt
@@ -97,7 +97,7 @@ def test_successor_is_taken_when_the_first_is_silent_refused_or_gone():
     silent, refused, gone = registry(), registry(), registry()
     for book in (silent, refused, gone):
         target = book.register(registration(), HOME, 0.0).target
-    refused.get("i0").vitals.refused(1.0)
+    refused.get("i0").liveness.refused(1.0)
     target.health = Health.GONE
 
     assert silent.register(registration(incarnation="i1"), HOME, 15.0).is_new_target
