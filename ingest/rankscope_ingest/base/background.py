@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from typing import Final
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Final
 
 
 class WakeUp:
@@ -104,3 +104,11 @@ async def run_forever(
             await asyncio.sleep(again_seconds)
         else:
             return
+
+
+async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they ended; how they ended is nobody's concern any more."""
+    listed = list(tasks)
+    for task in listed:
+        task.cancel()
+    await asyncio.gather(*listed, return_exceptions=True)

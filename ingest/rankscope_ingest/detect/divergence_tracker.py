@@ -34,7 +34,7 @@ RanksByHash = tuple[tuple[int, tuple[int, ...]], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diverged:
-    """A tensor that is not the same on all its replicas. `ranks_by_hash` are hashes with their ranks, the largest first."""
+    """A tensor that differs between replicas. `ranks_by_hash` has each hash with its ranks, the largest group first."""
 
     attempt_key: AttemptKey
     step: int

@@ -85,15 +85,15 @@ class RunMonitor:
             incidents,
             metrics,
             add=self._add_event,
-            stamp=self._stamp,
+            stamp=self.stamp,
             urge=lambda run: urge(run, None),
         )
         self._judged_at: float | None = None
         self._poll_now = urge
         self._meters: dict[AttemptKey, RunMeter] = {}
         self._last_ordinal = last_ordinal
-        self._versions = Versions(self._stamp, run_starts)
-        self.losses = LostRecords(metrics, lambda target: self._meter(_key(target)), self._stamp, given_up or {})
+        self._versions = Versions(self.stamp, run_starts)
+        self.losses = LostRecords(metrics, lambda target: self._meter(_key(target)), self.stamp, given_up or {})
 
     # What the target loops say.
 
@@ -183,7 +183,7 @@ class RunMonitor:
         attempt = register(self.runs, target, now, self._wall())
         if accepted.is_new_target:
             self.losses.recall(target)
-            self._add_event(launch_row(target, self._stamp()))
+            self._add_event(launch_row(target, self.stamp()))
         if accepted.is_new_launch:
             self._write_state(attempt)
         return accepted
@@ -203,7 +203,7 @@ class RunMonitor:
 
     def record_incident(self, incident: Incident, state: str) -> None:
         """Put the state of an incident into the batch."""
-        self._add_event(incident_row(incident, state, self._stamp()))
+        self._add_event(incident_row(incident, state, self.stamp()))
 
     # What follows from the clock.
 
@@ -312,7 +312,8 @@ class RunMonitor:
     def _add_event(self, row: Row) -> None:
         self.batcher.add({"events": rows_table("events", [row])}, self._clock())
 
-    def _stamp(self) -> Stamp:
+    def stamp(self) -> Stamp:
+        """Return the moment and the arrival number of a row that is made now."""
         return Stamp(self._wall(), self.ordinals(1))
 
     def _meter(self, key: AttemptKey) -> RunMeter:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import pyarrow as pa
 
+from rankscope_ingest.base.background import cancel
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.base.tls import client_tls
 from rankscope_ingest.pipeline.batcher import Batcher
@@ -17,7 +18,6 @@ from rankscope_ingest.scrape.discovery import ExporterList, configured
 from rankscope_ingest.scrape.http import PageFetcher
 from rankscope_ingest.scrape.sample_table import Scrape
 from rankscope_ingest.scrape.scraper import Scraper, described
-from rankscope_ingest.service.wiring import cancel
 
 
 class ExternalExporters:

@@ -1,4 +1,4 @@
-"""Serve: claim the store, read back what was, and let the supervisor work until a signal comes."""
+"""Serve: claim the store, read back what was, and let the service work until a signal comes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rankscope_ingest.base.tls import client_tls, server_tls
 from rankscope_ingest.record_channel.client import Fetcher
 from rankscope_ingest.reporting.progress import Progress
 from rankscope_ingest.service.history import History, read_history
-from rankscope_ingest.service.service import Supervisor
+from rankscope_ingest.service.service import Service
 from rankscope_ingest.service.wiring import configured_notifiers
 from rankscope_storage.connection import connect
 from rankscope_storage.store import Store, Writer
@@ -62,10 +62,10 @@ async def _serve(
                 tls=ranks_tls,
                 server_name=config.service.server_name,
             ) as fetcher:
-                supervisor = Supervisor(
+                service = Service(
                     config, writer=writer, history=history, fetcher=fetcher, notifiers=notifiers, tls=own_tls
                 )
-                await supervisor.serve(stop, on_progress=on_progress, on_ready=on_ready)
+                await service.serve(stop, on_progress=on_progress, on_ready=on_ready)
         finally:
             writer.close()
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Iterable
-from typing import Any
 
 from rankscope_ingest.base.config import RunsSection, ServiceConfig
 from rankscope_ingest.detect.divergence_tracker import DivergenceTracker
@@ -80,14 +77,6 @@ def configured_notifiers(config: ServiceConfig) -> list[Notifier]:
     """Return the notifiers this process sends with. Raises ConfigError for an address that none understands."""
     urls = [url.get_secret_value() for url in config.notify.urls] if config.notify.mode == "embedded" else []
     return make_notifiers(urls, timeout_seconds=config.notify.timeout_seconds)
-
-
-async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until they ended; how they ended is nobody's concern any more."""
-    listed = list(tasks)
-    for task in listed:
-        task.cancel()
-    await asyncio.gather(*listed, return_exceptions=True)
 
 
 def _timing(section: RunsSection) -> Timing:

@@ -710,7 +710,7 @@ async def test_a_fault_in_judging_leaves_what_else_is_due_each_second(
     def fail(_self):
         raise TypeError("not foreseen")
 
-    monkeypatch.setattr(run_monitor.RunMonitor, "judge", fail)
+    monkeypatch.setattr(run_monitor.RunMonitor, "update_runs", fail)
     monkeypatch.setattr(run_monitor.RunMonitor, "check_stalls", lambda _self: looked.append("looked") or StallNews())
     async with fake_rank() as rank, start_service() as service:
         await rank.register(service.url)
