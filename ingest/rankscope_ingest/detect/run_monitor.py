@@ -9,23 +9,19 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 from rankscope_contract.channel import DEFAULT_MAX_BYTES, Registration
-from rankscope_ingest.base.errors import FetchError
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.detect.divergence_handler import DivergenceHandler
 from rankscope_ingest.detect.divergence_tracker import DivergenceTracker
 from rankscope_ingest.detect.incidents import FailureAlerts, IncidentTracker
 from rankscope_ingest.detect.stall_tracker import StallNews, StallTracker
-from rankscope_ingest.detect.symptoms import firings, last_words, symptoms
 from rankscope_ingest.network.dialing import Address
 from rankscope_ingest.notify.incident import Incident
 from rankscope_ingest.pipeline.batcher import Batcher, PendingBatch
 from rankscope_ingest.record_channel.admission import PollBudget
-from rankscope_ingest.record_channel.decode import decode_one
-from rankscope_ingest.record_channel.plans import PlanColumns
-from rankscope_ingest.record_channel.validate import ValidBody
 from rankscope_ingest.recovery import orphan_runs
 from rankscope_ingest.recovery.lost_records import GivenUp, LostRecords
 from rankscope_ingest.reporting.progress import RunMeter, RunProgress, run_progress
@@ -47,8 +43,20 @@ AWAY_SECONDS: Final = 5.0
 """A pause between two judgements, due once a second, that shows the service itself as stopped or starved."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoredState:
+    """State of earlier runs of the service, read from the store at the start."""
+
+    run_starts: Mapping[str, int] = field(default_factory=dict)
+    failures_told: Iterable[str] = ()
+    last_ordinal: int = 0
+    given_up: Mapping[str, GivenUp] = field(default_factory=dict)
+    stalls: StallTracker | None = None
+    replicas: DivergenceTracker | None = None
+
+
 class RunMonitor:
-    """The service's knowledge. Implements the `Sink` of the target loops."""
+    """The service's knowledge. `RecordSink` adds the records that arrive."""
 
     def __init__(
         self,
@@ -60,156 +68,83 @@ class RunMonitor:
         metrics: ServiceMetrics,
         clock: Callable[[], float],
         wall: Callable[[], int],
-        run_starts: Mapping[str, int],
-        failures_told: Iterable[str],
-        last_ordinal: int,
         urge: PollNow,
-        given_up: Mapping[str, GivenUp] | None = None,
-        stalls: StallTracker | None = None,
-        replicas: DivergenceTracker | None = None,
+        restored: RestoredState | None = None,
         max_bytes: int = DEFAULT_MAX_BYTES,
     ) -> None:
-        """Take over what the parts of the service share."""
+        """Take over the parts that the service shares, and the state that it read from the store."""
+        restored = restored or RestoredState()
         self.registry = registry
         self.runs = runs
         self.incidents = incidents
         self.batcher = batcher
         self.room = PollBudget(lambda: batcher.free_rows, max_rows=batcher.max_pending_rows, max_bytes=max_bytes)
         self.metrics = metrics
-        self._clock = clock
-        self._wall = wall
-        self._failures = FailureAlerts(failures_told, wait_seconds=runs.patience.failed_after_seconds)
-        self.stalls = stalls or StallTracker()
-        self._replicas = DivergenceHandler(
-            replicas or DivergenceTracker(),
+        self.clock = clock
+        self.wall = wall
+        self._failures = FailureAlerts(restored.failures_told, wait_seconds=runs.patience.failed_after_seconds)
+        self.stalls = restored.stalls or StallTracker()
+        self.replicas = DivergenceHandler(
+            restored.replicas or DivergenceTracker(),
             incidents,
             metrics,
-            add=self._add_event,
+            add=self.add_event,
             stamp=self.stamp,
             urge=lambda run: urge(run, None),
         )
         self._judged_at: float | None = None
-        self._poll_now = urge
+        self.poll_now = urge
         self._meters: dict[AttemptKey, RunMeter] = {}
-        self._last_ordinal = last_ordinal
-        self._versions = Versions(self.stamp, run_starts)
-        self.losses = LostRecords(metrics, lambda target: self._meter(_key(target)), self.stamp, given_up or {})
-
-    # What the target loops say.
-
-    @property
-    def is_full(self) -> bool:
-        """Return whether pulling has to wait for the store."""
-        return self.batcher.is_full
+        self._last_ordinal = restored.last_ordinal
+        self.versions = Versions(self.stamp, restored.run_starts)
+        self.losses = LostRecords(
+            metrics, lambda target: self.meter(attempt_key(target)), self.stamp, restored.given_up
+        )
 
     def ordinals(self, count: int) -> int:
         """Return the first of `count` new arrival numbers: the time in µs, and always above all that the store has."""
-        first = max(self._wall(), self._last_ordinal + 1)
+        first = max(self.wall(), self._last_ordinal + 1)
         self._last_ordinal = first + count - 1
         return first
-
-    def on_answer(self, target: Target) -> None:
-        """Note a usable answer; a rank that drains waits for a commit, so nothing is held back for it."""
-        target.liveness.heard(self._clock())
-        target.gone_at = None
-        if not target.is_dead:
-            self.runs.heard(_key(target), target.registration.rank, target.incarnation)
-        if target.health is Health.DRAINING and target.committed < target.cursor:
-            self.batcher.want_flush()
-
-    def on_failure(self, target: Target, error: FetchError) -> None:
-        """Note a poll that brought nothing."""
-        self.metrics.poll_failed(error.reason)
-        if error.reason == "refused":
-            target.liveness.refused(self._clock())
-        log.info("poll failed: %s", error, extra={"target": target.name, "reason": error.reason})
-
-    def on_drained(self, target: Target) -> None:
-        """Note that a rank ends, or that the spool of a dead one does, with everything committed."""
-        target.leave(self._clock())
-        if not target.is_dead:
-            self.runs.closed(_key(target), target.registration.rank, target.incarnation)
-            return
-        orphan_runs.drained(self.runs, target, self._clock(), self._wall())
-        for row in self.losses.of_drained(target):
-            self._add_event(row)
-
-    def on_replaced(self, target: Target, incarnation: str) -> None:
-        """Note that another process answers at the target's address: this one cannot be there any more."""
-        target.liveness.refused(self._clock())
-        log.info("another process answers", extra={"target": target.name, "incarnation": incarnation})
-
-    def on_body(
-        self, target: Target, body: ValidBody, plans: Mapping[str, PlanColumns], *, size: int, inflated: int
-    ) -> None:
-        """Take the rows of one body into the batch, move the cursor, and note what the body says."""
-        now = self._clock()
-        tables = {}
-        if gaps := self.losses.of_body(target, body):
-            tables["events"] = rows_table("events", gaps)
-        if (tensors := self._versions.of_tensors(target, plans)) is not None:
-            tables["tensors"] = tensors
-        events = decode_one(body, "events")
-        first_causes, said = symptoms(events), last_words(events)
-        self.stalls.heard(_key(target), target.registration.rank, events, now)
-        self._replicas.heard(decode_one(body, "hashes"), now)
-        # From here on nothing may fail: rows that were taken must not be asked for again, nor the other way round.
-        self.batcher.add_body(body, now)
-        self.batcher.add(tables, now)
-        target.cursor, target.last_ts = body.last, body.last_ts
-        target.uncommitted.append((body.last, body.rows))
-        self.room.learn(records=body.records, rows=body.rows, size=inflated)
-        self.metrics.body_taken(body.records, size)
-        self.metrics.fired(target.registration.run, target.registration.rank, firings(events))
-        self._follow_run(target, body, now)
-        for symptom in first_causes:
-            if self.incidents.observe(symptom, now) is not None:
-                self._poll_now(symptom.run, None)
-        for reason, error, at in said:
-            self.runs.exited(
-                _key(target), target.registration.rank, reason, error, at=at, incarnation=target.incarnation
-            )
-        if said:
-            self.batcher.want_flush()
 
     # What the HTTP side and the store say.
 
     def accept(self, registration: Registration, addresses: Iterable[Address]) -> Accepted:
         """Take a registration or heartbeat. Raises RegistrationError."""
-        now = self._clock()
+        now = self.clock()
         accepted = self.registry.register(registration, addresses, now, is_over=self.runs.is_over)
         target = accepted.target
         register = orphan_runs.registered if target.is_dead else _registered
-        attempt = register(self.runs, target, now, self._wall())
+        attempt = register(self.runs, target, now, self.wall())
         if accepted.is_new_target:
             self.losses.recall(target)
-            self._add_event(launch_row(target, self.stamp()))
+            self.add_event(launch_row(target, self.stamp()))
         if accepted.is_new_launch:
             self._write_state(attempt)
         return accepted
 
     def committed(self, batch: PendingBatch, rows: Mapping[str, int], seconds: float) -> list[Target]:
         """Note a commit; return the ranks that wait to hear of it."""
-        self.metrics.committed(rows, seconds, self._wall())
+        self.metrics.committed(rows, seconds, self.wall())
         waiting = []
         for incarnation, seq in batch.watermarks.items():
             target = self.registry.get(incarnation)
             if target is None:
                 continue
-            self._meter(_key(target)).rows_stored += target.commit(seq)
+            self.meter(attempt_key(target)).rows_stored += target.commit(seq)
             if target.health is Health.DRAINING:
                 waiting.append(target)
         return waiting
 
     def record_incident(self, incident: Incident, state: str) -> None:
         """Put the state of an incident into the batch."""
-        self._add_event(incident_row(incident, state, self.stamp()))
+        self.add_event(incident_row(incident, state, self.stamp()))
 
     # What follows from the clock.
 
     def update_runs(self) -> list[Incident]:
         """Look at all runs; write what changed, leave ranks that vanished, and return failures to tell of."""
-        now, wall = self._clock(), self._wall()
+        now, wall = self.clock(), self.wall()
         self._excuse_absence(now)
         verdict = self.runs.tick(now, wall)
         for _, rank in verdict.vanished:
@@ -223,7 +158,7 @@ class RunMonitor:
             self._write_state(attempt)
             if attempt.state in ENDED:
                 self.batcher.want_flush()
-        for attempt in self._versions.due(self.runs.attempts(), wall):
+        for attempt in self.versions.due(self.runs.attempts(), wall):
             self._write_state(attempt)
         self.check_replicas()
         failures = self._failures.due(self.runs.attempts(), now)
@@ -232,26 +167,26 @@ class RunMonitor:
 
     def check_replicas(self) -> None:
         """Tell of replicas that are no longer equal."""
-        self._replicas.judge(self.runs.attempts(), self._clock())
+        self.replicas.judge(self.runs.attempts(), self.clock())
 
     def check_stalls(self) -> StallNews:
         """Return what is to be done about attempts that stand still, or do no more."""
-        return self.stalls.look(self.runs.attempts(), self._clock())
+        return self.stalls.look(self.runs.attempts(), self.clock())
 
     def no_stacks(self, key: AttemptKey, rank: int, why: str) -> None:
         """Note that a rank that was asked where it stands gave no stacks."""
-        self.stalls.refused(key, rank, why, self._clock())
+        self.stalls.refused(key, rank, why, self.clock())
 
     def due_incidents(self) -> list[Incident]:
         """Return the incidents to announce now; for the others, ask the ranks they wait for."""
         if not self.incidents.unsettled():
             return []
-        now, steps = self._clock(), self._live_steps()
+        now, steps = self.clock(), self._live_steps()
         arriving = {attempt.key for attempt in self.runs.attempts() if attempt.is_arriving(now)}
         settled = self.incidents.settle(now, steps, arriving)
         for incident in self.incidents.unsettled():
             for number in incident.awaited(steps.get(incident.attempt_key, {})):
-                self._poll_now(incident.first.run, number)
+                self.poll_now(incident.first.run, number)
         return settled
 
     def resolve(self) -> list[Incident]:
@@ -262,9 +197,9 @@ class RunMonitor:
         """Return where the latest attempt of each run stands."""
         targets: dict[AttemptKey, list[Target]] = defaultdict(list)
         for target in self.registry.targets:
-            targets[_key(target)].append(target)
+            targets[attempt_key(target)].append(target)
         latest = self.runs.latest().values()
-        return tuple(run_progress(attempt, self._meter(attempt.key), targets[attempt.key]) for attempt in latest)
+        return tuple(run_progress(attempt, self.meter(attempt.key), targets[attempt.key]) for attempt in latest)
 
     def _excuse_absence(self, now: float) -> None:
         """Hold nobody's silence against him while this process was stopped: it had no chance to listen."""
@@ -280,24 +215,20 @@ class RunMonitor:
         """Return the targets whose silence says nothing of a run any more: the process had its last word, or a heir."""
         for target in self.registry.targets:
             rank = target.registration.rank
-            if target.health is not Health.GONE and not self.runs.is_live(_key(target), rank, target.incarnation):
+            if target.health is not Health.GONE and not self.runs.is_live(
+                attempt_key(target), rank, target.incarnation
+            ):
                 yield target
-
-    def _follow_run(self, target: Target, body: ValidBody, now: float) -> None:
-        key, rank = _key(target), target.registration.rank
-        self.runs.stepped(key, rank, body.last_step, now, target.incarnation)
-        scalars = body.nested.get("scalars")
-        self._meter(key).observe(rank, scalars and scalars.columns, body.last_ts, body.last_step)
 
     def _abandon(self, target: Target, now: float) -> None:
         """Stop following a rank that vanished; what it had published and nobody fetched is lost."""
         target.leave(now)
         for row in self.losses.of_vanished(target):
-            self._add_event(row)
+            self.add_event(row)
 
     def _write_state(self, attempt: Attempt) -> None:
-        version = self._versions.of_attempt(attempt, is_latest=self.runs.is_newest(attempt))
-        self.batcher.add(version, self._clock())
+        version = self.versions.of_attempt(attempt, is_latest=self.runs.is_newest(attempt))
+        self.batcher.add(version, self.clock())
 
     def _forget(self, now: float) -> None:
         for target in list(self.registry.targets):
@@ -309,14 +240,16 @@ class RunMonitor:
                 self.runs.forget(attempt.key)
                 self._meters.pop(attempt.key, None)
 
-    def _add_event(self, row: Row) -> None:
-        self.batcher.add({"events": rows_table("events", [row])}, self._clock())
+    def add_event(self, row: Row) -> None:
+        """Put a row of `events` into the batch."""
+        self.batcher.add({"events": rows_table("events", [row])}, self.clock())
 
     def stamp(self) -> Stamp:
         """Return the moment and the arrival number of a row that is made now."""
-        return Stamp(self._wall(), self.ordinals(1))
+        return Stamp(self.wall(), self.ordinals(1))
 
-    def _meter(self, key: AttemptKey) -> RunMeter:
+    def meter(self, key: AttemptKey) -> RunMeter:
+        """Return the counters of an attempt."""
         return self._meters.setdefault(key, RunMeter())
 
     def _live_steps(self) -> dict[AttemptKey, dict[int, int | None]]:
@@ -326,7 +259,8 @@ class RunMonitor:
         }
 
 
-def _key(target: Target) -> AttemptKey:
+def attempt_key(target: Target) -> AttemptKey:
+    """Return the run and attempt of a target."""
     return target.registration.run, target.attempt
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from rankscope_contract.channel import Registration
 from rankscope_ingest.base.config import ServiceConfig, StaticTarget
 from rankscope_ingest.base.errors import RegistrationError
+from rankscope_ingest.detect.record_sink import RecordSink
 from rankscope_ingest.detect.run_monitor import RunMonitor
 from rankscope_ingest.network.dialing import parse_target_url
 from rankscope_ingest.record_channel.client import Fetcher
@@ -21,7 +22,7 @@ from rankscope_ingest.targets.pollers import Pollers, watch
 
 
 class Polling:
-    """One loop for each target. The bodies go to `monitor`."""
+    """One loop for each target. Bodies change the state of `monitor`."""
 
     def __init__(
         self,
@@ -34,6 +35,7 @@ class Polling:
         self._config = config
         self._fetcher = fetcher
         self._monitor = monitor
+        self._sink = RecordSink(monitor)
         self._plans = PlanCache()
         self._pace = Pace.of(
             poll_seconds=config.ingest.poll_seconds,
@@ -93,4 +95,4 @@ class Polling:
         self.poke(target.incarnation)
 
     def _loop(self, target: Target) -> TargetLoop:
-        return TargetLoop(target, self.spools, self._plans, self._monitor, self._pace, clock=time.monotonic)
+        return TargetLoop(target, self.spools, self._plans, self._sink, self._pace, clock=time.monotonic)

@@ -7,7 +7,7 @@ import time
 from rankscope_ingest.base.config import RunsSection, ServiceConfig
 from rankscope_ingest.detect.divergence_tracker import DivergenceTracker
 from rankscope_ingest.detect.incidents import IncidentTracker
-from rankscope_ingest.detect.run_monitor import PollNow, RunMonitor
+from rankscope_ingest.detect.run_monitor import PollNow, RestoredState, RunMonitor
 from rankscope_ingest.detect.stall_tracker import StallTracker
 from rankscope_ingest.notify.notifiers import Notifier, make_notifiers
 from rankscope_ingest.pipeline.batcher import Batcher
@@ -55,13 +55,15 @@ def make_run_monitor(
         metrics=metrics,
         clock=time.monotonic,
         wall=lambda: time.time_ns() // 1000,
-        run_starts=history.run_starts,
-        failures_told=history.failures_told,
-        last_ordinal=history.last_ordinal,
         urge=urge,
-        given_up=history.given_up,
-        stalls=StallTracker(history.open_stalls),
-        replicas=restored_replicas(history),
+        restored=RestoredState(
+            run_starts=history.run_starts,
+            failures_told=history.failures_told,
+            last_ordinal=history.last_ordinal,
+            given_up=history.given_up,
+            stalls=StallTracker(history.open_stalls),
+            replicas=restored_replicas(history),
+        ),
         max_bytes=config.ingest.max_bytes,
     )
 

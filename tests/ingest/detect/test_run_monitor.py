@@ -12,7 +12,8 @@ from rankscope_contract.channel import Registration
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.base.errors import FetchError
 from rankscope_ingest.detect.incidents import IncidentTracker
-from rankscope_ingest.detect.run_monitor import RunMonitor
+from rankscope_ingest.detect.record_sink import RecordSink
+from rankscope_ingest.detect.run_monitor import RestoredState, RunMonitor
 from rankscope_ingest.record_channel.validate import RowContext, ValidBody
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_ingest.runs.models import Patience
@@ -44,9 +45,7 @@ def collector(wall, last_ordinal=0, clock=lambda: 0.0):
         metrics=ServiceMetrics(),
         clock=clock,
         wall=wall,
-        run_starts={},
-        failures_told=(),
-        last_ordinal=last_ordinal,
+        restored=RestoredState(last_ordinal=last_ordinal),
         urge=lambda run, rank: None,
     )
 
@@ -72,9 +71,9 @@ def refuse_from(start, book, now, incarnation):
         now[0] = float(second)
         for other in book.registry.targets:
             if other is not target:
-                book.on_answer(other)
+                RecordSink(book).on_answer(other)
         if not target.is_gone:
-            book.on_failure(target, FetchError("refused", "nobody listens"))
+            RecordSink(book).on_failure(target, FetchError("refused", "nobody listens"))
         book.update_runs()
     return target.gone_at
 
@@ -131,7 +130,7 @@ def test_what_is_lost_with_a_process_is_counted_though_another_one_has_its_place
     killed = book.registry.get("first-0")
     killed.cursor, killed.head = 3, 9
     now[0] = 1.0
-    book.on_failure(killed, FetchError("refused", "nobody listens"))
+    RecordSink(book).on_failure(killed, FetchError("refused", "nobody listens"))
     book.accept(process("second-0", 0, world_size=2), ())
     refuse_from(2, book, now, "first-0")
 
@@ -149,7 +148,7 @@ def test_a_dead_process_that_is_heard_of_hours_later_keeps_its_attempt_and_what_
     second = book.accept(process("second"), ()).target
     for second_of_day in range(61, 800):
         now[0] = float(second_of_day)
-        book.on_answer(second)
+        RecordSink(book).on_answer(second)
         book.update_runs()
     dropped = book.registry.get("first")
     heir = book.accept(replace(process("first"), served_by="second", state="draining", head=9), ()).target
@@ -159,7 +158,7 @@ def test_a_dead_process_that_is_heard_of_hours_later_keeps_its_attempt_and_what_
     assert None is dropped
     assert (0, 1) == (heir.attempt, second.attempt)
     assert [-6] == [json.loads(row["details"])["records"] for row in found]
-    assert 0 == book._meter(("r", 0)).records_lost
+    assert 0 == book.meter(("r", 0)).records_lost
 
 
 def test_of_dead_processes_the_first_is_named_once_all_ranks_are_known():
@@ -172,7 +171,7 @@ def test_of_dead_processes_the_first_is_named_once_all_ranks_are_known():
         target = book.accept(dead, ()).target
         now[0] += 1000.0
         target.last_ts = 10**15 - 10**12 + died_at * 10**6
-        book.on_drained(target)
+        RecordSink(book).on_drained(target)
         book.update_runs()
         named.append(book.runs.get(("r", 0)).culprit)
 
