@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 import aiohttp
 from _rows import Row, print_rows
 
-from rankscope_ingest.exposition.fetch import TEXT, PageFetcher
+from rankscope_ingest.scrape.http import TEXT, PageFetcher
 
 BYTES = (20_000, 200_000, 1_800_000)
 """The last is what an exporter of 15,000 series says."""

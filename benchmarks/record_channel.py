@@ -17,10 +17,10 @@ from rankscope_contract.identity import Identity
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.serving.rank_server import RankServer
 from rankscope_exporter.serving.wire_encoder import encode
-from rankscope_ingest.channel.checked import Checked, RowContext, check
-from rankscope_ingest.channel.decode import decode
-from rankscope_ingest.channel.plans import PlanColumns
-from rankscope_ingest.channel.wire import open_stream
+from rankscope_ingest.record_channel.arrow_guard import open_stream
+from rankscope_ingest.record_channel.decode import decode
+from rankscope_ingest.record_channel.plans import PlanColumns
+from rankscope_ingest.record_channel.validate import RowContext, ValidBody, check
 from rankscope_storage.api.store import Batch, Store
 
 TENSORS, STEPS_A_POLL, RANKS, POLLS = 2_500, 10, 8, 10
@@ -36,7 +36,7 @@ def run() -> list[Row]:
     plans = {made[0].statistics.plan.hash: PlanColumns(plan_of(TENSORS).plan)}
     context = RowContext(run="bench", attempt=0, rank=0, incarnation="0" * 32)
 
-    def check_body() -> Checked:
+    def check_body() -> ValidBody:
         return check(open_stream(body), plans, context, after=-1, first_ordinal=1)
 
     checked = [check_body()] * RANKS
@@ -54,7 +54,7 @@ def _single_steps(plans: dict[str, PlanColumns], context: RowContext) -> list[Ro
     million = TENSORS * STATISTICS * SINGLE_STEPS / 1e6
     bodies = [encode(0, [record]).body.to_pybytes() for record in records(TENSORS, SINGLE_STEPS)]
 
-    def check_all() -> list[Checked]:
+    def check_all() -> list[ValidBody]:
         return [check(open_stream(body), plans, context, after=-1, first_ordinal=1) for body in bodies]
 
     checked = check_all()
@@ -133,7 +133,7 @@ def _fail(where: str, error: BaseException) -> None:
     raise RuntimeError(where) from error
 
 
-def _fetch(address: str, context: RowContext, poll: int, plans: dict[str, PlanColumns]) -> Checked:
+def _fetch(address: str, context: RowContext, poll: int, plans: dict[str, PlanColumns]) -> ValidBody:
     after = poll * STEPS_A_POLL - 1
     request = urllib.request.Request(f"{address}/records?after={after}", headers={SCHEMA_HEADER: "1"})
     with urllib.request.urlopen(request) as answer:

@@ -11,15 +11,16 @@ import numpy as np
 import pyarrow as pa
 from _rows import Row, cpu_seconds
 
-from rankscope_ingest.protobuf import packed
-from rankscope_ingest.remote_read.messages import read_response
-from rankscope_ingest.remote_read.streaming import frames
-from rankscope_storage.api.store import Batch, Store
+from rankscope_ingest.base.protobuf import packed
+from rankscope_ingest.remote_read.chunked import frames
+from rankscope_ingest.remote_read.codec import read_response
+from rankscope_storage.api.store import Store
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.prometheus.matchers import Matcher, MatchType
 from rankscope_storage.prometheus.query import Question
 from rankscope_storage.prometheus.read import read
 from rankscope_storage.prometheus.series import Series
+from rankscope_storage.writer.writer import Batch
 
 RUNS, RANKS, TENSORS, STEPS, FLUSH_STEPS, ROUNDS = 4, 4, 50, 2_000, 250, 7
 START = 1_770_000_000_000_000

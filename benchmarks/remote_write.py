@@ -24,9 +24,9 @@ from typing import Any
 
 from _rows import Row, cpu_seconds
 
-from rankscope_ingest.protobuf import field, number_field, packed, unpacked
-from rankscope_ingest.remote_write.gathering import samples_table
-from rankscope_ingest.remote_write.reading import WriteReader
+from rankscope_ingest.base.protobuf import field, number_field, packed, unpacked
+from rankscope_ingest.remote_write.batcher import samples_table
+from rankscope_ingest.remote_write.decoder import WriteReader
 from rankscope_storage.api.store import Batch, Store
 
 SERIES = 10_000

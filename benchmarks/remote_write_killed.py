@@ -22,7 +22,7 @@ from pathlib import Path
 import remote_write as pushing
 from _rows import Row
 
-from rankscope_ingest.protobuf import field, number_field, packed, unpacked
+from rankscope_ingest.base.protobuf import field, number_field, packed, unpacked
 from rankscope_storage.connection import connect
 
 SECONDS = int(os.environ.get("RANKSCOPE_BENCH_SECONDS", "45"))

@@ -21,17 +21,17 @@ from _rows import Row, cpu_seconds, print_rows
 from _stored_size import bytes_per_sample, dearest, prototype, stored_files
 
 from rankscope_exporter.serving.wire_encoder import encode
-from rankscope_ingest.channel.checked import RowContext, check
-from rankscope_ingest.channel.decode import decode
-from rankscope_ingest.channel.plans import PlanColumns
-from rankscope_ingest.channel.wire import open_stream
-from rankscope_storage.api.store import Batch, Store
+from rankscope_ingest.record_channel.arrow_guard import open_stream
+from rankscope_ingest.record_channel.decode import decode
+from rankscope_ingest.record_channel.plans import PlanColumns
+from rankscope_ingest.record_channel.validate import RowContext, check
+from rankscope_storage.api.store import Store
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import conform
 from rankscope_storage.files.parquet import write_file
 from rankscope_storage.maintenance import compaction_plan
 from rankscope_storage.maintenance.compaction import CompactionReport
-from rankscope_storage.writer.writer import Writer
+from rankscope_storage.writer.writer import Batch, Writer
 
 TENSORS, RANKS, STEPS_A_FLUSH, FLUSHES = 2_500, 8, 10, 8
 BITS = 12

@@ -27,7 +27,7 @@ from rankscope_contract.fields import Field, FieldType, ListOf, StructOf
 from rankscope_contract.rules import rule_classes
 from rankscope_exporter import CaptureConfig, MonitorConfig
 from rankscope_exporter.config.sections import TABLES
-from rankscope_ingest.config import ServiceConfig
+from rankscope_ingest.base.config import ServiceConfig
 
 DOCS = Path(__file__).parent
 BLOCK = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -12,7 +12,7 @@ def main() -> None:
     """Run the command; if a library is missing, print the installation command and exit with 1."""
     try:
         if sys.argv[1:2] == ["serve"]:
-            from rankscope_ingest.allocator import share_allocator
+            from rankscope_ingest.base.memory import share_allocator
 
             share_allocator()
         from rankscope.commands import main as run

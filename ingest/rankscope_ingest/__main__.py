@@ -7,9 +7,9 @@ import logging
 import os
 import sys
 
-from rankscope_ingest.allocator import share_allocator
-from rankscope_ingest.config_file import load_config
-from rankscope_ingest.errors import IngestError
+from rankscope_ingest.base.config_file import load_config
+from rankscope_ingest.base.errors import IngestError
+from rankscope_ingest.base.memory import share_allocator
 from rankscope_storage.base.errors import ShardLostError, StoreError
 
 
@@ -24,7 +24,7 @@ def main() -> int:
         sys.stderr.write("usage: python -m rankscope_ingest CONFIG.toml\n")
         return 2
     share_allocator()
-    from rankscope_ingest.service import run  # noqa: PLC0415 - it loads Arrow
+    from rankscope_ingest.service.main import run  # noqa: PLC0415 - it loads Arrow
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:

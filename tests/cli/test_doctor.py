@@ -21,7 +21,7 @@ from rankscope.doctor.machine import numbers
 from rankscope.doctor.result import as_json, fail, is_healthy, ok, report_lines, warn
 from rankscope.up.ports import Listener, listeners
 from rankscope.up.state_dir import StateDir
-from rankscope_ingest.config_file import load_config
+from rankscope_ingest.base.config_file import load_config
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cli"
 NOW = 1_772_366_400.5  # 2026-03-01 12:00:00.5 UTC

@@ -88,7 +88,7 @@ def test_service_whose_shard_was_taken_over_exits_with_code_3(tmp_path, monkeypa
     async def lost(*_, **__):
         raise ShardLostError("shard 0/1 of history was taken over by process 7 on b: this service must stop")
 
-    monkeypatch.setattr("rankscope_ingest.service.run", lost)
+    monkeypatch.setattr("rankscope_ingest.service.main.run", lost)
     settings = load_settings(None, tmp_path / "history", "127.0.0.1:0", None)
     with pytest.raises(CommandError, match="taken over by process 7 on b") as raised:
         _run(settings, SimpleNamespace(print_line=print), show=False)

@@ -19,9 +19,9 @@ from aiohttp import web
 from rankscope_contract.channel import ARROW_STREAM, Registration
 from rankscope_contract.fields import arrow_schema
 from rankscope_contract.records import WIRE_FIELDS, WIRE_METADATA, Plan
-from rankscope_ingest.config_file import load_config
-from rankscope_ingest.progress import Progress
-from rankscope_ingest.service import run
+from rankscope_ingest.base.config_file import load_config
+from rankscope_ingest.reporting.progress import Progress
+from rankscope_ingest.service.main import run
 from rankscope_storage.connection import connect
 
 Encode = Callable[..., bytes]

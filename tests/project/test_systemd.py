@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rankscope.commands.serve import notify_systemd
-from rankscope_ingest.config_file import load_config
+from rankscope_ingest.base.config_file import load_config
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "systemd"
 PROGRAM = "/opt/rankscope/bin/rankscope"

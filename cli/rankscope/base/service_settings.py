@@ -10,7 +10,7 @@ from rankscope.base.errors import USAGE, CommandError
 from rankscope.base.http_client import ClientTls
 
 if TYPE_CHECKING:
-    from rankscope_ingest.config import ServiceConfig
+    from rankscope_ingest.base.config import ServiceConfig
 
 
 DEFAULT_STORE: Final = "history"
@@ -25,8 +25,8 @@ def load_settings(
     config: Path | None, store: Path | None, listen: str | None, notify: list[str] | None
 ) -> ServiceConfig:
     """Return the service configuration; options override the file. Raises CommandError if a setting is wrong."""
-    from rankscope_ingest.config_file import load_config
-    from rankscope_ingest.errors import ConfigError
+    from rankscope_ingest.base.config_file import load_config
+    from rankscope_ingest.base.errors import ConfigError
 
     given: dict[str, Any] = {
         "store.path": str(store) if store else default_store() if config is None else None,
@@ -65,7 +65,7 @@ def environment_tls() -> ClientTls:
 
 def service_address(settings: ServiceConfig) -> str | None:
     """Return the URL of the service for clients on this machine; None if it picks a free port at start (port 0)."""
-    from rankscope_ingest.config import split_address
+    from rankscope_ingest.base.config import split_address
 
     host, port = split_address(settings.service.listen)
     if not port:
@@ -77,7 +77,7 @@ def service_address(settings: ServiceConfig) -> str | None:
 
 def _name(settings: ServiceConfig) -> str | None:
     """Return the host name in the service certificate, if `advertise` names one; else None."""
-    from rankscope_ingest.config import split_address
+    from rankscope_ingest.base.config import split_address
 
     advertise = settings.service.advertise
     return split_address(advertise)[0] if advertise else None

@@ -57,7 +57,7 @@ def import_(
 
     rankscope import outputs/ --explain
     """
-    from rankscope_ingest.errors import IngestError
+    from rankscope_ingest.base.errors import IngestError
     from rankscope_storage.base.errors import StoreError
 
     chosen = None if kind == AUTOMATIC else _importer(kind)
@@ -108,7 +108,7 @@ def _importer(name: str) -> Importer:
 
 def _logs(path: Path, chosen: Importer | None) -> Iterator[tuple[Path, Importer]]:
     """Yield the log at `path` with its importer; for a folder that is not a log itself, the logs in it."""
-    from rankscope_ingest.errors import IngestError
+    from rankscope_ingest.base.errors import IngestError
     from rankscope_ingest.importers import find_importer
 
     if chosen is not None:
@@ -131,7 +131,7 @@ def _logs(path: Path, chosen: Importer | None) -> Iterator[tuple[Path, Importer]
 def _rules(path: Path | None) -> Sequence[AnomalyRule]:
     """Return the rules in a file, or the default rules."""
     from rankscope_contract.rules import rule_from_config
-    from rankscope_ingest.importers.judging import IMPORT_RULES
+    from rankscope_ingest.importers.common.rules import IMPORT_RULES
 
     if path is None:
         return IMPORT_RULES

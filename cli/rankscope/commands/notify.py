@@ -15,7 +15,7 @@ from rankscope.base.errors import USAGE, CommandError
 from rankscope.base.service_settings import load_settings
 
 if TYPE_CHECKING:
-    from rankscope_ingest.notifiers import Notifier
+    from rankscope_ingest.notify.notifiers import Notifier
 
 
 class Action(enum.StrEnum):
@@ -55,8 +55,8 @@ def notify(
 
 
 def _notifiers(config: Path | None, to: Sequence[str] | None) -> list[Notifier]:
-    from rankscope_ingest.errors import ConfigError
-    from rankscope_ingest.notifiers import make_notifiers
+    from rankscope_ingest.base.errors import ConfigError
+    from rankscope_ingest.notify.notifiers import make_notifiers
 
     section = load_settings(config, None, None, list(to) if to else None).notify
     if not section.urls:
@@ -69,7 +69,7 @@ def _notifiers(config: Path | None, to: Sequence[str] | None) -> list[Notifier]:
 
 async def _send(notifiers: Sequence[Notifier]) -> list[str | None]:
     """Return the error of each notifier, None if it delivered the message."""
-    from rankscope_ingest.notifiers import Message, NotifyError
+    from rankscope_ingest.notify.notifiers import Message, NotifyError
 
     host = socket.gethostname()
     text = Message(

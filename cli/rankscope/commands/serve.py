@@ -21,8 +21,8 @@ from rankscope.output.rows import printable
 
 if TYPE_CHECKING:
     from rankscope.output.progress import View
-    from rankscope_ingest.config import ServiceConfig
-    from rankscope_ingest.progress import Progress
+    from rankscope_ingest.base.config import ServiceConfig
+    from rankscope_ingest.reporting.progress import Progress
 log = logging.getLogger(__name__)
 
 READY: Final = "READY=1"
@@ -58,8 +58,8 @@ def serve(
 
 
 def _run(settings: ServiceConfig, view: View, *, show: bool) -> None:
-    from rankscope_ingest.errors import ConfigError, IngestError
-    from rankscope_ingest.service import run
+    from rankscope_ingest.base.errors import ConfigError, IngestError
+    from rankscope_ingest.service.main import run
     from rankscope_storage.base.errors import ShardLostError, StoreError
 
     def ready(url: str) -> None:

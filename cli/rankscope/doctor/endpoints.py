@@ -20,7 +20,7 @@ from rankscope.up.programs import TOKEN_FILE
 from rankscope.up.state_dir import StateDir
 
 if TYPE_CHECKING:
-    from rankscope_ingest.config import ServiceConfig
+    from rankscope_ingest.base.config import ServiceConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from rankscope.base.http_client import ClientTls, UnreachableError, get
 from rankscope.output.rows import printable
 from rankscope_contract.channel import RUNS_PATH
 from rankscope_contract.events import RunState
-from rankscope_ingest.progress import RunProgress
+from rankscope_ingest.reporting.progress import RunProgress
 
 TIMEOUT_SECONDS: Final = 2.0
 LINE_INTERVAL_SECONDS: Final = 5.0

@@ -32,7 +32,7 @@ from rankscope_dashboards.deploy.alertmanager import Mail, Webhook
 from rankscope_dashboards.deploy.prometheus import RANKS_JOB, Tls, duration
 
 if TYPE_CHECKING:
-    from rankscope_ingest.config import ServiceConfig
+    from rankscope_ingest.base.config import ServiceConfig
 
 EVENT_SECONDS: Final = 120.0
 KEEP_SECONDS: Final = 60.0
@@ -151,7 +151,7 @@ def _alertmanager_addresses(settings: ServiceConfig) -> list[str]:
 
 
 def _ports(command_line: CommandLine, settings: ServiceConfig, folder: StateDir) -> tuple[dict[str, int], list[str]]:
-    from rankscope_ingest.config import split_address
+    from rankscope_ingest.base.config import split_address
 
     host, port = split_address(settings.service.listen)
     known = port_functions.valid_ports(folder.load_notes().get("ports"))
@@ -194,7 +194,7 @@ def _choose_ports(
 
 
 def _service_options(command_line: CommandLine, settings: ServiceConfig) -> ServiceOptions:
-    from rankscope_ingest.config import split_address
+    from rankscope_ingest.base.config import split_address
 
     return ServiceOptions(
         config=None if command_line.config is None else command_line.config.absolute(),
@@ -209,7 +209,7 @@ def _service_options(command_line: CommandLine, settings: ServiceConfig) -> Serv
 
 def _advertised_url(settings: ServiceConfig, port: int) -> str:
     """Return the URL of the service for ranks on any machine."""
-    from rankscope_ingest.web.listening import advertised
+    from rankscope_ingest.network.sockets import advertised
 
     scheme = "http" if service_tls(settings) is None else "https"
     return f"{scheme}://{advertised(settings.service, port)}"

@@ -12,8 +12,8 @@ import re
 from pathlib import Path
 from typing import Final
 
-from rankscope_ingest.errors import IngestError
-from rankscope_ingest.importers.base import (
+from rankscope_ingest.base.errors import IngestError
+from rankscope_ingest.importers.common.importer import (
     NOT_MINE,
     Detection,
     Fault,
@@ -24,9 +24,9 @@ from rankscope_ingest.importers.base import (
     ImportedRun,
     Importer,
 )
-from rankscope_ingest.importers.intake import ImportReport, import_records
-from rankscope_ingest.importers.lines import refuse_no_text
-from rankscope_ingest.importers.sources import KnownImport, known_imports
+from rankscope_ingest.importers.common.lines import refuse_no_text
+from rankscope_ingest.importers.common.log_identity import KnownImport, known_imports
+from rankscope_ingest.importers.common.runner import ImportReport, import_records
 
 __all__ = [
     "NOT_MINE",

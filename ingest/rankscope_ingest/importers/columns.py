@@ -14,14 +14,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope_ingest.importers.aliases import canonical
-from rankscope_ingest.importers.base import NOT_MINE, Detection, Faults, Imported
-from rankscope_ingest.importers.blocks import BlockBuilder
-from rankscope_ingest.importers.lines import read_lines, shown
-from rankscope_ingest.importers.objects import ObjectReader
-from rankscope_ingest.importers.quantities import quantity, whole
-from rankscope_ingest.importers.roles import Role, role_of
-from rankscope_ingest.importers.sampling import sample_lines
+from rankscope_ingest.importers.common.aliases import canonical
+from rankscope_ingest.importers.common.blocks import BlockBuilder
+from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
+from rankscope_ingest.importers.common.keys import Role, role_of
+from rankscope_ingest.importers.common.lines import read_lines, sample_lines, shown
+from rankscope_ingest.importers.common.objects import ObjectReader
+from rankscope_ingest.importers.common.values import quantity, whole
 
 _TELLING: Final = {"loss", "eval_loss", "learning_rate", "accuracy", "eval_accuracy"}
 _TWO_COLUMNS: Final = ("step", "loss")

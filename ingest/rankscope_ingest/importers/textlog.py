@@ -19,15 +19,37 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope_contract.events import EventType
-from rankscope_ingest.importers.aliases import UNITS, canonical, is_known
-from rankscope_ingest.importers.bars import written_over
-from rankscope_ingest.importers.base import NOT_MINE, Detection, Faults, Imported
-from rankscope_ingest.importers.blocks import BlockBuilder
-from rankscope_ingest.importers.lines import read_lines, shown
-from rankscope_ingest.importers.objects import ObjectReader
-from rankscope_ingest.importers.prefixes import told_before, without_colours
-from rankscope_ingest.importers.quantities import NUMBER
-from rankscope_ingest.importers.sampling import sample_lines
+from rankscope_ingest.importers.common.aliases import UNITS, canonical, is_known
+from rankscope_ingest.importers.common.blocks import BlockBuilder
+from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
+from rankscope_ingest.importers.common.lines import read_lines, sample_lines, shown, told_before, without_colours
+from rankscope_ingest.importers.common.objects import ObjectReader
+from rankscope_ingest.importers.common.values import NUMBER
+
+_BAR: Final = re.compile(
+    r"\|\s*(?P<step>\d{1,15})/(?P<planned>\d{1,15}) "
+    r"\[[^\[\],]{1,40},\s*[\d.?]{1,20}(?:it/s|s/it)(?:, (?P<told>[^\r\n]*))?\]"
+)
+_EPOCH: Final = re.compile(r"\bepoch:?[ =]{0,2}(?P<epoch>\d{1,9})\b", re.IGNORECASE)
+
+
+def written_over(text: str) -> list[str]:
+    """Return what a line shows one after the other, as lines with a step; itself when it is no bar with numbers."""
+    if "|" not in text or ("it/s" not in text and "s/it" not in text):
+        return [text]
+    shown = [line for part in text.split("\r") if (line := _as_line(part)) is not None]
+    return list(dict.fromkeys(shown)) or [text]
+
+
+def _as_line(part: str) -> str | None:
+    bar = _BAR.search(part)
+    if bar is None or not bar["told"]:
+        return None
+    epoch = _EPOCH.search(part, 0, bar.start())
+    before = f"epoch {epoch['epoch']} " if epoch else ""
+    planned = "" if epoch else f"/{bar['planned']}"  # of the epoch, not of the run
+    return f"{before}step {bar['step']}{planned} {bar['told']}"
+
 
 MAX_LINE_CHARACTERS: Final = 8192
 

@@ -1,1 +1,1 @@
-"""Prometheus' remote read over the store: its messages, and what answers them."""
+"""Prometheus' remote read protocol: decode requests, read the store, encode responses."""

@@ -1,1 +1,1 @@
-"""Prometheus' remote write: samples that others push, into `samples`, answered when they are stored."""
+"""Prometheus' remote write protocol: decode requests, batch samples, respond after the commit."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rankscope_ingest.importers import importers
-from rankscope_ingest.importers.base import Faults, ImportedBlock, ImportedRecord
+from rankscope_ingest.importers.common.importer import Faults, ImportedBlock, ImportedRecord
 
 
 def imported(folder: Path) -> tuple[dict[str, list[dict[str, Any]]], Faults]:

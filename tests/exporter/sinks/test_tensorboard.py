@@ -17,7 +17,7 @@ from tests.exporter.sinks.records import ABSENT, FINITE, entry, identity, record
 from rankscope_contract.kinds import VALUE_OPS, Kind
 from rankscope_exporter.sinks import tensorboard
 from rankscope_exporter.sinks.tensorboard import TensorBoard, TensorBoardOptions
-from rankscope_ingest.importers.base import Faults, ImportedBlock
+from rankscope_ingest.importers.common.importer import Faults, ImportedBlock
 from rankscope_ingest.importers.tensorboard import TensorBoard as Importer
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rankscope_ingest.importers import ImportReport, find_importer, import_records, importers
-from rankscope_ingest.importers.sources import known_imports
+from rankscope_ingest.importers.common.log_identity import known_imports
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
 

@@ -13,7 +13,7 @@ import os
 import pytest
 from tests.programs import server_of
 
-from rankscope_ingest.errors import IngestError
+from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers import find_importer, importers
 
 HEADER = "vpp_stage,name,step,norm,min,max,mean,nans,zeros,shape,dtype\n"

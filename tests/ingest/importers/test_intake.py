@@ -24,10 +24,10 @@ from rankscope_ingest.importers import (
     known_imports,
     run_name,
 )
-from rankscope_ingest.importers.base import Detection
-from rankscope_ingest.importers.judging import Judge
-from rankscope_ingest.importers.sources import End, KnownImport
-from rankscope_ingest.importers.stamping import Stamp
+from rankscope_ingest.importers.common.importer import Detection
+from rankscope_ingest.importers.common.log_identity import End, KnownImport
+from rankscope_ingest.importers.common.row_numbers import Stamp
+from rankscope_ingest.importers.common.rules import Judge
 from rankscope_storage.api.store import Store
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.connection import connect
@@ -178,7 +178,7 @@ def test_import_that_was_cut_off_is_taken_up_again(tmp_path, monkeypatch):
     """The store fails after the first batch; the next import stores the rest, and nothing twice."""
     log = tmp_path / "train.log"
     log.write_text(rows(1, 500))
-    monkeypatch.setattr("rankscope_ingest.importers.intake.BATCH_ROWS", 200)
+    monkeypatch.setattr("rankscope_ingest.importers.common.runner.BATCH_ROWS", 200)
     monkeypatch.setattr("rankscope_ingest.importers.megatron.CHUNK_BYTES", 10_000)
 
     class Failing:

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.properties import examples
 
-from rankscope_ingest.errors import IngestError
+from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers import Faults, ImportedBlock, find_importer
-from rankscope_ingest.importers.jsonl import JsonLines
-from rankscope_ingest.importers.printed import printed_dict
+from rankscope_ingest.importers.jsonl import JsonLines, printed_dict
 
 
 def scalars(desk, order="seq, name"):

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from rankscope_ingest.importers.base import Faults, ImportedRun
+from rankscope_ingest.importers.common.importer import Faults, ImportedRun
 from rankscope_ingest.importers.megatron import MegatronText, reading
 from rankscope_ingest.importers.megatron.rows import parse_rows
 

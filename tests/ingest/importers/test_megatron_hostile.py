@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.properties import examples
 
-from rankscope_ingest.errors import IngestError
+from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers import find_importer, megatron
-from rankscope_ingest.importers.base import Faults, ImportedRun
+from rankscope_ingest.importers.common.importer import Faults, ImportedRun
 from rankscope_ingest.importers.megatron import MegatronText, columns
 
 ROW = (

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.properties import examples
 
-from rankscope_ingest.errors import IngestError
+from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers import Faults, find_importer, importers
-from rankscope_ingest.importers.msprobe import cells, finding
+from rankscope_ingest.importers.msprobe import csv_cells, discovery
 
 SAMPLES = Path(__file__).resolve().parents[2] / "data" / "msprobe"
 SINGLE = SAMPLES / "single_rank"
@@ -444,7 +444,7 @@ def test_links_out_of_the_folder_are_not_followed(desk):
     shutil.copytree(SINGLE, elsewhere)
     (desk.folder / "out" / "link").symlink_to(elsewhere)
 
-    assert 1 == sum(len(launch) for launch in finding.find(desk.folder / "out").launches)
+    assert 1 == sum(len(launch) for launch in discovery.find(desk.folder / "out").launches)
 
 
 def mutated(draw, content):
@@ -480,7 +480,7 @@ def test_damaged_files_never_raise_anything_but_an_import_error(tmp_path, sample
 
 def test_batches_of_any_size_read_the_same(monkeypatch, desk):
     desk.bring(NAN, run="whole")
-    monkeypatch.setattr(cells, "BATCH_LINES", 17)
+    monkeypatch.setattr(csv_cells, "BATCH_LINES", 17)
     desk.bring(NAN, run="small")
     query = "SELECT * EXCLUDE (run, incarnation, ordinal) FROM tensor_stats WHERE run = $run ORDER BY ALL"
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope_ingest.importers.aliases import canonical
-from rankscope_ingest.importers.quantities import micros, number, quantity, seconds, whole
-from rankscope_ingest.importers.streams import StepStreams
+from rankscope_ingest.importers.common.aliases import canonical
+from rankscope_ingest.importers.common.restarts import StepStreams
+from rankscope_ingest.importers.common.values import micros, number, quantity, seconds, whole
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.parser import text_string_to_metric_families
 from tests.properties import examples
 
-from rankscope_ingest.errors import IngestError
+from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers import Faults, ImportedBlock, find_importer
 from rankscope_ingest.importers.openmetrics import OpenMetrics
 from rankscope_ingest.importers.openmetrics.lines import LineError, parse_series, parse_value, split_series

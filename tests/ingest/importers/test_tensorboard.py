@@ -16,7 +16,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from torch.utils.tensorboard import SummaryWriter, summary
 
-from rankscope_ingest.errors import IngestError
+from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers import Faults, ImportedBlock, find_importer
 from rankscope_ingest.importers.tensorboard import SETTLED_SECONDS, TensorBoard
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.properties import examples
 
-from rankscope_ingest.errors import IngestError
+from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers import Faults, find_importer
 from rankscope_ingest.importers.columns import Columns
 from rankscope_ingest.importers.textlog import TextLog

@@ -20,8 +20,8 @@ import yaml
 from aiohttp import web
 from tests.ingest.remote_read.streams import MESSAGES, decoded, frames_of
 
-from rankscope_ingest.protobuf import packed, unpacked
-from rankscope_ingest.remote_read import xor
+from rankscope_ingest.base.protobuf import packed, unpacked
+from rankscope_ingest.remote_read import chunked
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema
 
@@ -281,7 +281,7 @@ async def test_what_prometheus_pushes_comes_back_bit_for_bit(
 
 
 def again(times, bits):
-    return xor.chunks(np.array(times), np.array(bits, np.uint64).view(np.float64), np.array([0]))
+    return chunked.chunks(np.array(times), np.array(bits, np.uint64).view(np.float64), np.array([0]))
 
 
 def samples_in(chunks, end):

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from rankscope_ingest.importers.base import NOT_MINE, Detection, Faults, Imported
-from rankscope_ingest.importers.lines import MAX_LINE_BYTES, refuse_no_text
+from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
+from rankscope_ingest.importers.common.lines import MAX_LINE_BYTES, refuse_no_text
 from rankscope_ingest.importers.megatron.reading import Reading
 from rankscope_ingest.importers.megatron.rows import HEAD_PATTERN
 

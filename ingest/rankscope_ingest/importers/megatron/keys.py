@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from rankscope_contract.records import canonical_labels
-from rankscope_ingest.importers.aliases import SOURCE_NAME, SOURCE_UNIT, canonical
+from rankscope_ingest.importers.common.aliases import SOURCE_NAME, SOURCE_UNIT, canonical
 
 LOSS: Final = "loss"
 

@@ -13,18 +13,16 @@ from typing import Final
 import numpy as np
 
 from rankscope_contract.events import RunState
-from rankscope_ingest.importers.attempts import AttemptCounter
-from rankscope_ingest.importers.base import Faults, ImportedBlock, ImportedRun
-from rankscope_ingest.importers.lines import MAX_LINE_BYTES, shown
-from rankscope_ingest.importers.megatron.assembly import RowColumns, Stretch
+from rankscope_ingest.importers.common.importer import Faults, ImportedBlock, ImportedRun
+from rankscope_ingest.importers.common.lines import MAX_LINE_BYTES, shown
+from rankscope_ingest.importers.common.restarts import AttemptCounter
+from rankscope_ingest.importers.megatron.block import RowColumns, Stretch
+from rankscope_ingest.importers.megatron.chunks import Lines, joined_row
 from rankscope_ingest.importers.megatron.columns import Alike, Integers
-from rankscope_ingest.importers.megatron.companions import Companion, Companions
-from rankscope_ingest.importers.megatron.groups import NO_NUMBER, NO_TIME, Group, read_groups, read_timers
-from rankscope_ingest.importers.megatron.joining import joined_row
+from rankscope_ingest.importers.megatron.groups import NO_NUMBER, NO_TIME, Group, Printers, read_groups, read_timers
 from rankscope_ingest.importers.megatron.keys import breaks_off, fold, main_loss, may_break_off
-from rankscope_ingest.importers.megatron.printers import Printers
+from rankscope_ingest.importers.megatron.other_lines import Companion, Companions
 from rankscope_ingest.importers.megatron.rows import Row, clean, parse_rows
-from rankscope_ingest.importers.megatron.stretches import Lines
 
 _PLACES: Final = 64
 """Records in one line at most: place = line x _PLACES + record within the line, and gives the order of the log."""

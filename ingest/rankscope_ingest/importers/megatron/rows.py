@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_ingest.importers.quantities import seconds
+from rankscope_ingest.importers.common.values import seconds
 
 HEAD_PATTERN: Final = r"[Ii]teration[ \t]+\d{1,18}[ \t]*/[ \t]*\d{1,18}[ \t]*\|"
 """What every row begins with, behind its prefixes; the same text is given to Arrow's own regular expressions."""

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from rankscope_ingest.errors import IngestError
-from rankscope_ingest.importers.base import NOT_MINE, Detection, Faults, Imported, ImportedRun
+from rankscope_ingest.base.errors import IngestError
+from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported, ImportedRun
 from rankscope_ingest.importers.msprobe.anomalies import read_anomalies
-from rankscope_ingest.importers.msprobe.finding import Folder, Found, find, rank_of
-from rankscope_ingest.importers.msprobe.reading import FamilyReader
-from rankscope_ingest.importers.msprobe.structure import read_stacks, read_structure
+from rankscope_ingest.importers.msprobe.discovery import Folder, Found, find, rank_of
+from rankscope_ingest.importers.msprobe.json_files import read_stacks, read_structure
+from rankscope_ingest.importers.msprobe.tables import FamilyReader
 
 _CSV_HEAD: Final = re.compile(rb"(?:\xef\xbb\xbf)?vpp_stage,name,step,")
 _STACKS_HEAD: Final = re.compile(rb"(?:\xef\xbb\xbf)?module_name,stack_info\r?\n")

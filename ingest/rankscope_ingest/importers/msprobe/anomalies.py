@@ -15,10 +15,10 @@ from typing import Any, Final
 from rankscope_contract.events import EventType, Severity
 from rankscope_contract.kinds import Kind
 from rankscope_contract.msprobe.layout import our_step
-from rankscope_ingest.importers.base import Faults, ImportedRecord
-from rankscope_ingest.importers.msprobe.json_objects import members
+from rankscope_ingest.importers.common.importer import Faults, ImportedRecord
+from rankscope_ingest.importers.common.values import whole
+from rankscope_ingest.importers.msprobe.json_files import members
 from rankscope_ingest.importers.msprobe.naming import Named, slot
-from rankscope_ingest.importers.quantities import whole
 
 _TAG: Final = re.compile(r"(?P<name>.*)/rank(?P<rank>\d+)/(?P<task>\w+)", re.DOTALL)
 _NAME: Final = re.compile(r"(?:(?P<vpp>\d{1,9}):)?(?P<name>.*?)(?::(?P<micro>\d{1,9}))?", re.DOTALL)

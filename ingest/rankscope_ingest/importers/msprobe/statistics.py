@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from rankscope_contract.kinds import VALUE_OPS
 from rankscope_contract.msprobe.layout import OPS
-from rankscope_ingest.importers.msprobe.cells import Floats, Integers, Mask
+from rankscope_ingest.importers.msprobe.csv_cells import Floats, Integers, Mask
 
 _SHAPE: Final = re.compile(r"(?:torch\.Size\()?[\[(]([\d,\s]*)[\])]\)?")
 _MAX_DIMENSIONS: Final = 64

@@ -16,7 +16,8 @@ from typing import Final
 import pyarrow as pa
 
 from rankscope_contract import metrics
-from rankscope_ingest.importers.base import (
+from rankscope_ingest.base.tables import table_schema
+from rankscope_ingest.importers.common.importer import (
     FROM_FILE,
     NOT_MINE,
     RECORD_COLUMN,
@@ -26,11 +27,9 @@ from rankscope_ingest.importers.base import (
     ImportedBlock,
     ImportedRun,
 )
-from rankscope_ingest.importers.lines import read_lines, shown
-from rankscope_ingest.importers.openmetrics.lines import LineError, parse_series, parse_value, split_series
+from rankscope_ingest.importers.common.lines import read_lines, shown
+from rankscope_ingest.importers.openmetrics.lines import LineError, meaning, parse_series, parse_value, split_series
 from rankscope_ingest.importers.openmetrics.pivot import Pivot
-from rankscope_ingest.importers.openmetrics.series import meaning
-from rankscope_ingest.tables import table_schema
 
 _COMMENT: Final = re.compile(r"#\s*(HELP|TYPE|UNIT|EOF)\b")
 _END: Final = "# EOF"

@@ -17,7 +17,7 @@ import duckdb
 import pyarrow as pa
 
 from rankscope_contract.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS
-from rankscope_ingest.importers.openmetrics.series import (
+from rankscope_ingest.importers.openmetrics.lines import (
     ATTEMPT,
     KIND_STEP,
     OWN,

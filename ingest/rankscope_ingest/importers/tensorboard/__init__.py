@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from rankscope_ingest.errors import IngestError
-from rankscope_ingest.importers.base import NOT_MINE, Detection, Faults, Imported
-from rankscope_ingest.importers.tensorboard.rewinds import Place, Rewinds
+from rankscope_ingest.base.errors import IngestError
+from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
+from rankscope_ingest.importers.common.restarts import Place, Rewinds
 
 if TYPE_CHECKING:
     from rankscope_ingest.importers.tensorboard.rows import EventRows

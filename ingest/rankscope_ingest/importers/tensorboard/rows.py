@@ -12,10 +12,10 @@ import pyarrow as pa
 
 from rankscope_contract.events import EventType, Severity
 from rankscope_contract.kinds import COUNT_OPS
-from rankscope_ingest.importers.aliases import canonical
-from rankscope_ingest.importers.base import FROM_FILE, RECORD_COLUMN, ImportedBlock
-from rankscope_ingest.importers.tensorboard.rewinds import MAX_TAGS, Place, Rewinds
-from rankscope_ingest.tables import table_schema
+from rankscope_ingest.base.tables import table_schema
+from rankscope_ingest.importers.common.aliases import canonical
+from rankscope_ingest.importers.common.importer import FROM_FILE, RECORD_COLUMN, ImportedBlock
+from rankscope_ingest.importers.common.restarts import MAX_TAGS, Place, Rewinds
 from rankscope_storage.tensorboard.events import DESCRIBED, PLACEMENT, WRITER
 from rankscope_storage.tensorboard.messages import SESSION_START, DecodeError, Event, scalar_value, text_value
 from rankscope_storage.tensorboard.tags import OPS, TensorTag, parse_tensor_tag, parse_tree_tag

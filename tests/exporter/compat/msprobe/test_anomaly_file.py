@@ -16,7 +16,7 @@ from rankscope_exporter import ConfigError, MonitorConfig
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sinks import anomaly_file
 from rankscope_exporter.sinks.anomaly_file import Anomalies, AnomalyOptions
-from rankscope_ingest.importers.base import Faults
+from rankscope_ingest.importers.common.importer import Faults
 from rankscope_ingest.importers.msprobe.anomalies import read_anomalies
 
 RECORDED = Path(__file__).parents[3] / "data/msprobe/single_rank/anomaly_detected/rank0/anomaly.json"

@@ -17,10 +17,11 @@ from rankscope_contract.collectives import CallState
 from rankscope_contract.stacks import FlightRecord
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.serving.wire_encoder import encode
-from rankscope_ingest.channel.checked import RowContext, check
-from rankscope_ingest.channel.decode import decode
-from rankscope_storage.api.store import Batch, Store
+from rankscope_ingest.record_channel.decode import decode
+from rankscope_ingest.record_channel.validate import RowContext, check
+from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
+from rankscope_storage.writer.writer import Batch
 
 RANKS = (0, 1)
 RUNS = ("script", "DDP", "FSDP1", "FSDP2", "tensor parallelism")

@@ -1,1 +1,0 @@
-"""From thousands of anomalies to the few messages a person wants."""

@@ -1,1 +1,0 @@
-"""Replicas that are no longer equal: who disagrees with whom, from the hashes that ranks send."""

@@ -1,0 +1,1 @@
+"""Detection from records and from the clock: incidents, failures, stalls, replica divergence."""

@@ -1,0 +1,126 @@
+"""Anomaly events of one body, boiled down to the first cause per step. Vectorised: a NaN step may bring thousands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rankscope_contract.events import NO_CALL, EventType, causal_key, causal_micro_step, causal_stage
+from rankscope_contract.kinds import CAUSAL_STAGE
+from rankscope_ingest.notify.incident import SEVERITIES, Symptom, urgency
+
+
+def parse_details(text: str | None) -> dict[str, Any]:
+    """Return the object in `text`, {} when there is none; every text in it can be stored and sent."""
+    try:
+        value = json.loads(text or "{}")
+        # "\\ud800" is legal in JSON, but no Unicode: neither Arrow nor a socket takes it.
+        value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def last_word(details: Mapping[str, Any]) -> tuple[str, str | None]:
+    """Return reason and error of an exit event; a reason nobody gave is the empty text, which is none that we know."""
+    reason, error = details.get("reason"), details.get("error")
+    return str(reason or ""), None if error is None else str(error)
+
+
+def last_words(events: pa.Table | None) -> list[tuple[str, str | None, int | None]]:
+    """Return what the exit events of one rank say, which is at most one: reason, error, moment in UTC µs."""
+    if events is None:
+        return []
+    exits = events.filter(pc.equal(events["type"], EventType.EXIT))
+    moments = exits["ts"].cast(pa.int64()).to_pylist()
+    return [
+        (*last_word(parse_details(text)), at) for text, at in zip(exits["details"].to_pylist(), moments, strict=True)
+    ]
+
+
+_SHOWN: Final = ("rule", "kind", "tensor", "op", "value", "baseline", "threshold", "message")
+
+
+def symptoms(events: pa.Table | None) -> list[Symptom]:
+    """Return one symptom per step of `events`, which come from one rank, in order of steps."""
+    if events is None:
+        return []
+    anomalies = events.filter(pc.equal(events["type"], EventType.ANOMALY))
+    if anomalies.num_rows == 0:
+        return []
+    keys = _causal_columns(anomalies)
+    order = np.lexsort(tuple(reversed(keys)))
+    steps = keys[0][order]
+    firsts = np.flatnonzero(np.concatenate(([True], steps[1:] != steps[:-1])))
+    worst = np.maximum.reduceat(_urgencies(anomalies)[order], firsts)
+    counts = np.diff(np.append(firsts, len(order)))
+    rows = anomalies.take(pa.array(order[firsts])).to_pylist()
+    return [_symptom(row, int(level), int(count)) for row, level, count in zip(rows, worst, counts, strict=True)]
+
+
+def firings(events: pa.Table | None) -> dict[tuple[str, str], int]:
+    """Return how often each rule fired on each kind in `events`; a scalar has the kind "", as on the rank's page."""
+    if events is None:
+        return {}
+    chosen = pc.and_(pc.equal(events["type"], EventType.ANOMALY), pc.is_valid(events["rule"]))
+    counts = events.filter(chosen).group_by(["rule", "kind"]).aggregate([([], "count_all")])
+    return {(row["rule"], row["kind"] or ""): row["count_all"] for row in counts.to_pylist()}
+
+
+def _symptom(row: dict[str, Any], level: int, count: int) -> Symptom:
+    return Symptom(
+        run=row["run"],
+        attempt=row["attempt"],
+        rank=row["rank"],
+        step=row["step"],
+        severity=SEVERITIES[level],
+        causal=causal_key(
+            step=row["step"],
+            micro_step=row["micro_step"],
+            kind=row["kind"],
+            vpp_stage=row["vpp_stage"],
+            pp_stage=row["pp_stage"],
+            call_id=row["call_id"],
+        ),
+        events=count,
+        **{name: row[name] for name in _SHOWN},
+    )
+
+
+def _causal_columns(events: pa.Table) -> list[npt.NDArray[Any]]:
+    """Return the parts of `causal_key` as columns, most significant first."""
+    stages = _by_word(events["kind"], causal_stage)
+    sign = np.where(stages < CAUSAL_STAGE["act_grad_in"], 1, -1)
+    micro_steps = _integers(events["micro_step"], NO_CALL)
+    without = _by_word(events["kind"], lambda kind: causal_micro_step(None, causal_stage(kind))).astype(np.int64)
+    return [
+        _integers(events["step"], NO_CALL),
+        np.where(micro_steps == NO_CALL, without, micro_steps),
+        stages,
+        sign * _integers(events["vpp_stage"], 0),
+        sign * _integers(events["pp_stage"], 0),
+        _integers(events["call_id"], NO_CALL),
+    ]
+
+
+def _urgencies(events: pa.Table) -> npt.NDArray[Any]:
+    return _by_word(events["severity"], urgency).astype(np.int64)
+
+
+def _by_word(column: pa.ChunkedArray, number: Any) -> npt.NDArray[Any]:
+    """Return `number(word)` for each word of the column, calling it once per distinct word."""
+    encoded = column.combine_chunks().dictionary_encode(null_encoding="encode")
+    numbers = np.array([number(word) for word in encoded.dictionary.to_pylist()], dtype=np.float64)
+    positions: npt.NDArray[np.int32] = encoded.indices.to_numpy(zero_copy_only=False)
+    return numbers[positions]
+
+
+def _integers(column: pa.ChunkedArray, absent: int) -> npt.NDArray[np.int64]:
+    filled = pc.fill_null(column.cast(pa.int64()), pa.scalar(absent, pa.int64()))
+    return np.asarray(filled.to_numpy(), dtype=np.int64)

@@ -1,1 +1,0 @@
-"""Exporters that are not ours (node exporter, DCGM, …): found in lists, scraped, their text read into `samples`."""

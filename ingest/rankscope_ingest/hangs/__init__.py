@@ -1,1 +1,0 @@
-"""Runs that stand still: noticed, asked for their stacks, told of."""

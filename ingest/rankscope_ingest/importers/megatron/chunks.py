@@ -1,0 +1,192 @@
+"""The lines of one stretch of a log, told apart by what they are: rows, lines that accompany them, and the rest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from rankscope_ingest.importers.common.lines import MAX_LINE_BYTES
+from rankscope_ingest.importers.megatron.columns import Integers, matching, text_lines
+from rankscope_ingest.importers.megatron.groups import TIMERS_PATTERN, row_lines
+from rankscope_ingest.importers.megatron.keys import fold
+from rankscope_ingest.importers.megatron.other_lines import COMPANION_PATTERN
+from rankscope_ingest.importers.megatron.rows import (
+    HEAD_PATTERN,
+    Row,
+    clean,
+    has_head,
+    number,
+    parse_rows,
+    split_part,
+    values,
+)
+
+MOST_LINES: Final = 8
+
+KNOWN_KEYS: Final = frozenset({
+    "consumed_samples", "consumed_tokens", "elapsed_time_per_iteration", "learning_rate", "global_batch_size",
+    "lm_loss", "loss", "loss_scale", "grad_norm", "num_zeros", "params_norm", "number_of_skipped_iterations",
+    "number_of_nan_iterations", "samples_per_second", "tflops", "throughput_per_gpu", "actual_seqlen",
+    "curriculum_seqlen", "load_balancing_loss", "world_size", "decoupled_learning_rate", "tokens_per_gpu",
+    "tokens_per_gpu_per_second", "mtp_1_loss", "z_loss",
+})  # fmt: skip
+
+_SPLIT_NUMBER: Final = re.compile(r"[\d.eE+-]$")
+_REST_OF_NUMBER: Final = re.compile(r"^[\d.eE+-]")
+
+
+def joined_row(
+    text: str, following: Callable[[int], str | None], known: Collection[str] = KNOWN_KEYS
+) -> tuple[list[Row], int]:
+    """Return the rows of `text` continued by the lines behind it, and how many lines that took; 0 when it is not.
+
+    `following(k)` gives the k-th line behind, None where one stands that cannot be a continuation. The break may have
+    fallen behind a bar, so that a row which looks whole goes on: as many lines are taken as make sense.
+    """
+    whole = text
+    found: tuple[list[Row], int] = [], 0
+    for taken in range(1, MOST_LINES + 1):
+        line = following(taken)
+        if line is None or not line.strip() or has_head(line):
+            break
+        whole = join(whole, clean(line), known)
+        if whole.rstrip().endswith("|"):
+            rows = parse_rows(whole)
+            if not rows or not _makes_sense(rows[-1]):
+                break
+            found = rows, taken
+    return found
+
+
+def _makes_sense(row: Row) -> bool:
+    return bool(row.parts) and not row.odd_parts and all(values(key, text) for key, text in row.parts)
+
+
+def join(first: str, second: str, known: Collection[str] = KNOWN_KEYS) -> str:
+    """Return two lines as one: with a blank where the wrap fell between words, without where it fell inside of one."""
+    first, second = first.rstrip("\r\n"), second.rstrip("\r\n")
+    if not first or not second or first[-1] in " \t|" or second[0] in " \t|":
+        return first + second
+    left, right = first.rpartition("|")[2], second.partition("|")[0]
+    tight, spaced = split_part(left + right), split_part(f"{left} {right}")
+    if tight is not None and fold(tight[0]) in known and number(tight[1]) is not None:
+        return first + second
+    if spaced is not None and fold(spaced[0]) in known:
+        return f"{first} {second}"
+    if ":" in left and _SPLIT_NUMBER.search(left) and _REST_OF_NUMBER.match(right):
+        return first + second
+    return f"{first} {second}"
+
+
+_MAY_CLOSE: Final = rf"\|\s*$|{HEAD_PATTERN}.*{HEAD_PATTERN}|\r[^\n]|[\x00\x08\x1b]"
+"""A bar at the end, or two rows, progress bars or colours in one line, which the careful reader takes apart."""
+
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(slots=True, kw_only=True)
+class Lines:
+    """The lines of a stretch by what they are."""
+
+    lines: pa.Array
+    lengths: Integers
+    is_row: Flags
+    too_long: Flags
+    is_companion: Flags
+    has_timers: Flags
+    has_bar: Flags
+    cut: int = -1
+    """The last line of a log that may still be written, -1 when it has an end."""
+
+    @classmethod
+    def of(cls, data: bytes, *, is_end: bool) -> Lines:
+        """Return the lines of `data`; at the end of a log the last one may be cut."""
+        lines, lengths = text_lines(data)
+        too_long = lengths > MAX_LINE_BYTES
+        is_row = row_lines(lines) & ~too_long
+        others = np.flatnonzero(~is_row & ~too_long)
+        texts = lines.take(pa.array(others))
+
+        def among_others(pattern: str) -> Flags:
+            flags = np.zeros(len(lines), np.bool_)
+            flags[others] = matching(texts, pattern)
+            return flags
+
+        return cls(
+            lines=lines,
+            lengths=lengths,
+            is_row=is_row,
+            too_long=too_long,
+            is_companion=among_others(COMPANION_PATTERN),
+            has_timers=among_others(TIMERS_PATTERN),
+            has_bar=among_others(r"\|"),
+            cut=len(lines) - 1 if is_end and not data.endswith(b"\n") else -1,
+        )
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def first(self, count: int) -> Lines:
+        """Return the first `count` lines."""
+        return Lines(
+            lines=self.lines[:count],
+            lengths=self.lengths[:count],
+            is_row=self.is_row[:count],
+            too_long=self.too_long[:count],
+            is_companion=self.is_companion[:count],
+            has_timers=self.has_timers[:count],
+            has_bar=self.has_bar[:count],
+        )
+
+    def settled(self) -> int:
+        """Return how many lines there are before a row at the end that may go on in the next stretch."""
+        last = len(self) - 1
+        for line in range(last, max(-1, last - MOST_LINES), -1):
+            if self.is_row[line]:
+                return line
+            if self.is_companion[line] or self.too_long[line]:
+                break
+        return len(self)
+
+    def may_go_on(self) -> npt.NDArray[np.bool_]:
+        """Return which rows stand before a line that could be the rest of them."""
+        rest = np.append((self.has_bar & ~self.is_companion)[1:], values=False)
+        found: Flags = self.is_row & rest
+        return found
+
+    def are_open(self) -> bool:
+        """Return whether no row here ends with a bar, and none can go on in the line behind it."""
+        rows = np.flatnonzero(self.is_row)
+        behind = rows[rows + 1 < len(self)] + 1
+        blank = ~matching(self.chosen(behind), r"\S")
+        ends = self.is_row[behind] | self.is_companion[behind] | self.too_long[behind] | blank
+        return bool(ends.all()) and not matching(self.chosen(rows), _MAY_CLOSE).any()
+
+    def chosen(self, numbers: Integers) -> pa.Array:
+        """Return the lines with these numbers."""
+        return self.lines if len(numbers) == len(self) else self.lines.take(pa.array(numbers))
+
+    def others(self) -> int:
+        """Return how many lines are nothing that the importer looks for."""
+        return int((~(self.is_row | self.is_companion | self.too_long)).sum())
+
+    def raw(self, line: int) -> bytes:
+        """Return a line as it is in the log, with its end."""
+        found: bytes = self.lines[line].as_py()
+        return found
+
+    def text(self, line: int) -> str:
+        """Return a line as text."""
+        return self.raw(line).decode(errors="replace")
+
+    def continuation(self, line: int) -> str | None:
+        """Return a line if it may be the rest of the row before it."""
+        if line >= len(self) or self.is_row[line] or self.is_companion[line] or self.too_long[line]:
+            return None
+        return self.text(line)

@@ -1,0 +1,58 @@
+"""Where the service listens, and under which address it is reached: any family, `[::]` for both at once."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+from aiohttp import web
+
+from rankscope_contract.tls import MakeContext
+from rankscope_ingest.base.config import ServiceSection, split_address
+from rankscope_ingest.base.errors import ServiceError
+
+_WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - what a user may have written, behind a token
+
+
+async def bind(runner: web.AppRunner, section: ServiceSection, tls: MakeContext | None) -> str:
+    """Listen as configured and return the URL for ranks. Raises ServiceError when that is not possible."""
+    try:
+        listening = open_socket(section.listen)
+    except OSError as error:
+        raise ServiceError(
+            f"cannot listen at {section.listen}: {error.strerror or error}. Choose another [service] listen"
+        ) from error
+    await web.SockSite(runner, listening, ssl_context=None if tls is None else tls()).start()
+    scheme = "http" if tls is None else "https"
+    return f"{scheme}://{advertised(section, int(listening.getsockname()[1]))}"
+
+
+def open_socket(listen: str) -> socket.socket:
+    """Return a bound socket. Raises OSError."""
+    host, port = split_address(listen)
+    found = socket.getaddrinfo("127.0.0.1" if host == "localhost" else host, port, type=socket.SOCK_STREAM)
+    family, kind, protocol, _, address = found[0]
+    listening = socket.socket(family, kind, protocol)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:  # asyncio would make it deaf to IPv4
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listening.bind(address)
+        listening.listen(1024)  # a large job registers all at once
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def advertised(section: ServiceSection, bound: int, host_name: Callable[[], str] = socket.gethostname) -> str:
+    """Return host:port for RANKSCOPE_INGEST_URL: what `advertise` says, else the machine's name for a wildcard."""
+    if section.advertise is not None:
+        host, port = split_address(section.advertise)
+        return _written(host, port or bound)
+    host, _ = split_address(section.listen)
+    return _written(host_name() if host in _WILDCARDS else host, bound)
+
+
+def _written(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

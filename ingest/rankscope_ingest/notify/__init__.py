@@ -1,0 +1,1 @@
+"""Incidents, the text of notifications, and their delivery."""

@@ -1,0 +1,189 @@
+"""Rows that no store takes, however often they are tried: kept in files of their own, so that all others go on.
+
+A batch that does not fit is halved until what does not fit stands alone: one body of one rank, or one table of the
+service's own. That is written to a folder beside the data, where no query looks, before the watermark passes it; an
+event in the store, a counter and a line in the log say so.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import pickle
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rankscope_contract.escaping import path_segment
+from rankscope_contract.events import EventType, Severity
+from rankscope_ingest.base.tables import rows_table
+from rankscope_ingest.pipeline.batcher import PendingBatch
+from rankscope_ingest.reporting.rows import Stamp
+from rankscope_storage.base.fsync import make_folders, sync_to_disk
+
+log = logging.getLogger(__name__)
+
+FOLDER: Final = "_quarantine"
+"""Begins as a name that readers of a Delta table, and our own sweeps, leave alone."""
+
+
+class Quarantine:
+    """The folder, and who is told. `keep` blocks and is for the flush thread; `told` is for the event loop."""
+
+    def __init__(self, store: Path, *, stamp: Callable[[], Stamp], count: Callable[[int], None]) -> None:
+        self._store = store
+        self._stamp = stamp
+        self._count = count
+
+    def keep(self, batch: PendingBatch, why: str) -> Path:
+        """Write the rows durably and return their folder; the same rows again take the same place."""
+        folder = self._store / FOLDER / _name(batch)
+        make_folders(folder, self._store, sync_to_disk)
+        for name, write in _files(batch):
+            write(folder / name)
+            sync_to_disk(folder / name)
+        told = {"error": why, "rows": batch.rows, "watermarks": dict(batch.watermarks), "info": dict(batch.info)}
+        (folder / "why.json").write_text(json.dumps(told, indent=2) + "\n")
+        sync_to_disk(folder / "why.json")
+        sync_to_disk(folder)
+        return folder
+
+    def told(self, batch: PendingBatch, why: str, folder: Path) -> dict[str, pa.Table]:
+        """Tell of rows that were kept; return the event for the store, if the rows are of a run."""
+        self._count(batch.rows)
+        message = f"{batch.rows} rows can never be stored and were set aside in {folder}: {why}"
+        log.error(
+            "%s. They are Arrow files, one for each dataset: read them with pyarrow.ipc.open_file, correct and import "
+            "them, or remove the folder; please report what is in why.json",
+            message,
+            extra={"rows": batch.rows},
+        )
+        who = _who(batch)
+        if who is None:
+            return {}
+        row = who | self._stamp().columns()
+        row |= {"type": EventType.FAULT, "severity": Severity.CRITICAL, "value": float(batch.rows), "message": message}
+        row["details"] = json.dumps({"folder": str(folder), "rows": batch.rows, "error": why}, sort_keys=True)
+        return {"events": rows_table("events", [row])}
+
+
+def parts(batch: PendingBatch) -> list[PendingBatch]:
+    """Return the smallest batches that can be stored one after the other: each body with the rows made beside it.
+
+    Rows that the service made with the seq of a record, as those of gaps are, stay with its body: behind it they would
+    be taken for stored.
+    """
+    found, pieces = [], [(dataset, table) for dataset, tables in batch.pieces.items() for table in tables]
+    pieces += [("samples", scrape.table()) for scrape in batch.scrapes]
+    for body in batch.bodies:
+        beside, rest = [], []
+        for dataset, table in pieces:
+            own = _of(table, body.context.incarnation, body.last)
+            beside.append((dataset, table.filter(own)))
+            rest.append((dataset, table.filter(pc.invert(own))))
+        pieces = [(dataset, table) for dataset, table in rest if table.num_rows]
+        found.append(_part(batch, beside, (body,), {body.context.incarnation: body.last}))
+    known = {name for part in found for name in part.watermarks}
+    left = {name: seq for name, seq in batch.watermarks.items() if name not in known}
+    numbered = [(dataset, table.filter(_numbered(table))) for dataset, table in pieces]
+    if left or any(table.num_rows for _, table in numbered):
+        found.append(_part(batch, numbered, (), left))
+    return found + [
+        _part(batch, [(dataset, others)], (), {})
+        for dataset, table in pieces
+        if (others := table.filter(pc.invert(_numbered(table)))).num_rows
+    ]
+
+
+def halves(batch: PendingBatch) -> tuple[PendingBatch, PendingBatch] | None:
+    """Return two batches to be stored one after the other in the place of one, None where it cannot be divided."""
+    listed = parts(batch)
+    if len(listed) < 2:
+        return None
+    middle = len(listed) // 2
+    return _joined(listed[:middle]), _joined(listed[middle:])
+
+
+def _joined(listed: list[PendingBatch]) -> PendingBatch:
+    pieces: dict[str, tuple[pa.Table, ...]] = {}
+    watermarks: dict[str, int] = {}
+    for part in listed:
+        watermarks |= part.watermarks  # in order: the later body of a process has the higher seq
+        for dataset, tables in part.pieces.items():
+            pieces[dataset] = pieces.get(dataset, ()) + tables
+    return PendingBatch(
+        pieces=pieces,
+        bodies=tuple(body for part in listed for body in part.bodies),
+        watermarks=watermarks,
+        rows=sum(part.rows for part in listed),
+        info=listed[0].info,
+    )
+
+
+def _part(batch: PendingBatch, pieces: list[tuple[str, pa.Table]], bodies: Any, watermarks: Any) -> PendingBatch:
+    kept: dict[str, tuple[pa.Table, ...]] = {}
+    for dataset, table in pieces:
+        if table.num_rows:
+            kept[dataset] = (*kept.get(dataset, ()), table)
+    rows = sum(body.rows for body in bodies) + sum(table.num_rows for tables in kept.values() for table in tables)
+    return PendingBatch(pieces=kept, bodies=bodies, watermarks=watermarks, rows=rows, info=batch.info)
+
+
+def _numbered(table: pa.Table) -> pa.ChunkedArray:
+    """Return which rows have a seq of some process."""
+    if "seq" not in table.column_names or "incarnation" not in table.column_names:
+        return pa.chunked_array([pa.repeat(pa.scalar(False), table.num_rows)])
+    return pc.and_(pc.is_valid(table["seq"]), pc.is_valid(table["incarnation"]))
+
+
+def _of(table: pa.Table, incarnation: str, last: int) -> pa.ChunkedArray:
+    numbered = _numbered(table)
+    if not pc.any(numbered).as_py():
+        return numbered
+    of_process = pc.equal(table["incarnation"].cast(pa.string()), incarnation)
+    return pc.fill_null(pc.and_kleene(pc.and_(of_process, numbered), pc.less_equal(table["seq"], last)), False)
+
+
+def _name(batch: PendingBatch) -> str:
+    """Return the same name when the same records come again after a restart."""
+    for incarnation, last in batch.watermarks.items():
+        return f"{path_segment(incarnation)}-{last}"
+    for told in batch.info.values():  # the receipts of what was pushed
+        return f"pushed-{hashlib.blake2b(told.encode(), digest_size=12).hexdigest()}"
+    return f"service-{uuid.uuid4().hex}"
+
+
+def _files(batch: PendingBatch) -> Iterator[tuple[str, Callable[[Path], object]]]:
+    """Return each file and what writes it."""
+    try:
+        tables: Mapping[str, pa.Table] = batch.tables()
+    except Exception:  # that is what is the matter with these rows: they are kept as they came
+        log.exception("rows could not be made of what a rank sent")
+        yield "as_it_came.pickle", lambda path: path.write_bytes(pickle.dumps(batch.as_it_came()))
+        return
+    for dataset, table in tables.items():
+        yield f"{dataset}.arrow", functools.partial(_write, table)
+
+
+def _write(table: pa.Table, path: Path) -> None:
+    with pa.ipc.new_file(path, table.schema) as file:
+        file.write_table(table.unify_dictionaries())
+
+
+def _who(batch: PendingBatch) -> dict[str, Any] | None:
+    """Return whose rows they are, as columns of an event."""
+    for body in batch.bodies:
+        where = body.context
+        return {"run": where.run, "attempt": where.attempt, "rank": where.rank, "incarnation": where.incarnation}
+    for tables in batch.pieces.values():
+        for table in tables:
+            runs = table["run"].drop_null().unique().to_pylist() if "run" in table.column_names else []
+            if runs:
+                return {"run": str(runs[0])}
+    return None

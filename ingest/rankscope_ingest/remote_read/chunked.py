@@ -1,0 +1,225 @@
+"""Prometheus' XOR chunks (tsdb/chunkenc, after Facebook's Gorilla), bit for bit as it writes them. Pure.
+
+A chunk is a stream of bits, each sample told by what differs from the one before it. All chunks are made at once, as
+columns: only the window of significant bits depends on what was written before, and is followed sample by sample
+through all chunks side by side.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+
+from rankscope_ingest.base.protobuf import as_varint, field, number_field
+from rankscope_ingest.remote_read.codec import label_fields
+from rankscope_storage.prometheus.series import Series
+
+SAMPLES_PER_CHUNK: Final = 120
+
+_HEADER_BITS: Final = 16
+_NO_WINDOW: Final = 255
+_MOST_LEADING: Final = 31  # as many as five bits hold
+
+Integers = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Bits:
+    """A number for each sample, and how many bits of it are written; 0 is none."""
+
+    values: Words
+    counts: Integers
+
+
+def chunks(times: Integers, values: npt.NDArray[np.float64], starts: Integers) -> list[bytes]:
+    """Return a chunk for each stretch that begins at one of `starts`, of at most 65,535 samples with rising times."""
+    lengths = np.diff(starts, append=len(times))
+    within = np.arange(len(times)) - np.repeat(starts, lengths)
+    parts = (*_times(times, within), *_values(np.ascontiguousarray(values).view(np.uint64), within, starts, lengths))
+    counts = np.stack([part.counts for part in parts], axis=1)
+    sizes = counts.sum(axis=1)
+    chunk_bytes = _byte_counts(_HEADER_BITS + np.add.reduceat(sizes, starts), counts[starts + lengths - 1, -1])
+    first_words = np.concatenate([[0], np.cumsum((chunk_bytes + 7) >> 3)])
+    ends = np.cumsum(sizes)
+    before = np.repeat(ends[starts] - sizes[starts], lengths)
+    offsets = (np.repeat(first_words[:-1], lengths) << 6) + _HEADER_BITS + ends - sizes - before
+    written = _packed(np.stack([part.values for part in parts], axis=1), counts, offsets, int(first_words[-1]))
+    written[first_words[:-1]] |= lengths.astype(np.uint64) << np.uint64(48)
+    data = written.astype(">u8").tobytes()
+    return [
+        data[first << 3 : (first << 3) + size]
+        for first, size in zip(first_words[:-1].tolist(), chunk_bytes.tolist(), strict=True)
+    ]
+
+
+def _byte_counts(bits: Integers, last: Integers) -> Integers:
+    """Return how many bytes Prometheus takes for so many bits, the `last` of them written at once.
+
+    Whole bytes are written as such, and the next one is opened with each, also where nothing follows.
+    """
+    is_open = (bits % 8 == 0) & (last > 0) & (last % 8 == 0)
+    counts: Integers = ((bits + 7) >> 3) + is_open
+    return counts
+
+
+def _times(times: Integers, within: Integers) -> tuple[_Bits, _Bits]:
+    """Return the bits of times: at first the time, then the distance, then by how much the distance changes."""
+    distances = np.diff(times, prepend=times[:1])
+    change = np.diff(distances, prepend=distances[:1])
+    bits, first = change.view(np.uint64), np.zeros(len(times), np.uint64)
+    counts, more = np.full(len(times), 1), np.zeros(len(times), np.int64)
+    is_wide = change != 0
+    for prefix, size in ((0b10, 14), (0b110, 17), (0b1110, 20)):
+        fits = is_wide & (change >= 1 - (1 << (size - 1))) & (change <= 1 << (size - 1))
+        first[fits] = (np.uint64(prefix << size)) | (bits[fits] & np.uint64((1 << size) - 1))
+        counts[fits] = prefix.bit_length() + size
+        is_wide &= ~fits
+    first[is_wide], counts[is_wide], more[is_wide] = 0b1111, 4, 64
+    rest = bits.copy()
+    for position, numbers in ((0, (times << 1) ^ (times >> 63)), (1, distances)):  # zigzag, as a varint of Go's
+        here = np.flatnonzero(within == position)
+        first[here], counts[here], rest[here], more[here] = _varints(numbers[here].view(np.uint64))
+    return _Bits(first, counts), _Bits(rest, more)
+
+
+def _varints(numbers: Words) -> tuple[Words, Integers, Words, Integers]:
+    """Return varints as bits: up to eight bytes, how many bits these are, and the same of what is behind them."""
+    sizes = np.maximum(1, (_bit_lengths(numbers) + 6) // 7)
+    halves = [(np.zeros(len(numbers), np.uint64), np.zeros(len(numbers), np.int64)) for _ in range(2)]
+    for place in range(10):
+        bits, counts = halves[place >= 8]
+        there = sizes > place
+        octet = (numbers >> np.uint64(7 * place)) & np.uint64(0x7F)
+        octet |= np.where(sizes > place + 1, np.uint64(0x80), np.uint64(0))
+        bits[there] = (bits[there] << np.uint64(8)) | octet[there]
+        counts[there] += 8
+    (low, low_counts), (high, high_counts) = halves
+    return low, low_counts, high, high_counts
+
+
+def _values(bits: Words, within: Integers, starts: Integers, lengths: Integers) -> tuple[_Bits, _Bits]:
+    """Return the bits of values: at first all 64, then those that changed, in the window before or in a new one."""
+    changed = bits.copy()
+    changed[1:] ^= bits[:-1]
+    leading = np.minimum(64 - _bit_lengths(changed), _MOST_LEADING)
+    trailing = np.maximum(_bit_lengths(changed & (~changed + np.uint64(1))) - 1, 0)
+    is_new, leading, trailing = _windows(changed != 0, leading, trailing, starts, lengths)
+    significant = 64 - leading - trailing
+    control = np.where(changed == 0, 0, 0b10)
+    counts = np.where(changed == 0, 1, 2)
+    control[is_new] = 0b11 << 11 | leading[is_new] << 6 | significant[is_new] & 63
+    counts[is_new] = 13
+    payload = changed >> trailing.astype(np.uint64)
+    sizes = np.where(changed == 0, 0, significant)
+    first = within == 0
+    payload[first], sizes[first], counts[first] = bits[first], 64, 0
+    return _Bits(control.astype(np.uint64), counts), _Bits(payload, sizes)
+
+
+def _windows(
+    differs: npt.NDArray[np.bool_], leading: Integers, trailing: Integers, starts: Integers, lengths: Integers
+) -> tuple[npt.NDArray[np.bool_], Integers, Integers]:
+    """Return at which samples a window opens, and how many bits it leaves out before and behind, at each sample."""
+    is_new = np.zeros(len(differs), np.bool_)
+    before, behind = leading.copy(), trailing.copy()
+    order = np.argsort(-lengths, kind="stable")
+    starts, lengths = starts[order], lengths[order]
+    open_before, open_behind = np.full(len(starts), _NO_WINDOW), np.full(len(starts), _NO_WINDOW)
+    for place in range(1, int(lengths[0]) if len(lengths) else 0):
+        count = int(np.searchsorted(-lengths, -place, side="left"))
+        here = starts[:count] + place
+        opens = differs[here] & ((leading[here] < open_before[:count]) | (trailing[here] < open_behind[:count]))
+        open_before[:count] = np.where(opens, leading[here], open_before[:count])
+        open_behind[:count] = np.where(opens, trailing[here], open_behind[:count])
+        is_new[here], before[here], behind[here] = opens, open_before[:count], open_behind[:count]
+    before[~differs], behind[~differs] = 0, 0
+    return is_new, before, behind
+
+
+def _packed(values: Words, counts: Integers, offsets: Integers, words: int) -> Words:
+    """Return `words` words of 64 bits with the parts of each sample one behind the other, from its offset on."""
+    places = (offsets[:, None] + np.cumsum(counts, axis=1) - counts).ravel()
+    kept = np.flatnonzero(counts.ravel())
+    places, sizes = places[kept], counts.ravel()[kept]
+    aligned = values.ravel()[kept] << (64 - sizes).astype(np.uint64)
+    word, shift = places >> 6, (places & 63).astype(np.uint64)
+    written = np.zeros(words, np.uint64)
+    firsts = np.flatnonzero(np.diff(word, prepend=-1))
+    written[word[firsts]] = np.bitwise_or.reduceat(aligned >> shift, firsts)
+    spills = (places & 63) + sizes > 64
+    written[word[spills] + 1] |= aligned[spills] << (np.uint64(64) - shift[spills])
+    return written
+
+
+def _bit_lengths(numbers: Words) -> Integers:
+    """Return how many bits each number has: a float of at most 32 bits is exact, and its exponent is that count."""
+    high = (numbers >> np.uint64(32)).astype(np.float64)
+    low = (numbers & np.uint64(0xFFFF_FFFF)).astype(np.float64)
+    return np.where(high > 0, np.frexp(high)[1] + 32, np.frexp(low)[1]).astype(np.int64)
+
+
+CONTENT_TYPE: Final = "application/x-streamed-protobuf; proto=prometheus.ChunkedReadResponse"
+FRAME_BYTES: Final = 1 << 20
+"""A frame is closed when it has this many; Prometheus does it at the same size, and refuses to read 50 times that."""
+
+_SAMPLES_AT_ONCE: Final = 1 << 17
+_XOR: Final = 1
+
+
+def frames(answers: Sequence[Sequence[Series]], frame_bytes: int = FRAME_BYTES) -> Iterator[bytes]:
+    """Yield the answer in pieces of whole frames, series after series."""
+    for query, series in enumerate(answers):
+        for some in _groups(series):
+            encoded = iter(_chunks_of(some))
+            yield b"".join(frame for one in some for frame in _frames_of(one, query, encoded, frame_bytes))
+
+
+def _groups(series: Sequence[Series]) -> Iterator[list[Series]]:
+    """Yield series that are encoded together: many small ones cost little more than one."""
+    group: list[Series] = []
+    samples = 0
+    for one in series:
+        group.append(one)
+        samples += len(one.times_ms)
+        if samples >= _SAMPLES_AT_ONCE:
+            yield group
+            group, samples = [], 0
+    if group:
+        yield group
+
+
+def _chunks_of(series: Sequence[Series]) -> list[bytes]:
+    times = np.concatenate([one.times_ms for one in series])
+    values = np.concatenate([one.values for one in series])
+    ends = np.cumsum([0, *(len(one.times_ms) for one in series)])
+    starts = [np.arange(first, end, SAMPLES_PER_CHUNK) for first, end in itertools.pairwise(ends)]
+    return chunks(times, values, np.concatenate(starts).astype(np.int64)) if len(times) else []
+
+
+def _frames_of(series: Series, query: int, encoded: Iterator[bytes], frame_bytes: int) -> Iterator[bytes]:
+    labels = label_fields(series)
+    message = bytearray(labels)
+    for first in range(0, len(series.times_ms), SAMPLES_PER_CHUNK):
+        last = min(first + SAMPLES_PER_CHUNK, len(series.times_ms)) - 1
+        message += field(2, _chunk(int(series.times_ms[first]), int(series.times_ms[last]), next(encoded)))
+        if len(message) >= frame_bytes and last < len(series.times_ms) - 1:
+            yield _frame(bytes(message), query)
+            message = bytearray(labels)
+    yield _frame(bytes(message), query)
+
+
+def _chunk(first_ms: int, last_ms: int, data: bytes) -> bytes:
+    return number_field(1, first_ms) + number_field(2, last_ms) + number_field(3, _XOR) + field(4, data)
+
+
+def _frame(chunked_series: bytes, query: int) -> bytes:
+    message = field(1, chunked_series) + (number_field(2, query) if query else b"")
+    check_sum: int = google_crc32c.value(message)
+    return as_varint(len(message)) + check_sum.to_bytes(4, "big") + message

@@ -1,0 +1,151 @@
+"""What the command line shows while the service works: snapshots of plain values, made once a second. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import pyarrow as pa
+
+from rankscope_ingest.runs.target import Health, Target
+from rankscope_ingest.runs.tracker import ENDED, Attempt
+
+LOSS: Final = "loss"
+TOKENS: Final = "tokens_total"
+_WINDOW_SECONDS: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunProgress:
+    """One run at one moment. None: not known (yet)."""
+
+    run: str
+    attempt: int
+    state: str
+    reason: str | None
+    step: int | None
+    planned_steps: int | None
+    loss: float | None
+    tokens_per_second: float | None
+    rows_stored: int
+    lag_records: int
+    records_lost: int
+    ranks_alive: int
+    world_size: int
+    eta_seconds: float | None
+    started_at: int | None = None  # UTC µs
+    ended_at: int | None = None  # UTC µs; of an attempt that ended
+    failed_rank: int | None = None  # the one that failed first
+    last_step_at: int | None = None  # UTC µs, by the rank's clock
+    steps_per_second: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """The service at one moment."""
+
+    url: str
+    runs: tuple[RunProgress, ...]
+    targets: int
+    rows_pending: int
+    rows_stored: int
+    degraded: str | None  # why the service cannot do its work, in words
+
+
+@dataclass(slots=True, kw_only=True)
+class RunMeter:
+    """Figures of one attempt, gathered from the bodies of its ranks as they pass."""
+
+    loss: float | None = None
+    rows_stored: int = 0
+    records_lost: int = 0
+    last_step_at: int | None = None
+    _tokens: dict[int, deque[tuple[float, float]]] = field(default_factory=dict)
+    _steps: deque[tuple[float, float]] = field(default_factory=deque)
+
+    def observe(self, rank: int, scalars: Mapping[str, pa.Array] | pa.Table | None, ts: int, step: int | None) -> None:
+        """Take what one body says; `ts` is the rank's own clock in µs, so that a backlog does not look like speed."""
+        seconds = ts / 1e6
+        if step is not None and not (self._steps and step == self._steps[-1][1]):  # as what a rank says of a hang
+            self.last_step_at = ts if self.last_step_at is None else max(self.last_step_at, ts)
+        if step is not None and (not self._steps or step >= self._steps[-1][1]):  # a rank behind says nothing of speed
+            _remember(self._steps, seconds, step)
+        if scalars is None:
+            return
+        loss = last_value(scalars, LOSS)
+        self.loss = self.loss if loss is None else loss
+        tokens = last_value(scalars, TOKENS)
+        if tokens is not None:
+            _remember(self._tokens.setdefault(rank, deque()), seconds, tokens)
+
+    def tokens_per_second(self) -> float | None:
+        """Return the rate over the last half minute, summed over ranks."""
+        rates = [rate for series in self._tokens.values() if (rate := _rate(series)) is not None]
+        return sum(rates) if rates else None
+
+    def steps_per_second(self) -> float | None:
+        """Return the speed over the last half minute, by the clock of the rank that is ahead."""
+        return _rate(self._steps)
+
+    def eta_seconds(self, planned_steps: int | None, step: int | None) -> float | None:
+        """Return how long the remaining steps take at the present speed."""
+        rate = _rate(self._steps)
+        if planned_steps is None or step is None or not rate:
+            return None
+        return max(0, planned_steps - step) / rate
+
+
+def run_progress(attempt: Attempt, meter: RunMeter, targets: Iterable[Target]) -> RunProgress:
+    """Return where `attempt` stands; `targets` are its ranks."""
+    return RunProgress(
+        run=attempt.run,
+        attempt=attempt.number,
+        state=attempt.state,
+        reason=attempt.reason,
+        step=attempt.last_step,
+        planned_steps=attempt.planned_steps,
+        loss=meter.loss,
+        tokens_per_second=meter.tokens_per_second(),
+        rows_stored=meter.rows_stored,
+        lag_records=sum(target.lag_records for target in targets if target.health is not Health.GONE),
+        records_lost=meter.records_lost,
+        ranks_alive=len(attempt.live_ranks),
+        world_size=attempt.world_size,
+        eta_seconds=None if attempt.state in ENDED else meter.eta_seconds(attempt.planned_steps, attempt.last_step),
+        started_at=attempt.started_at,
+        ended_at=attempt.ended_at,
+        failed_rank=attempt.culprit,
+        last_step_at=meter.last_step_at,
+        steps_per_second=meter.steps_per_second(),
+    )
+
+
+def last_value(scalars: Mapping[str, pa.Array] | pa.Table, name: str) -> float | None:
+    """Return the newest value of the scalar `name` that has a value; labelled ones only where none is without."""
+    # A body has a few dozen scalars: going through them costs less than a kernel of Arrow that is called once.
+    found = [position for position, known in enumerate(scalars["name"].to_pylist()) if known == name]
+    if not found:
+        return None
+    labels = scalars["labels"]
+    plain = [position for position in found if not labels[position].is_valid]
+    value: float | None = scalars["value"][(plain or found)[-1]].as_py()
+    return value
+
+
+def _remember(series: deque[tuple[float, float]], at: float, value: float) -> None:
+    if series and at < series[-1][0]:
+        return  # another rank is ahead
+    if series and value < series[-1][1]:
+        series.clear()  # the counter began anew
+    series.append((at, value))
+    while at - series[0][0] > _WINDOW_SECONDS:
+        series.popleft()
+
+
+def _rate(series: deque[tuple[float, float]]) -> float | None:
+    if len(series) < 2:
+        return None
+    (begin, low), (end, high) = series[0], series[-1]
+    return (high - low) / (end - begin) if end > begin else None

@@ -1,0 +1,1 @@
+"""Scraping of Prometheus exporters: discovery, requests, parsers, tables of samples, staleness markers."""

@@ -1,0 +1,197 @@
+"""Pages in, rows of `samples` out: by the cached layout of their target, many pages at once, else by the rules.
+
+Not thread-safe: one thread at a time, but for what a layout says of one page, which any thread may ask. Memory is
+bounded by the pages of the targets that are known: a layout goes when its target is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from rankscope_contract.records import canonical_labels
+from rankscope_ingest.base.errors import DecodeError
+from rankscope_ingest.scrape.reference_parser import Sample, read_exactly
+from rankscope_ingest.scrape.template_parser import Layout, join, learn, read_numbers
+
+BATCH_BYTES: Final = 1 << 18  # small pages are read together; joined beyond a cache they would cost more than alone
+_BOM: Final = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """What one scrape brought. `labels` are the target's own, which win over those of a sample."""
+
+    target: str
+    labels: tuple[tuple[str, str], ...] = ()
+    body: bytes
+    openmetrics: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageRows:
+    """The samples of one page. `ts` is null where the page gave no time; `doubled`, `out_of_bounds` were left out."""
+
+    metrics: pa.Array
+    labels: pa.Array
+    values: pa.Array
+    ts: pa.Array | None
+    doubled: int
+    exact: bool
+    out_of_bounds: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Return how many samples there are."""
+        return len(self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A target's layout, and the columns that are the same for every page of it."""
+
+    layout: Layout
+    target_labels: tuple[tuple[str, str], ...]
+    metrics: pa.Array
+    labels: pa.Array
+    doubled: int
+
+
+@dataclass(slots=True)
+class PageReader:
+    """Reads pages, and remembers what they look like."""
+
+    _known: dict[str, _Known] = field(default_factory=dict)
+
+    def forget(self, targets: set[str]) -> None:
+        """Drop what is known of all but `targets`."""
+        for name in self._known.keys() - targets:
+            del self._known[name]
+
+    def by_layout(self, page: Page) -> PageRows | None:
+        """Return what a page holds by the layout of its target, None where it has none or another; in any thread."""
+        known = self._layout_of(page)
+        values = None if known is None else read_numbers(page.body, known.layout)
+        return None if known is None or values is None else _rows(known, values)
+
+    def read(self, pages: Sequence[Page]) -> list[PageRows | DecodeError]:
+        """Return what each page holds, or why it cannot be read; the bad page of one target spoils no other."""
+        found = self._by_layout(pages)
+        return [self._exactly(page) if rows is None else rows for page, rows in zip(pages, found, strict=True)]
+
+    def _by_layout(self, pages: Sequence[Page]) -> list[PageRows | None]:
+        known = [self._layout_of(page) for page in pages]
+        usable = [place for place, one in enumerate(known) if one is not None]
+        result: list[PageRows | None] = [None] * len(pages)
+        for group in _groups(usable, pages):
+            chosen = [one for place in group if (one := known[place]) is not None]
+            numbers = _numbers_of([pages[place].body for place in group], [one.layout for one in chosen])
+            for place, one, values in zip(group, chosen, numbers, strict=True):
+                result[place] = None if values is None else _rows(one, values)
+        return result
+
+    def _layout_of(self, page: Page) -> _Known | None:
+        known = self._known.get(page.target)
+        return None if known is None or page.openmetrics or known.target_labels != page.labels else known
+
+    def _exactly(self, page: Page) -> PageRows | DecodeError:
+        try:
+            text = page.body.removeprefix(_BOM).decode()
+            samples = read_exactly(text, openmetrics=page.openmetrics)
+        except UnicodeDecodeError as error:
+            return DecodeError(f"the page is not UTF-8 at byte {error.start}")
+        except DecodeError as error:
+            return error
+        own = dict(page.labels)
+        labels = [canonical_labels(_merged(sample.labels, own)) for sample in samples]
+        taken = _first_ones(samples, labels)
+        chosen = [samples[place] for place in taken]
+        metrics = pa.array([sample.metric for sample in chosen], pa.string()).dictionary_encode()
+        texts = pa.array([labels[place] for place in taken], pa.string()).dictionary_encode()
+        doubled = len(samples) - len(taken)
+        self._known.pop(page.target, None)
+        layout = None if page.openmetrics or page.body.startswith(_BOM) else learn(page.body, samples, taken)
+        if layout is not None:
+            self._known[page.target] = _Known(layout, page.labels, metrics, texts, doubled)
+        times = [sample.ts for sample in chosen]
+        return PageRows(
+            metrics=metrics,
+            labels=texts,
+            values=pa.array([sample.value for sample in chosen], pa.float64()),
+            ts=None if all(ts is None for ts in times) else pa.array(times, pa.timestamp("us", "UTC")),
+            doubled=doubled,
+            exact=True,
+        )
+
+
+def _has_lines_of(body: bytes, layout: Layout) -> bool:
+    """Whether a page has as many whole lines as its layout: joined to others, its lines must not become theirs."""
+    return body.endswith(b"\n") and body.count(b"\n") == len(layout.fixed_lengths)
+
+
+def _groups(places: Sequence[int], pages: Sequence[Page]) -> list[list[int]]:
+    groups: list[list[int]] = []
+    size = BATCH_BYTES
+    for place in places:
+        if size + len(pages[place].body) > BATCH_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(place)
+        size += len(pages[place].body)
+    return groups
+
+
+def _numbers_of(bodies: Sequence[bytes], layouts: Sequence[Layout]) -> list[npt.NDArray[np.float64] | None]:
+    """Return the numbers of each page: all at once, halves of a batch that holds a surprise."""
+    if len(bodies) == 1:
+        return [read_numbers(bodies[0], layouts[0])]
+    fits = all(map(_has_lines_of, bodies, layouts))
+    values = read_numbers(b"".join(bodies), join(layouts)) if fits else None
+    if values is not None:
+        return list(np.split(values, np.cumsum([len(layout.taken) for layout in layouts])[:-1]))
+    middle = len(bodies) // 2
+    return _numbers_of(bodies[:middle], layouts[:middle]) + _numbers_of(bodies[middle:], layouts[middle:])
+
+
+def _rows(known: _Known, values: npt.NDArray[np.float64]) -> PageRows:
+    return PageRows(
+        metrics=known.metrics,
+        labels=known.labels,
+        values=pa.array(values),
+        ts=None,
+        doubled=known.doubled,
+        exact=False,
+    )
+
+
+def _merged(labels: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
+    """Return the labels of a series; one that is the target's to say becomes `exported_…`, as Prometheus has it.
+
+    A label without a value is none.
+    """
+    merged = dict(own)
+    for name, value in labels.items():
+        if value:
+            merged[_free_name(name, {*own, "instance"}, labels)] = value
+    return merged
+
+
+def _free_name(name: str, taken: set[str], labels: Mapping[str, str]) -> str:
+    if name not in taken:
+        return name
+    while name in taken or name in labels:
+        name = f"exported_{name}"
+    return name
+
+
+def _first_ones(samples: Sequence[Sample], labels: Sequence[str | None]) -> list[int]:
+    """Return the places of samples, without those that repeat a series at one time."""
+    seen: dict[tuple[str, str | None, int | None], int] = {}
+    for place, (sample, text) in enumerate(zip(samples, labels, strict=True)):
+        seen.setdefault((sample.metric, text, sample.ts), place)
+    return list(seen.values())

@@ -1,0 +1,135 @@
+"""Scrapes of pages that stay the same, as rows of `samples` in the very order of the store. Pure but for what it keeps.
+
+A target's series are known by name once. Then a scrape is its time and its numbers alone, and the scrapes of one flush
+are a grid, series by time: put down series after series it needs no sorting, and names stay codes into one dictionary,
+which is made anew only when other series are scraped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rankscope_ingest.base.tables import FROM_INGEST, NO_RUN, TIME, constant, samples_schema
+
+Codes = npt.NDArray[np.int32]
+Numbers = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Series:
+    """What every scrape of a page brings, in the order of the page; the same object as long as the page stays so."""
+
+    target: str
+    metrics: pa.DictionaryArray
+    labels: pa.DictionaryArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scrape:
+    """The numbers of `series` at `ts` (UTC µs)."""
+
+    series: Series
+    ts: int
+    values: Numbers
+
+    @property
+    def rows(self) -> int:
+        """Return how many samples there are."""
+        return len(self.values)
+
+    def table(self) -> pa.Table:
+        """Return the rows of this scrape alone."""
+        return Grid().table([self])
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Where the series of one page stand among all: codes of their names, and the order in which they are stored."""
+
+    order: npt.NDArray[np.int64]
+    metrics: Codes
+    labels: Codes
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """One dictionary for the names of many pages; -1 is the code of no labels."""
+
+    metrics: pa.Array
+    labels: pa.Array
+    blocks: tuple[_Block, ...]
+
+    @classmethod
+    def of(cls, pages: Sequence[Series]) -> Self:
+        metrics, metric_codes = _unified([page.metrics for page in pages])
+        labels, label_codes = _unified([page.labels for page in pages])
+        ranks = pc.rank(metrics, tiebreaker="dense").to_numpy()
+        found = zip(metric_codes, label_codes, strict=True)
+        return cls(metrics, labels, tuple(_block(ranks, *codes) for codes in found))
+
+
+def _unified(columns: Sequence[pa.DictionaryArray]) -> tuple[pa.Array, list[Codes]]:
+    chunks = pa.chunked_array(columns).unify_dictionaries().chunks
+    return chunks[-1].dictionary, [pc.fill_null(chunk.indices, -1).to_numpy() for chunk in chunks]
+
+
+def _block(ranks: npt.NDArray[np.uint64], metrics: Codes, labels: Codes) -> _Block:
+    order = np.lexsort((labels.astype(np.uint32), ranks[metrics]))  # no labels come last, as nulls do in the store
+    return _Block(order, metrics[order], labels[order])
+
+
+class Grid:
+    """Makes rows of scrapes; keeps the names of the last ones, whose like come with the next flush."""
+
+    def __init__(self) -> None:
+        self._pages: tuple[Series, ...] = ()
+        self._names = _Names(pa.array([], pa.string()), pa.array([], pa.string()), ())
+
+    def table(self, scrapes: Iterable[Scrape]) -> pa.Table:
+        """Return the samples of `scrapes`, at least one, by target, metric, labels and time."""
+        by_page: dict[Series, list[Scrape]] = {}
+        for scrape in scrapes:
+            by_page.setdefault(scrape.series, []).append(scrape)
+        pages = tuple(sorted(by_page, key=lambda page: page.target))
+        if pages != self._pages:
+            self._pages, self._names = pages, _Names.of(pages)
+        return _table(self._names, [by_page[page] for page in pages])
+
+
+def _table(names: _Names, groups: Sequence[Sequence[Scrape]]) -> pa.Table:
+    count = sum(len(group) * group[0].rows for group in groups)
+    values, times = np.empty(count, np.float64), np.empty(count, np.int64)
+    targets, metrics, labels = (np.empty(count, np.int32) for _ in range(3))
+    start = 0
+    for number, (block, group) in enumerate(zip(names.blocks, groups, strict=True)):
+        rows = slice(start, start := start + len(group) * len(block.order))
+        shape = (len(block.order), len(group))
+        targets[rows] = number
+        metrics[rows].reshape(shape)[:] = block.metrics[:, np.newaxis]
+        labels[rows].reshape(shape)[:] = block.labels[:, np.newaxis]
+        times[rows].reshape(shape)[:] = [scrape.ts for scrape in group]
+        by_series = np.stack([scrape.values for scrape in group], axis=1)
+        # An order is within its page: with mode="raise" NumPy would write to a buffer first.
+        np.take(by_series, block.order, axis=0, out=values[rows].reshape(shape), mode="clip")
+    columns = (
+        constant(NO_RUN, count),
+        pa.array(times).view(TIME),
+        constant(FROM_INGEST, count),
+        _coded(targets, pa.array([group[0].series.target for group in groups])),
+        _coded(metrics, names.metrics),
+        _coded(labels, names.labels),
+        pa.array(values),
+    )
+    return pa.Table.from_arrays(list(columns), schema=samples_schema())
+
+
+def _coded(codes: Codes, texts: pa.Array) -> pa.DictionaryArray:
+    missing = codes < 0
+    return pa.DictionaryArray.from_arrays(pa.array(codes, mask=missing if missing.any() else None), texts)

@@ -1,0 +1,1 @@
+"""Start of the service, wiring of its parts, periodic work, drain."""

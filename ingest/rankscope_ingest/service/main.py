@@ -1,0 +1,108 @@
+"""Serve: claim the store, read back what was, and let the service work until a signal comes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+from rankscope_ingest.base.config import ServiceConfig
+from rankscope_ingest.base.memory import tune_allocator, unfreeze_gc
+from rankscope_ingest.base.tls import client_tls, server_tls
+from rankscope_ingest.record_channel.client import Fetcher
+from rankscope_ingest.reporting.progress import Progress
+from rankscope_ingest.service.history import History, read_history
+from rankscope_ingest.service.service import Service
+from rankscope_ingest.service.wiring import configured_notifiers
+from rankscope_storage.api.store import Store
+from rankscope_storage.connection import connect
+from rankscope_storage.writer.writer import Writer
+
+
+async def run(
+    config: ServiceConfig,
+    *,
+    on_progress: Callable[[Progress], None] | None = None,
+    on_ready: Callable[[str], None] | None = None,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Serve until SIGTERM, SIGINT or `stop`; then pull and store what is left, and return.
+
+    `on_ready` gets the URL once the service listens, `on_progress` a snapshot every second and a last one at the end.
+    Raises IngestError or StoreError with a text for the user: no store, shard owned by another, port taken, …
+    """
+    tune_allocator()
+    try:
+        await _serve(config, stop or asyncio.Event(), on_progress, on_ready)
+    finally:
+        unfreeze_gc()
+
+
+async def _serve(
+    config: ServiceConfig,
+    stop: asyncio.Event,
+    on_progress: Callable[[Progress], None] | None,
+    on_ready: Callable[[str], None] | None,
+) -> None:
+    # First what may be refused: an address or a file that nobody can use must not leave a store behind.
+    notifiers = configured_notifiers(config)
+    own_tls = server_tls(config.service.web_config)
+    ranks_tls = client_tls(config.service.ca_file, config.service.cert_file, config.service.key_file)
+    with _signals(stop):
+        writer = await asyncio.to_thread(_claim, config)
+        try:
+            history = await asyncio.to_thread(_history, config.store.path)
+            async with Fetcher(
+                networks=config.service.allowed_networks,
+                token=config.token,
+                timeout_seconds=config.ingest.timeout_seconds,
+                tls=ranks_tls,
+                server_name=config.service.server_name,
+            ) as fetcher:
+                service = Service(
+                    config, writer=writer, history=history, fetcher=fetcher, notifiers=notifiers, tls=own_tls
+                )
+                await service.serve(stop, on_progress=on_progress, on_ready=on_ready)
+        finally:
+            writer.close()
+
+
+def _claim(config: ServiceConfig) -> Writer:
+    owner = f"process {os.getpid()} on {socket.gethostname()}"
+    store = Store.open(config.store.path, create=True, mantissa_bits=config.store.mantissa_bits)
+    return store.claim(config.store.shard, owner=owner)
+
+
+def _history(path: str) -> History:
+    with connect(path, single_threaded=True) as connection:
+        return read_history(connection, time.monotonic())
+
+
+@contextlib.contextmanager
+def _signals(stop: asyncio.Event) -> Iterator[None]:
+    """Set `stop` at the first SIGTERM or SIGINT; a second one then ends the process as usual."""
+    loop = asyncio.get_running_loop()
+    caught = (signal.SIGTERM, signal.SIGINT)
+
+    def release() -> None:
+        for number in caught:
+            loop.remove_signal_handler(number)
+
+    def on_signal() -> None:
+        release()
+        stop.set()
+
+    try:
+        for number in caught:
+            loop.add_signal_handler(number, on_signal)
+    except (ValueError, RuntimeError):  # not the main thread: signals are somebody else's business
+        yield
+        return
+    try:
+        yield
+    finally:
+        release()

@@ -1,0 +1,100 @@
+"""Rows on their way into the store: the batcher, the flusher, remote write, the quarantine, and counts of commits."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, Final
+
+from rankscope_ingest.base.config import ServiceConfig
+from rankscope_ingest.pipeline.batcher import Batcher, PendingBatch
+from rankscope_ingest.pipeline.flusher import Committed, Flusher
+from rankscope_ingest.pipeline.maintenance_schedule import retention_job, run_maintenance
+from rankscope_ingest.pipeline.quarantine import Quarantine
+from rankscope_ingest.remote_write.handler import RemoteWrite
+from rankscope_ingest.reporting.goodput import WITHOUT_TIME
+from rankscope_ingest.reporting.rows import Stamp
+from rankscope_ingest.reporting.service_metrics import ServiceMetrics
+from rankscope_storage.api.store import Writer
+from rankscope_storage.base.errors import StoreError
+
+log = logging.getLogger(__name__)
+
+_RETRY_SECONDS: Final = 1.0
+
+
+class Pipeline:
+    """Owns the writer of the store. Other parts add rows to `batcher`."""
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        writer: Writer,
+        batcher: Batcher,
+        metrics: ServiceMetrics,
+        *,
+        stamp: Callable[[], Stamp],
+        on_commit: Callable[[PendingBatch, Committed], None],
+    ) -> None:
+        """Call `on_commit` after each commit of batches; `stamp` returns the columns of rows that are made here."""
+        self._config = config
+        self._writer = writer
+        self._metrics = metrics
+        self._on_commit = on_commit
+        self.batcher = batcher
+        self.commits = 0
+        self.commits_of_time = 0
+        self.rows_stored = 0
+        aside = Quarantine(Path(config.store.path), stamp=stamp, count=metrics.set_aside)
+        self.flusher = Flusher(writer, batcher, on_commit=self._on_batch, clock=time.monotonic, aside=aside)
+        self.remote_write = RemoteWrite(
+            config.remote_write, writer, metrics, on_commit=self._on_pushed, clock=time.monotonic, aside=aside
+        )
+
+    @property
+    def rows_pending(self) -> int:
+        """Return the number of rows that are not committed yet."""
+        return self.batcher.pending_rows + self.remote_write.pending_rows
+
+    @property
+    def degraded(self) -> str | None:
+        """Return why rows are not stored as fast as they arrive, or None."""
+        if (trouble := self.flusher.trouble or self.remote_write.trouble) is not None:
+            return trouble
+        if self.batcher.is_full:
+            return "rows come faster than the store takes them: pulling waits for commits"
+        return None
+
+    async def watermark(self, incarnation: str) -> int:
+        """Return the last committed sequence number of a process; retry until the store can be read."""
+        while True:
+            try:
+                return await self.flusher.watermark(incarnation)
+            except StoreError as error:
+                # A rank must not be read from the beginning because of a failed read of the store.
+                log.warning("watermark cannot be read from the store, retrying: %s", error)
+                await asyncio.sleep(_RETRY_SECONDS)
+
+    def maintain(self) -> Coroutine[Any, Any, None]:
+        """Return the periodic maintenance of the store."""
+        seconds = self._config.retention.every_seconds
+        return run_maintenance(
+            self._writer, lambda: self.commits, retain=retention_job(self._config), retain_seconds=seconds
+        )
+
+    def _on_batch(self, batch: PendingBatch, commit: Committed) -> None:
+        self._count(commit)
+        self._on_commit(batch, commit)
+
+    def _on_pushed(self, _: PendingBatch, commit: Committed) -> None:
+        self._count(commit)
+        if commit.rows:
+            self._metrics.committed(commit.rows, commit.seconds, time.time_ns() // 1000)
+
+    def _count(self, commit: Committed) -> None:
+        self.commits += 1
+        self.commits_of_time += bool(commit.rows.keys() - WITHOUT_TIME)
+        self.rows_stored += sum(commit.rows.values())

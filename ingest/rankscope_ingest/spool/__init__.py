@@ -1,1 +1,0 @@
-"""What dead processes left on disk: found, stored, and then deleted."""

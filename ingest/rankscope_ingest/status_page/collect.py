@@ -1,0 +1,170 @@
+"""How everything stands, gathered from the parts of the service when somebody asks; nothing is kept for nobody."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, Protocol
+
+from rankscope_contract import SCHEMA_VERSION, __version__
+from rankscope_contract.metrics import (
+    CATALOG,
+    COMMITS,
+    EXPORTER_SAMPLES_DROPPED,
+    LAST_COMMIT,
+    LOST_RECORDS,
+    ROWS_COMMITTED,
+    MetricSpec,
+)
+from rankscope_ingest.base.config import StoreSection
+from rankscope_ingest.reporting.progress import RunProgress
+from rankscope_ingest.runs.target import Health, Target
+from rankscope_ingest.status_page.model import RunStatus, ServiceStatus, Status, TargetStatus, target_status
+from rankscope_ingest.status_page.tags_cache import NONE, LabelReader, Labels
+
+MOST_LOOKS: Final = 256
+"""Of one rank; where a store takes nothing for hours, every other one is forgotten: the oldest is what counts."""
+
+_Looks = deque[tuple[int, float]]
+
+
+class LagClock:
+    """What was seen of each rank that is not durable yet."""
+
+    def __init__(self) -> None:
+        self._looks: dict[str, _Looks] = {}
+
+    def look(self, targets: Iterable[Target], now: float) -> None:
+        """Note how far each rank is; what is no longer among `targets` is forgotten."""
+        self._looks = {target.incarnation: self._seen(target, now) for target in targets}
+
+    def seconds(self, target: Target, now: float) -> float:
+        """Return the age of what has waited longest; 0 when everything that is known of is durable."""
+        waiting = [at for head, at in self._looks.get(target.incarnation, ()) if head > target.committed]
+        return max(0.0, now - waiting[0]) if waiting else 0.0
+
+    def _seen(self, target: Target, now: float) -> _Looks:
+        looks = self._looks.get(target.incarnation) or deque()
+        while looks and looks[0][0] <= target.committed:
+            looks.popleft()
+        if target.head > target.committed and (not looks or target.head > looks[-1][0]):
+            looks.append((target.head, now))
+        return looks if len(looks) <= MOST_LOOKS else deque(list(looks)[::2])
+
+
+_REMOTE: Final = tuple(
+    spec for spec in CATALOG.values() if spec.name.startswith("rankscope_ingest_remote_") and spec.type == "counter"
+)
+
+
+class Parts(Protocol):
+    """The service as its standing is gathered from it."""
+
+    def targets(self) -> Iterable[Target]:
+        """Return all targets."""
+        ...
+
+    def exporters(self) -> Iterable[Mapping[str, object]]:
+        """Return how each exporter of others stands."""
+        ...
+
+    def runs(self) -> Iterable[RunProgress]:
+        """Return where each run stands."""
+        ...
+
+    def degraded(self) -> str | None:
+        """Return why the service cannot do its work, or None."""
+        ...
+
+
+class StatusCollector:
+    """Knows since when the service works, and for how long what ranks published has waited for the store.
+
+    `total` sums all series of a family of the service's own page.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        store: StoreSection,
+        *,
+        url: Callable[[], str],
+        rows_pending: Callable[[], int],
+        goodput: Callable[[], Mapping[str, float]],
+        total: Callable[[MetricSpec], float],
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], int] = lambda: time.time_ns() // 1000,
+    ) -> None:
+        self._parts = parts
+        self._store = store
+        self._url, self._rows_pending, self._goodput, self._total = url, rows_pending, goodput, total
+        self._clock = clock
+        self._wall = wall
+        self._started, self._started_at = clock(), wall()
+        self._lag = LagClock()
+        self._labels = LabelReader(store.path, clock=clock)
+
+    def look(self) -> None:
+        """Note how far ranks are; to be called about once a second."""
+        self._lag.look(self._parts.targets(), self._clock())
+
+    def close(self) -> None:
+        """Let go of the store."""
+        self._labels.close()
+
+    async def standing(self) -> Status:
+        """Return how everything stands now."""
+        labels = await self._labels.fresh()
+        self.look()
+        targets = list(self._parts.targets())
+        now = self._clock()
+        seen: dict[str, float] = {}
+        for target in targets:
+            run = target.registration.run
+            seen[run] = max(seen.get(run, 0.0), target.liveness.last_sign)
+        return Status(
+            service=self._service(targets, now),
+            runs=[self._run(progress, labels, seen, now) for progress in self._parts.runs()],
+            targets=[self._target(target, now) for target in targets],
+            exporters=list(self._parts.exporters()),
+        )
+
+    def _service(self, targets: Iterable[Target], now: float) -> ServiceStatus:
+        total, reason = self._total, self._parts.degraded()
+        last_commit = total(LAST_COMMIT)
+        health = Counter(target.health for target in targets)
+        return ServiceStatus(
+            status="ok" if reason is None else "degraded",
+            reason=reason,
+            version=__version__,
+            schema_version=SCHEMA_VERSION,
+            store=self._store.path,
+            shard=self._store.shard,
+            url=self._url(),
+            started_at=self._started_at,
+            uptime_seconds=round(now - self._started, 3),
+            targets={condition.value: health[condition] for condition in Health},
+            rows_pending=self._rows_pending(),
+            rows_committed=int(total(ROWS_COMMITTED)),
+            commits=int(total(COMMITS)),
+            last_commit_ago_seconds=round(max(0.0, self._wall() / 1e6 - last_commit), 3) if last_commit else None,
+            records_lost=int(total(LOST_RECORDS)),
+            samples_dropped=int(total(EXPORTER_SAMPLES_DROPPED)),
+            remote={spec.name: total(spec) for spec in _REMOTE},
+        )
+
+    def _run(
+        self, progress: RunProgress, labels: Mapping[str, Labels], seen: Mapping[str, float], now: float
+    ) -> RunStatus:
+        said, at = labels.get(progress.run, NONE), seen.get(progress.run)
+        return RunStatus(
+            progress=progress,
+            goodput_ratio=self._goodput().get(progress.run),
+            last_seen_ago_seconds=None if at is None else round(max(0.0, now - at), 3),
+            tags=said.tags,
+            note=said.note,
+        )
+
+    def _target(self, target: Target, now: float) -> TargetStatus:
+        return target_status(target, now, self._lag.seconds(target, now))

@@ -1,0 +1,126 @@
+"""How everything stands at one moment, as the JSON API gives it: a name that says its unit, null for what is not known.
+
+Pure values. The page is made of the same, so that it never shows what the API does not tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rankscope_ingest.reporting.progress import RunProgress
+from rankscope_ingest.runs.target import Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceStatus:
+    """The service itself. Counts are since its start, times in UTC microseconds."""
+
+    status: str  # ok or degraded
+    reason: str | None  # why it cannot do its work
+    version: str
+    schema_version: int
+    store: str
+    shard: str
+    url: str
+    started_at: int
+    uptime_seconds: float
+    targets: Mapping[str, int]  # by health
+    rows_pending: int  # taken from ranks, not committed yet
+    rows_committed: int
+    commits: int
+    last_commit_ago_seconds: float | None
+    records_lost: int  # of the runs that are followed
+    samples_dropped: int  # of exporters: repeated, doubled or out of bounds
+    remote: Mapping[str, float] = field(default_factory=dict)  # counters of remote write and read, by their names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """One run: what its ranks tell, and what the store knows beside."""
+
+    progress: RunProgress
+    goodput_ratio: float | None = None
+    last_seen_ago_seconds: float | None = None  # since any of its ranks was heard of
+    tags: Mapping[str, str] = field(default_factory=dict)
+    note: str | None = None
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON object."""
+        known = asdict(self)
+        return {**known.pop("progress"), **known}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetStatus:
+    """One rank's process, as it answers."""
+
+    run: str
+    attempt: int
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    url: str
+    incarnation: str
+    served_by: str | None  # who reads out the spool of a process that died
+    health: str  # pending, up, draining, failing, gone
+    last_error: str | None
+    last_scrape_seconds: float | None  # how long it took
+    last_scrape_ago_seconds: float | None
+    last_sign_ago_seconds: float  # heartbeat or answer
+    cursor: int
+    committed: int
+    head: int
+    lag_records: int  # published and not committed yet
+    lag_seconds: float  # for how long the oldest of them is known
+    ring_fill_ratio: float
+    records_lost: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """All of it."""
+
+    service: ServiceStatus
+    runs: Sequence[RunStatus]
+    targets: Sequence[TargetStatus]
+    exporters: Sequence[Mapping[str, object]]
+
+
+def target_status(target: Target, now: float, lag_seconds: float) -> TargetStatus:
+    """Return how `target` stands at `now`, in seconds of the clock that it was written with."""
+    who = target.registration
+    scraped = target.last_scrape
+    return TargetStatus(
+        run=who.run,
+        attempt=target.attempt,
+        rank=who.rank,
+        world_size=who.world_size,
+        host=who.host,
+        pid=who.pid,
+        url=who.url,
+        incarnation=who.incarnation,
+        served_by=who.served_by,
+        health=target.health.value,
+        last_error=target.last_error,
+        last_scrape_seconds=_rounded(target.last_scrape_seconds),
+        last_scrape_ago_seconds=None if scraped is None else _ago(now, scraped),
+        last_sign_ago_seconds=_ago(now, target.liveness.last_sign),
+        cursor=target.cursor,
+        committed=target.committed,
+        head=target.head,
+        lag_records=0 if target.is_gone else target.lag_records,
+        lag_seconds=0.0 if target.is_gone else round(lag_seconds, 3),
+        ring_fill_ratio=target.ring_fill,
+        records_lost=target.records_lost,
+    )
+
+
+def _ago(now: float, then: float) -> float:
+    return round(max(0.0, now - then), 3)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)

@@ -1,0 +1,251 @@
+"""The page at `/`: what is wrong, then the runs with their ranks, the newest first. Pure: a standing in, HTML out.
+
+It works without scripts. Its size is bounded whatever runs and ranks there are: what is left out is counted, and the
+JSON API has it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final
+
+from rankscope_contract.channel import EXPORTERS_PATH, METRICS_PATH, RUNS_PATH, STATUS_PATH, TARGETS_PATH
+from rankscope_contract.events import RunState
+from rankscope_ingest.reporting.progress import RunProgress
+from rankscope_ingest.runs.tracker import ENDED
+from rankscope_ingest.status_page.assets import REFRESH_SECONDS, SCRIPT, STYLE
+from rankscope_ingest.status_page.model import RunStatus, ServiceStatus, Status, TargetStatus
+from rankscope_ingest.status_page.target_html import Budget, exporter_table, target_tables
+from rankscope_ingest.status_page.text_format import ago, count, duration, number, percent, text
+
+MOST_RUNS: Final = 100
+MOST_ROWS: Final = 2000
+"""Targets on the whole page, and exporters beside them."""
+
+_ICON: Final = (
+    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 8 8'%3E"
+    "%3Cpath d='M0 5h2v3H0zM3 2h2v6H3zM6 0h2v8H6z' fill='%230a62c4'/%3E%3C/svg%3E"
+)
+
+
+def page(standing: Status) -> str:
+    """Return the document."""
+    return "\n".join(
+        (
+            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{_title(standing)}</title>",
+            f'<link rel="icon" href="{_ICON}">',
+            f'<noscript><meta http-equiv="refresh" content="{REFRESH_SECONDS}"></noscript>',
+            f"<style>{STYLE}</style>\n</head>\n<body>",
+            *_header(standing.service),
+            "<main>",
+            *_service(standing.service, standing.targets),
+            *_runs(standing),
+            *_exporters(standing.exporters),
+            "</main>",
+            *_footer(),
+            f"<script>{SCRIPT}</script>\n</body>\n</html>\n",
+        )
+    )
+
+
+def _title(standing: Status) -> str:
+    """Return what the tab of a browser shows: what is wrong, or how many run."""
+    if standing.service.reason is not None:
+        return "degraded · Rankscope"
+    states = Counter(run.progress.state for run in standing.runs)
+    bad = [f"{states[state]} {state}" for state in (RunState.FAILED, RunState.STALLED) if states[state]]
+    return text(", ".join([*bad, f"{states[RunState.RUNNING]} running"])) + " · Rankscope"
+
+
+def _header(service: ServiceStatus) -> Iterator[str]:
+    colour = "green" if service.reason is None else "red"
+    yield "<header>"
+    yield f'<h1>Rankscope</h1><span class="badge {colour}">{text(service.status)}</span>'
+    yield f'<span class="dim">{text(service.version)}, up {duration(service.uptime_seconds)}</span>'
+    yield '<span id="stale" class="badge red">not reached: what follows is old</span>'
+    yield "</header>"
+
+
+def _service(service: ServiceStatus, targets: Sequence[TargetStatus]) -> Iterator[str]:
+    if service.reason is not None:
+        yield f'<p class="alarm" role="alert"><strong>Degraded.</strong> {text(service.reason)}</p>'
+    worst = max((target.lag_seconds for target in targets), default=0.0)
+    facts = {
+        "last commit": ago(service.last_commit_ago_seconds),
+        "rows committed": count(service.rows_committed),
+        "rows waiting": count(service.rows_pending),
+        "ranks": _health(service.targets),
+        "largest lag": duration(worst),
+        "records lost": _bad(service.records_lost),
+        "samples dropped": count(service.samples_dropped),
+    }
+    facts |= {_remote_name(name): count(value) for name, value in service.remote.items()}
+    yield "<dl>"
+    yield from _service_facts(facts)
+    yield "</dl>"
+    yield '<dl class="wide">'
+    yield from _service_facts({"store": f"<code>{text(service.store)}</code>, shard {text(service.shard)}"})
+    yield "</dl>"
+
+
+def _service_facts(facts: Mapping[str, str]) -> Iterator[str]:
+    for name, value in facts.items():
+        yield f"<div><dt>{text(name)}</dt><dd>{value}</dd></div>"
+
+
+def _health(targets: Mapping[str, int]) -> str:
+    return ", ".join(f"{count(number)} {text(health)}" for health, number in targets.items() if number) or "none"
+
+
+def _bad(number: int) -> str:
+    return f'<span class="red">{count(number)}</span>' if number else "0"
+
+
+def _remote_name(name: str) -> str:
+    return name.removeprefix("rankscope_ingest_").removesuffix("_total").replace("_", " ")
+
+
+def _runs(standing: Status) -> Iterator[str]:
+    """Yield the runs, the newest first; targets of launches that are no run's latest stand with their run."""
+    by_run: dict[str, list[TargetStatus]] = {}
+    for target in standing.targets:
+        by_run.setdefault(target.run, []).append(target)
+    runs = sorted(standing.runs, key=lambda run: (run.progress.started_at or 0, run.progress.run), reverse=True)
+    going = sum(run.progress.state not in ENDED for run in runs)
+    yield f'<h2>Runs <span class="dim">{count(len(runs))}, {count(going)} going on</span></h2>'
+    if not runs:
+        yield '<p class="dim">No rank has registered since the service started.'
+        yield "<code>rankscope runs</code> lists what the store holds.</p>"
+    budget = Budget(MOST_ROWS)
+    for shown in runs[:MOST_RUNS]:
+        yield from article(shown, by_run.pop(shown.progress.run, ()), budget)
+    for older in runs[MOST_RUNS:]:
+        by_run.pop(older.progress.run, None)
+    for run, targets in sorted(by_run.items())[:MOST_RUNS]:
+        yield from earlier_ranks(run, targets, budget)
+    yield from _left_out(runs[MOST_RUNS:])
+
+
+def _left_out(runs: Sequence[RunStatus]) -> Iterator[str]:
+    if runs:
+        states = Counter(run.progress.state for run in runs)
+        told = ", ".join(f"{count(number)} {text(state)}" for state, number in states.items())
+        yield f'<p class="dim">{count(len(runs))} older runs are not shown ({told}):'
+        yield f'<a href="{RUNS_PATH}">JSON</a>.</p>'
+
+
+def _exporters(exporters: Iterable[Mapping[str, object]]) -> Iterator[str]:
+    listed = list(exporters)
+    if listed:
+        yield f'<h2>Exporters of others <span class="dim">{count(len(listed))}</span></h2>'
+        yield from exporter_table(listed, Budget(MOST_ROWS))
+
+
+def _footer() -> Iterator[str]:
+    paths = (STATUS_PATH, RUNS_PATH, TARGETS_PATH, EXPORTERS_PATH, METRICS_PATH)
+    links = " ".join(f'<a href="{path}">{path}</a>' for path in paths)
+    yield f"<footer>The same for programs: {links}</footer>"
+
+
+COLOURS: Final = {
+    RunState.PENDING: "grey",
+    RunState.RUNNING: "green",
+    RunState.STALLED: "amber",
+    RunState.COMPLETED: "blue",
+    RunState.STOPPED: "grey",
+    RunState.FAILED: "red",
+}
+
+
+def article(run: RunStatus, targets: Sequence[TargetStatus], budget: Budget) -> Iterator[str]:
+    """Yield the run and its ranks; `budget` bounds how many of them."""
+    progress = run.progress
+    yield "<article>"
+    yield from _head(run)
+    yield from _bar(progress)
+    if progress.reason:
+        yield f'<p class="why">{text(progress.reason)}</p>'
+    if run.note:
+        yield f'<p class="note">{"<br>".join(map(text, run.note.splitlines()))}</p>'
+    yield "<dl>"
+    for name, value in _facts(run):
+        yield f"<div><dt>{name}</dt><dd>{value}</dd></div>"
+    yield "</dl>"
+    yield from target_tables(progress.run, targets, budget, attempt=progress.attempt)
+    yield "</article>"
+
+
+def earlier_ranks(run: str, targets: Sequence[TargetStatus], budget: Budget) -> Iterator[str]:
+    """Yield the ranks of earlier launches of a run whose newest one ended long ago."""
+    yield f'<article><div class="head"><h3><bdi>{text(run)}</bdi></h3><span class="dim">earlier launches</span></div>'
+    yield from target_tables(run, targets, budget)
+    yield "</article>"
+
+
+def _head(run: RunStatus) -> Iterator[str]:
+    progress = run.progress
+    yield '<div class="head">'
+    yield f'<span class="badge {_colour(progress)}">{text(progress.state)}</span>'
+    yield f"<h3><bdi>{text(progress.run)}</bdi></h3>"
+    yield f'<span class="dim">attempt {progress.attempt}</span>'
+    for key, value in sorted(run.tags.items()):
+        yield f'<span class="tag"><bdi>{text(key)}={text(value)}</bdi></span>'
+    yield "</div>"
+
+
+def _colour(progress: RunProgress) -> str:
+    return COLOURS[RunState(progress.state)]
+
+
+def _bar(progress: RunProgress) -> Iterator[str]:
+    """Yield how far the run is; a bar only where somebody said how far it is to go."""
+    if progress.step is not None and progress.planned_steps:
+        done = min(progress.step, progress.planned_steps)
+        share = percent(min(1.0, progress.step / progress.planned_steps))
+        words = f"step {count(progress.step)} of {count(progress.planned_steps)}, {share}"
+        attributes = f'class="{_colour(progress)}" max="{progress.planned_steps}" value="{done}" aria-label="{words}"'
+        yield f"<progress {attributes}></progress>"
+        yield f"<div>{words}{_left(progress)}</div>"
+    elif progress.step is not None:
+        yield f'<div class="why">step {count(progress.step)}, no end planned</div>'
+    else:
+        yield '<div class="why dim">no step yet</div>'
+
+
+def _left(progress: RunProgress) -> str:
+    if progress.eta_seconds is None or progress.state in ENDED:
+        return ""
+    return f", <strong>{duration(progress.eta_seconds)} left</strong>"
+
+
+def _facts(run: RunStatus) -> Iterator[tuple[str, str]]:
+    """Yield what is known; what is not is not mentioned."""
+    progress = run.progress
+    missing = progress.world_size - progress.ranks_alive
+    is_short = missing > 0 and progress.state not in ENDED
+    ranks = f"{count(progress.ranks_alive)} of {count(progress.world_size)}"
+    yield "ranks", f'<span class="amber">{ranks}</span>' if is_short else ranks
+    if run.last_seen_ago_seconds is not None:
+        yield "last seen", ago(run.last_seen_ago_seconds)
+    if progress.loss is not None:
+        is_finite = abs(progress.loss) < float("inf")
+        yield "loss", number(progress.loss) if is_finite else f'<span class="red">{number(progress.loss)}</span>'
+    if progress.steps_per_second is not None and progress.state not in ENDED:
+        yield "speed", _speed(progress.steps_per_second)
+    if progress.tokens_per_second is not None and progress.state not in ENDED:
+        yield "tokens/s", count(progress.tokens_per_second)
+    if run.goodput_ratio is not None:
+        yield "goodput", percent(run.goodput_ratio)
+    yield "rows stored", count(progress.rows_stored)
+    yield "lag", f"{count(progress.lag_records)} records"
+    if progress.records_lost:
+        yield "records lost", f'<span class="red">{count(progress.records_lost)}</span>'
+
+
+def _speed(steps_per_second: float) -> str:
+    if 0 < steps_per_second < 1:
+        return f"{duration(1 / steps_per_second)} a step"
+    return f"{number(steps_per_second)} steps/s"

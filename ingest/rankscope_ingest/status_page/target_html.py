@@ -1,0 +1,147 @@
+"""Tables of ranks and exporters on the page: what is not well stands open, what is well is folded. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final
+
+from rankscope_contract.channel import EXPORTERS_PATH, TARGETS_PATH
+from rankscope_ingest.runs.target import Health
+from rankscope_ingest.status_page.model import TargetStatus
+from rankscope_ingest.status_page.text_format import ago, count, duration, percent, text
+
+LAGS_SECONDS: Final = 60.0
+"""A rank that answers, and whose records are not stored for so long, is not well."""
+
+FULL_RING: Final = 0.9
+
+_HEALTH_COLOURS: Final = {
+    Health.PENDING: "grey",
+    Health.UP: "green",
+    Health.DRAINING: "blue",
+    Health.FAILING: "red",
+    Health.GONE: "grey",
+}
+_WORST_FIRST: Final = {Health.FAILING: 0, Health.UP: 1, Health.DRAINING: 1, Health.PENDING: 2, Health.GONE: 3}
+_HEADS: Final = (
+    '<tr><th class="n">rank<th>health<th class="rare">host<th class="n">lag, records<th class="n">lag, time'
+    '<th class="n rare">ring<th class="n rare">last scrape<th class="rare">address</tr>'
+)
+
+
+class Budget:
+    """How many rows the page still has room for."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def take(self, wanted: int) -> int:
+        """Return how many of `wanted` rows there is room for."""
+        taken = min(wanted, self._rows)
+        self._rows -= taken
+        return taken
+
+
+def is_well(target: TargetStatus) -> bool:
+    """Return whether there is nothing to look at: it answers, and its records get into the store."""
+    if target.health not in (Health.UP, Health.DRAINING) or target.records_lost:
+        return False
+    return target.lag_seconds < LAGS_SECONDS and target.ring_fill_ratio < FULL_RING
+
+
+def target_tables(
+    run: str, targets: Sequence[TargetStatus], budget: Budget, *, attempt: int | None = None
+) -> Iterator[str]:
+    """Yield the ranks of a run: who is not well, then the ended and the well, folded.
+
+    Those of another launch than `attempt` say so.
+    """
+    groups = {
+        "well": [target for target in targets if is_well(target)],
+        "gone": [target for target in targets if target.health == Health.GONE],
+    }
+    folded = {target.incarnation for group in groups.values() for target in group}
+    open_ = sorted((target for target in targets if target.incarnation not in folded), key=_badness)
+    yield from _table(open_, attempt, budget)
+    for name, group in groups.items():
+        if group:
+            yield f'<details id="{name}-{_key(run)}"><summary>{_summary(group)}</summary>'
+            yield from _table(sorted(group, key=_place), attempt, budget)
+            yield "</details>"
+
+
+def exporter_table(exporters: Sequence[Mapping[str, object]], budget: Budget) -> Iterator[str]:
+    """Yield the exporters that are not ours, those that fail first."""
+    listed = sorted(exporters, key=lambda one: (one["up"] is not False, str(one["name"])))
+    room = budget.take(len(listed))
+    yield (
+        '<div class="scroll"><table><tr><th>name<th>health<th class="n">samples<th class="n">lag, time'
+        '<th class="rare">address<th>error</tr>'
+    )
+    for one in listed[:room]:
+        word, colour = {True: ("up", "green"), False: ("down", "red")}.get(one["up"], ("pending", "grey"))  # type: ignore[call-overload]  # None is neither
+        yield (
+            f'<tr><td><bdi>{text(one["name"])}</bdi><td><span class="badge {colour}">{word}</span>'
+            f'<td class="n">{_samples(one["samples"])}<td class="n">{_lag(one["lag_seconds"])}'
+            f'<td class="rare">{text(one["url"])}'
+            f'<td class="long">{text(one["last_error"] or "")}</tr>'
+        )
+    yield "</table></div>"
+    yield from _more(len(listed) - room, EXPORTERS_PATH)
+
+
+def _table(targets: Sequence[TargetStatus], attempt: int | None, budget: Budget) -> Iterator[str]:
+    room = budget.take(len(targets))
+    if room:
+        yield f'<div class="scroll"><table>{_HEADS}'
+        yield from (_row(target, attempt) for target in targets[:room])
+        yield "</table></div>"
+    yield from _more(len(targets) - room, TARGETS_PATH)
+
+
+def _row(target: TargetStatus, attempt: int | None) -> str:
+    colour = _HEALTH_COLOURS.get(Health(target.health), "grey")
+    lost = f", {count(target.records_lost)} lost" if target.records_lost else ""
+    speaker = "" if target.served_by is None else "its spool is read out at "
+    launch = "" if target.attempt == attempt else f'<span class="dim">attempt {target.attempt}</span> '
+    error = f'<tr class="error"><td><td colspan="7">{text(target.last_error)}</tr>' if target.last_error else ""
+    return (
+        f'<tr><td class="n">{launch}{target.rank}<td><span class="badge {colour}">{text(target.health)}</span>'
+        f'<td class="rare"><bdi>{text(target.host)}</bdi>, {target.pid}<td class="n">{count(target.lag_records)}{lost}'
+        f'<td class="n">{duration(target.lag_seconds)}<td class="n rare">{percent(target.ring_fill_ratio)}'
+        f'<td class="n rare">{ago(target.last_scrape_ago_seconds)}'
+        f'<td class="rare">{speaker}{text(target.url)}</tr>{error}'
+    )
+
+
+def _more(left: int, path: str) -> Iterator[str]:
+    if left > 0:
+        yield f'<p class="dim">{count(left)} more are not shown: <a href="{path}">JSON</a>.</p>'
+
+
+def _summary(group: Iterable[TargetStatus]) -> str:
+    tally = Counter(target.health for target in group)
+    return ", ".join(f"{count(number)} {text(health)}" for health, number in tally.items())
+
+
+def _badness(target: TargetStatus) -> tuple[float, ...]:
+    return (_WORST_FIRST.get(Health(target.health), 0), -target.lag_seconds, *_place(target))
+
+
+def _place(target: TargetStatus) -> tuple[int, int]:
+    return -target.attempt, target.rank
+
+
+def _key(run: str) -> str:
+    """Return what names the run in the page, so that what a reader has opened stays open."""
+    return hashlib.sha256(run.encode(errors="surrogatepass")).hexdigest()[:12]
+
+
+def _lag(value: object) -> str:
+    return duration(value) if isinstance(value, float) else ""
+
+
+def _samples(value: object) -> str:
+    return count(value) if isinstance(value, int) else ""

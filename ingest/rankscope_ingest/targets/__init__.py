@@ -1,0 +1,1 @@
+"""The registry of targets, and the tasks that poll them."""

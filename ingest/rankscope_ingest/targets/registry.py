@@ -1,0 +1,276 @@
+"""Who is registered: leases, heartbeats, attempts, and the refusal of two processes with one identity.
+
+Pure: addresses were resolved by the caller, time and the new lease are arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from rankscope_contract import SCHEMA_VERSION
+from rankscope_contract.channel import Registration, RegistrationReply
+from rankscope_ingest.base.config import Network
+from rankscope_ingest.base.errors import RegistrationError
+from rankscope_ingest.network.dialing import Address, check_allowed, parse_target_url
+from rankscope_ingest.runs.models import Liveness
+from rankscope_ingest.runs.target import Health, Target
+
+
+class AttemptNumbers:
+    """launch_id -> 0, 1, … within each run; filled from the store when the service starts."""
+
+    def __init__(self, known: Iterable[tuple[str, str, int]] = ()) -> None:
+        """Take (run, launch_id, attempt) triples of the past, in order of attempts."""
+        self._numbers: dict[str, dict[str, int]] = defaultdict(dict)
+        self._highest: dict[str, int] = {}
+        for run, launch_id, attempt in known:
+            self._note(run, launch_id, attempt)
+
+    def number(self, run: str, launch_id: str, is_over: Callable[[int], bool] | None = None) -> tuple[int, bool]:
+        """Return the attempt of this launch, and whether it is new: unknown, or the known one is over."""
+        known = self._numbers[run].get(launch_id)
+        if known is not None and not (is_over and is_over(known)):
+            return known, False
+        return self._note(run, launch_id, self._highest.get(run, -1) + 1), True
+
+    def latest(self, run: str) -> int | None:
+        """Return the highest attempt of `run`; None for an unknown run."""
+        return self._highest.get(run)
+
+    def _note(self, run: str, launch_id: str, number: int) -> int:
+        self._numbers[run][launch_id] = number
+        self._highest[run] = max(number, self._highest.get(run, 0))
+        return number
+
+
+_TEXTS = ("run", "host", "incarnation", "launch_id", "url", "state", "node")
+_INTEGERS = ("rank", "world_size", "local_rank", "pid", "schema_version", "started_at", "head")
+_OPTIONAL_INTEGERS = ("step", "planned_steps")
+_OPTIONAL_TEXTS = ("served_by", "phase")
+_LONGEST_TEXT = 1000  # each row of a rank repeats some of them
+_LATEST_START = 4_102_444_800_000_000
+
+HEARTBEATS_A_SECOND: Final = 100
+"""Of all ranks together; more of them speak less often, as each is heard of by its polls too."""
+
+MOST_SELDOM: Final = 2.0
+"""How many times longer than asked for that may make the time between two heartbeats."""
+
+
+IsOver = Callable[[tuple[str, int], Registration], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """A registration that was taken: its target, and whether target and launch are new."""
+
+    target: Target
+    is_new_target: bool
+    is_new_launch: bool
+
+
+def new_lease() -> str:
+    """Return a lease nobody can guess."""
+    return uuid.uuid4().hex
+
+
+class Registry:
+    """All targets by incarnation. A repeated registration is a heartbeat."""
+
+    def __init__(
+        self,
+        *,
+        networks: Sequence[Network],
+        heartbeat_seconds: float,
+        ttl_seconds: float,
+        attempts: AttemptNumbers | None = None,
+        lives: Mapping[str, int] | None = None,
+        make_lease: Callable[[], str] = new_lease,
+    ) -> None:
+        self._networks = networks
+        self._heartbeat_seconds = heartbeat_seconds
+        self._ttl_seconds = ttl_seconds
+        self._make_lease = make_lease
+        self.attempts = attempts or AttemptNumbers()
+        self._lives = dict(lives or {})
+        self._targets: dict[str, Target] = {}
+        self._by_identity: dict[tuple[str, str, int], set[str]] = defaultdict(set)
+
+    @property
+    def targets(self) -> Iterable[Target]:
+        """Return all targets, gone ones included until they are forgotten."""
+        return self._targets.values()
+
+    def get(self, incarnation: str) -> Target | None:
+        """Return the target of this process, or None."""
+        return self._targets.get(incarnation)
+
+    def register(
+        self,
+        registration: Registration,
+        addresses: Iterable[Address],
+        now: float,
+        *,
+        is_over: IsOver | None = None,
+    ) -> Accepted:
+        """Take a registration or heartbeat. Raises RegistrationError with the status and what to do.
+
+        `is_over` says whether the attempt of a known launch is over, so that this process begins another one.
+        """
+        check_allowed(registration.url, addresses, self._networks)
+        known = self._targets.get(registration.incarnation)
+        if registration.served_by is None:
+            self._refuse_second_life(registration, now)
+        elif known is not None and not known.is_dead and self._is_alive(known, now):
+            raise RegistrationError(
+                409, f"{known.name}: the process {known.incarnation} was heard of just now; try again when it is silent"
+            )
+        if known is not None:
+            _refuse_other_identity(known, registration)
+            self._heartbeat(known, registration, now)
+            return Accepted(target=known, is_new_target=False, is_new_launch=False)
+        attempt, is_new_launch = self._attempt(registration, is_over)
+        target = Target(
+            registration=registration,
+            attempt=attempt,
+            lease=self._make_lease(),
+            liveness=Liveness(last_sign=now),
+            head=registration.head,
+        )
+        self._targets[registration.incarnation] = target
+        self._by_identity[target.identity].add(target.incarnation)
+        return Accepted(target=target, is_new_target=True, is_new_launch=is_new_launch)
+
+    def reply(self, target: Target) -> RegistrationReply:
+        """Return what to answer to a registration that was taken."""
+        return RegistrationReply(
+            lease=target.lease,
+            attempt=target.attempt,
+            heartbeat_seconds=self._heartbeat_seconds * self._more_seldom,
+            committed=target.committed,
+        )
+
+    @property
+    def _more_seldom(self) -> float:
+        """How many times longer than asked for the time between two heartbeats is."""
+        needed = len(self._targets) / HEARTBEATS_A_SECOND / self._heartbeat_seconds
+        return min(max(1.0, needed), MOST_SELDOM)
+
+    def forget(self, incarnation: str) -> None:
+        """Drop a target that is gone and whose records are committed; its attempt stays its own."""
+        if target := self._targets.pop(incarnation, None):
+            self._lives[incarnation] = target.attempt
+            self._by_identity[target.identity].discard(incarnation)
+
+    def _attempt(self, registration: Registration, is_over: IsOver | None) -> tuple[int, bool]:
+        # A process stays in its attempt, also one whose records come when its launch id has begun another one.
+        if (known := self._lives.get(registration.incarnation)) is not None:
+            return known, False
+        if is_over is None or registration.served_by is not None:
+            return self.attempts.number(registration.run, registration.launch_id)
+        return self.attempts.number(
+            registration.run,
+            registration.launch_id,
+            lambda number: is_over((registration.run, number), registration),
+        )
+
+    def _heartbeat(self, target: Target, registration: Registration, now: float) -> None:
+        target.registration = registration
+        target.liveness.heard(now)
+        if target.health is Health.GONE:
+            target.health, target.gone_at = Health.PENDING, None  # whoever took it for dead was wrong
+        target.head = max(target.head, registration.head)
+
+    def _refuse_second_life(self, registration: Registration, now: float) -> None:
+        identity = (registration.run, registration.launch_id, registration.rank)
+        for incarnation in self._by_identity[identity] - {registration.incarnation}:
+            other = self._targets[incarnation].registration
+            if self._is_alive(self._targets[incarnation], now):
+                raise RegistrationError(
+                    409,
+                    f"run {registration.run!r} already has a live rank {registration.rank} of launch "
+                    f"{registration.launch_id!r}: process {other.pid} on {other.host}. "
+                    "Give this process its own rank or RANKSCOPE_RUN, or end the other one",
+                )
+
+    def _is_alive(self, target: Target, now: float) -> bool:
+        speaks = target.health is not Health.GONE and not target.is_dead
+        return speaks and target.liveness.is_alive(now, self._ttl_seconds * self._more_seldom)
+
+
+def _refuse_other_identity(known: Target, registration: Registration) -> None:
+    """Raise RegistrationError when the process was somebody else before: its rows carry who it was."""
+    if (registration.run, registration.launch_id, registration.rank) != known.identity:
+        was = known.registration
+        raise RegistrationError(
+            409,
+            f"incarnation {registration.incarnation!r} is rank {was.rank} of run {was.run!r}, process {was.pid} on "
+            f"{was.host}: a process keeps its run, rank and launch; another process makes an incarnation of its own",
+        )
+
+
+def parse_registration(body: bytes) -> Registration:
+    """Return the registration in `body`. Raises RegistrationError: 400 malformed, 406 another schema version."""
+    try:
+        registration = Registration.from_json(body)
+    except (ValueError, RecursionError) as error:
+        raise RegistrationError(400, f"not a registration: {error}") from error
+    check_registration(registration)
+    parse_target_url(registration.url)
+    return registration
+
+
+def check_registration(registration: Registration) -> None:
+    """Raise RegistrationError when a field cannot be what it says, or the sender speaks another schema version."""
+    for faulty in _wrong_fields(registration):
+        raise RegistrationError(400, f"not a registration: {faulty}")
+    if registration.schema_version != SCHEMA_VERSION:
+        raise RegistrationError(
+            406,
+            f"schema version {registration.schema_version} is not supported; supported: {SCHEMA_VERSION}. "
+            "Install the same Rankscope release on ranks and service",
+        )
+
+
+def _wrong_fields(registration: Registration) -> Iterable[str]:
+    for name in _TEXTS:
+        if not isinstance(getattr(registration, name), str):
+            yield f"{name} must be text"
+    for name in _OPTIONAL_TEXTS:
+        if not isinstance(getattr(registration, name), str | None):
+            yield f"{name} must be text"
+    for name in _INTEGERS + _OPTIONAL_INTEGERS:
+        value = getattr(registration, name)
+        optional = name in _OPTIONAL_INTEGERS and value is None
+        if not optional and (not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 1 << 63):
+            yield f"{name} must be an integer"
+    for name in ("config", "versions"):
+        if not isinstance(getattr(registration, name), dict):
+            yield f"{name} must be an object"
+    yield from _wrong_values(registration)
+
+
+def _wrong_values(registration: Registration) -> Iterable[str]:
+    for name in ("run", "incarnation", "launch_id"):
+        if not getattr(registration, name):
+            yield f"{name} must not be empty"
+    for name in _TEXTS:
+        if len(getattr(registration, name)) > _LONGEST_TEXT:
+            yield f"{name} must have at most {_LONGEST_TEXT} characters"
+    if not (registration.incarnation.isascii() and registration.incarnation.isprintable()):
+        yield "incarnation must be printable ASCII: it travels in a header"
+    if not 0 <= registration.rank < registration.world_size <= 1 << 24:
+        yield f"rank {registration.rank} does not fit world_size {registration.world_size}"
+    if not 0 <= registration.started_at < _LATEST_START:
+        yield "started_at must be UTC microseconds between 1970 and 2100"
+    # Not `to_json`, which copies settings and versions to their last text: a thousand ranks speak 200 times a second.
+    shown = {name: getattr(registration, name) for name in Registration.__dataclass_fields__}
+    try:
+        json.dumps(shown, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        yield "all text must be valid Unicode"

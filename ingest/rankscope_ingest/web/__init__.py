@@ -1,1 +1,0 @@
-"""The service's HTTP side: who may ask, and what is answered."""

@@ -1,0 +1,125 @@
+"""One TOML file; a mistake is named with its place, what is wrong, and what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rankscope_ingest.base.config_file import load_config
+from rankscope_ingest.base.errors import ConfigError
+
+
+def write(tmp_path, text):
+    path = tmp_path / "rankscope.toml"
+    path.write_text(text)
+    return path
+
+
+def test_store_alone_is_enough_and_the_rest_is_safe(tmp_path):
+    config = load_config(write(tmp_path, '[store]\npath = "data"'))
+
+    assert str(tmp_path / "data") == config.store.path
+    assert (2.0, 10.0, 1_000_000) == (
+        config.ingest.poll_seconds,
+        config.ingest.flush_after_seconds,
+        config.ingest.flush_rows,
+    )
+    assert ["127.0.0.0/8", "::1/128"] == list(map(str, config.service.allowed_networks))
+
+
+def test_overrides_win_over_the_file_and_need_none(tmp_path):
+    path = write(tmp_path, '[store]\npath = "data"\n[ingest]\npoll_seconds = 7')
+
+    assert 0.5 == load_config(path, {"ingest.poll_seconds": 0.5}).ingest.poll_seconds
+    assert ["/x", "/x"] == [load_config(None, {"store.path": given}).store.path for given in ("/x", Path("/x"))]
+
+
+def test_token_of_the_environment_is_taken_where_the_file_names_none(tmp_path):
+    (tmp_path / "token").write_text("of-a-file\n")
+    of_file = {"RANKSCOPE_TOKEN_FILE": str(tmp_path / "token")}
+    plain = write(tmp_path, "[store]\npath='x'\n[service]\nlisten='0.0.0.0:9470'")
+
+    assert "said" == load_config(plain, environment={"RANKSCOPE_TOKEN": "said"}).token
+    assert "of-a-file" == load_config(plain, environment=of_file).token
+    assert "of-a-file" == load_config(None, {"store.path": "x"}, environment=of_file).token
+    assert load_config(None, {"store.path": "x"}, environment={"RANKSCOPE_TOKEN": ""}).token is None
+    named = write(tmp_path, "[store]\npath='x'\n[service]\ntoken='own'")
+    assert "own" == load_config(named, environment=of_file).token
+
+
+@pytest.mark.parametrize(
+    ("environment", "complaint"),
+    [
+        ({"RANKSCOPE_TOKEN_FILE": "/no/such"}, "RANKSCOPE_TOKEN_FILE /no/such: No such file"),
+        ({"RANKSCOPE_TOKEN_FILE": "/no/such", "RANKSCOPE_TOKEN": "x"}, "both set: leave one of them out"),
+        ({"RANKSCOPE_TOKEN": "two words"}, "without spaces"),
+    ],
+)
+def test_token_of_the_environment_that_cannot_be_is_named(environment, complaint):
+    with pytest.raises(ConfigError, match=complaint) as refused:
+        load_config(None, {"store.path": "x"}, environment=environment)
+    assert "two words" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaints"),
+    [
+        ("", ["store: is missing"]),
+        ("[store]\npath='x'\nshrad='0/1'", ["store.shrad: unknown key", "did you mean shard?", "allowed: path, shard"]),
+        ("[stoer]\npath='x'", ["stoer: unknown key", "did you mean store?", "store: is missing"]),
+        ("[store]\npath='x'\n[ingest]\npoll_secs=1", ["ingest.poll_secs", "did you mean poll_seconds?"]),
+        ("[store]\npath='x'\n[ingest]\npoll_seconds=-1", ["ingest.poll_seconds", "greater than 0", "given: -1"]),
+        ("[store]\npath='x'\n[ingest]\npoll_seconds='soon'", ["ingest.poll_seconds", "number", "'soon'"]),
+        ("[store]\npath='x'\n[ingest]\nmax_pending_rows=5", ["max_pending_rows (5) is below flush_rows"]),
+        ("[store]\npath='s3://bucket/x'", ["store.path", "a local folder, not a URL"]),
+        ("[store]\npath='x'\nshard='1'", ["store.shard"]),
+        ("[store]\npath='x'\n[notify]\nmode='mail'", ["notify.mode", "'embedded', 'alertmanager', 'grafana' or 'off'"]),
+        ("[store]\npath='x'\n[service]\nlisten='here'", ["service.listen", "host:port"]),
+        ("[store]\npath='x'\n[service]\nlisten='0.0.0.0:9470'", ["can be reached from other machines", "set token"]),
+        ("[store]\npath='x'\n[service]\nallowed_networks=['nowhere']", ["service.allowed_networks[0]"]),
+        ("[store]\npath='x'\n[[targets]]\nrun='a'\nurl='127.0.0.1:1'", ["targets[0].url", "http://127.0.0.1:9400"]),
+        ("[store]\npath='x'\n[[targets]]\nurl='http://h:1'\nrnu='a'", ["targets[0].rnu", "did you mean run?"]),
+        ("[store]\npath='x'\n[runs]\nfailed_after_seconds=6", ["failed_after_seconds (6) must be at least twice"]),
+        ("store = 1", ["store"]),
+        ("[store", ["not TOML"]),
+    ],
+)
+def test_every_mistake_is_named_with_its_place_and_what_is_allowed(tmp_path, text, complaints):
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+
+    assert str(path) in str(error.value)
+    assert [] == [complaint for complaint in complaints if complaint not in str(error.value)]
+
+
+def test_all_mistakes_are_told_at_once(tmp_path):
+    text = "[store]\npath='x'\n[ingest]\npoll_seconds=0\nflush_rows=0\ntimeout=3"
+    with pytest.raises(ConfigError) as error:
+        load_config(write(tmp_path, text))
+
+    assert 3 == str(error.value).count("\n  ingest.")
+
+
+def test_secrets_never_stand_in_an_error_or_in_the_printed_configuration(tmp_path):
+    config = load_config(
+        write(tmp_path, "[store]\npath='x'\n[service]\ntoken='s3cret'\n[notify]\nurls=['json://u:s3cret@h']")
+    )
+
+    assert "s3cret" == config.token
+    assert "s3cret" not in repr(config)
+    with pytest.raises(ConfigError) as error:
+        load_config(write(tmp_path, "[store]\npath='x'\n[service]\ntoken=['s3cret']\n[notify]\nurls='s3cret'"))
+    assert "s3cret" not in str(error.value)
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config(tmp_path / "absent.toml")
+
+
+def test_token_waives_the_loopback_rule(tmp_path):
+    text = "[store]\npath='x'\n[service]\nlisten='0.0.0.0:0'\ntoken='t'"
+
+    assert "0.0.0.0:0" == load_config(write(tmp_path, text)).service.listen

@@ -1,0 +1,177 @@
+"""The process of a service keeps free memory, where its allocator can be told to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+TOUCH = """
+import resource, sys, threading
+import numpy as np
+if sys.argv[1] == "keep":
+    from rankscope_ingest.base.memory import tune_allocator
+    tune_allocator()
+
+def flush():
+    columns = [np.zeros(4_000_000, np.uint8) + 1 for _ in range(10)]
+
+def several():
+    for _ in range(20):
+        flush()
+
+thread = threading.Thread(target=several)
+thread.start()
+thread.join()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+"""
+
+
+def faults(how: str) -> int:
+    done = subprocess.run([sys.executable, "-c", TOUCH, how], capture_output=True, text=True, check=True, timeout=60)
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the allocator of glibc alone is told")
+def test_memory_of_one_flush_serves_the_next():
+    """20 flushes of 80 MB each, in a thread: the pages of one of them are asked for, and not of all."""
+    assert 2 * faults("keep") < faults("leave")
+
+
+HOLES = """
+from pathlib import Path
+import numpy as np
+from rankscope_ingest.base.memory import tune_allocator, trim
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+
+tune_allocator()
+before = resident()
+columns = [np.ones(1 << 20, np.uint8) for _ in range(400)]
+full = resident()
+columns[:-1] = []
+kept = resident()
+trim()
+print(full - before, kept - before, resident() - before, columns[0].sum())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the allocator of glibc alone is told")
+def test_free_memory_before_a_piece_in_use_goes_back():
+    """Of 400 MB the last one stays in use: by itself the allocator lets nothing go that is not the end of the heap."""
+    done = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, check=True, timeout=60)
+    full, kept, trimmed, still = map(int, done.stdout.split())
+
+    assert full >= 400
+    assert kept >= 390
+    assert trimmed < 20
+    assert still == 1 << 20
+
+
+SAY_AT_THE_END = """
+import atexit, ctypes, sys, tempfile, threading
+from pathlib import Path
+
+def heaps():
+    libc = ctypes.CDLL(None)
+    libc.fopen.restype = ctypes.c_void_p
+    with tempfile.NamedTemporaryFile() as told:
+        file = ctypes.c_void_p(libc.fopen(told.name.encode(), b"w"))
+        libc.malloc_info(0, file)
+        libc.fclose(file)
+        return Path(told.name).read_text().count("<heap nr=")
+
+def say():
+    import pyarrow
+    print("arrow takes", pyarrow.default_memory_pool().backend_name)
+    threads = [threading.Thread(target=bytearray, args=(1 << 16,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if sys.platform.startswith("linux"):
+        print("heaps:", heaps())
+
+atexit.register(say)
+"""
+
+UPKEEP = """
+import asyncio, itertools, sys
+from pathlib import Path
+import numpy as np
+from rankscope_ingest.pipeline import maintenance_schedule as maintenance
+from rankscope_ingest.base.memory import tune_allocator
+from rankscope_storage.maintenance.compaction import CompactionReport
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+
+SIZE = int(sys.argv[1])
+
+class Store:
+    seen, kept = [], []
+
+    def compact(self):
+        self.seen.append(resident())
+        merged = [np.ones(1 << 20, np.uint8) for _ in range(SIZE)]
+        self.kept.append(merged[-1])
+        self.seen.append(resident())
+        return CompactionReport()
+
+    def maintain(self):
+        pass
+
+async def main():
+    commits = itertools.count(maintenance.COMPACT_EVERY_COMMITS, maintenance.COMPACT_EVERY_COMMITS)
+    keeping = asyncio.create_task(maintenance.run_maintenance(Store(), lambda: next(commits)))
+    while len(Store.seen) < 3:
+        await asyncio.sleep(0.01)
+    keeping.cancel()
+
+tune_allocator()
+maintenance._CHECK_SECONDS = 0.01
+asyncio.run(main())
+print(*Store.seen[:3])
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the allocator of glibc alone is told")
+def test_what_a_piece_of_upkeep_took_is_given_back_before_the_next_one():
+    before, full, after = upkeep(400)
+
+    assert full - before >= 400
+    assert after - before < 20
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the allocator of glibc alone is told")
+def test_upkeep_that_took_little_leaves_free_memory_to_the_flushes():
+    before, full, after = upkeep(20)
+
+    assert full - before >= 20
+    assert after >= full
+
+
+def upkeep(megabytes: int) -> list[int]:
+    """Return what is resident before a piece of upkeep that takes so much, at its end, and before the next one."""
+    command = [sys.executable, "-c", UPKEEP, str(megabytes)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return [int(size) for size in done.stdout.split()]
+
+
+@pytest.mark.parametrize("module", ["rankscope", "rankscope_ingest"])
+@pytest.mark.parametrize(("chosen", "taken"), [(None, "system"), ("mimalloc", "mimalloc")])
+def test_all_threads_and_arrow_share_one_heap_unless_the_user_has_chosen_another(module, chosen, taken, tmp_path):
+    """Arrow also where nobody tells it what to take: `default_memory_pool`, before it is told, is what it uses then."""
+    (tmp_path / "sitecustomize.py").write_text(SAY_AT_THE_END)
+    environment = {name: value for name, value in os.environ.items() if name != "ARROW_DEFAULT_MEMORY_POOL"}
+    environment |= {"PYTHONPATH": str(tmp_path)} | ({} if chosen is None else {"ARROW_DEFAULT_MEMORY_POOL": chosen})
+    command = [sys.executable, "-m", module, *(["serve"] if module == "rankscope" else []), "missing.toml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
+
+    assert "missing.toml" in done.stderr
+    assert f"arrow takes {taken}" in done.stdout
+    if sys.platform.startswith("linux"):
+        assert "heaps: 1\n" in done.stdout

@@ -1,0 +1,120 @@
+"""Asking ranks where they stand, over real HTTP: what they answer, and what becomes of those that do not."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rankscope_contract.channel import Registration
+from rankscope_ingest.detect.stall_handler import ask
+from rankscope_ingest.record_channel.client import Fetcher
+from rankscope_ingest.runs.models import Liveness
+from rankscope_ingest.runs.target import Health, Target
+
+Make = Callable[..., Any]
+
+
+def target(rank: int, url: str, **more: Any) -> Target:
+    who = Registration(
+        run="r", rank=rank, world_size=8, local_rank=0, host="node", pid=70 + rank, incarnation=f"i{rank}",
+        launch_id="l", url=url,
+    )  # fmt: skip
+    return Target(registration=who, attempt=0, lease="x", liveness=Liveness(last_sign=0), **more)
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Make]:
+    """Return what serves a handler of POST /stacks on loopback and gives its URL."""
+    runners: list[web.AppRunner] = []
+
+    async def start(handler: Any) -> str:
+        application = web.Application()
+        application.router.add_post("/stacks", handler)
+        runner = web.AppRunner(application)
+        runners.append(runner)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    yield start
+    for runner in runners:
+        await runner.cleanup()
+
+
+@pytest.fixture
+async def fetcher() -> AsyncIterator[Fetcher]:
+    """Return a fetcher with a token and little patience."""
+    networks = [ipaddress.ip_network("127.0.0.0/8")]
+    async with Fetcher(networks=networks, token="secret", timeout_seconds=0.5) as made:
+        yield made
+
+
+async def test_the_live_ranks_are_asked_with_the_token_and_answer_by_rank(serve: Make, fetcher: Fetcher) -> None:
+    asked = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.headers["Authorization"])
+        return web.json_response({"stacks": {"threads": []}})
+
+    url = await serve(answer)
+    targets = [target(2, url), target(0, url), target(1, url, health=Health.GONE)]
+    answers = await ask(fetcher, targets)
+
+    assert [(0, 70), (2, 72)] == [(each.rank, each.pid) for each in answers]
+    assert [{"rank": 0, "host": "node", "pid": 70, "stacks": {"threads": []}}] == [
+        each.to_document() for each in await ask(fetcher, targets, [0, 1, 5])
+    ]
+    assert {"Bearer secret"} == set(asked)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "words"),
+    [
+        (403, "set RANKSCOPE_TOKEN", "status 403: set RANKSCOPE_TOKEN"),
+        (401, "", "the rank wants a token"),
+        (200, "no json", "are no JSON"),
+        (200, "[1]", "are no JSON object"),
+        (302, "", "redirects are not followed"),
+    ],
+)
+async def test_a_rank_that_gives_none_says_why(
+    serve: Make, fetcher: Fetcher, status: int, body: str, words: str
+) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(status=status, text=body, headers={"Location": "http://127.0.0.1:1/"})
+
+    (given,) = await ask(fetcher, [target(3, await serve(answer))])
+
+    assert words in given.to_document()["error"]
+    assert None is given.document
+
+
+async def test_a_rank_that_does_not_answer_delays_no_other_and_is_told_for_what_it_is(
+    serve: Make, fetcher: Fetcher
+) -> None:
+    told = asyncio.Event()
+
+    async def never(_: web.Request) -> web.Response:
+        await told.wait()
+        return web.Response()
+
+    async def at_once(_: web.Request) -> web.Response:
+        return web.Response(text=json.dumps({"stacks": 1}))
+
+    hung, well = await ask(fetcher, [target(0, await serve(never)), target(1, await serve(at_once))])
+    told.set()  # the server waits for its last answer
+
+    assert "its interpreter may be held by C code" in str(hung.error)
+    assert {"stacks": 1} == well.document
+
+
+async def test_only_allowed_networks_are_asked(fetcher: Fetcher) -> None:
+    (given,) = await ask(fetcher, [target(0, "http://192.0.2.1:80")])
+
+    assert "allowed_networks" in str(given.error)

@@ -1,0 +1,62 @@
+"""Firings that reached the service stay on its page when the rank and its own page are gone."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from rankscope_ingest.base.tables import rows_table
+from rankscope_ingest.detect.symptoms import firings
+from rankscope_ingest.reporting.service_metrics import ServiceMetrics
+
+NAME = "rankscope_ingest_anomaly_events_total"
+
+
+def events(*rows):
+    return rows_table("events", [{"run": "r", "type": kind, "rule": rule, "kind": of} for kind, rule, of in rows])
+
+
+def counted(metrics):
+    families = text_string_to_metric_families(metrics.page().decode())
+    samples = (sample for family in families for sample in family.samples if sample.name == NAME)
+    return {tuple(sample.labels[name] for name in ("run", "rank", "rule", "kind")): sample.value for sample in samples}
+
+
+@pytest.fixture
+def attempt():
+    class Attempt:
+        run, ranks_missing, ranks, state = "r", 0, {}, "running"
+
+    return Attempt()
+
+
+def test_firings_are_counted_by_rule_and_kind_and_a_scalar_has_none():
+    happened = events(
+        ("anomaly", "AnomalyNan", "grad_reduced"),
+        ("anomaly", "AnomalyNan", "grad_reduced"),
+        ("anomaly", "AnomalyNan", None),
+        ("anomaly", None, "grad_reduced"),
+        ("exit", "AnomalyNan", "grad_reduced"),
+    )
+
+    assert {("AnomalyNan", "grad_reduced"): 2, ("AnomalyNan", ""): 1} == firings(happened)
+    assert {} == firings(None)
+    assert {} == firings(events(("exit", None, None)))
+
+
+def test_counter_grows_and_stays_while_the_run_is_known(attempt):
+    metrics = ServiceMetrics()
+    metrics.fired("r", 1, {("AnomalyNan", "grad_reduced"): 2})
+    metrics.fired("r", 1, {("AnomalyNan", "grad_reduced"): 3})
+    metrics.show([], [attempt], [], 0)
+
+    assert {("r", "1", "AnomalyNan", "grad_reduced"): 5.0} == counted(metrics)
+
+
+def test_counter_leaves_the_page_with_its_run(attempt):
+    metrics = ServiceMetrics()
+    metrics.fired("r", 1, {("AnomalyNan", ""): 1})
+    metrics.fired("gone", 0, {("AnomalyNan", ""): 1})
+    metrics.show([], [attempt], [], 0)
+
+    assert {("r", "1", "AnomalyNan", "")} == counted(metrics).keys()

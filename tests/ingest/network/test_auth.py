@@ -1,0 +1,335 @@
+"""The service's addresses and TLS against real servers and real certificates, in both directions and both families."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from rankscope_contract.tls import client_context, server_context
+from rankscope_contract.web_config import TlsServer
+from rankscope_exporter.process.threads import CpuMeter
+from rankscope_exporter.serving.addresses import Address
+from rankscope_exporter.serving.http_server import Answer, HttpServer
+from rankscope_exporter.serving.service_client import ServiceClient, UnreachableError
+from rankscope_exporter.serving.tls import server_tls
+from rankscope_ingest.base import tls as service_tls
+from rankscope_ingest.base.config_file import load_config
+from rankscope_ingest.base.errors import ConfigError
+
+
+def served(certificates, cert, **changes):
+    return server_context(TlsServer(cert_file=certificates.cert(cert), key_file=certificates.key(cert), **changes))
+
+
+@contextlib.asynccontextmanager
+async def relay(rank, context, host="127.0.0.1"):
+    """Serve the fake rank's pages at another address in TLS, and have it register that one."""
+    runner = web.AppRunner(rank._runner.app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, host, 0, ssl_context=context).start()
+    port = runner.addresses[0][1]
+    shown = f"[{host}]" if ":" in host else host
+    scheme = "http" if context is None else "https"
+    rank.registration = dataclasses.replace(rank.registration, url=f"{scheme}://{shown}:{port}")
+    try:
+        yield rank
+    finally:
+        await runner.cleanup()
+
+
+def trusting(certificates, **changes):
+    return {"service.ca_file": str(certificates.ca), **changes}
+
+
+def showing(certificates, name):
+    return {"service.cert_file": str(certificates.cert(name)), "service.key_file": str(certificates.key(name))}
+
+
+# The service dials ranks.
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1"])
+async def test_ranks_that_speak_tls_are_read(start_service, fake_rank, eventually, certificates, host):
+    context = served(
+        certificates, "server", client_auth_type="RequireAndVerifyClientCert", client_ca_file=certificates.ca
+    )
+    settings = trusting(certificates, **showing(certificates, "client"))
+    async with fake_rank() as rank, relay(rank, context, host), start_service(**settings) as service:
+        await rank.register(service.url)
+        rank.publish_steps(5)
+        await eventually(lambda: rank.committed == 4)
+        discovered = json.loads((await service.get("/sd"))[1])
+
+    assert "https" == discovered[0]["labels"]["__scheme__"]
+    assert [rank.registration.url.removeprefix("https://")] == discovered[0]["targets"]
+
+
+@pytest.fixture
+def exporter_server(certificates, tmp_path):
+    """Return what starts the HTTP server of a real rank in TLS, or without where no certificate is named."""
+    servers = []
+
+    def make(name, **settings):
+        shown = (
+            {}
+            if name is None
+            else {"tls": server_tls(certificates.web_config(tmp_path / "web.json", name, **settings))}
+        )
+        address = Address("127.0.0.1", 0)
+        server = HttpServer(address, lambda _: Answer(204), on_fault=lambda *_: None, meter=CpuMeter(), **shown)
+        server.start()
+        servers.append(server)
+        return server
+
+    yield make
+    for server in servers:
+        server.stop()
+
+
+async def last_error(service, eventually):
+    async def told():
+        return (await service.targets())[0]["last_error"]
+
+    return await eventually(told)
+
+
+@pytest.mark.parametrize(
+    ("shown", "client", "complaint"),
+    [
+        ("expired", None, "its certificate has expired: renew it"),
+        ("stranger", None, "its certificate is not signed by a CA that is trusted here"),
+        ("elsewhere", None, "its certificate is for another name"),
+        (None, None, "it does not speak TLS: use http:// there, or give it a web_config"),
+        ("demanding", None, "client certificate"),
+        ("demanding", "stranger", "client certificate"),
+    ],
+)
+async def test_what_is_wrong_with_tls_stands_in_the_state_of_the_target(
+    start_service, fake_rank, eventually, certificates, exporter_server, caplog, shown, client, complaint
+):
+    guarded = {"client_auth_type": "RequireAndVerifyClientCert", "client_ca_file": str(certificates.ca)}
+    server = exporter_server("server", **guarded) if shown == "demanding" else exporter_server(shown)
+    changes = trusting(certificates, **(showing(certificates, client) if client else {}))
+    async with fake_rank() as rank, start_service(**changes) as service:
+        rank.registration = dataclasses.replace(rank.registration, url=f"https://127.0.0.1:{server.port}")
+        await rank.register(service.url)
+        error = await last_error(service, eventually)
+        page = (await service.get("/metrics"))[1]
+
+    assert complaint in error
+    assert rank.registration.url in error
+    assert 'rankscope_ingest_scrape_failures_total{reason="tls"} 0.0' not in page
+    if shown is not None:
+        assert "127.0.0.1 could not speak to this rank: " in caplog.text
+
+
+async def test_plain_http_to_a_rank_that_speaks_tls_is_told(start_service, eventually, exporter_server, fake_rank):
+    async with fake_rank() as rank, start_service() as service:
+        rank.registration = dataclasses.replace(
+            rank.registration, url=f"http://127.0.0.1:{exporter_server('server').port}"
+        )
+        await rank.register(service.url)
+
+        assert "this port speaks TLS: write https://" in await last_error(service, eventually)
+
+
+async def test_a_name_in_the_certificate_may_be_given_where_it_is_not_the_address(
+    start_service, fake_rank, eventually, certificates
+):
+    changes = trusting(certificates, **{"service.server_name": "elsewhere.test"})
+    async with fake_rank() as rank, relay(rank, served(certificates, "elsewhere")), start_service(**changes) as service:
+        await rank.register(service.url)
+        rank.publish_steps(1)
+        await eventually(lambda: rank.committed == 0)
+
+
+# Ranks and readers dial the service.
+
+
+@pytest.fixture
+def web_config(certificates, tmp_path):
+    return certificates.web_config(tmp_path / "web.json")
+
+
+def secured(service, context):
+    """Return what asks the service in TLS, with `context`."""
+
+    async def get(path="/healthz", **headers):
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(service.url + path, headers=headers, ssl=context) as response,
+        ):
+            return response.status, await response.text()
+
+    return get
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "[::1]:0", "localhost:0"])
+async def test_the_service_speaks_tls(start_service, certificates, web_config, listen):
+    changes = {"service.listen": listen, "service.web_config": str(web_config), "service.token": "t"}
+    async with start_service(**changes) as service:
+        get = secured(service, client_context(certificates.ca, None, None))
+
+        assert service.url.startswith(f"https://{listen.removesuffix('0')}")
+        assert (200, '{"status": "ok"}') == await get()
+        assert [401, 200] == [(await get("/sd"))[0], (await get("/sd", Authorization="Bearer t"))[0]]
+
+
+async def test_only_certificates_of_the_ca_get_in(start_service, certificates, tmp_path):
+    web_config = certificates.web_config(
+        tmp_path / "web.yml", client_auth_type="RequireAndVerifyClientCert", client_ca_file=str(certificates.ca)
+    )
+    changes = {"service.listen": "127.0.0.1:0", "service.web_config": str(web_config)}
+
+    def context(name=None):
+        pair = (certificates.cert(name), certificates.key(name)) if name else (None, None)
+        return client_context(certificates.ca, *pair)
+
+    async with start_service(**changes) as service:
+        assert 200 == (await secured(service, context("client"))())[0]
+        for refused in (None, "stranger", "expired"):
+            with pytest.raises(aiohttp.ClientError):
+                await secured(service, context(refused))()
+
+
+@pytest.mark.parametrize(
+    ("url", "name", "told_here", "told_there"),
+    [
+        ("http", None, "it spoke plain HTTP to a TLS port: use https:// there", "ingest_url begins with https://"),
+        ("https", None, "it showed no client certificate", "client certificate"),
+        (
+            "https",
+            "stranger",
+            "its client certificate is not signed by a CA that is trusted here",
+            "client certificate",
+        ),
+        ("https", "expired", "its client certificate has expired: renew it", "client certificate"),
+    ],
+)
+async def test_a_rank_that_is_not_let_in_is_told_on_both_sides(
+    start_service, certificates, tmp_path, caplog, monkeypatch, url, name, told_here, told_there
+):
+    monkeypatch.setattr(service_tls._Handshake, "_told", set())
+    web_config = certificates.web_config(
+        tmp_path / "web.json", client_auth_type="RequireAndVerifyClientCert", client_ca_file=str(certificates.ca)
+    )
+    pair = (certificates.cert(name), certificates.key(name)) if name else (None, None)
+    context = client_context(certificates.ca, *pair)
+    async with start_service(**{"service.web_config": str(web_config)}) as service:
+        client = ServiceClient(service.url.replace("https", url), None, lambda: context)
+        with pytest.raises(UnreachableError) as error:
+            await asyncio.to_thread(client.poke, "nobody")
+
+    assert told_there in str(error.value)
+    assert f"a client was not let in: {told_here}" in caplog.text
+
+
+async def test_clients_that_stall_in_the_handshake_hold_up_nobody(start_service, certificates, web_config):
+    async with start_service(**{"service.web_config": str(web_config)}) as service:
+        port = int(service.url.rpartition(":")[2])
+        stalled = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
+        for _, writer in stalled[25:]:
+            writer.write(b"\x16\x03\x01\x02\x00\x01")
+        status, _ = await secured(service, client_context(certificates.ca, None, None))()
+        dropped = [reader for reader, _ in stalled if reader.at_eof()]
+        for _, writer in stalled:
+            writer.close()
+
+    assert (200, []) == (status, dropped)
+
+
+async def test_a_new_certificate_is_shown_without_a_restart(
+    start_service, certificates, tmp_path, eventually, monkeypatch
+):
+    monkeypatch.setattr(service_tls, "LOOK_SECONDS", 0.05)
+    shown = tmp_path / "web.json"
+    certificates.web_config(shown, "expired")
+    context = client_context(certificates.ca, None, None)
+    async with start_service(**{"service.web_config": str(shown)}) as service:
+        with pytest.raises(aiohttp.ClientConnectorCertificateError):
+            await secured(service, context)()
+        certificates.web_config(tmp_path / "broken.json", "server", key_file=str(certificates.ca)).replace(shown)
+        await asyncio.sleep(0.2)  # long enough to be looked at: a file that cannot be used changes nothing
+        with pytest.raises(aiohttp.ClientConnectorCertificateError):
+            await secured(service, context)()
+        certificates.web_config(tmp_path / "fresh.json").replace(shown)
+
+        async def renewed():
+            with contextlib.suppress(aiohttp.ClientConnectorCertificateError):
+                return (await secured(service, context)())[0]
+
+        assert 200 == await eventually(renewed)
+
+
+# Settings.
+
+
+def configured(tmp_path, text):
+    path = tmp_path / "service.toml"
+    path.write_text(f"[store]\npath='x'\n[service]\n{text}")
+    return load_config(path)
+
+
+def test_a_token_file_is_relative_to_the_configuration(tmp_path):
+    (tmp_path / "token").write_text("s3cret\n")
+    config = configured(tmp_path, "listen='0.0.0.0:0'\ntoken_file='token'")
+
+    assert "s3cret" == config.token
+    assert "s3cret" not in repr(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("token='a'\ntoken_file='b'", "token and token_file are both set"),
+        ("token_file='nowhere'", "nowhere: No such file"),
+        ("token='two words'", "printable ASCII without spaces"),
+        ("advertise='0.0.0.0:1'", "no address to dial"),
+        ("web_config='nowhere.yml'", "nowhere.yml: No such file"),
+        ("web_config='users.yml'", "basic_auth_users is not supported"),
+        ("listen='0.0.0.0:0'\nweb_config='open.json'", "can be reached from other machines"),
+    ],
+)
+def test_a_mistake_is_told_with_its_fix(tmp_path, certificates, text, complaint):
+    (tmp_path / "users.yml").write_text("basic_auth_users: {me: $2y$10$abc}")
+    certificates.web_config(tmp_path / "open.json")
+    with pytest.raises(ConfigError) as error:
+        configured(tmp_path, text)
+
+    assert complaint in str(error.value)
+
+
+def test_client_certificates_may_take_the_place_of_a_token(tmp_path, certificates):
+    certificates.web_config(
+        tmp_path / "web.json", client_auth_type="RequireAndVerifyClientCert", client_ca_file=str(certificates.ca)
+    )
+
+    assert "0.0.0.0:0" == configured(tmp_path, "listen='0.0.0.0:0'\nweb_config='web.json'").service.listen
+
+
+@pytest.mark.parametrize("setting", ["ca_file", "cert_file"])
+async def test_a_file_that_cannot_be_used_stops_the_start_before_there_is_a_store(
+    start_service, certificates, tmp_path, setting
+):
+    with pytest.raises(ConfigError, match="no PEM certificate"):
+        async with start_service(**{f"service.{setting}": str(certificates.key("ca"))}):
+            pass
+
+    assert not (tmp_path / "store").exists()
+
+
+async def test_certificates_that_do_not_fit_stop_the_start_before_there_is_a_store(
+    start_service, certificates, tmp_path
+):
+    web_config = certificates.web_config(tmp_path / "web.json", key_file=str(certificates.key("client")))
+    with pytest.raises(ConfigError, match="the key belongs to another certificate"):
+        async with start_service(**{"service.web_config": str(web_config)}):
+            pass
+
+    assert not (tmp_path / "store").exists()

@@ -1,0 +1,79 @@
+"""Without a token a web page can neither register ranks nor read what the service knows."""
+
+from __future__ import annotations
+
+import aiohttp
+import pytest
+
+from rankscope_ingest.base.config import ServiceSection
+from rankscope_ingest.network.auth import own_names
+
+JSON = {"Content-Type": "application/json"}
+
+
+async def answer(service, method, path, **headers):
+    async with (
+        aiohttp.ClientSession() as session,
+        session.request(method, service.url + path, data=b"{}" if method == "POST" else None, headers=headers) as got,
+    ):
+        return got.status, await got.text()
+
+
+@pytest.mark.parametrize("path", ["/api/v1/register", "/api/v1/poke", "/api/v1/stacks"])
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
+async def test_what_a_page_may_send_anywhere_is_not_taken(start_service, path, kind):
+    async with start_service() as service:
+        status, text = await answer(service, "POST", path, **{"Content-Type": kind})
+
+    assert 415 == status
+    assert "Content-Type: application/json" in text
+
+
+async def test_json_with_its_charset_is_taken(start_service, fake_rank):
+    async with fake_rank() as rank, start_service() as service, aiohttp.ClientSession() as session:
+        await rank.register(service.url)
+        body = {"incarnation": rank.registration.incarnation}
+        headers = {"Content-Type": "application/json; charset=utf-8"}
+        async with session.post(f"{service.url}/api/v1/poke", json=body, headers=headers) as got:
+            assert 204 == got.status
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/api/v1/runs"), ("GET", "/metrics"), ("POST", "/api/v1/poke")])
+async def test_a_foreign_name_is_refused_with_what_to_set(start_service, method, path):
+    """DNS rebinding: the page's name resolves to this machine, and its requests count as of one origin."""
+    async with start_service() as service:
+        status, text = await answer(service, method, path, Host="page.example:9470", **JSON)
+
+    assert 421 == status
+    assert all(words in text for words in ("'page.example'", "allowed_hosts", "set a token"))
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "10.1.2.3:9470", "[::1]:9470", "localhost:9470", "LocalHost", "sd.cluster"]
+)
+async def test_addresses_and_names_of_ours_are_answered(start_service, host):
+    async with start_service(**{"service.allowed_hosts": ["sd.cluster"]}) as service:
+        assert 200 == (await answer(service, "GET", "/sd", Host=host))[0]
+
+
+async def test_any_name_may_ask_for_health_and_with_a_token_for_everything(start_service):
+    async with start_service() as service:
+        assert 200 == (await answer(service, "GET", "/healthz", Host="probe.example"))[0]
+    async with start_service(**{"service.token": "secret"}) as service:
+        headers = {"Host": "telemetry.example", "Authorization": "Bearer secret"}
+        assert 200 == (await answer(service, "GET", "/sd", **headers))[0]
+
+
+def test_the_machine_and_the_configuration_name_the_service():
+    section = ServiceSection(listen="localhost:0", advertise="Telemetry.Cluster:9470", allowed_hosts=("other.",))
+    is_own = own_names(section, lambda: "node7.cluster")
+
+    assert is_own is not None
+    assert all(map(is_own, ["node7.cluster", "NODE7", "node7.cluster.", "telemetry.cluster", "other", "::1"]))
+    assert not any(map(is_own, ["", "node7.example", "cluster", "localhost.example", "127.0.0.1.example"]))
+
+
+def test_with_tls_the_certificate_holds_the_name(certificates, tmp_path):
+    written = certificates.web_config(tmp_path / "web.json", "server")
+
+    assert own_names(ServiceSection(web_config=str(written))) is None

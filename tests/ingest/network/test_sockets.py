@@ -1,0 +1,105 @@
+"""Where the service listens and whom it dials: either family, both at once, and names that others can reach."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+
+import pytest
+from aiohttp import web
+
+from rankscope_ingest.base.config import ServiceSection, split_address
+from rankscope_ingest.base.errors import RegistrationError
+from rankscope_ingest.network.dialing import address_of, check_allowed, parse_target_url
+from rankscope_ingest.network.sockets import advertised, open_socket
+
+
+@contextlib.asynccontextmanager
+async def at_ipv6(rank):
+    """Serve the fake rank's pages at ::1, and have it register that."""
+    runner = web.AppRunner(rank._runner.app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "::1", 0).start()
+    url = f"http://[::1]:{runner.addresses[0][1]}"
+    rank.registration = dataclasses.replace(rank.registration, url=url)
+    try:
+        yield
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("listen", "reached_at"),
+    [("[::]:0", ("127.0.0.1", "[::1]")), ("0.0.0.0:0", ("127.0.0.1", "127.0.0.2")), ("[::1]:0", ("[::1]",))],
+)
+async def test_the_service_is_reached_by_either_family(start_service, listen, reached_at):
+    async with start_service(**{"service.listen": listen, "service.token": "t"}) as service:
+        port = service.url.rpartition(":")[2]
+        for host in reached_at:
+            service.url = f"http://{host}:{port}"
+            assert 200 == (await service.get("/healthz"))[0]
+
+
+async def test_ranks_register_and_are_read_over_ipv6(start_service, fake_rank, eventually):
+    async with fake_rank() as rank, at_ipv6(rank), start_service(**{"service.listen": "[::1]:0"}) as service:
+        await rank.register(service.url)
+        rank.publish_steps(3)
+        await eventually(lambda: rank.committed == 2)
+        discovered = json.loads((await service.get("/sd"))[1])
+
+    assert discovered[0]["targets"][0].startswith("[::1]:")
+    assert service.url.startswith("http://[::1]:")
+
+
+@pytest.mark.parametrize(
+    ("networks", "url", "is_allowed"),
+    [
+        (["fd00::/8"], "http://[fd00::7]:9400", True),
+        (["fd00::/8"], "http://[fe80::7]:9400", False),
+        (["fd00::/8"], "http://[::1]:9400", False),
+        (["10.0.0.0/8"], "http://[::ffff:10.1.2.3]:9400", True),
+        (["::ffff:10.0.0.0/104"], "http://10.1.2.3:9400", True),
+        (["::/0"], "http://10.1.2.3:9400", False),
+    ],
+)
+def test_networks_of_either_family_are_kept_to(networks, url, is_allowed):
+    allowed = ServiceSection(allowed_networks=networks).allowed_networks
+    host, _ = parse_target_url(url)
+    refusal = contextlib.nullcontext() if is_allowed else pytest.raises(RegistrationError, match="allowed_networks")
+
+    with refusal:
+        check_allowed(url, [address_of(host)], allowed)
+
+
+def test_an_ipv6_address_without_brackets_is_no_target():
+    with pytest.raises(RegistrationError, match="http://host:port"):
+        parse_target_url("http://fd00::7:9400")
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ({"listen": "10.0.0.1:9470"}, "10.0.0.1:9999"),
+        ({"listen": "[::1]:0"}, "[::1]:9999"),
+        ({"listen": "0.0.0.0:0"}, "node-1:9999"),
+        ({"listen": "[::]:0"}, "node-1:9999"),
+        ({"listen": "[::]:0", "advertise": "ingest.cluster:443"}, "ingest.cluster:443"),
+        ({"listen": "[::]:0", "advertise": "[fd00::1]:0"}, "[fd00::1]:9999"),
+    ],
+)
+def test_ranks_are_told_an_address_they_can_reach(section, told):
+    assert told == advertised(ServiceSection(token="t", **section), 9999, lambda: "node-1")
+
+
+@pytest.mark.parametrize(
+    "text", ["::1:9470", "[127.0.0.1]x:1", "[::1]", "host", "host:", ":9470", "[]:1", "host:99999"]
+)
+def test_an_address_is_host_and_port_with_ipv6_in_brackets(text):
+    with pytest.raises(ValueError, match=r"\[::1\]:9470"):
+        split_address(text)
+
+
+def test_localhost_is_one_socket(free_port):
+    with open_socket(f"localhost:{free_port}") as listening:
+        assert ("127.0.0.1", free_port) == listening.getsockname()

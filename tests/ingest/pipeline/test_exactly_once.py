@@ -1,0 +1,369 @@
+"""Real exporter channels, a real service process and kill -9: every row is stored once, everyone is told once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+import urllib.request
+from pathlib import Path
+
+import aiohttp
+import pyarrow as pa
+import pytest
+from aiohttp import web
+from tests.programs import OF_COMMANDS, Started, server_of, start_module
+
+from rankscope_contract.events import Event
+from rankscope_contract.identity import Identity
+from rankscope_contract.records import Plan, PlanEntry
+from rankscope_exporter.records.step_record import NamedPlan, Scalar, Statistics, StepRecord
+from rankscope_exporter.serving.config import ServeConfig
+from rankscope_exporter.serving.rank_server import RankServer
+from rankscope_storage.connection import connect
+
+ROOT = Path(__file__).parents[3]
+STORED = "FROM events WHERE type = 'anomaly'"
+NOTIFIED = "FROM events WHERE type = 'incident' AND details->>'$.state' = 'notified'"
+KILLED_AT = {61: (15, STORED), 90: (1, NOTIFIED), 121: (30, STORED), 150: (2, NOTIFIED)}
+"""The step, and how many of which rows there are: before people are told of an incident, and when they have been."""
+TENSORS = 7
+PLAN = NamedPlan.of(Plan(tuple(PlanEntry(kind="grad_unreduced", tensor=f"t{n}") for n in range(TENSORS))))
+
+
+class ServiceProcess:
+    """`python -m rankscope_ingest`, which can be killed and started again."""
+
+    def __init__(self, folder: Path, port: int, *, notify: str | None = None) -> None:
+        self.store = folder / "store"
+        self.url = f"http://127.0.0.1:{port}"
+        self._config = folder / "service.toml"
+        self._log = folder / "service.log"
+        self._config.write_text(
+            f"[service]\nlisten = '127.0.0.1:{port}'\n[store]\npath = 'store'\n"
+            "[ingest]\npoll_seconds = 0.1\nflush_after_seconds = 0.3\n"
+            "[runs]\nheartbeat_seconds = 0.3\nrefused_after_seconds = 1.0\n"
+            f"[notify]\nurls = {[notify] if notify else []}\ngroup_wait_seconds = 2.0\n"
+        )
+        self.process: Started | None = None
+        self._starts = 0
+
+    def start(self) -> None:
+        """Start and wait until it says that it listens."""
+        self.process = start_module("rankscope_ingest.__main__", self._config, log=self._log)
+        self._starts += 1
+        wait_until(lambda: self.log().splitlines().count(self.url) == self._starts, seconds=90)
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(60)
+
+    def terminate(self) -> int:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=60)
+
+    def rows(self, query: str) -> list[dict]:
+        with connect(self.store) as connection:
+            return connection.query(query).to_pylist()
+
+    def has(self, count: int, query: str) -> bool:
+        return count == len(self.rows(query))
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+
+@pytest.fixture
+def make_service(tmp_path, free_port):
+    made = []
+
+    def make(**changes):
+        made.append(ServiceProcess(tmp_path, free_port, **changes))
+        return made[-1]
+
+    yield make
+    for service in made:
+        if service.process is not None and service.process.poll() is None:
+            service.kill()
+
+
+def open_channel(service, rank, *, world_size=2, launch_id="launch"):
+    identity = Identity(
+        run="r", launch_id=launch_id, rank=rank, world_size=world_size, host="h", incarnation=f"{launch_id}-{rank}"
+    )
+    channel = RankServer(
+        identity,
+        ServeConfig(ingest_url=service.url),
+        rules=(),
+        settings={},
+        planned_steps=1000,
+        on_fault=lambda where, error: None,
+        overhead=dict,
+        dropped=dict,
+        faults=lambda: 0,
+    )
+    channel.start()
+    return channel
+
+
+@pytest.fixture
+def open_channels():
+    with contextlib.ExitStack() as stack:
+
+        def open_them(service, **changes):
+            channels = [open_channel(service, rank, **changes) for rank in range(changes.get("world_size", 2))]
+            for channel in channels:
+                stack.callback(channel.close)
+            return channels
+
+        yield open_them
+
+
+def step_record(step, *events):
+    values = pa.array([float(step + n) for n in range(6 * TENSORS)], pa.float32())
+    counts = pa.array([0] * (3 * TENSORS) + [10] * TENSORS, pa.int64())
+    return StepRecord(
+        ts=time.time_ns() // 1000,
+        step=step,
+        statistics=Statistics(PLAN, values, counts),
+        scalars=(Scalar("loss", 1.0 / (step + 1)),),
+        events=events,
+    )
+
+
+def nan_event(tensor, kind="grad_unreduced"):
+    return Event(type="anomaly", severity="critical", rule="AnomalyNan", kind=kind, tensor=tensor, op="nans", value=1.0)
+
+
+def exit_event(step):
+    return Event(type="exit", details=f'{{"reason": "completed", "last_step": {step}}}')
+
+
+def wait_until(condition, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.02)
+    return found
+
+
+def finish(channels, step):
+    for channel in channels:
+        channel.publish(step_record(step, exit_event(step)))
+    with contextlib.ExitStack() as stack:
+        for channel in channels:
+            stack.callback(channel.close)
+        return [channel.drain(30) for channel in channels]
+
+
+def test_service_killed_five_times_loses_and_doubles_nothing(make_service, open_channels):
+    service = make_service()
+    service.start()
+    channels = open_channels(service)
+    chance = random.Random(7)
+    steps = 300
+    kills = sorted(chance.sample(range(20, steps - 20), 5))
+    for step in range(steps):
+        for channel in channels:
+            channel.publish(step_record(step))
+        if step in kills:
+            time.sleep(chance.uniform(0.0, 0.6))  # the moment within poll, flush and commit is left to chance
+            service.kill()
+            service.start()
+        time.sleep(0.002)
+    left = finish(channels, steps)
+    status = service.terminate()
+    key = "incarnation, seq, kind, tensor"
+    found = service.rows(
+        f"SELECT count(*) AS n, count(DISTINCT ({key})) AS keys, count(DISTINCT seq) AS seqs,"
+        " count(*) FILTER (norm = step + substr(tensor, 2)::INT) AS right FROM tensor_stats"
+    )
+
+    assert ([0, 0], 0) == (left, status)
+    expected = 2 * (steps + 1) * TENSORS
+    assert [{"n": expected, "keys": expected, "seqs": steps + 1, "right": expected}] == found
+    assert [{"n": 2 * (steps + 1)}] == service.rows("SELECT count(*) AS n FROM scalars WHERE name = 'loss'")
+    assert [] == service.rows("SELECT * FROM events WHERE type = 'gap'")
+    assert [{"state": "completed", "last_step": steps, "attempt": 0}] == service.rows(
+        "SELECT state, last_step, attempt FROM runs"
+    )
+    assert TENSORS == len(service.rows("SELECT tensor FROM tensors"))
+
+
+def test_sigterm_stores_everything_that_was_published(make_service, open_channels):
+    service = make_service()
+    service.start()
+    channels = open_channels(service)
+    wait_until(lambda: all(channel.scraped_by for channel in channels))
+    for step in range(50):
+        for channel in channels:
+            channel.publish(step_record(step))
+    status = service.terminate()
+
+    assert 0 == status
+    assert [{"n": 100}] == service.rows("SELECT count(*) AS n FROM scalars")
+    assert [49, 49] == [channel.ring.committed for channel in channels]
+
+
+def test_dead_rank_fails_the_run_and_what_was_lost_is_counted(make_service, tmp_path):
+    """A real process is killed; its last heartbeat told of records nobody had fetched yet."""
+    service = make_service()
+    service.start()
+    script = (
+        f"import sys, time; sys.path[:0] = {[str(ROOT), str(Path(__file__).parent)]!r}\n"
+        "from test_exactly_once import open_channel, step_record\n"
+        f"class Here: url = {service.url!r}\n"
+        "channel = open_channel(Here, 0, world_size=1)\n"
+        "for step in range(40):\n    channel.publish(step_record(step))\n    time.sleep(0.05)\n"
+    )
+    rank = server_of(*OF_COMMANDS).start(script, ["-c"], tmp_path / "rank.log", dict(os.environ))
+
+    def get(path):
+        with urllib.request.urlopen(service.url + path, timeout=5) as answer:
+            return json.loads(answer.read())
+
+    wait_until(lambda: [t for t in get("/api/v1/targets") if t["cursor"] >= 3])
+    rank.kill()
+    rank.wait(30)
+    killed = time.monotonic()
+    state = wait_until(lambda: [r for r in get("/api/v1/runs") if r["state"] == "failed"], seconds=60)[0]
+    took = time.monotonic() - killed
+    target = wait_until(lambda: [t for t in get("/api/v1/targets") if t["health"] == "gone"])[0]
+    service.terminate()
+    stored = service.rows("SELECT max(seq) AS last, count(*) AS n FROM scalars")[0]
+    gaps = service.rows("SELECT coalesce(sum(value), 0)::INT AS lost FROM events WHERE type = 'gap'")[0]["lost"]
+
+    assert took < 60  # what is promised; a closed port is evidence after ten seconds
+    assert "rank 0 on h vanished without a word" == state["reason"]
+    assert stored["n"] == stored["last"] + 1
+    assert target["head"] - target["cursor"] == gaps == state["records_lost"]
+    assert [{"state": "failed"}] == service.rows("SELECT state FROM runs")
+
+
+class Receiver:
+    """A real HTTP endpoint that people's messages arrive at."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict] = []
+        self.times: list[float] = []
+        self.refuse = 0
+
+    async def __aenter__(self):
+        application = web.Application()
+        application.add_routes([web.post("/", self._take)])
+        self._runner = web.AppRunner(application, access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"json://127.0.0.1:{self._runner.addresses[0][1]}/"
+        return self
+
+    async def __aexit__(self, *_):
+        await self._runner.cleanup()
+
+    async def _take(self, request):
+        if self.refuse:
+            self.refuse -= 1
+            return web.Response(status=500)
+        self.times.append(time.monotonic())
+        self.messages.append(await request.json())
+        return web.Response()
+
+
+async def test_each_incident_is_told_once_also_over_kills(make_service, open_channels):
+    """Step 60: one rank's local gradient of one tensor, then everything reduced; step 120: another tensor."""
+    async with Receiver() as receiver:
+        service = make_service(notify=receiver.url)
+        await asyncio.to_thread(service.start)
+        channels = await asyncio.to_thread(open_channels, service)
+        for step in range(180):
+            faulty = {60: "t3", 120: "t5"}.get(step)
+            if faulty:
+                receiver.refuse = 1_000_000  # nobody is told before the kill, however soon the service tries
+            for rank, channel in enumerate(channels):
+                events = [nan_event(f"t{n}", "grad_reduced") for n in range(TENSORS)] if faulty else []
+                if faulty and rank == 1:
+                    events.append(nan_event(faulty))
+                channel.publish(step_record(step, *events))
+            if step in KILLED_AT:
+                await asyncio.to_thread(wait_until, lambda moment=KILLED_AT[step]: service.has(*moment))
+                await asyncio.to_thread(service.kill)
+                await asyncio.to_thread(service.start)
+                receiver.refuse = 0
+            await asyncio.sleep(0.005)
+        left = await asyncio.to_thread(finish, channels, 180)
+        status = await asyncio.to_thread(service.terminate)
+        titles = sorted(message["title"] for message in receiver.messages)
+
+    assert ([0, 0], 0) == (left, status)
+    assert [
+        "[critical] r: AnomalyNan in grad_unreduced of t3, rank 1, step 60",
+        "[critical] r: AnomalyNan in grad_unreduced of t5, rank 1, step 120",
+    ] == titles
+    keys = [message["message"].partition("incident: ")[2][:16] for message in receiver.messages]
+    assert 2 == len(set(keys))
+
+
+async def test_message_arrives_within_two_seconds_although_polls_are_far_apart(
+    tmp_path, start_service, fake_rank, eventually
+):
+    async with Receiver() as receiver, fake_rank() as rank:
+        changes = {"ingest.poll_seconds": 30.0, "ingest.flush_after_seconds": 60.0, "notify.group_wait_seconds": 1.0}
+        async with start_service(**changes, **{"notify.urls": [receiver.url]}) as service:
+            await rank.register(service.url)
+            await eventually(service.targets)
+            rank.publish(events=[{"type": "anomaly", "severity": "critical", "rule": "AnomalyNan", "tensor": "w"}])
+            begun = time.monotonic()
+            async with aiohttp.ClientSession() as session:
+                await session.post(f"{service.url}/api/v1/poke", json={"incarnation": rank.registration.incarnation})
+            await eventually(lambda: receiver.messages)
+
+    assert receiver.times[0] - begun < 2.0
+
+
+async def test_refusing_receiver_is_tried_again_and_then_told_once(start_service, fake_rank, eventually):
+    async with Receiver() as receiver, fake_rank() as rank:
+        receiver.refuse = 2
+        async with start_service(**{"notify.urls": [receiver.url]}) as service:
+            await rank.register(service.url)
+            rank.publish(events=[{"type": "anomaly", "severity": "warning", "rule": "AnomalyTurbulence"}])
+            await eventually(lambda: receiver.messages)
+    states = service.rows("SELECT details->>'$.state' AS state FROM events WHERE type = 'incident' ORDER BY ordinal")
+
+    assert 1 == len(receiver.messages)
+    assert ["opened", "notified"] == [row["state"] for row in states][:2]
+
+
+async def test_failed_run_is_told_once(start_service, fake_rank, eventually):
+    async with Receiver() as receiver, fake_rank() as rank:
+        rank.publish_steps(3)
+        details = '{"reason": "exception", "last_step": 2, "error": "boom"}'
+        rank.publish(events=[{"type": "exit", "severity": "critical", "details": details}])
+        for _ in range(2):
+            async with start_service(**{"notify.urls": [receiver.url]}) as service:
+                await rank.register(service.url)
+                polls = len(rank.polls)
+                await eventually(lambda polls=polls: len(rank.polls) > polls + 3)
+                await eventually(lambda: receiver.messages)
+                state = await service.run_state()
+
+    assert ["[critical] r: RunFailed, rank 0, step 3"] == [message["title"] for message in receiver.messages]
+    assert "said: rank 0: boom" in receiver.messages[0]["message"]
+    assert 3 == state["step"]
+
+
+@pytest.mark.parametrize("mode", ["alertmanager", "grafana", "off"])
+async def test_other_modes_send_nothing_but_keep_the_incident(start_service, fake_rank, eventually, mode):
+    async with Receiver() as receiver, fake_rank() as rank:
+        async with start_service(**{"notify.urls": [receiver.url], "notify.mode": mode}) as service:
+            await rank.register(service.url)
+            rank.publish(events=[{"type": "anomaly", "severity": "warning", "rule": "AnomalyTurbulence"}])
+            rows = "SELECT DISTINCT rule FROM events WHERE type = 'incident'"
+            await eventually(lambda: service.rows(rows))
+
+        assert [] == receiver.messages

@@ -1,0 +1,278 @@
+"""What happens when the store does not take the rows: they are kept, tried again, and never stored twice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+import pytest
+
+from rankscope_ingest.pipeline.batcher import Batcher
+from rankscope_ingest.pipeline.flusher import Flusher
+from rankscope_storage.base.errors import ShardLostError, StoreError
+from rankscope_storage.log.delta import Log
+
+
+@dataclass
+class Stored:
+    rows: dict
+    seconds: float = 0.0
+
+
+@dataclass
+class ListAppender:
+    """A store that is a list; it refuses as often as told."""
+
+    refuse: list[Exception] = field(default_factory=list)
+    values: list[int] = field(default_factory=list)
+    watermarks: list[dict] = field(default_factory=list)
+    slow_seconds: float = 0.0
+
+    def append(self, batch):
+        time.sleep(self.slow_seconds)
+        if self.refuse:
+            raise self.refuse.pop(0)
+        self.values += batch.tables["scalars"]["x"].to_pylist() if "scalars" in batch.tables else []
+        self.watermarks.append(dict(batch.watermarks))
+        return Stored({name: table.num_rows for name, table in batch.tables.items()})
+
+    def watermark(self, incarnation):
+        return -1
+
+
+@contextlib.asynccontextmanager
+async def flushing(appender, **changes):
+    batcher = Batcher(**({"flush_rows": 1000, "flush_after_seconds": 1000.0, "max_pending_rows": 1000} | changes))
+    commits = []
+    flusher = Flusher(
+        appender,
+        batcher,
+        on_commit=lambda batch, commit: commits.append(dict(batch.watermarks)),
+        clock=time.monotonic,
+        retry_seconds=(0.05,),
+    )
+    task = asyncio.create_task(flusher.run())
+    try:
+        yield batcher, flusher, commits, task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def add(batcher, *values):
+    batcher.add({"scalars": pa.table({"x": list(values)})}, time.monotonic(), watermarks={"a": values[-1]})
+
+
+async def test_commit_now_returns_when_everything_gathered_is_stored():
+    appender = ListAppender()
+    async with flushing(appender) as (batcher, flusher, commits, _):
+        await flusher.commit_now()
+        add(batcher, 1, 2)
+        await flusher.commit_now()
+
+    assert ([1, 2], [{"a": 2}], 0) == (appender.values, commits, batcher.pending_rows)
+
+
+async def test_commit_now_also_waits_for_what_is_in_flight():
+    appender = ListAppender(slow_seconds=0.2)
+    async with flushing(appender) as (batcher, flusher, _, _):
+        add(batcher, 1)
+        batcher.want_flush()
+        await asyncio.sleep(0.05)
+        assert batcher.is_empty
+        await flusher.commit_now()
+
+        assert [1] == appender.values
+
+
+async def test_commit_now_does_not_wait_for_what_came_after_it():
+    appender = ListAppender(slow_seconds=0.2)
+    async with flushing(appender) as (batcher, flusher, _, _):
+        add(batcher, 1)
+        batcher.want_flush()
+        await asyncio.sleep(0.05)
+        waiting = asyncio.create_task(flusher.commit_now())
+        await asyncio.sleep(0.05)
+        add(batcher, 2)
+        await asyncio.wait_for(waiting, 5)
+
+        assert ([1], 1) == (appender.values, batcher.pending_rows)
+
+
+@pytest.mark.parametrize("changes", [{"flush_rows": 2}, {"flush_after_seconds": 0.1}])
+async def test_batch_that_is_full_or_old_is_stored_though_nobody_asks_for_it(changes, eventually):
+    appender = ListAppender()
+    async with flushing(appender, **changes) as (batcher, _, _, _):
+        await asyncio.sleep(0.05)  # it waits already, for it knows not what
+        add(batcher, 1)
+        add(batcher, 2)
+        await eventually(lambda: [1, 2] == appender.values)
+
+
+async def test_refused_rows_are_kept_told_of_and_stored_once_the_store_is_well(eventually):
+    appender = ListAppender(refuse=[StoreError("disk full"), StoreError("disk full")])
+    async with flushing(appender) as (batcher, flusher, commits, _):
+        add(batcher, 1)
+        waiting = asyncio.create_task(flusher.commit_now())
+        await eventually(lambda: flusher.trouble)
+        trouble = flusher.trouble
+        add(batcher, 2)
+        await waiting
+        await flusher.commit_now()
+
+    assert "the store takes nothing: disk full" == trouble
+    assert ([1, 2], None) == (sorted(appender.values), flusher.trouble)
+    assert {"a": 2} == commits[-1]
+
+
+async def test_batch_that_is_full_while_another_waits_to_be_tried_again_follows_it_at_once(eventually):
+    appender = ListAppender(refuse=[StoreError("disk full")])
+    async with flushing(appender, flush_rows=2) as (batcher, flusher, _, _):
+        add(batcher, 1)
+        batcher.want_flush()
+        await eventually(lambda: flusher.trouble)
+        add(batcher, 2)
+        add(batcher, 3)
+        await eventually(lambda: [1, 2, 3] == appender.values)
+
+
+async def test_batch_that_failed_comes_again_as_the_very_same_before_what_came_since(eventually):
+    """The store looks up what became of a commit without an answer only for the batch it knows."""
+    appender = ListAppender(refuse=[StoreError("no answer"), StoreError("no answer")])
+    seen = []
+    genuine = appender.append
+    appender.append = lambda batch: seen.append(batch) or genuine(batch)
+    async with flushing(appender) as (batcher, flusher, commits, _):
+        add(batcher, 1)
+        waiting = asyncio.create_task(flusher.commit_now())
+        await eventually(lambda: flusher.trouble)
+        add(batcher, 2)
+        held = batcher.pending_rows
+        await waiting
+        await flusher.commit_now()
+
+    assert ([1, 2], [{"a": 1}, {"a": 2}], 2, 0) == (appender.values, commits, held, batcher.pending_rows)
+    assert [True, True, False] == [batch is seen[0] for batch in seen[1:]]
+
+
+async def test_rows_without_seq_are_stored_once_though_their_commit_had_no_answer(
+    start_service, fake_rank, eventually, monkeypatch
+):
+    """Every commit lands and the first answer to each is lost. Launches, incidents, versions of a run have no seq."""
+    genuine, answered = Log.commit, []
+
+    def unanswered(log, change):
+        version = genuine(log, change)
+        answered.append(version)
+        if len(answered) % 2:
+            raise StoreError("the disk hiccuped")
+        return version
+
+    async with fake_rank() as rank, start_service() as service:
+        monkeypatch.setattr(Log, "commit", unanswered)
+        await rank.register(service.url)
+        rank.publish(
+            scalars=[{"name": "loss", "value": 1.0}],
+            events=[{"type": "anomaly", "severity": "critical", "rule": "AnomalyNan", "tensor": "w"}],
+        )
+        await eventually(lambda: rank.committed == 0)
+        await eventually(lambda: service.rows("SELECT 1 FROM events WHERE type = 'incident'"))
+    monkeypatch.undo()
+
+    for dataset in ("events", "runs_history", "attempts_history", "scalars"):
+        doubled = f"SELECT ordinal FROM {dataset} GROUP BY ALL HAVING count(*) > 1"
+        assert (dataset, []) == (dataset, service.rows(doubled))
+    assert [{"n": 1}] == service.rows("SELECT count(*) AS n FROM events WHERE type = 'launch'")
+    assert len(answered) > 1
+
+
+async def test_lost_shard_ends_the_flusher_with_its_words():
+    async with flushing(ListAppender(refuse=[ShardLostError("taken over by process 7")])) as (
+        batcher,
+        flusher,
+        _,
+        task,
+    ):
+        add(batcher, 1)
+        waiting = asyncio.create_task(flusher.commit_now())
+        with pytest.raises(ShardLostError, match="taken over by process 7"):
+            await task
+        waiting.cancel()
+
+
+async def test_unwritable_store_slows_the_pulls_and_loses_nothing(start_service, fake_rank, eventually):
+    """The folder that new files go to is taken away for a while, as by a full or broken disk."""
+    changes = {"ingest.flush_rows": 10, "ingest.max_pending_rows": 20}
+    async with fake_rank() as rank, start_service(**changes) as service:
+        rank.max_rows = 5
+        await rank.register(service.url)
+        rank.publish_steps(5)
+        await eventually(lambda: rank.committed == 4)
+        staging = service.store / "_staging"
+        for leftover in staging.iterdir():
+            leftover.unlink()
+        staging.rmdir()
+        staging.write_text("in the way")
+        rank.publish_steps(100)
+
+        async def degraded():
+            status, text = await service.get("/healthz")
+            return text if (status == 503 and "pulling waits" in text) or "takes nothing" in text else None
+
+        await eventually(degraded)
+        await eventually(lambda: service.snapshots and service.snapshots[-1].rows_pending >= 20)
+        held_back = (await service.targets())[0]["cursor"]
+        staging.unlink()
+        staging.mkdir()
+        await eventually(lambda: rank.committed == 104)
+        health = await service.get("/healthz")
+
+    assert held_back < 60
+    assert (200, '{"status": "ok"}') == health
+    assert [{"n": 105, "seqs": 105}] == service.rows("SELECT count(*) AS n, count(DISTINCT seq) AS seqs FROM scalars")
+
+
+async def test_second_service_on_one_store_is_refused_and_the_first_goes_on(start_service, fake_rank, eventually):
+    from rankscope_storage.base.errors import ClaimError
+
+    async with fake_rank() as rank, start_service() as service:
+        with pytest.raises(ClaimError, match="process"):
+            async with start_service():
+                pass
+        await rank.register(service.url)
+        rank.publish_steps(1)
+        await eventually(lambda: rank.committed == 0)
+
+
+async def test_taken_port_is_told_with_the_setting(start_service):
+    from rankscope_ingest.base.errors import ServiceError
+
+    async with start_service() as service:
+        address = service.url.removeprefix("http://")
+    async with asyncio.timeout(10):
+        server = await asyncio.start_server(lambda *_: None, *address.split(":"))
+        async with server:
+            with pytest.raises(ServiceError, match=rf"cannot listen at {address}.*\[service\] listen"):
+                async with start_service(**{"service.listen": address}):
+                    pass
+
+
+@pytest.mark.parametrize("fault", [pa.ArrowInvalid("offset overflow"), KeyError("run"), MemoryError()])
+async def test_fault_that_nobody_thought_of_ends_nothing_and_neither_loses_nor_doubles_rows(fault, eventually):
+    appender = ListAppender(refuse=[fault])
+    async with flushing(appender) as (batcher, flusher, commits, task):
+        add(batcher, 1, 2)
+        waiting = asyncio.create_task(flusher.commit_now())
+        await eventually(lambda: flusher.trouble)
+        trouble = flusher.trouble
+        await waiting
+        add(batcher, 3)
+        await flusher.commit_now()
+        is_over = task.done()
+
+    assert type(fault).__name__ in trouble
+    assert ([1, 2, 3], None, False) == (appender.values, flusher.trouble, is_over)
+    assert ([{"a": 2}, {"a": 3}], 0) == (commits, batcher.pending_rows)

@@ -1,0 +1,208 @@
+"""The store's upkeep: what is due when, and that none of it is in the way of another."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import itertools
+import os
+import sys
+import threading
+
+import pyarrow as pa
+import pytest
+
+from rankscope_ingest.base.config_file import load_config
+from rankscope_ingest.base.errors import ConfigError
+from rankscope_ingest.pipeline import maintenance_schedule
+from rankscope_ingest.pipeline.maintenance_schedule import (
+    COMPACT_EVERY_COMMITS,
+    FIRST_RETENTION_SECONDS,
+    MAINTAIN_SECONDS,
+    MaintenanceSchedule,
+    retention_job,
+)
+from rankscope_storage.api.store import Batch
+from rankscope_storage.api.store import Store as StoreFolder
+from rankscope_storage.base.schema import dataset_schema
+from rankscope_storage.connection import connect
+from rankscope_storage.maintenance.compaction import CompactionReport
+from rankscope_storage.maintenance.retention import Retention, RetentionReport
+
+EVERY = 600.0
+
+
+class Store:
+    """Says what was done to it."""
+
+    def __init__(self, left: list[int] | None = None) -> None:
+        self.done: list[str] = []
+        self.left = left or []
+        self.refused = 0
+
+    def compact(self) -> CompactionReport:
+        self.done.append("compact")
+        return CompactionReport(refused=self.refused)
+
+    def maintain(self) -> None:
+        self.done.append("maintain")
+
+    def retain(self) -> RetentionReport:
+        self.done.append("retain")
+        return RetentionReport(left=self.left.pop(0) if self.left else 0)
+
+
+def turns(store: Store) -> MaintenanceSchedule:
+    return MaintenanceSchedule(store, 0.0, retain=store.retain, retain_seconds=EVERY)
+
+
+def done(store: Store, due: MaintenanceSchedule, now: float, commits: int = 0) -> list[str]:
+    store.done.clear()
+    for work in due.due(now, commits):
+        work()
+    return store.done.copy()
+
+
+def test_compaction_goes_by_commits_and_the_others_by_the_clock():
+    store = Store()
+    due = turns(store)
+
+    assert [] == done(store, due, 1.0, COMPACT_EVERY_COMMITS - 1)
+    assert ["compact"] == done(store, due, 2.0, COMPACT_EVERY_COMMITS)
+    assert [] == done(store, due, 3.0, 2 * COMPACT_EVERY_COMMITS - 1)
+    assert ["retain"] == done(store, due, FIRST_RETENTION_SECONDS)
+    assert [] == done(store, due, FIRST_RETENTION_SECONDS + EVERY - 1)
+    assert ["compact", "maintain", "retain"] == done(store, due, MAINTAIN_SECONDS, 2 * COMPACT_EVERY_COMMITS)
+
+
+def test_what_makes_no_more_commits_is_merged_by_the_clock():
+    store = Store()
+
+    assert ["compact", "maintain"] == done(store, turns(store), MAINTAIN_SECONDS)[:2]
+
+
+def test_who_lost_against_another_compaction_says_so(caplog):
+    store = Store()
+    store.refused = 1
+    with caplog.at_level("INFO"):
+        done(store, turns(store), MAINTAIN_SECONDS)
+
+    assert ["another compaction is at work on the store: what is left to merge is left to it"] == caplog.messages
+
+
+def test_what_is_left_of_retention_goes_on_at_once_behind_what_else_is_due():
+    store = Store(left=[2, 1, 0])
+    due = turns(store)
+
+    assert ["retain"] == done(store, due, FIRST_RETENTION_SECONDS)
+    assert ["compact", "retain"] == done(store, due, FIRST_RETENTION_SECONDS + 1, COMPACT_EVERY_COMMITS)
+    assert ["retain"] == done(store, due, FIRST_RETENTION_SECONDS + 2, COMPACT_EVERY_COMMITS)
+    assert [] == done(store, due, FIRST_RETENTION_SECONDS + 3, COMPACT_EVERY_COMMITS)
+
+
+def test_what_fails_is_not_tried_again_every_second():
+    store = Store()
+    due = turns(store)
+    works = due.due(FIRST_RETENTION_SECONDS, 0)
+    assert store.retain.__name__ in next(works).__name__  # and fails: nothing more is heard of it
+
+    assert [] == done(store, due, FIRST_RETENTION_SECONDS + 1)
+    assert ["retain"] == done(store, due, FIRST_RETENTION_SECONDS + EVERY)
+
+
+def configured(tmp_path, text: str):
+    path = tmp_path / "service.toml"
+    path.write_text(f'[store]\npath = "history"\n{text}')
+    return load_config(path)
+
+
+def test_nothing_ever_goes_unless_days_are_given(tmp_path):
+    assert None is retention_job(configured(tmp_path, ""))
+    assert None is not retention_job(configured(tmp_path, "[retention]\nsamples_days = 30"))
+
+
+def test_of_services_that_share_a_store_the_first_lets_rows_go(tmp_path):
+    text = 'shard = "{}/2"\n[retention]\nraw_days = 30'
+
+    assert [False, True] == [retention_job(configured(tmp_path, text.format(number))) is None for number in (0, 1)]
+
+
+def test_days_reach_the_store(tmp_path):
+    config = configured(tmp_path, "[retention]\nraw_days = 30\nscalars_days = 365.5\nrollup_days = 730")
+
+    assert Retention(raw_days=30, scalars_days=365.5, rollup_days=730) == config.retention.policy
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("raw_days = 0", "retention.raw_days: Input should be greater than 0"),
+        ("raw_days = 30\nrollup_days = 7", "rollup_days (7) counts from when a row was measured"),
+        ("rollups_days = 7", "did you mean rollup_days?"),
+    ],
+)
+def test_days_that_make_no_sense_are_refused(tmp_path, text, said):
+    with pytest.raises(ConfigError) as error:
+        configured(tmp_path, f"[retention]\n{text}")
+
+    assert said in str(error.value)
+
+
+async def test_what_is_too_old_is_rolled_up_beside_a_service_that_appends(tmp_path, monkeypatch):
+    monkeypatch.setattr(maintenance_schedule, "_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(maintenance_schedule, "FIRST_RETENTION_SECONDS", 0.0)
+    config = configured(tmp_path, "[retention]\nraw_days = 30\nscalars_days = 30")
+    now = dt.datetime.now(dt.UTC)
+    with StoreFolder.open(config.store.path, create=True).claim(owner="service") as writer:
+        for dataset, names in (("tensor_stats", {"kind": "k", "tensor": "t"}), ("scalars", {"name": "loss"})):
+            rows = [
+                {"run": "r", "step": step, "ts": now - dt.timedelta(days=90 - step / 10), **names}
+                for step in range(900)  # ten a day, until now
+            ]
+            table = pa.Table.from_pylist(rows, schema=dataset_schema(dataset))
+            writer.append(Batch(tables={dataset: table}, watermarks={}))
+        upkeep = asyncio.create_task(
+            maintenance_schedule.run_maintenance(writer, lambda: 0, retain=retention_job(config), retain_seconds=3600)
+        )
+        try:
+            while (found := tiers(config.store.path)) != expected_tiers():
+                assert not upkeep.done(), found
+                await asyncio.sleep(0.05)
+        finally:
+            upkeep.cancel()
+
+
+def expected_tiers() -> dict[str, tuple[int, int]]:
+    """Sixty days of ten steps are over, and hundreds are not parted: rows by view and tier."""
+    return {"tensor_timeline": (300, 600), "scalar_timeline": (300, 600)}
+
+
+def tiers(root: str) -> dict[str, tuple[int, int]]:
+    question = "SELECT sum(rows) FILTER (tier = 'raw')::BIGINT, coalesce(sum(rows) FILTER (tier = 'rollup'), 0)::BIGINT"
+    with connect(root) as connection:
+        return {
+            view: connection.sql(f"{question} FROM {view}").fetchall()[0]
+            for view in ("tensor_timeline", "scalar_timeline")
+        }
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no niceness of its own")
+async def test_upkeep_stands_back_behind_whatever_brings_records_in(monkeypatch):
+    monkeypatch.setattr(maintenance_schedule, "_CHECK_SECONDS", 0.01)
+    seen = []
+
+    class Watched(Store):
+        def compact(self) -> CompactionReport:
+            seen.append((threading.get_ident(), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+            return super().compact()
+
+    commits = itertools.count(COMPACT_EVERY_COMMITS, COMPACT_EVERY_COMMITS)
+    keeping = asyncio.create_task(maintenance_schedule.run_maintenance(Watched(), lambda: next(commits)))
+    async with asyncio.timeout(5):
+        while len(seen) < 3:  # noqa: ASYNC110 - nobody tells when
+            await asyncio.sleep(0.01)
+    keeping.cancel()
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    assert {min(own + 10, 19)} == {niceness for _, niceness in seen}
+    assert 1 == len({thread for thread, _ in seen})

@@ -1,0 +1,139 @@
+"""Rows that can never be stored are set aside and told of, and all others are stored: nothing waits behind them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import time
+
+import pyarrow as pa
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.properties import examples
+
+from rankscope_ingest.pipeline.batcher import Batcher, PendingBatch
+from rankscope_ingest.pipeline.quarantine import FOLDER, Quarantine, halves, parts
+from rankscope_ingest.reporting.rows import Stamp
+from rankscope_storage.api.store import Store
+from rankscope_storage.base.errors import BatchError
+from rankscope_storage.writer.writer import Writer
+
+
+def poisoned(monkeypatch, is_bad):
+    """Have the store refuse batches that hold a bad value of loss, as it would rows that do not fit its columns."""
+    genuine = Writer.append
+
+    def append(writer, batch):
+        table = batch.tables.get("scalars")
+        if table is not None and any(map(is_bad, table["value"].to_pylist())):
+            raise BatchError("scalars.value must be float64")
+        return genuine(writer, batch)
+
+    monkeypatch.setattr(Writer, "append", append)
+
+
+def told(service) -> list[dict]:
+    return service.rows("SELECT run, rank, message, details FROM events WHERE type = 'fault'")
+
+
+async def test_what_can_never_be_stored_is_set_aside_and_all_others_are_stored_once(
+    start_service, fake_rank, eventually, monkeypatch
+):
+    poisoned(monkeypatch, lambda value: value == 13.0)
+    async with (
+        fake_rank(rank=0, world_size=2) as good,
+        fake_rank(rank=1, world_size=2) as bad,
+        start_service() as service,
+    ):
+        for rank in (good, bad):
+            await rank.register(service.url)
+        for step in range(20):
+            good.publish(step=step, scalars=[{"name": "loss", "value": 1.0}])
+            bad.publish(step=step, scalars=[{"name": "loss", "value": float(step)}])
+        await eventually(lambda: (good.committed, bad.committed) == (19, 19))
+        bad.publish(step=20, scalars=[{"name": "loss", "value": 20.0}])  # it goes on behind them
+        await eventually(lambda: bad.committed == 20)
+        _, page = await service.get("/metrics")
+    monkeypatch.undo()
+
+    stored = service.rows("SELECT rank, step FROM scalars WHERE name = 'loss' ORDER BY ALL")
+    (event,) = told(service)
+    details = json.loads(event["details"])
+    folders = list((service.store / FOLDER).iterdir())
+    kept = pa.ipc.open_file(folders[0] / "scalars.arrow").read_all()
+    assert [{"rank": 0, "step": step} for step in range(20)] == [row for row in stored if row["rank"] == 0]
+    of_bad = [row["step"] for row in stored if row["rank"] == 1]
+    assert list(range(21)) == sorted(of_bad + kept["step"].to_pylist())
+    assert 13.0 in kept["value"].to_pylist()
+    assert ("run", 1, [details["folder"]]) == ("run", event["rank"], [str(folder) for folder in folders])
+    assert f"rankscope_ingest_rows_set_aside_total {float(details['rows'])}" in page
+    assert "scalars.value must be float64" == json.loads((folders[0] / "why.json").read_text())["error"]
+
+
+async def test_what_cannot_even_become_rows_is_kept_as_it_came(start_service, fake_rank, eventually, monkeypatch):
+    genuine = PendingBatch.tables
+
+    def tables(batch):
+        if any(body.context.rank == 1 for body in batch.bodies):
+            raise KeyError("a column that nobody thought of")
+        return genuine(batch)
+
+    monkeypatch.setattr(PendingBatch, "tables", tables)
+    async with (
+        fake_rank(rank=0, world_size=2) as good,
+        fake_rank(rank=1, world_size=2) as bad,
+        start_service() as service,
+    ):
+        for rank in (good, bad):
+            await rank.register(service.url)
+            rank.publish(scalars=[{"name": "loss", "value": 1.0}])
+        await eventually(lambda: (good.committed, bad.committed) == (0, 0))
+    monkeypatch.undo()
+    (kept,) = (service.store / FOLDER).glob("*/as_it_came.pickle")
+
+    assert [1.0] == pickle.loads(kept.read_bytes()).tables()["scalars"]["value"].to_pylist()
+    assert [{"rank": 0}] == service.rows("SELECT rank FROM scalars WHERE name = 'loss'")
+    assert ["KeyError" in event["message"] for event in told(service)] == [True]
+
+
+def test_what_is_set_aside_outlives_every_clean_up_of_the_store(tmp_path):
+    with Store.open(tmp_path / "store", create=True).claim(owner="test") as writer:
+        quarantine = Quarantine(tmp_path / "store", stamp=lambda: Stamp(0, 0), count=lambda rows: None)
+        table = pa.table({"incarnation": ["a"], "seq": [0], "value": ["no number"]})
+        folder = quarantine.keep(PendingBatch(pieces={"scalars": (table,)}, watermarks={"a": 0}, rows=1), "why")
+        kept = sorted(folder.iterdir())
+        for path in (*kept, folder, folder.parent):
+            os.utime(path, (0, 0))
+        report = writer.maintain()
+
+    assert ["scalars.arrow", "why.json"] == [path.name for path in kept]
+    assert (kept, 0, 0) == (sorted(folder.iterdir()), report.data_files, report.staged_files)
+
+
+NAMES = st.sampled_from(["a", "b", None])
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(st.lists(st.tuples(NAMES, st.integers(0, 9) | st.none()), max_size=12), st.integers(0, 9), st.integers(0, 9))
+def test_parts_are_the_whole_in_an_order_that_the_store_takes(rows, last_of_a, last_of_b):
+    """Each row once; a row with a seq in a part whose watermark covers it."""
+    lasts = {"a": last_of_a, "b": last_of_b}
+    rows = [(name, None if seq is None else min(seq, lasts.get(name, seq)), n) for n, (name, seq) in enumerate(rows)]
+    batcher = Batcher(flush_rows=1, flush_after_seconds=1.0, max_pending_rows=100)
+    for name, seq, number in rows:
+        columns = {"incarnation": pa.array([name], pa.string()), "seq": pa.array([seq], pa.int64()), "n": [number]}
+        batcher.add({"events": pa.table(columns)}, time.monotonic())
+    batcher.add({}, time.monotonic(), watermarks=lasts)
+    batch = batcher.take()
+    tables = [(part, table) for part in parts(batch) for table in part.pieces.get("events", ())]
+    found = [(part, row) for part, table in tables for row in table.to_pylist()]
+
+    assert list(range(len(rows))) == sorted(row["n"] for _, row in found)
+    assert batch.rows == sum(part.rows for part in parts(batch))
+    for part, row in found:
+        if row["incarnation"] is not None and row["seq"] is not None:
+            assert row["seq"] <= part.watermarks[row["incarnation"]]
+    if (pair := halves(batch)) is not None:
+        assert batch.rows == sum(half.rows for half in pair)
+        assert batch.watermarks == pair[0].watermarks | pair[1].watermarks

@@ -1,0 +1,347 @@
+"""Bodies become rows: every number, null, NaN and name arrives where it belongs, and broken bodies are not taken."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.properties import examples
+
+from rankscope_contract.fields import arrow_schema
+from rankscope_contract.records import (
+    DATASETS,
+    NESTED,
+    WIRE_COUNT_OPS,
+    WIRE_FIELDS,
+    WIRE_METADATA,
+    WIRE_VALUE_OPS,
+    Plan,
+    PlanEntry,
+)
+from rankscope_ingest.base.errors import DecodeError
+from rankscope_ingest.record_channel.arrow_guard import END_OF_STREAM, inflated_bytes, open_stream
+from rankscope_ingest.record_channel.decode import decode
+from rankscope_ingest.record_channel.plans import PlanCache
+from rankscope_ingest.record_channel.validate import RowContext, check, plan_ids
+
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+FLOATS = st.none() | st.floats(width=32, allow_nan=False)
+COUNTS = st.integers(0, 1 << 62)
+TEXT = st.text(max_size=8)
+NUMBER = st.none() | st.floats()
+SMALL = st.none() | st.integers(-(1 << 31), (1 << 31) - 1)
+CONTEXT = {"run": "../ru'n=1 学", "attempt": 2, "rank": 3, "incarnation": "abc"}
+
+entries = st.builds(
+    PlanEntry,
+    kind=TEXT,
+    tensor=TEXT,
+    index=SMALL,
+    vpp_stage=SMALL,
+    micro_step=SMALL,
+    call_seq=st.none() | st.integers(0, 1 << 40),
+    placement=st.sampled_from(["full", "shard"]),
+    shard_group=st.none() | TEXT,
+)
+plans = st.lists(entries, max_size=4).map(lambda chosen: Plan(tuple(chosen)))
+scalars = st.fixed_dictionaries({"name": TEXT, "value": NUMBER, "unit": st.none() | TEXT, "labels": st.none() | TEXT})
+events = st.fixed_dictionaries(
+    {
+        "type": TEXT,
+        "tensor": st.none() | TEXT,
+        "value": NUMBER,
+        "vpp_stage": SMALL,
+        "micro_step": SMALL,
+        "message": st.none() | TEXT,
+    }
+)
+histograms = st.fixed_dictionaries(
+    {"kind": TEXT, "tensor": TEXT, "scheme": TEXT, "counts": st.none() | st.lists(st.integers(0, 9), max_size=3)}
+)
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[Plan]]:
+    """Return the records of one body, in order of seq and with holes, and the plans they use."""
+    known = draw(st.lists(plans, min_size=1, max_size=2, unique_by=lambda plan: plan.hash))
+    records, seq = [], -1
+    for _ in range(draw(st.integers(1, 5))):
+        seq += draw(st.integers(1, 3))
+        record: dict[str, Any] = {
+            "seq": seq,
+            "step": draw(st.none() | st.integers(0, 1 << 40)),
+            "micro_step": draw(st.none() | st.integers(0, 100)),
+            "ts": draw(st.integers(0, 1 << 50)),
+            "scalars": draw(st.none() | st.lists(scalars, max_size=3)),
+            "events": draw(st.none() | st.lists(events, max_size=2)),
+            "histograms": draw(st.none() | st.lists(histograms, max_size=2)),
+        }
+        plan = draw(st.none() | st.sampled_from(known))
+        if plan is not None:
+            size = len(plan.entries)
+            present = draw(st.lists(st.booleans(), min_size=size, max_size=size))
+            record["plan"] = plan.hash
+            record["values"] = draw(
+                st.lists(FLOATS, min_size=size * len(WIRE_VALUE_OPS), max_size=size * len(WIRE_VALUE_OPS))
+            )
+            record["counts"] = [draw(COUNTS) if here else None for _ in WIRE_COUNT_OPS for here in present]
+        records.append(record)
+    return records, known
+
+
+def slow_rows(records: list[dict[str, Any]], known: list[Plan], first_ordinal: int) -> dict[str, list[dict[str, Any]]]:
+    """Decode one value at a time, in plain Python, straight from the meaning of the fields."""
+    by_hash = {plan.hash: plan for plan in known}
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for position, record in enumerate(records):
+        common = CONTEXT | {
+            "seq": record["seq"],
+            "ordinal": first_ordinal + position,
+            "step": record["step"],
+            "micro_step": record["micro_step"],
+            "ts": EPOCH + timedelta(microseconds=record["ts"]),
+            "ts_origin": "rank",
+        }
+        if record.get("plan") is not None:
+            plan = by_hash[record["plan"]].entries
+            for at, entry in enumerate(plan):
+                if record["counts"][at] is None:
+                    continue
+                row = dict.fromkeys(field.name for field in DATASETS["tensor_stats"]) | common
+                for name in ("kind", "tensor", "index", "vpp_stage", "call_seq", "placement", "shard_group"):
+                    row[name] = getattr(entry, name)
+                row |= {} if entry.micro_step is None else {"micro_step": entry.micro_step}
+                row |= {op: record["values"][n * len(plan) + at] for n, op in enumerate(WIRE_VALUE_OPS)}
+                row |= {op: record["counts"][n * len(plan) + at] for n, op in enumerate(WIRE_COUNT_OPS)}
+                rows.setdefault("tensor_stats", []).append(row)
+        for dataset in NESTED:
+            for item in record.get(dataset) or ():
+                row = dict.fromkeys(field.name for field in DATASETS[dataset]) | common | item
+                row |= {"micro_step": common["micro_step"]} if item.get("micro_step") is None else {}
+                rows.setdefault(dataset, []).append(row)
+    return rows
+
+
+def comparable(rows: list[dict[str, Any]]) -> list[str]:
+    """Return rows as sorted text, in which NaN equals NaN and differs from None."""
+    return sorted(repr(sorted((row | {"ts": row["ts"].astimezone(UTC)}).items())) for row in rows)
+
+
+def cache_of(known: list[Plan]) -> PlanCache:
+    cache = PlanCache()
+    for plan in known:
+        cache.add(plan.hash, plan.to_json())
+    return cache
+
+
+def checked(body: bytes, known: list[Plan], *, after: int = -1, first_ordinal: int = 100) -> Any:
+    wire = open_stream(body)
+    cache = cache_of(known)
+    named = {plan_id: cache.get(plan_id) for plan_id in plan_ids(wire)}
+    return check(wire, named, RowContext(**CONTEXT), after=after, first_ordinal=first_ordinal)  # type: ignore[arg-type]
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(bodies())
+def test_rows_equal_those_of_a_plain_decoder(encode_all, body):
+    records, known = body
+    result = checked(encode_all(records), known)
+    expected = slow_rows(records, known, 100)
+
+    tables = decode([result])
+
+    assert expected.keys() == tables.keys()
+    for dataset, rows in expected.items():
+        assert comparable(rows) == comparable(tables[dataset].to_pylist())
+    assert sum(map(len, expected.values())) == result.rows
+
+
+@settings(max_examples=examples(50), deadline=None)
+@given(bodies())
+def test_every_seq_is_either_delivered_or_reported_missing(encode_all, body):
+    records, known = body
+    result = checked(encode_all(records), known)
+    missing = {seq for first, last in result.missing for seq in range(first, last + 1)}
+    delivered = {record["seq"] for record in records}
+
+    assert set(range(result.last + 1)) == missing | delivered
+    assert set() == missing & delivered
+
+
+@pytest.fixture(scope="module")
+def encode_all():
+    from_pylist = arrow_schema(pa, WIRE_FIELDS, WIRE_METADATA)
+
+    def encode(records: list[dict[str, Any]]) -> bytes:
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, from_pylist, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
+            writer.write_table(pa.Table.from_pylist(records, schema=from_pylist), max_chunksize=2)
+        return sink.getvalue().to_pybytes()
+
+    return encode
+
+
+def test_nan_infinity_null_and_zero_stay_four_things(encode):
+    plan = Plan((PlanEntry(kind="grad_reduced", tensor="w"),))
+    values = [0.0, None, math.inf, -0.0, None, 1.5]
+    scalar_values = [math.nan, math.inf, -math.inf, 0.0, None]
+    record = {
+        "seq": 0,
+        "ts": 0,
+        "plan": plan.hash,
+        "values": values,
+        "counts": [0, 0, 1, 1],
+        "scalars": [{"name": str(n), "value": value} for n, value in enumerate(scalar_values)],
+    }
+    tables = decode([checked(encode([record]), [plan])])
+    row = tables["tensor_stats"].to_pylist()[0]
+
+    assert values == [row[op] for op in WIRE_VALUE_OPS]
+    assert list(map(repr, scalar_values)) == [repr(value) for value in tables["scalars"]["value"].to_pylist()]
+
+
+def test_older_sender_without_a_nullable_column_is_read(encode):
+    schema = arrow_schema(pa, tuple(field for field in WIRE_FIELDS if field.name not in {"micro_step", "features"}))
+    result = checked(encode([{"seq": 0, "ts": 0, "scalars": [{"name": "loss", "value": 1.0}]}], schema=schema), [])
+
+    assert [None] == decode([result])["scalars"]["micro_step"].to_pylist()
+
+
+def test_newer_sender_with_more_columns_is_read(encode):
+    schema = arrow_schema(pa, WIRE_FIELDS).append(pa.field("colour", pa.string()))
+
+    assert 1 == checked(encode([{"seq": 0, "ts": 0, "colour": "red"}], schema=schema), []).records
+
+
+@pytest.mark.parametrize(
+    ("record", "complaint"),
+    [
+        ({"seq": 0, "ts": 0, "plan": "P", "values": [1.0], "counts": [1]}, "values does not hold 6 numbers"),
+        ({"seq": 0, "ts": 0, "plan": "P", "values": None, "counts": None}, "values does not hold 6 numbers"),
+        ({"seq": 0, "ts": 0, "events": [None]}, "events.type holds a null"),
+    ],
+)
+def test_record_that_breaks_its_promise_is_refused(encode, record, complaint):
+    plan = Plan((PlanEntry(kind="k", tensor="t"),))
+    if "plan" in record:
+        record = record | {"plan": plan.hash}
+
+    with pytest.raises(DecodeError, match=complaint):
+        checked(encode([record]), [plan])
+
+
+def test_repeated_or_old_records_are_refused(encode):
+    body = encode([{"seq": 4, "ts": 0}, {"seq": 5, "ts": 0}])
+
+    with pytest.raises(DecodeError, match="seq does not rise from 4"):
+        checked(body, [], after=4)
+
+
+def test_wrong_type_is_named(encode):
+    schema = pa.schema([pa.field("seq", pa.int32()), pa.field("ts", pa.timestamp("us", tz="UTC"))])
+
+    with pytest.raises(DecodeError, match="column seq has type int32"):
+        checked(encode([{"seq": 0, "ts": 0}], schema=schema), [])
+
+
+@pytest.mark.parametrize("name", ["plan", "seq", "events", "colour"])
+def test_two_columns_of_one_name_are_refused(name):
+    schema = arrow_schema(pa, WIRE_FIELDS)
+    field = schema.field(name) if name in schema.names else pa.field(name, pa.string())
+    sink = pa.BufferOutputStream()
+    doubled = pa.schema([*(other for other in schema if other.name != name), field, field])
+    with pa.ipc.new_stream(sink, doubled) as writer:
+        writer.write_batch(pa.RecordBatch.from_arrays([pa.array([], each.type) for each in doubled], schema=doubled))
+
+    with pytest.raises(DecodeError, match="two columns of one name"):
+        open_stream(sink.getvalue().to_pybytes())
+
+
+def test_no_prefix_of_a_body_is_taken(encode):
+    """Also not the one cut exactly between two messages, which Arrow itself reads as a shorter stream."""
+    body = encode([{"seq": n, "ts": 0, "scalars": [{"name": "a", "value": 1.0}]} for n in range(3)])
+    for length in range(len(body)):
+        with pytest.raises(DecodeError):
+            open_stream(body[:length])
+
+    assert 3 == open_stream(body).num_rows
+
+
+@settings(max_examples=examples(80), deadline=None)
+@given(st.binary(max_size=300))
+def test_garbage_is_refused_and_never_escapes_as_another_error(noise):
+    for body in (noise, noise + END_OF_STREAM):
+        with pytest.raises(DecodeError):
+            checked(body, [])
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(st.data())
+def test_flipped_bytes_are_read_or_refused_but_never_escape_as_another_error(encode_all, data):
+    body = bytearray(encode_all([{"seq": n, "ts": 0, "scalars": [{"name": "a", "value": 1.0}]} for n in range(4)]))
+    for _ in range(data.draw(st.integers(1, 8))):
+        body[data.draw(st.integers(0, len(body) - 9))] = data.draw(st.integers(0, 255))
+    try:
+        checked(bytes(body), [])
+    except DecodeError:
+        return
+
+
+def test_what_a_body_would_inflate_to_is_known_and_bounded(encode):
+    record = {"seq": 0, "ts": 0, "values": [0.0] * 100_000}
+    body = encode([record])
+
+    assert len(body) < 40_000
+    assert 400_000 <= inflated_bytes(body) < 410_000
+    with pytest.raises(DecodeError, match="limit is 100000"):
+        open_stream(body, max_inflated_bytes=100_000)
+
+
+def test_uncompressed_stream_is_counted_too(encode):
+    body = encode([{"seq": 0, "ts": 0, "values": [0.0] * 1000}], compression=None)
+
+    assert 4000 <= inflated_bytes(body) <= len(body)
+
+
+def test_stream_that_lies_about_its_size_is_refused(encode):
+    body = bytearray(encode([{"seq": 0, "ts": 0, "values": [0.0] * 100_000}]))
+    claim = struct.pack("<q", 400_000)
+    at = bytes(body).index(claim)
+    body[at : at + 8] = struct.pack("<q", 1 << 45)
+
+    with pytest.raises(DecodeError, match="would inflate"):
+        open_stream(bytes(body))
+
+
+def test_plan_with_another_hash_is_refused():
+    text = Plan((PlanEntry(kind="k", tensor="t"),)).to_json()
+
+    with pytest.raises(DecodeError, match="does not have the hash"):
+        PlanCache().add("0" * 32, text)
+
+
+def test_plan_becomes_rows_of_tensors():
+    plan = Plan((PlanEntry(kind="k", tensor="t", dtype="float32", shape=(2, 3), aliases=("u",)),))
+    columns = PlanCache().add(plan.hash, plan.to_json())
+    row = columns.dimension_rows(lambda: {"run": "r", "attempt": 0}).to_pylist()[0]
+
+    assert ("t", [2, 3], 6, ["u"]) == (row["tensor"], row["shape"], row["numel"], row["aliases"])
+
+
+def test_oldest_unused_plan_leaves_a_full_cache():
+    cache = PlanCache(size=2)
+    texts = [json.dumps({"entries": [], "n": n}) for n in range(3)]
+    from rankscope_contract.records import plan_hash
+
+    for text in texts:
+        cache.add(plan_hash(text), text)
+        cache.get(plan_hash(texts[0]))
+
+    assert [True, False, True] == [cache.get(plan_hash(text)) is not None for text in texts]

@@ -1,0 +1,77 @@
+"""Many bodies decoded at once give the rows that each gives alone, and those of a series lie together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.ingest.conftest import encode_records
+from tests.ingest.record_channel.test_decode import bodies, cache_of, comparable
+from tests.properties import examples
+
+from rankscope_contract.records import Plan, PlanEntry
+from rankscope_ingest.base.tables import rows_table
+from rankscope_ingest.pipeline.batcher import Batcher
+from rankscope_ingest.record_channel.arrow_guard import open_stream
+from rankscope_ingest.record_channel.decode import decode
+from rankscope_ingest.record_channel.validate import RowContext, ValidBody, check, plan_ids
+from rankscope_storage.files.partitioning import SORT_KEYS, sort_order
+
+contexts = st.builds(
+    RowContext,
+    run=st.sampled_from(["a", "学"]),
+    attempt=st.integers(0, 1),
+    rank=st.integers(0, 2),
+    incarnation=st.sampled_from(["i", "j"]),
+)
+
+
+def checked(records, known, context, after=-1) -> ValidBody:
+    wire = open_stream(encode_records(records))
+    cache = cache_of(known)
+    return check(wire, {name: cache.get(name) for name in plan_ids(wire)}, context, after=after, first_ordinal=7)
+
+
+def rows_of(tables) -> dict[str, list[str]]:
+    return {dataset: comparable(table.to_pylist()) for dataset, table in tables.items()}
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(st.lists(st.tuples(bodies(), contexts), min_size=2, max_size=4))
+def test_a_mix_of_bodies_gives_the_rows_of_each_of_them(mixed):
+    """Runs, ranks, plans, gaps, absent tensors and statistics, micro-steps and nested rows, in any mixture."""
+    read = [checked(*body, context) for body, context in mixed]
+    alone = [decode([body]) for body in read]
+    expected = {name: pa.concat_tables(table[name] for table in alone if name in table) for name in set().union(*alone)}
+
+    assert rows_of(expected) == rows_of(decode(read))
+    assert sum(body.rows for body in read) == sum(table.num_rows for table in decode(read).values())
+
+
+def test_rows_stand_in_the_order_of_the_store_whatever_the_order_of_plan_and_ranks():
+    """So that sorting them moves nothing."""
+    plan = Plan(tuple(PlanEntry(kind=kind, tensor=tensor) for tensor in ("b", "a", "学") for kind in ("y", "x")))
+    numbers = {"plan": plan.hash, "values": [1.0] * 36, "counts": [1] * 24}
+    context = RowContext(run="r", attempt=0, rank=0, incarnation="i")
+    read = [
+        checked([{"seq": seq, "step": seq, "ts": 0, **numbers} for seq in span], [plan], replace(context, rank=rank))
+        for span, rank in ((range(2), 2), (range(1), 0), (range(2, 3), 2), (range(3), 1))
+    ]
+    table = decode(read)["tensor_stats"]
+
+    assert 6 * 7 == table.num_rows
+    assert np.arange(table.num_rows).tolist() == sort_order(table, SORT_KEYS["tensor_stats"]).tolist()
+
+
+def test_events_of_ranks_and_of_the_service_are_one_table():
+    gathered = Batcher(flush_rows=10, flush_after_seconds=1.0, max_pending_rows=10)
+    context = RowContext(run="r", attempt=0, rank=0, incarnation="i")
+    gathered.add_body(checked([{"seq": 0, "ts": 0, "events": [{"type": "anomaly"}]}], [], context), 0.0)
+    gathered.add({"events": rows_table("events", [{"run": "r", "type": "gap"}])}, 0.0)
+    batch = gathered.take()
+
+    assert ["anomaly", "gap"] == batch.tables()["events"]["type"].to_pylist()
+    assert (2, {"i": 0}) == (batch.rows, batch.watermarks)

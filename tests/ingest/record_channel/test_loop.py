@@ -1,0 +1,138 @@
+"""How often a rank is polled: spread, faster when it is in need, slower while it fails."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankscope_contract.channel import Registration
+from rankscope_ingest.base.errors import FetchError
+from rankscope_ingest.record_channel.admission import PollBudget
+from rankscope_ingest.record_channel.client import NothingNew, RingStatus
+from rankscope_ingest.record_channel.loop import Pace, TargetLoop
+from rankscope_ingest.record_channel.plans import PlanCache
+from rankscope_ingest.runs.models import Liveness
+from rankscope_ingest.runs.target import Health, Target
+
+PACE = Pace(poll_seconds=2.0, max_backoff_seconds=30.0, targets=lambda: 1000)
+
+
+def target(**changes):
+    registration = Registration(
+        run="r",
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        host="h",
+        pid=1,
+        incarnation=changes.pop("incarnation", "i"),
+        launch_id="l",
+        url="http://127.0.0.1:1",
+    )
+    return Target(registration=registration, attempt=0, lease="x", liveness=Liveness(last_sign=0.0), **changes)
+
+
+def test_targets_are_spread_over_the_interval_the_same_way_each_time():
+    offsets = [PACE.offset(f"{n:x}", 2.0) for n in range(1000)]
+
+    assert offsets == [PACE.offset(f"{n:x}", 2.0) for n in range(1000)]
+    assert [True] * 4 == [200 < sum(part <= o < part + 0.5 for o in offsets) < 300 for part in (0, 0.5, 1, 1.5)]
+
+
+@pytest.mark.parametrize(("targets", "groups"), [(0, 1), (1, 1), (32, 1), (33, 2), (80, 3), (1000, 32)])
+def test_targets_are_polled_in_groups_of_about_thirty(targets, groups):
+    pace = Pace(poll_seconds=2.0, max_backoff_seconds=30.0, targets=lambda: targets)
+    offsets = {pace.offset(f"{n:x}", 2.0) for n in range(20_000)}
+
+    assert sorted(offsets) == pytest.approx([2.0 * group / groups for group in range(groups)])
+
+
+@given(st.floats(0, 1e6))
+def test_every_poll_falls_on_the_targets_own_tick(now):
+    one = target()
+    at = now + PACE.after_answer(one, now)
+
+    assert 0 < at - now <= 2.0
+    assert min((at - PACE.offset("i", 2.0)) % 2.0, -(at - PACE.offset("i", 2.0)) % 2.0) == pytest.approx(0, abs=1e-6)
+
+
+def test_filling_ring_and_draining_rank_are_polled_sooner():
+    assert 0.5 == PACE.after_answer(target(ring_fill=0.51), 0.0)
+    assert 0.2 == PACE.after_answer(target(health=Health.DRAINING), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("flush_after", "ring_fill", "interval"),
+    [(10.0, 0.1, 5.0), (60.0, 0.1, 5.0), (10.0, 0.26, 2.0), (5.0, 0.1, 2.5), (1.0, 0.1, 2.0)],
+)
+def test_rank_whose_ring_has_room_is_polled_less_often_though_twice_a_flush(flush_after, ring_fill, interval):
+    pace = Pace.of(poll_seconds=2.0, max_backoff_seconds=30.0, flush_after_seconds=flush_after)
+    one = target(health=Health.UP, cursor=7, ring_fill=ring_fill)
+    first = pace.after_answer(one, 100.0)
+
+    took = 0.001
+
+    assert interval == pytest.approx(took + pace.after_answer(one, 100.0 + first + took))
+
+
+def test_rank_of_which_nothing_has_come_yet_is_not_kept_waiting():
+    pace = Pace.of(poll_seconds=2.0, max_backoff_seconds=30.0, flush_after_seconds=10.0)
+
+    assert 2.0 >= max(pace.after_answer(target(health=Health.UP), now / 10) for now in range(50))
+
+
+def test_rank_that_drains_and_waits_for_a_commit_is_not_polled_sooner():
+    """The commit itself has it polled: a thousand that end together would ask five thousand times a second."""
+    waiting = target(health=Health.DRAINING, cursor=7, committed=6)
+
+    assert 0.2 < PACE.after_answer(waiting, 0.0) <= 2.0
+
+
+def test_failures_back_off_with_jitter_up_to_the_cap():
+    assert [1, 2, 4, 8, 15, 15] == [PACE.after_failure(n, 0.0, None) for n in range(1, 7)]
+    assert [2, 4, 8, 16, 30, 30] == [PACE.after_failure(n, 1.0, None) for n in range(1, 7)]
+
+
+def test_rank_that_asks_to_wait_is_given_that_time():
+    assert 60 == PACE.after_failure(1, 0.5, 60)
+
+
+@given(st.integers(1, 10_000), st.floats(0, 1))
+def test_back_off_never_leaves_its_bounds(failures, jitter):
+    assert 1.0 <= PACE.after_failure(failures, jitter, None) <= 30.0
+
+
+class Silent:
+    """A rank that does not answer some polls, and the service as its loop sees it."""
+
+    is_full = False
+
+    def __init__(self, answers):
+        self.asked = []
+        self.room = PollBudget(lambda: 100_000, max_rows=100_000, max_bytes=1 << 20)
+        self.room.learn(records=1, rows=10, size=100)
+        self._answers = iter(answers)
+
+    async def records(self, url, *, max_bytes, **_):
+        self.asked.append(max_bytes)
+        if not next(self._answers):
+            raise FetchError("timeout", "no answer")
+        return NothingNew(RingStatus(head=40))
+
+    def on_answer(self, target):
+        pass
+
+    def on_failure(self, target, error):
+        pass
+
+
+async def test_rank_that_did_not_answer_is_asked_for_one_record_until_it_does():
+    """It holds the room that it was given for as long as it hangs."""
+    rank = Silent([True, False, False, True, True])
+    loop = TargetLoop(target(), rank, PlanCache(), rank, PACE, clock=lambda: 0.0)
+    for _ in range(5):
+        await loop.poll_once()
+
+    of_one_record = 100
+    assert [False, False, True, True, False] == [size == of_one_record for size in rank.asked]

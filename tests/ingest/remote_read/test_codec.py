@@ -1,0 +1,96 @@
+"""Remote read's messages, against Google's own protobuf with Prometheus' definitions."""
+
+import contextlib
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.ingest.remote_read.streams import MESSAGES
+
+from rankscope_ingest.base.errors import DecodeError
+from rankscope_ingest.base.protobuf import packed, unpacked
+from rankscope_ingest.remote_read.codec import MAX_REQUEST_BYTES, read_request, read_response
+from rankscope_storage.base.errors import QueryError
+from rankscope_storage.prometheus.matchers import Matcher, MatchType
+from rankscope_storage.prometheus.query import Question
+from rankscope_storage.prometheus.series import Series
+
+HINTED = st.sampled_from(["", "rate", "series"])
+TIMES = st.one_of(st.integers(-(1 << 62), 1 << 62), st.integers(1_500_000_000_000, 1_900_000_000_000))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.tuples(TIMES, TIMES, HINTED, st.lists(st.tuples(st.integers(0, 3), st.text(), st.just("a|b"))))))
+def test_request_is_read_as_prometheus_means_it(queries):
+    request = MESSAGES["ReadRequest"](accepted_response_types=[1, 0])
+    for start, end, function, matchers in queries:
+        query = request.queries.add(start_timestamp_ms=start, end_timestamp_ms=end)
+        query.hints.step_ms, query.hints.func = 15_000, function
+        for kind, name, value in matchers:
+            query.matchers.add(type=kind, name=name, value=value)
+
+    found = read_request(unpacked(packed(request.SerializeToString()), MAX_REQUEST_BYTES))
+
+    assert (1, 0) == found.accepted
+    assert [
+        Question(
+            tuple(Matcher(MatchType(kind), name, value) for kind, name, value in matchers),
+            start,
+            end,
+            function == "series",
+        )
+        for start, end, function, matchers in queries
+    ] == list(found.questions)
+
+
+SERIES = st.tuples(st.dictionaries(st.text(), st.text()), st.lists(st.tuples(TIMES, st.floats(allow_nan=False))))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.lists(SERIES, max_size=3), max_size=3))
+def test_answer_is_read_by_others_as_it_was_meant(answers):
+    given_series = [
+        [
+            Series(
+                tuple(labels.items()),
+                np.array([ts for ts, _ in samples], np.int64),
+                np.array([value for _, value in samples], np.float64),
+            )
+            for labels, samples in series
+        ]
+        for series in answers
+    ]
+
+    response = MESSAGES["ReadResponse"].FromString(read_response(given_series))
+
+    assert [[(list(labels.items()), samples) for labels, samples in series] for series in answers] == [
+        [
+            ([(label.name, label.value) for label in one.labels], [(s.timestamp, s.value) for s in one.samples])
+            for one in result.timeseries
+        ]
+        for result in response.results
+    ]
+
+
+@given(st.binary(max_size=40))
+def test_garbage_is_refused(body):
+    """Or taken for what it happens to be; nothing else is raised."""
+    for read in (read_request, lambda data: unpacked(data, MAX_REQUEST_BYTES)):
+        with contextlib.suppress(DecodeError, QueryError):
+            read(body)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"\xff", packed(b"x" * 10)[:-2], packed(b"x" * 2_000_000), b"\xff\xff\xff\xff\x7f"]
+)
+def test_what_is_no_snappy_block_or_too_large_is_refused(body):
+    with pytest.raises(DecodeError):
+        unpacked(body, MAX_REQUEST_BYTES)
+
+
+def test_block_is_snappy_as_others_write_it():
+    """The length as a varint, then literals and copies: here one literal of 4 bytes, by the format's description."""
+    assert b"abcd" == unpacked(b"\x04\x0cabcd", 4)
+    assert b"abcd" == pa.Codec("snappy").decompress(packed(b"abcd"), decompressed_size=4, asbytes=True)

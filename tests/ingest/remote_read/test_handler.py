@@ -1,0 +1,103 @@
+"""One question at a time: none keeps the others waiting for ever, whatever it asks and whoever has hung up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+
+import aiohttp
+import pyarrow as pa
+import pytest
+from aiohttp import web
+
+from rankscope_ingest.base.config import RemoteReadSection
+from rankscope_ingest.base.errors import RegistrationError
+from rankscope_ingest.base.protobuf import packed
+from rankscope_ingest.remote_read import handler
+from rankscope_ingest.remote_read.codec import ReadRequest
+from rankscope_ingest.remote_read.handler import RemoteRead
+from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.schema import dataset_schema
+from rankscope_storage.prometheus.query import Question
+
+ALWAYS = (0, 1 << 42)
+pytestmark = pytest.mark.timeout(60)
+
+
+class Endless(Question):
+    """A question that no time is enough for; `begun` is set when it has reached the store."""
+
+    begun = threading.Event()
+
+    def within(self):
+        self.begun.set()
+        return "(SELECT sum(hash(many.range)) FROM range(1_000_000_000_000) AS many) > 0"
+
+
+@contextlib.asynccontextmanager
+async def asked(tmp_path, monkeypatch, questions, **more):
+    """Yield the URL of a service of which one question after the other is asked, whatever the body."""
+    row = {"run": "", "ts": 1_000, "ts_origin": "ingest", "target": "t", "metric": "m", "value": 1.0}
+    samples = pa.Table.from_pylist([row], schema=dataset_schema("samples"))
+    with Store.open(tmp_path / "store", create=True).claim(owner="test") as writer:
+        writer.append(Batch(tables={"samples": samples}, watermarks={}))
+    coming = iter(questions)
+    monkeypatch.setattr(handler, "read_request", lambda _: ReadRequest((next(coming),), ()))
+    Endless.begun.clear()
+    remote_read = RemoteRead(str(tmp_path / "store"), RemoteReadSection(), **more)
+
+    async def answer(request):
+        try:
+            return await remote_read.answer(request)
+        except RegistrationError as error:
+            return web.Response(status=error.status, text=str(error))
+
+    application = web.Application()
+    application.router.add_post("/read", answer)
+    runner = web.AppRunner(application, handle_signals=False, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield runner, "http://{}:{}/read".format(*runner.addresses[0][:2])
+    finally:
+        await runner.cleanup()
+        remote_read.close()
+        await asyncio.to_thread(remote_read._thread.shutdown)  # for ever, where a question goes on
+
+
+async def post(url):
+    async with aiohttp.ClientSession() as session, session.post(url, data=packed(b"")) as response:
+        return response.status, await response.read()
+
+
+async def test_question_that_takes_too_long_is_refused_with_what_to_narrow(tmp_path, monkeypatch):
+    questions = [Endless((), *ALWAYS), Question((), *ALWAYS)]
+    async with asked(tmp_path, monkeypatch, questions, read_seconds=0.25) as (_, url):
+        refused = await post(url)
+        status, answer = await post(url)
+
+    text = b"the question was ended because it took longer than 0.25 s: ask for fewer series or a shorter time"
+    assert (400, text) == refused
+    assert 200 == status
+    assert answer
+
+
+async def test_who_hangs_up_leaves_the_thread_to_the_next(tmp_path, monkeypatch):
+    async with asked(tmp_path, monkeypatch, [Endless((), *ALWAYS), Question((), *ALWAYS)]) as (_, url):
+        asking = asyncio.create_task(post(url))
+        await asyncio.to_thread(Endless.begun.wait)
+        asking.cancel()
+        status, _ = await post(url)
+
+    assert 200 == status
+
+
+async def test_service_that_stops_waits_for_no_answer(tmp_path, monkeypatch):
+    async with asked(tmp_path, monkeypatch, [Endless((), *ALWAYS)]) as (runner, url):
+        asking = asyncio.create_task(post(url))
+        await asyncio.to_thread(Endless.begun.wait)
+        await runner.cleanup()
+
+        with pytest.raises(aiohttp.ClientError):
+            await asking

@@ -1,0 +1,187 @@
+"""Every metric of the catalogue is on the service's page, and figures of a run mean what they say."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from rankscope_contract.events import RunState
+from rankscope_contract.metrics import CATALOG
+from rankscope_ingest.base.tables import rows_table
+from rankscope_ingest.reporting.progress import RunMeter, last_value, run_progress
+from rankscope_ingest.reporting.service_metrics import FAILURE_REASONS, ServiceMetrics
+from rankscope_ingest.runs.models import Liveness
+from rankscope_ingest.runs.tracker import Attempt, Rank
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "service_page.txt"
+
+
+def scalars(*rows):
+    return rows_table("scalars", [{"run": "r", "name": name, "value": value} for name, value in rows])
+
+
+def test_page_has_exactly_the_families_of_the_catalogue():
+    metrics = ServiceMetrics()
+    metrics.show([], [], [], 0)
+    families = {family.name for family in text_string_to_metric_families(metrics.page().decode())}
+    expected = {spec.name.removesuffix("_total") for spec in CATALOG.values() if spec.page == "service"}
+
+    assert expected == families - {name for name in families if name.endswith("_created")}
+
+
+def test_failures_stand_at_zero_before_the_first():
+    page = ServiceMetrics().page().decode()
+
+    for reason in FAILURE_REASONS:
+        assert f'rankscope_ingest_scrape_failures_total{{reason="{reason}"}} 0.0' in page
+
+
+def test_last_value_prefers_the_unlabelled_and_keeps_nan():
+    table = rows_table(
+        "scalars",
+        [
+            {"run": "r", "name": "loss", "value": 1.0},
+            {"run": "r", "name": "loss", "value": 9.0, "labels": '{"loss":"aux"}'},
+            {"run": "r", "name": "loss", "value": math.nan},
+        ],
+    )
+
+    assert math.isnan(last_value(table, "loss"))
+    assert last_value(table, "absent") is None
+
+
+def test_tokens_of_all_ranks_add_up_and_a_new_counter_starts_anew():
+    meter = RunMeter()
+    for second in range(5):
+        for rank in (0, 1):
+            meter.observe(rank, scalars(("tokens_total", 100.0 * second)), second * 1_000_000, second)
+    before = meter.tokens_per_second()
+    meter.observe(0, scalars(("tokens_total", 0.0)), 5_000_000, 5)
+    meter.observe(0, scalars(("tokens_total", 50.0)), 6_000_000, 6)
+
+    assert (200.0, 150.0) == (before, meter.tokens_per_second())
+
+
+def test_eta_follows_the_present_speed():
+    meter = RunMeter()
+    for second in range(0, 100, 2):
+        meter.observe(0, None, second * 1_000_000, second // 2)
+
+    assert pytest.approx(2 * 51) == meter.eta_seconds(100, 49)
+    assert meter.eta_seconds(None, 49) is None
+    assert 0 == meter.eta_seconds(40, 49)
+
+
+def an_attempt(run="r", **changes):
+    ranks = {
+        number: Rank(
+            number=number, incarnation=f"i{number}", host="h", liveness=Liveness(last_sign=0.0), known_since=0.0
+        )
+        for number in (0, 1)
+    }
+    told = {"number": 1, "launch_id": "l", "world_size": 4, "started_at": 5_000_000, "ranks": ranks}
+    return Attempt(run=run, **{**told, **changes})
+
+
+def shown(metrics, *attempts, meter=None):
+    """Return the samples of the page by (name, labels)."""
+    progress = [run_progress(attempt, meter or RunMeter(), ()) for attempt in attempts]
+    metrics.show([], attempts, progress, 0)
+    families = text_string_to_metric_families(metrics.page().decode())
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+        if "run" in sample.labels and not sample.name.endswith("_created")
+    }
+
+
+def test_a_run_s_figures_are_on_the_page():
+    meter = RunMeter()
+    for second in range(11):
+        meter.observe(0, None, (7 + second) * 1_000_000, second * 2)
+    attempt = an_attempt(planned_steps=80, last_step=20)
+    attempt.ranks[1].is_vanished = True
+    page = shown(ServiceMetrics(), attempt, meter=meter)
+    figures = {name.removeprefix("rankscope_"): value for (name, *labels), value in page.items() if len(labels) == 1}
+
+    assert {
+        "run_attempt": 1,
+        "run_start_timestamp_seconds": 5,
+        "run_step": 20,
+        "run_last_step_timestamp_seconds": 17,
+        "run_steps_planned": 80,
+        "run_progress_ratio": 0.25,
+        "run_eta_seconds": 30,
+        "run_ranks_expected": 4,
+        "run_ranks_up": 1,
+        "run_ranks_missing": 3,
+        "ingest_lost_records_total": 0,
+    } == figures
+    assert [0, 1] == [page["rankscope_rank_vanished", ("rank", rank), ("run", "r")] for rank in "01"]
+
+
+def test_exactly_one_state_of_a_run_is_1():
+    for state in RunState:
+        page = shown(ServiceMetrics(), an_attempt(state=state))
+        states = {dict(labels)["state"]: value for (name, *labels), value in page.items() if name.endswith("run_state")}
+
+        assert {other.value: float(other is state) for other in RunState} == states
+
+
+def test_what_is_not_known_is_absent_and_not_0():
+    page = shown(ServiceMetrics(), an_attempt())
+
+    for absent in ("run_step", "run_last_step_timestamp_seconds", "run_progress_ratio", "run_eta_seconds"):
+        assert (f"rankscope_{absent}", ("run", "r")) not in page
+    assert ("rankscope_run_progress_ratio", ("run", "r")) not in shown(
+        ServiceMetrics(), an_attempt(last_step=3, planned_steps=0)
+    )
+
+
+def test_a_run_that_is_forgotten_leaves_no_series_behind():
+    metrics = ServiceMetrics()
+    metrics.lost("gone", 3)
+    metrics.lost("never shown", 3)
+    shown(metrics, an_attempt("gone", last_step=1, planned_steps=2), an_attempt("stays"))
+    page = shown(metrics, an_attempt("stays"))
+
+    assert {"stays"} == {dict(labels)["run"] for _, *labels in page}
+
+
+def test_the_time_of_the_last_commit_is_a_wall_clock_time():
+    metrics = ServiceMetrics()
+    metrics.committed({"scalars": 3}, 0.5, 1_700_000_000_500_000)
+
+    assert "rankscope_ingest_last_commit_timestamp_seconds 1.7000000005e+09" in metrics.page().decode()
+
+
+def test_page_is_the_golden_one():
+    """Families, types, help and labels as Prometheus gets them; `_created` holds the time of this test."""
+    metrics = ServiceMetrics()
+    metrics.body_taken(3, 4096)
+    metrics.committed({"scalars": 3}, 0.5, 1_700_000_000_500_000)
+    meter = RunMeter()
+    for second in range(11):
+        meter.observe(0, None, (7 + second) * 1_000_000, second * 2)
+    attempt = an_attempt('h"os\\tile\n', planned_steps=80, last_step=20, state=RunState.RUNNING)
+    attempt.ranks[1].is_vanished = True
+    shown(metrics, attempt, meter=meter)
+    lines = metrics.page().decode().splitlines(keepends=True)
+    page = "".join(line for line in lines if "_created" not in line)
+
+    assert GOLDEN.read_text(encoding="utf-8") == page, f"meant? then write to {GOLDEN}:\n{page}"
+
+
+def test_promtool_has_nothing_to_say_of_the_page(require_server):
+    promtool = require_server("promtool", "prometheus")
+    metrics = ServiceMetrics()
+    metrics.committed({"scalars": 3}, 0.5, 1_700_000_000_500_000)
+    shown(metrics, an_attempt('h"os\\tile\n', last_step=1, planned_steps=2))
+    checked = subprocess.run([promtool, "check", "metrics"], input=metrics.page(), capture_output=True, check=False)
+
+    assert (0, b"") == (checked.returncode, checked.stdout + checked.stderr)

@@ -1,0 +1,259 @@
+"""Getting a page from whatever answers there: real sockets, answers as they should not be."""
+
+import asyncio
+import gzip
+import ipaddress
+import time
+
+import pytest
+
+from rankscope_contract.tls import client_context, server_context
+from rankscope_contract.web_config import TlsServer
+from rankscope_ingest.base.errors import FetchError
+from rankscope_ingest.scrape.http import TEXT, PageFetcher
+
+LOOPBACK = [ipaddress.ip_network("127.0.0.0/8")]
+OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4\r\n"
+
+
+class Answering:
+    """A server of raw bytes: `answer(writer, number)` is called for each request, with how many came before."""
+
+    def __init__(self, answer, tls=None):
+        self._answer, self._tls = answer, tls
+        self.connections, self.requests, self._hung_up = 0, [], asyncio.Semaphore(0)
+
+    async def __aenter__(self):
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._tls)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_):
+        self._server.close()
+
+    async def hung_up(self, times):
+        """Return when so many of those who had connected have hung up."""
+        async with asyncio.timeout(5):
+            for _ in range(times):
+                await self._hung_up.acquire()
+
+    async def _serve(self, reader, writer):
+        self.connections += 1
+        try:
+            while True:
+                self.requests.append((await reader.readuntil(b"\r\n\r\n")).decode())
+                if await self._answer(writer, len(self.requests) - 1):
+                    break
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self._hung_up.release()
+        finally:
+            writer.close()
+
+
+def whole(body, head=b""):
+    async def answer(writer, _):
+        writer.write(OK + head + b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
+
+    return answer
+
+
+def said(data, *, ends=True):
+    async def answer(writer, _):
+        writer.write(data)
+        return ends
+
+    return answer
+
+
+async def get(url, *, seconds=5.0, most=1000, networks=LOOPBACK, **more):
+    async with PageFetcher(networks=networks, **more) as fetcher:
+        return await fetcher.get(url, accept=TEXT, timeout_seconds=seconds, max_bytes=most)
+
+
+async def failure(answer, **more):
+    async with Answering(answer) as server:
+        with pytest.raises(FetchError) as caught:
+            await get(f"http://127.0.0.1:{server.port}/metrics", **more)
+    return caught.value.reason
+
+
+async def test_a_connection_is_used_again_and_made_anew_where_it_was_closed_meanwhile():
+    async def answer(writer, number):
+        writer.write(OK + b"Content-Length: 1\r\n\r\n%d" % number)
+        return number == 1  # with no word of it in the answer
+
+    async with Answering(answer) as server, PageFetcher(networks=LOOPBACK) as fetcher:
+        url = f"http://127.0.0.1:{server.port}/metrics?a=b%20c"
+        bodies = []
+        for _ in range(4):
+            bodies.append((await fetcher.get(url, accept=TEXT, timeout_seconds=5, max_bytes=10)).body)
+            await asyncio.sleep(0.05)
+
+    assert ([b"0", b"1", b"2", b"3"], 2) == (bodies, server.connections)
+    lines = server.requests[0].split("\r\n")
+    assert ["GET /metrics?a=b%20c HTTP/1.1", f"Host: 127.0.0.1:{server.port}"] == lines[:2]
+    assert {f"Accept: {TEXT}", "Accept-Encoding: identity", "X-Prometheus-Scrape-Timeout-Seconds: 5"} < set(lines)
+
+
+async def test_a_connection_that_nobody_uses_is_closed(monkeypatch):
+    """Targets come and go for months: what they leave open must not add up."""
+    monkeypatch.setattr("rankscope_ingest.scrape.http.KEPT_SECONDS", 0.1)
+    async with Answering(whole(b"a 1\n")) as server, PageFetcher(networks=LOOPBACK) as fetcher:
+        url = f"http://127.0.0.1:{server.port}/metrics"
+        await asyncio.gather(*(fetcher.get(url, accept=TEXT, timeout_seconds=5, max_bytes=10) for _ in range(2)))
+        await server.hung_up(2)
+        assert b"a 1\n" == (await fetcher.get(url, accept=TEXT, timeout_seconds=5, max_bytes=10)).body
+
+    assert 3 == server.connections
+
+
+async def test_a_page_without_a_length_is_whole_where_it_ends():
+    by_chunks = OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\na 1\r\n1\r\n\n\r\n0\r\n\r\n"
+    for data, ends in ((by_chunks, False), (OK + b"Connection: close\r\n\r\na 1\n", True)):
+        async with Answering(said(data, ends=ends)) as server:
+            page = await get(f"http://127.0.0.1:{server.port}/metrics")
+
+            assert (b"a 1\n", "text/plain") == (page.body, page.content_type)
+
+
+async def test_a_packed_page_is_unpacked():
+    async with Answering(whole(gzip.compress(b"a 1\n" * 200), b"Content-Encoding: gzip\r\n")) as server:
+        assert b"a 1\n" * 200 == (await get(f"http://127.0.0.1:{server.port}/metrics")).body
+
+
+CHUNKS = b"Transfer-Encoding: chunked\r\n\r\n"
+BAD = {
+    "an error": (b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n", "status"),
+    "a redirect": (b"HTTP/1.1 302 Found\r\nLocation: http://10.0.0.1/\r\nContent-Length: 0\r\n\r\n", "redirect"),
+    "too long by its length": (OK + b"Content-Length: 1001\r\n\r\n", "garbage"),
+    "too long in chunks": (OK + CHUNKS + b"200\r\n" + b"x" * 512 + b"\r\n200\r\n" + b"x" * 512 + b"\r\n", "garbage"),
+    "too long without a length": (OK + b"Connection: close\r\n\r\n" + b"x" * 1001, "garbage"),
+    "shorter than its length": (OK + b"Content-Length: 9\r\n\r\na 1\n", "cut"),
+    "chunks without an end": (OK + CHUNKS + b"4\r\na 1\n\r\n", "cut"),
+    "a chunk that is shorter than it says": (OK + CHUNKS + b"9\r\na 1\n", "cut"),
+    "no HTTP": (b"\x00\x01\x02\r\n\r\n", "connection"),
+    "nothing": (b"", "connection"),
+    "a header without end": (OK + b"X: " + b"x" * 70_000, "connection"),
+    "packed as never asked for": (OK + b"Content-Encoding: br\r\nContent-Length: 1\r\n\r\nx", "garbage"),
+    "not packed as it says": (OK + b"Content-Encoding: gzip\r\nContent-Length: 3\r\n\r\nxyz", "garbage"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_an_answer_that_is_no_page_has_a_reason(name):
+    data, reason = BAD[name]
+
+    assert reason == await failure(said(data))
+
+
+async def test_what_inflates_without_end_is_given_up():
+    packed = gzip.compress(bytes(10_000_000))
+
+    assert "garbage" == await failure(whole(packed, b"Content-Encoding: gzip\r\n"), most=100_000)
+    assert "cut" == await failure(whole(packed[:100], b"Content-Encoding: gzip\r\n"), most=100_000_000)
+
+
+@pytest.mark.parametrize("head", [b"", OK, OK + b"Content-Length: 500\r\n\r\n"], ids=["nothing", "headers", "a body"])
+async def test_who_comes_byte_by_byte_has_as_long_as_anybody(head):
+    """Each byte alone would come in time: it is the whole that is waited for no longer, and hung up on."""
+
+    async def answer(writer, _):
+        writer.write(head)
+        for _ in range(200):
+            writer.write(b"X" if head.endswith(b"\r\n\r\n") or not head else b"X: y\r\n")
+            await writer.drain()
+            await asyncio.sleep(0.05)
+
+    began = time.monotonic()
+    async with Answering(answer) as server:
+        with pytest.raises(FetchError, match="did not answer in time") as caught:
+            await get(f"http://127.0.0.1:{server.port}/metrics", seconds=0.4)
+        seconds = time.monotonic() - began
+        await server.hung_up(1)
+
+    assert "timeout" == caught.value.reason
+    assert seconds < 5  # of ten that it would have gone on
+
+
+async def test_who_is_no_longer_waited_for_is_hung_up_on():
+    """A target that is taken off the list while its page is being waited for holds no connection and no thread."""
+    asked = asyncio.Event()
+
+    async def answer(*_):
+        asked.set()
+
+    async with Answering(answer) as server, PageFetcher(networks=LOOPBACK) as fetcher:
+        url = f"http://127.0.0.1:{server.port}/metrics"
+        waiting = asyncio.create_task(fetcher.get(url, accept=TEXT, timeout_seconds=60, max_bytes=10))
+        await asked.wait()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await server.hung_up(1)
+
+
+async def test_addresses_that_are_not_allowed_are_not_dialled(monkeypatch):
+    async with Answering(whole(b"a 1\n")) as server:
+        for host in ("127.0.0.1", "localhost"):
+            with pytest.raises(FetchError, match=r"outside .service. allowed_networks") as caught:
+                await get(f"http://{host}:{server.port}/", networks=[ipaddress.ip_network("10.0.0.0/8")])
+            assert "forbidden" == caught.value.reason
+        assert b"a 1\n" == (await get(f"http://localhost:{server.port}/", networks=LOOPBACK)).body
+
+    assert 1 == server.connections
+
+
+@pytest.mark.parametrize(
+    ("cert", "why"),
+    [
+        ("server", None),
+        ("stranger", "its certificate is not signed by a CA that is trusted here"),
+        ("elsewhere", "its certificate is for another name"),
+        ("expired", "its certificate has expired"),
+    ],
+)
+async def test_tls_is_spoken_with_whom_the_ca_vouches_for(certificates, cert, why):
+    shown = server_context(TlsServer(cert_file=certificates.cert(cert), key_file=certificates.key(cert)))
+    trusted = client_context(certificates.ca, None, None)
+    async with (
+        Answering(whole(b"a 1\n"), shown) as server,
+        PageFetcher(networks=LOOPBACK, tls=lambda: trusted) as fetcher,
+    ):
+        for _ in range(2):
+            asked = fetcher.get(f"https://127.0.0.1:{server.port}/", accept=TEXT, timeout_seconds=5, max_bytes=99)
+            if why is None:
+                assert b"a 1\n" == (await asked).body
+                continue
+            with pytest.raises(FetchError, match=why) as caught:
+                await asked
+            assert "tls" == caught.value.reason
+
+    assert why is not None or server.connections == 1
+
+
+async def test_who_answers_in_plain_text_where_tls_was_asked_for_is_told_apart():
+    async def plain(_, writer):
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(plain, "127.0.0.1", 0)
+    async with server:
+        with pytest.raises(FetchError, match="it does not speak TLS") as caught:
+            await get(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}/")
+
+    assert "tls" == caught.value.reason
+
+
+async def test_a_closed_port_is_told_as_such(free_port):
+    with pytest.raises(FetchError) as caught:
+        await get(f"http://127.0.0.1:{free_port}/metrics")
+
+    assert "refused" == caught.value.reason
+
+
+async def test_name_and_password_of_an_address_are_shown():
+    async with Answering(whole(b"")) as server:
+        await get(f"http://me:se%20cret@127.0.0.1:{server.port}/metrics")
+
+    assert "Authorization: Basic bWU6c2UgY3JldA==" in server.requests[0].split("\r\n")

@@ -1,0 +1,15 @@
+"""`python -m rankscope_ingest` that compacts after every third commit and cleans up every second, to be killed."""
+
+from __future__ import annotations
+
+import sys
+
+from rankscope_ingest import __main__
+from rankscope_ingest.pipeline import maintenance_schedule
+from rankscope_storage.maintenance import compaction_plan as merges
+
+merges.SMALL_FILES = 1
+maintenance_schedule.COMPACT_EVERY_COMMITS = 3
+maintenance_schedule.MAINTAIN_SECONDS = 1.0
+
+sys.exit(__main__.main())

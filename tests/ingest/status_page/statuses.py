@@ -1,0 +1,188 @@
+"""Standings made up for tests and for a look at the page: the same at every run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rankscope_ingest.reporting.progress import RunProgress
+from rankscope_ingest.status_page.model import RunStatus, ServiceStatus, Status, TargetStatus
+
+STARTED = 1_767_225_600_000_000
+HOSTILE = "</h3><script>alert(1)</script>\u202e&\"'\x1b[2J"
+
+SERVICE = ServiceStatus(
+    status="ok",
+    reason=None,
+    version="0.1.0",
+    schema_version=1,
+    store="/data/history",
+    shard="0/1",
+    url="http://127.0.0.1:9470",
+    started_at=STARTED,
+    uptime_seconds=93_784.2,
+    targets={"pending": 0, "up": 0, "draining": 0, "failing": 0, "gone": 0},
+    rows_pending=0,
+    rows_committed=0,
+    commits=0,
+    last_commit_ago_seconds=None,
+    records_lost=0,
+    samples_dropped=0,
+)
+
+PROGRESS = RunProgress(
+    run="pretraining",
+    attempt=0,
+    state="running",
+    reason=None,
+    step=12_500,
+    planned_steps=100_000,
+    loss=2.31,
+    tokens_per_second=1_048_576.0,
+    rows_stored=48_230_112,
+    lag_records=3,
+    records_lost=0,
+    ranks_alive=2,
+    world_size=2,
+    eta_seconds=176_400.0,
+    started_at=STARTED,
+    steps_per_second=0.496,
+)
+
+
+def target(rank: int, **changes: object) -> TargetStatus:
+    known = TargetStatus(
+        run="pretraining",
+        attempt=0,
+        rank=rank,
+        world_size=2,
+        host=f"node{rank // 8:03}",
+        pid=4000 + rank,
+        url=f"http://10.0.0.{rank // 8 + 1}:{9400 + rank % 8}",
+        incarnation=f"i{rank}",
+        served_by=None,
+        health="up",
+        last_error=None,
+        last_scrape_seconds=0.012,
+        last_scrape_ago_seconds=1.2,
+        last_sign_ago_seconds=1.2,
+        cursor=12_499,
+        committed=12_497,
+        head=12_499,
+        lag_records=2,
+        lag_seconds=3.4,
+        ring_fill_ratio=0.01,
+        records_lost=0,
+    )
+    return dataclasses.replace(known, **changes)  # type: ignore[arg-type]  # fields by name
+
+
+def run(state: str = "running", **changes: object) -> RunStatus:
+    beside = {
+        key: changes.pop(key) for key in ("goodput_ratio", "tags", "note", "last_seen_ago_seconds") if key in changes
+    }
+    return RunStatus(progress=dataclasses.replace(PROGRESS, state=state, **changes), **beside)  # type: ignore[arg-type]
+
+
+def empty() -> Status:
+    return Status(service=SERVICE, runs=(), targets=(), exporters=())
+
+
+def small() -> Status:
+    """Two ranks, one of them in trouble, a run that failed before, an exporter that is down."""
+    service = dataclasses.replace(
+        SERVICE,
+        targets={"pending": 0, "up": 1, "draining": 0, "failing": 1, "gone": 0},
+        rows_pending=5120,
+        rows_committed=48_230_112,
+        commits=9400,
+        last_commit_ago_seconds=4.25,
+        records_lost=17,
+        samples_dropped=2,
+        remote={"rankscope_ingest_remote_write_samples_total": 125_000.0},
+    )
+    refused = "http://10.0.0.1:9401: connection refused; is the rank still there?"
+    return Status(
+        service=service,
+        runs=(
+            run(
+                "failed",
+                run="trial-3",
+                attempt=2,
+                step=812,
+                planned_steps=1000,
+                loss=float("nan"),
+                reason="rank 1: ValueError: loss is not finite",
+                ranks_alive=0,
+                eta_seconds=None,
+                started_at=STARTED - 1,
+                records_lost=17,
+            ),
+            run(
+                goodput_ratio=0.9417,
+                last_seen_ago_seconds=0.4,
+                tags={"size": "7b", "team": "ours"},
+                note="lr 3e-4\nas r2",
+            ),
+        ),
+        targets=(target(0), target(1, health="failing", last_error=refused, lag_records=340, lag_seconds=171.0)),
+        exporters=(
+            {
+                "name": "node001",
+                "url": "http://10.0.0.1:9100/metrics",
+                "labels": {},
+                "up": True,
+                "last_error": None,
+                "last_scrape_seconds": 0.02,
+                "lag_seconds": 4.2,
+                "samples": 1432,
+            },
+            {
+                "name": "gpu001",
+                "url": "http://10.0.0.1:9835/metrics",
+                "labels": {},
+                "up": False,
+                "last_error": "connection refused",
+                "last_scrape_seconds": None,
+                "lag_seconds": 171.0,
+                "samples": None,
+            },
+        ),
+    )
+
+
+def large(ranks: int = 1000) -> Status:
+    """As many ranks, of which a few are not well; and runs of every state."""
+    sick = {
+        3: {"health": "failing", "last_error": "http://10.0.0.1:9403: no answer within 10 s", "lag_seconds": 512.0},
+        77: {"health": "pending", "last_scrape_ago_seconds": None},
+        400: {"lag_seconds": 95.0, "lag_records": 190, "ring_fill_ratio": 0.74},
+        401: {"records_lost": 12},
+        512: {"health": "gone"},
+    }
+    targets = [target(rank, world_size=ranks, **sick.get(rank, {})) for rank in range(ranks)]
+    states = ("pending", "stalled", "completed", "stopped", "failed")
+    others = [
+        run(
+            state,
+            run=f"ablation-{number:02} of the learning rate schedule, with warm-up",
+            started_at=STARTED - number,
+            step=None if state == "pending" else 100 * number,
+            planned_steps=1000 if number % 2 else None,
+            ranks_alive=0 if number > 2 else 8,
+            world_size=8,
+            reason=None if state == "pending" else f"said why it is {state}",
+        )
+        for number, state in enumerate(states, 1)
+    ]
+    service = dataclasses.replace(
+        SERVICE,
+        status="degraded",
+        reason="rows come faster than the store takes them: pulling waits for commits",
+        targets={"pending": 1, "up": ranks - 3, "draining": 0, "failing": 1, "gone": 1},
+        rows_pending=3_998_120,
+        rows_committed=2_148_230_112,
+        last_commit_ago_seconds=41.0,
+        records_lost=12,
+    )
+    whole = run(goodput_ratio=0.88, last_seen_ago_seconds=0.4, world_size=ranks, ranks_alive=ranks - 1)
+    return Status(service=service, runs=(whole, *others), targets=targets, exporters=())

@@ -1,0 +1,164 @@
+"""Page and API of a real service: what they tell, whom they let in, how a registration lapses and comes back."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from pathlib import Path
+
+import aiohttp
+
+from rankscope_ingest.status_page.assets import PAGE_HEADERS
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.runs.tags import noted, relabel, tagged
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "status" / "api.txt"
+TOKEN = "open-sesame"
+
+
+def basic(password, name="me"):
+    return {"Authorization": "Basic " + base64.b64encode(f"{name}:{password}".encode()).decode()}
+
+
+async def document(service, path, **headers):
+    status, text = await service.get(path, **headers)
+    assert 200 == status, text
+    return json.loads(text)
+
+
+async def test_the_page_and_the_api_tell_one_thing(start_service, fake_rank, eventually):
+    """The names in the API are golden, since programs read them. RANKSCOPE_UPDATE_GOLDEN=1 writes them anew."""
+    async with fake_rank(run="r&d", planned_steps=8, incarnation="x") as rank, start_service() as service:
+        await rank.register(service.url)
+        rank.publish_steps(4, ts=1_000_000)
+        rank.publish(step=4, ts=2_000_000)
+        await eventually(lambda: rank.committed == 4)
+        await eventually(lambda: service.rows("SELECT 1 FROM runs WHERE run = 'r&d' AND state = 'running'"))
+        relabel(service.store, "r&d", tagged({"team": "ours"}), sync_to_disk)
+        relabel(service.store, "r&d", noted("as <before>"), sync_to_disk)
+
+        async def labelled():  # a slow store is not waited for: labels come a moment later
+            return (await document(service, "/api/v1/runs"))[0]["note"]
+
+        await eventually(labelled)
+        told = {name: await document(service, f"/api/v1/{name}") for name in ("status", "runs", "targets")}
+        async with aiohttp.ClientSession() as session, session.get(service.url + "/") as answer:
+            page, headers = await answer.text(), answer.headers
+    (run,), (target,), whole = told["runs"], told["targets"], told["status"]
+    text = "".join(
+        f"{name}: {' '.join(known)}\n" for name, known in (("status", whole), ("runs", run), ("targets", target))
+    )
+    if os.environ.get("RANKSCOPE_UPDATE_GOLDEN"):
+        GOLDEN.write_text(text, encoding="utf-8")
+
+    assert GOLDEN.read_text(encoding="utf-8") == text
+    assert PAGE_HEADERS.items() <= headers.items()
+    assert "text/html; charset=utf-8" == headers["Content-Type"]
+    for part in (
+        "r&amp;d",
+        ">running</span>",
+        "step 4 of 8, 50 %",
+        "team=ours",
+        "as &lt;before&gt;",
+        "1 up",
+        str(service.store),
+    ):
+        assert part in page
+    assert ("running", 4, 8, {"team": "ours"}, "as <before>") == tuple(
+        run[name] for name in ("state", "step", "planned_steps", "tags", "note")
+    )
+    assert ("up", 4, 0, 0.0, None) == tuple(
+        target[name] for name in ("health", "committed", "lag_records", "lag_seconds", "last_error")
+    )
+    assert ("ok", None, 1) == (whole["status"], whole["reason"], whole["targets"]["up"])
+    assert whole["rows_committed"] >= 5
+    assert whole["last_commit_ago_seconds"] < 60
+
+
+async def test_a_browser_shows_the_token_as_a_password_and_can_change_nothing_with_it(start_service, fake_rank):
+    """A browser adds what it was once given to whatever another page has it send: that must open only what reads."""
+
+    async def asked(method, path, **headers):
+        body = {"data": "{}"} if method == "POST" else {}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.request(method, service.url + path, headers=headers, **body) as answer,
+        ):
+            return answer.status, answer.headers
+
+    async with start_service(**{"service.token": TOKEN}) as service:
+        as_browser = await asked("GET", "/", Accept="text/html,application/xhtml+xml")
+        as_program = await asked("GET", "/api/v1/runs")
+        shown = [await asked("GET", path, **basic(TOKEN)) for path in ("/", "/api/v1/status", "/metrics")]
+        wrong = [
+            (await asked("GET", "/", **headers))[0]
+            for headers in (
+                basic("x"),
+                basic(TOKEN, "") | {"Authorization": "Basic !"},
+                {"Authorization": "Basic"},
+                basic(""),
+            )
+        ]
+        changing = [
+            await asked("POST", path, **basic(TOKEN), **{"Content-Type": "application/json"})
+            for path in ("/api/v1/poke", "/api/v1/register", "/api/v1/stacks")
+        ]
+        bearer = await asked("GET", "/", Authorization=f"Bearer {TOKEN}")
+
+    assert (401, True) == (as_browser[0], as_browser[1]["WWW-Authenticate"].startswith("Basic realm="))
+    assert (401, "Bearer") == (as_program[0], as_program[1]["WWW-Authenticate"])
+    assert [200] * 3 == [status for status, _ in shown]
+    assert {"same-origin"} == {headers["Cross-Origin-Resource-Policy"] for _, headers in shown}
+    assert not any("Access-Control-Allow-Origin" in headers for _, headers in shown)
+    assert [401] * 4 == wrong
+    assert [(401, "Bearer")] * 3 == [(status, headers["WWW-Authenticate"]) for status, headers in changing]
+    assert 200 == bearer[0]
+
+
+async def test_a_registration_lapses_is_shown_as_gone_and_comes_back(start_service, fake_rank, eventually):
+    """While it is heard nobody takes its place; where nobody listens any more it is gone; heard again it goes on."""
+    changes = {"runs.heartbeat_seconds": 5.0, "runs.failed_after_seconds": 30.0, "runs.refused_after_seconds": 1.0}
+    async with start_service(**changes) as service, fake_rank() as rank:
+        await rank.register(service.url)
+        rank.publish_steps(2)
+        await eventually(lambda: rank.committed == 1)
+        async with fake_rank(incarnation="twin") as twin:
+            refused = await twin.register(service.url)
+            await rank.die()
+
+            async def health():
+                return {one["incarnation"]: one["health"] for one in await document(service, "/api/v1/targets")}
+
+            async def lapsed():
+                return (await health())["inc-r-0"] == "gone"
+
+            await eventually(lapsed)
+            page = (await service.get("/"))[1]
+            discovered = await document(service, "/sd")
+            (failed,) = await document(service, "/api/v1/runs")
+            await rank.__aenter__()  # the network is back, and with it the process
+            returned = await rank.register(service.url)
+
+            async def is_up():
+                return (await health())["inc-r-0"] == "up"
+
+            rank.publish_steps(2)
+            await eventually(is_up)
+            await eventually(lambda: rank.committed == 3)
+
+            async def runs_again():
+                (again,) = await document(service, "/api/v1/runs")
+                return (again["state"], again["attempt"]) == ("running", 0)
+
+            await eventually(runs_again)
+            stored = service.rows("SELECT seq FROM scalars ORDER BY seq")
+
+    assert 409 == refused[0]
+    assert "already has a live rank 0 of launch 'launch': process 1000 on here." in refused[1]
+    assert "Give this process its own rank or RANKSCOPE_RUN, or end the other one" in refused[1]
+    assert "1 gone</summary>" in page
+    assert [] == discovered
+    assert ("failed", True) == (failed["state"], "rank 0" in failed["reason"])
+    assert 200 == returned[0]
+    assert [0, 1, 2, 3] == [row["seq"] for row in stored]

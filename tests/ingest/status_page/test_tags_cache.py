@@ -1,0 +1,49 @@
+"""Tags and notes on the page: as the view has them, asked for only when somebody looks, and not for every look."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+
+from rankscope_ingest.status_page import tags_cache
+from rankscope_ingest.status_page.tags_cache import LOOK_SECONDS, LabelReader, Labels
+from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.base.schema import dataset_schema
+from rankscope_storage.runs.tags import noted, relabel, tagged, untagged
+
+
+@pytest.fixture
+def root(tmp_path):
+    row = {"run": "r", "state": "running", "ordinal": 1}
+    table = pa.Table.from_pylist([row], schema=dataset_schema("runs"))
+    with Store.open(tmp_path / "store", create=True).claim(owner="test") as writer:
+        writer.append(Batch(tables={"runs": table}, watermarks={}))
+    return tmp_path / "store"
+
+
+async def test_labels_are_read_again_after_some_seconds_and_kept_while_the_store_cannot_be_read(
+    root, monkeypatch, caplog
+):
+    now = [0.0]
+    monkeypatch.setattr(tags_cache, "PATIENCE_SECONDS", 60.0)
+    reader = LabelReader(str(root), clock=lambda: now[0])
+    try:
+        assert {} == await reader.fresh()
+        relabel(root, "r", tagged({"a": "1", "b": "2"}), sync_to_disk)
+        relabel(root, "r", noted("n"), sync_to_disk)
+        relabel(root, "r", untagged(["b"]), sync_to_disk)
+        assert {} == await reader.fresh()
+        now[0] = LOOK_SECONDS
+        assert {"r": Labels({"a": "1"}, "n")} == await reader.fresh()
+
+        relabel(root, "r", noted(""), sync_to_disk)
+        with monkeypatch.context() as broken:
+            broken.setattr(tags_cache, "_LABELS", "no SQL")
+            now[0] *= 2
+            assert {"r": Labels({"a": "1"}, "n")} == await reader.fresh()
+        assert "labels of runs cannot be read, it is tried again" in caplog.text
+        now[0] *= 2
+        assert {"r": Labels({"a": "1"}, None)} == await reader.fresh()
+    finally:
+        reader.close()

@@ -1,0 +1,224 @@
+"""Who may register, which attempt a launch is, and how two processes with one identity are told apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import json
+
+import pytest
+
+from rankscope_contract.channel import Registration
+from rankscope_ingest.base.errors import RegistrationError
+from rankscope_ingest.network.dialing import AllowedResolver, address_of, is_allowed, parse_target_url
+from rankscope_ingest.runs.target import Health
+from rankscope_ingest.targets.registry import AttemptNumbers, Registry, parse_registration
+
+LOOPBACK = [ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128")]
+HOME = [ipaddress.ip_address("127.0.0.1")]
+
+
+def registration(**changes):
+    fields = {
+        "run": "r",
+        "rank": 0,
+        "world_size": 2,
+        "local_rank": 0,
+        "host": "h",
+        "pid": 11,
+        "incarnation": "i0",
+        "launch_id": "l0",
+        "url": "http://127.0.0.1:9400",
+    }
+    return Registration(**(fields | changes))
+
+
+def registry(**changes):
+    leases = iter(f"lease{n}" for n in range(100))
+    return Registry(
+        **(
+            {"networks": LOOPBACK, "heartbeat_seconds": 5, "ttl_seconds": 15, "make_lease": lambda: next(leases)}
+            | changes
+        )
+    )
+
+
+def test_heartbeat_keeps_lease_and_attempt_and_moves_the_head():
+    book = registry()
+    first = book.register(registration(), HOME, 0.0)
+    again = book.register(registration(head=7), HOME, 5.0)
+
+    assert (True, False) == (first.is_new_target, again.is_new_target)
+    assert book.reply(first.target) == book.reply(again.target)
+    assert (7, 5.0) == (again.target.head, again.target.liveness.last_sign)
+
+
+@pytest.mark.parametrize(("ranks", "seconds"), [(1, 5.0), (500, 5.0), (700, 7.0), (1200, 10.0)])
+def test_a_thousand_ranks_are_asked_to_speak_half_as_often_and_taken_for_alive_as_much_longer(ranks, seconds):
+    book = registry(make_lease=lambda: "lease")
+    for number in range(ranks):
+        one = registration(rank=number, world_size=ranks, incarnation=f"i{number}")
+        first = book.register(one, HOME, 0.0).target
+    second = registration(rank=0, world_size=ranks, incarnation="second")
+
+    assert seconds == pytest.approx(book.reply(first).heartbeat_seconds)
+    with pytest.raises(RegistrationError, match="already has a live rank 0"):
+        book.register(second, HOME, 3 * seconds - 0.1)
+    assert book.register(second, HOME, 3 * seconds + 0.1).is_new_target
+
+
+def test_each_launch_of_a_run_is_its_next_attempt():
+    book = registry()
+    attempts = [
+        book.register(registration(incarnation=f"i{n}", launch_id=launch, run=run), HOME, 100.0 * n).target.attempt
+        for n, (run, launch) in enumerate([("r", "l0"), ("r", "l1"), ("s", "l1"), ("r", "l0"), ("r", "l2")])
+    ]
+
+    assert [0, 1, 0, 0, 2] == attempts
+
+
+def test_attempts_go_on_where_the_store_says():
+    book = registry(attempts=AttemptNumbers([("r", "old", 4)]))
+
+    assert 4 == book.register(registration(launch_id="old"), HOME, 0.0).target.attempt
+    assert 5 == book.register(registration(launch_id="new", incarnation="i1"), HOME, 0.0).target.attempt
+
+
+def test_second_live_process_with_one_identity_is_refused_and_the_first_named():
+    book = registry()
+    book.register(registration(host="node7", pid=4242), HOME, 0.0)
+
+    with pytest.raises(RegistrationError, match="process 4242 on node7") as error:
+        book.register(registration(incarnation="twin"), HOME, 14.0)
+    assert 409 == error.value.status
+
+
+def test_successor_is_taken_when_the_first_is_silent_refused_or_gone():
+    silent, refused, gone = registry(), registry(), registry()
+    for book in (silent, refused, gone):
+        target = book.register(registration(), HOME, 0.0).target
+    refused.get("i0").liveness.refused(1.0)
+    target.health = Health.GONE
+
+    assert silent.register(registration(incarnation="i1"), HOME, 15.0).is_new_target
+    assert refused.register(registration(incarnation="i1"), HOME, 2.0).is_new_target
+    assert gone.register(registration(incarnation="i1"), HOME, 2.0).is_new_target
+
+
+def test_other_ranks_and_other_launches_are_no_twins():
+    book = registry()
+    for changes in ({}, {"rank": 1, "incarnation": "i1"}, {"launch_id": "l1", "incarnation": "i2"}):
+        book.register(registration(**changes), HOME, 0.0)
+
+    assert 3 == len(list(book.targets))
+
+
+def test_address_outside_the_allowed_networks_is_refused_with_the_setting():
+    with pytest.raises(RegistrationError, match=r"10\.1\.2\.3.*allowed_networks") as error:
+        registry().register(registration(), [*HOME, ipaddress.ip_address("10.1.2.3")], 0.0)
+
+    assert 403 == error.value.status
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),
+        ("::ffff:8.8.8.8", False),
+        ("169.254.169.254", False),
+        ("0.0.0.0", False),
+        ("fe80::1%eth0", False),
+    ],
+)
+def test_only_allowed_networks_pass(host, allowed):
+    assert allowed == is_allowed(address_of(host), LOOPBACK)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "127.0.0.1:9400",
+        "ftp://h:1",
+        "http://h",
+        "http://h:99999",
+        "http://u:p@h:1",
+        "http://h:1/path",
+        "http://h:1?x",
+        "file:///etc",
+        "http://[::1",
+        "http://:80",
+    ],
+)
+def test_url_other_than_host_and_port_is_refused(url):
+    with pytest.raises(RegistrationError) as error:
+        parse_target_url(url)
+
+    assert 400 == error.value.status
+
+
+@pytest.mark.parametrize(
+    ("document", "complaint"),
+    [
+        ("{", "not a registration"),
+        ("[]", "must be a JSON object"),
+        ("{}", "missing"),
+        ({"rank": "0"}, "rank must be an integer"),
+        ({"rank": True}, "rank must be an integer"),
+        ({"rank": 2}, "rank 2 does not fit world_size 2"),
+        ({"rank": -1}, "does not fit"),
+        ({"run": ""}, "run must not be empty"),
+        ({"run": 7}, "run must be text"),
+        ({"run": "r" * 1001}, "run must have at most 1000 characters"),
+        ({"incarnation": "a\nb"}, "incarnation must be printable ASCII"),
+        ({"run": "\udc80"}, "valid Unicode"),
+        ({"config": {"path": "\udc80"}}, "valid Unicode"),
+        ({"started_at": 1 << 62}, "started_at must be UTC microseconds"),
+        ({"head": 1 << 70}, "head must be an integer"),
+        ({"config": []}, "config must be an object"),
+        ({"planned_steps": 1.5}, "planned_steps must be an integer"),
+        ({"url": "http://h"}, "http://host:port"),
+    ],
+)
+def test_malformed_registration_is_refused_with_what_is_wrong(document, complaint):
+    if isinstance(document, dict):
+        document = json.dumps(dataclasses.asdict(registration()) | document)
+    with pytest.raises(RegistrationError, match=complaint) as error:
+        parse_registration(document.encode())
+
+    assert 400 == error.value.status
+
+
+def test_other_schema_version_is_refused_with_the_versions_supported():
+    with pytest.raises(RegistrationError, match="schema version 2 is not supported; supported: 1") as error:
+        parse_registration(registration(schema_version=2).to_json().encode())
+
+    assert 406 == error.value.status
+
+
+def test_hostile_names_are_taken_as_they_are():
+    for name in ("../x", "a=b", "123", "'; DROP", "学习", "a/b", " "):
+        assert name == parse_registration(registration(run=name).to_json().encode()).run
+
+
+@pytest.mark.parametrize("change", [{"run": "other"}, {"rank": 1}, {"launch_id": "l1"}])
+def test_process_that_says_it_is_somebody_else_now_is_refused_and_changes_nothing(change):
+    book = registry()
+    book.register(registration(), HOME, 0.0)
+    with pytest.raises(RegistrationError, match="'i0' is rank 0 of run 'r', process 11 on h") as caught:
+        book.register(registration(url="http://127.0.0.1:9999", **change), HOME, 1.0)
+
+    assert 409 == caught.value.status
+    assert [registration()] == [target.registration for target in book.targets]
+
+
+async def test_a_name_that_points_elsewhere_when_it_is_dialled_is_not_dialled():
+    """It was allowed at registration; a second answer of the name server must not lead out of the networks."""
+    elsewhere = AllowedResolver([ipaddress.ip_network("192.0.2.0/24")])
+    with pytest.raises(OSError, match=r"outside .* allowed_networks"):
+        await elsewhere.resolve("localhost", 80)
+
+    assert {"127.0.0.1"} == {found["host"] for found in await AllowedResolver(LOOPBACK[:1]).resolve("localhost", 80)}
