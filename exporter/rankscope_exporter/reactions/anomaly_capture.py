@@ -15,7 +15,7 @@ from rankscope_exporter.config.sections import CaptureConfig
 from rankscope_exporter.process.threads import BackgroundWorker
 from rankscope_exporter.reactions.anomaly_callback import in_causal_order
 from rankscope_exporter.reactions.sample_ids import Named, SampleIds, read
-from rankscope_exporter.sampling.active_quantities import ActiveQuantities, PreparedQuantities, Part
+from rankscope_exporter.sampling.active_quantities import ActiveQuantities, Part, PreparedQuantities
 
 CAPTURE: Final = "capture"
 """The source that such a change names."""

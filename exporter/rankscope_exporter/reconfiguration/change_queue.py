@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 
 from rankscope_contract.events import Event, EventType, Severity
 from rankscope_exporter.base.errors import Guard
-from rankscope_exporter.sampling.active_quantities import ActiveQuantities, PreparedQuantities, Part
+from rankscope_exporter.sampling.active_quantities import ActiveQuantities, Part, PreparedQuantities
 from rankscope_exporter.sampling.sampling_config import SamplingConfig
 
 
