@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar, cast
+from typing import Any, Final, Self
 
 import torch
 
@@ -22,12 +21,14 @@ from rankscope_contract.events import Event, EventType, ExitReason
 from rankscope_contract.phases import WITHIN_A_STEP
 from rankscope_contract.stacks import stacks_text
 from rankscope_exporter.adapters import Framework, Stage
-from rankscope_exporter.api.phase import OpenPhases, Phase
+from rankscope_exporter.api.phase import OpenPhases, Phase, opaque
 from rankscope_exporter.api.session import Session
 from rankscope_exporter.api.session_factory import Optimizers, attached
+from rankscope_exporter.api.shutdown import drain, record_end
 from rankscope_exporter.base.copies import CopiesDoNothing, NotCopied
-from rankscope_exporter.base.errors import ConfigError, Guard
-from rankscope_exporter.base.tracing import is_dynamo_compiling, on_compilation, uncompiled
+from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.tracing import is_dynamo_compiling, on_compilation
+from rankscope_exporter.base.validation import callable_or_none, steps_from
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.config.resolve import Given, config_of
 from rankscope_exporter.model.parameter_names import encodable
@@ -38,29 +39,9 @@ from rankscope_exporter.sampling.sampling_config import SWITCH, sampling_config_
 from rankscope_exporter.sinks import Sink
 from rankscope_exporter.sinks.memory import Row
 
-PUBLISH_SECONDS = 3.0
-"""The last steps are published even with exit_wait_seconds = 0: milliseconds, unless the machine is overloaded."""
-
-
-M = TypeVar("M", bound=Callable[..., None])
-
 _COMPILED_CALL: Final = (
     "a method of the monitor was called in code that torch.compile compiles, where it does nothing: call it outside"
 )
-
-
-def _opaque(method: M) -> M:
-    """Return `method` in a form that Dynamo does not look into: in compiled code it does nothing."""
-
-    @uncompiled
-    @functools.wraps(method)
-    def entry(self: Monitor, *args: Any, **kwargs: Any) -> None:
-        if is_dynamo_compiling():
-            self._was_compiled()
-        else:
-            method(self, *args, **kwargs)
-
-    return cast("M", entry)
 
 
 class Monitor(CopiesDoNothing):
@@ -89,9 +70,9 @@ class Monitor(CopiesDoNothing):
         own and one at a time; while 64 wait for it, further ones are dropped and counted.
         """
         self._config = config_of(config).with_environment(os.environ)
-        self._total_steps = None if total_steps is None else _whole("total_steps", total_steps, at_least=1)
-        self._first_step = _whole("first_step", first_step, at_least=0)
-        self._on_anomaly = _callable("on_anomaly", on_anomaly)
+        self._total_steps = None if total_steps is None else steps_from("total_steps", total_steps, at_least=1)
+        self._first_step = steps_from("first_step", first_step, at_least=0)
+        self._on_anomaly = callable_or_none("on_anomaly", on_anomaly)
         self._guard = Guard()
         self._session: Session | None = None
         self._sinks: Mapping[str, Sink] = {}
@@ -213,17 +194,12 @@ class Monitor(CopiesDoNothing):
         self._guard.call("detach()", session.hooks.remove)
         self._guard.call("detach()", session.watchdog.stop)
         self._guard.call("detach()", session.step_observers.hardware.stop)
-        self._guard.call("end of training", self._record_end, session, reason, error)
+        ending = (reason, error, self._total_steps, self._stop_asked)
+        self._guard.call("end of training", record_end, session, self._guard, *ending)
         return NotCopied(lambda: self._finish_serving(session, deadline, wait_seconds))
 
-    def _record_end(self, session: Session, reason: ExitReason, error: str | None) -> None:
-        last_step = self._guard.call("end of training", session.recorder.finish)
-        self._guard.call("end of training", session.reactions.finish, session.publisher.catch_up)
-        reason, error = lifecycle.weighed_reason(reason, error, last_step, self._total_steps, self._stop_asked)
-        session.recorder.event(lifecycle.exit_event(reason, error, last_step))
-
     def _finish_serving(self, session: Session, deadline: float, wait_seconds: float) -> None:
-        self._guard.call("end of training", self._drain, session, deadline, wait_seconds)
+        self._guard.call("end of training", drain, session, self._guard, deadline, wait_seconds)
         self._guard.call("detach()", session.change_sources.stop)
         self._guard.call("closing", session.channel.close)
         # Only now: a process that another thread forks meanwhile must let go of sockets and locks.
@@ -232,23 +208,9 @@ class Monitor(CopiesDoNothing):
         lifecycle.forget(self)
         self._guard.on_first = None
 
-    def _drain(self, session: Session, deadline: float, wait_seconds: float) -> None:
-        left_seconds = max(PUBLISH_SECONDS, deadline - time.monotonic())
-        self._guard.call("detach()", session.step_observers.collectives.stop, left_seconds)
-        for part in (session.publisher, session.reactions):
-            self._guard.call("end of training", part.stop, max(PUBLISH_SECONDS, deadline - time.monotonic()))
-        left = session.channel.drain(max(0.0, deadline - time.monotonic()))
-        if left and session.channel.service_url:
-            kept = session.channel.persistence.folder
-            fate = f"wait in {kept} for a service or the next rank here" if kept else "are lost with this process"
-            session.console.line(
-                f"rank {session.identity.rank}: {left} records were not committed by {session.channel.service_url} "
-                f"within {wait_seconds:g} s and {fate}"
-            )
-
     # What the training script says.
 
-    @_opaque
+    @opaque
     def log(self, *, step: int | None = None, **values: Any) -> None:
         """Log numbers of the current step: `log(loss=loss, grad_norm=norm, tokens=n)`.
 
@@ -263,7 +225,7 @@ class Monitor(CopiesDoNothing):
             session.watchdog.beat()
             session.hooks.call("log()", session.recorder.log, values, step)
 
-    @_opaque
+    @opaque
     def batch(self, ids: Any) -> None:
         """Name the samples of the batch whose forward pass comes next: numbers, names, or a tensor of numbers.
 
@@ -274,7 +236,7 @@ class Monitor(CopiesDoNothing):
         if session is not None:
             session.hooks.call("batch()", session.reactions.batches.say, ids)
 
-    @_opaque
+    @opaque
     def event(self, type: str, message: str = "", **details: Any) -> None:  # noqa: A002 - the field's own word
         """Record that something happened, with JSON-able details; it is handed over at once."""
         session = self._session
@@ -324,7 +286,7 @@ class Monitor(CopiesDoNothing):
         shown = [name for name in self._phases.names if name not in WITHIN_A_STEP]
         session.channel.set_phase(shown[-1] if shown else None)
 
-    @_opaque
+    @opaque
     def end_step(self, *, skipped: bool | None = None) -> None:
         """End the current step explicitly, for loops whose end cannot be seen from outside.
 
@@ -336,7 +298,7 @@ class Monitor(CopiesDoNothing):
             session.watchdog.beat()
             session.hooks.call("end_step()", lambda: session.recorder.end_step(skipped=skipped))
 
-    @_opaque
+    @opaque
     def switch(self, config: Mapping[str, Any] | None = None, *, on: bool = True) -> None:
         """Change what is measured, from the next step on; where there are ranks, from a step they agree on.
 
@@ -401,7 +363,7 @@ class Monitor(CopiesDoNothing):
         session = self._session
         return {} if session is None else session.change_queue.state()
 
-    @_opaque
+    @opaque
     def remark(self, sentence: str) -> None:
         """Say something on the console, and as an event `note`."""
         session = self._session
@@ -421,15 +383,3 @@ class Monitor(CopiesDoNothing):
     def faults(self) -> int:
         """Return how many errors were swallowed so far."""
         return self._guard.count
-
-
-def _callable(name: str, value: Any) -> Any:
-    if value is not None and not callable(value):
-        raise ConfigError(f"{name} is a function of one argument, not {value!r}")
-    return value
-
-
-def _whole(name: str, value: Any, *, at_least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise ConfigError(f"{name} is a number of steps from {at_least} on, not {value!r}")
-    return value

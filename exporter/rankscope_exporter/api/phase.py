@@ -1,14 +1,18 @@
-"""Phases that the script announces: `with monitor.phase("evaluation"): …`."""
+"""Phases that the script announces, `with monitor.phase("evaluation"): …`, and calls that compiled code must skip."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar, cast
 
 from rankscope_exporter.base.copies import CopiesDoNothing
+from rankscope_exporter.base.tracing import is_dynamo_compiling, uncompiled
+
+M = TypeVar("M", bound=Callable[..., None])
 
 
 def _nobody(*_: Any) -> None:
@@ -62,3 +66,17 @@ class Phase(CopiesDoNothing, contextlib.ContextDecorator):
     ) -> None:
         if self._began:
             self._phases.end(self.name, time.monotonic() - self._began.pop())
+
+
+def opaque(method: M) -> M:
+    """Return `method` in a form that Dynamo does not look into: in compiled code it does nothing."""
+
+    @uncompiled
+    @functools.wraps(method)
+    def entry(self: Any, *args: Any, **kwargs: Any) -> None:
+        if is_dynamo_compiling():
+            self._was_compiled()
+        else:
+            method(self, *args, **kwargs)
+
+    return cast("M", entry)

@@ -23,6 +23,20 @@ def whole(value: Any) -> int | None:
         return None
 
 
+def steps_from(name: str, value: Any, *, at_least: int) -> int:
+    """Return `value`, a number of steps. Raises ConfigError naming the argument."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ConfigError(f"{name} is a number of steps from {at_least} on, not {value!r}")
+    return value
+
+
+def callable_or_none(name: str, value: Any) -> Any:
+    """Return `value`, a function or None. Raises ConfigError naming the argument."""
+    if value is not None and not callable(value):
+        raise ConfigError(f"{name} is a function of one argument, not {value!r}")
+    return value
+
+
 def listed(name: str, value: Any, of: type) -> tuple[Any, ...]:
     """Return the items of the list `value`, each of type `of`. Raises ConfigError naming the setting."""
     if isinstance(value, str) or not isinstance(value, Iterable) or isinstance(value, Mapping):

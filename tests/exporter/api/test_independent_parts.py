@@ -143,7 +143,7 @@ def test_an_attach_that_fails_undoes_all_it_began_whatever_raises(monkeypatch, c
 
 
 def test_groups_that_cannot_be_looked_up_leave_the_model_measured(monkeypatch, caplog):
-    monkeypatch.setattr("rankscope_exporter.api.session_factory.find_mates", broken)
+    monkeypatch.setattr("rankscope_exporter.api.session_factory.find_replica_dedup", broken)
     training = Training()
     training.train()
     training.finish()

@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from rankscope_exporter.model.module_names import defines_forward, named_modules, selected, unmatched
 from rankscope_exporter.model.name_patterns import Targets
-from rankscope_exporter.quantities.activations.entries import Call, Calls
+from rankscope_exporter.quantities.activations.entries import Calls, ModuleCall
 
 
 def test_wrappers_do_not_show_and_the_users_own_module_is_taken():
@@ -78,7 +78,7 @@ def test_recomputed_parts_are_found_again_in_whatever_order(seed):
     choice = random.Random(seed)
     calls, parts, pointer = Calls(), [], 1000
     for _ in range(choice.randint(1, 6)):
-        part: list[Call] = []
+        part: list[ModuleCall] = []
         micro_step = choice.randint(0, 2)
         pointer += 1
         for number in range(choice.randint(1, 4)):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rankscope_exporter import Monitor
-from rankscope_exporter.quantities.activations.entries import Leaves, Memory
+from rankscope_exporter.quantities.activations.entries import Leaves, TensorCache
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
@@ -104,7 +104,7 @@ def test_a_tensor_with_the_id_of_a_freed_one_gets_its_own_numbers():
 
 
 def test_the_entry_of_a_tensor_ends_with_the_tensor():
-    memory: Memory[int] = Memory()
+    memory: TensorCache[int] = TensorCache()
     leaves: Leaves[int] = Leaves()
     leaf, made = torch.zeros(2), torch.zeros(2, requires_grad=True) * 1
     memory.keep(made, 1)
@@ -123,7 +123,7 @@ def test_the_entry_of_a_tensor_ends_with_the_tensor():
 
 
 def test_a_parameter_is_never_remembered_weakly():
-    memory: Memory[int] = Memory()
+    memory: TensorCache[int] = TensorCache()
     parameter = nn.Parameter(torch.zeros(2))
     memory.keep(parameter, 1)
 

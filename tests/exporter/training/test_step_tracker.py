@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope_exporter.training.step_tracker import Ended, Stage, StepTracker
+from rankscope_exporter.training.step_tracker import Ended, StepStage, StepTracker
 
 
 def gone() -> bool:
@@ -48,7 +48,7 @@ def test_gradients_dropped_without_an_update_are_a_skipped_step() -> None:
     tracker.backward_begins(never)
 
     assert Ended(1, skipped=True) == tracker.forward_begins(gone)
-    assert Stage.OPEN is tracker.stage
+    assert StepStage.OPEN is tracker.stage
 
 
 def test_a_skip_is_noticed_at_the_next_backward_when_no_forward_hook_fires() -> None:
@@ -56,7 +56,7 @@ def test_a_skip_is_noticed_at_the_next_backward_when_no_forward_hook_fires() -> 
     tracker.backward_begins(never)
 
     assert Ended(1, skipped=True) == tracker.backward_begins(gone)
-    assert Stage.GRADIENTS is tracker.stage
+    assert StepStage.GRADIENTS is tracker.stage
 
 
 def test_two_optimizers_step_in_one_step() -> None:

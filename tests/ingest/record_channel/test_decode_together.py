@@ -18,7 +18,7 @@ from rankscope_ingest.pipeline.batcher import Batcher
 from rankscope_ingest.record_channel.arrow_guard import open_stream
 from rankscope_ingest.record_channel.decode import decode
 from rankscope_ingest.record_channel.validate import RowContext, ValidBody, check, plan_ids
-from rankscope_storage.files.partitioning import SORT_KEYS, sort_order
+from rankscope_storage.files.sorting import SORT_KEYS, sort_order
 
 contexts = st.builds(
     RowContext,

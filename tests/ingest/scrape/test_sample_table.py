@@ -12,7 +12,7 @@ from rankscope_ingest.pipeline.batcher import Batcher
 from rankscope_ingest.pipeline.quarantine import halves
 from rankscope_ingest.scrape.sample_table import Grid, Scrape, Series
 from rankscope_storage.base.schema import conform
-from rankscope_storage.files.partitioning import SORT_KEYS, is_sorted
+from rankscope_storage.files.sorting import SORT_KEYS, is_sorted
 
 NAMES = st.lists(
     st.tuples(st.sampled_from(["b", "a", "up", "é", "Z"]), st.sampled_from([None, "{}", '{"x":"1"}', '{"a":"2"}'])),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rankscope_exporter.compat.msprobe.config_translation import module_pattern, parameter_pattern
-from rankscope_exporter.model.name_patterns import Targets, sentences
+from rankscope_exporter.model.name_patterns import Targets, target_notices
 
 NAMES = ("", "layers.1", "layers.10", "layers.1.mlp", "encoder.layers.1.mlp", "decoder.layers.1.mlp", "module.head")
 PARAMETERS = (
@@ -63,7 +63,7 @@ def test_a_parameter_is_named_by_itself_or_by_a_module_that_holds_it_and_never_b
 def test_a_target_that_matches_nothing_is_told_as_a_name_with_the_nearest():
     parameters = Targets(tuple(map(parameter_pattern, ["0:layer.1.weight", "hed.weight"])))
     modules = Targets((module_pattern("0:module.layer.1"),))
-    told = [*sentences(parameters, PARAMETERS, "parameter"), *sentences(modules, NAMES, "module")]
+    told = [*target_notices(parameters, PARAMETERS, "parameter"), *target_notices(modules, NAMES, "module")]
 
     assert [
         "target 'layer.1.weight' matches no parameter; nearest: layers.1.weight",

@@ -14,7 +14,7 @@ import torch
 from rankscope_exporter.base.errors import Guard
 from rankscope_exporter.monitors.hardware import host as host_module
 from rankscope_exporter.monitors.hardware.host import Host, HostState, from_proc, from_psutil, host_scalars
-from rankscope_exporter.observers.resources import Memory, allocator_scalars
+from rankscope_exporter.observers.resources import MemoryObserver, allocator_scalars
 from rankscope_exporter.records.pending_step import PendingStep
 
 READERS = {"psutil": lambda: from_psutil(psutil, psutil.Process(), lambda _name, ask: ask()), "proc": from_proc}
@@ -128,7 +128,7 @@ def test_what_the_allocator_of_any_accelerator_says(monkeypatch):
     device = torch.device("xpu", 1)
     pending_step = PendingStep(1, 0, sampled=True)
 
-    Memory(device).step_ends(pending_step)
+    MemoryObserver(device).step_ends(pending_step)
     scalars = {scalar.name: scalar.value for later in pending_step.later for scalar in later()}
 
     assert [device] == asked
@@ -152,7 +152,7 @@ def test_what_an_allocator_does_not_count_is_absent():
 def test_a_step_that_is_not_measured_reads_nothing():
     pending_step = SimpleNamespace(sampled=False, later=[])
 
-    Memory(torch.device("cpu")).step_ends(pending_step)
+    MemoryObserver(torch.device("cpu")).step_ends(pending_step)
 
     assert [] == pending_step.later
 
@@ -235,7 +235,7 @@ def test_an_allocator_that_fails_leaves_the_memory_of_the_process(monkeypatch):
 
     monkeypatch.setattr(torch.accelerator, "memory_stats", broken)
     pending_step, guard = PendingStep(1, 0, sampled=True), Guard()
-    Memory(torch.device("xpu", 1)).step_ends(pending_step)
+    MemoryObserver(torch.device("xpu", 1)).step_ends(pending_step)
     names = [scalar.name for later in pending_step.later for scalar in guard.call("memory", later) or ()]
 
     assert (["resident_memory_bytes"], 1) == (names, guard.count)

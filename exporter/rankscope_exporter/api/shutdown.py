@@ -1,0 +1,45 @@
+"""The end of a session: the last step and the exit event, then publishing and the wait for the service's commit."""
+
+from __future__ import annotations
+
+import time
+
+from rankscope_contract.events import ExitReason
+from rankscope_exporter.api.session import Session
+from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.process import lifecycle
+
+PUBLISH_SECONDS = 3.0
+"""The last steps are published even with exit_wait_seconds = 0: milliseconds, unless the machine is overloaded."""
+
+
+def record_end(
+    session: Session,
+    guard: Guard,
+    reason: ExitReason,
+    error: str | None,
+    *,
+    total_steps: int | None,
+    signal: str | None,
+) -> None:
+    """Finish the last step and record the exit; `signal` is that which asked for an end, if any."""
+    last_step = guard.call("end of training", session.recorder.finish)
+    guard.call("end of training", session.reactions.finish, session.publisher.catch_up)
+    reason, error = lifecycle.weighed_reason(reason, error, last_step, total_steps, signal)
+    session.recorder.event(lifecycle.exit_event(reason, error, last_step))
+
+
+def drain(session: Session, guard: Guard, deadline: float, wait_seconds: float) -> None:
+    """Publish the remaining records and wait for their commit until `deadline`; report records that are left."""
+    left_seconds = max(PUBLISH_SECONDS, deadline - time.monotonic())
+    guard.call("detach()", session.step_observers.collectives.stop, left_seconds)
+    for part in (session.publisher, session.reactions):
+        guard.call("end of training", part.stop, max(PUBLISH_SECONDS, deadline - time.monotonic()))
+    left = session.channel.drain(max(0.0, deadline - time.monotonic()))
+    if left and session.channel.service_url:
+        folder = session.channel.persistence.folder
+        fate = f"wait in {folder} for a service or the next rank here" if folder else "are lost with this process"
+        session.console.line(
+            f"rank {session.identity.rank}: {left} records were not committed by {session.channel.service_url} "
+            f"within {wait_seconds:g} s and {fate}"
+        )
