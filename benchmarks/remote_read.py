@@ -17,7 +17,7 @@ from rankscope_ingest.remote_read.codec import read_response
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.prometheus.matchers import Matcher, MatchType
-from rankscope_storage.prometheus.query import Question
+from rankscope_storage.prometheus.query import SeriesQuery
 from rankscope_storage.prometheus.read import read
 from rankscope_storage.prometheus.series import Series
 from rankscope_storage.writer.writer import Batch
@@ -42,7 +42,7 @@ def run() -> list[Row]:
 def _row(connection: Connection, name: str, labels: dict[str, str]) -> list[Row]:
     asked = {"__name__": "rankscope_tensor_value", **labels}
     matchers = tuple(Matcher(MatchType.EQUAL, label, value) for label, value in asked.items())
-    question = Question(matchers, 0, 1 << 42)
+    question = SeriesQuery(matchers, 0, 1 << 42)
     times = []
     for _ in range(ROUNDS):
         began = time.perf_counter()

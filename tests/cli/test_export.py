@@ -7,7 +7,7 @@ import subprocess
 import pyarrow.parquet as pq
 import pytest
 
-from rankscope_storage.formats import exporters
+from rankscope_storage.formats import export_formats
 
 
 def test_export_writes_the_run_and_reports_omitted_rows(rankscope, tmp_path):
@@ -45,7 +45,7 @@ def test_run_named_like_a_path_is_written_into_the_folder(rankscope, tmp_path):
     assert ["%2E.%2Fother%20run-parquet"] == [path.name for path in tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize("form", sorted(exporters()))
+@pytest.mark.parametrize("form", sorted(export_formats()))
 def test_run_name_longer_than_a_file_name_can_be_exported(rankscope, tmp_path, form):
     """80 of these characters are 720 bytes in a file name."""
     log = tmp_path / "log.jsonl"
@@ -88,7 +88,7 @@ def test_export_errors_name_the_fix(rankscope, tmp_path, arguments, code, messag
 def test_help_names_every_format_and_has_examples(rankscope):
     shown = rankscope("export", "--help").stdout
 
-    assert all(name in shown for name in exporters())
+    assert all(name in shown for name in export_formats())
     assert "Examples" in shown
     assert "promtool tsdb create-blocks-from openmetrics" in " ".join(shown.split())
 

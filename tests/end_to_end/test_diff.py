@@ -16,7 +16,7 @@ from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.connection import connect
 from rankscope_storage.diff.diff import Divergence, Tolerance, divergence
-from rankscope_storage.diff.sources import Selected, Side
+from rankscope_storage.diff.sources import DiffSelection, DiffSide
 
 STEPS = 5
 QUANTITIES = ("parameters", "gradients", "optimizer_state", "activations", "hashes")
@@ -89,10 +89,10 @@ def compared(store: Path, a: str, b: str, tolerance: Tolerance | None = None, **
     with connect(store) as connection:
         return divergence(
             connection,
-            Side(run=a),
-            Side(run=b),
+            DiffSide(run=a),
+            DiffSide(run=b),
             tolerance,
-            Selected(**selected),
+            DiffSelection(**selected),
             top=1000,
             window_rows=600,  # type: ignore[arg-type]
         )

@@ -13,7 +13,7 @@ from torch import nn
 
 from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_storage.connection import connect
-from rankscope_storage.formats import ExportOptions, exporters
+from rankscope_storage.formats import ExportOptions, export_formats
 
 HEADS, MICRO_BATCHES = 2, 2
 
@@ -90,7 +90,7 @@ def test_features_of_a_run_stand_in_the_files_of_the_tool(
     assert 0 == service.stop(), service.log()
 
     with connect(service.store) as connection:
-        report = exporters()["csv"].export(connection, "features", tmp_path / "csv", ExportOptions())
+        report = export_formats()["csv"].export(connection, "features", tmp_path / "csv", ExportOptions())
         loads = connection.sql("select distinct micro_step, index from features where kind = 'router_load'").fetchall()
     found = {}
     for path in report.files:
@@ -103,5 +103,5 @@ def test_features_of_a_run_stand_in_the_files_of_the_tool(
             for row in rows
         ]
     assert expected() == {family: sorted(rows, key=lambda row: row[1::-1]) for family, rows in found.items()}
-    assert 6 == report.left_out["features that the tool does not know"]
+    assert 6 == report.omitted["features that the tool does not know"]
     assert 6 == len(loads)

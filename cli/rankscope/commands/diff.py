@@ -18,7 +18,7 @@ from rankscope_contract.collectives import spans
 if TYPE_CHECKING:
     from rankscope_storage.connection import Connection
     from rankscope_storage.diff.diff import Divergence
-    from rankscope_storage.diff.sources import Side
+    from rankscope_storage.diff.sources import DiffSide
 
 _OF_KINDS: Final = ("tensor_stats", "features", "hashes")
 DIFFERENT: Final = 1
@@ -67,7 +67,7 @@ def diff(
     """
     from rankscope.output.diff_text import diff_document, diff_lines
     from rankscope_storage.diff.diff import Tolerance, divergence
-    from rankscope_storage.diff.sources import Selected
+    from rankscope_storage.diff.sources import DiffSelection
 
     try:
         bounds = step_range(steps)
@@ -79,7 +79,7 @@ def diff(
                 a,
                 b,
                 Tolerance(relative=tolerance, absolute=absolute),
-                Selected(kinds=tuple(kind or ()), ranks=tuple(rank or ()), steps=bounds),
+                DiffSelection(kinds=tuple(kind or ()), ranks=tuple(rank or ()), steps=bounds),
                 top=top,
             )
             _check_compared(found, connection, kind or ())
@@ -92,8 +92,8 @@ def diff(
 
 def _sides(
     connection: Connection, runs: list[str], ranks: tuple[int, int] | None, attempts: tuple[int, int] | None
-) -> tuple[Side, Side]:
-    from rankscope_storage.diff.sources import Side
+) -> tuple[DiffSide, DiffSide]:
+    from rankscope_storage.diff.sources import DiffSide
 
     names = [resolve_run(connection, run) for run in runs]
     if len(names) == 1 and (ranks is not None or attempts is not None):
@@ -102,7 +102,7 @@ def _sides(
         raise CommandError("name two runs, or one run with --ranks A B or --attempts A B", code=USAGE)
     own_ranks, own_attempts = ranks or (None, None), attempts or (None, None)
     first, second = (
-        Side(run=name, rank=rank, attempt=attempt)
+        DiffSide(run=name, rank=rank, attempt=attempt)
         for name, rank, attempt in zip(names, own_ranks, own_attempts, strict=True)
     )
     if first == second:
@@ -128,7 +128,7 @@ def _check_compared(found: Divergence, connection: Connection, kinds: Sequence[s
     raise CommandError(f"{found.a} and {found.b} have no common step with values to compare")
 
 
-def _check_kinds(kinds: Sequence[str], sides: Sequence[Side], connection: Connection) -> None:
+def _check_kinds(kinds: Sequence[str], sides: Sequence[DiffSide], connection: Connection) -> None:
     """Raise CommandError with the available kinds if a run has none of the requested kinds."""
     from rankscope_storage.diff.sources import SCALAR
 
@@ -140,7 +140,7 @@ def _check_kinds(kinds: Sequence[str], sides: Sequence[Side], connection: Connec
             raise CommandError(f"{side.run} has no kind {', '.join(kinds)}; it has {listed}", code=USAGE)
 
 
-def _check_there(side: Side, connection: Connection) -> None:
+def _check_there(side: DiffSide, connection: Connection) -> None:
     """Raise CommandError with the available ranks or attempts if the requested one does not exist."""
     tables = ("scalars", "tensor_stats", "hashes")
     for column, wanted in {"attempt": side.attempt, "rank": side.rank}.items():

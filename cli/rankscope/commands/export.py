@@ -17,7 +17,7 @@ from rankscope.base.options import Run, Store, step_range
 
 if TYPE_CHECKING:
     from rankscope_storage.connection import Connection
-    from rankscope_storage.formats import Exporter, ExportOptions, ExportReport, Progress
+    from rankscope_storage.formats import ExportFormat, ExportOptions, ExportReport, Progress
 
 
 Target = Annotated[
@@ -99,10 +99,10 @@ def export(
     _print_report(name, form, target, report)
 
 
-def _exporter(name: str) -> Exporter:
-    from rankscope_storage.formats import exporters
+def _exporter(name: str) -> ExportFormat:
+    from rankscope_storage.formats import export_formats
 
-    known = exporters()
+    known = export_formats()
     if name not in known:
         formats = "".join(f"\n  {exporter.name:12} {exporter.help}" for exporter in known.values())
         raise CommandError(f"unknown format {name!r}.{suggestion(name, known)} Formats:{formats}", code=USAGE)
@@ -114,11 +114,11 @@ def _options(
 ) -> ExportOptions:
     from rankscope_storage.base.errors import ExportError
     from rankscope_storage.formats import ExportOptions
-    from rankscope_storage.formats.common.base import parse_moment
+    from rankscope_storage.formats.common.base import parse_time
 
     try:
         near = _began(connection, run)
-        start, end = (None if text is None else parse_moment(text, near) for text in (time_start, time_end))
+        start, end = (None if text is None else parse_time(text, near) for text in (time_start, time_end))
         return ExportOptions(time_start=start, time_end=end, **others)  # type: ignore[arg-type]  # the caller names each option
     except ExportError as error:
         raise CommandError(str(error), code=USAGE) from error
@@ -157,7 +157,7 @@ def _print_report(name: str, form: str, target: Path, report: ExportReport) -> N
     counts = ", ".join(f"{count:,} {dataset}" for dataset, count in report.rows.items() if count)
     files = f"{len(report.files):,} files below {target}" if _is_many(report.files, target) else str(target)
     print(f"{_plain(name)}: {form}, rows: {counts or 'no new rows'}; in {files}")
-    for reason, count in report.left_out.items():
+    for reason, count in report.omitted.items():
         print(f"omitted {count:,}: {reason}", file=sys.stderr)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from rankscope_storage.runs.edit import RewriteReport
-    from rankscope_storage.runs.tags import Labels, Relabel
+    from rankscope_storage.runs.tags import TagsAndNote, TagsEdit
 
 
 class Action(enum.StrEnum):
@@ -172,32 +172,32 @@ def _show(store: Path, run: str, form: Format, output: Path | None) -> None:
     )
 
 
-def _wanted(action: Action, given: Sequence[str]) -> Relabel:
+def _wanted(action: Action, given: Sequence[str]) -> TagsEdit:
     from rankscope_storage.runs import tags
 
     if action is Action.NOTE:
-        return tags.noted(given[0])
+        return tags.set_note(given[0])
     if action is Action.UNTAG:
-        return tags.untagged(given)
+        return tags.remove_tags(given)
     pairs = [text.partition("=") for text in given]
     for text, (_, equals, _) in zip(given, pairs, strict=True):
         if not equals:
             raise CommandError(f"{text!r} is not a tag: write KEY=VALUE", code=USAGE)
-    return tags.tagged({key: value for key, _, value in pairs})
+    return tags.set_tags({key: value for key, _, value in pairs})
 
 
-def _relabelled(root: Path, run: str, change: Relabel) -> Labels:
+def _relabelled(root: Path, run: str, change: TagsEdit) -> TagsAndNote:
     from rankscope_storage.base.errors import StoreError
     from rankscope_storage.base.fsync import sync_to_disk
-    from rankscope_storage.runs.tags import relabel
+    from rankscope_storage.runs.tags import edit_tags
 
     try:
-        return relabel(root, run, change, sync_to_disk)
+        return edit_tags(root, run, change, sync_to_disk)
     except StoreError as error:
         raise CommandError(str(error)) from error
 
 
-def _print_labels(labels: Labels) -> None:
+def _print_labels(labels: TagsAndNote) -> None:
     print(f"tags  {'  '.join(f'{key}={value}' for key, value in labels.tags.items()) or 'none'}")
     print(f"note  {labels.note or 'none'}")
 

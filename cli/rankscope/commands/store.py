@@ -112,7 +112,7 @@ def _check(root: Path, *, deep: bool) -> None:
     with _bar("files") as progress:
         report = check(root, deep=deep, progress=progress)
     _print_check(report)
-    if not report.is_whole:
+    if not report.is_intact:
         raise typer.Exit(1)
 
 
@@ -123,7 +123,7 @@ def _print_check(report: CheckReport) -> None:
         print("the log cannot be read: files were not checked")
         return
     damage = sum(finding.fault.is_damage for finding in report.findings)
-    verdict = "no damage" if report.is_whole else f"damaged in {damage} place{'' if damage == 1 else 's'}"
+    verdict = "no damage" if report.is_intact else f"damaged in {damage} place{'' if damage == 1 else 's'}"
     print(
         f"version {report.version}: {report.files} files, {report.rows:,} rows, {report.size_bytes:,} bytes; {verdict}"
     )
@@ -132,9 +132,9 @@ def _print_check(report: CheckReport) -> None:
 def _stats(root: Path, by: By, form: Format, output: Path | None) -> None:
     from rankscope_storage.base.fsync import sync_to_disk
     from rankscope_storage.log.delta import Log
-    from rankscope_storage.maintenance.stats import count
+    from rankscope_storage.maintenance.stats import store_stats
 
-    found = count(Log.open(root, sync_to_disk), by=by)
+    found = store_stats(Log.open(root, sync_to_disk), by=by)
     if form is Format.TABLE and output is None:
         span = f", {found.oldest:%Y-%m-%d %H:%M} to {found.newest:%Y-%m-%d %H:%M} UTC" if found.oldest else ""
         print(f"version {found.version}: {found.files} files, {found.rows:,} rows, {found.size_bytes:,} bytes{span}")

@@ -22,7 +22,7 @@ def run_details(connection: Connection, run: str) -> dict[str, Any]:
     """Return the details of `run` as one JSON object; unknown values are null or empty."""
     from rankscope_storage.runs.tags import parse_tags
 
-    with connection.steady():
+    with connection.pinned():
         (known,) = connection.query("SELECT * FROM runs WHERE run = $run", {"run": run}).to_pylist()
         (started,) = connection.query(_CONFIG, {"run": run}).to_pylist()
         launches = connection.query("SELECT * FROM attempts WHERE run = $run ORDER BY attempt", {"run": run})

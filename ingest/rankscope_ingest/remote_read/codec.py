@@ -26,7 +26,7 @@ from rankscope_ingest.base.protobuf import (
     varints,
 )
 from rankscope_storage.prometheus.matchers import Matcher, MatchType
-from rankscope_storage.prometheus.query import Question
+from rankscope_storage.prometheus.query import SeriesQuery
 from rankscope_storage.prometheus.series import Series
 
 SAMPLES, STREAMED_XOR_CHUNKS = 0, 1
@@ -41,7 +41,7 @@ _SIX_BYTES_FROM, _SIX_BYTES_BELOW = 1 << 35, 1 << 42  # ms since 1970: from 1971
 class ReadRequest:
     """What is asked, and which forms of an answer are taken, best first; none named is samples."""
 
-    questions: tuple[Question, ...]
+    questions: tuple[SeriesQuery, ...]
     accepted: tuple[int, ...]
 
 
@@ -61,7 +61,7 @@ def read_response(answers: Iterable[Sequence[Series]]) -> bytes:
     return b"".join(field(1, b"".join(field(1, _time_series(one)) for one in series)) for series in answers)
 
 
-def _question(data: bytes) -> Question:
+def _question(data: bytes) -> SeriesQuery:
     start = end = 0
     matchers = []
     function = ""
@@ -74,7 +74,7 @@ def _question(data: bytes) -> Question:
             matchers.append(_matcher(octets(value)))
         elif number == 4:
             function = _function(octets(value))
-    return Question(tuple(matchers), start, end, series_alone=function == SERIES_ALONE)
+    return SeriesQuery(tuple(matchers), start, end, series_alone=function == SERIES_ALONE)
 
 
 def _function(hints: bytes) -> str:

@@ -28,7 +28,7 @@ from rankscope_ingest.remote_read.codec import (
 )
 from rankscope_storage.base.errors import LimitError, QueryError, StoreError
 from rankscope_storage.connection import Connection, connect
-from rankscope_storage.prometheus.read import Patience, read
+from rankscope_storage.prometheus.read import CancelToken, read
 
 READ_SECONDS: Final = 45.0
 """For one question: by default Prometheus waits a minute for the whole answer, and then for no word of why."""
@@ -84,7 +84,7 @@ class RemoteRead:
         """Have a question answered in its turn, as long as somebody waits for it and it does not take too long."""
         async with self._turn:
             loop = asyncio.get_running_loop()
-            patience = Patience()
+            patience = CancelToken()
             ends_at = loop.time() + self._read_seconds
             answering = loop.run_in_executor(self._thread, self._answer, body, patience)
             try:
@@ -102,7 +102,7 @@ class RemoteRead:
                 raise
             return await answering
 
-    def _answer(self, body: bytes, patience: Patience) -> _Answer:
+    def _answer(self, body: bytes, patience: CancelToken) -> _Answer:
         try:
             request = read_request(unpacked(body, MAX_REQUEST_BYTES))
             form = next((one for one in request.accepted or (SAMPLES,) if one in {SAMPLES, STREAMED_XOR_CHUNKS}), None)

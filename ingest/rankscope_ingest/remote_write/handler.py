@@ -105,7 +105,7 @@ _BODIES_AT_ONCE: Final = 4
 class Store(Appender, Protocol):
     """The store as the receiver sees it; every method blocks and may raise StoreError."""
 
-    def told(self, key: str, commits: int) -> list[str]:
+    def commit_info(self, key: str, commits: int) -> list[str]:
         """Return what the newest commits say under `key`."""
         ...
 
@@ -179,7 +179,7 @@ class RemoteWrite:
     async def begin(self) -> None:
         """Remember what a former service stored last: its senders may not have heard of it."""
         try:
-            found = await asyncio.to_thread(self._store.told, RECEIPTS, _COMMITS_READ)
+            found = await asyncio.to_thread(self._store.commit_info, RECEIPTS, _COMMITS_READ)
         except StoreError as error:
             log.warning("the newest commits cannot be read: what is sent again may be stored twice: %s", error)
             return

@@ -24,7 +24,7 @@ from rankscope_storage.log.delta import Log
 from rankscope_storage.log.entries import has_entries
 from rankscope_storage.log.shard_lock import ShardLock, current_owner, owner_info, shard_transaction
 from rankscope_storage.log.translation import Change
-from rankscope_storage.query.sql_script import write_plain_sql
+from rankscope_storage.query.sql_script import write_sql_script
 from rankscope_storage.writer.writer import Batch, Commit, Writer
 
 __all__ = ["Batch", "Commit", "Store", "Writer"]
@@ -59,7 +59,7 @@ class Store:
                 raise NotAStoreError(f"{root} is not a Rankscope store: `rankscope serve` creates one")
             _prepare_folder(root)
             Log.create(root, sync)
-            write_plain_sql(root)
+            write_sql_script(root)
         else:
             Log.open(root, sync)
             _prepare_folder(root)
@@ -94,7 +94,7 @@ class Store:
                 f"shard {shard} of {self.root} was claimed in the same moment by {current_owner(log, shard)}: "
                 "stop that service, or give this one another shard"
             ) from error
-        write_plain_sql(self.root)
+        write_sql_script(self.root)
         return Writer(
             log,
             shard=shard,

@@ -155,7 +155,7 @@ class AnomalyRow:
 
 def runs(connection: Connection) -> pa.Table:
     """Return a row per run, the latest first; a run that nobody registered is told by its rows alone."""
-    with connection.steady():
+    with connection.pinned():
         return connection.query(_RUNS.format(tensor_runs=_tensor_runs(connection)))
 
 
@@ -175,7 +175,7 @@ def _holds_one_run(file: Mapping[str, Any]) -> bool:
 
 def summary(connection: Connection, run: str) -> RunSummary:
     """Return how `run` went; a run the store does not know has zero rows everywhere."""
-    with connection.steady():
+    with connection.pinned():
         return _summary(connection, run)
 
 

@@ -21,12 +21,12 @@ import pyarrow as pa
 
 from rankscope_storage.base.errors import FilesGoneError, QueryError, local_folder
 from rankscope_storage.base.fsync import sync_to_disk
-from rankscope_storage.connection.pool import Engine, is_full, keep, log_of, put_back, renewed, start
-from rankscope_storage.connection.view_binding import Views
+from rankscope_storage.connection.pool import Engine, acquire, is_full, keep_log, kept_log, release, replacement
+from rankscope_storage.connection.view_binding import BoundViews
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.file_filter import FileFilter
 from rankscope_storage.log.snapshot import Snapshot
-from rankscope_storage.query.statements import changes
+from rankscope_storage.query.statements import can_change
 from rankscope_storage.sql.views import files_select
 
 T = TypeVar("T")
@@ -47,18 +47,18 @@ def connect(
     version of each, `runs_history` and so on all versions; `tensor_global` combines shards.
     """
     root = local_folder(path)
-    engine = start(root, locked=locked, single_threaded=single_threaded)
+    engine = acquire(root, locked=locked, single_threaded=single_threaded)
     try:
         if version is not None:
             return Connection(engine, Log.open(root, sync_to_disk, version=version).snapshot(), None)
-        log = log_of(engine)
+        log = kept_log(engine)
         if log is None:
             log = Log.open(root, sync_to_disk)
         else:
             log.refresh()
-        return Connection(engine, keep(engine, log), log)
+        return Connection(engine, keep_log(engine, log), log)
     except BaseException:
-        put_back(engine)
+        release(engine)
         raise
 
 
@@ -70,7 +70,7 @@ class Connection:
 
     def __init__(self, engine: Engine, snapshot: Snapshot, log: Log | None) -> None:
         """Ask `snapshot`, or without being pinned to it whatever is the newest version of `log`."""
-        self._views = Views(engine)
+        self._views = BoundViews(engine)
         self._log = log
         self._pinned = log is None
         self._locked = engine.locked
@@ -147,11 +147,11 @@ class Connection:
         The files of a version stay for two hours after compaction replaced them.
         """
         self._refresh()
-        engine = start(self._snapshot.root, locked=self._locked, single_threaded=self._single_threaded)
+        engine = acquire(self._snapshot.root, locked=self._locked, single_threaded=self._single_threaded)
         return Connection(engine, self._snapshot, None)
 
     @contextlib.contextmanager
-    def steady(self) -> Iterator[Self]:
+    def pinned(self) -> Iterator[Self]:
         """Let all questions inside see one version, the newest of now; for a few questions cheaper than `snapshot`."""
         self._refresh()
         pinned, self._pinned = self._pinned, True
@@ -167,7 +167,7 @@ class Connection:
         self._closed = True
         self._duckdb.close()
         if self._reads_only:
-            put_back(self._views.engine)
+            release(self._views.engine)
         else:
             self._views.engine.database.close()
 
@@ -191,9 +191,9 @@ class Connection:
             return
         self._log.refresh()
         if self._log.version != self._snapshot.version:
-            self._snapshot = keep(self._views.engine, self._log)
+            self._snapshot = keep_log(self._views.engine, self._log)
             if self._reads_only and is_full(self._views.engine):
-                self._views = Views(renewed(self._views.engine))
+                self._views = BoundViews(replacement(self._views.engine))
 
     def _fresh(self, query: str, parameters: object, run: Callable[[], T]) -> T:
         if self._locked:
@@ -214,21 +214,21 @@ class Connection:
 
     def _complete(self, query: str, parameters: object, run: Callable[[], T]) -> T:
         """Run `query` with what it names; once more with all there is when it misses a name, as one in a parameter."""
-        if not self._reads_only or not self._views.show(query, parameters, self._snapshot):
-            self._views.show_whole(query, self._snapshot)
+        if not self._reads_only or not self._views.bind(query, parameters, self._snapshot):
+            self._views.bind_all_files(query, self._snapshot)
         try:
             return run()
         except duckdb.CatalogException:
             if self._views.are_complete:
                 raise
-            self._views.show_whole(None, self._snapshot)
+            self._views.bind_all_files(None, self._snapshot)
             return run()
 
     def _only_selects(self, query: str) -> bool:
         """Whether `query` leaves DuckDB as it is; what is not understood does nothing."""
         try:
             kinds = self._kinds(query)
-            return all(kind == duckdb.StatementType.SELECT for kind in kinds) and not changes(self._duckdb, query)
+            return all(kind == duckdb.StatementType.SELECT for kind in kinds) and not can_change(self._duckdb, query)
         except duckdb.Error:
             return True
 
@@ -245,7 +245,7 @@ class Connection:
         if kinds != [duckdb.StatementType.SELECT]:
             names = ", ".join(kind.name for kind in kinds) or "nothing"
             raise QueryError(f"only one SELECT (or EXPLAIN of one) may be asked here, not {names}")
-        if changes(self._duckdb, explained):
+        if can_change(self._duckdb, explained):
             raise QueryError(
                 "only a SELECT that changes nothing may be asked here: this one may write or set something"
             )

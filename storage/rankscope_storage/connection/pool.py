@@ -25,7 +25,7 @@ from rankscope_storage.log.delta import Log
 from rankscope_storage.log.entries import entry
 from rankscope_storage.log.snapshot import Snapshot
 from rankscope_storage.query import file_facts
-from rankscope_storage.query.loss_facts import NOTHING_KNOWN, Losses
+from rankscope_storage.query.loss_facts import NOTHING_KNOWN, LossFacts
 from rankscope_storage.query.pruning import Mention
 from rankscope_storage.query.statements import Definition, definitions
 from rankscope_storage.sql.views import empty_view
@@ -65,18 +65,18 @@ class Engine:
     """The files and runs that the table of extents was made of."""
     losses_of: tuple[Sequence[str], frozenset[str] | None] | None = None
     """The files and runs that were looked at for what is known of losses."""
-    losses: Losses = NOTHING_KNOWN
+    losses: LossFacts = NOTHING_KNOWN
     """What is known of them, on which `loss_curve`, as it is defined, relies."""
     measured_once: bool = False
     """Whether `tensor_latest`, as it is defined, relies on nothing being measured twice at these steps."""
-    trusting: bool = False
+    skips_file_validation: bool = False
     """Whether files count as unchanged since they were first opened, as those of a store are."""
     log: Log | None = None
     snapshot: Snapshot | None = None
     stamp: tuple[int, ...] | None = None
 
 
-def start(root: Path, *, locked: bool, single_threaded: bool = False) -> Engine:
+def acquire(root: Path, *, locked: bool, single_threaded: bool = False) -> Engine:
     """Return an instance for the store at `root` that waited, or a new one."""
     for engine in reversed(tuple(_idle)):
         if (engine.root, engine.locked, engine.single_threaded) == (root, locked, single_threaded):
@@ -84,10 +84,10 @@ def start(root: Path, *, locked: bool, single_threaded: bool = False) -> Engine:
                 _idle.remove(engine)
                 return engine
     database = _database(root, locked=locked, single_threaded=single_threaded)
-    return Engine(root, locked, single_threaded, database, trusting=locked)
+    return Engine(root, locked, single_threaded, database, skips_file_validation=locked)
 
 
-def put_back(engine: Engine) -> None:
+def release(engine: Engine) -> None:
     """Let `engine`, in which nothing was changed but by us, wait for the next connection."""
     if is_full(engine):
         engine.database.close()
@@ -108,31 +108,31 @@ def is_full(engine: Engine) -> bool:
     return known - there > FOOTERS + there // 4
 
 
-def renewed(engine: Engine) -> Engine:
+def replacement(engine: Engine) -> Engine:
     """Return another instance in place of `engine`, which lives as long as its last answer."""
-    fresh = start(engine.root, locked=engine.locked, single_threaded=engine.single_threaded)
+    fresh = acquire(engine.root, locked=engine.locked, single_threaded=engine.single_threaded)
     fresh.log, fresh.snapshot, fresh.stamp = engine.log, engine.snapshot, engine.stamp
     return fresh
 
 
-def keep(engine: Engine, log: Log) -> Snapshot:
+def keep_log(engine: Engine, log: Log) -> Snapshot:
     """Let `engine` keep `log`, and return the version that it stands at now."""
     if log is not engine.log or engine.snapshot is None or engine.snapshot.version != log.version:
         engine.log, engine.snapshot, engine.stamp = log, log.snapshot(), _stamp(log)
     return engine.snapshot
 
 
-def log_of(engine: Engine) -> Log | None:
+def kept_log(engine: Engine) -> Log | None:
     """Return the handle on the log that `engine` kept, None when it has none, or of a table that is gone by now."""
     log = engine.log
     return log if log is not None and engine.stamp is not None and _stamp(log) == engine.stamp else None
 
 
-def trust(engine: Engine, *, trusting: bool) -> None:
-    """Let DuckDB look again at every file it knows, or not: those of a store never change, others may."""
-    if trusting != engine.trusting and not engine.locked:
-        engine.database.execute(f"SET GLOBAL validate_external_file_cache = '{_VALIDATION[trusting]}'")
-        engine.trusting = trusting
+def skip_file_validation(engine: Engine, *, skip: bool) -> None:
+    """Set whether DuckDB trusts its cache of file footers: files of a store never change, others may."""
+    if skip != engine.skips_file_validation and not engine.locked:
+        engine.database.execute(f"SET GLOBAL validate_external_file_cache = '{_VALIDATION[skip]}'")
+        engine.skips_file_validation = skip
 
 
 _VALIDATION: Final = {True: "NO_VALIDATION", False: "VALIDATE_ALL"}

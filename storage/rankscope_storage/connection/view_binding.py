@@ -16,13 +16,13 @@ import duckdb
 import pyarrow as pa
 
 from rankscope_storage.base.schema import sql_type
-from rankscope_storage.connection.pool import DEFINITIONS, RAW, WITHOUT_FILES, Engine, trust
+from rankscope_storage.connection.pool import DEFINITIONS, RAW, WITHOUT_FILES, Engine, skip_file_validation
 from rankscope_storage.log.file_filter import Bounds
 from rankscope_storage.log.snapshot import Snapshot
 from rankscope_storage.query import file_facts, loss_facts
 from rankscope_storage.query.file_facts import absent_keys
 from rankscope_storage.query.pruning import Mention, bounds, mentions
-from rankscope_storage.query.statements import named
+from rankscope_storage.query.statements import needed_definitions
 from rankscope_storage.sql.scalar_curve import raw_curve, scalar_curve, sole_attempt_curve
 from rankscope_storage.sql.scalar_history import LOSS_OF_SOLE_ATTEMPT, LOSS_SAID_ONCE
 from rankscope_storage.sql.tensor_macros import bucket_deviations, tensor_latest
@@ -41,14 +41,14 @@ RAW_CURVE: Final = raw_curve(file_facts.EXTENTS_TABLE)
 SOLE_ATTEMPT_CURVE: Final = sole_attempt_curve(file_facts.EXTENTS_TABLE)
 
 
-class Shortcuts:
+class ViewRewrites:
     """What is known in `engine`, and found out through `cursor`."""
 
     def __init__(self, engine: Engine, cursor: duckdb.DuckDBPyConnection) -> None:
         self._engine = engine
         self._cursor = cursor
 
-    def find_newest(self, wanted: Sequence[Bounds], snapshot: Snapshot) -> list[Bounds]:
+    def find_newest_steps(self, wanted: Sequence[Bounds], snapshot: Snapshot) -> list[Bounds]:
         """Tell `tensor_latest` the newest steps in the files of `wanted`, and return where their rows lie."""
         files = self._files("tensor_stats", wanted, snapshot)
         found = file_facts.newest_steps(files, self._table)
@@ -56,7 +56,7 @@ class Shortcuts:
         if files != self._engine.newest_of:
             self._engine.newest_of = None
             self._fill(file_facts.NEWEST_TABLE, found)
-            self._engine.measured_once = bool(lie) and file_facts.measured_once(
+            self._engine.measured_once = bool(lie) and file_facts.has_single_record_per_rank(
                 found, snapshot.within("tensor_stats", lie), self._table
             )
             self._engine.newest_of = files
@@ -71,14 +71,14 @@ class Shortcuts:
             self._fill(file_facts.EXTENTS_TABLE, found)
             self._engine.extents_of = files, runs
 
-    def look_at_losses(self, wanted: Sequence[Bounds], snapshot: Snapshot) -> None:
+    def find_loss_facts(self, wanted: Sequence[Bounds], snapshot: Snapshot) -> None:
         """Find out how much of its work `loss_curve` can leave out for the runs that are `wanted`."""
         if snapshot.may_hold("scalar_rollups", wanted):
             self._engine.losses, self._engine.losses_of = loss_facts.NOTHING_KNOWN, None
             return
         files, runs = self._files("scalars", wanted, snapshot), _runs(wanted)
         if (files, runs) != self._engine.losses_of:
-            self._engine.losses = loss_facts.look_at_losses(files, runs, self._table)
+            self._engine.losses = loss_facts.find_loss_facts(files, runs, self._table)
             self._engine.losses_of = files, runs
 
     def latest(self) -> str:
@@ -118,8 +118,8 @@ class Shortcuts:
 
 def _runs(wanted: Sequence[Bounds]) -> frozenset[str] | None:
     """Return the runs that are wanted, None where it may be any."""
-    named = [bounds.runs for bounds in wanted if bounds.runs is not None]
-    return frozenset().union(*named) if len(named) == len(wanted) else None
+    needed_definitions = [bounds.runs for bounds in wanted if bounds.runs is not None]
+    return frozenset().union(*needed_definitions) if len(needed_definitions) == len(wanted) else None
 
 
 _TREE: Final = "SELECT json_serialize_sql(?, skip_null := true, skip_empty := true, skip_default := true)"
@@ -127,13 +127,13 @@ _UNDERSTOOD: Final = 256
 """Statements whose reading is remembered; then it is begun anew."""
 
 
-class Views:
+class BoundViews:
     """The views in `engine`, as `cursor` sees them."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.cursor = engine.database.cursor()
-        self._shortcuts = Shortcuts(engine, self.cursor)
+        self._shortcuts = ViewRewrites(engine, self.cursor)
         self.files: dict[str, Sequence[str]] = {}
         """By dataset: what its view of raw rows reads."""
 
@@ -142,22 +142,22 @@ class Views:
         """Whether every view and macro is made."""
         return len(self.engine.defined) == len(DEFINITIONS)
 
-    def show(self, query: str, parameters: object, snapshot: Snapshot) -> bool:
+    def bind(self, query: str, parameters: object, snapshot: Snapshot) -> bool:
         """Make what `query` names, and show it the files of `snapshot` that it needs; False if that is not known."""
         read = self._mentioned(query)
         if read is None:
             return False
-        trust(self.engine, trusting=True)
-        self._define(named(query, DEFINITIONS), self._wanted(read, parameters, snapshot), snapshot)
+        skip_file_validation(self.engine, skip=True)
+        self._define(needed_definitions(query, DEFINITIONS), self._wanted(read, parameters, snapshot), snapshot)
         return True
 
-    def show_whole(self, query: str | None, snapshot: Snapshot) -> None:
+    def bind_all_files(self, query: str | None, snapshot: Snapshot) -> None:
         """Show all files in what `query` names, or without one in all views and macros.
 
         It may come to what is made already without a word of it, so that shows all files too.
         """
-        trust(self.engine, trusting=False)
-        needed = self.engine.defined.keys() | (DEFINITIONS if query is None else named(query, DEFINITIONS))
+        skip_file_validation(self.engine, skip=False)
+        needed = self.engine.defined.keys() | (DEFINITIONS if query is None else needed_definitions(query, DEFINITIONS))
         self._define([name for name in DEFINITIONS if name in needed], None, snapshot)
 
     def _define(self, names: Iterable[str], reading: Mapping[str, Sequence[Bounds]] | None, snapshot: Snapshot) -> None:
@@ -210,11 +210,11 @@ class Views:
                 for dataset in _datasets(mention.name):
                     wanted.setdefault(dataset, []).append(needed)
         if asked[LATEST]:
-            wanted.setdefault("tensor_stats", []).extend(self._shortcuts.find_newest(asked[LATEST], snapshot))
+            wanted.setdefault("tensor_stats", []).extend(self._shortcuts.find_newest_steps(asked[LATEST], snapshot))
         if asked[CURVE]:
             self._shortcuts.find_extents(asked[CURVE], snapshot)
         if asked[LOSS]:
-            self._shortcuts.look_at_losses(asked[LOSS], snapshot)
+            self._shortcuts.find_loss_facts(asked[LOSS], snapshot)
         return wanted
 
     def _mentioned(self, query: str) -> tuple[Mention, ...] | None:

@@ -15,7 +15,7 @@ from typing import Any, Final
 from rankscope_contract.events import causal_key
 from rankscope_contract.kinds import GRADIENT_KINDS
 from rankscope_storage.connection import Connection
-from rankscope_storage.diff.sources import EXACT, KEYS, NUMBERS, SCALAR, Selected, Side, Source
+from rankscope_storage.diff.sources import EXACT, KEYS, NUMBERS, SCALAR, DiffSelection, DiffSide, DiffSource
 
 WINDOW_ROWS: Final = 500_000
 ROUNDING: Final = 1e-5
@@ -83,8 +83,8 @@ class StepApart:
 class Divergence:
     """What a comparison found. `points` are the first ones at the first step apart, the cause first."""
 
-    a: Side
-    b: Side
+    a: DiffSide
+    b: DiffSide
     tolerance: Tolerance
     steps_compared: int
     rows_compared: int
@@ -113,19 +113,19 @@ class Divergence:
 
 def divergence(
     connection: Connection,
-    a: Side,
-    b: Side,
+    a: DiffSide,
+    b: DiffSide,
     tolerance: Tolerance | None = None,
-    selected: Selected | None = None,
+    selected: DiffSelection | None = None,
     *,
     top: int = 8,
     window_rows: int = WINDOW_ROWS,
 ) -> Divergence:
     """Compare `a` and `b` at the steps that both have, rank by rank; two sides with a rank each across these."""
-    tolerance, selected = tolerance or Tolerance(), selected or Selected()
+    tolerance, selected = tolerance or Tolerance(), selected or DiffSelection()
     between = a.rank is not None and b.rank is not None
-    with connection.steady():
-        sources = [Source(connection, side, selected, between_ranks=between) for side in (a, b)]
+    with connection.pinned():
+        sources = [DiffSource(connection, side, selected, between_ranks=between) for side in (a, b)]
         comparison = _Comparison(connection, sources[0], sources[1], tolerance, by_rank=not between)
         counts = [source.counted() for source in sources]
         ranks = [set() if between else source.ranks() for source in sources]
@@ -169,7 +169,9 @@ def relative_difference(a: float | None, b: float | None, scale: float | None = 
 class _Comparison:
     """The questions about both sides."""
 
-    def __init__(self, connection: Connection, a: Source, b: Source, tolerance: Tolerance, *, by_rank: bool) -> None:
+    def __init__(
+        self, connection: Connection, a: DiffSource, b: DiffSource, tolerance: Tolerance, *, by_rank: bool
+    ) -> None:
         self._connection = connection
         self._sources = (a, b)
         self._tolerance = tolerance

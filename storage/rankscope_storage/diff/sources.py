@@ -48,7 +48,7 @@ _LAST_SEEN: Final = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class DiffSide:
     """A run, or one rank of it; of all its attempts, or of one."""
 
     run: str
@@ -61,7 +61,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selected:
+class DiffSelection:
     """What of both sides is compared."""
 
     kinds: tuple[str, ...] = ()
@@ -70,10 +70,10 @@ class Selected:
     steps: tuple[int, int] | None = None
 
 
-class Source:
+class DiffSource:
     """One side in one store. `between_ranks` compares only what replicas have in common, unless kinds are chosen."""
 
-    def __init__(self, connection: Connection, side: Side, selected: Selected, *, between_ranks: bool) -> None:
+    def __init__(self, connection: Connection, side: DiffSide, selected: DiffSelection, *, between_ranks: bool) -> None:
         self._connection = connection
         self.side = side
         self._selected = selected

@@ -1,20 +1,22 @@
-"""Writers of other tools' formats. A format is added by adding a file here that defines `EXPORTER`."""
+"""Writers of other tools' formats. A format is added by adding a file here that defines `EXPORT_FORMAT`."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
 
-from rankscope_storage.formats.common.base import Exporter, ExportOptions, ExportReport, Progress
+from rankscope_storage.formats.common.base import ExportFormat, ExportOptions, ExportReport, Progress
 
-__all__ = ["ExportOptions", "ExportReport", "Exporter", "Progress", "exporters"]
+__all__ = ["ExportFormat", "ExportOptions", "ExportReport", "Progress", "export_formats"]
 
 
-def exporters() -> dict[str, Exporter]:
-    """Return every exporter of this package by name."""
+def export_formats() -> dict[str, ExportFormat]:
+    """Return every export format of this package by name."""
     found = {}
     for module in pkgutil.iter_modules(__path__):
-        exporter: Exporter | None = getattr(importlib.import_module(f"{__name__}.{module.name}"), "EXPORTER", None)
-        if exporter is not None:
-            found[exporter.name] = exporter
+        export_format: ExportFormat | None = getattr(
+            importlib.import_module(f"{__name__}.{module.name}"), "EXPORT_FORMAT", None
+        )
+        if export_format is not None:
+            found[export_format.name] = export_format
     return found

@@ -23,7 +23,7 @@ from rankscope_contract.msprobe.layout import (
 )
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.connection import Connection, connect
-from rankscope_storage.formats.common.base import ExportOptions, ExportReport, Progress, silent
+from rankscope_storage.formats.common.base import ExportOptions, ExportReport, Progress, no_progress
 from rankscope_storage.formats.common.selection import Selection, require_rows
 from rankscope_storage.formats.msprobe.folders import FamilyFiles, Stream, streams
 from rankscope_storage.formats.msprobe.rows import (
@@ -62,10 +62,10 @@ class CsvMsprobe:
     suffix = ""
 
     def export(
-        self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = silent
+        self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = no_progress
     ) -> ExportReport:
-        """Write `run` below `target`, continuing what lies there. See Exporter."""
-        with connection.steady():
+        """Write `run` below `target`, continuing what lies there. See ExportFormat."""
+        with connection.pinned():
             selection = Selection(connection, run, options)
             require_rows(selection, {name: selection.count(name) for name in HELD})
             try:
@@ -74,12 +74,12 @@ class CsvMsprobe:
                 raise ExportError(f"cannot write to {target}: {error.strerror or error}") from error
             rows = sum((one.rows for one in written), Counter())
             repeated = sum((one.repeated for one in written), Counter())
-            left_out = _left_out(selection, rows + repeated)
-        left_out[ALREADY_THERE] = repeated.total()
+            omitted = _omitted(selection, rows + repeated)
+        omitted[ALREADY_THERE] = repeated.total()
         return ExportReport(
             files=tuple(path for one in written for path in one.files),
             rows=rows,
-            left_out={reason: count for reason, count in left_out.items() if count > 0},
+            omitted={reason: count for reason, count in omitted.items() if count > 0},
         )
 
 
@@ -159,20 +159,20 @@ def _write_apart(selection: Selection, stream: Stream) -> Written:
         return _Folder(Selection(connection, selection.run, selection.options), stream).write()
 
 
-def _left_out(selection: Selection, placed: Counter[str]) -> Counter[str]:
+def _omitted(selection: Selection, placed: Counter[str]) -> Counter[str]:
     """Count what the layout has no place for."""
-    left_out: Counter[str] = Counter()
+    omitted: Counter[str] = Counter()
     for dataset in _COUNTED:
-        left_out[f"{dataset}: the layout has none"] = selection.count(dataset)
-    left_out["rows without a step"] = sum(selection.count(name, "step IS NULL") for name in HELD)
+        omitted[f"{dataset}: the layout has none"] = selection.count(dataset)
+    omitted["rows without a step"] = sum(selection.count(name, "step IS NULL") for name in HELD)
     known = ", ".join(sql_string(kind) for kinds in _families("features").values() for kind in sorted(kinds))
-    left_out["features that the tool does not know"] = selection.count("features", f"kind NOT IN ({known})")
+    omitted["features that the tool does not know"] = selection.count("features", f"kind NOT IN ({known})")
     tensors = ", ".join(sql_string(kind) for kinds in _families("tensor_stats").values() for kind in sorted(kinds))
     strange = selection.count("tensor_stats", f"step >= 0 AND kind NOT IN ({tensors})")
-    left_out["tensors of kinds that the tool does not know"] = strange
-    left_out["rows before the first step"] = sum(selection.count(name, "step < 0") for name in HELD)
-    left_out[HIDDEN] = selection.count("tensor_stats", "step >= 0") - strange - placed["tensor_stats"]
-    return left_out
+    omitted["tensors of kinds that the tool does not know"] = strange
+    omitted["rows before the first step"] = sum(selection.count(name, "step < 0") for name in HELD)
+    omitted[HIDDEN] = selection.count("tensor_stats", "step >= 0") - strange - placed["tensor_stats"]
+    return omitted
 
 
-EXPORTER = CsvMsprobe()
+EXPORT_FORMAT = CsvMsprobe()

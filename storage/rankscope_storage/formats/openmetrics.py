@@ -15,7 +15,14 @@ from rankscope_contract import SCHEMA_VERSION, metrics
 from rankscope_contract.metrics import MetricSpec
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.connection import Connection
-from rankscope_storage.formats.common.base import ExportOptions, ExportReport, Progress, counting, silent, staged_file
+from rankscope_storage.formats.common.base import (
+    ExportOptions,
+    ExportReport,
+    Progress,
+    count_progress,
+    no_progress,
+    staged_file,
+)
 from rankscope_storage.formats.common.selection import Selection, require_rows
 from rankscope_storage.formats.exposition.text import END, METRIC_NAME, SHOWN, Timeline
 from rankscope_storage.formats.exposition.writer import FamilyWriter
@@ -35,27 +42,27 @@ class OpenMetrics:
     suffix = ".txt"
 
     def export(
-        self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = silent
+        self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = no_progress
     ) -> ExportReport:
-        """Write one file. See Exporter."""
+        """Write one file. See ExportFormat."""
         if not run:
             raise ExportError("a run without a name has no label in Prometheus")
-        with connection.steady():
+        with connection.pinned():
             selection = Selection(connection, run, options)
             counts = {name: selection.count(name, SHOWN) for name in (*RANKED, SAMPLES)}
-            left_out = _left_out(selection)
+            omitted = _omitted(selection)
             if not any(counts.values()) and any(selection.count(name) for name in counts):
                 raise ExportError(
                     f"{run} was brought in from logs that tell no times, and Prometheus knows nothing else"
                 )
             require_rows(selection, counts)
             timeline = Timeline(selection, RANKED)
-            written = counting(progress, sum(counts.values()))
+            written = count_progress(progress, sum(counts.values()))
             with staged_file(target) as path, path.open("wb") as file:
                 writer = FamilyWriter(selection, timeline, file, written)
                 _write(writer, selection, file)
-            left_out += writer.left_out
-        return ExportReport(files=(target,), rows=counts, left_out=dict(left_out))
+            omitted += writer.omitted
+        return ExportReport(files=(target,), rows=counts, omitted=dict(omitted))
 
 
 def _write(writer: FamilyWriter, selection: Selection, file: BinaryIO) -> None:
@@ -71,7 +78,7 @@ def _write(writer: FamilyWriter, selection: Selection, file: BinaryIO) -> None:
         if METRIC_NAME.fullmatch(metric) and metric not in writer.families:
             writer.samples(metric)
         else:
-            writer.left_out[f"samples of {metric!r}: the name cannot be used"] += 1
+            writer.omitted[f"samples of {metric!r}: the name cannot be used"] += 1
     file.write(END)
 
 
@@ -83,11 +90,11 @@ def _sample_metrics(selection: Selection) -> Iterator[str]:
     yield from selection.query(query)["metric"].to_pylist()
 
 
-def _left_out(selection: Selection) -> Counter[str]:
+def _omitted(selection: Selection) -> Counter[str]:
     timeless = sum(selection.count(name, f"(ts IS NULL OR NOT {SHOWN})") for name in (*RANKED, SAMPLES))
     found = {"rows without a time": timeless}
     found |= {f"{name}: not a number over time": selection.count(name) for name in LEFT_OUT}
     return Counter({reason: count for reason, count in found.items() if count})
 
 
-EXPORTER = OpenMetrics()
+EXPORT_FORMAT = OpenMetrics()

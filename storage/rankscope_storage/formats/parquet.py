@@ -14,7 +14,14 @@ from rankscope_storage.base.errors import ExportError
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import Connection
 from rankscope_storage.files.encoding import ROW_GROUP_ROWS, counted_columns
-from rankscope_storage.formats.common.base import ExportOptions, ExportReport, Progress, counting, silent, staged_folder
+from rankscope_storage.formats.common.base import (
+    ExportOptions,
+    ExportReport,
+    Progress,
+    count_progress,
+    no_progress,
+    staged_folder,
+)
 from rankscope_storage.formats.common.selection import Selection, columns, require_rows
 
 _BATCH_ROWS: Final = ROW_GROUP_ROWS
@@ -29,17 +36,17 @@ class Parquet:
     suffix = ""
 
     def export(
-        self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = silent
+        self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = no_progress
     ) -> ExportReport:
-        """Write `<dataset>.parquet` for every dataset that has rows of `run`. See Exporter."""
+        """Write `<dataset>.parquet` for every dataset that has rows of `run`. See ExportFormat."""
         if target.is_dir() and any(target.iterdir()):
             raise ExportError(f"{target} is not empty: choose another folder, lest files of two exports mix")
-        with connection.steady():
+        with connection.pinned():
             selection = Selection(connection, run, options)
             counts = {name: selection.count(name) for name in DATASETS}
             require_rows(selection, counts)
             present = [name for name, count in counts.items() if count]
-            written = counting(progress, sum(counts.values()))
+            written = count_progress(progress, sum(counts.values()))
             with staged_folder(target) as folder:
                 for name in present:
                     _write(selection, name, folder / f"{name}.parquet", written)
@@ -58,4 +65,4 @@ def _write(selection: Selection, dataset: str, path: Path, written: Callable[[in
             written(batch.num_rows)
 
 
-EXPORTER = Parquet()
+EXPORT_FORMAT = Parquet()

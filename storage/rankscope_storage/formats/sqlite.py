@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from rankscope_contract.msprobe.layout import FEATURES, TENSOR_FAMILIES, plain
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.connection import Connection
-from rankscope_storage.formats.common.base import ExportOptions, ExportReport, Progress, silent
+from rankscope_storage.formats.common.base import ExportOptions, ExportReport, Progress, no_progress
 from rankscope_storage.formats.common.selection import Selection, require_rows
 from rankscope_storage.formats.msprobe.folders import Stream
 from rankscope_storage.formats.msprobe.rows import (
@@ -59,12 +59,12 @@ class Sqlite:
     suffix = ".db"
 
     def export(
-        self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = silent
+        self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = no_progress
     ) -> ExportReport:
-        """Write `run` to the database `target`; one that an export made before is replaced. See Exporter."""
+        """Write `run` to the database `target`; one that an export made before is replaced. See ExportFormat."""
         _refuse_others(target)
         staged = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
-        with connection.steady():
+        with connection.pinned():
             selection = Selection(connection, run, options)
             totals = {name: selection.count(name) for name in HELD}
             require_rows(selection, totals)
@@ -78,7 +78,7 @@ class Sqlite:
             finally:
                 with contextlib.suppress(OSError):
                     staged.unlink()
-            left_out = {
+            omitted = {
                 "rows without a step": sum(selection.count(name, "step IS NULL") for name in HELD),
                 "rows behind another of the same step and target (an earlier attempt or call)": selection.count(
                     "tensor_stats", "step IS NOT NULL"
@@ -87,7 +87,7 @@ class Sqlite:
                 "scalars: these tables have no place for them": selection.count("scalars"),
                 "events: these tables have no place for them": selection.count("events"),
             }
-        return ExportReport(files=(target,), rows=rows, left_out={why: n for why, n in left_out.items() if n > 0})
+        return ExportReport(files=(target,), rows=rows, omitted={why: n for why, n in omitted.items() if n > 0})
 
 
 class _Database:
@@ -231,4 +231,4 @@ def _refuse_others(target: Path) -> None:
         raise ExportError(f"{target} exists and is no export of ours: choose another name") from error
 
 
-EXPORTER = Sqlite()
+EXPORT_FORMAT = Sqlite()

@@ -22,7 +22,7 @@ from rankscope_storage.formats.common.base import (
     ExportReport,
     Progress,
     files_below,
-    silent,
+    no_progress,
     staged_folder,
 )
 from rankscope_storage.formats.common.selection import Selection, columns, require_rows
@@ -57,26 +57,26 @@ class TensorBoard:
     suffix = ""
 
     def export(
-        self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = silent
+        self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = no_progress
     ) -> ExportReport:
-        """Write the event files of `run` below `target`, which must not hold any yet. See Exporter."""
+        """Write the event files of `run` below `target`, which must not hold any yet. See ExportFormat."""
         _require_libraries()
         if any(target.rglob("*tfevents*")):
             raise ExportError(
                 f"{target} holds event files already, whose points would show twice: choose another folder"
             )
-        with connection.steady():
+        with connection.pinned():
             selection = Selection(connection, run, options)
             totals = {name: selection.count(name, "step IS NOT NULL") for name in DATASETS}
             require_rows(selection, totals)
-            left_out = Counter(_left_out(selection))
+            omitted = Counter(_omitted(selection))
             streams = _streams(selection)
             with staged_folder(target) as folder:
                 for done, extra in _write_all(selection, streams, folder, options.process_num):
-                    left_out += Counter(extra)
+                    omitted += Counter(extra)
                     progress(done, sum(totals.values()))
                 files = tuple(target / file for file in files_below(folder))
-        return ExportReport(files=files, rows=totals, left_out=dict(left_out))
+        return ExportReport(files=files, rows=totals, omitted=dict(omitted))
 
 
 def write_stream(selection: Selection, stream: Stream, folder: Path) -> Iterator[tuple[int, dict[str, int]]]:
@@ -91,7 +91,7 @@ def write_stream(selection: Selection, stream: Stream, folder: Path) -> Iterator
             rows = _rows(selection.within(first, last), only)
             _write_window(file, rows)
             yield sum(map(len, rows.values())), {}
-    yield 0, dict(file.left_out)
+    yield 0, dict(file.omitted)
 
 
 def _write_all(
@@ -101,9 +101,9 @@ def _write_all(
     done = 0
     if processes == 1 or len(streams) == 1:
         for stream in streams:
-            for rows, left_out in write_stream(selection, stream, folder / stream.folder):
+            for rows, omitted in write_stream(selection, stream, folder / stream.folder):
                 done += rows
-                yield done, left_out
+                yield done, omitted
         return
     store = selection.connection.path, selection.connection.version
     # Not forked: DuckDB's threads would be missing in a child.
@@ -115,24 +115,24 @@ def _write_all(
         ]
         for job in concurrent.futures.as_completed(jobs):
             try:
-                rows, left_out = job.result()
+                rows, omitted = job.result()
             except BrokenProcessPool as error:
                 raise ExportError("a process that wrote was killed, maybe for its memory: lower process_num") from error
             done += rows
-            yield done, left_out
+            yield done, omitted
 
 
 def _write_in_process(
     store: tuple[Path, int], run: str, options: ExportOptions, stream: Stream, folder: Path
 ) -> tuple[int, dict[str, int]]:
-    left_out: Counter[str] = Counter()
+    omitted: Counter[str] = Counter()
     rows = 0
     path, version = store
     with connect(path, version=version) as connection:
         for portion, extra in write_stream(Selection(connection, run, options), stream, folder / stream.folder):
             rows += portion
-            left_out += Counter(extra)
-    return rows, dict(left_out)
+            omitted += Counter(extra)
+    return rows, dict(omitted)
 
 
 def _windows(selection: Selection, only: str) -> Iterator[tuple[int, int, int]]:
@@ -174,7 +174,7 @@ def _streams(selection: Selection) -> list[Stream]:
     return [Stream(row["attempt"], row["rank"]) for row in rows]
 
 
-def _left_out(selection: Selection) -> dict[str, int]:
+def _omitted(selection: Selection) -> dict[str, int]:
     counts = {NO_STEP: sum(selection.count(name, "step IS NULL") for name in DATASETS)}
     counts |= {
         f"{name}: no place in event files": selection.count(name)
@@ -196,4 +196,4 @@ def _require_libraries() -> None:
         raise ExportError(f"event files need {error.name}: run pip install protobuf google-crc32c") from error
 
 
-EXPORTER = TensorBoard()
+EXPORT_FORMAT = TensorBoard()

@@ -20,7 +20,7 @@ from rankscope_storage.log.entries import newest_checkpoint
 _log = logging.getLogger(__name__)
 
 
-class Checkpoints:
+class Checkpointer:
     """Writes the checkpoints of the store at `root` as one writer commits. One thread at a time calls it."""
 
     def __init__(self, root: Path, sync: Sync, write: Callable[[Path, Sync], None] | None = None) -> None:

@@ -199,7 +199,7 @@ class Log:
                 return change
         return None
 
-    def trust(self) -> None:
+    def fsync_to_version(self) -> None:
         """Have what the handle shows on the disk, before anybody is told of it: see `make_durable`."""
         if self._synced < self.version:
             self.make_durable()
@@ -208,7 +208,7 @@ class Log:
         """Return the transactions committed after version `since`; None when an entry cannot be read any more."""
         return transactions_between(self.root, since, self.version)
 
-    def landed(self, since: int, change: Change) -> bool | None:
+    def was_committed(self, since: int, change: Change) -> bool | None:
         """Whether one entry after version `since` holds all of `change`; None when one cannot be read any more."""
         paths = [file.path for file in change.added]
         return is_between(self.root, since, self.version, change.transactions, paths)
@@ -273,7 +273,7 @@ class Log:
         except (DeltaError, OSError) as error:
             raise translated(error, self.root) from error
 
-    def keep_short(self) -> None:
+    def checkpoint_if_due(self) -> None:
         """Write a checkpoint if one is due, between the commits of a work that makes many: nobody may append beside."""
         if self.version - newest_checkpoint(self.root) >= CHECKPOINT_COMMITS:
             self.checkpoint()

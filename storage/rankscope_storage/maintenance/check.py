@@ -16,7 +16,7 @@ from rankscope_storage.log.delta import REMOVED_FILES_HOURS, Log
 from rankscope_storage.log.entries import LOG_FOLDER
 from rankscope_storage.log.fsck import empty_entries, entries, torn_entries
 from rankscope_storage.log.snapshot import Snapshot
-from rankscope_storage.maintenance.file_check import CheckReport, Fault, Finding, examine, size_of
+from rankscope_storage.maintenance.file_check import CheckReport, Fault, Finding, check_file, size_of
 from rankscope_storage.sql.rollups import NUMBERS
 
 Progress = Callable[[int, int], None]
@@ -98,7 +98,7 @@ def _log_finding(root: Path, text: str) -> Finding:
 def _files(snapshot: Snapshot, *, deep: bool, progress: Progress | None) -> Iterator[Finding]:
     files = snapshot.files.to_pylist()
     for done, file in enumerate(files, 1):
-        finding = examine(snapshot.root, file, deep=deep)
+        finding = check_file(snapshot.root, file, deep=deep)
         if finding is not None:
             yield finding
         if progress is not None:

@@ -63,11 +63,11 @@ def compact(
     merges = plan(log.snapshot(), now)
     for done, merge in enumerate(merges, 1):
         try:
-            files = _carry_out(log, merge, sync, now)
+            files = _apply_merge(log, merge, sync, now)
         except ConflictError:
             refused += 1
             break  # another compaction is at work: leave the rest to it
-        log.keep_short()
+        log.checkpoint_if_due()
         if progress is not None:
             progress(done, len(merges))
         removed, added = removed + len(merge.files), added + len(files)
@@ -76,7 +76,7 @@ def compact(
     return CompactionReport(files_removed=removed, files_added=added, rows=rows, refused=refused, seconds=seconds)
 
 
-def _carry_out(log: Log, merge: Merge, sync: Sync, now: dt.datetime) -> list[DataFile]:
+def _apply_merge(log: Log, merge: Merge, sync: Sync, now: dt.datetime) -> list[DataFile]:
     """Replace the files of `merge`, and return the new ones. Raises ConflictError when they are no longer there."""
     files: list[DataFile] = []
 
@@ -94,9 +94,9 @@ def _rewrite(root: Path, merge: Merge, sync: Sync, now: dt.datetime) -> list[Dat
     files: list[DataFile] = []
     write = functools.partial(write_file, mantissa_bits=coarsest(file.path for file in merge.files))
     try:
-        for part, table in apart(_read(root, merge), merge):
+        for part, table in split_by_part(_read(root, merge), merge):
             ranges = [table] if merge.closed else open_and_closed(table, now)
-            for rows in itertools.chain.from_iterable(cut(range_, merge.rows) for range_ in ranges):
+            for rows in itertools.chain.from_iterable(split_by_step(range_, merge.rows) for range_ in ranges):
                 files.append(write(root, merge.dataset, part, rows, sync))  # noqa: PERF401 - known even if the next fails
     except FileNotFoundError as error:
         discard(root, files)
@@ -112,7 +112,7 @@ def _read(root: Path, merge: Merge) -> pa.Table:
     return conform(pa.concat_tables(tables, promote_options="default"), merge.dataset)
 
 
-def apart(table: pa.Table, merge: Merge) -> Iterator[tuple[str, pa.Table]]:
+def split_by_part(table: pa.Table, merge: Merge) -> Iterator[tuple[str, pa.Table]]:
     """Yield the part and the rows of each run that has grown out of a shared part, then what goes on sharing it."""
     if not merge.part.startswith(SHARED_PREFIX) or merge.dataset == "samples":
         yield merge.part, table
@@ -148,7 +148,7 @@ def open_and_closed(table: pa.Table, now: dt.datetime) -> Iterator[pa.Table]:
 _CUT_KEYS: Final = ("run", "attempt", "step")
 
 
-def cut(table: pa.Table, target: int) -> Iterator[pa.Table]:
+def split_by_step(table: pa.Table, target: int) -> Iterator[pa.Table]:
     """Yield `table` by run, attempt and step, in pieces that end with a step, of `target` rows where steps allow."""
     if table.num_rows <= target:
         yield table

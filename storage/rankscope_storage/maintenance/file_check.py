@@ -59,7 +59,7 @@ class CheckReport:
     findings: tuple[Finding, ...] = ()
 
     @property
-    def is_whole(self) -> bool:
+    def is_intact(self) -> bool:
         """Whether nothing found is damage."""
         return not any(finding.fault.is_damage for finding in self.findings)
 
@@ -68,7 +68,7 @@ _RANGES: Final = ("run", "attempt", "step")
 """Columns by whose range in the log files are skipped: a wrong one hides rows."""
 
 
-def examine(root: Path, file: Mapping[str, Any], *, deep: bool) -> Finding | None:
+def check_file(root: Path, file: Mapping[str, Any], *, deep: bool) -> Finding | None:
     """Return what is wrong with `file`, a row of a Snapshot's files; with `deep`, every value is decoded."""
     path = root / file["path"]
     try:
@@ -127,7 +127,7 @@ def footer_range(metadata: pq.FileMetaData, column: str) -> tuple[Any, Any] | No
     return (min(lows), max(highs)) if lows else None
 
 
-def extent(file: Mapping[str, Any]) -> str:
+def describe_rows(file: Mapping[str, Any]) -> str:
     """Return in words which rows `file` holds."""
     run = file["run_min"] if file["run_min"] == file["run_max"] else f"{file['run_min']} to {file['run_max']}"
     steps = "" if file["step_min"] is None else f", steps {file['step_min']} to {file['step_max']}"
@@ -147,4 +147,4 @@ def _out_of_reach(file: Mapping[str, Any], error: OSError) -> Finding:
 
 
 def _finding(fault: Fault, file: Mapping[str, Any], text: str) -> Finding:
-    return Finding(fault=fault, path=file["path"], text=f"{text}; {extent(file)}")
+    return Finding(fault=fault, path=file["path"], text=f"{text}; {describe_rows(file)}")

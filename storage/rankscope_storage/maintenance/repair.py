@@ -21,8 +21,8 @@ from rankscope_storage.log.entries import LOG_FOLDER
 from rankscope_storage.log.fsck import entries, torn_checkpoint_files, torn_entries
 from rankscope_storage.log.shard_lock import all_shards
 from rankscope_storage.log.translation import Change
-from rankscope_storage.maintenance.file_check import Fault, Finding, examine, extent
-from rankscope_storage.maintenance.vacuum import find_leavings, sweep
+from rankscope_storage.maintenance.file_check import Fault, Finding, check_file, describe_rows
+from rankscope_storage.maintenance.vacuum import delete_orphan_files, find_orphan_files
 
 DAMAGED: Final = "_damaged"
 
@@ -77,10 +77,10 @@ def repair(root: Path, sync: Sync, *, dry_run: bool = False, deep: bool = False,
 
 
 def _sweep(root: Path, sync: Sync, *, dry_run: bool) -> RepairReport:
-    leavings = find_leavings(Log.open(root, sync))
+    leavings = find_orphan_files(Log.open(root, sync))
     if not dry_run:
         try:
-            sweep(leavings)
+            delete_orphan_files(leavings)
         except OSError as error:
             raise StoreError(f"cannot tidy up {root}: {error.strerror or error}") from error
     count = len(leavings.data_files) + len(leavings.staged_files)
@@ -129,7 +129,7 @@ def _drop(root: Path, sync: Sync, *, dry_run: bool, deep: bool, force: bool) -> 
         for file, _ in gone:
             with contextlib.suppress(FileNotFoundError, *([OSError] if force else [])):
                 _set_aside(root, root / file["path"], sync)
-    return tuple(f"{file['path']}: {extent(file)}" for file, _ in gone)
+    return tuple(f"{file['path']}: {describe_rows(file)}" for file, _ in gone)
 
 
 def _refuse_what_may_come_back(root: Path, examined: Sequence[tuple[Mapping[str, Any], Finding]]) -> None:
@@ -149,7 +149,7 @@ def _refuse_what_may_come_back(root: Path, examined: Sequence[tuple[Mapping[str,
 
 def _examined(log: Log, *, deep: bool) -> Iterator[tuple[Mapping[str, Any], Finding]]:
     for file in log.snapshot().files.to_pylist():
-        finding = examine(log.root, file, deep=deep)
+        finding = check_file(log.root, file, deep=deep)
         if finding is not None:
             yield file, finding
 

@@ -19,13 +19,13 @@ from rankscope_storage.base.fsync import Sync
 from rankscope_storage.files.parquet import DataFile, discard
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.translation import Change
-from rankscope_storage.maintenance.retention_plan import Fate, File, Work, plan
+from rankscope_storage.maintenance.retention_plan import File, RetentionAction, RetentionJob, plan
 from rankscope_storage.maintenance.retention_policy import RAW, Retention
 from rankscope_storage.maintenance.rollup_writer import cut, roll_up
 
 __all__ = ["RAW", "Retention", "RetentionReport", "retain"]
 
-_ATTEMPTS: Final = 5
+_RETRIES: Final = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +67,15 @@ def retain(
     planned = plan(log.snapshot(), retention.limits(now))
     if dry_run:
         return _report(planned)
-    if any(work.fate in {Fate.ROLLED, Fate.CUT} for work in planned):
+    if any(work.action in {RetentionAction.ROLLED, RetentionAction.CUT} for work in planned):
         _widen(log)
-    done: list[Work] = []
+    done: list[RetentionJob] = []
     rollups: list[DataFile] = []
     rest: list[DataFile] = []
     refused, failed, begun = 0, [], 0
     for begun, work in enumerate(planned, 1):
         try:
-            files = _carry_out(log, work, sync)
+            files = _apply_job(log, work, sync)
         except _ReplacedError:
             refused += 1
         except ConflictError:
@@ -98,14 +98,14 @@ class _ReplacedError(ConflictError):
     """Files of a work are no longer in the store as they were: plan anew."""
 
 
-def _carry_out(log: Log, work: Work, sync: Sync) -> list[DataFile] | None:
+def _apply_job(log: Log, work: RetentionJob, sync: Sync) -> list[DataFile] | None:
     """Replace the files of `work`, and return those that came; None when nothing in them is due after all."""
     if not log.snapshot().contains(_paths(work.files)):
         raise _ReplacedError("another process has replaced the files")
     added: list[DataFile] = []
-    if work.fate is Fate.ROLLED:
+    if work.action is RetentionAction.ROLLED:
         added = roll_up(log.root, work.files, sync)
-    elif work.fate in {Fate.CUT, Fate.TRIMMED}:
+    elif work.action in {RetentionAction.CUT, RetentionAction.TRIMMED}:
         added = cut(log.root, work.files[0], work.before, sync)
         if not added:
             return None
@@ -117,7 +117,7 @@ def _carry_out(log: Log, work: Work, sync: Sync) -> list[DataFile] | None:
     return added
 
 
-def _replace(log: Log, work: Work, added: Sequence[DataFile]) -> None:
+def _replace(log: Log, work: RetentionJob, added: Sequence[DataFile]) -> None:
     """Commit. However long reading took, it still holds where the files are still there: files never change."""
 
     def build() -> Change:
@@ -126,16 +126,16 @@ def _replace(log: Log, work: Work, added: Sequence[DataFile]) -> None:
         return Change(
             added=added,
             removed=[DataFile.from_snapshot(file) for file in work.files],
-            info={"rankscopeRetention": f"rows before {work.before.isoformat()} became {work.fate}"},
+            info={"rankscopeRetention": f"rows before {work.before.isoformat()} became {work.action}"},
             rewrites=True,  # though rows do change: delta-rs would refuse every append that is on its way
         )
 
-    log.replace_files(build, tries=_ATTEMPTS, reuse_files=True)
+    log.replace_files(build, tries=_RETRIES, reuse_files=True)
 
 
 def _widen(log: Log) -> None:
     """Give the table the columns of rollups, if it was made before there were any."""
-    for _ in range(_ATTEMPTS):
+    for _ in range(_RETRIES):
         try:
             log.add_missing_columns()
         except ConflictError:
@@ -145,7 +145,7 @@ def _widen(log: Log) -> None:
 
 
 def _report(
-    works: Sequence[Work],
+    works: Sequence[RetentionJob],
     rollups: Sequence[DataFile] = (),
     rest: Sequence[DataFile] = (),
     *,
@@ -167,10 +167,10 @@ def _report(
     )
 
 
-def _groups(works: Sequence[Work]) -> pa.Table:
+def _groups(works: Sequence[RetentionJob]) -> pa.Table:
     keys = {"dataset": pa.string(), "part": pa.string(), "becomes": pa.string()}
     schema = pa.schema({**keys, "rows": pa.int64(), "size_bytes": pa.int64()}.items())
-    told = [{**file, "becomes": work.fate} for work in works for file in work.files]
+    told = [{**file, "becomes": work.action} for work in works for file in work.files]
     rows = pa.Table.from_pylist([{name: file[name] for name in schema.names} for file in told], schema=schema)
     sums = [("rows", "count"), ("rows", "sum"), ("size_bytes", "sum")]
     grouped = rows.group_by(list(keys)).aggregate(sums).sort_by("size_bytes_sum")

@@ -28,7 +28,7 @@ File = Mapping[str, Any]
 """A row of the files of a Snapshot."""
 
 
-class Fate(enum.StrEnum):
+class RetentionAction(enum.StrEnum):
     """What becomes of a file."""
 
     GONE = "nothing"
@@ -38,15 +38,15 @@ class Fate(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class RetentionJob:
     """Files that are replaced in one commit."""
 
-    fate: Fate
+    action: RetentionAction
     files: tuple[File, ...]
     before: dt.datetime
 
 
-def plan(snapshot: Snapshot, limits: Mapping[str, Limit]) -> list[Work]:
+def plan(snapshot: Snapshot, limits: Mapping[str, Limit]) -> list[RetentionJob]:
     """Return what is to be done at `snapshot`, by the limits of datasets; a dataset without one stays for ever."""
     by_dataset: dict[str, list[File]] = {dataset: [] for dataset in limits}
     for file in snapshot.files.to_pylist():
@@ -54,17 +54,23 @@ def plan(snapshot: Snapshot, limits: Mapping[str, Limit]) -> list[Work]:
             by_dataset[file["dataset"]].append(file)
     going = [file for name, files in by_dataset.items() if name not in ROLLUPS for file in _old(files, limits[name])]
     works = (
-        [Work(fate=Fate.GONE, files=tuple(going), before=max(one.before for one in limits.values()))] if going else []
+        [
+            RetentionJob(
+                action=RetentionAction.GONE, files=tuple(going), before=max(one.before for one in limits.values())
+            )
+        ]
+        if going
+        else []
     )
     for name in sorted(by_dataset.keys() - ROLLUPS.keys() - _BY_DAY):
-        works += _in_part(Fate.TRIMMED, by_dataset[name], limits[name])
+        works += _in_part(RetentionAction.TRIMMED, by_dataset[name], limits[name])
     for dataset in ROLLUPS:
         for group in _groups(by_dataset.get(dataset, ())):
             works += _rolling(group, limits[dataset])
     return works
 
 
-def _rolling(group: Sequence[File], limit: Limit) -> Iterator[Work]:
+def _rolling(group: Sequence[File], limit: Limit) -> Iterator[RetentionJob]:
     """Yield the works on one part and attempt of a dataset."""
     old = _old(group, limit)
     young = [file for file in group if not _is_old(file, limit)]
@@ -73,20 +79,20 @@ def _rolling(group: Sequence[File], limit: Limit) -> Iterator[Work]:
     rows = 0
     for file in sorted((one for one in old if not _waits(one, goes_on, limit)), key=_step_order):
         if ready and rows + file["rows"] > WORK_ROWS:
-            yield Work(fate=Fate.ROLLED, files=tuple(ready), before=limit.before)
+            yield RetentionJob(action=RetentionAction.ROLLED, files=tuple(ready), before=limit.before)
             ready, rows = [], 0
         ready.append(file)
         rows += file["rows"]
     if ready:
-        yield Work(fate=Fate.ROLLED, files=tuple(ready), before=limit.before)
-    yield from _in_part(Fate.CUT, group, limit)
+        yield RetentionJob(action=RetentionAction.ROLLED, files=tuple(ready), before=limit.before)
+    yield from _in_part(RetentionAction.CUT, group, limit)
 
 
-def _in_part(fate: Fate, files: Sequence[File], limit: Limit) -> Iterator[Work]:
+def _in_part(fate: RetentionAction, files: Sequence[File], limit: Limit) -> Iterator[RetentionJob]:
     """Yield the works on files that reach over the limit; compaction makes one file of many days where rows are few."""
     for file in files:
         if not _is_old(file, limit) and file["ts_min"] is not None and file["ts_min"] < limit.before - limit.slack:
-            yield Work(fate=fate, files=(file,), before=limit.before)
+            yield RetentionJob(action=fate, files=(file,), before=limit.before)
 
 
 def _old(files: Sequence[File], limit: Limit) -> list[File]:

@@ -49,7 +49,7 @@ class StoreStats:
     groups: pa.Table
 
 
-def count(log: Log, *, by: str) -> StoreStats:
+def store_stats(log: Log, *, by: str) -> StoreStats:
     """Return the figures of the newest version, grouped by `by`: dataset, part, run or tier."""
     snapshot = log.snapshot()
     files = snapshot.files.to_pylist()

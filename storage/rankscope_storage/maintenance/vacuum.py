@@ -19,7 +19,7 @@ from rankscope_storage.base.fsync import Sync
 from rankscope_storage.files.parquet import STAGING
 from rankscope_storage.log.delta import REMOVED_FILES_HOURS, Log
 from rankscope_storage.log.fsck import staged_entries
-from rankscope_storage.query.sql_script import write_plain_sql
+from rankscope_storage.query.sql_script import write_sql_script
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ STAGED_SECONDS: Final = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leavings:
+class OrphanFiles:
     """What nobody needs: data files that no version names, and unfinished ones."""
 
     data_files: tuple[Path, ...]
@@ -36,15 +36,15 @@ class Leavings:
     size_bytes: int
 
 
-def find_leavings(log: Log) -> Leavings:
+def find_orphan_files(log: Log) -> OrphanFiles:
     """Return what is left behind in the store of `log`, and old enough."""
     unused = tuple(log.unused_files(REMOVED_FILES_HOURS))
     beside = (*(log.root / STAGING).glob("*"), *staged_entries(log.root))
     staged = tuple(path for path in beside if _age_seconds(path) > STAGED_SECONDS)
-    return Leavings(data_files=unused, staged_files=staged, size_bytes=sum(map(_size, (*unused, *staged))))
+    return OrphanFiles(data_files=unused, staged_files=staged, size_bytes=sum(map(_size, (*unused, *staged))))
 
 
-def sweep(leavings: Leavings) -> None:
+def delete_orphan_files(leavings: OrphanFiles) -> None:
     """Remove them. Raises OSError."""
     for path in (*leavings.data_files, *leavings.staged_files):
         if path.is_dir():
@@ -96,11 +96,11 @@ def maintain(root: Path, sync: Sync) -> MaintenanceReport:
     log = Log.open(root, sync)
     try:
         # First, because a full disk has no room for a checkpoint.
-        leavings = find_leavings(log)
-        sweep(leavings)
+        leavings = find_orphan_files(log)
+        delete_orphan_files(leavings)
         log.checkpoint()
         log.clean_up()
-        write_plain_sql(root)
+        write_sql_script(root)
     except OSError as error:
         raise StoreError(f"cannot tidy up {root}: {error.strerror or error}") from error
     return MaintenanceReport(

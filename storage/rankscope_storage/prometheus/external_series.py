@@ -20,20 +20,20 @@ from rankscope_contract.escaping import sql_string
 from rankscope_contract.records import canonical_labels
 from rankscope_storage.connection import Connection
 from rankscope_storage.prometheus.matchers import NAME, MatchType
-from rankscope_storage.prometheus.query import Question
-from rankscope_storage.prometheus.series import Allowance, Series, cut, gathered, labelled
+from rankscope_storage.prometheus.query import SeriesQuery
+from rankscope_storage.prometheus.series import ResultLimit, Series, gathered, labelled, split_series
 
 JUDGED_AT_ONCE: Final = 10_000
 """Series; so many are read beyond what is allowed, at most."""
 
 
 @dataclass(frozen=True, slots=True)
-class ForeignSeries:
+class ExternalSeries:
     """Answers a question from what exporters of others said."""
 
     connection: Connection
-    question: Question
-    allowance: Allowance
+    question: SeriesQuery
+    allowance: ResultLimit
     external_labels: Mapping[str, str]
 
     def read(self) -> Iterator[Series]:
@@ -64,7 +64,7 @@ class ForeignSeries:
         rows = gathered(self.connection.stream(query, listed), self.allowance)
         if rows is None:
             return
-        for own, times, values in cut(rows, ["place"], Allowance(len(chosen), 0)):
+        for own, times, values in split_series(rows, ["place"], ResultLimit(len(chosen), 0)):
             yield Series(labelled(chosen[int(str(own["place"]))][1]), times, values)
 
     def _chosen(self, query: str) -> list[tuple[dict[str, Any], dict[str, str]]]:

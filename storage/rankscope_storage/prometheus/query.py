@@ -28,7 +28,7 @@ IDENTITY: Final[Mapping[str, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class SeriesQuery:
     """One query of remote read. The span is closed, in ms. `series_alone`: of each series the last sample is enough."""
 
     matchers: tuple[Matcher, ...]
@@ -45,7 +45,7 @@ class Question:
         judged = [matcher for matcher in self.matchers if matcher.name not in known]
         return all(matcher.matches(labels.get(matcher.name, "")) for matcher in judged)
 
-    def of_whom(self, labels: Mapping[str, str]) -> Question | None:
+    def without(self, labels: Mapping[str, str]) -> SeriesQuery | None:
         """Return what is asked of series that all have `labels`; None where these do not fit."""
         if not all(self.fits(name, text) for name, text in labels.items()):
             return None

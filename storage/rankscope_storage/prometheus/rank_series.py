@@ -22,8 +22,8 @@ from rankscope_storage.files.sorting import sort_order
 from rankscope_storage.prometheus import names
 from rankscope_storage.prometheus.matchers import NAME, Matcher
 from rankscope_storage.prometheus.names import STAGE_EXTRAS, Scalar
-from rankscope_storage.prometheus.query import IDENTITY, Question
-from rankscope_storage.prometheus.series import Allowance, Series, cut, gathered, labelled
+from rankscope_storage.prometheus.query import IDENTITY, SeriesQuery
+from rankscope_storage.prometheus.series import ResultLimit, Series, gathered, labelled, split_series
 
 _MOMENTS: Final = ("vpp_stage", "micro_step", "call_seq")
 """Columns of numbers that tell rows of one tensor apart, where they are not null."""
@@ -44,8 +44,8 @@ class RankSeries:
     """Answers a question from what ranks sent."""
 
     connection: Connection
-    question: Question
-    allowance: Allowance
+    question: SeriesQuery
+    allowance: ResultLimit
 
     def read(self) -> Iterator[Series]:
         """Yield the series that fit. Raises LimitError."""
@@ -156,7 +156,7 @@ class RankSeries:
             return
         # Sorted here, by codes of the few different texts: large answers took twice as long where DuckDB sorted texts.
         found = found.take(pa.array(sort_order(found, (*every, "ms", "attempt", "step_"))))
-        for own, times, values in cut(found, list(every), self.allowance):
+        for own, times, values in split_series(found, list(every), self.allowance):
             texts = {name: str(text) for name, text in own.items()}
             instance = f"{texts['run']}/{texts['rank']}"
             yield Series(labelled({NAME: metric, "job": names.JOB, "instance": instance, **texts}), times, values)

@@ -17,10 +17,10 @@ import duckdb
 from rankscope_contract.escaping import sql_string
 from rankscope_storage.base.errors import FilesGoneError, LimitError, StoreError
 from rankscope_storage.connection import Connection
-from rankscope_storage.prometheus.external_series import ForeignSeries
-from rankscope_storage.prometheus.query import Question
+from rankscope_storage.prometheus.external_series import ExternalSeries
+from rankscope_storage.prometheus.query import SeriesQuery
 from rankscope_storage.prometheus.rank_series import RankSeries
-from rankscope_storage.prometheus.series import Allowance, Series, joined, labelled
+from rankscope_storage.prometheus.series import ResultLimit, Series, labelled, merge_series
 
 MEMORY_BYTES: Final = 1 << 30
 """What DuckDB may take for an answer, at least."""
@@ -31,7 +31,7 @@ SAMPLE_BYTES: Final = 256
 _REMEDY: Final = "ask for fewer series or a shorter time"
 
 
-class Patience:
+class CancelToken:
     """Of those who wait for one answer: it lasts until somebody says that it has ended."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Patience:
         self._lock = threading.Lock()
 
     @property
-    def has_ended(self) -> bool:
+    def is_cancelled(self) -> bool:
         """Whether nobody waits any more."""
         return self._why is not None
 
@@ -73,7 +73,7 @@ class Patience:
 
 
 @contextlib.contextmanager
-def bounded(connection: Connection, patience: Patience, max_samples: int) -> Iterator[None]:
+def bounded(connection: Connection, patience: CancelToken, max_samples: int) -> Iterator[None]:
     """Bound what is asked of `connection` inside, which is neither locked nor moves to another version meanwhile.
 
     Raises LimitError beyond a bound, StoreError when the store fails.
@@ -85,7 +85,7 @@ def bounded(connection: Connection, patience: Patience, max_samples: int) -> Ite
         with _limited(cursor, memory, str(folder)), patience.lasting(cursor):
             yield
     except (duckdb.Error, OSError) as error:  # Arrow's where rows were on their way: it has the text alone
-        if patience.has_ended:
+        if patience.is_cancelled:
             raise patience.refusal() from error
         if "Out of Memory Error" in str(error):
             raise LimitError(f"the question takes more than {memory >> 20} MiB of memory: {_REMEDY}") from error
@@ -112,12 +112,12 @@ def _spill_to(settings: duckdb.DuckDBPyConnection, folder: str) -> None:
 
 def read(
     connection: Connection,
-    questions: Sequence[Question],
+    questions: Sequence[SeriesQuery],
     *,
     max_series: int,
     max_samples: int,
     external_labels: Mapping[str, str] = MappingProxyType({}),
-    patience: Patience | None = None,
+    patience: CancelToken | None = None,
 ) -> list[list[Series]]:
     """Return the series that answer each question, sorted by labels; the limits are for all of them together.
 
@@ -129,8 +129,8 @@ def read(
     """
 
     def answers() -> list[list[Series]]:
-        allowance = Allowance(max_series, max_samples)
-        with connection.steady(), bounded(connection, patience or Patience(), max_samples):
+        allowance = ResultLimit(max_series, max_samples)
+        with connection.pinned(), bounded(connection, patience or CancelToken(), max_samples):
             return [_answer(connection, question, allowance, external_labels) for question in questions]
 
     try:
@@ -140,20 +140,20 @@ def read(
 
 
 def _answer(
-    connection: Connection, question: Question, allowance: Allowance, external_labels: Mapping[str, str]
+    connection: Connection, question: SeriesQuery, allowance: ResultLimit, external_labels: Mapping[str, str]
 ) -> list[Series]:
     found: dict[tuple[tuple[str, str], ...], list[Series]] = defaultdict(list)
     for series in _of_ranks(connection, question, allowance, external_labels):
         found[series.labels].append(series)
-    for series in ForeignSeries(connection, question, allowance, external_labels).read():
+    for series in ExternalSeries(connection, question, allowance, external_labels).read():
         found[series.labels].append(series)
-    return [joined(found[labels]) for labels in sorted(found)]
+    return [merge_series(found[labels]) for labels in sorted(found)]
 
 
 def _of_ranks(
-    connection: Connection, question: Question, allowance: Allowance, external_labels: Mapping[str, str]
+    connection: Connection, question: SeriesQuery, allowance: ResultLimit, external_labels: Mapping[str, str]
 ) -> Iterator[Series]:
-    of_ranks = question.of_whom(external_labels)
+    of_ranks = question.without(external_labels)
     if of_ranks is None:
         return
     for series in RankSeries(connection, of_ranks, allowance).read():

@@ -26,7 +26,7 @@ class Series:
 
 
 @dataclass(slots=True)
-class Allowance:
+class ResultLimit:
     """How much one question may still answer."""
 
     series: int
@@ -56,7 +56,7 @@ class Allowance:
             )
 
 
-def gathered(batches: Iterator[pa.RecordBatch], allowance: Allowance) -> pa.Table | None:
+def gathered(batches: Iterator[pa.RecordBatch], allowance: ResultLimit) -> pa.Table | None:
     """Return all rows, or None without any. Raises LimitError as soon as they are too many."""
     kept = []
     for batch in batches:
@@ -66,8 +66,8 @@ def gathered(batches: Iterator[pa.RecordBatch], allowance: Allowance) -> pa.Tabl
     return pa.Table.from_batches(kept).combine_chunks() if kept else None
 
 
-def cut(
-    rows: pa.Table, keys: Sequence[str], allowance: Allowance
+def split_series(
+    rows: pa.Table, keys: Sequence[str], allowance: ResultLimit
 ) -> Iterator[tuple[dict[str, object], npt.NDArray[np.int64], npt.NDArray[np.float64]]]:
     """Yield key values, times and values of each series; of several samples in a millisecond the last.
 
@@ -104,7 +104,7 @@ def labelled(labels: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     return tuple(sorted((name, text) for name, text in labels.items() if text))
 
 
-def joined(same: Sequence[Series]) -> Series:
+def merge_series(same: Sequence[Series]) -> Series:
     """Return series of the same labels as one, as when a dump of live data was brought in beside the run itself."""
     if len(same) == 1:
         return same[0]

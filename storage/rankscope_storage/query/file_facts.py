@@ -165,7 +165,7 @@ def newest_steps(files: Sequence[str], ask: Ask) -> pa.Table:
     return _last_attempts(_highest(_NEWEST_STEPS.of(files, ask), _KEYS))
 
 
-def measured_once(newest: pa.Table, files: Sequence[str], ask: Ask) -> bool:
+def has_single_record_per_rank(newest: pa.Table, files: Sequence[str], ask: Ask) -> bool:
     """Whether all rows of these steps, which lie in `files`, come from one record of their rank each.
 
     A record has no row twice. Where nobody sent the rows nothing is known of that.

@@ -32,22 +32,22 @@ _SERIES: Final = ["run", "labels", "attempt", "rank"]
 
 
 @dataclass(frozen=True, slots=True)
-class Losses:
+class LossFacts:
     """What is known of some files' losses."""
 
     are_said_once: bool
     are_of_attempt_0: bool
 
 
-NOTHING_KNOWN: Final = Losses(are_said_once=False, are_of_attempt_0=False)
+NOTHING_KNOWN: Final = LossFacts(are_said_once=False, are_of_attempt_0=False)
 
 
-def look_at_losses(files: Sequence[str], runs: Collection[str] | None, ask: Ask) -> Losses:
+def find_loss_facts(files: Sequence[str], runs: Collection[str] | None, ask: Ask) -> LossFacts:
     """Return what is known of the losses in `files`, of `runs` or of all; `ask` runs SQL."""
     told = _BY_FILE.of(files, ask)
     if runs is not None:
         told = told.filter(pc.is_in(told.column("run"), pa.array(list(runs), pa.string())))
-    return Losses(
+    return LossFacts(
         are_said_once=bool(pc.all(told.column("is_said_once"), min_count=0).as_py()) and not _overlap(told),
         are_of_attempt_0=bool(pc.all(pc.equal(told.column("attempt"), 0), min_count=0).as_py()),
     )

@@ -80,7 +80,7 @@ def emit_views(path: str | Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_plain_sql(root: Path) -> None:
+def write_sql_script(root: Path) -> None:
     """Write `rankscope.sql` into the store at `root`; a reader sees the old or the new script, never a part."""
     staged = root / STAGING / f"{uuid.uuid4().hex}.sql"
     try:

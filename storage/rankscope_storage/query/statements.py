@@ -48,7 +48,7 @@ def definitions(*, prefix: str) -> Mapping[str, Definition]:
     return found
 
 
-def named(query: str, known: Mapping[str, Definition]) -> list[str]:
+def needed_definitions(query: str, known: Mapping[str, Definition]) -> list[str]:
     """Return the names in `known` that `query` can need, in an order in which they can be made."""
     text = query.casefold()
     if _ALL.search(text):
@@ -75,7 +75,7 @@ _NODE: Final = re.compile(r'"type":\s*"(\w+_NODE)"')  # a quotation mark within 
 _READING: Final = frozenset({"SELECT_NODE", "SET_OPERATION_NODE", "CTE_NODE", "RECURSIVE_CTE_NODE"})
 
 
-def changes(cursor: duckdb.DuckDBPyConnection, query: str) -> bool:
+def can_change(cursor: duckdb.DuckDBPyConnection, query: str) -> bool:
     """Whether the SELECT `query` could change tables, files or settings; also when that cannot be told."""
     if _SETS.search(query):
         return True

@@ -31,7 +31,7 @@ from rankscope_storage.log.file_filter import FileFilter
 from rankscope_storage.log.shard_lock import all_shards
 from rankscope_storage.log.translation import Change
 
-_ATTEMPTS: Final = 5
+_RETRIES: Final = 5
 """A commit may be refused so often in a row."""
 _ROUNDS: Final = 50
 
@@ -66,7 +66,7 @@ class RewriteReport:
         return RewriteReport(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
 
-def carry_out(root: Path, rewrite: Rewrite, sync: Sync) -> RewriteReport:
+def apply_rewrite(root: Path, rewrite: Rewrite, sync: Sync) -> RewriteReport:
     """Commit `rewrite`; a compaction that comes between is let by. Raises ConflictError when it never ends.
 
     Rows of the run that a service appended meanwhile, from the rings of its last ranks, are changed as well.
@@ -77,12 +77,12 @@ def carry_out(root: Path, rewrite: Rewrite, sync: Sync) -> RewriteReport:
     refused = 0
     for _ in range(_ROUNDS):
         try:
-            report, change = _attempt(log, rewrite, change, sync)
+            report, change = _try_rewrite(log, rewrite, change, sync)
         except ConflictError:
             refused += 1
-            if refused == _ATTEMPTS and not done.rows:
+            if refused == _RETRIES and not done.rows:
                 raise
-            if refused == _ATTEMPTS:
+            if refused == _RETRIES:
                 break
         else:
             refused = 0
@@ -95,7 +95,7 @@ def carry_out(root: Path, rewrite: Rewrite, sync: Sync) -> RewriteReport:
     )
 
 
-def _attempt(log: Log, rewrite: Rewrite, change: RowChange | None, sync: Sync) -> tuple[RewriteReport, RowChange]:
+def _try_rewrite(log: Log, rewrite: Rewrite, change: RowChange | None, sync: Sync) -> tuple[RewriteReport, RowChange]:
     """Return what was done and how; what comes later must be changed in the same way."""
     work: _Work | None = None
     changed = change
@@ -179,7 +179,7 @@ def remove(root: Path, run: str, sync: Sync) -> RewriteReport:
     with _quiet(root, run):
         with connect(root) as connection:
             was_imported = connection.query(_IMPORTED, {"run": run}).num_rows > 0
-        return carry_out(root, Rewrite(run=run, rows=lambda _: lambda _: None, forgets=was_imported), sync)
+        return apply_rewrite(root, Rewrite(run=run, rows=lambda _: lambda _: None, forgets=was_imported), sync)
 
 
 def rename(root: Path, run: str, name: str, sync: Sync) -> RewriteReport:
@@ -195,7 +195,7 @@ def rename(root: Path, run: str, name: str, sync: Sync) -> RewriteReport:
         return lambda rows: _named(rows, name)
 
     with _quiet(root, run):
-        return carry_out(root, Rewrite(run=run, rows=renamed, part=own_part(name)), sync)
+        return apply_rewrite(root, Rewrite(run=run, rows=renamed, part=own_part(name)), sync)
 
 
 def merge(root: Path, run: str, into: str, sync: Sync) -> RewriteReport:
@@ -210,7 +210,7 @@ def merge(root: Path, run: str, into: str, sync: Sync) -> RewriteReport:
         return lambda rows: _named(_shifted(rows, last), into)
 
     with _quiet(root, run, into):
-        return carry_out(root, Rewrite(run=run, rows=joined, part=own_part(into)), sync)
+        return apply_rewrite(root, Rewrite(run=run, rows=joined, part=own_part(into)), sync)
 
 
 @contextlib.contextmanager

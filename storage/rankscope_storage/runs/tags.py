@@ -31,7 +31,7 @@ LONGEST_KEY: Final = 100
 LONGEST_VALUE: Final = 1000
 LONGEST_NOTE: Final = 10_000
 
-_ATTEMPTS: Final = 10
+_RETRIES: Final = 10
 _CLOCK_TICK: Final = dt.timedelta(microseconds=1)
 _KNOWN: Final = """\
 SELECT *, (SELECT max(ts) FROM runs_history WHERE run = $run AND (tags IS NOT NULL OR note IS NOT NULL)) AS labelled_at
@@ -39,7 +39,7 @@ FROM runs WHERE run = $run"""
 
 
 @dataclass(frozen=True, slots=True)
-class Labels:
+class TagsAndNote:
     """Tags by key, and a note; empty text is no note. Raises StoreError for what nobody could type again."""
 
     tags: Mapping[str, str] = field(default_factory=dict)
@@ -54,34 +54,34 @@ class Labels:
             raise StoreError(f"a note has at most {LONGEST_NOTE} characters, all of them printable")
 
     @classmethod
-    def of(cls, tags: str | None, note: str | None) -> Labels:
+    def of(cls, tags: str | None, note: str | None) -> TagsAndNote:
         """Return what the columns of those names hold."""
         return cls(parse_tags(tags), note or "")
 
 
-Relabel = Callable[[Labels], Labels]
+TagsEdit = Callable[[TagsAndNote], TagsAndNote]
 
 
-def tagged(tags: Mapping[str, str]) -> Relabel:
+def set_tags(tags: Mapping[str, str]) -> TagsEdit:
     """Return what sets `tags`, and leaves those of other keys."""
-    return lambda known: Labels({**known.tags, **tags}, known.note)
+    return lambda known: TagsAndNote({**known.tags, **tags}, known.note)
 
 
-def untagged(keys: Collection[str]) -> Relabel:
+def remove_tags(keys: Collection[str]) -> TagsEdit:
     """Return what takes the tags of `keys` away. It raises StoreError for a key that there is not."""
 
-    def take(known: Labels) -> Labels:
+    def take(known: TagsAndNote) -> TagsAndNote:
         if missing := sorted(set(keys) - known.tags.keys()):
             there = ", ".join(known.tags) or "none"
             raise StoreError(f"the run has no tag {', '.join(missing)}: it has {there}")
-        return Labels({key: value for key, value in known.tags.items() if key not in keys}, known.note)
+        return TagsAndNote({key: value for key, value in known.tags.items() if key not in keys}, known.note)
 
     return take
 
 
-def noted(note: str) -> Relabel:
+def set_note(note: str) -> TagsEdit:
     """Return what sets the note; an empty one takes it away."""
-    return lambda known: Labels(known.tags, note.strip())
+    return lambda known: TagsAndNote(known.tags, note.strip())
 
 
 def parse_tags(text: str | None) -> dict[str, str]:
@@ -94,21 +94,21 @@ def parse_tags(text: str | None) -> dict[str, str]:
     return {key: value for key, value in found.items() if isinstance(value, str)} if is_object else {}
 
 
-def relabel(root: Path, run: str, change: Relabel, sync: Sync) -> Labels:
+def edit_tags(root: Path, run: str, change: TagsEdit, sync: Sync) -> TagsAndNote:
     """Commit what `change` makes of the labels of `run`, also while a service writes it; return them."""
     log = Log.open(root, sync)
     log.add_missing_columns()
-    labels = Labels()
+    labels = TagsAndNote()
 
     def build() -> Change:
         nonlocal labels
         # What is read here is not older than the handle: who labels or renames meanwhile moves the mutex.
         known = _known(root, run)
-        labels = change(Labels.of(known["tags"], known["note"]))
+        labels = change(TagsAndNote.of(known["tags"], known["note"]))
         return Change(added=[_written(root, _version(known, labels), sync)])
 
     try:
-        log.replace_files(build, tries=_ATTEMPTS)
+        log.replace_files(build, tries=_RETRIES)
     except ConflictError as error:
         raise StoreError(f"the labels of {run!r} were changed by others all the time: try again") from error
     return labels
@@ -130,7 +130,7 @@ def _known(root: Path, run: str) -> dict[str, Any]:
     return rows[0]
 
 
-def _version(known: Mapping[str, Any], labels: Labels) -> pa.Table:
+def _version(known: Mapping[str, Any], labels: TagsAndNote) -> pa.Table:
     now = dt.datetime.now(dt.UTC)
     before = known["labelled_at"]
     columns = {name: known[name] for name in dataset_schema("runs").names}

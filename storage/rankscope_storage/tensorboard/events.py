@@ -38,7 +38,7 @@ class EventFile:
     """One event file that is being written; a context manager."""
 
     def __init__(self, path: Path, *, rank: int | None, attempt: int | None) -> None:
-        self.left_out: Counter[str] = Counter()
+        self.omitted: Counter[str] = Counter()
         self._file = path.open("wb")
         self._rank = rank
         self._tags: dict[tuple[Any, ...], bytes] = {}
@@ -83,13 +83,13 @@ class EventFile:
     def _add_tensor(self, event: Any, row: Mapping[str, Any]) -> None:
         present = [op for op in OPS if row[op] is not None]
         if not present:
-            self.left_out["tensors without any statistic"] += 1
+            self.omitted["tensors without any statistic"] += 1
         for op in present:
             self._add(event, "tensor_stats", row, row[op], op)
 
     def _add_number(self, event: Any, dataset: str, row: Mapping[str, Any]) -> None:
         if row["value"] is None:
-            self.left_out["values that are null"] += 1
+            self.omitted["values that are null"] += 1
         else:
             self._add(event, dataset, row, row["value"], "")
 

@@ -25,7 +25,7 @@ from rankscope_storage.base.schema import conform
 from rankscope_storage.files.encoding import rounded
 from rankscope_storage.files.parquet import DataFile, discard, write_file
 from rankscope_storage.files.partitioning import parts
-from rankscope_storage.log.checkpoints import Checkpoints
+from rankscope_storage.log.checkpoints import Checkpointer
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.entries import watermark_transaction, watermarks_of
 from rankscope_storage.log.shard_lock import ShardLock, current_owner, owner_info, shard_transaction
@@ -36,7 +36,7 @@ from rankscope_storage.writer.watermarks import check_covered, incarnations, new
 
 _logger = logging.getLogger(__name__)
 
-_ATTEMPTS: Final = 6
+_RETRIES: Final = 6
 _FIRST_PAUSE_SECONDS: Final = 0.05
 
 
@@ -49,7 +49,7 @@ class Batch:
 
     tables: Mapping[str, pa.Table]
     watermarks: Mapping[str, int]
-    info: Mapping[str, str] = field(default_factory=dict)  # stands beside its commit in the log: see `Writer.told`
+    info: Mapping[str, str] = field(default_factory=dict)  # part of its commit in the log: see `Writer.commit_info`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +83,14 @@ class Writer:
         self._number = number
         self._lock = lock
         self._sync = sync
-        self._checkpoints = Checkpoints(log.root, sync)
+        self._checkpoints = Checkpointer(log.root, sync)
         self._turn = threading.Lock()
         self._watermarks: dict[str, int] = {}
         self._seen_version = log.version
-        self._unsettled: _Attempt | None = None  # commit without an answer
-        self._landed: dict[int, _Attempt] = {}  # such commits, found in the log afterwards, by the id of their batch
+        self._unsettled: _PendingCommit | None = None  # commit without an answer
+        self._committed: dict[
+            int, _PendingCommit
+        ] = {}  # such commits, found in the log afterwards, by the id of their batch
 
     @property
     def shard(self) -> str:
@@ -107,28 +109,28 @@ class Writer:
             check_covered(table, name, batch.watermarks)
         with self._turn:
             pause = _FIRST_PAUSE_SECONDS
-            for _ in range(_ATTEMPTS):
-                self._advance()
-                if (landed := self._landed.pop(id(batch), None)) is not None:
-                    return _stored(landed, self._log.version, started)
+            for _ in range(_RETRIES):
+                self._refresh()
+                if (committed := self._committed.pop(id(batch), None)) is not None:
+                    return _stored(committed, self._log.version, started)
                 try:
                     return self._append(batch, tables, started)
                 except ConflictError as error:
                     _logger.info("append refused, trying again", extra={"shard": self._shard, "reason": str(error)})
                 time.sleep(pause)
                 pause *= 2
-        raise StoreError(f"append to {self._log.root} was refused {_ATTEMPTS} times: is its schema being changed?")
+        raise StoreError(f"append to {self._log.root} was refused {_RETRIES} times: is its schema being changed?")
 
     def watermark(self, incarnation: str) -> int:
         """Return the last seq stored of `incarnation`, -1 when it is unknown."""
         with self._turn:
-            self._advance()
+            self._refresh()
             return self._known_watermark(incarnation)
 
-    def told(self, key: str, commits: int) -> list[str]:
+    def commit_info(self, key: str, commits: int) -> list[str]:
         """Return what batches said under `key` of their `info`, in the newest `commits` entries that the log has."""
         with self._turn:
-            self._advance()
+            self._refresh()
             return [str(entry[key]) for entry in self._log.history(commits) if key in entry]
 
     def compact(self) -> CompactionReport:
@@ -152,10 +154,10 @@ class Writer:
     ) -> None:
         self.close()
 
-    def _advance(self) -> None:
+    def _refresh(self) -> None:
         """Refresh the handle and the watermarks, and make sure that the shard is still ours."""
         self._log.refresh()
-        self._settle()
+        self._resolve_unknown_commit()
         if self._log.version == self._seen_version:
             return
         moved = self._log.changed_transactions(self._seen_version)
@@ -164,7 +166,7 @@ class Writer:
                 f"shard {self._shard} of {self._log.root} was taken over by {current_owner(self._log, self._shard)}: "
                 "this service must stop"
             )
-        self._log.trust()  # another shard may have stored what we are about to acknowledge, and been killed
+        self._log.fsync_to_version()  # another shard may have stored what we are about to acknowledge, and been killed
         if moved is None:
             self._watermarks.clear()
         else:
@@ -176,18 +178,20 @@ class Writer:
         name = shard_transaction(self._shard)
         return self._log.transaction(name) if moved is None else moved.get(name, self._number)
 
-    def _settle(self) -> None:
+    def _resolve_unknown_commit(self) -> None:
         """Find out what became of a commit that failed without an answer: it may have been stored all the same."""
         attempt = self._unsettled
         if attempt is None:
             return
-        landed = self._log.landed(self._seen_version, attempt.change)
-        if landed is None:  # hours went by, and the entry with them
-            landed = self._log.snapshot().contains([file.path for file in attempt.change.added]) and self._moved_once()
-        if landed:
+        is_stored = self._log.was_committed(self._seen_version, attempt.change)
+        if is_stored is None:  # hours went by, and the entry with them
+            is_stored = (
+                self._log.snapshot().contains([file.path for file in attempt.change.added]) and self._moved_once()
+            )
+        if is_stored:
             self._log.make_durable()
-            self._adopt(attempt)
-            self._landed[id(attempt.batch)] = attempt  # kept until it comes again: others may append meanwhile
+            self._apply_commit(attempt)
+            self._committed[id(attempt.batch)] = attempt  # kept until it comes again: others may append meanwhile
         self._unsettled = None
 
     def _moved_once(self) -> bool:
@@ -200,7 +204,7 @@ class Writer:
         forward = {incarnation: seq for incarnation, seq in batch.watermarks.items() if seq > known[incarnation]}
         rows = {name: table.num_rows for name, table in fresh.items() if table.num_rows}
         change = self._change(batch, self._write(fresh), forward)
-        attempt = _Attempt(batch=batch, change=change, watermarks=forward, rows=rows)
+        attempt = _PendingCommit(batch=batch, change=change, watermarks=forward, rows=rows)
         version = self._commit(attempt) if rows or forward else self._log.version
         return _stored(attempt, version, started)
 
@@ -231,7 +235,7 @@ class Writer:
             added=files, transactions=transactions, info={**batch.info, **owner_info(self._shard, self._owner)}
         )
 
-    def _commit(self, attempt: _Attempt) -> int:
+    def _commit(self, attempt: _PendingCommit) -> int:
         self._unsettled = attempt
         try:
             version = self._log.commit(attempt.change)
@@ -240,11 +244,11 @@ class Writer:
             discard(self._log.root, attempt.change.added)
             raise
         self._unsettled = None
-        self._adopt(attempt)
+        self._apply_commit(attempt)
         self._checkpoints.after_commit(version)
         return version
 
-    def _adopt(self, attempt: _Attempt) -> None:
+    def _apply_commit(self, attempt: _PendingCommit) -> None:
         self._number += 1
         self._watermarks.update(attempt.watermarks)
 
@@ -256,7 +260,7 @@ class Writer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Attempt:
+class _PendingCommit:
     """One commit on its way."""
 
     batch: Batch
@@ -265,6 +269,6 @@ class _Attempt:
     rows: Mapping[str, int]
 
 
-def _stored(attempt: _Attempt, version: int, started: float) -> Commit:
+def _stored(attempt: _PendingCommit, version: int, started: float) -> Commit:
     seconds = time.monotonic() - started
     return Commit(version=version, rows=attempt.rows, files=len(attempt.change.added), seconds=seconds)

@@ -14,7 +14,7 @@ from rankscope_exporter.sinks.csv_msprobe import Csv, CsvOptions
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
-from rankscope_storage.formats import ExportOptions, exporters
+from rankscope_storage.formats import ExportOptions, export_formats
 
 ROWS: tuple[tuple[PlanEntry, Numbers], ...] = (
     *((entry("w" if kind.startswith(("grad", "param")) else "m", kind), FINITE) for kind in Kind),
@@ -78,7 +78,7 @@ def exported(folder: Path, steps: int) -> Path:
     with Store.open(folder / "store", create=True).claim(owner="test") as writer:
         writer.append(Batch(tables=tables, watermarks={"i": steps}))
     with connect(folder / "store") as connection:
-        exporters()["csv"].export(connection, "r", folder / "exported", ExportOptions(step_count_per_record=2))
+        export_formats()["csv"].export(connection, "r", folder / "exported", ExportOptions(step_count_per_record=2))
     return folder / "exported"
 
 

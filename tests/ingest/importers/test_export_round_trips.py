@@ -18,7 +18,7 @@ from rankscope_ingest.importers import find_importer, import_records
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
-from rankscope_storage.formats import ExportOptions, exporters
+from rankscope_storage.formats import ExportOptions, export_formats
 
 START = dt.datetime(2026, 3, 1, 12, tzinfo=dt.UTC)
 COMMON = ("attempt", "rank", "step", "micro_step", "vpp_stage", "ts")
@@ -106,9 +106,9 @@ def stored(folder, rows):
 
 def round_trip(folder, store, form):
     """Export the store's run in `form`, import that into a new store, and return both stores."""
-    target = folder / f"out{exporters()[form].suffix}"
+    target = folder / f"out{export_formats()[form].suffix}"
     with connect(store, locked=True) as connection:
-        report = exporters()[form].export(connection, "r", target, ExportOptions())
+        report = export_formats()[form].export(connection, "r", target, ExportOptions())
     return imported(folder, target), report
 
 
@@ -140,7 +140,7 @@ def test_event_files_carry_every_series_exactly(tmp_path_factory, data):
     store = stored(folder / "store", data)
     back, report = round_trip(folder, store, "tensorboard")
 
-    assert {} == report.left_out
+    assert {} == report.omitted
     for dataset in data:
         assert told(store, dataset) == told(back, dataset)
 
@@ -161,7 +161,7 @@ def test_openmetrics_carries_every_series_exactly(tmp_path_factory, data, sample
     store = stored(folder / "store", data)
     back, report = round_trip(folder, store, "openmetrics")
 
-    assert {} == report.left_out
+    assert {} == report.omitted
     for dataset in data:
         assert told(store, dataset) == told(back, dataset)
 
@@ -196,7 +196,7 @@ def test_history_comes_back_through_a_real_prometheus(tmp_path, require_server):
     store = stored(tmp_path / "store", rows)
     target = tmp_path / "out.txt"
     with connect(store, locked=True) as connection:
-        exporters()["openmetrics"].export(connection, "r", target, ExportOptions())
+        export_formats()["openmetrics"].export(connection, "r", target, ExportOptions())
     blocks = tmp_path / "tsdb"
     subprocess.run([promtool, "tsdb", "create-blocks-from", "openmetrics", target, blocks], check=True, stdout=-3)
     (blocks / "wal").mkdir()
@@ -216,9 +216,9 @@ def _second(number):
 @pytest.mark.parametrize("form", ["tensorboard", "openmetrics"])
 def test_second_import_of_an_export_brings_nothing(tmp_path, form):
     store = stored(tmp_path / "store", {"scalars": [{"attempt": 0, "rank": 0, "name": "loss", "value": 1.0}] * 5})
-    target = tmp_path / f"out{exporters()[form].suffix}"
+    target = tmp_path / f"out{export_formats()[form].suffix}"
     with connect(store, locked=True) as connection:
-        exporters()[form].export(connection, "r", target, ExportOptions())
+        export_formats()[form].export(connection, "r", target, ExportOptions())
     with Store.open(tmp_path / "back", create=True).claim(owner="test") as writer:
         new = [import_records(target, writer, find_importer(target), run="r").rows_stored for _ in range(2)]
 

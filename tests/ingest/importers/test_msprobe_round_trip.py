@@ -22,7 +22,7 @@ from rankscope_ingest.importers import import_records, importers
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
-from rankscope_storage.formats import ExportOptions, exporters
+from rankscope_storage.formats import ExportOptions, export_formats
 
 SAMPLES = Path(__file__).resolve().parents[2] / "data" / "msprobe"
 SINGLE, NAN = SAMPLES / "single_rank", SAMPLES / "two_ranks_nan"
@@ -84,7 +84,7 @@ def stored(folder, rows, features=()):
 def through(store, folder, **options):
     """Return a store with the run after it has been out and in again."""
     with connect(store) as connection:
-        report = exporters()["csv"].export(connection, "r", folder / "csv", ExportOptions(**options))
+        report = export_formats()["csv"].export(connection, "r", folder / "csv", ExportOptions(**options))
     with Store.open(folder / "again", create=True).claim(owner="test") as writer:
         faults = import_records(folder / "csv", writer, importers()["msprobe"], run="r").faults
     return folder / "again", report, faults
@@ -114,7 +114,7 @@ def test_statistics_come_back_as_they_were(tmp_path_factory, steps, per_file):
     again, report, faults = through(store, folder, step_count_per_record=per_file)
 
     assert () == faults
-    assert {} == report.left_out
+    assert {} == report.omitted
     assert rows_of(store) == rows_of(again)
 
 
@@ -183,7 +183,7 @@ def test_with_the_rounding_of_the_tool_its_own_lines_come_out(tmp_path):
         import_records(NAN, writer, importers()["msprobe"], run="r")
     with connect(tmp_path / "store") as connection:
         options = ExportOptions(step_count_per_record=3, seed_rounding=6)
-        exporters()["csv"].export(connection, "r", tmp_path / "csv", options)
+        export_formats()["csv"].export(connection, "r", tmp_path / "csv", options)
     lines = 0
     for path in sorted(NAN.rglob("*.csv")):
         (folder,) = (tmp_path / "csv").glob(f"*-rank{path.parent.name.split('-rank')[1][0]}-*")

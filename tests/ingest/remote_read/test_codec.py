@@ -14,7 +14,7 @@ from rankscope_ingest.base.protobuf import packed, unpacked
 from rankscope_ingest.remote_read.codec import MAX_REQUEST_BYTES, read_request, read_response
 from rankscope_storage.base.errors import QueryError
 from rankscope_storage.prometheus.matchers import Matcher, MatchType
-from rankscope_storage.prometheus.query import Question
+from rankscope_storage.prometheus.query import SeriesQuery
 from rankscope_storage.prometheus.series import Series
 
 HINTED = st.sampled_from(["", "rate", "series"])
@@ -35,7 +35,7 @@ def test_request_is_read_as_prometheus_means_it(queries):
 
     assert (1, 0) == found.accepted
     assert [
-        Question(
+        SeriesQuery(
             tuple(Matcher(MatchType(kind), name, value) for kind, name, value in matchers),
             start,
             end,

@@ -19,13 +19,13 @@ from rankscope_ingest.remote_read.codec import ReadRequest
 from rankscope_ingest.remote_read.handler import RemoteRead
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema
-from rankscope_storage.prometheus.query import Question
+from rankscope_storage.prometheus.query import SeriesQuery
 
 ALWAYS = (0, 1 << 42)
 pytestmark = pytest.mark.timeout(60)
 
 
-class Endless(Question):
+class Endless(SeriesQuery):
     """A question that no time is enough for; `begun` is set when it has reached the store."""
 
     begun = threading.Event()
@@ -72,7 +72,7 @@ async def post(url):
 
 
 async def test_question_that_takes_too_long_is_refused_with_what_to_narrow(tmp_path, monkeypatch):
-    questions = [Endless((), *ALWAYS), Question((), *ALWAYS)]
+    questions = [Endless((), *ALWAYS), SeriesQuery((), *ALWAYS)]
     async with asked(tmp_path, monkeypatch, questions, read_seconds=0.25) as (_, url):
         refused = await post(url)
         status, answer = await post(url)
@@ -84,7 +84,7 @@ async def test_question_that_takes_too_long_is_refused_with_what_to_narrow(tmp_p
 
 
 async def test_who_hangs_up_leaves_the_thread_to_the_next(tmp_path, monkeypatch):
-    async with asked(tmp_path, monkeypatch, [Endless((), *ALWAYS), Question((), *ALWAYS)]) as (_, url):
+    async with asked(tmp_path, monkeypatch, [Endless((), *ALWAYS), SeriesQuery((), *ALWAYS)]) as (_, url):
         asking = asyncio.create_task(post(url))
         await asyncio.to_thread(Endless.begun.wait)
         asking.cancel()

@@ -48,7 +48,7 @@ class Memory:
     def watermark(self, incarnation):
         raise NotImplementedError
 
-    def told(self, key, commits):
+    def commit_info(self, key, commits):
         return [batch.info[key] for batch in reversed(self.batches[-commits:])]
 
     @property

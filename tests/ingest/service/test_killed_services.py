@@ -107,7 +107,7 @@ def test_a_service_killed_at_calls_all_over_its_life_loses_and_doubles_nothing(
 
     print(f"{published[0]} records of each rank, killed at", *met, sep="\n")
     assert {"_delta_log", "_staging"} <= {call.partition("/")[2].partition("/")[0] for call in met}
-    assert check(service.store, deep=True).is_whole
+    assert check(service.store, deep=True).is_intact
     check_stored(service, ["launch-0", "launch-1"], published[0] + 1)
 
 
@@ -158,7 +158,7 @@ def test_a_zombie_that_wakes_is_refused_says_who_took_over_and_ends(tmp_path, fr
         {"incarnation": "launch-0", "n": 61 * TENSORS, "keys": 61 * TENSORS},
         {"incarnation": "second-0", "n": 31 * TENSORS, "keys": 31 * TENSORS},
     ] == found
-    assert check(zombie.store, deep=True).is_whole
+    assert check(zombie.store, deep=True).is_intact
 
 
 @pytest.mark.parametrize("number", range(5))

@@ -11,7 +11,7 @@ import aiohttp
 
 from rankscope_ingest.status_page.assets import PAGE_HEADERS
 from rankscope_storage.base.fsync import sync_to_disk
-from rankscope_storage.runs.tags import noted, relabel, tagged
+from rankscope_storage.runs.tags import edit_tags, set_note, set_tags
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "status" / "api.txt"
 TOKEN = "open-sesame"
@@ -35,8 +35,8 @@ async def test_the_page_and_the_api_tell_one_thing(start_service, fake_rank, eve
         rank.publish(step=4, ts=2_000_000)
         await eventually(lambda: rank.committed == 4)
         await eventually(lambda: service.rows("SELECT 1 FROM runs WHERE run = 'r&d' AND state = 'running'"))
-        relabel(service.store, "r&d", tagged({"team": "ours"}), sync_to_disk)
-        relabel(service.store, "r&d", noted("as <before>"), sync_to_disk)
+        edit_tags(service.store, "r&d", set_tags({"team": "ours"}), sync_to_disk)
+        edit_tags(service.store, "r&d", set_note("as <before>"), sync_to_disk)
 
         async def labelled():  # a slow store is not waited for: labels come a moment later
             return (await document(service, "/api/v1/runs"))[0]["note"]

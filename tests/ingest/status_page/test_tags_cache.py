@@ -10,7 +10,7 @@ from rankscope_ingest.status_page.tags_cache import LOOK_SECONDS, LabelReader, L
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import dataset_schema
-from rankscope_storage.runs.tags import noted, relabel, tagged, untagged
+from rankscope_storage.runs.tags import edit_tags, remove_tags, set_note, set_tags
 
 
 @pytest.fixture
@@ -30,14 +30,14 @@ async def test_labels_are_read_again_after_some_seconds_and_kept_while_the_store
     reader = LabelReader(str(root), clock=lambda: now[0])
     try:
         assert {} == await reader.fresh()
-        relabel(root, "r", tagged({"a": "1", "b": "2"}), sync_to_disk)
-        relabel(root, "r", noted("n"), sync_to_disk)
-        relabel(root, "r", untagged(["b"]), sync_to_disk)
+        edit_tags(root, "r", set_tags({"a": "1", "b": "2"}), sync_to_disk)
+        edit_tags(root, "r", set_note("n"), sync_to_disk)
+        edit_tags(root, "r", remove_tags(["b"]), sync_to_disk)
         assert {} == await reader.fresh()
         now[0] = LOOK_SECONDS
         assert {"r": Labels({"a": "1"}, "n")} == await reader.fresh()
 
-        relabel(root, "r", noted(""), sync_to_disk)
+        edit_tags(root, "r", set_note(""), sync_to_disk)
         with monkeypatch.context() as broken:
             broken.setattr(tags_cache, "_LABELS", "no SQL")
             now[0] *= 2

@@ -178,7 +178,7 @@ def test_a_last_entry_of_no_bytes_is_a_commit_of_nothing(store, batch):
     report = check(store.root)
 
     assert Fault.EMPTY_ENTRY in [finding.fault for finding in report.findings]
-    assert report.is_whole
+    assert report.is_intact
     assert None is repair(store.root, sync_to_disk).torn_entry
 
 

@@ -144,7 +144,7 @@ def test_a_snapshot_stays_at_its_version_through_appends_and_merges(connection, 
 
 def test_steady_questions_see_one_version_and_later_ones_the_newest(connection, writer, batch):
     writer.append(batch(range(3)))
-    with connection.steady():
+    with connection.pinned():
         writer.append(batch(range(5)))
 
         assert [(3,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()

@@ -204,7 +204,7 @@ def after(operation: str, root: Path) -> dict[str, Any]:
     """
     readable = has_entries(root) and operation != "repair"
     found = content(root) if readable else {}
-    whole = not readable or check(root).is_whole
+    whole = not readable or check(root).is_intact
     OPERATIONS[operation](root, silent)
     redone = content(root)
     with Store.open(root).claim(owner="next") as writer:
@@ -218,7 +218,7 @@ def after(operation: str, root: Path) -> dict[str, Any]:
         "redone": redone,
         "watermark": watermark,
         "rows": {name: len(listed) for name, listed in content(root).items()},
-        "whole in the end": check(root, deep=True).is_whole,
+        "whole in the end": check(root, deep=True).is_intact,
         "left": left_over(root),
     }
 

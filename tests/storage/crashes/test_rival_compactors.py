@@ -72,4 +72,4 @@ def test_two_compactors_a_cleaner_and_an_appender_keep_every_row_once(store, tmp
     assert [(RECORDS * RANKS,) * 2] == scalars
     assert all(merged for merged, _ in told[:2])
     assert sum(refused for _, refused in told[:2]) > 0
-    assert check(store.root, deep=True).is_whole
+    assert check(store.root, deep=True).is_intact

@@ -14,9 +14,9 @@ from rankscope_storage.api.store import Batch
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.diff.diff import Divergence, Tolerance, relative_difference
 from rankscope_storage.diff.diff import divergence as compared
-from rankscope_storage.diff.sources import Selected, Side
+from rankscope_storage.diff.sources import DiffSelection, DiffSide
 
-A, B = Side(run="a"), Side(run="b")
+A, B = DiffSide(run="a"), DiffSide(run="b")
 
 
 class Rows:
@@ -72,10 +72,10 @@ def test_the_last_attempt_of_a_step_counts_unless_one_is_chosen(put):
     put("b", "tensor_stats", *(stats(step, norm=1.0, attempt=1) for step in (3, 4)))
 
     assert divergence(put, A, B).first is None
-    first = divergence(put, A, Side(run="b", attempt=0)).first
+    first = divergence(put, A, DiffSide(run="b", attempt=0)).first
     assert first is not None
     assert (3, 1.0, 9.0) == (first.step, first.a, first.b)
-    retried = divergence(put, Side(run="b", attempt=0), Side(run="b", attempt=1))
+    retried = divergence(put, DiffSide(run="b", attempt=0), DiffSide(run="b", attempt=1))
     assert (2, (0, 1, 2)) == (retried.steps_compared, retried.steps_only_in_a)
 
 
@@ -145,7 +145,7 @@ def test_times_are_not_compared_unless_asked_for(put):
         put(run, "scalars", {"step": 1, "name": "loss", "value": 1.0})
 
     assert divergence(put, A, B).first is None
-    chosen = divergence(put, A, B, selected=Selected(kinds=("scalar",)))
+    chosen = divergence(put, A, B, selected=DiffSelection(kinds=("scalar",)))
     assert ["step_seconds"] == [point.tensor for point in chosen.points]
 
 
@@ -155,7 +155,7 @@ def test_two_ranks_are_compared_in_what_they_hold_alike(put):
         put("a", "tensor_stats", stats(1, **shared), stats(2, norm=1.0 + rank, **shared))
         put("a", "tensor_stats", stats(1, "x", 5.0 + rank, kind="act_out", rank=rank, placement="full"))
         put("a", "scalars", {"rank": rank, "step": 1, "name": "loss", "value": 1.0 + rank})
-    sides = Side(run="a", rank=0), Side(run="a", rank=1)
+    sides = DiffSide(run="a", rank=0), DiffSide(run="a", rank=1)
     found = divergence(put, *sides)
 
     assert found.first is not None
@@ -166,7 +166,7 @@ def test_two_ranks_are_compared_in_what_they_hold_alike(put):
         found.first.a,
         found.first.b,
     )
-    activations = divergence(put, *sides, selected=Selected(kinds=("act_out",))).first
+    activations = divergence(put, *sides, selected=DiffSelection(kinds=("act_out",))).first
     assert activations is not None
     assert (1, "x") == (activations.step, activations.tensor)
 
@@ -197,7 +197,7 @@ def test_micro_batches_and_calls_of_one_tensor_are_told_apart(put):
 def test_chosen_steps_alone_are_looked_at(put):
     for run, norm in (("a", 1.0), ("b", 2.0)):
         put(run, "tensor_stats", stats(1, norm=norm), stats(2, norm=1.0), stats(3, norm=norm))
-    found = divergence(put, A, B, selected=Selected(steps=(2, 3)))
+    found = divergence(put, A, B, selected=DiffSelection(steps=(2, 3)))
 
     assert [3] == [step.step for step in found.steps]
     assert 0.5 == found.steps[0].worst

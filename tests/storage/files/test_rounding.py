@@ -21,7 +21,7 @@ from rankscope_storage.files.encoding import FEWEST_BITS, MANTISSA_BITS_KEY, MOS
 from rankscope_storage.files.partitioning import file_mantissa_bits
 from rankscope_storage.log.delta import Log
 from rankscope_storage.maintenance import compaction, compaction_plan
-from rankscope_storage.maintenance.stats import count
+from rankscope_storage.maintenance.stats import store_stats
 
 BITS = st.integers(FEWEST_BITS, MOST_BITS)
 FLOATS = arrays(np.uint32, st.integers(1, 20), elements=st.integers(0, 2**32 - 1))  # every float32 there is
@@ -84,12 +84,17 @@ def test_with_twelve_bits_the_last_eleven_are_zero():
 
 
 def statistics(values: list[float | None], *, first: int = 0) -> pa.Table:
-    count = len(values)
+    store_stats = len(values)
     same = pa.array(values, pa.float32())
-    columns = {"run": ["r"] * count, "kind": ["k"] * count, "tensor": ["t"] * count, "incarnation": ["i"] * count}
-    numbered = {"seq": range(first, first + count), "step": range(first, first + count)}
+    columns = {
+        "run": ["r"] * store_stats,
+        "kind": ["k"] * store_stats,
+        "tensor": ["t"] * store_stats,
+        "incarnation": ["i"] * store_stats,
+    }
+    numbered = {"seq": range(first, first + store_stats), "step": range(first, first + store_stats)}
     ops = dict.fromkeys(("norm", "min", "max", "mean", "norm_baseline", "mean_baseline"), same)
-    return pa.table({**columns, **numbered, **ops, "numel": [2**40 + 1] * count})
+    return pa.table({**columns, **numbered, **ops, "numel": [2**40 + 1] * store_stats})
 
 
 def test_the_four_statistics_are_rounded_and_neither_counts_nor_what_rules_compared_with():
@@ -150,7 +155,7 @@ def test_a_file_says_how_it_was_rounded_and_a_merge_says_the_coarsest_and_change
 
 
 def test_stats_tells_the_coarsest_rounding_of_each_group(rounding_store):
-    groups = count(Log.open(rounding_store, sync_to_disk), by="dataset").groups.to_pylist()
+    groups = store_stats(Log.open(rounding_store, sync_to_disk), by="dataset").groups.to_pylist()
 
     assert {"tensor_stats": 12} == {row["dataset"]: row["mantissa_bits"] for row in groups}
 

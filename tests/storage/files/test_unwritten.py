@@ -42,7 +42,7 @@ def test_a_file_of_samples_has_only_what_samples_have_and_the_view_has_all(write
     assert [2.0, 1.0] == found.column("value").to_pylist()
     assert all(found.column(name).null_count == 2 for name in NEVER)
     assert connection.sql("SELECT count(*) FROM samples WHERE step > 5 OR run = 'x'").fetchall() == [(0,)]
-    assert check(connection.path, deep=True).is_whole
+    assert check(connection.path, deep=True).is_intact
 
 
 def test_a_row_that_has_more_is_kept_whole_beside_others_and_through_a_merge(writer, connection, monkeypatch):
@@ -78,7 +78,7 @@ def test_the_run_of_samples_is_checked_against_the_log(writer, connection):
     entry = max((connection.path / "_delta_log").glob("*.json"))
     entry.write_text(entry.read_text().replace('\\"run\\":\\"a\\"', '\\"run\\":\\"b\\"'))
 
-    assert not check(connection.path, deep=True).is_whole
+    assert not check(connection.path, deep=True).is_intact
 
 
 def test_a_reader_of_delta_tables_finds_null(writer, connection):

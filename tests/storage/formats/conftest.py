@@ -14,7 +14,7 @@ from rankscope_contract.records import DATASETS
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import Connection, connect
-from rankscope_storage.formats import ExportOptions, ExportReport, exporters
+from rankscope_storage.formats import ExportOptions, ExportReport, export_formats
 
 START = dt.datetime(2026, 3, 1, 12, 0, tzinfo=dt.UTC)
 
@@ -59,7 +59,7 @@ class Shelf:
 
     def export(self, form: str, name: str = "out", *, run: str = "r", **options: Any) -> tuple[Path, ExportReport]:
         target = self.folder / name
-        report = exporters()[form].export(self.connect(), run, target, ExportOptions(**options))
+        report = export_formats()[form].export(self.connect(), run, target, ExportOptions(**options))
         return target, report
 
     def close(self) -> None:

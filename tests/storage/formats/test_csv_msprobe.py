@@ -70,7 +70,7 @@ def test_training_that_counts_from_0_keeps_its_steps(shelf, rows):
     assert {"grad_reduced_0-9.csv": ["0", "1"], "exp_avg_0-9.csv": ["1", "2"]} == {
         name: [row["step"] for row in rows_] for (_, name), rows_ in read(target).items()
     }
-    assert {} == report.left_out
+    assert {} == report.omitted
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_features_stand_in_the_files_of_their_hooks(shelf, rows):
         "linear_hook_0-0.csv": ("0", "fc.linear", "0", "2.0", "nan"),
         "other_0-0.csv": ("0", "w", "0", "0.5", "0.5", "0.5", "0.5", "0", "0.0", "[]", "torch.float32"),
     } == found
-    assert {"features that the tool does not know": 1} == report.left_out
+    assert {"features that the tool does not know": 1} == report.omitted
 
 
 def test_exporting_again_adds_what_is_new_and_doubles_nothing(shelf, rows):
@@ -164,7 +164,7 @@ def test_exporting_again_adds_what_is_new_and_doubles_nothing(shelf, rows):
     keys = [(row["name"], row["step"]) for row in only(target)]
 
     assert [6, 5, 0] == [report.rows["tensor_stats"] for report in (first, second, third)]
-    assert [0, 6, 11] == [report.left_out.get(csv_msprobe.ALREADY_THERE, 0) for report in (first, second, third)]
+    assert [0, 6, 11] == [report.omitted.get(csv_msprobe.ALREADY_THERE, 0) for report in (first, second, third)]
     assert () == third.files
     assert len(keys) == len(set(keys)) == 11
     assert before[first.files[0]] == (first.files[0].stat().st_mtime_ns, first.files[0].read_text())
@@ -210,7 +210,7 @@ def test_append_output_takes_the_latest_attempt_of_each_step(shelf, rows):
     assert [("0", "0.0"), ("1", "0.0"), ("2", "1.0"), ("3", "1.0")] == [
         (row["step"], row["norm"]) for row in only(target)
     ]
-    assert {csv_msprobe.HIDDEN: 1} == report.left_out
+    assert {csv_msprobe.HIDDEN: 1} == report.omitted
 
 
 def test_each_attempt_and_rank_has_a_folder_named_after_its_beginning(shelf, rows):
@@ -339,7 +339,7 @@ def test_repeated_calls_keep_the_last_and_what_has_no_place_is_counted(shelf, ro
         "rows without a step": 1,
         "tensors of kinds that the tool does not know": 1,
         "scalars: the layout has none": 1,
-    } == report.left_out
+    } == report.omitted
 
 
 def test_run_without_tensors_is_an_error_and_leaves_nothing(shelf, rows):

@@ -99,7 +99,7 @@ def test_steps_within_one_second_keep_an_order_of_milliseconds(shelf, rows):
 
     assert [1.0, 2.0, 3.0, 4.0] == [value for _, value in found]
     assert [0, 1, 2, 3] == [round((time - NOON) * 1000) for time, _ in found]
-    assert {} == report.left_out
+    assert {} == report.omitted
 
 
 def test_rows_of_one_series_and_moment_are_counted_beyond_the_first(shelf, rows):
@@ -107,7 +107,7 @@ def test_rows_of_one_series_and_moment_are_counted_beyond_the_first(shelf, rows)
     target, report = shelf.export("openmetrics")
 
     assert [(NOON + 1, 1.0)] == samples(target)["rankscope_loss", (("rank", "0"),)]
-    assert {"samples of one series at one time: only the first can stay": 1} == report.left_out
+    assert {"samples of one series at one time: only the first can stay": 1} == report.omitted
 
 
 def test_counter_that_no_counter_may_be_is_a_gauge(shelf, rows):
@@ -145,7 +145,7 @@ def test_what_has_no_time_or_no_place_is_counted(shelf, rows):
         "events: not a number over time": 1,
         "samples of 'no metric': the name cannot be used": 1,
         "samples whose labels cannot be written": 1,
-    } == report.left_out
+    } == report.omitted
 
 
 def test_target_that_is_a_folder_is_refused(shelf, rows):

@@ -11,19 +11,19 @@ import rankscope_storage.formats as package
 from rankscope_contract.kinds import Kind
 from rankscope_contract.msprobe.families import FAMILY_OF
 from rankscope_storage.base.errors import ExportError
-from rankscope_storage.formats import ExportOptions, exporters
-from rankscope_storage.formats.common.base import parse_moment
+from rankscope_storage.formats import ExportOptions, export_formats
+from rankscope_storage.formats.common.base import parse_time
 
 NOON = dt.datetime(2026, 3, 1, 12, tzinfo=dt.UTC)
 
 
 def test_every_file_that_defines_an_exporter_is_one():
     files = Path(package.__file__).parent.glob("*.py")
-    defining = sum("\nEXPORTER = " in file.read_text(encoding="utf-8") for file in files)
+    defining = sum("\nEXPORT_FORMAT = " in file.read_text(encoding="utf-8") for file in files)
 
-    assert defining == len(exporters()) >= 3
-    assert {"tensorboard", "openmetrics", "parquet"} <= set(exporters())
-    assert all(exporter.name == name and exporter.help for name, exporter in exporters().items())
+    assert defining == len(export_formats()) >= 3
+    assert {"tensorboard", "openmetrics", "parquet"} <= set(export_formats())
+    assert all(exporter.name == name and exporter.help for name, exporter in export_formats().items())
 
 
 @pytest.mark.parametrize(
@@ -63,10 +63,10 @@ def test_every_kind_belongs_to_a_family_and_families_may_be_named_beside_kinds()
 )
 def test_times_are_iso_or_those_of_the_tools_folders(text, expected):
     """`time_start="Dec03_21-34-40"` of the existing tool has no year: the closest is meant."""
-    assert expected == parse_moment(text, NOON)
+    assert expected == parse_time(text, NOON)
 
 
 @pytest.mark.parametrize("text", ["yesterday", "Feb30_00-00-00", "Foo01_00-00-00", "", "Dec03"])
 def test_what_is_no_time_is_refused(text):
     with pytest.raises(ExportError, match="is no time"):
-        parse_moment(text, NOON)
+        parse_time(text, NOON)

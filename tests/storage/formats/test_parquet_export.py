@@ -52,12 +52,12 @@ def test_files_of_two_exports_are_not_mixed(shelf, rows):
 
 
 def test_progress_comes_to_the_end(shelf, rows):
-    from rankscope_storage.formats import ExportOptions, exporters
+    from rankscope_storage.formats import ExportOptions, export_formats
 
     shelf.put(scalars=[rows["scalar"](step, 1.0) for step in range(9)], tensor_stats=[rows["tensor"](1)])
     for form in ("parquet", "tensorboard", "openmetrics"):
         seen = []
-        exporters()[form].export(
+        export_formats()[form].export(
             shelf.connect(),
             "r",
             shelf.folder / form,

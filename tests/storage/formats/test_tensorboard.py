@@ -163,7 +163,7 @@ def test_what_has_no_place_is_counted(shelf, rows):
         "events: no place in event files": 1,
         "values that are null": 1,
         "tensors without any statistic": 1,
-    } == report.left_out
+    } == report.omitted
 
 
 def test_nothing_selected_is_an_error_and_leaves_nothing(shelf, rows):

@@ -11,7 +11,7 @@ from deltalake import DeltaTable
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.connection import connect
-from rankscope_storage.log.checkpoints import Checkpoints, write_checkpoint
+from rankscope_storage.log.checkpoints import Checkpointer, write_checkpoint
 from rankscope_storage.log.delta import CHECKPOINT_COMMITS, Log
 from rankscope_storage.log.entries import LOG_FOLDER, NO_CHECKPOINT, newest_checkpoint
 from rankscope_storage.log.translation import Change
@@ -60,7 +60,7 @@ def test_nobody_waits_for_a_checkpoint_but_who_closes(store):
         assert go_on.wait(60)
         written.append(root)
 
-    checkpoints = Checkpoints(store.root, sync_to_disk, slow)
+    checkpoints = Checkpointer(store.root, sync_to_disk, slow)
     for version in range(1, 3 * CHECKPOINT_COMMITS):
         checkpoints.after_commit(version)
     assert begun.wait(60)
@@ -81,7 +81,7 @@ def test_a_checkpoint_that_fails_is_told_and_due_again_after_as_many_commits(sto
         tried.append(root)
         raise error
 
-    checkpoints = Checkpoints(store.root, sync_to_disk, fail)
+    checkpoints = Checkpointer(store.root, sync_to_disk, fail)
     with caplog.at_level(logging.WARNING):
         for version in range(1, 2 * CHECKPOINT_COMMITS + 1):
             checkpoints.after_commit(version)
@@ -96,7 +96,7 @@ def test_a_checkpoint_of_another_shard_counts(store, batch):
         for seq in range(CHECKPOINT_COMMITS - 2):
             writer.append(batch([seq]))
     written = []
-    checkpoints = Checkpoints(store.root, sync_to_disk, lambda root, sync: written.append(root))
+    checkpoints = Checkpointer(store.root, sync_to_disk, lambda root, sync: written.append(root))
     write_checkpoint(store.root, sync_to_disk)
     checkpoints.after_commit(CHECKPOINT_COMMITS)
     checkpoints.close()

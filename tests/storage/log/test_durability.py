@@ -96,7 +96,7 @@ def test_what_could_not_be_synced_is_tried_again_and_not_taken_for_done(store, w
     log._sync = lambda path: refusing(path) if path.name == "_delta_log" else None
     for _ in range(2):
         with pytest.raises(StoreError, match="killed here"):
-            log.trust()
+            log.fsync_to_version()
 
 
 def test_a_log_that_lost_its_hint_and_its_first_entries_is_committed_to_all_the_same(store, writer, batch):

@@ -29,7 +29,7 @@ from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.compaction import compact
 from rankscope_storage.maintenance.file_check import Fault
 from rankscope_storage.maintenance.repair import DAMAGED, repair
-from rankscope_storage.maintenance.stats import count
+from rankscope_storage.maintenance.stats import store_stats
 
 
 def data_files(root):
@@ -53,7 +53,7 @@ def test_a_store_as_it_should_be_is_whole(left):
     report = check(left, deep=True)
 
     assert (3, 15, ()) == (report.files, report.rows, report.findings)
-    assert report.is_whole
+    assert report.is_intact
     assert not repair(left, sync_to_disk, deep=True).changed
 
 
@@ -65,7 +65,7 @@ def test_a_file_that_is_gone_is_named_with_its_rows_and_taken_out_of_the_log(lef
     assert "5 rows of scalars, run first, steps 0 to 4" in finding.text
     (lost,) = repair(left, sync_to_disk).lost
     assert "5 rows of scalars, run first, steps 0 to 4" in lost
-    assert check(left).is_whole
+    assert check(left).is_intact
     assert 10 == rows(left)
 
 
@@ -90,7 +90,7 @@ def test_bytes_gone_bad_within_a_file_are_found_by_decoding_it(left):
     assert [] == faults(left)
     assert [Fault.UNREADABLE] == faults(left, deep=True)
     repair(left, sync_to_disk, deep=True)
-    assert check(left, deep=True).is_whole
+    assert check(left, deep=True).is_intact
     assert 10 == rows(left)
 
 
@@ -120,7 +120,7 @@ def test_a_file_that_is_not_what_the_log_says_is_damage_that_a_person_has_to_jud
 
     assert Fault.OTHER_CONTENT == finding.fault
     assert said in finding.text
-    assert not check(left).is_whole
+    assert not check(left).is_intact
     assert not repair(left, sync_to_disk).changed
 
 
@@ -134,7 +134,7 @@ def test_a_torn_newest_entry_is_moved_away_and_nothing_acknowledged_is_lost(left
     assert torn.name == repair(left, sync_to_disk, dry_run=True).torn_entry
     assert torn.exists()
     assert torn.name == repair(left, sync_to_disk).torn_entry
-    assert check(left).is_whole
+    assert check(left).is_intact
     assert 15 == rows(left)
 
 
@@ -153,7 +153,7 @@ def test_leavings_are_told_and_are_no_damage(left):
     report = check(left)
 
     assert [Fault.UNUSED, Fault.STAGED] == [finding.fault for finding in report.findings]
-    assert report.is_whole
+    assert report.is_intact
     assert not repair(left, sync_to_disk).changed
 
 
@@ -221,7 +221,7 @@ def test_a_folder_that_is_not_there_at_all_is_not_taken_out_of_the_log(left):
         repair(left, sync_to_disk)
     (left / "dataset=scalars").rmdir()
     away.rename(left / "dataset=scalars")
-    assert check(left).is_whole
+    assert check(left).is_intact
     shutil.rmtree(left / "dataset=scalars")
 
     assert 3 == len(repair(left, sync_to_disk, force=True).lost)
@@ -237,17 +237,17 @@ def test_figures_and_findings_do_not_mind_files_that_a_service_removes_meanwhile
         if pattern.endswith(".parquet") and "dataset" in pattern:
             yield path / "dataset=scalars" / "part=r" / "gone.parquet"
 
-    before = count(Log.open(left, sync_to_disk), by="run").unused_bytes
+    before = store_stats(Log.open(left, sync_to_disk), by="run").unused_bytes
     monkeypatch.setattr(Path, "glob", and_one_gone)
 
-    assert before == count(Log.open(left, sync_to_disk), by="run").unused_bytes
-    assert check(left).is_whole
+    assert before == store_stats(Log.open(left, sync_to_disk), by="run").unused_bytes
+    assert check(left).is_intact
 
 
 def test_rollups_that_no_rows_can_have_said_are_damage(store, writer):
     row = {"run": ["r"], "name": ["loss"], "step": [100], "first_step": [100], "last_step": [199], "rows": [3]}
     writer.append(Batch(tables={"scalar_rollups": pa.table({**row, "value_count": [3]})}, watermarks={}))
-    assert check(store.root, deep=True).is_whole
+    assert check(store.root, deep=True).is_intact
     writer.append(Batch(tables={"scalar_rollups": pa.table({**row, "value_count": [9]})}, watermarks={}))
 
     assert [Fault.OTHER_CONTENT] == faults(store.root, deep=True)
@@ -267,7 +267,7 @@ def test_rows_stored_twice_and_records_that_are_missing_are_found(store, writer)
     _add(store.root, copy)
     found = check(store.root, deep=True)
     assert Fault.DUPLICATES in [finding.fault for finding in found.findings]
-    assert not found.is_whole
+    assert not found.is_intact
 
 
 NUMBERED = sorted(DATASETS.keys() - {*DIMENSIONS, *ROLLUPS.values()})
@@ -312,7 +312,7 @@ def test_a_record_that_says_one_thing_twice_and_nothing_else_is_worth_knowing_an
     report = check(store.root, deep=True)
 
     assert [Fault.ALIKE] == [finding.fault for finding in report.findings]
-    assert report.is_whole
+    assert report.is_intact
 
 
 def test_a_torn_entry_that_was_moved_away_is_told_also_where_a_disk_is_away(left):
@@ -341,7 +341,7 @@ def test_repair_refuses_while_a_service_lives_and_names_it(store, writer, batch)
     with pytest.raises(ClaimError, match="host-a pid 1, which is alive"):
         repair(store.root, sync_to_disk)
 
-    assert not check(store.root).is_whole
+    assert not check(store.root).is_intact
 
 
 def test_a_service_goes_on_after_a_repair(left, batch):
@@ -365,7 +365,7 @@ def test_a_compaction_killed_at_any_moment_that_touches_the_disk_is_begun_again(
         done = _compact_until(copy, moment)
 
         assert 15 == rows(copy)
-        assert check(copy, deep=True).is_whole
+        assert check(copy, deep=True).is_intact
         compact(copy, sync_to_disk)
         assert (1, 15) == (check(copy).files, check(copy).rows)
         if done:
@@ -400,7 +400,7 @@ def test_a_compaction_says_how_far_it_is(left, monkeypatch):
 
 
 def test_figures_are_those_of_the_files(left):
-    found = count(Log.open(left, sync_to_disk), by="run")
+    found = store_stats(Log.open(left, sync_to_disk), by="run")
     sizes = sum(path.stat().st_size for path in data_files(left))
 
     assert (3, 15, sizes, 0) == (found.files, found.rows, found.size_bytes, found.unused_bytes)
@@ -417,7 +417,7 @@ def test_figures_are_grouped_by_tier(store, writer, batch):
     table = pa.table({"run": ["r"], "name": ["loss"], "rows": [100]})
     writer.append(Batch(tables={"scalar_rollups": table}, watermarks={}))
     writer.append(Batch(tables={"runs": pa.table({"run": ["r"], "state": ["running"]})}, watermarks={}))
-    groups = count(Log.open(store.root, sync_to_disk), by="tier").groups.to_pylist()
+    groups = store_stats(Log.open(store.root, sync_to_disk), by="tier").groups.to_pylist()
 
     assert {"raw": 3, "rollups": 1, "kept for ever": 1} == {row["tier"]: row["rows"] for row in groups}
 
@@ -425,7 +425,7 @@ def test_figures_are_grouped_by_tier(store, writer, batch):
 def test_bytes_per_sample_count_the_seven_statistics_of_a_row(store, writer):
     row = {"run": ["r"] * 10, "kind": ["k"] * 10, "tensor": ["t"] * 10, "seq": range(10), "incarnation": ["i"] * 10}
     writer.append(Batch(tables={"tensor_stats": pa.table(row)}, watermarks={"i": 9}))
-    (figures,) = count(Log.open(store.root, sync_to_disk), by="dataset").groups.to_pylist()
+    (figures,) = store_stats(Log.open(store.root, sync_to_disk), by="dataset").groups.to_pylist()
 
     assert 7 == len({*VALUE_OPS, *COUNT_OPS} - {"numel"})
     assert figures["bytes"] / 70 == figures["bytes_per_sample"]

@@ -19,7 +19,7 @@ from rankscope_storage.files.partitioning import shared_part
 from rankscope_storage.log.delta import MUTEX, Log
 from rankscope_storage.log.translation import Change
 from rankscope_storage.maintenance import compaction, compaction_plan
-from rankscope_storage.maintenance.compaction import apart, compact, cut, open_and_closed
+from rankscope_storage.maintenance.compaction import compact, open_and_closed, split_by_part, split_by_step
 from rankscope_storage.maintenance.compaction_plan import SILENCE, Merge, plan
 
 
@@ -159,7 +159,7 @@ def test_pieces_of_a_merge_share_no_step_and_lose_no_row(steps, target):
             "step": pa.array([step for _, step in steps], pa.int64()),
         }
     )
-    pieces = [[(row["attempt"], row["step"]) for row in piece.to_pylist()] for piece in cut(table, target)]
+    pieces = [[(row["attempt"], row["step"]) for row in piece.to_pylist()] for piece in split_by_step(table, target)]
     largest_step = max(Counter(steps).values())
 
     assert Counter(steps) == Counter(row for piece in pieces for row in piece)
@@ -312,7 +312,7 @@ def test_a_run_with_a_part_of_its_own_takes_along_what_is_worth_a_file(batch):
     table = pa.table({"run": ["a"] * 3 + ["b"] * 2 + ["c"] * 3})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compaction, "MOVED_ROWS", 3)
-        found = [(part, rows.column("run").to_pylist()) for part, rows in apart(table, merge)]
+        found = [(part, rows.column("run").to_pylist()) for part, rows in split_by_part(table, merge)]
 
     assert [("a", ["a"] * 3), ("_shared-x", ["b"] * 2 + ["c"] * 3)] == found
 

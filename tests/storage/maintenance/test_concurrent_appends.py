@@ -90,4 +90,4 @@ def test_rows_are_appended_and_read_at_whatever_moment_upkeep_is_held(
         if not held.stopped.is_set():
             break
     assert moment > 3
-    assert check(store.root, deep=True).is_whole
+    assert check(store.root, deep=True).is_intact

@@ -38,7 +38,7 @@ def test_they_are_merged_into_files_that_have_them(old, monkeypatch):
 
     assert (2, 1) == (report.files_removed, report.files_added)
     assert before == answer(old)
-    assert check(old, deep=True).is_whole
+    assert check(old, deep=True).is_intact
 
 
 def test_their_run_is_renamed(old):
@@ -47,7 +47,7 @@ def test_their_run_is_renamed(old):
 
     assert [("after", "completed", 2, None)] == answer(old)
     assert scalars == answer(old, "SELECT step, name, value FROM scalars WHERE run = 'after' ORDER BY ALL")
-    assert check(old, deep=True).is_whole
+    assert check(old, deep=True).is_intact
 
 
 def test_their_run_is_removed(old):

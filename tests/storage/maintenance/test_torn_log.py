@@ -54,10 +54,10 @@ def test_an_append_cut_at_any_length_is_never_taken_for_a_commit(store, writer, 
         entry.write_bytes(whole[:length])
         with pytest.raises(TornLogError):
             Log.open(store.root, sync_to_disk)
-        assert not check(store.root).is_whole, length
+        assert not check(store.root).is_intact, length
     entry.write_bytes(whole)
 
-    assert check(store.root).is_whole
+    assert check(store.root).is_intact
 
 
 def test_a_compaction_cut_at_any_length_takes_no_file_away(left, monkeypatch):
@@ -85,7 +85,7 @@ def test_an_entry_that_does_not_say_how_long_it_is_is_taken_as_it_is(left):
     entry = newest(left)
     entry.write_bytes(entry.read_bytes().replace(b"rankscopeActions", b"somebodyElse"))
 
-    assert check(left).is_whole
+    assert check(left).is_intact
 
 
 @pytest.mark.parametrize("kept", [0, 1, 1000, -1])
@@ -100,7 +100,7 @@ def test_a_torn_checkpoint_is_moved_away_and_all_is_read_from_the_entries(left, 
     assert checkpoint.name == repair(left, sync_to_disk, dry_run=True).torn_checkpoint
     assert checkpoint.name == repair(left, sync_to_disk).torn_checkpoint
     assert not repair(left, sync_to_disk).changed
-    assert check(left).is_whole
+    assert check(left).is_intact
     with Store.open(left).claim(owner="next") as writer:
         assert 4 == writer.watermark("i0")
 
@@ -113,7 +113,7 @@ def test_a_checkpoint_that_is_named_and_not_there_is_forgotten(left):
     write_checkpoint(left, sync_to_disk)
     newest(left, "*.checkpoint.parquet").unlink()
 
-    assert not check(left).is_whole
+    assert not check(left).is_intact
     assert "_last_checkpoint" == repair(left, sync_to_disk).torn_checkpoint
-    assert check(left).is_whole
+    assert check(left).is_intact
     assert 15 == count(left)

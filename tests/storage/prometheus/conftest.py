@@ -14,7 +14,7 @@ from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.prometheus.matchers import Matcher, MatchType
-from rankscope_storage.prometheus.query import Question
+from rankscope_storage.prometheus.query import SeriesQuery
 from rankscope_storage.prometheus.read import read
 
 OPERATORS = {"=": MatchType.EQUAL, "!=": MatchType.NOT_EQUAL, "=~": MatchType.REGEX, "!~": MatchType.NOT_REGEX}
@@ -89,7 +89,7 @@ class History:
     ):
         """Return {labels: [(ms, value)]}; `alone` is for labels and last samples."""
         given = tuple(Matcher(OPERATORS[operator], name, value) for name, operator, value in matchers)
-        question = Question(given, start, end, series_alone=alone)
+        question = SeriesQuery(given, start, end, series_alone=alone)
         (answer,) = read(self.connection, [question], max_series=series, max_samples=samples, **more)
         assert [one.labels for one in answer] == sorted({one.labels for one in answer})
         return {one.labels: list(zip(one.times_ms.tolist(), one.values.tolist(), strict=True)) for one in answer}

@@ -6,14 +6,14 @@ import pytest
 from tests.storage.prometheus.conftest import ALWAYS, History
 
 from rankscope_storage.base.errors import LimitError
-from rankscope_storage.prometheus.query import Question
-from rankscope_storage.prometheus.read import Patience, read
+from rankscope_storage.prometheus.query import SeriesQuery
+from rankscope_storage.prometheus.read import CancelToken, read
 
 SETTINGS = "SELECT current_setting('memory_limit') AS memory, current_setting('temp_directory') AS folder"
 LIMITS = {"max_series": 1000, "max_samples": 10_000}
 
 
-class Endless(Question):
+class Endless(SeriesQuery):
     """A question that no time is enough for."""
 
     def within(self):
@@ -22,7 +22,7 @@ class Endless(Question):
 
 @pytest.mark.timeout(60)
 def test_question_is_ended_from_another_thread_and_the_next_one_answered(history):
-    patience, refused = Patience(), threading.Event()
+    patience, refused = CancelToken(), threading.Event()
 
     def impatient():
         while not refused.wait(0.02):
@@ -37,7 +37,7 @@ def test_question_is_ended_from_another_thread_and_the_next_one_answered(history
 
 
 def test_question_for_which_nobody_waits_is_not_begun(history):
-    patience = Patience()
+    patience = CancelToken()
     patience.end("who asked has hung up")
 
     with pytest.raises(LimitError, match="hung up"):
@@ -45,8 +45,8 @@ def test_question_for_which_nobody_waits_is_not_begun(history):
 
 
 def test_patience_that_ends_after_the_answer_ends_no_other(history):
-    patience = Patience()
-    read(history.connection, [Question((), 0, 1)], **LIMITS, patience=patience)
+    patience = CancelToken()
+    read(history.connection, [SeriesQuery((), 0, 1)], **LIMITS, patience=patience)
     rows = history.connection.stream("SELECT range FROM range(1_000_000)", batch_rows=1000)
     next(rows)
     patience.end("it took too long")
@@ -67,7 +67,7 @@ def test_memory_is_bounded_while_a_question_is_read_and_no_longer(history):
     before = history.connection.query(SETTINGS).to_pylist()
     seen = []
 
-    class Asking(Question):
+    class Asking(SeriesQuery):
         def within(self):
             seen.extend(history.connection.query(SETTINGS).to_pylist())
             return super().within()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.query import file_facts
-from rankscope_storage.query.loss_facts import Losses, look_at_losses
+from rankscope_storage.query.loss_facts import LossFacts, find_loss_facts
 
 ROWS = st.fixed_dictionaries(
     {
@@ -33,7 +33,7 @@ ROWS = st.fixed_dictionaries(
 def looked_at(tmp_path, connection):
     """Look at files with such rows."""
 
-    def look(files: list[list[dict]], runs: set[str] | None) -> Losses:
+    def look(files: list[list[dict]], runs: set[str] | None) -> LossFacts:
         paths = []
         for rows in files:
             paths.append(str(tmp_path / f"{len(list(tmp_path.iterdir()))}.parquet"))
@@ -41,7 +41,7 @@ def looked_at(tmp_path, connection):
             columns = [name for name in dataset_schema("scalars").names if name in table.column_names]
             table = table.select(columns).cast(pa.schema([dataset_schema("scalars").field(name) for name in columns]))
             pq.write_table(table, paths[-1], row_group_size=4)
-        return look_at_losses(paths, runs, lambda question: connection.sql(question).to_arrow_table())
+        return find_loss_facts(paths, runs, lambda question: connection.sql(question).to_arrow_table())
 
     return look
 
@@ -64,7 +64,7 @@ def test_losses_are_said_once_if_no_row_is_there_twice_and_no_two_files_meet(loo
     meet = any(last >= first for own in ranges.values() for (_, last), (first, _) in pairwise(sorted(own)))
     expected = max(said.values(), default=1) == 1 and not meet
 
-    assert Losses(are_said_once=expected, are_of_attempt_0=attempts <= {0}) == looked_at(files, runs)
+    assert LossFacts(are_said_once=expected, are_of_attempt_0=attempts <= {0}) == looked_at(files, runs)
 
 
 def test_a_range_within_a_range_is_seen_also_behind_another(looked_at):
@@ -85,6 +85,6 @@ def test_many_or_large_files_are_looked_at_in_several_goes(looked_at, monkeypatc
     )
     files = [[{"run": "r", "rank": 0, "step": step}] for step in range(5)]
 
-    assert Losses(are_said_once=True, are_of_attempt_0=True) == looked_at(files, None)
+    assert LossFacts(are_said_once=True, are_of_attempt_0=True) == looked_at(files, None)
     assert goes == ([2, 2, 1] if most_files == 2 else [1] * 5)
     assert not looked_at([*files, files[0]], None).are_said_once

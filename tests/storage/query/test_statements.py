@@ -8,7 +8,7 @@ import pytest
 from rankscope_contract.records import DATASETS
 from rankscope_contract.rollups import ROLLUPS
 from rankscope_storage.connection import connect
-from rankscope_storage.query.statements import definitions, named
+from rankscope_storage.query.statements import definitions, needed_definitions
 from rankscope_storage.sql.rollups import rollup_view
 from rankscope_storage.sql.views import empty_select, empty_view
 
@@ -16,14 +16,16 @@ KNOWN = definitions(prefix="rankscope_raw.")
 
 
 def test_what_is_named_comes_with_what_it_reads_and_before_it():
-    assert ["scalars"] == named("SELECT * FROM Scalars", KNOWN)
-    assert ["scalars", "scalar_rollups", "scalar_history", "loss_curve"] == named('FROM "loss_curve"', KNOWN)
-    assert [] == named("SELECT 1", KNOWN)
+    assert ["scalars"] == needed_definitions("SELECT * FROM Scalars", KNOWN)
+    assert ["scalars", "scalar_rollups", "scalar_history", "loss_curve"] == needed_definitions(
+        'FROM "loss_curve"', KNOWN
+    )
+    assert [] == needed_definitions("SELECT 1", KNOWN)
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_whatever_is_read_is_made_before(name):
-    made = named(name, KNOWN)
+    made = needed_definitions(name, KNOWN)
 
     assert name in made
     assert [] == [

@@ -58,7 +58,7 @@ def test_a_removed_run_is_gone_and_the_others_are_as_they_were(root):
 
     assert 6 == report.rows  # five scalars, and what the store said of the run
     assert {"a": expected(0, "ia", 4), "c": expected(0, "ic", 6)} == told(root)
-    assert check(root, deep=True).is_whole
+    assert check(root, deep=True).is_intact
     with connect(root) as connection:
         assert [("a",), ("c",)] == connection.sql("SELECT run FROM runs ORDER BY run").fetchall()
 
@@ -67,7 +67,7 @@ def test_a_renamed_run_has_all_its_rows_under_its_new_name(root):
     edit.rename(root, "b", "new/name", sync_to_disk)
 
     assert {"a": expected(0, "ia", 4), "c": expected(0, "ic", 6), "new/name": expected(0, "ib", 5)} == told(root)
-    assert check(root, deep=True).is_whole
+    assert check(root, deep=True).is_intact
     with connect(root) as connection:
         assert not any("part=b/" in file for file in connection.files("scalars"))
 
@@ -76,7 +76,7 @@ def test_a_run_joined_to_another_comes_behind_its_attempts(root):
     edit.merge(root, "b", "a", sync_to_disk)
 
     assert {"a": expected(0, "ia", 4) + expected(1, "ib", 5), "c": expected(0, "ic", 6)} == told(root)
-    assert check(root, deep=True).is_whole
+    assert check(root, deep=True).is_intact
     with connect(root) as connection:
         assert 5 == connection.sql("FROM loss_curve WHERE run = 'a'").count("*").fetchall()[0][0]
         assert [(1,), (3,)] == connection.sql("SELECT ordinal FROM runs_history WHERE run = 'a' ORDER BY 1").fetchall()

@@ -20,7 +20,7 @@ from rankscope_storage.log.translation import Change
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.compaction import compact
 from rankscope_storage.runs import edit, tags
-from rankscope_storage.runs.tags import Labels, noted, parse_tags, relabel, tagged, untagged
+from rankscope_storage.runs.tags import TagsAndNote, edit_tags, parse_tags, remove_tags, set_note, set_tags
 
 OLD_STORE = Path(__file__).parents[1] / "data" / "store_without_labels"
 MOMENT = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
@@ -45,22 +45,22 @@ def root(store, writer):
 
 
 def test_tags_and_note_are_set_changed_and_taken_away(root):
-    relabel(root, "r", tagged({"team": "ours", "size": "7b"}), sync_to_disk)
-    relabel(root, "r", noted("  warm-up too short\nsee r2 "), sync_to_disk)
-    after = relabel(root, "r", untagged(["team"]), sync_to_disk)
+    edit_tags(root, "r", set_tags({"team": "ours", "size": "7b"}), sync_to_disk)
+    edit_tags(root, "r", set_note("  warm-up too short\nsee r2 "), sync_to_disk)
+    after = edit_tags(root, "r", remove_tags(["team"]), sync_to_disk)
 
-    assert Labels({"size": "7b"}, "warm-up too short\nsee r2") == after
+    assert TagsAndNote({"size": "7b"}, "warm-up too short\nsee r2") == after
     assert [("running", '{"size":"7b"}', "warm-up too short\nsee r2")] == shown(root)
-    relabel(root, "r", untagged(["size"]), sync_to_disk)
-    relabel(root, "r", noted(""), sync_to_disk)
+    edit_tags(root, "r", remove_tags(["size"]), sync_to_disk)
+    edit_tags(root, "r", set_note(""), sync_to_disk)
     assert [("running", None, None)] == shown(root)
 
 
 def test_the_service_that_writes_the_run_goes_on_and_takes_no_label_away(root, writer, batch):
-    relabel(root, "r", tagged({"keep": "yes"}), sync_to_disk)
+    edit_tags(root, "r", set_tags({"keep": "yes"}), sync_to_disk)
     writer.append(batch(range(3)))
     writer.append(version("completed", 2))
-    relabel(root, "r", noted("done"), sync_to_disk)
+    edit_tags(root, "r", set_note("done"), sync_to_disk)
 
     assert [("completed", '{"keep":"yes"}', "done")] == shown(root)
 
@@ -74,7 +74,7 @@ def test_a_label_given_at_the_same_time_does_not_bring_back_an_older_state(root,
         return written(*arguments)
 
     monkeypatch.setattr(tags, "_written", late)
-    relabel(root, "r", tagged({"a": "1"}), sync_to_disk)
+    edit_tags(root, "r", set_tags({"a": "1"}), sync_to_disk)
 
     assert [("failed", '{"a":"1"}', None)] == shown(root)
 
@@ -85,19 +85,19 @@ def test_two_who_label_at_once_lose_nothing(root, monkeypatch):
 
     def second(*arguments):
         monkeypatch.setattr(tags, "_written", written)
-        relabel(root, "r", tagged({"other": "2"}), sync_to_disk)
+        edit_tags(root, "r", set_tags({"other": "2"}), sync_to_disk)
         refused.append(written(*arguments))
         return refused[0]
 
     monkeypatch.setattr(tags, "_written", second)
-    relabel(root, "r", tagged({"mine": "1"}), sync_to_disk)
+    edit_tags(root, "r", set_tags({"mine": "1"}), sync_to_disk)
 
     assert not (root / refused[0].path).exists()  # the refused commit left no file behind
     assert [("running", '{"mine":"1","other":"2"}', None)] == shown(root)
 
 
 def test_labels_follow_a_run_that_is_renamed(root, writer):
-    relabel(root, "r", tagged({"a": "1"}), sync_to_disk)
+    edit_tags(root, "r", set_tags({"a": "1"}), sync_to_disk)
     writer.append(version("completed", 2))
     writer.close()
     edit.rename(root, "r", "better", sync_to_disk)
@@ -108,7 +108,7 @@ def test_labels_follow_a_run_that_is_renamed(root, writer):
 
 def test_labels_outlive_compaction(root, writer, monkeypatch):
     monkeypatch.setattr("rankscope_storage.maintenance.compaction_plan.SMALL_FILES", 1)
-    relabel(root, "r", tagged({"a": "1"}), sync_to_disk)
+    edit_tags(root, "r", set_tags({"a": "1"}), sync_to_disk)
     writer.append(version("stalled", 3))
     compact(root, sync_to_disk)
 
@@ -116,11 +116,11 @@ def test_labels_outlive_compaction(root, writer, monkeypatch):
 
 
 def test_a_clock_that_was_set_back_does_not_bring_back_an_older_label(root, monkeypatch):
-    later = tags._version(tags._known(root, "r"), Labels({"a": "old"}))
+    later = tags._version(tags._known(root, "r"), TagsAndNote({"a": "old"}))
     ahead = pa.array([MOMENT.replace(year=2090)], later.schema.field("ts").type)
     later = later.set_column(later.schema.get_field_index("ts"), "ts", ahead)
     tags.Log.open(root, sync_to_disk).commit(Change(added=[tags._written(root, later, sync_to_disk)]))
-    relabel(root, "r", tagged({"a": "new"}), sync_to_disk)
+    edit_tags(root, "r", set_tags({"a": "new"}), sync_to_disk)
 
     assert [("running", '{"a":"new"}', None)] == shown(root)
 
@@ -128,26 +128,26 @@ def test_a_clock_that_was_set_back_does_not_bring_back_an_older_label(root, monk
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (tagged({"": "x"}), "no key of a tag"),
-        (tagged({"a=b": "x"}), "no key of a tag"),
-        (tagged({"k" * 101: "x"}), "1 to 100 printable"),
-        (tagged({"k": "v" * 1001}), "at most 1000"),
-        (tagged({"k": "a\nb"}), "printable"),
-        (tagged({"k": "\udcff"}), "printable"),
-        (tagged({f"k{n}": "" for n in range(101)}), "at most 100 tags"),
-        (untagged(["nothing"]), "no tag nothing: it has none"),
-        (noted("x" * 10_001), "at most 10000"),
-        (noted("a\x1b[2J"), "printable"),
+        (set_tags({"": "x"}), "no key of a tag"),
+        (set_tags({"a=b": "x"}), "no key of a tag"),
+        (set_tags({"k" * 101: "x"}), "1 to 100 printable"),
+        (set_tags({"k": "v" * 1001}), "at most 1000"),
+        (set_tags({"k": "a\nb"}), "printable"),
+        (set_tags({"k": "\udcff"}), "printable"),
+        (set_tags({f"k{n}": "" for n in range(101)}), "at most 100 tags"),
+        (remove_tags(["nothing"]), "no tag nothing: it has none"),
+        (set_note("x" * 10_001), "at most 10000"),
+        (set_note("a\x1b[2J"), "printable"),
     ],
 )
 def test_what_nobody_could_type_or_read_again_is_refused(change, complaint):
     with pytest.raises(StoreError, match=complaint):
-        change(Labels())
+        change(TagsAndNote())
 
 
 def test_what_is_refused_changes_nothing(root):
     with pytest.raises(StoreError, match="no key of a tag"):
-        relabel(root, "r", tagged({"good": "1", "": "x"}), sync_to_disk)
+        edit_tags(root, "r", set_tags({"good": "1", "": "x"}), sync_to_disk)
 
     assert [("running", None, None)] == shown(root)
 
@@ -156,7 +156,7 @@ def test_a_run_that_nobody_registered_has_no_labels(root, writer, batch):
     writer.append(batch(range(3), run="rows alone", incarnation="i1"))
 
     with pytest.raises(StoreError, match="nothing of 'rows alone' beside its rows"):
-        relabel(root, "rows alone", noted("x"), sync_to_disk)
+        edit_tags(root, "rows alone", set_note("x"), sync_to_disk)
 
 
 @pytest.mark.parametrize("text", [None, "", "no JSON", "[1]", "3", '{"a": 1}'])
@@ -170,7 +170,7 @@ def test_a_disk_that_takes_no_file_is_told_in_words(root, monkeypatch):
 
     monkeypatch.setattr(tags, "write_file", full)
     with pytest.raises(StoreError, match=r"cannot write to .*No space left on device"):
-        relabel(root, "r", noted("x"), sync_to_disk)
+        edit_tags(root, "r", set_note("x"), sync_to_disk)
 
 
 # A store whose files were written before these columns were.
@@ -191,11 +191,11 @@ def test_a_store_written_before_there_were_labels_reads_on(old):
     assert [("before", 2, "completed", None)] == [
         (row["run"], row["last_step"], row["state"], row["tags"]) for row in rows
     ]
-    assert check(old, deep=True).is_whole
+    assert check(old, deep=True).is_intact
 
 
 def test_a_store_written_before_there_were_labels_takes_them_and_further_rows(old):
-    relabel(old, "before", tagged({"kept": "1"}), sync_to_disk)
+    edit_tags(old, "before", set_tags({"kept": "1"}), sync_to_disk)
     with Store.open(old).claim(owner="after") as writer:
         writer.append(version("running", 20, run="after"))
 
@@ -205,4 +205,4 @@ def test_a_store_written_before_there_were_labels_takes_them_and_further_rows(ol
         assert [1.0, 1 / 2, 1 / 3] == connection.query("SELECT value FROM scalars ORDER BY step")["value"].to_pylist()
     [(config,)] = shown(old, "config", run="before")
     assert ["train.py"] == json.loads(config)["argv"]
-    assert check(old, deep=True).is_whole
+    assert check(old, deep=True).is_intact

@@ -17,7 +17,7 @@ from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
 from rankscope_storage.maintenance.retention import Retention, retain
 from rankscope_storage.prometheus.matchers import Matcher, MatchType
-from rankscope_storage.prometheus.query import Question
+from rankscope_storage.prometheus.query import SeriesQuery
 from rankscope_storage.prometheus.read import read
 
 START = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)
@@ -129,7 +129,7 @@ def asked(aged: Path, *matchers: tuple[str, str], first: int = 0, last: int = ST
     given = tuple(Matcher(MatchType.EQUAL, *matcher) for matcher in matchers)
     start, end = (int(at(step).timestamp() * 1000) for step in (first, last))
     with connect(aged) as connection:
-        [found] = read(connection, [Question(given, start, end)], max_series=10, max_samples=10_000)
+        [found] = read(connection, [SeriesQuery(given, start, end)], max_series=10, max_samples=10_000)
     [series] = found
     return list(zip(series.times_ms.tolist(), series.values.tolist(), strict=True))
 

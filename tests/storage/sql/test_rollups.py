@@ -145,7 +145,7 @@ def test_whatever_was_rolled_up_when_and_however_often_it_died_the_rollups_are_t
 
         assert comparable(rollups(dataset, rows)) == comparable(found(connection, dataset))
         assert 0 == len(connection.query(f"FROM {dataset}"))
-        assert check(store.root).is_whole
+        assert check(store.root).is_intact
 
 
 def timeline(dataset: str) -> str:
@@ -202,7 +202,7 @@ def test_a_file_that_reaches_over_the_limit_is_cut_between_two_buckets(store, wr
     assert [(step, 100) for step in range(0, 700, 100)] == connection.sql(
         'SELECT step, "rows" FROM tensor_rollups ORDER BY step'
     ).fetchall()
-    assert check(store.root, deep=True).is_whole
+    assert check(store.root, deep=True).is_intact
 
 
 def test_a_file_is_not_cut_for_less_than_the_slack_nor_when_no_bucket_is_over(store, writer, connection):
@@ -300,7 +300,7 @@ def test_rollups_go_with_their_run_when_it_is_removed_renamed_or_joined(store, w
     told = connection.sql('SELECT run, attempt, "rows" FROM tensor_rollups ORDER BY attempt').fetchall()
 
     assert [("c", 0, 100), ("c", 1, 100)] == told
-    assert check(store.root, deep=True).is_whole
+    assert check(store.root, deep=True).is_intact
 
 
 def test_days_that_many_runs_share_become_months(store, writer):

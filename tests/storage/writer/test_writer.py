@@ -255,7 +255,7 @@ def test_what_a_batch_says_stands_in_the_log_for_the_next_owner(store, writer, s
     writer.close()
 
     with store.claim(owner="next") as successor:
-        assert ["a b"] == successor.told("receipts", 10)
+        assert ["a b"] == successor.commit_info("receipts", 10)
 
 
 @pytest.mark.parametrize("landed", [True, False])

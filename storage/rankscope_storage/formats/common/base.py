@@ -1,6 +1,6 @@
 """An export format: it writes one run of a store in the format of another tool. Options, report, targets.
 
-A format is a module of this package that defines `EXPORTER`; `rankscope export --format` offers it under its name. It
+A format is a module of `formats` that defines `EXPORT_FORMAT`; `rankscope export --format` offers it under its name. It
 reads through a pinned connection, streams (a run may be larger than memory), and never leaves a partly written file
 under the requested name. Times are ISO 8601, or folder times of msprobe, `Dec03_21-34-40`, which have no year.
 """
@@ -25,7 +25,7 @@ _FOLDER_TIME: Final = re.compile(r"([A-Z][a-z]{2})(\d{2})_(\d{2})-(\d{2})-(\d{2}
 _MONTHS: Final = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 
 
-def parse_moment(text: str, near: dt.datetime) -> dt.datetime:
+def parse_time(text: str, near: dt.datetime) -> dt.datetime:
     """Return the moment that `text` names; without a zone it is UTC, without a year the one closest to `near`."""
     if match := _FOLDER_TIME.fullmatch(text):
         return _closest(text, match, near)
@@ -106,11 +106,11 @@ Progress = Callable[[int, int], None]
 """Called now and then with rows written and rows in all."""
 
 
-def silent(_done: int, _total: int) -> None:
+def no_progress(_done: int, _total: int) -> None:
     """Take progress and say nothing."""
 
 
-def counting(progress: Progress, total: int) -> Callable[[int], None]:
+def count_progress(progress: Progress, total: int) -> Callable[[int], None]:
     """Return a function that takes rows just written, and tells `progress` of all so far."""
     done = 0
 
@@ -172,14 +172,14 @@ class ExportOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportReport:
-    """What was written. `left_out` counts rows by the reason why the format cannot hold them."""
+    """What was written. `omitted` counts rows by the reason why the format cannot hold them."""
 
     files: tuple[Path, ...]
     rows: Mapping[str, int] = field(default_factory=dict)  # by dataset
-    left_out: Mapping[str, int] = field(default_factory=dict)
+    omitted: Mapping[str, int] = field(default_factory=dict)
 
 
-class Exporter(Protocol):
+class ExportFormat(Protocol):
     """Writes one format."""
 
     name: str
@@ -195,7 +195,7 @@ class Exporter(Protocol):
     """What the default target ends in, such as `.db`."""
 
     def export(
-        self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = silent
+        self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = no_progress
     ) -> ExportReport:
         """Write `run` to `target`. Raises ExportError when it cannot be done, and OSError never."""
         ...

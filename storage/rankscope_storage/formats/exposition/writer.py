@@ -46,7 +46,7 @@ class FamilyWriter:
     def __init__(
         self, selection: Selection, timeline: Timeline, file: BinaryIO, written: Callable[[int], None]
     ) -> None:
-        self.left_out: Counter[str] = Counter()
+        self.omitted: Counter[str] = Counter()
         self.families: set[str] = set()
         self._selection = selection
         self._timeline = timeline
@@ -174,12 +174,12 @@ class FamilyWriter:
             for key in set(keys) - texts.keys():
                 texts[key] = _sample_labels(*key)
             usable = [texts[key] for key in keys]
-            self.left_out["samples whose labels cannot be written"] += usable.count(None)
+            self.omitted["samples whose labels cannot be written"] += usable.count(None)
             kept = batch.append_column("text", pa.array(usable, pa.string())).filter(pc.field("text").is_valid())
             series = pc.binary_join_element_wise(metric, kept.column("text"), "")
             self._put(series, kept.column("value"), np.asarray(kept.column("us"), np.int64))
             self._written(batch.num_rows)
-        self.left_out += Counter()  # drops reasons that have not occurred
+        self.omitted += Counter()  # drops reasons that have not occurred
 
     def _identity(self) -> str:
         """Return an SQL expression for the labels that a rank's series have in Prometheus."""
@@ -219,7 +219,7 @@ class FamilyWriter:
         self._last = (names_[-1], times[-1])
         doubled = int((~fresh).sum())
         if doubled:
-            self.left_out[DOUBLED] += doubled
+            self.omitted[DOUBLED] += doubled
         mask = pa.array(fresh)
         self._file.write(self._pending + lines(series.filter(mask), values.filter(mask), micros[fresh]))
         self._pending = b""
