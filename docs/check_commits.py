@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[1]
-BASE: Final = "ba68c87ef026f7ebad66a18af87220d1e132d141"
+BASE: Final = "25343095c7c20a791e714d85fb3ff928a42419b1"
 SUBJECT: Final = re.compile(r"[a-z][a-z0-9_./-]*(?:, [a-z][a-z0-9_./-]*)*: [a-z0-9`\"].*[^.]")
 MAX_CHARACTERS: Final = 72
 
