@@ -18,7 +18,6 @@ def record_end(
     guard: Guard,
     reason: ExitReason,
     error: str | None,
-    *,
     total_steps: int | None,
     signal: str | None,
 ) -> None:
