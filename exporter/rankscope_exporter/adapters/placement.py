@@ -116,3 +116,13 @@ class Gathered:
     def reduces(self) -> bool:
         """Return True."""
         return True
+
+
+def placement_of(tensor: torch.Tensor) -> str:
+    """Return how an activation lies on the ranks: each has its own batch, unless it is a distributed tensor."""
+    placements = getattr(tensor, "placements", None)
+    if placements is None:
+        return "full"
+    if any(placement.is_shard() for placement in placements):
+        return "shard"
+    return "partial" if any(placement.is_partial() for placement in placements) else "replica"

@@ -24,7 +24,7 @@ from rankscope_exporter.adapters import Framework, Stage
 from rankscope_exporter.api.phase import OpenPhases, Phase, opaque
 from rankscope_exporter.api.session import Session
 from rankscope_exporter.api.session_factory import Optimizers, attached
-from rankscope_exporter.api.shutdown import drain, record_end
+from rankscope_exporter.api.shutdown import Ending, drain, record_end
 from rankscope_exporter.base.copies import CopiesDoNothing, NotCopied
 from rankscope_exporter.base.errors import Guard
 from rankscope_exporter.base.tracing import is_dynamo_compiling, on_compilation
@@ -194,8 +194,8 @@ class Monitor(CopiesDoNothing):
         self._guard.call("detach()", session.hooks.remove)
         self._guard.call("detach()", session.watchdog.stop)
         self._guard.call("detach()", session.step_observers.hardware.stop)
-        ending = (reason, error, self._total_steps, self._stop_asked)
-        self._guard.call("end of training", record_end, session, self._guard, *ending)
+        ending = Ending(reason=reason, error=error, total_steps=self._total_steps, signal=self._stop_asked)
+        self._guard.call("end of training", record_end, session, self._guard, ending)
         return NotCopied(lambda: self._finish_serving(session, deadline, wait_seconds))
 
     def _finish_serving(self, session: Session, deadline: float, wait_seconds: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from rankscope_contract.events import ExitReason
 from rankscope_exporter.api.session import Session
@@ -13,19 +14,22 @@ PUBLISH_SECONDS = 3.0
 """The last steps are published even with exit_wait_seconds = 0: milliseconds, unless the machine is overloaded."""
 
 
-def record_end(
-    session: Session,
-    guard: Guard,
-    reason: ExitReason,
-    error: str | None,
-    *,
-    total_steps: int | None,
-    signal: str | None,
-) -> None:
-    """Finish the last step and record the exit; `signal` is that which asked for an end, if any."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """The end of a training, as far as it is known before its last step is finished."""
+
+    reason: ExitReason
+    error: str | None
+    total_steps: int | None
+    signal: str | None
+    """The signal that asked for an end."""
+
+
+def record_end(session: Session, guard: Guard, ending: Ending) -> None:
+    """Finish the last step and record the exit."""
     last_step = guard.call("end of training", session.recorder.finish)
     guard.call("end of training", session.reactions.finish, session.publisher.catch_up)
-    reason, error = lifecycle.weighed_reason(reason, error, last_step, total_steps, signal)
+    reason, error = lifecycle.weighed_reason(ending.reason, ending.error, last_step, ending.total_steps, ending.signal)
     session.recorder.event(lifecycle.exit_event(reason, error, last_step))
 
 

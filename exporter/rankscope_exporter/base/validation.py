@@ -23,6 +23,16 @@ def whole(value: Any) -> int | None:
         return None
 
 
+def is_whole(value: object) -> bool:
+    """Return whether `value` is an integer and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Return whether `value` is an integer or a float and not a bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def steps_from(name: str, value: Any, *, at_least: int) -> int:
     """Return `value`, a number of steps. Raises ConfigError naming the argument."""
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:

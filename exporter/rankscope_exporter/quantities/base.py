@@ -13,9 +13,11 @@ from rankscope_contract.records import PlanEntry
 from rankscope_exporter.adapters.base import GradientSource, Removable, TensorSpec
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.placement import Layout
+from rankscope_exporter.base.validation import is_whole
 from rankscope_exporter.model.name_patterns import Targets, target_notices
 from rankscope_exporter.records.host_transfer import Numbers, Row
 from rankscope_exporter.statistics.selection import chosen_ops
+from rankscope_exporter.statistics.tensor_access import dtype_name
 
 BACKWARD: Final = "backward"
 """A part of the training that may run inside compiled code, where no hook runs."""
@@ -183,7 +185,7 @@ class QuantityOptions:
         self._check_whole("every", 1)
         self._check_whole("times", 0)
         ranks = () if self.ranks is None else self.ranks
-        if not isinstance(ranks, tuple) or not all(_is_whole(rank) and rank >= 0 for rank in ranks):
+        if not isinstance(ranks, tuple) or not all(is_whole(rank) and rank >= 0 for rank in ranks):
             raise ValueError(f"ranks is a list of rank numbers, not {self.ranks!r}")
         Targets(self.targets)
         if self.ops is not None:
@@ -191,12 +193,8 @@ class QuantityOptions:
 
     def _check_whole(self, name: str, least: int) -> None:
         value = getattr(self, name)
-        if value is not None and not (_is_whole(value) and value >= least):
+        if value is not None and not (is_whole(value) and value >= least):
             raise ValueError(f"{name} is a whole number from {least} on, not {value!r}")
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class Quantity:
@@ -294,7 +292,7 @@ class Quantity:
             micro_step=micro_step,
             placement=layout.placement,
             shard_group=layout.shard_group,
-            dtype=str(form.dtype).removeprefix("torch."),
+            dtype=dtype_name(form.dtype),
             shape=form.shape,
             module=named.module,
             aliases=named.aliases,

@@ -26,6 +26,7 @@ from rankscope_exporter.records.host_transfer import Numbers, Row
 from rankscope_exporter.statistics import MeasureGroup, StatisticsTable
 from rankscope_exporter.statistics.hashes import Hasher, finished, hashable
 from rankscope_exporter.statistics.table import SUMS
+from rankscope_exporter.statistics.tensor_access import dtype_name
 
 DATASET: Final = "hashes"
 BUFFER: Final = "buffer"
@@ -193,7 +194,7 @@ class _Described:
             "tensor": item.tensor,
             "vpp_stage": item.vpp_stage,
             "replicas": item.replicas,
-            "dtype": str(elements.dtype).removeprefix("torch."),
+            "dtype": dtype_name(elements.dtype),
             "numel": elements.numel(),
         }
         return cls(columns, elements.numel() * elements.element_size())

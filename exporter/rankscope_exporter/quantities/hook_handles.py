@@ -105,3 +105,15 @@ def _hook(hooking: Hooking, named: NamedModule, hook: Hook, register: Callable[[
     if module is not None:
         # A hook of the module with which steps begin would be registered too late if it came with the step.
         hooking.hook(hook, registered, stays=hooking.begins_steps(module))
+
+
+class CallbackHandle:
+    """A handle among those of hooks whose `remove` calls a function, when the monitor detaches or a quantity ends."""
+
+    def __init__(self, remove: Callable[[], None]) -> None:
+        self.remove = remove
+
+
+def in_backward() -> bool:
+    """Return whether a backward pass runs on this thread; a forward pass inside of it is a recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001 - it has no public name

@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import torch
 
@@ -21,7 +21,7 @@ from rankscope_contract.kinds import Kind
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.model.parameter_names import local_tensor
 from rankscope_exporter.quantities.base import Hooking, Quantity, QuantityOptions, SamplingGate, Table
-from rankscope_exporter.quantities.hook_handles import hook_gradient
+from rankscope_exporter.quantities.hook_handles import CallbackHandle, hook_gradient
 
 _PROC: Final = Path("/proc")
 _GROUPS: Final = Path("/sys/fs/cgroup")
@@ -116,7 +116,7 @@ class MicroBatchSums:
     def install(self, hooking: Hooking, gate: SamplingGate) -> None:
         """Note how to hook, which is done once it is needed."""
         self._hooking, self._gate = hooking, gate
-        hooking.keep(_AtDetach(self.release))
+        hooking.keep(CallbackHandle(self.release))
 
     def step_begins(self) -> None:
         """Begin anew, if there is anything to sum up."""
@@ -202,11 +202,6 @@ class MicroBatchSums:
         if self._hooking is not None and about not in self._told:
             self._told.add(about)
             self._hooking.tell(f"gradients: {sentence}")
-
-
-class _AtDetach:
-    def __init__(self, remove: Callable[[], Any]) -> None:
-        self.remove = remove
 
 
 def _text(size: int) -> str:

@@ -16,7 +16,7 @@ from torch import nn
 from rankscope_exporter.model.module_names import NamedModule, named_modules, selected, unmatched
 from rankscope_exporter.model.name_patterns import Targets
 from rankscope_exporter.quantities.base import Hook, Hooking, SamplingGate
-from rankscope_exporter.quantities.hook_handles import CoverageNotes, hook_after, hook_before
+from rankscope_exporter.quantities.hook_handles import CoverageNotes, hook_after, hook_before, in_backward
 from rankscope_exporter.statistics.tensor_access import is_freed, why_not_measurable
 
 
@@ -112,7 +112,7 @@ class ModuleCalls:
         if module is not named.module:  # a replica of DataParallel, on a thread of its own
             self.missing("runs as replicas, which are not measured", named)
             return False
-        if not self._hooking.in_forward or _in_backward():
+        if not self._hooking.in_forward or in_backward():
             return False
         key = named.name, self._hooking.micro_step
         if key in self._seen:
@@ -131,11 +131,6 @@ class ModuleCalls:
 
     def _tell_gaps(self) -> None:
         self._gaps.tell(self.tell)
-
-
-def _in_backward() -> bool:
-    """Return whether a backward pass is under way: a forward inside of it is a recomputation. It has no public name."""
-    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001 - see above
 
 
 _NAMES: Final = ("weight", "wg")

@@ -14,6 +14,7 @@ from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.model.name_patterns import Targets
 from rankscope_exporter.model.parameter_names import local_tensor
 from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Table
+from rankscope_exporter.statistics.tensor_access import dtype_name
 
 # Key in `optimizer.state[parameter]` -> kind, by the option that says the optimizer keeps it.
 ADAM_STATE: Final = (("exp_avg", Kind.EXP_AVG), ("exp_avg_sq", Kind.EXP_AVG_SQ))
@@ -98,7 +99,7 @@ class OptimizerState(Quantity):
         shape = tuple(local_tensor(value).shape)
         if shape != entry.shape:  # a number beside the parameter, the same for all its parts
             entry = replace(entry, placement=self.placement, shard_group=None, shape=shape)
-        return replace(entry, dtype=str(value.dtype).removeprefix("torch."))
+        return replace(entry, dtype=dtype_name(value.dtype))
 
 
 def _tensor(state: Mapping[str, Any], key: str) -> torch.Tensor | None:

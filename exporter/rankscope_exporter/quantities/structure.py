@@ -18,14 +18,15 @@ from typing import Any, ClassVar, Final
 import torch
 
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
+from rankscope_exporter.adapters.placement import placement_of
 from rankscope_exporter.model.module_names import NamedModule, named_modules, selected, unmatched
 from rankscope_exporter.model.parameter_names import local_tensor
 from rankscope_exporter.model.pytree import Found, Slot, children, received, returned
 from rankscope_exporter.process.identity import rank_here
-from rankscope_exporter.quantities.activations.entries import placement_of
 from rankscope_exporter.quantities.base import Hooking, Quantity, QuantityOptions, SamplingGate, Table
 from rankscope_exporter.quantities.hook_handles import HookHandles, hook_after, hook_before
 from rankscope_exporter.records.host_transfer import Row
+from rankscope_exporter.statistics.tensor_access import dtype_name
 
 MODEL: Final = "(the model)"
 
@@ -121,7 +122,7 @@ def shape_and_type(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:
     """Return shape and type of what lies on this rank."""
     local = local_tensor(tensor)
     shape = () if local.is_nested else tuple(local.shape)
-    return shape, str(local.dtype).removeprefix("torch.")
+    return shape, dtype_name(local.dtype)
 
 
 def structure_text(modules: Iterable[Seen]) -> str:

@@ -86,3 +86,8 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 _is_transformed = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda _tensor: False)  # noqa: SLF001
 
 _COMPRESSED: Final = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return an element type by its short name, such as "float32"."""
+    return str(dtype).removeprefix("torch.")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final, Self
 
 from rankscope_exporter.base.errors import ConfigError
-from rankscope_exporter.base.validation import MOST, check_keys
+from rankscope_exporter.base.validation import MOST, check_keys, is_number, is_whole
 from rankscope_exporter.model.pytree import parse_specs
 
 _RULES: Final = ("AnomalyTurbulence", "AnomalyNan")
@@ -128,14 +128,14 @@ class ToolSettings:
             elif item.type == "int":
                 least, most = _LEAST.get(item.name, 0), _MOST.get(item.name, math.inf)
                 bounds = f"from {least} on" if most == math.inf else f"from {least} to {most}"
-                _expect(_is_whole(value) and least <= value <= most, item.name, f"a whole number {bounds}", value)
-        _expect(_is_number(self.eps) and 0 <= self.eps <= MOST, "eps", "a number from 0 on", self.eps)
+                _expect(is_whole(value) and least <= value <= most, item.name, f"a whole number {bounds}", value)
+        _expect(is_number(self.eps) and 0 <= self.eps <= MOST, "eps", "a number from 0 on", self.eps)
         _expect(self.format in FORMATS, "format", f"one of {', '.join(FORMATS)}", self.format)
         order = self.sa_order.replace(" ", "") if isinstance(self.sa_order, str) else self.sa_order
         _expect(order in SA_ORDERS, "sa_order", " or ".join(map(repr, SA_ORDERS)), self.sa_order)
         _expect(_are(self.ops, str), "ops", 'a list of names such as ["norm", "nans"]', self.ops)
         ranks = self.module_ranks
-        right = _are(ranks, int) and all(_is_whole(rank) and rank >= 0 for rank in ranks)
+        right = _are(ranks, int) and all(is_whole(rank) and rank >= 0 for rank in ranks)
         _expect(right, "module_ranks", "a list of rank numbers such as [0, 1]", ranks)
         times = self.append_output
         _expect(_are(times, str) and len(times) in (0, 2), "append_output", "empty or two times", times)
@@ -190,11 +190,3 @@ def _is_expression(text: str) -> bool:
 
 def _are(values: Any, of: type) -> bool:
     return isinstance(values, list) and all(isinstance(value, of) for value in values)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -15,6 +15,7 @@ from typing import Final
 import torch
 
 from rankscope_exporter.base.errors import ConfigError
+from rankscope_exporter.base.validation import is_number
 
 METHODS: Final = ("auto", "given", "formula", "6n", "off")
 
@@ -48,15 +49,11 @@ class ThroughputConfig:
             raise ConfigError(f"throughput.method is one of {', '.join(METHODS)}, not {self.method!r}")
         for name in ("flops_per_token", "flops_per_sample", "peak_tflops"):
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and 0 < value < math.inf):
+            if value is not None and not (is_number(value) and 0 < value < math.inf):
                 raise ConfigError(f"throughput.{name} is a number above 0, not {value!r}")
         count = self.model_parallel
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise ConfigError(f"throughput.model_parallel is a number of ranks from 1 on, not {count!r}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,11 @@ from torch import nn
 
 from rankscope_contract.kinds import Kind
 from rankscope_contract.records import PlanEntry
+from rankscope_exporter.adapters.placement import placement_of
 from rankscope_exporter.model.parameter_names import local_tensor
 from rankscope_exporter.model.pytree import Slot
 from rankscope_exporter.quantities.base import Table
+from rankscope_exporter.statistics.tensor_access import dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,21 +136,11 @@ def _entry(site: TensorSite, tensor: torch.Tensor, vpp_stage: int | None) -> Pla
         micro_step=call.micro_step,
         call_seq=call.seq,
         placement=placement_of(tensor),
-        dtype=str(tensor.dtype).removeprefix("torch."),
+        dtype=dtype_name(tensor.dtype),
         shape=tuple(local_tensor(tensor).shape),
         module=call.module,
         aliases=() if site.index is None else (f"{SIDES[site.kind]}{site.path}",),
     )
-
-
-def placement_of(tensor: torch.Tensor) -> str:
-    """Return how an activation lies on the ranks: each has its own batch, unless it is a distributed tensor."""
-    placements = getattr(tensor, "placements", None)
-    if placements is None:
-        return "full"
-    if any(placement.is_shard() for placement in placements):
-        return "shard"
-    return "partial" if any(placement.is_partial() for placement in placements) else "replica"
 
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ gradient of an input is therefore that of the tensor: of all its uses, not of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
@@ -28,7 +28,14 @@ from rankscope_exporter.quantities.activations.entries import (
 )
 from rankscope_exporter.quantities.activations.options import ActivationOptions
 from rankscope_exporter.quantities.base import Hook, Hooking, Quantity, QuantityOptions, SamplingGate, Table
-from rankscope_exporter.quantities.hook_handles import CoverageNotes, HookHandles, hook_after, hook_before
+from rankscope_exporter.quantities.hook_handles import (
+    CallbackHandle,
+    CoverageNotes,
+    HookHandles,
+    hook_after,
+    hook_before,
+    in_backward,
+)
 from rankscope_exporter.statistics.tensor_access import why_not_measurable
 
 _GRADIENT: Final[dict[Kind, Kind]] = {Kind.ACT_IN: Kind.ACT_GRAD_IN, Kind.ACT_OUT: Kind.ACT_GRAD_OUT}
@@ -105,7 +112,7 @@ class Activations(Quantity):
         if not objects:
             hooking.tell("activations: forward_only and backward_only exclude each other; nothing is measured")
             return
-        hooking.keep(_AtDetach(self._release))
+        hooking.keep(CallbackHandle(self._release))
         modules = named_modules(self.monitored.framework.module)
         for sentence in unmatched(modules, self.targets):
             hooking.tell(f"activations: {sentence}")
@@ -160,7 +167,7 @@ class Activations(Quantity):
             self._step.calls.called.add(followed.name)
             self._gaps.add("runs as replicas, which are not measured", followed.name)
             return
-        again = _in_backward()
+        again = in_backward()
         frames = self._step.open.setdefault(followed.name, [])
         frames.append(None)
         if not (again or self._hooking.in_forward):
@@ -190,7 +197,7 @@ class Activations(Quantity):
         frames = self._step.open.get(followed.name) if module is followed.named.module else None
         call = frames.pop() if frames else None
         if call is not None:
-            self._read(followed, Kind.ACT_OUT, call, returned(output), again=_in_backward())
+            self._read(followed, Kind.ACT_OUT, call, returned(output), again=in_backward())
             self._step.leaves.call_ended()
 
     def _read(self, followed: _Followed, kind: Kind, call: ModuleCall, found: Found, *, again: bool) -> None:
@@ -287,18 +294,6 @@ class Activations(Quantity):
                 compiled = named.compiled or self._is_compiled or hook.is_compiled
                 why = "is part of compiled code" if compiled else "was not called in a forward of the model"
                 self._gaps.add(f"{why}, so it has no activations", named.name)
-
-
-class _AtDetach:
-    """Lets go, and says what there is to say, when the monitor is detached."""
-
-    def __init__(self, remove: Callable[[], None]) -> None:
-        self.remove = remove
-
-
-def _in_backward() -> bool:
-    """Return whether a backward pass is under way: a forward inside of it is a recomputation. It has no public name."""
-    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001 - see above
 
 
 def _pointer(tensor: torch.Tensor) -> int:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
-import torch
 import torch.distributed as dist
 
 from rankscope_contract.kinds import Kind
@@ -39,8 +38,8 @@ from rankscope_exporter.quantities.collectives.signatures import (
     call_tensors_of,
     is_coalescing,
 )
-from rankscope_exporter.quantities.hook_handles import CoverageNotes, listed
-from rankscope_exporter.statistics.tensor_access import why_not_measurable
+from rankscope_exporter.quantities.hook_handles import CallbackHandle, CoverageNotes, in_backward, listed
+from rankscope_exporter.statistics.tensor_access import dtype_name, why_not_measurable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +173,7 @@ class Collectives(Quantity):
             lambda call, result: None if call.note is None else ended(call, result),
             lambda work: waited(work) if self._is_training() else None,
         )
-        hooking.keep(_AtDetach(self._release))
+        hooking.keep(CallbackHandle(self._release))
         hooking.keep(Interceptor(listener, OPERATIONS))
 
     def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
@@ -218,7 +217,7 @@ class Collectives(Quantity):
 
     def _is_training(self) -> bool:
         """Return whether this thread trains, or computes gradients for the one that does; others run at any time."""
-        return threading.get_ident() == self._step.thread or _in_backward()
+        return threading.get_ident() == self._step.thread or in_backward()
 
     def _enter(self, call: CollectiveCall, name: str, sides: CallTensors) -> None:
         count = self._step.counts.get(name, 0)
@@ -280,7 +279,7 @@ class Collectives(Quantity):
                 tensor=entered.name,
                 index=part.index,
                 call_seq=entered.seq,
-                dtype=str(part.tensor.dtype).removeprefix("torch."),
+                dtype=dtype_name(part.tensor.dtype),
                 shape=tuple(part.tensor.shape),
             )
             row = self._rows[key] = self._gate.table.add([entry])
@@ -328,15 +327,3 @@ class Collectives(Quantity):
 
     def _say(self, message: str) -> None:
         self._hooking.tell(f"collectives: {message}")
-
-
-class _AtDetach:
-    """Lets go, and says what there is to say, when the monitor is detached or has measured enough."""
-
-    def __init__(self, remove: Callable[[], None]) -> None:
-        self.remove = remove
-
-
-def _in_backward() -> bool:
-    """Return whether a backward pass is under way on this thread, which may be one of torch's."""
-    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001 - it has no public name
