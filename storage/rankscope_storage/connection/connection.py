@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Never, Self, TypeVar
+from typing import Any, Never, Self, TypeVar
 
 import duckdb
 import pyarrow as pa
@@ -26,12 +25,10 @@ from rankscope_storage.connection.view_binding import BoundViews
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.file_filter import FileFilter
 from rankscope_storage.log.snapshot import Snapshot
-from rankscope_storage.query.statements import can_change
+from rankscope_storage.query.statements import check_selects, only_selects
 from rankscope_storage.sql.views import files_select
 
 T = TypeVar("T")
-
-_EXPLAIN: Final = re.compile(r"\s*explain(\s+analyze)?\s", re.IGNORECASE)
 
 
 def connect(
@@ -197,9 +194,9 @@ class Connection:
 
     def _fresh(self, query: str, parameters: object, run: Callable[[], T]) -> T:
         if self._locked:
-            self._check_selects(query)
+            check_selects(self._duckdb, query)
         elif self._reads_only:
-            self._reads_only = self._only_selects(query)
+            self._reads_only = only_selects(self._duckdb, query)
         self._duckdb.abort()  # an answer not fetched to its end would block every other statement
         self._refresh()
         try:
@@ -223,32 +220,6 @@ class Connection:
                 raise
             self._views.bind_all_files(None, self._snapshot)
             return run()
-
-    def _only_selects(self, query: str) -> bool:
-        """Whether `query` leaves DuckDB as it is; what is not understood does nothing."""
-        try:
-            kinds = self._kinds(query)
-            return all(kind == duckdb.StatementType.SELECT for kind in kinds) and not can_change(self._duckdb, query)
-        except duckdb.Error:
-            return True
-
-    def _kinds(self, query: str) -> list[duckdb.StatementType]:
-        return [statement.type for statement in self._duckdb.extract_statements(query)]
-
-    def _check_selects(self, query: str) -> None:
-        """Raise QueryError unless `query` is one statement that only reads."""
-        explained = _EXPLAIN.sub("", query, count=1) if _EXPLAIN.match(query) else query
-        try:
-            kinds = self._kinds(explained)
-        except duckdb.Error as error:
-            raise QueryError(f"DuckDB does not understand the statement: {error}") from error
-        if kinds != [duckdb.StatementType.SELECT]:
-            names = ", ".join(kind.name for kind in kinds) or "nothing"
-            raise QueryError(f"only one SELECT (or EXPLAIN of one) may be asked here, not {names}")
-        if can_change(self._duckdb, explained):
-            raise QueryError(
-                "only a SELECT that changes nothing may be asked here: this one may write or set something"
-            )
 
 
 class _Closed(Connection):

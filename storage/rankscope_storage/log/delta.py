@@ -108,8 +108,8 @@ class Log:
             ) from error
         except (DeltaError, OSError) as error:
             raise translated(error, root) from error
+        _check_schema_version(table, root)
         log = cls(root, table, sync, base)
-        log._check_schema_version()
         if version is None:
             log._check_newest_entry()
         return log
@@ -307,12 +307,13 @@ class Log:
         if newest is not None and is_cut(newest.text):
             raise torn(self.root, "it has fewer lines than it says")
 
-    def _check_schema_version(self) -> None:
-        configuration = self._table.metadata().configuration
-        if _VERSION_PROPERTY not in configuration:
-            raise NotAStoreError(f"{self.root} is a Delta table, but not a Rankscope store: choose another folder")
-        found = int(configuration[_VERSION_PROPERTY])
-        if found > SCHEMA_VERSION:
-            raise SchemaVersionError(
-                f"{self.root} has schema version {found}, and this Rankscope knows up to {SCHEMA_VERSION}: upgrade it"
-            )
+
+def _check_schema_version(table: DeltaTable, root: Path) -> None:
+    configuration = table.metadata().configuration
+    if _VERSION_PROPERTY not in configuration:
+        raise NotAStoreError(f"{root} is a Delta table, but not a Rankscope store: choose another folder")
+    found = int(configuration[_VERSION_PROPERTY])
+    if found > SCHEMA_VERSION:
+        raise SchemaVersionError(
+            f"{root} has schema version {found}, and this Rankscope knows up to {SCHEMA_VERSION}: upgrade it"
+        )

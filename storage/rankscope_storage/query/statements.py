@@ -17,6 +17,7 @@ from typing import Final
 import duckdb
 
 from rankscope_contract.records import DATASETS
+from rankscope_storage.base.errors import QueryError
 from rankscope_storage.sql.views import view_statements
 
 _CREATES: Final = re.compile(r"CREATE OR REPLACE (?:VIEW|MACRO) (\w+)")
@@ -25,6 +26,7 @@ _ALL: Final = re.compile(
     r"^\s*desc\b|\b(?:show|describe|information_schema|query|query_table|sqlite_\w+|duckdb_\w+|pg_\w+)\b|;\s*\S"
 )
 """What can see a view without naming it; or a second statement, which must not find the first one half done."""
+_EXPLAIN: Final = re.compile(r"\s*explain(\s+analyze)?\s", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +86,30 @@ def can_change(cursor: duckdb.DuckDBPyConnection, query: str) -> bool:
     [(tree,)] = cursor.execute("SELECT json_serialize_sql(?)", [query]).fetchall()
     nodes = frozenset(_NODE.findall(tree))
     return not nodes or not nodes <= _READING
+
+
+def only_selects(cursor: duckdb.DuckDBPyConnection, query: str) -> bool:
+    """Return whether `query` leaves DuckDB as it is; a statement that DuckDB cannot parse changes nothing."""
+    try:
+        kinds = _kinds(cursor, query)
+        return all(kind == duckdb.StatementType.SELECT for kind in kinds) and not can_change(cursor, query)
+    except duckdb.Error:
+        return True
+
+
+def check_selects(cursor: duckdb.DuckDBPyConnection, query: str) -> None:
+    """Raise QueryError unless `query` is one statement that only reads."""
+    explained = _EXPLAIN.sub("", query, count=1) if _EXPLAIN.match(query) else query
+    try:
+        kinds = _kinds(cursor, explained)
+    except duckdb.Error as error:
+        raise QueryError(f"DuckDB does not understand the statement: {error}") from error
+    if kinds != [duckdb.StatementType.SELECT]:
+        names = ", ".join(kind.name for kind in kinds) or "nothing"
+        raise QueryError(f"only one SELECT (or EXPLAIN of one) may be asked here, not {names}")
+    if can_change(cursor, explained):
+        raise QueryError("only a SELECT that changes nothing may be asked here: this one may write or set something")
+
+
+def _kinds(cursor: duckdb.DuckDBPyConnection, query: str) -> list[duckdb.StatementType]:
+    return [statement.type for statement in cursor.extract_statements(query)]
