@@ -74,7 +74,7 @@ def test_a_child_that_is_forked_while_training_ends_holds_nothing_either(tmp_pat
         def fork(_seconds):
             child = os.fork()
             if child == 0:
-                os.write(1, b"held\\n" if channel.keeper.folder else b"let go\\n")
+                os.write(1, b"held\\n" if channel.persistence.folder else b"let go\\n")
                 os._exit(0)
             os.waitpid(child, 0)
             return 0

@@ -18,7 +18,7 @@ async def test_it_ends_by_itself_and_says_that_nobody_rang():
 
 async def test_who_waits_hears_at_once():
     alarm = WakeUp()
-    asyncio.get_running_loop().call_later(0.01, alarm.ring)
+    asyncio.get_running_loop().call_later(0.01, alarm.set)
 
     assert await alarm.wait(60.0)
 
