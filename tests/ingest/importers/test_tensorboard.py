@@ -293,7 +293,7 @@ def test_links_out_of_the_folder_are_not_followed(desk, bring):
 def test_without_the_extra_the_fix_is_named(desk, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "google_crc32c", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "google_crc32c" else True)
-    with pytest.raises(IngestError, match=r"pip install 'rankscope\[tensorboard\]'"):
+    with pytest.raises(IngestError, match="pip install protobuf google-crc32c"):
         list(TensorBoard().read(desk.write(NAME, file_of()), Faults()))
 
 
