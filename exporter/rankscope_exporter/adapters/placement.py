@@ -21,7 +21,7 @@ _WORTH_SHORTENING: Final = 3  # two ranks are a list
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What `placement` and `shard_group` of a row say."""
+    """Values of the columns `placement` and `shard_group` of a row."""
 
     placement: str
     shard_group: str | None = None
@@ -29,7 +29,7 @@ class Layout:
 
 
 def layout_of(tensor: torch.Tensor, otherwise: Layout) -> Layout:
-    """Return how a DTensor lies on its mesh, and `otherwise` of any other tensor."""
+    """Return the layout of a DTensor on its mesh, and `otherwise` for any other tensor."""
     mesh: Any = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return otherwise
@@ -68,7 +68,7 @@ def replicas_of(tensor: torch.Tensor) -> Sequence[int]:
 
 
 def sharded_over(group: dist.ProcessGroup | None, otherwise: Layout) -> Layout:
-    """Return the layout of what the ranks of `group` hold in parts; alone, a rank holds it as `otherwise` says."""
+    """Return the layout of a tensor that is sharded over `group`; `otherwise` for a group of one rank."""
     ranks = dist.get_process_group_ranks(group)
     return Layout("shard", ranks_text(ranks)) if len(ranks) > 1 else otherwise
 
@@ -82,7 +82,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _is_part(placement: Any) -> bool:
-    """Return whether it shards; strided shards, of two kinds of sharding at once, do not call themselves so."""
+    """Return whether the placement shards. `is_shard` is false for strided shards, which combine two kinds of sharding."""
     return not placement.is_replicate() and not placement.is_partial()
 
 
@@ -95,11 +95,11 @@ def _ranks_along(mesh: Any, dims: Sequence[int]) -> list[int]:
 
 
 class Gathered:
-    """Stands before `Framework` among the bases."""
+    """Traits of both FSDP adapters: a mixin that comes before `Framework` among the bases."""
 
     @property
     def replicated(self) -> bool:
-        """Return True: what is too small to be sharded, or ignored, is the same everywhere."""
+        """Return True: a parameter that is ignored, or too small to be sharded, is equal on all ranks."""
         return True
 
     @property
@@ -109,7 +109,7 @@ class Gathered:
 
     @property
     def reduces_each_micro_batch(self) -> bool | None:
-        """Return None: it does unless the loop holds gradients back."""
+        """Return None: each micro-batch is reduced unless the training loop delays the reduction."""
         return None
 
     @property
@@ -119,7 +119,7 @@ class Gathered:
 
 
 def placement_of(tensor: torch.Tensor) -> str:
-    """Return how an activation lies on the ranks: each has its own batch, unless it is a distributed tensor."""
+    """Return the placement of an activation: `full`, as each rank has its own batch, except for a DTensor."""
     placements = getattr(tensor, "placements", None)
     if placements is None:
         return "full"
