@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[1]
-BASE: Final = "25343095c7c20a791e714d85fb3ff928a42419b1"
+BASE: Final = "61375647f282c07628763e0ba4ea921570e3803b"
 SUBJECT: Final = re.compile(r"[a-z][a-z0-9_./-]*(?:, [a-z][a-z0-9_./-]*)*: [a-z0-9`\"].*[^.]")
 MAX_CHARACTERS: Final = 72
 
