@@ -82,7 +82,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _is_part(placement: Any) -> bool:
-    """Return whether the placement shards. `is_shard` is false for strided shards, which combine two kinds of sharding."""
+    """Return whether the placement shards. `is_shard` is false for strided shards (two kinds of sharding together)."""
     return not placement.is_replicate() and not placement.is_partial()
 
 
