@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from types import ModuleType
-
 import pytest
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def check() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_commits", ROOT / "docs" / "check_commits.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def check(load_script):
+    return load_script("check_commits")
 
 
 @pytest.mark.parametrize(

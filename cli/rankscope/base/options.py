@@ -12,7 +12,9 @@ from rankscope.base.errors import USAGE, CommandError
 
 def store_folder(text: str) -> Path:
     """Return the folder of a store option. Raises CommandError for a URL: a store is a local folder."""
-    if "://" in text:
+    from rankscope_storage.base.errors import is_url
+
+    if is_url(text):
         raise CommandError(f"--store {text}: a store is a local folder, not a URL; name a folder", code=USAGE)
     return Path(text)
 

@@ -50,7 +50,9 @@ def service(environment: Environment, url: str, token: str | None) -> Iterator[C
 
 def store(environment: Environment, path: str) -> Iterator[CheckResult]:
     """Yield the checks of the store: it can be opened and written, and its disk has free space."""
-    if "://" in path:
+    from rankscope_storage.base.errors import is_url
+
+    if is_url(path):
         yield fail(STORE, f"{path} is a URL; a store is a local folder", "name a folder with --store or [store] path")
         return
     folder = Path(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -39,9 +40,9 @@ def run_lines(rows: pa.Table, width: int | None = None) -> Iterator[str]:
 
 def terminal_width() -> int | None:
     """Return the width of the terminal, of COLUMNS if it is set, or None for a pipe or a file."""
-    if sys.stdout.isatty():
-        return os.get_terminal_size(sys.stdout.fileno()).columns if "COLUMNS" not in os.environ else _columns()
-    return _columns()
+    if sys.stdout.isatty() or os.environ.get("COLUMNS"):
+        return shutil.get_terminal_size().columns
+    return None
 
 
 def shortened(text: str, most: int) -> str:
@@ -50,11 +51,6 @@ def shortened(text: str, most: int) -> str:
         return text
     head = (most - 1) // 2
     return f"{text[:head]}…{text[len(text) - (most - 1 - head) :]}"
-
-
-def _columns() -> int | None:
-    value = os.environ.get("COLUMNS", "")
-    return int(value) if value.isdecimal() and int(value) else None
 
 
 def _width(names: Sequence[str], cells: Sequence[Mapping[str, str]]) -> int:

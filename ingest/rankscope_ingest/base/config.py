@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, fi
 from rankscope_contract.channel import DEFAULT_MAX_BYTES
 from rankscope_contract.web_config import WebConfig, WebConfigError
 from rankscope_ingest.base.tls import read_service_web_config
+from rankscope_storage.base.errors import is_url
 from rankscope_storage.maintenance.retention_policy import Retention
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -142,7 +143,7 @@ def _unmapped(network: Network) -> Network:
 
 
 def _local(path: str) -> str:
-    if "://" in path:
+    if is_url(path):
         raise ValueError("a store is a local folder, not a URL; name a folder")
     return path
 

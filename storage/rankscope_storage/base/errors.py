@@ -62,9 +62,14 @@ class ExportError(StoreError):
     """A run cannot be written in the format, or to the place, that was asked for."""
 
 
+def is_url(path: str | Path) -> bool:
+    """Return whether `path` begins as a URL does, such as s3://bucket/store."""
+    return _URL.match(str(path)) is not None
+
+
 def local_folder(path: str | Path) -> Path:
-    """Return `path` as an absolute path. Raises NotAStoreError for a URL, such as s3://bucket/store."""
-    if _URL.match(str(path)):
+    """Return `path` as an absolute path. Raises NotAStoreError for a URL."""
+    if is_url(path):
         raise NotAStoreError(
             f"{path} is a URL: a store is a local folder; name one, such as /data/history (a mounted bucket works)"
         )
