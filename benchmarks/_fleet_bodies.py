@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from _noise import plan_of
 
-from rankscope_contract.records import WIRE_COUNT_OPS, WIRE_VALUE_OPS
+from rankscope_contract.model.schema import WIRE_COUNT_OPS, WIRE_VALUE_OPS
 from rankscope_exporter.records.step_record import Scalar, Statistics, StepRecord
 from rankscope_exporter.serving.wire_encoder import encode
 

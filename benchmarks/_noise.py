@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 
-from rankscope_contract.records import Plan, PlanEntry
+from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_exporter.records.step_record import NamedPlan, Statistics, StepRecord
 
 STATISTICS = 8

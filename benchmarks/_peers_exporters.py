@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from _noise import six_statistics
 
-from rankscope_contract.identity import Identity
+from rankscope_contract.model.identity import Identity
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.serving.rank_server import RankServer
 

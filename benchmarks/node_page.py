@@ -13,8 +13,8 @@ from _noise import records
 from _rows import Row, cpu_seconds, print_rows
 from prometheus_client.parser import text_string_to_metric_families
 
-from rankscope_contract.identity import Identity
-from rankscope_contract.kinds import JUDGED_OPS
+from rankscope_contract.model.identity import Identity
+from rankscope_contract.model.kinds import JUDGED_OPS
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.serving.exposition import ExporterStats, Exposition
 from rankscope_exporter.serving.latest_values import LatestValues

@@ -6,9 +6,9 @@ from _noise import records
 from _rows import Row, cpu_seconds, print_rows
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-from rankscope_contract.identity import Identity
-from rankscope_contract.kinds import JUDGED_OPS
-from rankscope_contract.metrics import TENSOR_BASELINE, TENSOR_VALUE
+from rankscope_contract.metrics.catalogue import TENSOR_BASELINE, TENSOR_VALUE
+from rankscope_contract.model.identity import Identity
+from rankscope_contract.model.kinds import JUDGED_OPS
 from rankscope_exporter.serving.exposition import ExporterStats, Exposition
 from rankscope_exporter.serving.latest_values import LatestValues
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from _noise import records
 from _rows import Row, print_rows
 
-from rankscope_contract.channel import Registration
+from rankscope_contract.protocol.channel import Registration
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.serving.spool import Spool, needed_plans, schema_message

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from _rows import Row, cpu_seconds, print_rows
 
-from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
-from rankscope_contract.records import PlanEntry
+from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector

@@ -22,8 +22,9 @@ from pydantic_core import PydanticUndefined
 from typer.models import ArgumentInfo
 
 from rankscope.commands import subcommands
-from rankscope_contract import metrics, records
-from rankscope_contract.fields import Field, FieldType, ListOf, StructOf
+from rankscope_contract.metrics import catalogue
+from rankscope_contract.model import schema
+from rankscope_contract.model.fields import Field, FieldType, ListOf, StructOf
 from rankscope_contract.rules import rule_classes
 from rankscope_exporter import CaptureConfig, MonitorConfig
 from rankscope_exporter.config.sections import TABLES
@@ -59,7 +60,7 @@ def metric_table(page: str) -> str:
             spec.help,
             f"`{spec.stored_as}`" if spec.stored_as else "live only",
         )
-        for spec in metrics.CATALOG.values()
+        for spec in catalogue.CATALOG.values()
         if spec.page == page
     )
     return table(("metric", "type", "labels", "meaning", "in the store"), rows)
@@ -67,16 +68,16 @@ def metric_table(page: str) -> str:
 
 def dataset_tables() -> str:
     """Return one table of columns per dataset, without the columns that all share."""
-    parts = [f"### Columns of every dataset\n\n{_field_table(records.COMMON_FIELDS)}"]
-    for name, columns in records.DATASETS.items():
-        own = [column for column in columns if column not in records.COMMON_FIELDS]
+    parts = [f"### Columns of every dataset\n\n{_field_table(schema.COMMON_FIELDS)}"]
+    for name, columns in schema.DATASETS.items():
+        own = [column for column in columns if column not in schema.COMMON_FIELDS]
         parts.append(f"### `{name}`\n\n{_field_table(own)}")
     return "\n\n".join(parts)
 
 
 def wire_table() -> str:
     """Return the fields of one record on the wire."""
-    return _field_table(records.WIRE_FIELDS)
+    return _field_table(schema.WIRE_FIELDS)
 
 
 def rule_table() -> str:
@@ -187,7 +188,7 @@ def _parameter(name: str, hint: Any, default: Any) -> tuple[str, str]:
     return spelling, (info.help or "") + (f" ({', '.join(words)})" if words else "")
 
 
-def _labels(spec: metrics.MetricSpec) -> str:
+def _labels(spec: catalogue.MetricSpec) -> str:
     return ", ".join(f"`{label}`" for label in spec.all_labels)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
-from rankscope_contract.events import Severity
+from rankscope_contract.model.events import Severity
 from rankscope_dashboards.alerts.alert import RUNBOOKS
 from rankscope_dashboards.alerts.groups import DEFAULT_RULES, alert_groups, rule_file
 from rankscope_dashboards.boards import boards

@@ -17,7 +17,7 @@ import pytest
 from tests.programs import OF_COMMANDS, server_of
 
 from rankscope import __main__
-from rankscope_contract.records import DATASETS
+from rankscope_contract.model.schema import DATASETS
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema
 

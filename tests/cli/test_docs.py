@@ -11,8 +11,8 @@ import pytest
 
 from rankscope.commands import subcommands
 from rankscope.demo.report import STATEMENTS
-from rankscope_contract.metrics import CATALOG
-from rankscope_contract.records import DATASETS
+from rankscope_contract.metrics.catalogue import CATALOG
+from rankscope_contract.model.schema import DATASETS
 from rankscope_storage.connection import connect
 
 ROOT = Path(__file__).parents[2]

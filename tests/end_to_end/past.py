@@ -14,9 +14,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from rankscope_contract.metric_spec import MetricSpec
-from rankscope_contract.metrics import CATALOG
-from rankscope_contract.records import canonical_labels
+from rankscope_contract.metrics.catalogue import CATALOG
+from rankscope_contract.metrics.spec import MetricSpec
+from rankscope_contract.model.schema import canonical_labels
 from rankscope_dashboards.generate import generated_files
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rankscope_contract.tls import client_context
+from rankscope_contract.security.tls import client_context
 from rankscope_dashboards.deploy.prometheus import PrometheusSettings, Tls, prometheus_config
 from rankscope_storage.connection import connect
 

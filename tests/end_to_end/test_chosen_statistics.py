@@ -7,7 +7,7 @@ from tests.end_to_end.stored_rows import tables_of
 from tests.exporter.conftest import Reader, wait_until
 from torch import nn
 
-from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_exporter import Monitor, MonitorConfig
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rankscope_contract.records import TENSOR_ROW_KEY
+from rankscope_contract.model.schema import TENSOR_ROW_KEY
 from rankscope_storage.connection import connect
 
 STEPS = 40

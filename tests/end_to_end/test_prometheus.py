@@ -19,7 +19,7 @@ import pytest
 import yaml
 from tests.programs import start_script
 
-from rankscope_contract.metrics import TOKENS
+from rankscope_contract.metrics.catalogue import TOKENS
 from rankscope_dashboards.alerts.groups import alert_groups
 from rankscope_dashboards.boards.elements.selectors import RANKS, RATE_WINDOW, SERVICE_RANKS, rate
 from rankscope_dashboards.deploy.prometheus import DEFAULT_SERVICE

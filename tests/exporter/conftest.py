@@ -11,9 +11,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from rankscope_contract.channel import PLAN_PATH, RECORDS_PATH, SCHEMA_HEADER
-from rankscope_contract.kinds import COUNT_OPS
-from rankscope_contract.records import NESTED, WIRE_VALUE_OPS, Plan
+from rankscope_contract.model.kinds import COUNT_OPS
+from rankscope_contract.model.schema import NESTED, WIRE_VALUE_OPS, Plan
+from rankscope_contract.protocol.channel import PLAN_PATH, RECORDS_PATH, SCHEMA_HEADER
 from rankscope_exporter import Monitor, MonitorConfig
 
 

@@ -16,9 +16,9 @@ import pyarrow as pa
 import pytest
 from aiohttp import web
 
-from rankscope_contract.channel import ARROW_STREAM, Registration
-from rankscope_contract.fields import arrow_schema
-from rankscope_contract.records import WIRE_FIELDS, WIRE_METADATA, Plan
+from rankscope_contract.model.fields import arrow_schema
+from rankscope_contract.model.schema import WIRE_FIELDS, WIRE_METADATA, Plan
+from rankscope_contract.protocol.channel import ARROW_STREAM, Registration
 from rankscope_ingest.base.config_file import load_config
 from rankscope_ingest.reporting.progress import Progress
 from rankscope_ingest.service.main import run

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from rankscope_contract.tls import client_context, explain_to_client
-from rankscope_contract.web_config import WebConfigError
+from rankscope_contract.security.tls import client_context, explain_to_client
+from rankscope_contract.security.web_config import WebConfigError
 
 TIMEOUT_SECONDS: Final = 3.0
 MAX_BYTES: Final = 32 << 20

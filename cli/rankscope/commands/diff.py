@@ -13,7 +13,7 @@ import typer
 from rankscope.base.errors import USAGE, CommandError
 from rankscope.base.open_store import open_store, resolve_run
 from rankscope.base.options import Store, step_range
-from rankscope_contract.collectives import spans
+from rankscope_contract.diagnostics.collective_format import spans
 
 if TYPE_CHECKING:
     from rankscope_storage.connection import Connection

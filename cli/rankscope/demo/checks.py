@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rankscope.demo.receiver import Alert, Sender
-from rankscope_contract.escaping import sql_identifier
-from rankscope_contract.records import TENSOR_ROW_KEY
+from rankscope_contract.model.schema import TENSOR_ROW_KEY
+from rankscope_contract.security.escaping import sql_identifier
 
 Query = Callable[[str], list[tuple[Any, ...]]]
 """Runs one SQL statement on the store and returns the rows."""

@@ -16,8 +16,8 @@ from rich.text import Text
 
 from rankscope.base.http_client import ClientTls, UnreachableError, get
 from rankscope.output.rows import printable
-from rankscope_contract.channel import RUNS_PATH
-from rankscope_contract.events import RunState
+from rankscope_contract.model.events import RunState
+from rankscope_contract.protocol.channel import RUNS_PATH
 from rankscope_ingest.reporting.progress import RunProgress
 
 TIMEOUT_SECONDS: Final = 2.0

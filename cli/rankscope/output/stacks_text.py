@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rankscope_contract.blame import RankFacts, single_out
-from rankscope_contract.collective_calls import sentences, sites_of
-from rankscope_contract.events import RunState
-from rankscope_contract.stacks import FlightRecord, Frame, StackDump, ThreadStack
-from rankscope_contract.standing import Group, Standing, grouped, is_library, ranks_text
+from rankscope_contract.diagnostics.blame import RankFacts, single_out
+from rankscope_contract.diagnostics.collective_calls import sentences, sites_of
+from rankscope_contract.diagnostics.rank_groups import Group, Standing, grouped, is_library, ranks_text
+from rankscope_contract.diagnostics.stacks import FlightRecord, Frame, StackDump, ThreadStack
+from rankscope_contract.model.events import RunState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Final
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from rankscope.base.errors import USAGE, CommandError
-from rankscope_contract.events import Severity
+from rankscope_contract.model.events import Severity
 from rankscope_dashboards.deploy.alertmanager import Mail, Receiver, Webhook
 
 ADDRESS_FORMS: Final = (

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from rankscope.up.state_dir import StateDir
-from rankscope_contract.channel import HEALTH_PATH
+from rankscope_contract.protocol.channel import HEALTH_PATH
 from rankscope_dashboards.alerts.groups import DEFAULT_RULES, rule_file
 from rankscope_dashboards.deploy.alertmanager import AlertmanagerSettings, Receiver, alertmanager_config
 from rankscope_dashboards.deploy.prometheus import RULE_FILE, PrometheusSettings, Tls, duration, prometheus_config

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from functools import singledispatch
 from typing import Final
 
-from rankscope_contract import metrics
-from rankscope_contract.escaping import label_value
-from rankscope_contract.events import Severity
-from rankscope_contract.kinds import VALUE_OPS
+from rankscope_contract.metrics import catalogue
+from rankscope_contract.model.events import Severity
+from rankscope_contract.model.kinds import VALUE_OPS
 from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_contract.security.escaping import label_value
 from rankscope_dashboards.alerts.alert import Alert
 
 WINDOW: Final = "2m"
@@ -35,7 +35,7 @@ MAX_TENSORS: Final = 5
 """Number of tensors that an alert text names."""
 
 _SERIES: Final = "on (run, rank, kind, tensor, op)"
-_SCALARS: Final = (metrics.LOSS, metrics.GRAD_NORM, metrics.LEARNING_RATE, metrics.SCALAR)
+_SCALARS: Final = (catalogue.LOSS, catalogue.GRAD_NORM, catalogue.LEARNING_RATE, catalogue.SCALAR)
 
 # Templates that Prometheus and Grafana both expand. Logged scalars have no labels `kind` and `tensor`.
 _RANK_TEXT: Final = "run {{ $labels.run }} rank {{ $labels.rank }}"
@@ -79,9 +79,9 @@ def rule_disagreement(rule: AnomalyRule) -> Alert:
     contains the last value of each scalar, but the rank's result refers to the scalars of the latest record.
     """
     name, tensors = label_value(rule.name), tensor_expression(rule)
-    firing = f'{metrics.RULE_FIRING.name}{{rule="{name}", kind!=""}} == 1'
+    firing = f'{catalogue.RULE_FIRING.name}{{rule="{name}", kind!=""}} == 1'
     # If `/metrics` omits tensors because of the series limit, PromQL cannot see everything that the rank evaluated.
-    omitted = f'{metrics.DROPPED.name}{{reason=~"series_.+"}} > 0'
+    omitted = f'{catalogue.DROPPED.name}{{reason=~"series_.+"}} > 0'
     only_promql = f"group by {_BY_KIND} (\n{tensors}\n)\n  unless on {_BY_KIND}\n{firing}"
     only_rank = (
         f"group by {_BY_KIND} ({firing})\n  unless on {_BY_KIND}\n(\n{tensors}\n)\n  unless on (run, rank)\n{omitted}"
@@ -121,7 +121,7 @@ def rule_promql(rule: AnomalyRule) -> RulePromql:
 @rule_promql.register
 def _(rule: AnomalyTurbulence) -> RulePromql:
     series = _selector(rule, rule.ops)
-    value, baseline = f"abs({metrics.TENSOR_VALUE.name}{series})", f"{metrics.TENSOR_BASELINE.name}{series}"
+    value, baseline = f"abs({catalogue.TENSOR_VALUE.name}{series})", f"{catalogue.TENSOR_BASELINE.name}{series}"
     factor = f"on (run, rank) group_left () (1 + {_threshold(rule)})"
     high = f"{value} > {_SERIES} ({baseline} * {factor})"
     low = f"{value} < {_SERIES} ({baseline} / {factor})"
@@ -130,10 +130,10 @@ def _(rule: AnomalyTurbulence) -> RulePromql:
 
 @rule_promql.register
 def _(rule: AnomalyNan) -> RulePromql:
-    tensors = [f"{metrics.TENSOR_VALUE.name}{_selector(rule, ('nans', *(('infs',) if rule.infs else ())))} > 0"]
+    tensors = [f"{catalogue.TENSOR_VALUE.name}{_selector(rule, ('nans', *(('infs',) if rule.infs else ())))} > 0"]
     if rule.threshold is not None:
         values = _selector(rule, VALUE_OPS)
-        tensors.append(f"abs({metrics.TENSOR_VALUE.name}{values}) > on (run, rank) group_left () {_threshold(rule)}")
+        tensors.append(f"abs({catalogue.TENSOR_VALUE.name}{values}) > on (run, rank) group_left () {_threshold(rule)}")
     return RulePromql(tensors, [part for scalar in _SCALARS for part in _nonfinite(rule, scalar.name)])
 
 
@@ -174,7 +174,7 @@ def _counting_alert(rule: AnomalyRule, window: str) -> Alert:
     the second expression covers counters that are new within `window`.
     """
     by, counts = "sum by (run, rank, kind)", []
-    for metric in (metrics.ANOMALY_EVENTS, metrics.ANOMALIES_INGESTED):
+    for metric in (catalogue.ANOMALY_EVENTS, catalogue.ANOMALIES_INGESTED):
         counter = f'{metric.name}{{rule="{label_value(rule.name)}"}}'
         counts.append(f"{by} (increase({counter}[{window}])) > 0")
         counts.append(f"{by} ({counter} unless {counter} offset {window}) > 0")
@@ -206,7 +206,7 @@ def _selector(rule: AnomalyRule, ops: Sequence[str]) -> str:
 
 
 def _threshold(rule: AnomalyRule) -> str:
-    return f'{metrics.RULE_THRESHOLD.name}{{rule="{label_value(rule.name)}"}}'
+    return f'{catalogue.RULE_THRESHOLD.name}{{rule="{label_value(rule.name)}"}}'
 
 
 # Templates that query Prometheus while it evaluates the alert. If a query returns nothing, for example because the rank
@@ -217,7 +217,7 @@ def _threshold(rule: AnomalyRule) -> str:
 def _latest_step() -> str:
     """Return a template for the rank's latest step. The counters do not contain the step of a firing."""
     text = ' The rank is at step {{ . | first | value | printf "%.0f" }}.'
-    return _with_query(_series_format(metrics.STEP, _RANK_LABELS), _RANK_LABELS, text)
+    return _with_query(_series_format(catalogue.STEP, _RANK_LABELS), _RANK_LABELS, text)
 
 
 def _fired_tensors(rule: str, window: str) -> str:
@@ -226,14 +226,14 @@ def _fired_tensors(rule: str, window: str) -> str:
     The counter of a tensor appears at its first firing, so `increase` alone would miss this firing.
     """
     fixed = f'rule="{label_value(rule)}", '.replace("%", "%%")
-    series = _series_format(metrics.TENSOR_ANOMALY_EVENTS, _KIND_LABELS, fixed)
+    series = _series_format(catalogue.TENSOR_ANOMALY_EVENTS, _KIND_LABELS, fixed)
     new = f"{series} unless {series} offset {window}"
     query = f"topk({MAX_TENSORS}, increase({series}[{window}]) > 0 or ({new}))"
     names = "{{ range $at, $one := . }}{{ if $at }},{{ end }} {{ .Labels.tensor }} ({{ .Labels.op }}){{ end }}"
     return _with_query(query, _KIND_LABELS * 3, f" Tensors:{names}.")
 
 
-def _series_format(metric: metrics.MetricSpec, labels: tuple[str, ...], fixed: str = "") -> str:
+def _series_format(metric: catalogue.MetricSpec, labels: tuple[str, ...], fixed: str = "") -> str:
     """Return a selector as a printf format with %q for the value of each label; %q quotes strings as PromQL does."""
     return f"{metric.name}{{{fixed}{', '.join(f'{name}=%q' for name in labels)}}}"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from rankscope_contract import hardware_metrics
-from rankscope_contract.events import Severity
+from rankscope_contract.metrics import hardware
+from rankscope_contract.model.events import Severity
 from rankscope_dashboards.alerts.alert import Alert
 
 WINDOW: Final = "10m"
@@ -27,7 +27,7 @@ def hardware_alerts() -> tuple[Alert, ...]:
 def _xid() -> Alert:
     return Alert(
         name="GpuXid",
-        expression=_new(hardware_metrics.GPU_XID_ERRORS.name),
+        expression=_new(hardware.GPU_XID_ERRORS.name),
         summary=f"critical driver error (XID) on {_GPU_TEXT}",
         description="The event of type `xid` in the store contains the XID number and its meaning.",
         severity=Severity.CRITICAL,
@@ -39,7 +39,7 @@ def _xid() -> Alert:
 def _uncorrected() -> Alert:
     return Alert(
         name="GpuEccUncorrected",
-        expression=_new(f'{hardware_metrics.GPU_ECC_ERRORS.name}{{type="uncorrected"}}'),
+        expression=_new(f'{hardware.GPU_ECC_ERRORS.name}{{type="uncorrected"}}'),
         summary=f"uncorrectable memory error on {_GPU_TEXT}",
         description="A value that training uses may be wrong, or the driver killed the process that used the memory.",
         severity=Severity.CRITICAL,
@@ -49,7 +49,7 @@ def _uncorrected() -> Alert:
 
 
 def _throttled() -> Alert:
-    series = f'{hardware_metrics.GPU_THROTTLED.name}{{reason=~"{"|".join(BAD_REASONS)}"}}'
+    series = f'{hardware.GPU_THROTTLED.name}{{reason=~"{"|".join(BAD_REASONS)}"}}'
     return Alert(
         name="GpuThrottled",
         expression=f"max by (run, rank, gpu) ({series}) == 1",

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from rankscope_contract import metrics
-from rankscope_contract.events import RunState, Severity
+from rankscope_contract.metrics import catalogue
+from rankscope_contract.model.events import RunState, Severity
 from rankscope_dashboards.alerts.alert import Alert
 from rankscope_dashboards.deploy.prometheus import SERVICE_JOB
 
@@ -53,7 +53,7 @@ def _run_stalled() -> Alert:
 def _rank_gone() -> Alert:
     return Alert(
         name="RankGone",
-        expression=f"max by (run, rank) ({metrics.RANK_VANISHED.name}) == 1",
+        expression=f"max by (run, rank) ({catalogue.RANK_VANISHED.name}) == 1",
         summary="rank {{ $labels.rank }} of run {{ $labels.run }} stopped responding and sent no exit event",
         description="The service receives no heartbeat and no response from the rank. Likely causes: process killed, "
         'out of memory, host down, network down. The run has the state "failed" until the rank responds again.',
@@ -64,7 +64,7 @@ def _rank_gone() -> Alert:
 
 
 def _ingest_losing() -> Alert:
-    counter = metrics.LOST_RECORDS.name
+    counter = catalogue.LOST_RECORDS.name
     return Alert(
         name="IngestLosing",
         # `increase` alone would miss the loss if the first sample of the run's counter is above zero.
@@ -96,4 +96,4 @@ def _service_down() -> Alert:
 
 
 def _in_state(state: RunState) -> str:
-    return f'max by (run) ({metrics.RUN_STATE.name}{{state="{state}"}}) == 1'
+    return f'max by (run) ({catalogue.RUN_STATE.name}{{state="{state}"}}) == 1'

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from rankscope_contract import metrics
-from rankscope_contract.events import REPLICA_DESYNC, Severity
+from rankscope_contract.metrics import catalogue
+from rankscope_contract.model.events import REPLICA_DESYNC, Severity
 from rankscope_dashboards.alerts.alert import Alert
 
 WINDOW: Final = "2m"
@@ -30,7 +30,7 @@ def replica_alerts() -> tuple[Alert, ...]:
 
 def divergence_expression() -> str:
     """Return PromQL with one sample for each replica group whose ranks export different hashes of the same step."""
-    value, step = metrics.REPLICA_HASH.name, metrics.REPLICA_HASH_STEP.name
+    value, step = catalogue.REPLICA_HASH.name, catalogue.REPLICA_HASH_STEP.name
     return (
         f"group by {_GROUP} (\n"
         f"  max by {_GROUP} ({value}) != min by {_GROUP} ({value})\n"
@@ -53,7 +53,7 @@ def _comparison_alert() -> Alert:
 
 
 def _counting_alert() -> Alert:
-    counter = f'{metrics.ANOMALIES_INGESTED.name}{{rule="{REPLICA_DESYNC}"}}'
+    counter = f'{catalogue.ANOMALIES_INGESTED.name}{{rule="{REPLICA_DESYNC}"}}'
     by = "sum by (run, rank, kind)"
     return Alert(
         name=f"{REPLICA_DESYNC}Events",

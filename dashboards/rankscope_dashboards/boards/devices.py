@@ -6,8 +6,8 @@ from typing import Final
 
 from grafana_foundation_sdk.builders import dashboard as builders
 
-from rankscope_contract import hardware_metrics, metrics
-from rankscope_contract.metric_spec import MetricSpec
+from rankscope_contract.metrics import catalogue, hardware
+from rankscope_contract.metrics.spec import MetricSpec
 from rankscope_dashboards.boards.elements.board import Section, SizedPanel, make_board
 from rankscope_dashboards.boards.elements.panels import (
     PanelBuilder,
@@ -61,7 +61,7 @@ def _mfu() -> PanelBuilder:
         "loader.",
         maximum=None,
     )
-    return time_series_panel(text, *_by_method(hardware_metrics.MFU))
+    return time_series_panel(text, *_by_method(hardware.MFU))
 
 
 def _tflops() -> PanelBuilder:
@@ -73,7 +73,7 @@ def _tflops() -> PanelBuilder:
         unit="suffix: TFLOP/s",
         minimum=0,
     )
-    return time_series_panel(text, *_by_method(hardware_metrics.TFLOPS_PER_GPU))
+    return time_series_panel(text, *_by_method(hardware.TFLOPS_PER_GPU))
 
 
 def _tokens() -> PanelBuilder:
@@ -84,7 +84,7 @@ def _tokens() -> PanelBuilder:
         unit="suffix: tok/s",
         minimum=0,
     )
-    return time_series_panel(text, *over_ranks(rate(metrics.TOKENS), "avg", "min"))
+    return time_series_panel(text, *over_ranks(rate(catalogue.TOKENS), "avg", "min"))
 
 
 def _utilization() -> PanelBuilder:
@@ -93,7 +93,7 @@ def _utilization() -> PanelBuilder:
         "Fraction of the time in which any kernel ran. At 100 % a kernel can still be slow, or wait for another rank. "
         "Low on all ranks: check the data loader and the host CPU. Low on one rank: check its host.",
     )
-    return time_series_panel(text, *over_ranks(f"({hardware_metrics.GPU_UTILIZATION.name}{RANKS})", "avg", "min"))
+    return time_series_panel(text, *over_ranks(f"({hardware.GPU_UTILIZATION.name}{RANKS})", "avg", "min"))
 
 
 def _power() -> PanelBuilder:
@@ -104,8 +104,8 @@ def _power() -> PanelBuilder:
         unit="watt",
         minimum=0,
     )
-    limit = Query(f"min by (run) ({hardware_metrics.GPU_POWER_LIMIT_WATTS.name}{RANKS})", "{{run}} limit")
-    power = f"({hardware_metrics.GPU_POWER_WATTS.name}{RANKS})"
+    limit = Query(f"min by (run) ({hardware.GPU_POWER_LIMIT_WATTS.name}{RANKS})", "{{run}} limit")
+    power = f"({hardware.GPU_POWER_WATTS.name}{RANKS})"
     return time_series_panel(text, *over_ranks(power, "avg", "min"), limit)
 
 
@@ -116,7 +116,7 @@ def _temperature() -> PanelBuilder:
         "is hotter than its neighbours, check its fan, heat sink and position in the rack.",
         unit="celsius",
     )
-    query = f"max by (run, sensor) ({hardware_metrics.GPU_TEMPERATURE_CELSIUS.name}{RANKS})"
+    query = f"max by (run, sensor) ({hardware.GPU_TEMPERATURE_CELSIUS.name}{RANKS})"
     return time_series_panel(text, Query(query, "{{run}} {{sensor}}"))
 
 
@@ -127,8 +127,7 @@ def _clock() -> PanelBuilder:
         "every collective. At full load and the power limit, many GPUs are some percent below 1.",
     )
     clock, limit = (
-        metric.name + ranks('clock="sm"')
-        for metric in (hardware_metrics.GPU_CLOCK_HERTZ, hardware_metrics.GPU_CLOCK_LIMIT_HERTZ)
+        metric.name + ranks('clock="sm"') for metric in (hardware.GPU_CLOCK_HERTZ, hardware.GPU_CLOCK_LIMIT_HERTZ)
     )
     return time_series_panel(text, *over_ranks(f"({clock} / {limit})", "avg", "min"))
 
@@ -142,7 +141,7 @@ def _throttled() -> PanelBuilder:
     )
     # If Prometheus scrapes `/node/metrics` of each host, live and stored samples of a GPU are two series. max() merges
     # them.
-    gpus = f"max by (run, rank, gpu, reason) ({hardware_metrics.GPU_THROTTLED.name}{RANKS})"
+    gpus = f"max by (run, rank, gpu, reason) ({hardware.GPU_THROTTLED.name}{RANKS})"
     query = f"sum by (run, reason) ({gpus}) > 0"
     return time_series_panel(text, Query(query, "{{run}} {{reason}}"))
 
@@ -153,7 +152,7 @@ def _gpu_memory() -> PanelBuilder:
         "Fraction of the device memory that all processes use, mean and highest rank: memory reserved by PyTorch, the "
         "CUDA context, NCCL buffers, and memory of other processes.",
     )
-    used, total = hardware_metrics.GPU_MEMORY_USED_BYTES.name, hardware_metrics.GPU_MEMORY_TOTAL_BYTES.name
+    used, total = hardware.GPU_MEMORY_USED_BYTES.name, hardware.GPU_MEMORY_TOTAL_BYTES.name
     return time_series_panel(text, *over_ranks(f"({used}{RANKS} / {total}{RANKS})", "avg", "max"))
 
 
@@ -165,8 +164,8 @@ def _errors() -> PanelBuilder:
         "number.",
         minimum=0,
     )
-    xid = f"sum by (run, rank) {increase(hardware_metrics.GPU_XID_ERRORS)} > 0"
-    errors = increase(hardware_metrics.GPU_ECC_ERRORS, 'type="uncorrected"')
+    xid = f"sum by (run, rank) {increase(hardware.GPU_XID_ERRORS)} > 0"
+    errors = increase(hardware.GPU_ECC_ERRORS, 'type="uncorrected"')
     ecc = f"sum by (run, rank) {errors} > 0"
     return time_series_panel(
         text,
@@ -182,7 +181,7 @@ def _error_counts() -> PanelBuilder:
         "GPU with a growing number of them is likely to have uncorrectable errors later.",
     )
     columns = {"run": "Run", "rank": "Rank", "gpu": "GPU", "type": "Type"}
-    counts = f"max by ({', '.join(columns)}) ({hardware_metrics.GPU_ECC_ERRORS.name}{RANKS})"
+    counts = f"max by ({', '.join(columns)}) ({hardware.GPU_ECC_ERRORS.name}{RANKS})"
     query = Query(f"topk(20, {counts} > 0)")
     return table_panel(text, query, {**columns, "Value": "Errors"})
 
@@ -196,8 +195,8 @@ def _allocated() -> PanelBuilder:
         unit="bytes",
         minimum=0,
     )
-    held = Query(f"max by (run) ({hardware_metrics.DEVICE_ALLOCATED_BYTES.name}{RANKS})", "{{run}} allocated")
-    kept = Query(f"max by (run) ({hardware_metrics.DEVICE_RESERVED_BYTES.name}{RANKS})", "{{run}} reserved")
+    held = Query(f"max by (run) ({hardware.DEVICE_ALLOCATED_BYTES.name}{RANKS})", "{{run}} allocated")
+    kept = Query(f"max by (run) ({hardware.DEVICE_RESERVED_BYTES.name}{RANKS})", "{{run}} reserved")
     return time_series_panel(text, held, kept)
 
 
@@ -210,8 +209,7 @@ def _retries() -> PanelBuilder:
         minimum=0,
     )
     retries, ooms = (
-        f"sum by (run) {increase(metric)}"
-        for metric in (hardware_metrics.DEVICE_ALLOC_RETRIES, hardware_metrics.DEVICE_OOMS)
+        f"sum by (run) {increase(metric)}" for metric in (hardware.DEVICE_ALLOC_RETRIES, hardware.DEVICE_OOMS)
     )
     return time_series_panel(text, Query(retries, "{{run}} retries"), Query(ooms, "{{run}} out of memory"))
 
@@ -222,7 +220,7 @@ def _host_cpu() -> PanelBuilder:
         "CPU utilisation of the hosts by all processes, mean and highest. At 100 % the data loader and the launching "
         "of kernels delay each other.",
     )
-    return time_series_panel(text, *over_ranks(f"({hardware_metrics.HOST_CPU_UTILIZATION.name}{RANKS})", "avg", "max"))
+    return time_series_panel(text, *over_ranks(f"({hardware.HOST_CPU_UTILIZATION.name}{RANKS})", "avg", "max"))
 
 
 def _host_memory() -> PanelBuilder:
@@ -233,8 +231,8 @@ def _host_memory() -> PanelBuilder:
         unit="bytes",
         minimum=0,
     )
-    left = Query(f"min by (run) ({hardware_metrics.HOST_MEMORY_AVAILABLE_BYTES.name}{RANKS})", "{{run}} available")
-    held = Query(f"max by (run) ({hardware_metrics.RESIDENT_BYTES.name}{RANKS})", "{{run}} largest rank")
+    left = Query(f"min by (run) ({hardware.HOST_MEMORY_AVAILABLE_BYTES.name}{RANKS})", "{{run}} available")
+    held = Query(f"max by (run) ({hardware.RESIDENT_BYTES.name}{RANKS})", "{{run}} largest rank")
     return time_series_panel(text, left, held)
 
 
@@ -248,8 +246,7 @@ def _switches() -> PanelBuilder:
         minimum=0,
     )
     switches, faults = (
-        rate(metric)
-        for metric in (hardware_metrics.PROCESS_INVOLUNTARY_SWITCHES, hardware_metrics.PROCESS_MAJOR_FAULTS)
+        rate(metric) for metric in (hardware.PROCESS_INVOLUNTARY_SWITCHES, hardware.PROCESS_MAJOR_FAULTS)
     )
     return time_series_panel(
         text,

@@ -6,8 +6,8 @@ from typing import Final
 
 from grafana_foundation_sdk.builders import dashboard as builders
 
-from rankscope_contract import metrics
-from rankscope_contract.events import RunState
+from rankscope_contract.metrics import catalogue
+from rankscope_contract.model.events import RunState
 from rankscope_dashboards.boards.elements.board import Section, SizedPanel, make_board
 from rankscope_dashboards.boards.elements.panels import (
     ZERO_IS_GOOD,
@@ -86,7 +86,7 @@ def _state() -> PanelBuilder:
     # The state is a label, but a stat panel shows numbers. The query returns the position of the state in STATES; the
     # value mapping replaces the position by the name of the state.
     numbered = " or ".join(
-        f'max by (run) ({metrics.RUN_STATE.name}{{run=~"$run", state="{state}"}} == 1) * {position}'
+        f'max by (run) ({catalogue.RUN_STATE.name}{{run=~"$run", state="{state}"}} == 1) * {position}'
         for position, state in enumerate(STATES)
     )
     texts = {str(position): (state.value, colour) for position, (state, colour) in enumerate(STATES.items())}
@@ -108,7 +108,7 @@ def _progress() -> PanelBuilder:
         "planned steps.",
     )
     return gauge_panel(
-        text, Query(f"max by (run) ({metrics.RUN_PROGRESS.name}{SERVICE_RUNS})", "{{run}}", instant=True)
+        text, Query(f"max by (run) ({catalogue.RUN_PROGRESS.name}{SERVICE_RUNS})", "{{run}}", instant=True)
     )
 
 
@@ -120,7 +120,7 @@ def _time_left() -> PanelBuilder:
         unit="dtdurations",
         decimals=0,
     )
-    return stat_panel(text, Query(f"max by (run) ({metrics.RUN_ETA.name}{SERVICE_RUNS})", "{{run}}", instant=True))
+    return stat_panel(text, Query(f"max by (run) ({catalogue.RUN_ETA.name}{SERVICE_RUNS})", "{{run}}", instant=True))
 
 
 def _ranks_up() -> PanelBuilder:
@@ -130,10 +130,10 @@ def _ranks_up() -> PanelBuilder:
         "count in neither. Fewer than expected: some ranks never registered, ended early, or stopped responding. "
         "`/api/v1/targets` of the service lists them.",
     )
-    done = f'{metrics.RUN_STATE.name}{{run=~"$run", state=~"{RunState.COMPLETED}|{RunState.STOPPED}"}} == 1'
+    done = f'{catalogue.RUN_STATE.name}{{run=~"$run", state=~"{RunState.COMPLETED}|{RunState.STOPPED}"}} == 1'
     up, expected = (
         Query(f"sum(max by (run) ({metric.name}{SERVICE_RUNS}) unless on (run) ({done}))", legend, instant=True)
-        for metric, legend in ((metrics.RANKS_UP, "up"), (metrics.RANKS_EXPECTED, "expected"))
+        for metric, legend in ((catalogue.RANKS_UP, "up"), (catalogue.RANKS_EXPECTED, "expected"))
     )
     return stat_panel(text, up, expected)
 
@@ -156,7 +156,9 @@ def _lost_records() -> PanelBuilder:
         "records of a killed rank.",
         thresholds=ZERO_IS_GOOD,
     )
-    return stat_panel(text, Query(f"sum by (run) ({metrics.LOST_RECORDS.name}{SERVICE_RUNS})", "{{run}}", instant=True))
+    return stat_panel(
+        text, Query(f"sum by (run) ({catalogue.LOST_RECORDS.name}{SERVICE_RUNS})", "{{run}}", instant=True)
+    )
 
 
 def _loss() -> PanelBuilder:
@@ -168,7 +170,7 @@ def _loss() -> PanelBuilder:
         unit="none",
     )
     return time_series_panel(
-        text, *over_ranks(f"({metrics.LOSS.name}{RANKS})", "max", "min", by="run, loss", legend="{{run}} {{loss}}")
+        text, *over_ranks(f"({catalogue.LOSS.name}{RANKS})", "max", "min", by="run, loss", legend="{{run}} {{loss}}")
     )
 
 
@@ -180,7 +182,7 @@ def _grad_norm() -> PanelBuilder:
         "for every model.",
         unit="none",
     )
-    series = f"{metrics.GRAD_NORM.name}{RANKS}"
+    series = f"{catalogue.GRAD_NORM.name}{RANKS}"
     high = Query(f"max by (run) (max_over_time({series}[$__interval]))", "{{run}} highest")
     low = Query(f"min by (run) (min_over_time({series}[$__interval]))", "{{run}} lowest")
     return time_series_panel(text, high, low, logarithmic=True)
@@ -194,7 +196,7 @@ def _learning_rate() -> PanelBuilder:
         unit="sci",
     )
     return time_series_panel(
-        text, Query(f"max by (run, group) ({metrics.LEARNING_RATE.name}{RANKS})", "{{run}} {{group}}")
+        text, Query(f"max by (run, group) ({catalogue.LEARNING_RATE.name}{RANKS})", "{{run}} {{group}}")
     )
 
 
@@ -220,7 +222,7 @@ def _step_time() -> PanelBuilder:
         unit="s",
         minimum=0,
     )
-    return time_series_panel(text, *over_ranks(f"({metrics.STEP_SECONDS.name}{RANKS})", "max", "min"))
+    return time_series_panel(text, *over_ranks(f"({catalogue.STEP_SECONDS.name}{RANKS})", "max", "min"))
 
 
 def _anomalies() -> PanelBuilder:
@@ -243,7 +245,7 @@ def _firing_tensors() -> PanelBuilder:
     )
     labels = {"run": "Run", "rank": "Rank", "rule": "Rule", "kind": "Kind", "tensor": "Tensor", "op": "Statistic"}
     by = ", ".join(labels)
-    query = Query(f"topk(20, sum by ({by}) ({metrics.TENSOR_ANOMALY_EVENTS.name}{RANKS}))")
+    query = Query(f"topk(20, sum by ({by}) ({catalogue.TENSOR_ANOMALY_EVENTS.name}{RANKS}))")
     return table_panel(text, query, {**labels, "Value": "Firings"})
 
 
@@ -255,7 +257,8 @@ def _replica_divergence() -> PanelBuilder:
         "and ranks. From this step on, the ranks train different models.",
     )
     value, step = (
-        f"by (run, replicas) ({metric.name}{ALL_RANKS})" for metric in (metrics.REPLICA_HASH, metrics.REPLICA_HASH_STEP)
+        f"by (run, replicas) ({metric.name}{ALL_RANKS})"
+        for metric in (catalogue.REPLICA_HASH, catalogue.REPLICA_HASH_STEP)
     )
     differs, comparable = f"max {value} != bool min {value}", f"max {step} == bool min {step}"
     return time_series_panel(text, Query(f"sum by (run) (({differs}) * ({comparable}))", "{{run}}"))
@@ -270,7 +273,7 @@ def _lag() -> PanelBuilder:
         minimum=0,
     )
     return time_series_panel(
-        text, Query(f"max by (run) ({metrics.LAG_RECORDS.name}{SERVICE_RANKS})", "{{run}} furthest behind")
+        text, Query(f"max by (run) ({catalogue.LAG_RECORDS.name}{SERVICE_RANKS})", "{{run}} furthest behind")
     )
 
 
@@ -283,7 +286,7 @@ def _since_commit() -> PanelBuilder:
         minimum=0,
     )
     # Use the last value of the past hour: a service that is down exports nothing, and the line must continue to rise.
-    last = f"last_over_time({metrics.LAST_COMMIT.name}[1h])"
+    last = f"last_over_time({catalogue.LAST_COMMIT.name}[1h])"
     return time_series_panel(text, Query(f"time() - max({last} > 0)", "since last commit"))
 
 
@@ -294,7 +297,7 @@ def _overhead() -> PanelBuilder:
         "`max_overhead` limits this value by sampling fewer steps.",
         maximum=None,
     )
-    own = rate(metrics.OVERHEAD_SECONDS, f'thread!~"{ONCE}"')
+    own = rate(catalogue.OVERHEAD_SECONDS, f'thread!~"{ONCE}"')
     share = Query(f"max by (run) (sum by (run, rank) {own})", "{{run}}")
     return time_series_panel(text, share)
 
@@ -306,7 +309,7 @@ def _sampling_interval() -> PanelBuilder:
         "multiply the interval by this factor. Events of type `budget` contain the time and the reason.",
         minimum=0,
     )
-    return time_series_panel(text, Query(f"max by (run) ({metrics.SAMPLING_STRETCH.name}{RANKS})", "{{run}}"))
+    return time_series_panel(text, Query(f"max by (run) ({catalogue.SAMPLING_STRETCH.name}{RANKS})", "{{run}}"))
 
 
 def _firings() -> str:
@@ -315,9 +318,9 @@ def _firings() -> str:
     The rank's own counter is the most recent one while the rank is alive. The service's counter remains after its end.
     The maximum of the two counts each firing once.
     """
-    both = f"{metrics.ANOMALY_EVENTS.name}{RANKS} or {metrics.ANOMALIES_INGESTED.name}{SERVICE_RANKS}"
+    both = f"{catalogue.ANOMALY_EVENTS.name}{RANKS} or {catalogue.ANOMALIES_INGESTED.name}{SERVICE_RANKS}"
     return f"max by (run, rank, rule, kind) ({both})"
 
 
 def _speed(by: str) -> str:
-    return f"sum by ({by}) {rate(metrics.TOKENS)}"
+    return f"sum by ({by}) {rate(catalogue.TOKENS)}"

@@ -9,14 +9,14 @@ from grafana_foundation_sdk.builders import dashboard as builders
 from grafana_foundation_sdk.builders import timeseries
 from grafana_foundation_sdk.models import common
 
-from rankscope_contract.phase_metrics import (
+from rankscope_contract.metrics.timing import (
     PHASE_SECONDS,
     PRE_COLLECTIVE_SECONDS,
     PRE_COLLECTIVE_TOTAL,
     RUN_GOODPUT,
     STEP_PHASE_SECONDS,
 )
-from rankscope_contract.phases import LABEL, Phase
+from rankscope_contract.model.phases import LABEL, Phase
 from rankscope_dashboards.boards.elements.board import Section, SizedPanel, make_board
 from rankscope_dashboards.boards.elements.panels import (
     PanelBuilder,

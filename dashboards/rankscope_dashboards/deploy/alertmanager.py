@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rankscope_contract.escaping import label_value
-from rankscope_contract.events import Severity
+from rankscope_contract.model.events import Severity
 from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_contract.security.escaping import label_value
 from rankscope_dashboards.deploy.prometheus import duration
 
 GROUP_BY: Final = ("run", "rule")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rankscope_contract.channel import REMOTE_READ_PATH, SERVICE_DISCOVERY_PATH
+from rankscope_contract.protocol.channel import REMOTE_READ_PATH, SERVICE_DISCOVERY_PATH
 
 DEFAULT_SERVICE: Final = "127.0.0.1:9470"
 DEFAULT_ALERTMANAGER: Final = "127.0.0.1:9093"

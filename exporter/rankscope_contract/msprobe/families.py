@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from rankscope_contract.kinds import Kind
+from rankscope_contract.model.kinds import Kind
 
 FAMILIES: Final[dict[str, tuple[str, ...]]] = {
     "actv": (Kind.ACT_IN, Kind.ACT_OUT),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Iterable, Sequence
 
-from rankscope_contract.msprobe.layout import parse_folder, parse_time
+from rankscope_contract.msprobe.csv_layout import parse_folder, parse_time
 
 Window = tuple[dt.datetime, dt.datetime]
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from rankscope_contract.events import Severity
+from rankscope_contract.model.events import Severity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

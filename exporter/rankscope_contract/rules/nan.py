@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rankscope_contract.events import Severity
-from rankscope_contract.kinds import VALUE_OPS
+from rankscope_contract.model.events import Severity
+from rankscope_contract.model.kinds import VALUE_OPS
 from rankscope_contract.rules.base import AnomalyRule
 
 _INFINITY = float("inf")

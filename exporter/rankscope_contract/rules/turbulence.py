@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rankscope_contract.kinds import JUDGED_OPS
+from rankscope_contract.model.kinds import JUDGED_OPS
 from rankscope_contract.rules.base import AnomalyRule
 
 

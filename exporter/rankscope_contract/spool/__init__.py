@@ -9,8 +9,8 @@ A file stays readable up to its last whole message, whatever moment its writer w
 """
 
 from rankscope_contract.spool.layout import SpoolError
-from rankscope_contract.spool.locking import FolderLock
+from rankscope_contract.spool.lock import FolderLock
 from rankscope_contract.spool.orphan import Orphan
-from rankscope_contract.spool.reading import SpoolReader, Stretch
+from rankscope_contract.spool.reader import SpoolReader, Stretch
 
 __all__ = ["FolderLock", "Orphan", "SpoolError", "SpoolReader", "Stretch"]

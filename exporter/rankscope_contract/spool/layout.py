@@ -11,7 +11,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from rankscope_contract import SCHEMA_VERSION
-from rankscope_contract.channel import Registration
+from rankscope_contract.protocol.channel import Registration
 
 FORMAT: Final = 1
 IDENTITY_NAME: Final = "identity.json"

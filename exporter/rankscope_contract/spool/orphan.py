@@ -7,10 +7,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Self
 
-from rankscope_contract.channel import NOTHING, Registration
+from rankscope_contract.protocol.channel import NOTHING, Registration
 from rankscope_contract.spool.layout import IDENTITY_NAME, LOCK_NAME, is_ours, read_identity, segments
-from rankscope_contract.spool.locking import FolderLock
-from rankscope_contract.spool.reading import NeededPlans, SpoolReader, Stretch
+from rankscope_contract.spool.lock import FolderLock
+from rankscope_contract.spool.reader import NeededPlans, SpoolReader, Stretch
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from typing import Any, Final, Self
 
 import torch
 
-from rankscope_contract.events import Event, EventType, ExitReason
-from rankscope_contract.phases import WITHIN_A_STEP
-from rankscope_contract.stacks import stacks_text
+from rankscope_contract.diagnostics.stacks import stacks_text
+from rankscope_contract.model.events import Event, EventType, ExitReason
+from rankscope_contract.model.phases import WITHIN_A_STEP
 from rankscope_exporter.adapters import Framework, Stage
 from rankscope_exporter.api.phase import OpenPhases, Phase, opaque
 from rankscope_exporter.api.session import Session

@@ -11,9 +11,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from rankscope_contract.events import Event, EventType, Severity
-from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
-from rankscope_contract.records import WIRE_VALUE_OPS, PlanEntry
+from rankscope_contract.model.events import Event, EventType, Severity
+from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_contract.model.schema import WIRE_VALUE_OPS, PlanEntry
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.api.step_observers import StepObservers
 from rankscope_exporter.base.errors import Guard, fault_text

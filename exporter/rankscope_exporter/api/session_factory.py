@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rankscope_contract.events import Event, EventType, Severity
+from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_exporter.adapters import Framework, Stage, framework_of
 from rankscope_exporter.adapters.monitored_model import Borrowed, MonitoredModel
 from rankscope_exporter.api.session import Session

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from rankscope_contract.events import ExitReason
+from rankscope_contract.model.events import ExitReason
 from rankscope_exporter.api.session import Session
 from rankscope_exporter.base.errors import Guard
 from rankscope_exporter.process import lifecycle

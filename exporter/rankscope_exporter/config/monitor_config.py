@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from rankscope_contract.kinds import Kind
+from rankscope_contract.model.kinds import Kind
 from rankscope_contract.rules import AnomalyRule, rule_from_config
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rankscope_contract.events import ExitReason
+from rankscope_contract.model.events import ExitReason
 from rankscope_exporter.adapters import Framework
 from rankscope_exporter.api.monitor import Monitor
 from rankscope_exporter.api.session_factory import Optimizers

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from rankscope_contract.identity import (
+from rankscope_contract.model.identity import (
     RUN_VARIABLE,
     Identity,
     host_name,

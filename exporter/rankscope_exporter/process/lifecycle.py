@@ -10,7 +10,7 @@ import signal
 import sys
 from typing import Final, Protocol
 
-from rankscope_contract.events import Event, EventType, ExitReason, Severity
+from rankscope_contract.model.events import Event, EventType, ExitReason, Severity
 from rankscope_exporter.model.parameter_names import encodable
 from rankscope_exporter.process import stop_signals
 

@@ -1,4 +1,6 @@
-"""The rules over all series of a rank at once. Equal, bit for bit, to `rankscope_contract.evaluate` series by series.
+"""Evaluate the rules for all series of a rank together.
+
+The result is equal, bit for bit, to `rankscope_contract.rules.reference`, which evaluates one series at a time.
 
 Runs on the publisher thread, with numpy, and holds the only state rules have: one float32 baseline for each series.
 """
@@ -13,11 +15,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rankscope_contract.evaluate import EMA_KEEP, EMA_TAKE, SeriesEvaluator
-from rankscope_contract.events import causal_micro_step, causal_stage
-from rankscope_contract.kinds import CAUSAL_STAGE, COUNT_OPS, JUDGED_OPS, VALUE_OPS
-from rankscope_contract.records import PlanEntry
+from rankscope_contract.model.events import causal_micro_step, causal_stage
+from rankscope_contract.model.kinds import CAUSAL_STAGE, COUNT_OPS, JUDGED_OPS, VALUE_OPS
+from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules import AnomalyRule
+from rankscope_contract.rules.reference import EMA_KEEP, EMA_TAKE, SeriesEvaluator
 from rankscope_exporter.statistics import Finished
 
 _COUNTS_JUDGED: Final = ("nans", "infs")

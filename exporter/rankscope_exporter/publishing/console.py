@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, TextIO
 
-from rankscope_contract.events import Event, causal_key
+from rankscope_contract.model.events import Event, causal_key
 
 MIN_SECONDS_BETWEEN_LINES: Final = 10.0
 FREE_LINES: Final = 3

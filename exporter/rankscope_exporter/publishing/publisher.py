@@ -14,8 +14,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.events import Event, EventType
-from rankscope_contract.records import PlanEntry
+from rankscope_contract.model.events import Event, EventType
+from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.monitored_model import with_chunk_number
 from rankscope_exporter.base.errors import Guard
 from rankscope_exporter.process.threads import OwnThread

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final, Protocol
 import torch
 from torch import nn
 
-from rankscope_contract.records import PlanEntry
+from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.base import GradientSource, Removable, TensorSpec
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.placement import Layout

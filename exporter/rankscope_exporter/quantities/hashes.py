@@ -15,7 +15,7 @@ from typing import ClassVar, Final, Literal
 
 import torch
 
-from rankscope_contract.kinds import COUNT_OPS, Kind
+from rankscope_contract.model.kinds import COUNT_OPS, Kind
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.placement import loaded, ranks_text
 from rankscope_exporter.model.name_patterns import Targets

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from rankscope_contract.kinds import Kind
-from rankscope_contract.records import PlanEntry
+from rankscope_contract.model.kinds import Kind
+from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.model.name_patterns import Targets
 from rankscope_exporter.model.parameter_names import local_tensor

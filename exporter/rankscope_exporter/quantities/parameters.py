@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import torch
 
-from rankscope_contract.kinds import Kind
-from rankscope_contract.records import PlanEntry
+from rankscope_contract.model.kinds import Kind
+from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Table
 

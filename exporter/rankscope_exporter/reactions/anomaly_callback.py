@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rankscope_contract.events import Event, causal_key
+from rankscope_contract.model.events import Event, causal_key
 from rankscope_exporter.base.errors import Guard
 from rankscope_exporter.process.threads import BackgroundWorker, limit_this_thread
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Protocol
 
-from rankscope_contract.events import Event, EventType
+from rankscope_contract.model.events import Event, EventType
 from rankscope_exporter.config.sections import CaptureConfig
 from rankscope_exporter.process.threads import BackgroundWorker
 from rankscope_exporter.reactions.anomaly_callback import in_causal_order

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from rankscope_contract.events import Event
-from rankscope_contract.identity import Identity
+from rankscope_contract.model.events import Event
+from rankscope_contract.model.identity import Identity
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.base.errors import Guard
 from rankscope_exporter.base.validation import share_of

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from rankscope_contract.events import Event, EventType, Severity
+from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_exporter.base.validation import percent
 from rankscope_exporter.reactions.overhead_window import MOST_STRETCH, Judged, OverheadWindow, Verdict
 from rankscope_exporter.reconfiguration.agreement import Agreement

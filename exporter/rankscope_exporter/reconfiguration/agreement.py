@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Protocol
 
-from rankscope_contract.identity import Identity
+from rankscope_contract.model.identity import Identity
 from rankscope_exporter.process.identity import group_store
 
 LEAST_STEPS: Final = 4

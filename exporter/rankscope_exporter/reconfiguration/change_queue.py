@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from rankscope_contract.events import Event, EventType, Severity
+from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_exporter.base.errors import Guard
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities, Part, PreparedQuantities
 from rankscope_exporter.sampling.sampling_config import SamplingConfig

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from rankscope_contract.events import Event, EventType, Severity
+from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_exporter.records.host_transfer import Deferred, Row, Transfer
 from rankscope_exporter.records.step_record import Scalar
 from rankscope_exporter.statistics import HostCopy

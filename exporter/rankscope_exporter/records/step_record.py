@@ -8,8 +8,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from rankscope_contract.events import Event
-from rankscope_contract.records import Plan, canonical_labels
+from rankscope_contract.model.events import Event
+from rankscope_contract.model.schema import Plan, canonical_labels
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from rankscope_contract.records import PlanEntry
+from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.base.errors import Guard
 from rankscope_exporter.quantities.base import ModelHookContext, Quantity

@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from rankscope_contract.records import Plan, PlanEntry
+from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_exporter.quantities.base import Table
 from rankscope_exporter.records.host_transfer import Deferred, Numbers, Row, Transfer
 from rankscope_exporter.records.step_record import NamedPlan

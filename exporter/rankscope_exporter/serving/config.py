@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
-from rankscope_contract.web_config import WebConfig
+from rankscope_contract.security.web_config import WebConfig
 from rankscope_exporter.base.errors import ServeError
 from rankscope_exporter.serving.addresses import Address
 from rankscope_exporter.serving.tls import read_rank_web_config

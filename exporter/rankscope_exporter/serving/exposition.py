@@ -14,9 +14,10 @@ from typing import Any, Final
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from rankscope_contract import SCHEMA_VERSION, __version__, metrics
-from rankscope_contract.identity import Identity
-from rankscope_contract.metrics import MetricSpec
+from rankscope_contract import SCHEMA_VERSION, __version__
+from rankscope_contract.metrics import catalogue
+from rankscope_contract.metrics.catalogue import MetricSpec
+from rankscope_contract.model.identity import Identity
 from rankscope_contract.rules.base import AnomalyRule
 from rankscope_exporter.records.step_record import Scalar
 from rankscope_exporter.serving.latest_values import LatestValues, ScalarKey, Snapshot
@@ -25,7 +26,7 @@ from rankscope_exporter.serving.tensor_exposition import TensorLines, TensorRend
 Samples = Iterable[tuple[tuple[str, ...], float]]
 """Label values (without identity) and value of each sample of one family."""
 
-_PAGE_OWNED: Final = (metrics.OVERHEAD_SECONDS, metrics.SAMPLING_STRETCH)
+_PAGE_OWNED: Final = (catalogue.OVERHEAD_SECONDS, catalogue.SAMPLING_STRETCH)
 """Known when the page is made, so a logged copy is not shown."""
 _NO_LINES: Final = TensorLines((), 0, 0)
 
@@ -70,7 +71,7 @@ class Exposition:
             identity.launch_id,
             device,
         )
-        names = dict(zip(metrics.TENSOR_VALUE.all_labels, self._labels, strict=False))
+        names = dict(zip(catalogue.TENSOR_VALUE.all_labels, self._labels, strict=False))
         self._renderer = TensorRenderer(names, rules, series_budget, all_ops=all_ops)
         self._rendering = threading.Lock()
         self._rendered: tuple[int, TensorLines] = (0, _NO_LINES)
@@ -120,27 +121,27 @@ class Exposition:
             if sampled.step is not None
             for kind in sorted(sampled.kinds)
         ]
-        yield metrics.BUILD_INFO, [((__version__, str(SCHEMA_VERSION), str(torch)), 1.0)]
-        yield metrics.RUN_INFO, [(self._info, 1.0)]
-        yield metrics.STEP, _one(snapshot.step)
-        yield metrics.STEPS_PLANNED, _one(self._planned_steps)
-        yield metrics.KIND_STEP, kind_steps
-        yield metrics.SKIPPED_STEPS, _one(snapshot.skipped_steps)
-        yield metrics.RULE_THRESHOLD, _by_name(snapshot.thresholds)
-        yield metrics.RULE_FIRING, snapshot.firing.items()
-        yield metrics.ANOMALY_EVENTS, snapshot.anomalies.items()
-        yield metrics.TENSOR_ANOMALY_EVENTS, snapshot.anomaly_series.items()
-        yield metrics.REPLICA_HASH, [((item.replicas,), float(item.value)) for item in snapshot.replica_hashes]
-        yield metrics.REPLICA_HASH_STEP, _replica_steps(snapshot)
+        yield catalogue.BUILD_INFO, [((__version__, str(SCHEMA_VERSION), str(torch)), 1.0)]
+        yield catalogue.RUN_INFO, [(self._info, 1.0)]
+        yield catalogue.STEP, _one(snapshot.step)
+        yield catalogue.STEPS_PLANNED, _one(self._planned_steps)
+        yield catalogue.KIND_STEP, kind_steps
+        yield catalogue.SKIPPED_STEPS, _one(snapshot.skipped_steps)
+        yield catalogue.RULE_THRESHOLD, _by_name(snapshot.thresholds)
+        yield catalogue.RULE_FIRING, snapshot.firing.items()
+        yield catalogue.ANOMALY_EVENTS, snapshot.anomalies.items()
+        yield catalogue.TENSOR_ANOMALY_EVENTS, snapshot.anomaly_series.items()
+        yield catalogue.REPLICA_HASH, [((item.replicas,), float(item.value)) for item in snapshot.replica_hashes]
+        yield catalogue.REPLICA_HASH_STEP, _replica_steps(snapshot)
         yield from _scalar_samples(snapshot.scalars)
-        yield metrics.OVERHEAD_SECONDS, _by_name(standing.overhead_seconds)
-        yield metrics.SAMPLING_STRETCH, _one(standing.sampling_stretch)
-        yield metrics.COLLECTIVE_CALLS, [((op,), calls) for op, (calls, _) in standing.collectives.items()]
-        yield metrics.COLLECTIVE_BYTES, [((op,), total) for op, (_, total) in standing.collectives.items()]
-        yield metrics.FAULTS, _one(standing.faults)
-        yield metrics.DROPPED, _by_name(dropped)
-        yield metrics.RING_RECORDS, _one(standing.ring_records)
-        yield metrics.RING_UNCOMMITTED, _one(standing.ring_uncommitted)
+        yield catalogue.OVERHEAD_SECONDS, _by_name(standing.overhead_seconds)
+        yield catalogue.SAMPLING_STRETCH, _one(standing.sampling_stretch)
+        yield catalogue.COLLECTIVE_CALLS, [((op,), calls) for op, (calls, _) in standing.collectives.items()]
+        yield catalogue.COLLECTIVE_BYTES, [((op,), total) for op, (_, total) in standing.collectives.items()]
+        yield catalogue.FAULTS, _one(standing.faults)
+        yield catalogue.DROPPED, _by_name(dropped)
+        yield catalogue.RING_RECORDS, _one(standing.ring_records)
+        yield catalogue.RING_UNCOMMITTED, _one(standing.ring_uncommitted)
 
 
 class _Families:
@@ -158,7 +159,7 @@ def _scalar_samples(scalars: Mapping[ScalarKey, Scalar]) -> Iterator[tuple[Metri
     own: dict[str, dict[tuple[str, ...], float]] = {}
     others: dict[tuple[str, ...], float] = {}
     for scalar in scalars.values():
-        spec = metrics.SCALARS_WITH_OWN_METRIC.get(scalar.name)
+        spec = catalogue.SCALARS_WITH_OWN_METRIC.get(scalar.name)
         if spec in _PAGE_OWNED:
             continue
         if spec is None or not set(scalar.labels) <= set(spec.labels):
@@ -168,8 +169,8 @@ def _scalar_samples(scalars: Mapping[ScalarKey, Scalar]) -> Iterator[tuple[Metri
             samples = own.setdefault(scalar.name, {})
             samples[tuple(scalar.labels.get(label, "") for label in spec.labels)] = scalar.value
     for name, samples in own.items():
-        yield metrics.SCALARS_WITH_OWN_METRIC[name], samples.items()
-    yield metrics.SCALAR, others.items()
+        yield catalogue.SCALARS_WITH_OWN_METRIC[name], samples.items()
+    yield catalogue.SCALAR, others.items()
 
 
 def _replica_steps(snapshot: Snapshot) -> Samples:

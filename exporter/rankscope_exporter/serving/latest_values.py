@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rankscope_contract.events import Event, EventType
-from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_contract.model.events import Event, EventType
+from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_contract.rules.base import AnomalyRule
 from rankscope_exporter.records.step_record import NamedPlan, Scalar, Statistics, StepRecord
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from rankscope_contract.escaping import label_value
-from rankscope_contract.identity import Identity
-from rankscope_contract.metrics import NODE_RANKS
+from rankscope_contract.metrics.catalogue import NODE_RANKS
+from rankscope_contract.model.identity import Identity
+from rankscope_contract.security.escaping import label_value
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.serving.node_peers import Gathered, NodePeers
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from rankscope_contract.channel import STATE_DRAINING, Registration
+from rankscope_contract.protocol.channel import STATE_DRAINING, Registration
 from rankscope_contract.spool import Orphan, SpoolError
 from rankscope_contract.spool.layout import folders, read_service
 from rankscope_exporter.process.threads import OwnThread

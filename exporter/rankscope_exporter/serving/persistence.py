@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 
-from rankscope_contract.channel import (
+from rankscope_contract.protocol.channel import (
     ARROW_STREAM,
     FIRST_HEADER,
     HEAD_HEADER,

@@ -14,9 +14,9 @@ from typing import Any, Final, TypeVar
 import pyarrow as pa
 
 from rankscope_contract import __version__
-from rankscope_contract.channel import STATE_DRAINING, STATE_RUNNING, Registration, RegistrationReply
-from rankscope_contract.events import EventType
-from rankscope_contract.identity import Identity
+from rankscope_contract.model.events import EventType
+from rankscope_contract.model.identity import Identity
+from rankscope_contract.protocol.channel import STATE_DRAINING, STATE_RUNNING, Registration, RegistrationReply
 from rankscope_contract.rules.base import AnomalyRule
 from rankscope_exporter.base.errors import ServeError
 from rankscope_exporter.process.threads import CpuMeter

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from rankscope_contract.channel import Registration, RegistrationReply
+from rankscope_contract.protocol.channel import Registration, RegistrationReply
 from rankscope_exporter.process.threads import CpuMeter, OwnThread
 from rankscope_exporter.serving.service_client import RefusedError, UnreachableError
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from rankscope_contract.channel import NOTHING
-from rankscope_contract.records import WIRE_COUNT_OPS, WIRE_VALUE_OPS
+from rankscope_contract.model.schema import WIRE_COUNT_OPS, WIRE_VALUE_OPS
+from rankscope_contract.protocol.channel import NOTHING
 from rankscope_exporter.records.step_record import NamedPlan, StepRecord
 from rankscope_exporter.serving.config import MIN_RING_RECORDS
 

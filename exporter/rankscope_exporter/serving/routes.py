@@ -16,7 +16,7 @@ from http import HTTPStatus
 from typing import Any, Final, Protocol
 
 from rankscope_contract import SCHEMA_VERSION
-from rankscope_contract.channel import (
+from rankscope_contract.protocol.channel import (
     ARROW_STREAM,
     CONFIG_PATH,
     DEFAULT_MAX_BYTES,

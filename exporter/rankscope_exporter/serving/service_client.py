@@ -15,10 +15,10 @@ import urllib.request
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope_contract.channel import POKE_PATH, REGISTER_PATH, Registration, RegistrationReply
-from rankscope_contract.escaping import path_segment
-from rankscope_contract.identity import Identity
-from rankscope_contract.tls import HUNG_UP, MakeContext, explain_to_client
+from rankscope_contract.model.identity import Identity
+from rankscope_contract.protocol.channel import POKE_PATH, REGISTER_PATH, Registration, RegistrationReply
+from rankscope_contract.security.escaping import path_segment
+from rankscope_contract.security.tls import HUNG_UP, MakeContext, explain_to_client
 from rankscope_exporter.base.errors import ServeError
 
 REGISTER_SECONDS: Final = 5.0

@@ -17,7 +17,7 @@ from typing import Final
 
 import pyarrow as pa
 
-from rankscope_contract.channel import NOTHING, Registration
+from rankscope_contract.protocol.channel import NOTHING, Registration
 from rankscope_contract.spool import FolderLock, SpoolReader, Stretch
 from rankscope_contract.spool.layout import (
     UNFINISHED_PREFIX,
@@ -28,7 +28,7 @@ from rankscope_contract.spool.layout import (
     write_whole,
 )
 from rankscope_contract.spool.orphan import remove_folder
-from rankscope_contract.spool.reading import END_OF_STREAM
+from rankscope_contract.spool.reader import END_OF_STREAM
 from rankscope_exporter.records.step_record import NamedPlan, StepRecord
 from rankscope_exporter.serving.ring import record_bytes
 from rankscope_exporter.serving.wire_encoder import SCHEMA, encode

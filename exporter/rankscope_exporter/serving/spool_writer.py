@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from rankscope_contract.channel import NOTHING, Registration
+from rankscope_contract.protocol.channel import NOTHING, Registration
 from rankscope_exporter.process.threads import CpuMeter, OwnThread
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.serving.spool import FAILED, Spool

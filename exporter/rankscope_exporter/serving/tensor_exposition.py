@@ -15,11 +15,11 @@ from typing import Any, Final, TypeVar
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.escaping import label_value
-from rankscope_contract.kinds import COUNT_OPS, JUDGED_OPS, VALUE_OPS
-from rankscope_contract.metrics import TENSOR_BASELINE, TENSOR_VALUE, MetricSpec
-from rankscope_contract.records import WIRE_COUNT_OPS, WIRE_VALUE_OPS, PlanEntry
+from rankscope_contract.metrics.catalogue import TENSOR_BASELINE, TENSOR_VALUE, MetricSpec
+from rankscope_contract.model.kinds import COUNT_OPS, JUDGED_OPS, VALUE_OPS
+from rankscope_contract.model.schema import WIRE_COUNT_OPS, WIRE_VALUE_OPS, PlanEntry
 from rankscope_contract.rules.base import AnomalyRule
+from rankscope_contract.security.escaping import label_value
 from rankscope_exporter.records.step_record import NamedPlan, Statistics
 from rankscope_exporter.serving.latest_values import Sampled
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from rankscope_contract.tls import Reloading, reloading_client, server_context
-from rankscope_contract.web_config import LoadYaml, TlsServer, WebConfig, WebConfigError, read_web_config
+from rankscope_contract.security.tls import Reloading, reloading_client, server_context
+from rankscope_contract.security.web_config import LoadYaml, TlsServer, WebConfig, WebConfigError, read_web_config
 from rankscope_exporter.base.errors import ServeError
 
 T = TypeVar("T")

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from rankscope_contract.fields import arrow_schema, arrow_type
-from rankscope_contract.records import NESTED, WIRE_FIELDS, WIRE_METADATA
+from rankscope_contract.model.fields import arrow_schema, arrow_type
+from rankscope_contract.model.schema import NESTED, WIRE_FIELDS, WIRE_METADATA
 from rankscope_exporter.records.step_record import StepRecord
 
 SCHEMA: Final = arrow_schema(pa, WIRE_FIELDS, WIRE_METADATA)

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from rankscope_contract.events import Event, EventType
-from rankscope_contract.identity import Identity
-from rankscope_contract.kinds import Kind
-from rankscope_contract.msprobe.layout import row_name, their_step
+from rankscope_contract.model.events import Event, EventType
+from rankscope_contract.model.identity import Identity
+from rankscope_contract.model.kinds import Kind
+from rankscope_contract.msprobe.csv_layout import row_name, their_step
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sinks import files
 from rankscope_exporter.sinks.base import Sink

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, Self
 
-from rankscope_contract.identity import Identity
+from rankscope_contract.model.identity import Identity
 from rankscope_exporter.base.copies import CopiesDoNothing
 from rankscope_exporter.base.errors import Guard
 from rankscope_exporter.records.step_record import StepRecord

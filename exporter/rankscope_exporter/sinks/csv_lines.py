@@ -8,7 +8,7 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.msprobe.layout import MICRO_STEP_FAMILIES, OPS, OTHER, TENSOR_COLUMNS
+from rankscope_contract.msprobe.csv_layout import MICRO_STEP_FAMILIES, OPS, OTHER, TENSOR_COLUMNS
 from rankscope_exporter.sinks.families import FEATURE_COLUMNS, FamilyRows, FeatureRow
 
 _COMMA: Final = pa.scalar(",", pa.string())

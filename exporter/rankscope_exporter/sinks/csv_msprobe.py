@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope_contract.identity import Identity
+from rankscope_contract.model.identity import Identity
+from rankscope_contract.msprobe.csv_layout import OPS, file_name, folder_name, neutral, their_step
 from rankscope_contract.msprobe.folders import Window, continued, window
-from rankscope_contract.msprobe.layout import OPS, file_name, folder_name, neutral, their_step
 from rankscope_exporter.records.step_record import Statistics, StepRecord
 from rankscope_exporter.sinks import files
 from rankscope_exporter.sinks.base import Sink

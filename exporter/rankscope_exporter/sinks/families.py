@@ -15,8 +15,9 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS, Kind
-from rankscope_contract.msprobe.layout import (
+from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS, Kind
+from rankscope_contract.model.schema import WIRE_VALUE_OPS, PlanEntry
+from rankscope_contract.msprobe.csv_layout import (
     CALLS,
     DIRECTION,
     FEATURES,
@@ -28,7 +29,6 @@ from rankscope_contract.msprobe.layout import (
     neutral,
     row_name,
 )
-from rankscope_contract.records import WIRE_VALUE_OPS, PlanEntry
 from rankscope_exporter.records.step_record import Statistics
 
 FEATURE_COLUMNS: Final[dict[str, dict[str, str]]] = {

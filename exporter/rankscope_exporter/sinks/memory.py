@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rankscope_contract.identity import Identity
-from rankscope_contract.kinds import COUNT_OPS
-from rankscope_contract.records import WIRE_VALUE_OPS, PlanEntry
+from rankscope_contract.model.identity import Identity
+from rankscope_contract.model.kinds import COUNT_OPS
+from rankscope_contract.model.schema import WIRE_VALUE_OPS, PlanEntry
 from rankscope_exporter.records.step_record import Statistics, StepRecord
 from rankscope_exporter.sinks.base import Sink
 

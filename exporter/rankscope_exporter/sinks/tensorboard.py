@@ -20,8 +20,8 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from rankscope_contract.identity import Identity
-from rankscope_contract.msprobe.layout import MICRO_STEP_FAMILIES, OPS, OTHER, plain, their_step
+from rankscope_contract.model.identity import Identity
+from rankscope_contract.msprobe.csv_layout import MICRO_STEP_FAMILIES, OPS, OTHER, plain, their_step
 from rankscope_exporter.records.step_record import Statistics, StepRecord
 from rankscope_exporter.sinks import files
 from rankscope_exporter.sinks.base import Sink

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_contract.rules import AnomalyRule
 from rankscope_exporter.base.validation import did_you_mean
 from rankscope_exporter.statistics import Finished

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
 
 SUMS: Final = ("sum_of_squares", "min", "max", "sum")  # float64, over finite elements
 ROWS: Final = len(SUMS) + len(COUNT_OPS)

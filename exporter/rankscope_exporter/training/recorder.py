@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import torch
 
-from rankscope_contract.events import Event
-from rankscope_contract.records import PlanEntry
+from rankscope_contract.model.events import Event
+from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.base.errors import Guard

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from rankscope_contract.channel import DEFAULT_MAX_BYTES
-from rankscope_contract.web_config import WebConfig, WebConfigError
+from rankscope_contract.protocol.channel import DEFAULT_MAX_BYTES
+from rankscope_contract.security.web_config import WebConfig, WebConfigError
 from rankscope_ingest.base.tls import read_service_web_config
 from rankscope_storage.base.errors import is_url
 from rankscope_storage.maintenance.retention_policy import Retention

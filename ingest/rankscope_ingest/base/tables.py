@@ -9,8 +9,8 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
-from rankscope_contract.fields import arrow_schema
-from rankscope_contract.records import DATASETS
+from rankscope_contract.model.fields import arrow_schema
+from rankscope_contract.model.schema import DATASETS
 
 FROM_RANK: Final = "rank"
 FROM_INGEST: Final = "ingest"

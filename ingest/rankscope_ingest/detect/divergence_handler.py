@@ -8,8 +8,8 @@ from typing import Final
 
 import pyarrow as pa
 
-from rankscope_contract.events import REPLICA_DESYNC, EventType, Severity, causal_key
-from rankscope_contract.standing import ranks_text
+from rankscope_contract.diagnostics.rank_groups import ranks_text
+from rankscope_contract.model.events import REPLICA_DESYNC, EventType, Severity, causal_key
 from rankscope_ingest.detect.divergence_tracker import Converged, Diverged, DivergenceTracker
 from rankscope_ingest.detect.incidents import IncidentTracker
 from rankscope_ingest.notify.incident import Symptom

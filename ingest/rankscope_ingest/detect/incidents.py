@@ -21,7 +21,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
-from rankscope_contract.events import RunState
+from rankscope_contract.model.events import RunState
 from rankscope_ingest.notify.incident import Incident, Symptom, incident_key, urgency
 from rankscope_ingest.notify.text import run_failed
 from rankscope_ingest.runs.models import Attempt

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from rankscope_contract.channel import DEFAULT_MAX_BYTES, Registration
+from rankscope_contract.protocol.channel import DEFAULT_MAX_BYTES, Registration
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.detect.divergence_handler import DivergenceHandler
 from rankscope_ingest.detect.divergence_tracker import DivergenceTracker

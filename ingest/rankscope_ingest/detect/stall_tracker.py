@@ -13,11 +13,11 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.blame import RankFacts, single_out
-from rankscope_contract.collective_calls import sentences, sites_of
-from rankscope_contract.events import EventType, RunState
-from rankscope_contract.stacks import FlightRecord, StackDump
-from rankscope_contract.standing import Standing, grouped, ranks_text
+from rankscope_contract.diagnostics.blame import RankFacts, single_out
+from rankscope_contract.diagnostics.collective_calls import sentences, sites_of
+from rankscope_contract.diagnostics.rank_groups import Standing, grouped, ranks_text
+from rankscope_contract.diagnostics.stacks import FlightRecord, StackDump
+from rankscope_contract.model.events import EventType, RunState
 from rankscope_ingest.detect.symptoms import parse_details
 from rankscope_ingest.notify.incident import Incident
 from rankscope_ingest.notify.text import run_stalled

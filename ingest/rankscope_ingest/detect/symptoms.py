@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.events import NO_CALL, EventType, causal_key, causal_micro_step, causal_stage
-from rankscope_contract.kinds import CAUSAL_STAGE
+from rankscope_contract.model.events import NO_CALL, EventType, causal_key, causal_micro_step, causal_stage
+from rankscope_contract.model.kinds import CAUSAL_STAGE
 from rankscope_ingest.notify.incident import SEVERITIES, Symptom, urgency
 
 

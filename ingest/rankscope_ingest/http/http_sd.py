@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from rankscope_contract.channel import NODE_METRICS_PATH
+from rankscope_contract.protocol.channel import NODE_METRICS_PATH
 from rankscope_ingest.runs.target import Health, Target
 
 _JOB: Final = "rankscope"

@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol
 
 from aiohttp import web
 
-from rankscope_contract.channel import (
+from rankscope_contract.protocol.channel import (
     EXPORTERS_PATH,
     HEALTH_PATH,
     METRICS_PATH,

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope_contract.events import EventType
+from rankscope_contract.model.events import EventType
 from rankscope_ingest.importers.common.aliases import UNITS, canonical, is_known
 from rankscope_ingest.importers.common.blocks import BlockBuilder
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported

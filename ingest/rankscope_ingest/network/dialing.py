@@ -15,7 +15,7 @@ import aiohttp
 from aiohttp import ThreadedResolver
 from aiohttp.abc import AbstractResolver, ResolveResult
 
-from rankscope_contract.tls import HUNG_UP
+from rankscope_contract.security.tls import HUNG_UP
 from rankscope_ingest.base.config import Network
 from rankscope_ingest.base.errors import FetchError, RegistrationError
 from rankscope_ingest.base.tls import tls_trouble

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from rankscope_contract.tls import MakeContext
+from rankscope_contract.security.tls import MakeContext
 from rankscope_ingest.base.config import ServiceSection, split_address
 from rankscope_ingest.base.errors import ServiceError
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from rankscope_contract.events import Severity
+from rankscope_contract.model.events import Severity
 from rankscope_ingest.runs.models import AttemptKey
 
 SEVERITIES: Final = (Severity.INFO, Severity.WARNING, Severity.CRITICAL)

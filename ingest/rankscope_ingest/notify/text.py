@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from rankscope_contract.events import Severity
-from rankscope_contract.standing import ranks_text
+from rankscope_contract.diagnostics.rank_groups import ranks_text
+from rankscope_contract.model.events import Severity
 from rankscope_ingest.notify.incident import Incident, Symptom, headline
 from rankscope_ingest.notify.notifiers.base import Message
 from rankscope_ingest.runs.models import AttemptKey

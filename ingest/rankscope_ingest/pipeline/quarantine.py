@@ -20,8 +20,8 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.escaping import path_segment
-from rankscope_contract.events import EventType, Severity
+from rankscope_contract.model.events import EventType, Severity
+from rankscope_contract.security.escaping import path_segment
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.pipeline.batcher import PendingBatch
 from rankscope_ingest.reporting.rows import Stamp

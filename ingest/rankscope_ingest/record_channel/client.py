@@ -18,7 +18,7 @@ import aiohttp
 from yarl import URL
 
 from rankscope_contract import SCHEMA_VERSION, __version__
-from rankscope_contract.channel import (
+from rankscope_contract.protocol.channel import (
     ARROW_STREAM,
     FIRST_HEADER,
     HEAD_HEADER,
@@ -35,7 +35,7 @@ from rankscope_contract.channel import (
     STATE_DRAINING,
     STATE_HEADER,
 )
-from rankscope_contract.tls import MakeContext
+from rankscope_contract.security.tls import MakeContext
 from rankscope_ingest.base.config import Network
 from rankscope_ingest.base.errors import FetchError
 from rankscope_ingest.network.dialing import Address, AllowedResolver, address_of, fetch_error, is_allowed

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.records import NESTED, WIRE_COUNT_OPS, WIRE_VALUE_OPS
+from rankscope_contract.model.schema import NESTED, WIRE_COUNT_OPS, WIRE_VALUE_OPS
 from rankscope_ingest.base.tables import FROM_RANK, coded_schema
 from rankscope_ingest.record_channel.plans import PlanColumns
 from rankscope_ingest.record_channel.validate import Measured, Positions, ValidBody, absent_counts

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rankscope_contract.records import Plan, PlanEntry, plan_hash
+from rankscope_contract.model.schema import Plan, PlanEntry, plan_hash
 from rankscope_ingest.base.errors import DecodeError
 from rankscope_ingest.base.tables import coded_schema, rows_table
 

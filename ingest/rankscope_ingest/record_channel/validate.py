@@ -16,8 +16,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.fields import Field, arrow_field
-from rankscope_contract.records import NESTED, WIRE_COUNT_OPS, WIRE_FIELDS, WIRE_VALUE_OPS
+from rankscope_contract.model.fields import Field, arrow_field
+from rankscope_contract.model.schema import NESTED, WIRE_COUNT_OPS, WIRE_FIELDS, WIRE_VALUE_OPS
 from rankscope_ingest.base.errors import DecodeError
 from rankscope_ingest.record_channel.plans import PlanColumns
 

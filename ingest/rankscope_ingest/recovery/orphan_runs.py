@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rankscope_contract.events import RunState
+from rankscope_contract.model.events import RunState
 from rankscope_ingest.runs.target import Target
 from rankscope_ingest.runs.tracker import Attempt, Rank, RunTracker
 

@@ -16,7 +16,7 @@ from typing import Final, Protocol
 
 import pyarrow as pa
 
-from rankscope_contract.channel import STATE_DRAINING, Registration
+from rankscope_contract.protocol.channel import STATE_DRAINING, Registration
 from rankscope_contract.spool import Orphan, SpoolError
 from rankscope_contract.spool.layout import folders
 from rankscope_ingest.base.errors import DecodeError, FetchError, RegistrationError

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rankscope_contract.records import canonical_labels
+from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.base.errors import DecodeError
 from rankscope_ingest.remote_write.reference_decoder import read_labels
 from rankscope_ingest.scrape.discovery import INSTANCE

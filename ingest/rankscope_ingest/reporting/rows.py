@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from rankscope_contract.channel import Registration
-from rankscope_contract.events import EventType, Severity
+from rankscope_contract.model.events import EventType, Severity
+from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.base.tables import FROM_INGEST, rows_table
 from rankscope_ingest.notify.incident import Incident, headline
 from rankscope_ingest.record_channel.plans import PlanColumns

@@ -9,8 +9,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from rankscope_contract.events import RunState
-from rankscope_contract.metrics import (
+from rankscope_contract.metrics.catalogue import (
     ANOMALIES_INGESTED,
     BYTES_INGESTED,
     CATALOG,
@@ -48,7 +47,8 @@ from rankscope_contract.metrics import (
     UNKNOWN_RANK,
     MetricSpec,
 )
-from rankscope_contract.phase_metrics import RUN_GOODPUT
+from rankscope_contract.metrics.timing import RUN_GOODPUT
+from rankscope_contract.model.events import RunState
 from rankscope_ingest.reporting.progress import RunProgress
 from rankscope_ingest.runs.target import Health, Target
 from rankscope_ingest.runs.tracker import Attempt

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from rankscope_contract.events import RunState
+from rankscope_contract.model.events import RunState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

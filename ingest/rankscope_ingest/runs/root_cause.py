@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_contract.blame import STEPS_BEHIND
-from rankscope_contract.events import ExitReason, RunState
-from rankscope_contract.standing import ranks_text
+from rankscope_contract.diagnostics.blame import STEPS_BEHIND
+from rankscope_contract.diagnostics.rank_groups import ranks_text
+from rankscope_contract.model.events import ExitReason, RunState
 from rankscope_ingest.runs.models import Attempt, Rank
 
 CLOCKS_DIFFER_MICROSECONDS: Final = 2_000_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_contract.events import RunState
+from rankscope_contract.model.events import RunState
 from rankscope_ingest.runs.models import Attempt, Patience
 from rankscope_ingest.runs.root_cause import Cause, Kind, end_of, ending, first_cause
 

@@ -6,7 +6,7 @@ import enum
 from collections import deque
 from dataclasses import dataclass, field
 
-from rankscope_contract.channel import NOTHING, Registration
+from rankscope_contract.protocol.channel import NOTHING, Registration
 from rankscope_ingest.runs.models import Liveness
 
 

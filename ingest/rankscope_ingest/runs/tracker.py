@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rankscope_contract.channel import Registration
-from rankscope_contract.events import RunState
-from rankscope_contract.redaction import redacted
+from rankscope_contract.model.events import RunState
+from rankscope_contract.protocol.channel import Registration
+from rankscope_contract.security.redaction import redacted
 from rankscope_ingest.runs.models import ARRIVAL_SECONDS, ENDED, Attempt, AttemptKey, Liveness, Patience, Rank
 from rankscope_ingest.runs.state_machine import StateDecision, Timing, judge
 

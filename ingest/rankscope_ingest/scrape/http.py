@@ -26,7 +26,7 @@ from typing import Final, Self, TypeVar
 from yarl import URL
 
 from rankscope_contract import __version__
-from rankscope_contract.tls import MakeContext
+from rankscope_contract.security.tls import MakeContext
 from rankscope_ingest.base.config import Network
 from rankscope_ingest.base.errors import FetchError
 from rankscope_ingest.network.dialing import address_of, dial_allowed, fetch_error, is_allowed

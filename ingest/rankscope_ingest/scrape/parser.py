@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rankscope_contract.records import canonical_labels
+from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.base.errors import DecodeError
 from rankscope_ingest.scrape.reference_parser import Sample, read_exactly
 from rankscope_ingest.scrape.template_parser import Layout, join, learn, read_numbers

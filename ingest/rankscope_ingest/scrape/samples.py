@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.records import canonical_labels
+from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.base.tables import FROM_INGEST, NO_RUN, TIME, constant, samples_schema
 from rankscope_ingest.scrape.discovery import ScrapeTarget
 from rankscope_ingest.scrape.parser import PageRows

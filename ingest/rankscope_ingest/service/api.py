@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from aiohttp import web
 
-from rankscope_contract.channel import Registration, RegistrationReply
+from rankscope_contract.protocol.channel import Registration, RegistrationReply
 from rankscope_ingest.base.background import BackgroundFaults
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.base.errors import RegistrationError

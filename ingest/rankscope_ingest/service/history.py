@@ -9,9 +9,9 @@ from typing import Any, Final, Protocol
 
 import pyarrow as pa
 
-from rankscope_contract.events import EventType, RunState
-from rankscope_contract.records import DATASETS, DIMENSIONS
-from rankscope_contract.rollups import ROLLUPS
+from rankscope_contract.model.events import EventType, RunState
+from rankscope_contract.model.rollups import ROLLUPS
+from rankscope_contract.model.schema import DATASETS, DIMENSIONS
 from rankscope_ingest.detect.divergence_tracker import Diverged
 from rankscope_ingest.detect.incidents import IncidentTracker
 from rankscope_ingest.detect.symptoms import last_word, parse_details

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
-from rankscope_contract.channel import Registration
+from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.base.config import ServiceConfig, StaticTarget
 from rankscope_ingest.base.errors import RegistrationError
 from rankscope_ingest.detect.record_sink import RecordSink

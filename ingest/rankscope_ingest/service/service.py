@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 from aiohttp import web
 
-from rankscope_contract.tls import Reloading
+from rankscope_contract.security.tls import Reloading
 from rankscope_ingest.base.background import BackgroundFaults, WakeUp, cancel, run_forever
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.base.errors import ServiceError

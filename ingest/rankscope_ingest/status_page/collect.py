@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final, Protocol
 
 from rankscope_contract import SCHEMA_VERSION, __version__
-from rankscope_contract.metrics import (
+from rankscope_contract.metrics.catalogue import (
     CATALOG,
     COMMITS,
     EXPORTER_SAMPLES_DROPPED,

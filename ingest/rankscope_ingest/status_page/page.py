@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from rankscope_contract.channel import EXPORTERS_PATH, METRICS_PATH, RUNS_PATH, STATUS_PATH, TARGETS_PATH
-from rankscope_contract.events import RunState
+from rankscope_contract.model.events import RunState
+from rankscope_contract.protocol.channel import EXPORTERS_PATH, METRICS_PATH, RUNS_PATH, STATUS_PATH, TARGETS_PATH
 from rankscope_ingest.reporting.progress import RunProgress
 from rankscope_ingest.runs.tracker import ENDED
 from rankscope_ingest.status_page.assets import REFRESH_SECONDS, SCRIPT, STYLE

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from rankscope_contract.channel import EXPORTERS_PATH, TARGETS_PATH
+from rankscope_contract.protocol.channel import EXPORTERS_PATH, TARGETS_PATH
 from rankscope_ingest.runs.target import Health
 from rankscope_ingest.status_page.model import TargetStatus
 from rankscope_ingest.status_page.text_format import ago, count, duration, percent, text

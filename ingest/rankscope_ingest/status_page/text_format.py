@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from rankscope_contract.escaping import html_text
+from rankscope_contract.security.escaping import html_text
 
 _MILLENNIUM: Final = 31_556_952_000.0
 """Seconds."""

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from rankscope_contract.channel import NOTHING, Registration
+from rankscope_contract.protocol.channel import NOTHING, Registration
 from rankscope_ingest.base.config import StaticTarget
 from rankscope_ingest.base.errors import FetchError, RegistrationError
 from rankscope_ingest.record_channel.client import Fetcher, OtherProcess

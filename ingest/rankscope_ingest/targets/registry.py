@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from rankscope_contract import SCHEMA_VERSION
-from rankscope_contract.channel import Registration, RegistrationReply
+from rankscope_contract.protocol.channel import Registration, RegistrationReply
 from rankscope_ingest.base.config import Network
 from rankscope_ingest.base.errors import RegistrationError
 from rankscope_ingest.network.dialing import Address, check_allowed, parse_target_url

@@ -10,9 +10,9 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.escaping import sql_string
-from rankscope_contract.events import EventType, causal_key
-from rankscope_contract.records import DATASETS
+from rankscope_contract.model.events import EventType, causal_key
+from rankscope_contract.model.schema import DATASETS
+from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.sql.views import files_select
 

@@ -18,8 +18,8 @@ from typing import Final
 import duckdb
 import pyarrow as pa
 
-from rankscope_contract.escaping import sql_string
-from rankscope_contract.rollups import ROLLUPS
+from rankscope_contract.model.rollups import ROLLUPS
+from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.base.schema import sql_type
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.entries import entry

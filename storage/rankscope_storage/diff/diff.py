@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rankscope_contract.events import causal_key
-from rankscope_contract.kinds import GRADIENT_KINDS
+from rankscope_contract.model.events import causal_key
+from rankscope_contract.model.kinds import GRADIENT_KINDS
 from rankscope_storage.connection import Connection
 from rankscope_storage.diff.sources import EXACT, KEYS, NUMBERS, SCALAR, DiffSelection, DiffSide, DiffSource
 

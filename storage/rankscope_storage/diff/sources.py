@@ -6,8 +6,8 @@ import functools
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_contract.escaping import sql_string
-from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.connection import Connection
 
 SCALAR: Final = "scalar"

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rankscope_contract.kinds import VALUE_OPS
+from rankscope_contract.model.kinds import VALUE_OPS
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.files.partitioning import file_mantissa_bits
 from rankscope_storage.files.sorting import LAID_TOGETHER, SORT_KEYS, is_constant, is_sorted, one_chunk, sort_order

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.escaping import path_segment
+from rankscope_contract.security.escaping import path_segment
 from rankscope_storage.base.schema import fingerprint
 from rankscope_storage.files.sorting import dictionary_encoded, one_chunk
 

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from rankscope_contract import SCHEMA_VERSION, metrics
-from rankscope_contract.metrics import MetricSpec
+from rankscope_contract import SCHEMA_VERSION
+from rankscope_contract.metrics import catalogue
+from rankscope_contract.metrics.catalogue import MetricSpec
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.connection import Connection
 from rankscope_storage.formats.common.base import (
@@ -67,13 +68,13 @@ class OpenMetrics:
 
 def _write(writer: FamilyWriter, selection: Selection, file: BinaryIO) -> None:
     writer.info(names.EXPORT, {"run": selection.run, "schema": str(SCHEMA_VERSION)}, RANKED)
-    writer.moments(metrics.STEP, "step", RANKED)
+    writer.moments(catalogue.STEP, "step", RANKED)
     writer.moments(_ATTEMPT, "attempt", RANKED)
-    writer.kind_steps(metrics.KIND_STEP)
+    writer.kind_steps(catalogue.KIND_STEP)
     for spec, scalars in writer.scalar_families():
         writer.scalars(spec, scalars)
-    writer.tensors(metrics.TENSOR_VALUE, names.VALUE_OPS_SHOWN, "")
-    writer.tensors(metrics.TENSOR_BASELINE, names.BASELINES_SHOWN, names.BASELINE_SUFFIX)
+    writer.tensors(catalogue.TENSOR_VALUE, names.VALUE_OPS_SHOWN, "")
+    writer.tensors(catalogue.TENSOR_BASELINE, names.BASELINES_SHOWN, names.BASELINE_SUFFIX)
     for metric in _sample_metrics(selection):
         if METRIC_NAME.fullmatch(metric) and metric not in writer.families:
             writer.samples(metric)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from rankscope_contract.records import DATASETS, DIMENSIONS, TENSOR_ROW_KEY
-from rankscope_contract.rollups import BUCKET_STEPS, ROLLUPS
+from rankscope_contract.model.rollups import BUCKET_STEPS, ROLLUPS
+from rankscope_contract.model.schema import DATASETS, DIMENSIONS, TENSOR_ROW_KEY
 from rankscope_storage.base.errors import StoreError, TornLogError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.connection import Connection, connect

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rankscope_contract.rollups import ROLLUPS
+from rankscope_contract.model.rollups import ROLLUPS
 from rankscope_storage.files.parquet import DataFile
 from rankscope_storage.files.partitioning import SHARED_PREFIX, shared_part
 from rankscope_storage.log.snapshot import Snapshot

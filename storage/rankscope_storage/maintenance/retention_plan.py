@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rankscope_contract.rollups import BUCKET_STEPS, ROLLUPS
+from rankscope_contract.model.rollups import BUCKET_STEPS, ROLLUPS
 from rankscope_storage.log.snapshot import Snapshot
 from rankscope_storage.maintenance.retention_policy import Limit
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_contract.rollups import ROLLUPS
+from rankscope_contract.model.rollups import ROLLUPS
 
 RAW: Final = ("tensor_stats", "features", "histograms", "hashes", "collectives")
 """Datasets that `raw_days` is about; scalars and samples have days of their own."""

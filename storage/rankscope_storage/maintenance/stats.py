@@ -10,8 +10,8 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
-from rankscope_contract.rollups import ROLLUPS
+from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_contract.model.rollups import ROLLUPS
 from rankscope_storage.files.encoding import coarsest
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.fsck import entries, log_files

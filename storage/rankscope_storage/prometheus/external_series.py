@@ -16,8 +16,8 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.escaping import sql_string
-from rankscope_contract.records import canonical_labels
+from rankscope_contract.model.schema import canonical_labels
+from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.prometheus.matchers import NAME, MatchType
 from rankscope_storage.prometheus.query import SeriesQuery

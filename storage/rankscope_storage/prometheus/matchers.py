@@ -14,7 +14,7 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.escaping import sql_string
+from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.base.errors import QueryError
 
 NAME: Final = "__name__"

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_contract import metrics
-from rankscope_contract.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS
-from rankscope_contract.metrics import SCALARS_WITH_OWN_METRIC, MetricSpec
-from rankscope_contract.records import canonical_labels
+from rankscope_contract.metrics import catalogue
+from rankscope_contract.metrics.catalogue import SCALARS_WITH_OWN_METRIC, MetricSpec
+from rankscope_contract.model.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS
+from rankscope_contract.model.schema import canonical_labels
 
 JOB: Final = "rankscope"
 ATTEMPT: Final = "rankscope_attempt"
@@ -79,7 +79,7 @@ def read_scalar(metric: str, labels: Mapping[str, str]) -> Scalar | None:
     """Return the scalar behind a series, or None when it is none of ours."""
     rest = {name: value for name, value in labels.items() if name not in _IDENTITY and name not in STAGE_EXTRAS}
     unit = rest.pop("unit", None)
-    if metric == metrics.SCALAR.name:
+    if metric == catalogue.SCALAR.name:
         name, text = _split(rest.pop("name", ""))
         if "scalar" in rest:
             name, text = rest.pop("scalar"), rest.pop("labels", None)

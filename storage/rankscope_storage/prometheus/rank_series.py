@@ -14,9 +14,9 @@ from typing import Final
 
 import pyarrow as pa
 
-from rankscope_contract import metrics
-from rankscope_contract.escaping import sql_identifier, sql_string
-from rankscope_contract.metrics import MetricSpec
+from rankscope_contract.metrics import catalogue
+from rankscope_contract.metrics.catalogue import MetricSpec
+from rankscope_contract.security.escaping import sql_identifier, sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.files.sorting import sort_order
 from rankscope_storage.prometheus import names
@@ -51,8 +51,8 @@ class RankSeries:
         """Yield the series that fit. Raises LimitError."""
         if not self.question.is_of_ranks():
             return
-        yield from self._tensors(metrics.TENSOR_VALUE, names.VALUE_OPS_SHOWN, "")
-        yield from self._tensors(metrics.TENSOR_BASELINE, names.BASELINES_SHOWN, names.BASELINE_SUFFIX)
+        yield from self._tensors(catalogue.TENSOR_VALUE, names.VALUE_OPS_SHOWN, "")
+        yield from self._tensors(catalogue.TENSOR_BASELINE, names.BASELINES_SHOWN, names.BASELINE_SUFFIX)
         yield from self._steps()
         yield from self._kind_steps()
         yield from self._scalars()
@@ -72,33 +72,33 @@ class RankSeries:
         yield from self._series(spec.name, rows, labels, "value")
 
     def _steps(self) -> Iterator[Series]:
-        if not self._can_be(metrics.STEP, ()):
+        if not self._can_be(catalogue.STEP, ()):
             return
         moments = (" UNION ALL " if self.question.series_alone else " UNION ").join(
             f"SELECT run, rank, attempt, step, ts FROM {self.question.source(self.connection, name)} "
             f"WHERE {self.question.of_rank()}"
             for name in _RANKED
         )
-        yield from self._series(metrics.STEP.name, moments, {}, "step::DOUBLE")
+        yield from self._series(catalogue.STEP.name, moments, {}, "step::DOUBLE")
 
     def _kind_steps(self) -> Iterator[Series]:
         labels = {"kind": "kind"}
-        if not self._can_be(metrics.KIND_STEP, labels):
+        if not self._can_be(catalogue.KIND_STEP, labels):
             return
         rows = (
             f"SELECT DISTINCT run, rank, attempt, step, ts, kind "
             f"FROM {self.question.source(self.connection, 'tensor_stats')} WHERE {self._where(labels)}"
         )
-        yield from self._series(metrics.KIND_STEP.name, rows, labels, "step::DOUBLE")
+        yield from self._series(catalogue.KIND_STEP.name, rows, labels, "step::DOUBLE")
 
     def _scalars(self) -> Iterator[Series]:
-        asked = [spec for spec in (*metrics.SCALARS_WITH_OWN_METRIC.values(), metrics.SCALAR) if self._is_of(spec)]
+        asked = [spec for spec in (*catalogue.SCALARS_WITH_OWN_METRIC.values(), catalogue.SCALAR) if self._is_of(spec)]
         if not asked:
             return
         stages = {name: _extra(name) for name in STAGE_EXTRAS}
         where = self._where(stages)
-        if metrics.SCALAR not in asked:
-            own = [name for name, spec in metrics.SCALARS_WITH_OWN_METRIC.items() if spec in asked]
+        if catalogue.SCALAR not in asked:
+            own = [name for name, spec in catalogue.SCALARS_WITH_OWN_METRIC.items() if spec in asked]
             where += f" AND name IN ({', '.join(map(sql_string, own))})"
         source = self.question.source(self.connection, "scalars")
         found = self.connection.query(f"SELECT DISTINCT name, unit, labels FROM {source} WHERE {where}").to_pylist()
@@ -137,10 +137,10 @@ class RankSeries:
         own = names.own_metric(scalar)
         shown: list[tuple[int, MetricSpec, MetricSpec | None]] = []
         if own is None:
-            shown.append((_ALL, metrics.SCALAR, None))
+            shown.append((_ALL, catalogue.SCALAR, None))
         else:
             shown.append((_COUNTED if own.type == "counter" else _ALL, own, own))
-            shown += [(_REST, metrics.SCALAR, None)] if own.type == "counter" else []
+            shown += [(_REST, catalogue.SCALAR, None)] if own.type == "counter" else []
         for part, spec, as_own in shown:
             yield scalar, part, {NAME: spec.name, **names.scalar_labels(scalar, as_own)}
 

@@ -14,7 +14,7 @@ from typing import Final
 
 import duckdb
 
-from rankscope_contract.escaping import sql_string
+from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.base.errors import FilesGoneError, LimitError, StoreError
 from rankscope_storage.connection import Connection
 from rankscope_storage.prometheus.external_series import ExternalSeries

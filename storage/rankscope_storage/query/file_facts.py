@@ -17,7 +17,7 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.escaping import sql_identifier, sql_string
+from rankscope_contract.security.escaping import sql_identifier, sql_string
 from rankscope_storage.log.file_filter import Bounds
 from rankscope_storage.sql.tensor_macros import OPTIONAL_KEYS
 from rankscope_storage.sql.views import empty_select

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rankscope_contract.records import DATASETS, DIMENSIONS
+from rankscope_contract.model.schema import DATASETS, DIMENSIONS
 from rankscope_storage.log.file_filter import Bounds
 
 Node = Mapping[str, Any]

@@ -12,8 +12,8 @@ import uuid
 from pathlib import Path
 from typing import Final
 
-from rankscope_contract.escaping import sql_string
-from rankscope_contract.records import DATASETS
+from rankscope_contract.model.schema import DATASETS
+from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.base.errors import UnwritableError
 from rankscope_storage.files.parquet import STAGING
 from rankscope_storage.log.entries import LOG_FOLDER

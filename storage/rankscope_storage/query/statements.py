@@ -16,7 +16,7 @@ from typing import Final
 
 import duckdb
 
-from rankscope_contract.records import DATASETS
+from rankscope_contract.model.schema import DATASETS
 from rankscope_storage.base.errors import QueryError
 from rankscope_storage.sql.views import view_statements
 

@@ -16,9 +16,9 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.channel import NOTHING
-from rankscope_contract.events import RunState
-from rankscope_contract.records import DATASETS
+from rankscope_contract.model.events import RunState
+from rankscope_contract.model.schema import DATASETS
+from rankscope_contract.protocol.channel import NOTHING
 from rankscope_storage.base.errors import ClaimError, ConflictError, StoreError
 from rankscope_storage.base.fsync import Sync
 from rankscope_storage.base.schema import conform

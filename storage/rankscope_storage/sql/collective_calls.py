@@ -1,6 +1,7 @@
 """The view `collective_calls`: each collective once, as all ranks of its group together made it.
 
-What is told apart here over the history is told apart over what ranks say now by `rankscope_contract.collective_calls`,
+The view distinguishes the same states of a call over the history as `rankscope_contract.diagnostics.collective_calls`
+does over the current reports of the ranks,
 in the same words. A rank without a row is only said to have missed a call when it was read since and is behind: its row
 may be overwritten, or not read yet.
 """
@@ -9,8 +10,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from rankscope_contract.collectives import EVEN, CallState
-from rankscope_contract.escaping import sql_string
+from rankscope_contract.diagnostics.collective_format import EVEN, CallState
+from rankscope_contract.security.escaping import sql_string
 
 _EVEN: Final = "(" + " OR ".join(f"starts_with(ltrim(op, '_'), {sql_string(name)})" for name in EVEN) + ")"
 _STATE: Final = {state.name: sql_string(state) for state in CallState}

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from rankscope_contract.escaping import sql_string
-from rankscope_contract.phases import STEP_PHASE_SECONDS, WITHIN_A_STEP, Phase
+from rankscope_contract.model.phases import STEP_PHASE_SECONDS, WITHIN_A_STEP, Phase
+from rankscope_contract.security.escaping import sql_string
 
 PARTS: Final = (
     "useful",

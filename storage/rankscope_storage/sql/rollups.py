@@ -13,10 +13,10 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from rankscope_contract import metrics
-from rankscope_contract.escaping import sql_identifier, sql_string
-from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
-from rankscope_contract.rollups import BUCKET_SECONDS, BUCKET_STEPS, ROLLUPS
+from rankscope_contract.metrics import catalogue
+from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_contract.model.rollups import BUCKET_SECONDS, BUCKET_STEPS, ROLLUPS
+from rankscope_contract.security.escaping import sql_identifier, sql_string
 from rankscope_storage.base.schema import dataset_schema
 
 _IDENTITY: Final = ("run", "attempt", "rank", "micro_step", "vpp_stage")
@@ -210,7 +210,7 @@ def _in_order(dataset: str, named: Mapping[str, str]) -> str:
     return ", ".join(f"{value} AS {sql_identifier(name)}" for value, name in zip(values, schema.names, strict=True))
 
 
-_COUNTERS: Final = tuple(name for name, spec in metrics.SCALARS_WITH_OWN_METRIC.items() if spec.type == "counter")
+_COUNTERS: Final = tuple(name for name, spec in catalogue.SCALARS_WITH_OWN_METRIC.items() if spec.type == "counter")
 _EXTREMES: Final = {"min": "min_min", "max": "max_max"}
 _ADDED: Final = ("first_step", "first_ts", "rows", "nonfinite_rows")
 _ONE: Final = 'step AS first_step, ts AS first_ts, 1::BIGINT AS "rows"'

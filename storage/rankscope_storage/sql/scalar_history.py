@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from rankscope_contract.events import RunState
+from rankscope_contract.model.events import RunState
 from rankscope_storage.sql.rollups import ROLLED_STEPS
 
 _ENDED: Final = ", ".join(f"'{state}'" for state in (RunState.COMPLETED, RunState.STOPPED, RunState.FAILED))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
-from rankscope_contract.escaping import sql_identifier
+from rankscope_contract.security.escaping import sql_identifier
 from rankscope_storage.base.schema import dataset_schema, sql_null
 
 _NEWEST: Final = """\

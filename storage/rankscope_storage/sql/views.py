@@ -9,9 +9,9 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from rankscope_contract.escaping import sql_identifier, sql_string
-from rankscope_contract.records import DATASETS, DIMENSIONS
-from rankscope_contract.rollups import ROLLUPS
+from rankscope_contract.model.rollups import ROLLUPS
+from rankscope_contract.model.schema import DATASETS, DIMENSIONS
+from rankscope_contract.security.escaping import sql_identifier, sql_string
 from rankscope_storage.base.schema import UNWRITTEN, dataset_schema, fingerprint, sql_null
 from rankscope_storage.files.partitioning import file_fingerprint
 from rankscope_storage.sql import goodput

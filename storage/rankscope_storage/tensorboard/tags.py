@@ -10,9 +10,9 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_contract.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS, Kind
+from rankscope_contract.model.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS, Kind
+from rankscope_contract.msprobe.csv_layout import CALLS, parse_call
 from rankscope_contract.msprobe.families import FAMILY_OF
-from rankscope_contract.msprobe.layout import CALLS, parse_call
 
 OPS: Final = (*VALUE_OPS, *COUNT_OPS, *BASELINE_OPS)
 

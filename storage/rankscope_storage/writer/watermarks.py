@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.channel import NOTHING
+from rankscope_contract.protocol.channel import NOTHING
 from rankscope_storage.base.errors import BatchError
 
 

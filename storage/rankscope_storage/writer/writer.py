@@ -18,7 +18,7 @@ from typing import Final, Self
 
 import pyarrow as pa
 
-from rankscope_contract.channel import NOTHING
+from rankscope_contract.protocol.channel import NOTHING
 from rankscope_storage.base.errors import BatchError, ConflictError, ShardLostError, StoreError
 from rankscope_storage.base.fsync import Sync
 from rankscope_storage.base.schema import conform

@@ -19,7 +19,7 @@ from rankscope.up.ports import PortChoice, choose, free_port, is_free, valid_por
 from rankscope.up.programs import Program, ServiceOptions, UpOptions, files, max_notification_seconds, programs
 from rankscope.up.state_dir import StateDir
 from rankscope.up.supervisor import MAX_RESTARTS, RESTART_WINDOW_SECONDS, Restarts
-from rankscope_contract.events import Severity
+from rankscope_contract.model.events import Severity
 from rankscope_dashboards.deploy.alertmanager import Mail, Webhook
 
 FOLDER = StateDir(Path("/state"))

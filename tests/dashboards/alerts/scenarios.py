@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rankscope_contract.evaluate import SeriesEvaluator, to_float32
-from rankscope_contract.events import RunState
+from rankscope_contract.model.events import RunState
 from rankscope_contract.rules import rule_from_config
 from rankscope_contract.rules.nan import AnomalyNan
+from rankscope_contract.rules.reference import SeriesEvaluator, to_float32
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_dashboards.alerts.alert import RUNBOOKS
 from rankscope_dashboards.alerts.groups import DEFAULT_RULES, alert_groups
 
-VECTORS = json.loads((Path(__file__).parents[2] / "contract/data/anomaly_vectors.json").read_text())["series"]
+VECTORS = json.loads((Path(__file__).parents[2] / "contract/rules/data/anomaly_vectors.json").read_text())["series"]
 SCALAR_VECTORS = {"N01", "N02"}  # contain NaN values: tested as logged scalars, because tensor statistics are finite
 SECONDS = 10  # interval of samples and of evaluations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rankscope_contract.metrics import CATALOG
+from rankscope_contract.metrics.catalogue import CATALOG
 from rankscope_contract.rules import rule_classes
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_dashboards.alerts.anomaly import rule_expression

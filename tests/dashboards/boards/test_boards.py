@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rankscope_contract.metrics import CATALOG
+from rankscope_contract.metrics.catalogue import CATALOG
 from rankscope_dashboards import boards as boards_package
 from rankscope_dashboards.boards import boards
 from rankscope_dashboards.generate import PROVISIONING, generated_files, stale_files

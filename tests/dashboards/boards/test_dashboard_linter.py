@@ -8,7 +8,7 @@ import re
 import pytest
 import yaml
 
-from rankscope_contract.metrics import CATALOG
+from rankscope_contract.metrics.catalogue import CATALOG
 from rankscope_dashboards.generate import generated_files
 
 FILES = generated_files()

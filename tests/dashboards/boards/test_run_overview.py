@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from rankscope_contract.metrics import CATALOG
+from rankscope_contract.metrics.catalogue import CATALOG
 from rankscope_dashboards.generate import generated_files
 
 PANELS = {panel["title"]: panel for panel in json.loads(generated_files()["dashboards/run_overview.json"])["panels"]}

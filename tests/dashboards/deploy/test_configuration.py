@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rankscope_contract.events import Severity
+from rankscope_contract.model.events import Severity
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_dashboards.alerts.groups import DEFAULT_RULES, rule_file

@@ -15,7 +15,7 @@ from tests.exporter.conftest import wait_until
 from tests.programs import run_program
 from torch import nn
 
-from rankscope_contract.events import EventType
+from rankscope_contract.model.events import EventType
 from rankscope_exporter import AnomalyNan, Monitor
 from rankscope_exporter.adapters.base import HandleGroup, remove_all
 from rankscope_exporter.api.session import Session

@@ -25,10 +25,10 @@ from tests.exporter.sinks.records import FINITE, entry, identity, record
 
 import rankscope
 import rankscope_exporter
-from rankscope_contract.events import Event
+from rankscope_contract.model.events import Event
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
-from rankscope_contract.web_config import TlsServer, WebConfig
+from rankscope_contract.security.web_config import TlsServer, WebConfig
 from rankscope_exporter import Anomaly, CaptureConfig, ConfigError, Monitor, MonitorConfig, RankscopeError, ServeConfig
 from rankscope_exporter.api.phase import OpenPhases, Phase
 from rankscope_exporter.base.copies import CopiesDoNothing

@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.properties import examples
 
-from rankscope_contract.evaluate import evaluate, next_baseline, to_float32
-from rankscope_contract.kinds import COUNT_OPS, JUDGED_OPS, VALUE_OPS
-from rankscope_contract.records import PlanEntry
+from rankscope_contract.model.kinds import COUNT_OPS, JUDGED_OPS, VALUE_OPS
+from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules import rule_from_config
 from rankscope_contract.rules.nan import AnomalyNan
+from rankscope_contract.rules.reference import evaluate, next_baseline, to_float32
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector
 from rankscope_exporter.statistics import Finished
 
-VECTORS = pathlib.Path(__file__).parents[2] / "contract" / "data" / "anomaly_vectors.json"
+VECTORS = pathlib.Path(__file__).parents[2] / "contract" / "rules" / "data" / "anomaly_vectors.json"
 
 KINDS = ("act_out", "grad_reduced", "param_after")
 NULL = math.nan

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from rankscope_contract.events import Event, EventType, ExitReason
+from rankscope_contract.model.events import Event, EventType, ExitReason
 from rankscope_exporter.process.lifecycle import encodable, exit_reason, weighed_reason
 from rankscope_exporter.publishing.console import FREE_LINES, MIN_SECONDS_BETWEEN_LINES, Console, banner
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankscope_contract.records import PlanEntry
+from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig, quantities
 from rankscope_exporter.quantities.base import Hooking, Quantity, SamplingGate, Table
 from rankscope_exporter.quantities.parameters import Parameters

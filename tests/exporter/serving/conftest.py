@@ -14,10 +14,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from rankscope_contract.channel import POKE_PATH, REGISTER_PATH, RegistrationReply
-from rankscope_contract.identity import Identity
-from rankscope_contract.kinds import COUNT_OPS
-from rankscope_contract.records import WIRE_VALUE_OPS, Plan, PlanEntry
+from rankscope_contract.model.identity import Identity
+from rankscope_contract.model.kinds import COUNT_OPS
+from rankscope_contract.model.schema import WIRE_VALUE_OPS, Plan, PlanEntry
+from rankscope_contract.protocol.channel import POKE_PATH, REGISTER_PATH, RegistrationReply
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter.records.step_record import NamedPlan, Statistics, StepRecord

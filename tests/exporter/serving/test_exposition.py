@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from tests.properties import examples
 
-from rankscope_contract.evaluate import to_float32
-from rankscope_contract.events import Event, EventType
-from rankscope_contract.identity import Identity
-from rankscope_contract.metrics import CATALOG
-from rankscope_contract.records import PlanEntry
+from rankscope_contract.metrics.catalogue import CATALOG
+from rankscope_contract.model.events import Event, EventType
+from rankscope_contract.model.identity import Identity
+from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules.nan import AnomalyNan
+from rankscope_contract.rules.reference import to_float32
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter.records.step_record import Scalar
 from rankscope_exporter.serving.exposition import ExporterStats, Exposition

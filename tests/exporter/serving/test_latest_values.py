@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from rankscope_contract.events import Event, EventType
-from rankscope_contract.records import PlanEntry
+from rankscope_contract.model.events import Event, EventType
+from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter.records.step_record import Scalar, StepRecord

@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from rankscope_contract.identity import Identity
-from rankscope_contract.records import PlanEntry
+from rankscope_contract.model.identity import Identity
+from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.base.errors import ServeError
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.serving.node_exposition import joined, merged
@@ -233,7 +233,7 @@ def test_a_page_that_fails_is_left_out_and_the_rank_shows_the_next_one(new_neigh
 
 CHILD = """
 import os, time
-from rankscope_contract.identity import Identity
+from rankscope_contract.model.identity import Identity
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.serving.node_peers import NodePeers
 who = Identity(run="run-1", launch_id="launch-1", rank=7, host="node-1", incarnation="child")

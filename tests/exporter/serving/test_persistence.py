@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from rankscope_contract.channel import Registration, RegistrationReply
-from rankscope_contract.records import PlanEntry
+from rankscope_contract.model.schema import PlanEntry
+from rankscope_contract.protocol.channel import Registration, RegistrationReply
 from rankscope_contract.spool import Orphan, SpoolReader
 from rankscope_contract.spool.layout import read_service, service_name
 from rankscope_exporter.base.errors import ConfigError

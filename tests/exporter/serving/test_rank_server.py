@@ -147,7 +147,7 @@ def test_drain_gives_up_in_time_and_says_what_is_left(leased, record):
 FORK = """
     import os, socket, sys, urllib.request
     import psutil
-    from rankscope_contract.identity import Identity
+    from rankscope_contract.model.identity import Identity
     from rankscope_exporter.records.step_record import StepRecord
     from rankscope_exporter.serving.rank_server import RankServer
     from rankscope_exporter.serving.config import ServeConfig

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope_contract.channel import Registration
-from rankscope_contract.events import Event, EventType
+from rankscope_contract.model.events import Event, EventType
+from rankscope_contract.protocol.channel import Registration
 from rankscope_exporter.serving import registration
 from rankscope_exporter.serving.config import ServeError
 from rankscope_exporter.serving.orphan_recovery import OrphanRecovery

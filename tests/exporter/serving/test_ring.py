@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope_contract.records import PlanEntry
+from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.records.step_record import Statistics, StepRecord
 from rankscope_exporter.serving.config import MIN_RING_RECORDS
 from rankscope_exporter.serving.ring import CursorError, Ring

@@ -11,7 +11,7 @@ import ssl
 
 import pytest
 
-from rankscope_contract.tls import client_context
+from rankscope_contract.security.tls import client_context
 from rankscope_exporter.base.errors import ServeError
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.serving.addresses import Address

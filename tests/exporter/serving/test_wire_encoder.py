@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope_contract.events import Event, EventType, Severity
-from rankscope_contract.fields import arrow_schema
-from rankscope_contract.kinds import COUNT_OPS, Kind
-from rankscope_contract.records import NESTED, WIRE_FIELDS, WIRE_METADATA, WIRE_VALUE_OPS, PlanEntry
+from rankscope_contract.model.events import Event, EventType, Severity
+from rankscope_contract.model.fields import arrow_schema
+from rankscope_contract.model.kinds import COUNT_OPS, Kind
+from rankscope_contract.model.schema import NESTED, WIRE_FIELDS, WIRE_METADATA, WIRE_VALUE_OPS, PlanEntry
 from rankscope_exporter.records.step_record import Scalar, StepRecord
 from rankscope_exporter.serving.wire_encoder import encode
 

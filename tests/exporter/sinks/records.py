@@ -7,9 +7,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from rankscope_contract.identity import Identity
-from rankscope_contract.kinds import COUNT_OPS
-from rankscope_contract.records import WIRE_VALUE_OPS, Plan, PlanEntry
+from rankscope_contract.model.identity import Identity
+from rankscope_contract.model.kinds import COUNT_OPS
+from rankscope_contract.model.schema import WIRE_VALUE_OPS, Plan, PlanEntry
 from rankscope_exporter.records.step_record import NamedPlan, Statistics, StepRecord
 
 Numbers = Mapping[str, float | None]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pyarrow as pa
 from tests.exporter.sinks.records import FINITE, Numbers, entry, identity, record
 
-from rankscope_contract.kinds import COUNT_OPS, Kind
-from rankscope_contract.records import WIRE_VALUE_OPS, PlanEntry
+from rankscope_contract.model.kinds import COUNT_OPS, Kind
+from rankscope_contract.model.schema import WIRE_VALUE_OPS, PlanEntry
 from rankscope_exporter.sinks.csv_msprobe import Csv, CsvOptions
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema

@@ -13,8 +13,8 @@ from tests.exporter.sinks.reading import imported
 from tests.exporter.sinks.records import ABSENT, FINITE, entry, identity, record
 from tests.properties import examples
 
-from rankscope_contract.kinds import VALUE_OPS, Kind
-from rankscope_contract.msprobe.layout import parse_folder
+from rankscope_contract.model.kinds import VALUE_OPS, Kind
+from rankscope_contract.msprobe.csv_layout import parse_folder
 from rankscope_exporter import ConfigError, MonitorConfig
 from rankscope_exporter.sinks.csv_msprobe import Csv, CsvOptions
 

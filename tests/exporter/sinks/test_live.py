@@ -16,7 +16,7 @@ import torch
 from tests.exporter.sinks.reading import imported
 from torch import nn
 
-from rankscope_contract.events import EventType
+from rankscope_contract.model.events import EventType
 from rankscope_exporter import Monitor, MonitorConfig
 
 STEPS = 4

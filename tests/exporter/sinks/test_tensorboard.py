@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.exporter.sinks.records import ABSENT, FINITE, entry, identity, record
 
-from rankscope_contract.kinds import VALUE_OPS, Kind
+from rankscope_contract.model.kinds import VALUE_OPS, Kind
 from rankscope_exporter.sinks import tensorboard
 from rankscope_exporter.sinks.tensorboard import TensorBoard, TensorBoardOptions
 from rankscope_ingest.importers.common.importer import Faults, ImportedBlock

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.properties import examples
 
-from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 OTHERS = [

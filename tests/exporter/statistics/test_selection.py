@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankscope_contract.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS
+from rankscope_contract.model.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS
 from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_exporter.statistics import (
     HostCopy,
     MeasureGroup,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
-from rankscope_contract.kinds import VALUE_OPS
+from rankscope_contract.model.kinds import VALUE_OPS
 from rankscope_exporter.statistics import HostCopy, MeasureGroup, StatisticsTable, finish
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope_contract.events import REPLICA_DESYNC
+from rankscope_contract.model.events import REPLICA_DESYNC
 from rankscope_ingest.detect.divergence_handler import _symptom, apart_row
 from rankscope_ingest.detect.divergence_tracker import WAIT_SECONDS, DivergenceTracker
 from rankscope_ingest.detect.incidents import IncidentTracker

@@ -8,10 +8,10 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope_contract.events import causal_key
-from rankscope_contract.fields import arrow_schema
-from rankscope_contract.kinds import CAUSAL_STAGE
-from rankscope_contract.records import DATASETS
+from rankscope_contract.model.events import causal_key
+from rankscope_contract.model.fields import arrow_schema
+from rankscope_contract.model.kinds import CAUSAL_STAGE
+from rankscope_contract.model.schema import DATASETS
 from rankscope_ingest.detect.incidents import ANNOUNCED_PER_HOUR, IncidentTracker
 from rankscope_ingest.detect.symptoms import symptoms
 from rankscope_ingest.notify.incident import SEVERITIES, Symptom, incident_key, urgency

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from rankscope_contract.channel import Registration
+from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.base.errors import FetchError
 from rankscope_ingest.detect.incidents import IncidentTracker

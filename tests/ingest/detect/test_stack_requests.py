@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from rankscope_contract.channel import Registration
+from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.detect.stall_handler import ask
 from rankscope_ingest.record_channel.client import Fetcher
 from rankscope_ingest.runs.models import Liveness

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rankscope_contract.channel import Registration
-from rankscope_contract.events import RunState
-from rankscope_contract.stacks import Collective, FlightRecord, Frame, StackDump, ThreadStack
+from rankscope_contract.diagnostics.stacks import Collective, FlightRecord, Frame, StackDump, ThreadStack
+from rankscope_contract.model.events import RunState
+from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.base.errors import RegistrationError
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.detect.stall_handler import parse_stacks_request

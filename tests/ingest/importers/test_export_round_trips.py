@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.properties import examples
 
-from rankscope_contract.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS, Kind
-from rankscope_contract.records import DATASETS, canonical_labels
+from rankscope_contract.model.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS, Kind
+from rankscope_contract.model.schema import DATASETS, canonical_labels
 from rankscope_ingest.importers import find_importer, import_records
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.properties import examples
 
-from rankscope_contract.kinds import VALUE_OPS, Kind
+from rankscope_contract.model.kinds import VALUE_OPS, Kind
 from rankscope_ingest.importers import import_records, importers
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema

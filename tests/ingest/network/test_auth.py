@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rankscope_contract.tls import client_context, server_context
-from rankscope_contract.web_config import TlsServer
+from rankscope_contract.security.tls import client_context, server_context
+from rankscope_contract.security.web_config import TlsServer
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.serving.addresses import Address
 from rankscope_exporter.serving.http_server import Answer, HttpServer

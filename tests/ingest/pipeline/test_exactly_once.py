@@ -18,9 +18,9 @@ import pytest
 from aiohttp import web
 from tests.programs import OF_COMMANDS, Started, server_of, start_module
 
-from rankscope_contract.events import Event
-from rankscope_contract.identity import Identity
-from rankscope_contract.records import Plan, PlanEntry
+from rankscope_contract.model.events import Event
+from rankscope_contract.model.identity import Identity
+from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_exporter.records.step_record import NamedPlan, Scalar, Statistics, StepRecord
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.serving.rank_server import RankServer

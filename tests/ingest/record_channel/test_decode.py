@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.properties import examples
 
-from rankscope_contract.fields import arrow_schema
-from rankscope_contract.records import (
+from rankscope_contract.model.fields import arrow_schema
+from rankscope_contract.model.schema import (
     DATASETS,
     NESTED,
     WIRE_COUNT_OPS,
@@ -338,7 +338,7 @@ def test_plan_becomes_rows_of_tensors():
 def test_oldest_unused_plan_leaves_a_full_cache():
     cache = PlanCache(size=2)
     texts = [json.dumps({"entries": [], "n": n}) for n in range(3)]
-    from rankscope_contract.records import plan_hash
+    from rankscope_contract.model.schema import plan_hash
 
     for text in texts:
         cache.add(plan_hash(text), text)

@@ -12,7 +12,7 @@ from tests.ingest.conftest import encode_records
 from tests.ingest.record_channel.test_decode import bodies, cache_of, comparable
 from tests.properties import examples
 
-from rankscope_contract.records import Plan, PlanEntry
+from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.pipeline.batcher import Batcher
 from rankscope_ingest.record_channel.arrow_guard import open_stream

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope_contract.channel import Registration
+from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.base.errors import FetchError
 from rankscope_ingest.record_channel.admission import PollBudget
 from rankscope_ingest.record_channel.client import NothingNew, RingStatus

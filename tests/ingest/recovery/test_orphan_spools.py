@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from rankscope_contract.channel import NOTHING, Registration
-from rankscope_contract.events import Event
-from rankscope_contract.records import Plan, PlanEntry
+from rankscope_contract.model.events import Event
+from rankscope_contract.model.schema import Plan, PlanEntry
+from rankscope_contract.protocol.channel import NOTHING, Registration
 from rankscope_contract.spool import FolderLock
 from rankscope_exporter.records.step_record import NamedPlan, Scalar, Statistics, StepRecord
 from rankscope_exporter.serving.spool import Spool

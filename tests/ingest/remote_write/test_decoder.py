@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.ingest.remote_write.messages import CLASSES, write_request
 
-from rankscope_contract.records import canonical_labels
+from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.base.errors import DecodeError
 from rankscope_ingest.base.protobuf import packed, unpacked
 from rankscope_ingest.remote_write.batcher import samples_table

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from rankscope_contract.records import DATASETS
+from rankscope_contract.model.schema import DATASETS
 from rankscope_ingest.reporting.goodput import WITHOUT_TIME, GoodputReader
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_storage.sql.goodput import GOODPUT, GOODPUT_ATTEMPTS

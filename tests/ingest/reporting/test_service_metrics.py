@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rankscope_contract.events import RunState
-from rankscope_contract.metrics import CATALOG
+from rankscope_contract.metrics.catalogue import CATALOG
+from rankscope_contract.model.events import RunState
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.reporting.progress import RunMeter, last_value, run_progress
 from rankscope_ingest.reporting.service_metrics import FAILURE_REASONS, ServiceMetrics

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rankscope_contract.channel import Registration
-from rankscope_contract.events import RunState
+from rankscope_contract.model.events import RunState
+from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.runs.models import Liveness, Patience
 from rankscope_ingest.runs.tracker import Attempt, Rank, RunTracker, Timing
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from tests.ingest.runs.life_steps import Life
 from tests.properties import examples
 
-from rankscope_contract.events import RunState
+from rankscope_contract.model.events import RunState
 
 LOST = "rank {} on h vanished without a word"
 PEER = "rank 0: RuntimeError: Connection closed by peer [127.0.0.1]:4; which rank failed first is unknown"

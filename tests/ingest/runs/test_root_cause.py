@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from tests.ingest.runs.life_steps import KEY, START, TIMING
 
-from rankscope_contract.channel import Registration
-from rankscope_contract.events import RunState
-from rankscope_contract.stacks import Collective, FlightRecord, Frame, GroupProgress, StackDump, ThreadStack
+from rankscope_contract.diagnostics.stacks import Collective, FlightRecord, Frame, GroupProgress, StackDump, ThreadStack
+from rankscope_contract.model.events import RunState
+from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.detect.incidents import FailureAlerts
 from rankscope_ingest.detect.stall_tracker import StallTracker

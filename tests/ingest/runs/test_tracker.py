@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rankscope_contract.channel import Registration
+from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.runs.models import Liveness, Patience
 from rankscope_ingest.runs.tracker import RunTracker, Timing
 

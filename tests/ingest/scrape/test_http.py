@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from rankscope_contract.tls import client_context, server_context
-from rankscope_contract.web_config import TlsServer
+from rankscope_contract.security.tls import client_context, server_context
+from rankscope_contract.security.web_config import TlsServer
 from rankscope_ingest.base.errors import FetchError
 from rankscope_ingest.scrape.http import TEXT, PageFetcher
 

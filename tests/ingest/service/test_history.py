@@ -7,10 +7,10 @@ import itertools
 
 import pytest
 
-from rankscope_contract.channel import Registration
-from rankscope_contract.events import RunState
-from rankscope_contract.records import DATASETS
-from rankscope_contract.rollups import ROLLUPS
+from rankscope_contract.model.events import RunState
+from rankscope_contract.model.rollups import ROLLUPS
+from rankscope_contract.model.schema import DATASETS
+from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.base.errors import ConfigError
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.detect.incidents import IncidentTracker

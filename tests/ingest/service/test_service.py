@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from rankscope_contract.channel import ARROW_STREAM
-from rankscope_contract.records import Plan, PlanEntry
+from rankscope_contract.model.schema import Plan, PlanEntry
+from rankscope_contract.protocol.channel import ARROW_STREAM
 from rankscope_ingest.detect import run_monitor
 from rankscope_ingest.detect.stall_tracker import StallNews
 from rankscope_ingest.record_channel.loop import TargetLoop

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope_contract.channel import Registration
+from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.runs.models import Liveness
 from rankscope_ingest.runs.target import Target
 from rankscope_ingest.status_page.collect import MOST_LOOKS, LagClock

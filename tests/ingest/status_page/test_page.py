@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.ingest.status_page.statuses import HOSTILE, STARTED, empty, large, run, small, target
 
-from rankscope_contract.events import RunState
+from rankscope_contract.model.events import RunState
 from rankscope_ingest.runs.target import Health
 from rankscope_ingest.status_page import assets, text_format
 from rankscope_ingest.status_page.page import COLOURS, MOST_ROWS, MOST_RUNS, page

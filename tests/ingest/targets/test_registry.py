@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from rankscope_contract.channel import Registration
+from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.base.errors import RegistrationError
 from rankscope_ingest.network.dialing import AllowedResolver, address_of, is_allowed, parse_target_url
 from rankscope_ingest.runs.target import Health

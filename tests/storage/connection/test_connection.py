@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rankscope_contract.records import DATASETS, TENSOR_ROW_KEY
+from rankscope_contract.model.schema import DATASETS, TENSOR_ROW_KEY
 from rankscope_storage.api.store import Batch
 from rankscope_storage.base.errors import FilesGoneError, QueryError
 from rankscope_storage.base.schema import dataset_schema

@@ -14,7 +14,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rankscope_contract.rollups import BUCKET_STEPS
+from rankscope_contract.model.rollups import BUCKET_STEPS
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.log.checkpoints import write_checkpoint

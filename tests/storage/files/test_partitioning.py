@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope_contract.records import DATASETS
+from rankscope_contract.model.schema import DATASETS
 from rankscope_storage.base.schema import dataset_schema, fingerprint
 from rankscope_storage.files.partitioning import (
     LONGEST_PART,

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope_contract.msprobe.layout import neutral, parse_folder, plain, time_text
+from rankscope_contract.msprobe.csv_layout import neutral, parse_folder, plain, time_text
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.formats import csv_msprobe
 from rankscope_storage.formats.msprobe.rows import statistics_sql

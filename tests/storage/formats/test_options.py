@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import rankscope_storage.formats as package
-from rankscope_contract.kinds import Kind
+from rankscope_contract.model.kinds import Kind
 from rankscope_contract.msprobe.families import FAMILY_OF
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.formats import ExportOptions, export_formats

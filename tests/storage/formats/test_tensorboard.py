@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.plugin_event_multiplexer import EventM
 from tensorboard.context import RequestContext
 from tensorboard.data.provider import RunTagFilter
 
-from rankscope_contract.kinds import Kind
+from rankscope_contract.model.kinds import Kind
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.tensorboard.tags import OPS, TensorTag, parse_tensor_tag, parse_tree_tag, tensor_tag
 

@@ -20,7 +20,7 @@ from deltalake import DeltaTable, Schema
 from deltalake.exceptions import CommitFailedError, DeltaError
 from deltalake.transaction import AddAction, CommitProperties, PostCommitHookProperties, RemoveAction, Transaction
 
-from rankscope_contract.escaping import path_segment
+from rankscope_contract.security.escaping import path_segment
 
 COLUMNS = pa.schema([("dataset", pa.string()), ("part", pa.string()), ("run", pa.string()), ("step", pa.int64())])
 ODD_NAMES = [

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
-from rankscope_contract.records import DATASETS, DIMENSIONS
-from rankscope_contract.rollups import ROLLUPS
+from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_contract.model.rollups import ROLLUPS
+from rankscope_contract.model.schema import DATASETS, DIMENSIONS
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.errors import ClaimError, StoreError
 from rankscope_storage.base.fsync import sync_to_disk

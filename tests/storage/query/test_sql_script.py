@@ -9,7 +9,7 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from rankscope_contract.records import DATASETS
+from rankscope_contract.model.schema import DATASETS
 from rankscope_storage.api.store import Store
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.connection import connect

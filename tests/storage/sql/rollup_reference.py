@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
 
 Row = Mapping[str, Any]
 

@@ -9,7 +9,8 @@ from typing import Final
 from grafana_foundation_sdk.builders import dashboard as builders
 from grafana_foundation_sdk.models import dashboard
 
-from rankscope_contract import __version__, metrics
+from rankscope_contract import __version__
+from rankscope_contract.metrics import catalogue
 from rankscope_dashboards.boards.elements.panels import DATASOURCE, PanelBuilder
 from rankscope_dashboards.boards.elements.selectors import ALL_RANKS, ALL_RUNS
 
@@ -47,8 +48,8 @@ def make_board(title: str, description: str, sections: Sequence[Section]) -> bui
         .tooltip(dashboard.DashboardCursorSync.CROSSHAIR)
         .link(_other_boards())
         .with_variable(_data_source())
-        .with_variable(_variable("run", "Run", f"label_values({metrics.STEP.name}{ALL_RUNS}, run)"))
-        .with_variable(_variable("rank", "Rank", f"label_values({metrics.STEP.name}{ALL_RANKS}, rank)"))
+        .with_variable(_variable("run", "Run", f"label_values({catalogue.STEP.name}{ALL_RUNS}, run)"))
+        .with_variable(_variable("rank", "Rank", f"label_values({catalogue.STEP.name}{ALL_RANKS}, rank)"))
     )
     number = 0
     for section in sections:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from rankscope_contract import metrics
-from rankscope_contract.metric_spec import MetricSpec
+from rankscope_contract.metrics import catalogue
+from rankscope_contract.metrics.spec import MetricSpec
 from rankscope_dashboards.deploy.prometheus import RANKS_JOB
 
 RATE_WINDOW: Final = "[$__rate_interval]"
@@ -57,7 +57,7 @@ def _of_counter(function: str, metric: MetricSpec, matchers: tuple[str, ...]) ->
     decrease as a counter reset and adds the full counter value to the rate.
     """
     scraped, stored = _selector(_RUN, _RANK, *matchers), ranks(*matchers)
-    was_scraped = f"present_over_time({metrics.STEP.name}{SERVICE_RANKS}{RATE_WINDOW})"
+    was_scraped = f"present_over_time({catalogue.STEP.name}{SERVICE_RANKS}{RATE_WINDOW})"
     return (
         f"({function}({metric.name}{scraped}{RATE_WINDOW}) or "
         f"{function}({metric.name}{stored}{RATE_WINDOW}) unless on (run, rank) {was_scraped})"

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
-from rankscope_contract.msprobe.layout import OPS
+from rankscope_contract.msprobe.csv_layout import OPS
 from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.base.validation import check_keys
 from rankscope_exporter.compat.msprobe.tool_config import KEYS, WITHOUT_END, ToolSettings, rules_of

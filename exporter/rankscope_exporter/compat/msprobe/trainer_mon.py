@@ -17,8 +17,8 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from rankscope_contract.kinds import VALUE_OPS, Kind
-from rankscope_contract.records import PlanEntry
+from rankscope_contract.model.kinds import VALUE_OPS, Kind
+from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.api.monitor import Monitor
 from rankscope_exporter.base.copies import CopiesDoNothing
 from rankscope_exporter.base.errors import ConfigError, Guard

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from rankscope_contract.events import Event, EventType, Severity
+from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_exporter.base.errors import Guard
 from rankscope_exporter.monitors.flight_recorder.entry import is_over
 from rankscope_exporter.monitors.flight_recorder.step_assignment import MOST_STEPS, AssignedEntries, StepAssignment

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rankscope_contract.events import Event, EventType, Severity
-from rankscope_contract.stacks import FlightRecord, StackDump
-from rankscope_contract.standing import Standing
+from rankscope_contract.diagnostics.rank_groups import Standing
+from rankscope_contract.diagnostics.stacks import FlightRecord, StackDump
+from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_exporter.base.errors import Guard
 from rankscope_exporter.model.parameter_names import encodable
 from rankscope_exporter.monitors.flight_recorder.entry import take_flight_record

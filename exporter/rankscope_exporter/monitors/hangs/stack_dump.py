@@ -25,7 +25,7 @@ from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, Final
 
-from rankscope_contract.stacks import MAX_DETAILS_BYTES, Frame, StackDump, ThreadStack
+from rankscope_contract.diagnostics.stacks import MAX_DETAILS_BYTES, Frame, StackDump, ThreadStack
 
 EXECUTES_PYTHON: Final = ""
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_contract.events import Event, EventType, Severity
-from rankscope_contract.standing import Standing
+from rankscope_contract.diagnostics.rank_groups import Standing
+from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_exporter.base.errors import Guard
 from rankscope_exporter.monitors.hangs.diagnosis import Diagnosis
 from rankscope_exporter.monitors.hangs.stack_signal import StackSignal

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from rankscope_contract.events import Event, EventType, Severity
+from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_exporter.monitors.hardware.nvml_metrics import READINGS, Reading
 from rankscope_exporter.records.step_record import Scalar
 

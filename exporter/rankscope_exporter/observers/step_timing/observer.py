@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from rankscope_contract.phases import (
+from rankscope_contract.model.phases import (
     LABEL,
     PHASE_SECONDS,
     PRE_COLLECTIVE_SECONDS,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-from rankscope_contract.phases import COMPUTING, Phase
+from rankscope_contract.model.phases import COMPUTING, Phase
 from rankscope_exporter.observers.step_timing.clock import Time
 
 Kind = Literal[

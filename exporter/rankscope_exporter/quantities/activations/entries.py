@@ -18,8 +18,8 @@ from typing import Final, Generic, TypeVar
 import torch
 from torch import nn
 
-from rankscope_contract.kinds import Kind
-from rankscope_contract.records import PlanEntry
+from rankscope_contract.model.kinds import Kind
+from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.placement import placement_of
 from rankscope_exporter.model.parameter_names import local_tensor
 from rankscope_exporter.model.pytree import Slot

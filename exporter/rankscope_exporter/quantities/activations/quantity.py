@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from rankscope_contract.kinds import Kind
+from rankscope_contract.model.kinds import Kind
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.model.module_names import NamedModule, named_modules, selected, unmatched
 from rankscope_exporter.model.pytree import Found, Slot, Specs, received, returned

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from rankscope_contract.collectives import dtype_text
+from rankscope_contract.diagnostics.collective_format import dtype_text
 from rankscope_exporter.model.name_patterns import Targets
 from rankscope_exporter.monitors.flight_recorder.entry import Entry
 from rankscope_exporter.monitors.flight_recorder.poller import read_before

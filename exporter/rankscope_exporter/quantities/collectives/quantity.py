@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Final
 
 import torch.distributed as dist
 
-from rankscope_contract.kinds import Kind
-from rankscope_contract.records import PlanEntry
+from rankscope_contract.model.kinds import Kind
+from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.model.name_patterns import target_notices
 from rankscope_exporter.model.pytree import MAX_TENSORS

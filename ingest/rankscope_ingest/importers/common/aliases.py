@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_contract.records import canonical_labels
+from rankscope_contract.model.schema import canonical_labels
 
 SOURCE_NAME: Final = "source_name"
 SOURCE_UNIT: Final = "source_unit"

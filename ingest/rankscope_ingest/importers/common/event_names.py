@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_contract.events import EventType, Severity
+from rankscope_contract.model.events import EventType, Severity
 
 
 @dataclass(frozen=True, slots=True)

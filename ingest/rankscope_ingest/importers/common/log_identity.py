@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from rankscope_contract.events import EventType
+from rankscope_contract.model.events import EventType
 from rankscope_ingest.base.errors import IngestError
 from rankscope_storage.connection import Connection
 

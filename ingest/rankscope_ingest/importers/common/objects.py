@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from rankscope_contract.events import EventType, ExitReason, RunState, Severity
-from rankscope_contract.records import canonical_labels
+from rankscope_contract.model.events import EventType, ExitReason, RunState, Severity
+from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.importers.common.aliases import SOURCE_NAME, UNITS, Alias, in_unit
 from rankscope_ingest.importers.common.blocks import BlockBuilder
 from rankscope_ingest.importers.common.event_names import happening

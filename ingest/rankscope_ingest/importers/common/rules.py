@@ -11,11 +11,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.evaluate import SeriesEvaluator
-from rankscope_contract.events import EventType
-from rankscope_contract.kinds import JUDGED_OPS, VALUE_OPS, Kind
+from rankscope_contract.model.events import EventType
+from rankscope_contract.model.kinds import JUDGED_OPS, VALUE_OPS, Kind
 from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.nan import AnomalyNan
+from rankscope_contract.rules.reference import SeriesEvaluator
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_ingest.base.tables import table_schema
 

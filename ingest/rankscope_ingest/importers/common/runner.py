@@ -12,9 +12,9 @@ from typing import Any, Final, Protocol
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.events import EventType, RunState, Severity
-from rankscope_contract.redaction import redacted_json
+from rankscope_contract.model.events import EventType, RunState, Severity
 from rankscope_contract.rules import AnomalyRule
+from rankscope_contract.security.redaction import redacted_json
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.base.tables import FROM_INGEST, rows_table, table_schema
 from rankscope_ingest.importers.common.importer import (

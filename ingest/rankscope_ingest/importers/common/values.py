@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from rankscope_contract.redaction import redacted
+from rankscope_contract.security.redaction import redacted
 
 MAX_JSON: Final = 65_536
 

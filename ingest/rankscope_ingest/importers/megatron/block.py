@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rankscope_contract.events import EventType, Severity
+from rankscope_contract.model.events import EventType, Severity
 from rankscope_ingest.importers.common.importer import FROM_LOG, RECORD_COLUMN, ImportedBlock
 from rankscope_ingest.importers.megatron.columns import Alike, Integers
 from rankscope_ingest.importers.megatron.groups import NO_NUMBER, NO_TIME, Group, Printers

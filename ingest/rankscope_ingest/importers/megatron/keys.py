@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_contract.records import canonical_labels
+from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.importers.common.aliases import SOURCE_NAME, SOURCE_UNIT, canonical
 
 LOSS: Final = "loss"

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from rankscope_contract.events import EventType, ExitReason, RunState, Severity
-from rankscope_contract.records import canonical_labels
+from rankscope_contract.model.events import EventType, ExitReason, RunState, Severity
+from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.importers.common.aliases import canonical, printable
 from rankscope_ingest.importers.common.event_names import STOPPING, error_class
 from rankscope_ingest.importers.common.importer import ImportedRun

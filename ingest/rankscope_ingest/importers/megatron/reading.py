@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from rankscope_contract.events import RunState
+from rankscope_contract.model.events import RunState
 from rankscope_ingest.importers.common.importer import Faults, ImportedBlock, ImportedRun
 from rankscope_ingest.importers.common.lines import MAX_LINE_BYTES, shown
 from rankscope_ingest.importers.common.restarts import AttemptCounter

@@ -1,6 +1,6 @@
 """Output of the msprobe training monitor: folders of CSV files, anomaly records, model structure and call stacks.
 
-Steps and Adam's moments are converted (see `rankscope_contract.msprobe.layout`), `nan` is taken apart into
+Steps and Adam's moments are converted (see `rankscope_contract.msprobe.csv_layout`), `nan` is taken apart into
 absent and not finite (see `statistics`). A time stands only in the names of folders, without a year: rows have none.
 """
 

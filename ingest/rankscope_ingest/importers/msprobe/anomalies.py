@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope_contract.events import EventType, Severity
-from rankscope_contract.kinds import Kind
-from rankscope_contract.msprobe.layout import our_step
+from rankscope_contract.model.events import EventType, Severity
+from rankscope_contract.model.kinds import Kind
+from rankscope_contract.msprobe.csv_layout import our_step
 from rankscope_ingest.importers.common.importer import Faults, ImportedRecord
 from rankscope_ingest.importers.common.values import whole
 from rankscope_ingest.importers.msprobe.json_files import members

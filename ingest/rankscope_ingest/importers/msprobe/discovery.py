@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from rankscope_contract.msprobe.layout import FamilyFile, RankFolder, parse_file, parse_folder
+from rankscope_contract.msprobe.csv_layout import FamilyFile, RankFolder, parse_file, parse_folder
 
 STACKS: Final = "stack_info.csv"
 STRUCTURE: Final = "module_struct.json"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_contract.msprobe.layout import CALLS, FEATURES, KIND_OF_FAMILY, SLOTS, parse_call
+from rankscope_contract.msprobe.csv_layout import CALLS, FEATURES, KIND_OF_FAMILY, SLOTS, parse_call
 
 _SLOT: Final = re.compile(r"(?P<module>.*)\.(?P<slot>input|output)(?:_(?P<index>\d{1,9}))?", re.DOTALL)
 _ENDING: Final = re.compile(r"(?P<module>.*)(?P<ending>\.[a-z_]+?)(?:_(?P<index>\d{1,9}))?", re.DOTALL)

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.msprobe.layout import plain
+from rankscope_contract.msprobe.csv_layout import plain
 from rankscope_ingest.importers.msprobe.csv_cells import Cells, Complain, Floats, Integers, Mask, floats, whole_numbers
 
 MAX_PASSES: Final = 1_000

@@ -23,8 +23,8 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
-from rankscope_contract.kinds import VALUE_OPS
-from rankscope_contract.msprobe.layout import OPS
+from rankscope_contract.model.kinds import VALUE_OPS
+from rankscope_contract.msprobe.csv_layout import OPS
 from rankscope_ingest.importers.msprobe.csv_cells import Floats, Integers, Mask
 
 _SHAPE: Final = re.compile(r"(?:torch\.Size\()?[\[(]([\d,\s]*)[\])]\)?")

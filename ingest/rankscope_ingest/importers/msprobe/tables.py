@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
-from rankscope_contract.msprobe.layout import DIRECTION, FEATURES, OTHER, our_step
+from rankscope_contract.msprobe.csv_layout import DIRECTION, FEATURES, OTHER, our_step
 from rankscope_ingest.base.tables import table_schema
 from rankscope_ingest.importers.common.importer import RECORD_COLUMN, Faults, ImportedBlock
 from rankscope_ingest.importers.msprobe.csv_cells import Complain, read_cells, read_header

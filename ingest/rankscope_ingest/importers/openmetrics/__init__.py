@@ -15,7 +15,7 @@ from typing import Final
 
 import pyarrow as pa
 
-from rankscope_contract import metrics
+from rankscope_contract.metrics import catalogue
 from rankscope_ingest.base.tables import table_schema
 from rankscope_ingest.importers.common.importer import (
     FROM_FILE,
@@ -113,8 +113,8 @@ def _facts(pivot: Pivot, runs: list[str]) -> ImportedRun:
     if len(runs) > 1:
         some = ", ".join(runs[:5])
         return ImportedRun(reason=f"holds metrics of {len(runs)} runs ({some}): kept as samples, not taken apart")
-    planned = pivot.greatest(metrics.STEPS_PLANNED.name)
-    worlds = [_world_size(labels) for labels in pivot.label_sets(metrics.RUN_INFO.name)]
+    planned = pivot.greatest(catalogue.STEPS_PLANNED.name)
+    worlds = [_world_size(labels) for labels in pivot.label_sets(catalogue.RUN_INFO.name)]
     return ImportedRun(
         planned_steps=None if planned is None or abs(planned) > 1 << 53 else int(planned),
         world_size=max((size for size in worlds if size is not None), default=None),

@@ -11,9 +11,9 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rankscope_contract import metrics
-from rankscope_contract.kinds import COUNT_OPS, VALUE_OPS
-from rankscope_contract.records import canonical_labels
+from rankscope_contract.metrics import catalogue
+from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_contract.model.schema import canonical_labels
 from rankscope_storage.prometheus import names
 from rankscope_storage.prometheus.names import NULL, PLACEMENT
 
@@ -215,12 +215,12 @@ def sample(series: Series) -> Meaning:
 def _ours(series: Series) -> Meaning | None:
     labels = series.labels
     who: dict[str, Any] = {"run": labels["run"], "rank": _whole(labels, "rank", lowest=0)}
-    roles = {metrics.STEP.name: STEP, names.ATTEMPT: ATTEMPT, names.EXPORT_INFO: OWN}
+    roles = {catalogue.STEP.name: STEP, names.ATTEMPT: ATTEMPT, names.EXPORT_INFO: OWN}
     if series.metric in roles:
         return Meaning(role=roles[series.metric], **who)
-    if series.metric == metrics.KIND_STEP.name:
+    if series.metric == catalogue.KIND_STEP.name:
         return Meaning(role=KIND_STEP, kind=labels.get("kind"), **who)
-    if series.metric in {metrics.TENSOR_VALUE.name, metrics.TENSOR_BASELINE.name}:
+    if series.metric in {catalogue.TENSOR_VALUE.name, catalogue.TENSOR_BASELINE.name}:
         return _tensor(series, who)
     scalar = names.read_scalar(series.metric, labels)
     if scalar is None:
@@ -231,7 +231,7 @@ def _ours(series: Series) -> Meaning | None:
 
 def _tensor(series: Series, who: dict[str, Any]) -> Meaning | None:
     labels = series.labels
-    baseline = series.metric == metrics.TENSOR_BASELINE.name
+    baseline = series.metric == catalogue.TENSOR_BASELINE.name
     op = labels.get("op", "") + (names.BASELINE_SUFFIX if baseline else "")
     known = {op + names.BASELINE_SUFFIX for op in names.BASELINES_SHOWN} if baseline else {*VALUE_OPS, *COUNT_OPS}
     if op not in known or not {"kind", "tensor"} <= set(labels) or not set(labels) <= _TENSOR_LABELS:

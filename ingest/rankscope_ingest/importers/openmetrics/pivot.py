@@ -16,7 +16,7 @@ from typing import Final, Self
 import duckdb
 import pyarrow as pa
 
-from rankscope_contract.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS
+from rankscope_contract.model.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS
 from rankscope_ingest.importers.openmetrics.lines import (
     ATTEMPT,
     KIND_STEP,

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from rankscope_contract.events import EventType, Severity
-from rankscope_contract.kinds import COUNT_OPS
+from rankscope_contract.model.events import EventType, Severity
+from rankscope_contract.model.kinds import COUNT_OPS
 from rankscope_ingest.base.tables import table_schema
 from rankscope_ingest.importers.common.aliases import canonical
 from rankscope_ingest.importers.common.importer import FROM_FILE, RECORD_COLUMN, ImportedBlock

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, Final
 
-from rankscope_contract.events import EventType, RunState, Severity
+from rankscope_contract.model.events import EventType, RunState, Severity
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.blocks import BlockBuilder
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported, ImportedRun

@@ -7,7 +7,7 @@ from typing import ClassVar, Final
 
 import apprise
 
-from rankscope_contract.events import Severity
+from rankscope_contract.model.events import Severity
 from rankscope_ingest.notify.notifiers.base import Message, NotifyError
 
 _TYPES: Final = {

@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract import metrics
-from rankscope_contract.escaping import sql_identifier, sql_string
-from rankscope_contract.metrics import MetricSpec
+from rankscope_contract.metrics import catalogue
+from rankscope_contract.metrics.catalogue import MetricSpec
+from rankscope_contract.security.escaping import sql_identifier, sql_string
 from rankscope_storage.formats.common.selection import Selection
 from rankscope_storage.formats.exposition.text import (
     LABEL_NAME,
@@ -106,8 +106,8 @@ class FamilyWriter:
             if spec is not None:
                 by_name.setdefault(scalar.name, []).append(scalar)
         for name, scalars in by_name.items():
-            yield metrics.SCALARS_WITH_OWN_METRIC[name], scalars
-        yield metrics.SCALAR, general
+            yield catalogue.SCALARS_WITH_OWN_METRIC[name], scalars
+        yield catalogue.SCALAR, general
 
     def scalars(self, spec: MetricSpec, scalars: Iterable[Scalar]) -> None:
         """Write the series of `scalars`, which are samples of `spec`."""
@@ -118,7 +118,7 @@ class FamilyWriter:
         order = ", ".join(f"{name} NULLS FIRST" for name in ("rank", *STAGE_EXTRAS))
         for scalar in scalars:
             own = names.own_metric(scalar)
-            shown = own if spec is not metrics.SCALAR else None
+            shown = own if spec is not catalogue.SCALAR else None
             labels = label_text(names.scalar_labels(scalar, shown))
             which = " AND ".join(
                 _equals(*pair) for pair in zip(("name", "unit", "labels"), astuple(scalar), strict=True)

@@ -14,9 +14,8 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.escaping import sql_identifier, sql_string
-from rankscope_contract.kinds import VALUE_OPS
-from rankscope_contract.msprobe.layout import (
+from rankscope_contract.model.kinds import VALUE_OPS
+from rankscope_contract.msprobe.csv_layout import (
     CALLS,
     DIRECTION,
     FEATURES,
@@ -30,6 +29,7 @@ from rankscope_contract.msprobe.layout import (
     neutral,
     row_name,
 )
+from rankscope_contract.security.escaping import sql_identifier, sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.formats.common.selection import Selection
 

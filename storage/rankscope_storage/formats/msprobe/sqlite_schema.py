@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from rankscope_contract.escaping import sql_identifier
+from rankscope_contract.security.escaping import sql_identifier
 
 OPS: Final = ("norm", "min", "max", "zeros", "nans", "mean")
 """Statistics in the order of `trend_data`."""

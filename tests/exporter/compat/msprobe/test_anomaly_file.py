@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rankscope_contract.events import Event, EventType
-from rankscope_contract.identity import Identity
+from rankscope_contract.model.events import Event, EventType
+from rankscope_contract.model.identity import Identity
 from rankscope_exporter import ConfigError, MonitorConfig
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sinks import anomaly_file

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from tests.programs import warm_processes
 
-from rankscope_contract.stacks import MAX_DETAILS_BYTES, FlightRecord
+from rankscope_contract.diagnostics.stacks import MAX_DETAILS_BYTES, FlightRecord
 from rankscope_exporter.monitors.flight_recorder.entry import KEPT, read_flight_record, take_flight_record
 
 NOW = 1000.0

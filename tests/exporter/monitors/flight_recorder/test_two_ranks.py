@@ -12,9 +12,9 @@ import pytest
 from tests.exporter.monitors.flight_recorder.rank_programs import LATE, LATE_SECONDS, STANDING, TRAINING
 from tests.programs import run_program
 
-from rankscope_contract.collective_calls import Call, calls_of_note, sentences
-from rankscope_contract.collectives import CallState
-from rankscope_contract.stacks import FlightRecord
+from rankscope_contract.diagnostics.collective_calls import Call, calls_of_note, sentences
+from rankscope_contract.diagnostics.collective_format import CallState
+from rankscope_contract.diagnostics.stacks import FlightRecord
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.serving.wire_encoder import encode
 from rankscope_ingest.record_channel.decode import decode

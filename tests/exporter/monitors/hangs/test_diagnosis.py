@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from rankscope_contract.events import Event
-from rankscope_contract.stacks import Collective, FlightRecord
+from rankscope_contract.diagnostics.stacks import Collective, FlightRecord
+from rankscope_contract.model.events import Event
 from rankscope_exporter.base.errors import Guard
 from rankscope_exporter.monitors.hangs import diagnosis
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from rankscope_contract.stacks import MAX_DETAILS_BYTES, Frame, StackDump, ThreadStack
+from rankscope_contract.diagnostics.stacks import MAX_DETAILS_BYTES, Frame, StackDump, ThreadStack
 from rankscope_exporter.monitors.hangs.stack_dump import read_stacks, take_stacks, within
 
 RECORDED = """\

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.exporter.monitors.hardware.recorded_nvml import RecordedNvml
 
-from rankscope_contract.metrics import SCALARS_WITH_OWN_METRIC
+from rankscope_contract.metrics.catalogue import SCALARS_WITH_OWN_METRIC
 from rankscope_exporter.monitors.hardware import gpu as gpu_module
 from rankscope_exporter.monitors.hardware.gpu import Gpu, uuid_of
 from rankscope_exporter.monitors.hardware.nvml_metrics import _MEMBERS, READINGS, THROTTLE_REASONS

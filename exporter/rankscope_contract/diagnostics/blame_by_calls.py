@@ -1,0 +1,157 @@
+"""The rank that the flight records single out: the one for which all ranks that wait in collectives wait. Pure.
+
+A rank that waits in a collective waits for every rank of its group that has not entered it. Followed from rank to rank,
+all waits must end at one and the same rank. Where a record is missing, a call is new, or ranks called different things,
+the records single out no rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from rankscope_contract.diagnostics.collective_calls import Call, Records, calls_of_note
+from rankscope_contract.diagnostics.rank_groups import ranks_text
+from rankscope_contract.diagnostics.wait_places import Place
+
+SETTLED_SECONDS: Final = 1.0
+"""A younger call may be one of a training that makes steps: its other ranks may enter it at any moment."""
+
+MOST_CALLS: Final = 3
+"""Calls named as evidence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    """For which ranks each rank waits, directly or through others; `suspect` is the one for which all of them wait."""
+
+    reached: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    suspect: int | None = None
+    evidence: str = ""
+
+
+def waits_of(records: Records, places: Mapping[int, Place], world: Collection[int]) -> Waits:
+    """Return the waits in the records; `places` are those of ranks with stacks, `world` the numbers of all ranks."""
+    calls = calls_of_note(records)
+    mismatches = _mismatches(calls)
+    if mismatches:
+        return _odd_one_out(mismatches)
+    oldest = _oldest(calls)
+    if not oldest or any(call.seconds < SETTLED_SECONDS for call in oldest.values()):
+        return Waits()
+    members = _members(records)
+    edges: dict[int, set[int]] = {}
+    for call in dict.fromkeys(oldest.values()):
+        awaited = _awaited(call, members.get(call.group_id, ()), places, has_all=records.keys() >= set(world))
+        if awaited is None:
+            return Waits()
+        for rank in call.waiting:
+            if oldest[rank, call.group_id] is call:
+                edges.setdefault(rank, set()).update(awaited)
+    reached = {rank: _reachable(rank, edges) for rank in edges}
+    suspect = _suspect(edges, reached)
+    if suspect is None or not _is_cause(suspect, oldest, records, places):
+        return Waits(reached=reached)
+    return Waits(reached=reached, suspect=suspect, evidence=_evidence(suspect, list(oldest.values())))
+
+
+def _mismatches(calls: Sequence[Call]) -> list[Call]:
+    waited = {call.group_id for call in calls if call.waiting}
+    return [call for call in calls if call.is_mismatch and call.group_id in waited]
+
+
+def _odd_one_out(mismatches: Sequence[Call]) -> Waits:
+    """Return the one rank that called something else than all others did, two or more of them."""
+    found: dict[int, str] = {}
+    for call in mismatches:
+        lone = [(form, ranks) for form, ranks in call.forms if len(ranks) == 1]
+        others = [(form, ranks) for form, ranks in call.forms if len(ranks) > 1]
+        if len(lone) != 1 or len(others) != 1 or call.missing or call.unknown:
+            return Waits()
+        (form, (rank,)), (form_of_others, ranks) = lone[0], others[0]
+        found[rank] = f"it called {form} as collective {call.seq} of {call.group}, {ranks_text(ranks)} {form_of_others}"
+    if len(found) != 1:
+        return Waits()
+    ((rank, evidence),) = found.items()
+    return Waits(suspect=rank, evidence=evidence)
+
+
+def _oldest(calls: Sequence[Call]) -> dict[tuple[int, str], Call]:
+    """Return the call that each rank waits in, by rank and group; later ones of a group cannot begin before it ends."""
+    oldest: dict[tuple[int, str], Call] = {}
+    for call in sorted(calls, key=lambda call: call.seq):
+        for rank in call.waiting:
+            oldest.setdefault((rank, call.group_id), call)
+    return oldest
+
+
+def _members(records: Records) -> dict[str, set[str]]:
+    """Return the ranks of each group as text, in every version that the records contain."""
+    found: dict[str, set[str]] = {}
+    for record in records.values():
+        for group in record.groups:
+            if group.ranks:
+                found.setdefault(group.id, set()).add(group.ranks)
+    return found
+
+
+def _awaited(
+    call: Call, members: Collection[str], places: Mapping[int, Place], *, has_all: bool
+) -> frozenset[int] | None:
+    """Return the ranks that `call` waits for; None where they are not all known."""
+    if len(members) > 1 or (not members and not has_all):
+        return None  # one name for several groups, or a group whose ranks no record contains
+    outside = {rank for rank in call.unknown if places.get(rank) is Place.OUTSIDE}
+    waiting_elsewhere = {rank for rank in call.unknown if places.get(rank) is Place.IN_COLLECTIVE}
+    if set(call.unknown) - outside - waiting_elsewhere:
+        return None
+    return frozenset(outside.union(call.missing))
+
+
+def _reachable(rank: int, edges: Mapping[int, Collection[int]]) -> frozenset[int]:
+    found: set[int] = set()
+    rest = list(edges[rank])
+    while rest:
+        one = rest.pop()
+        if one not in found:
+            found.add(one)
+            rest += edges.get(one, ())
+    return frozenset(found)
+
+
+def _suspect(edges: Mapping[int, Collection[int]], reached: Mapping[int, Collection[int]]) -> int | None:
+    """Return the one rank that waits for no other, if all others wait for it."""
+    ranks = {*edges, *(rank for awaited in edges.values() for rank in awaited)}
+    ends = [rank for rank in ranks if not edges.get(rank)]
+    if len(ends) != 1 or len(ranks) < 2:
+        return None
+    return ends[0] if all(ends[0] in reached[rank] for rank in edges if rank != ends[0]) else None
+
+
+def _is_cause(
+    suspect: int, oldest: Mapping[tuple[int, str], Call], records: Records, places: Mapping[int, Place]
+) -> bool:
+    """Return whether nothing shows that the suspect waits for another rank in its turn."""
+    waited = [call for (rank, _), call in oldest.items() if rank == suspect]
+    if waited:
+        return all(call.waiting == (suspect,) and call.left for call in waited)
+    # Gloo does not record messages between two ranks, monitored barriers and the making of groups; stacks show them.
+    record = records.get(suspect)
+    is_in_message = record is not None and any(entry.is_p2p and entry.is_pending for entry in record.collectives)
+    return not is_in_message and places.get(suspect) is not Place.IN_COLLECTIVE
+
+
+def _evidence(suspect: int, calls: Sequence[Call]) -> str:
+    distinct = list({(call.group_id, call.seq): call for call in calls}.values())
+    still_in = [call for call in distinct if suspect in call.waiting]
+    if still_in:
+        return " and ".join(
+            f"it is still in {call.name}, which {ranks_text(call.left)} left" for call in still_in[:MOST_CALLS]
+        )
+    awaited = [call for call in distinct if suspect in call.missing or suspect in call.unknown]
+    names = " and ".join(
+        f"{call.name}, in which {ranks_text(call.waiting)} wait{'s' * (len(call.waiting) == 1)}"
+        for call in awaited[:MOST_CALLS]
+    )
+    return f"it never entered {names}"

@@ -1,0 +1,124 @@
+"""Which ranks stand where, and who the others wait for. Pure: from stacks and flight records to a few lines of text.
+
+Whoever waits in a collective waits for those that are not in it. So the ranks in no collective come first, then those
+that are behind by sequence number, then the smaller group: the cause is in the first line.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Final
+
+from rankscope_contract.diagnostics.collective_format import ranks_in, spans
+from rankscope_contract.diagnostics.stacks import Collective, FlightRecord, Frame, StackDump
+
+MOST_SPANS: Final = 16
+"""Spans of ranks in one text: a job of 1,000 ranks may have every second rank at one place."""
+
+_LIBRARIES: Final = ("site-packages", "dist-packages")
+_NO_SEQ: Final = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Where one rank stands. `frames` and `calls` are those of its training thread, the innermost call first."""
+
+    rank: int
+    frames: tuple[Frame, ...] = ()
+    calls: str | None = None
+    pending: Collective | None = None
+    latest: Collective | None = None
+
+    @classmethod
+    def of(cls, rank: int, stacks: StackDump | None, flight: FlightRecord | None) -> Standing:
+        """Return what both tell; either may be missing."""
+        thread = stacks.training_thread if stacks else None
+        return cls(
+            rank=rank,
+            frames=thread.frames if thread else (),
+            calls=thread.calls if thread else None,
+            pending=flight.pending if flight else None,
+            latest=flight.latest if flight else None,
+        )
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Return what is equal for ranks that stand at the same place."""
+        pending = None if self.pending is None else (self.pending.op, self.pending.group, self.pending.seq)
+        return pending, self.calls, tuple(frame.short for frame in self.frames)
+
+    def __str__(self) -> str:
+        own = own_frame(self.frames)
+        if self.pending is not None:
+            return f"in {self.pending}" + (f", called at {own}" if own else "")
+        if own is None:
+            return "in no Python code"
+        where = self._place(own)
+        return where if self.latest is None else f"{where}; its last collective was {self.latest.op} {self.latest.seq}"
+
+    def _place(self, own: Frame) -> str:
+        top = self.frames[0]
+        if own is not top:
+            return f"in {top.function} ({top.short[0]}:{top.line}), called at {own}"
+        return f"in {self.calls.removeprefix('.')}, called at {own}" if self.calls else f"at {own}"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks that stand at the same place."""
+
+    standings: tuple[Standing, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Return their numbers, ascending."""
+        return tuple(standing.rank for standing in self.standings)
+
+    def __str__(self) -> str:
+        return f"{ranks_text(self.ranks)} {self.standings[0]}"
+
+
+def grouped(standings: Iterable[Standing]) -> list[Group]:
+    """Return the groups of ranks, those that the others wait for first."""
+    found: dict[tuple[object, ...], list[Standing]] = {}
+    for standing in sorted(standings, key=lambda item: item.rank):
+        found.setdefault(standing.key, []).append(standing)
+    return sorted((Group(tuple(members)) for members in found.values()), key=_order)
+
+
+def own_frame(frames: Sequence[Frame]) -> Frame | None:
+    """Return the innermost call in code that is neither a library's nor Python's own; else simply the innermost."""
+    return next((frame for frame in frames if not is_library(frame.file)), frames[0] if frames else None)
+
+
+def is_library(file: str) -> bool:
+    """Return whether `file` is installed rather than written for this training."""
+    return any(part in _LIBRARIES for part in PurePath(file).parts) or is_standard_library(file)
+
+
+def is_standard_library(file: str) -> bool:
+    """Return whether `file` is part of Python itself, such as /usr/lib/python3.11/threading.py."""
+    parts = PurePath(file).parts
+    if any(part in _LIBRARIES for part in parts):
+        return False
+    return file.startswith("<frozen") or any(
+        one == "lib" and two.startswith("python3") for one, two in itertools.pairwise(parts)
+    )
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return `rank 3` or `ranks 0-2, 5`; of many separate spans the first ones, and how many ranks are left out."""
+    found = spans(ranks).split(",")
+    text = ", ".join(found[:MOST_SPANS])
+    if len(found) > MOST_SPANS:
+        text += f" and {len(set(ranks)) - len(ranks_in(','.join(found[:MOST_SPANS]))):,} more"
+    return f"rank{'' if len(ranks) == 1 else 's'} {text}"
+
+
+def _order(group: Group) -> tuple[object, ...]:
+    pending = group.standings[0].pending
+    seq = _NO_SEQ if pending is None else pending.seq
+    return pending is not None, seq, len(group.standings), group.ranks

@@ -1,0 +1,208 @@
+"""Where the threads of a rank stand and which collectives are under way, as they travel in the details of an event.
+
+Values and their JSON form alone: how stacks are taken is the exporter's, what follows from them is in `standing`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import PurePath
+from typing import Any, Final, Self
+
+from rankscope_contract.diagnostics.collective_format import ranks_in, spans
+
+MAX_DETAILS_BYTES: Final = 65_536
+"""What the details of one event may hold: some hundred records of it fit the ring beside the steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One call: where it stands, and in which function."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{PurePath(self.file).name}:{self.line} in {self.function}"
+
+    @property
+    def short(self) -> tuple[str, int, str]:
+        """Return what is equal on ranks whose installations lie in different folders."""
+        return PurePath(self.file).name, self.line, self.function
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThreadStack:
+    """One thread, the innermost call first. Threads that Python did not start have no name."""
+
+    ident: int
+    frames: tuple[Frame, ...]
+    name: str | None = None
+    is_training: bool = False
+    is_ours: bool = False
+    calls: str | None = None
+    """The C function that the innermost frame is in: `time.sleep`, or `.wait` for a method of an object.
+
+    Empty while the frame executes Python code itself; None where it is not known.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackDump:
+    """All threads of one process at one moment, the training thread first and Rankscope's own last."""
+
+    reason: str  # hang, request, call or signal
+    threads: tuple[ThreadStack, ...]
+    left_out: int = 0  # threads beyond the size cap
+
+    @property
+    def training_thread(self) -> ThreadStack | None:
+        """Return the thread that trains; None when it is not among the threads."""
+        return next((thread for thread in self.threads if thread.is_training), None)
+
+    @property
+    def training(self) -> tuple[Frame, ...]:
+        """Return the frames of the thread that trains; empty when it is not among the threads."""
+        thread = self.training_thread
+        return () if thread is None else thread.frames
+
+    def document(self) -> dict[str, Any]:
+        """Return what `to_json` writes: a frame is [file, line, function], and flags that do not hold are left out."""
+        threads = []
+        for thread in self.threads:
+            entry: dict[str, Any] = {"ident": thread.ident, "name": thread.name}
+            entry |= {flag: True for flag in ("is_training", "is_ours") if getattr(thread, flag)}
+            entry |= {} if thread.calls is None else {"calls": thread.calls}
+            threads.append(entry | {"frames": [[f.file, f.line, f.function] for f in thread.frames]})
+        return {"reason": self.reason, "threads": threads, "left_out": self.left_out}
+
+    def to_json(self) -> str:
+        """Return the details of the event."""
+        return json.dumps(self.document(), ensure_ascii=False, separators=(",", ":"))
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Self:
+        """Return the dump in parsed details. Raises ValueError on anything else."""
+        try:
+            threads = tuple(
+                ThreadStack(
+                    ident=int(entry["ident"]),
+                    name=None if entry.get("name") is None else str(entry["name"]),
+                    is_training=bool(entry.get("is_training")),
+                    is_ours=bool(entry.get("is_ours")),
+                    calls=None if entry.get("calls") is None else str(entry["calls"]),
+                    frames=tuple(Frame(str(file), int(line), str(what)) for file, line, what in entry["frames"]),
+                )
+                for entry in document["threads"]
+            )
+            return cls(reason=str(document["reason"]), threads=threads, left_out=int(document.get("left_out", 0)))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"not stacks: {error!r}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One entry of torch's flight recorder."""
+
+    op: str
+    backend: str
+    group: str
+    seq: int  # within its group; equal on all ranks of the group for the same call
+    is_pending: bool
+    age_seconds: float  # since the rank entered it
+    is_p2p: bool = False
+    sizes: tuple[tuple[int, ...], ...] = ()
+    dtypes: tuple[str, ...] = ()
+    group_id: str | None = None  # torch's own name of the group: many may share a description
+    bytes: int | None = None  # see collectives.message_bytes
+
+    @property
+    def group_key(self) -> str:
+        """Return what tells the group from all others of the job."""
+        return self.group if self.group_id is None else self.group_id
+
+    def __str__(self) -> str:
+        shapes = ", ".join("x".join(map(str, size)) or "scalar" for size in self.sizes)
+        what = f"{', '.join(dict.fromkeys(self.dtypes))} {shapes}".strip()
+        return f"{self.op} seq {self.seq} ({', '.join(filter(None, (self.backend, self.group, what)))})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupProgress:
+    """How far a rank is in one of its groups."""
+
+    id: str
+    ranks: str  # such as 0-2,5
+    latest_seq: int  # of the last collective it entered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlightRecord:
+    """The latest collectives of a rank, oldest first; those under way are always among them."""
+
+    reason: str
+    collectives: tuple[Collective, ...]
+    recorded: int  # entries that torch held
+    groups: tuple[GroupProgress, ...] = ()  # by all of these
+
+    @property
+    def pending(self) -> Collective | None:
+        """Return the collective that has been under way for longest, None when the rank waits in none."""
+        return next((entry for entry in self.collectives if entry.is_pending), None)
+
+    @property
+    def latest(self) -> Collective | None:
+        """Return the last one entered."""
+        return self.collectives[-1] if self.collectives else None
+
+    def document(self) -> dict[str, Any]:
+        """Return what `to_json` writes."""
+        return asdict(self)
+
+    def to_json(self) -> str:
+        """Return the details of the event."""
+        return json.dumps(self.document(), ensure_ascii=False, separators=(",", ":"))
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Self:
+        """Return the record in parsed details. Raises ValueError on anything else."""
+        try:
+            entries = tuple(
+                Collective(
+                    op=str(entry["op"]),
+                    backend=str(entry["backend"]),
+                    group=str(entry["group"]),
+                    seq=int(entry["seq"]),
+                    is_pending=bool(entry["is_pending"]),
+                    age_seconds=float(entry["age_seconds"]),
+                    is_p2p=bool(entry.get("is_p2p")),
+                    sizes=tuple(tuple(int(n) for n in size) for size in entry.get("sizes", ())),
+                    dtypes=tuple(map(str, entry.get("dtypes", ()))),
+                    group_id=None if entry.get("group_id") is None else str(entry["group_id"]),
+                    bytes=None if entry.get("bytes") is None else int(entry["bytes"]),
+                )
+                for entry in document["collectives"]
+            )
+            groups = tuple(
+                GroupProgress(
+                    id=str(group["id"]), ranks=spans(ranks_in(group["ranks"])), latest_seq=int(group["latest_seq"])
+                )
+                for group in document.get("groups", ())
+            )
+            recorded = int(document.get("recorded", 0))
+            return cls(reason=str(document["reason"]), collectives=entries, recorded=recorded, groups=groups)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"not a flight record: {error!r}") from error
+
+
+def stacks_text(dump: StackDump) -> str:
+    """Return `dump` for people to read, the innermost call of each thread first."""
+    parts = []
+    for thread in dump.threads:
+        what = " (training)" if thread.is_training else " (Rankscope)" if thread.is_ours else ""
+        calls = [f'  File "{frame.file}", line {frame.line}, in {frame.function}' for frame in thread.frames]
+        parts.append("\n".join([f"Thread {thread.name or hex(thread.ident)}{what}:", *(calls or ["  no Python code"])]))
+    return "\n\n".join(parts)

@@ -1,0 +1,1 @@
+"""Catalogue of metrics: name, type, unit, labels and the column of each metric."""

@@ -1,0 +1,1 @@
+"""Data model of datasets and records: fields, kinds, events, identity."""

@@ -1,0 +1,1 @@
+"""HTTP between a rank and the service: paths, headers, registration, rank ranges."""

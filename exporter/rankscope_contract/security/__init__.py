@@ -1,0 +1,1 @@
+"""TLS, access configuration, redaction of secrets, and escaping of names."""

@@ -1,0 +1,234 @@
+"""How far ranks are with a collective, against a simulation that knows; and how it is said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankscope_contract.diagnostics.collective_calls import Call, calls_of_note, sentences
+from rankscope_contract.diagnostics.collective_format import CallState
+from rankscope_contract.diagnostics.stacks import Collective, FlightRecord, GroupProgress
+
+MIB = 1 << 20
+
+
+def entry(seq: int, *, pending: bool = False, op: str = "all_reduce", group: str = "dp", **more: object) -> Collective:
+    given: dict[str, object] = {
+        "sizes": ((MIB,),), "dtypes": ("Float",), "bytes": 4 * MIB, "group_id": f"id of {group}",
+        "age_seconds": 62.0 if pending else 90.0, "backend": "gloo", **more,
+    }  # fmt: skip
+    return Collective(op=op, group=group, seq=seq, is_pending=pending, **given)  # type: ignore[arg-type]
+
+
+def record(*entries: Collective, ranks: str = "0-3", **latest: int) -> FlightRecord:
+    """Return a record of the group dp, unless `latest` names others."""
+    newest = latest or {"dp": max((one.seq for one in entries), default=-1)}
+    groups = tuple(
+        GroupProgress(id=f"id of {name}", ranks=ranks, latest_seq=seq) for name, seq in newest.items() if seq >= 0
+    )
+    return FlightRecord(reason="x", collectives=entries, recorded=len(entries), groups=groups)
+
+
+def only(records: Mapping[int, FlightRecord]) -> Call:
+    (call,) = calls_of_note(records)
+    return call
+
+
+def test_a_rank_that_is_not_in_what_the_others_are_in_never_entered_it():
+    waits = record(entry(40), entry(41, pending=True))
+    records = {0: waits, 1: waits, 2: waits, 3: record(entry(40))}
+
+    assert CallState.NEVER_ENTERED is only(records).state
+    sentence = "rank 3 never entered all_reduce 41 (4.0 MiB float32) of dp; ranks 0-2 are in it since 62 s, called at "
+    assert [f"{sentence}train.py[88]"] == sentences(
+        records, {0: "train.py[88]", 1: "train.py[88]", 2: "train.py[88]", 3: "data.py[7]"}
+    )
+
+
+def test_a_rank_that_is_still_in_what_the_others_have_left_never_left_it():
+    through, stuck = record(entry(41), entry(42)), record(entry(41, pending=True))
+    records = {0: through, 1: stuck, 2: through, 3: through}
+
+    assert CallState.NEVER_LEFT is only(records).state
+    assert [
+        "rank 1 entered all_reduce 41 (4.0 MiB float32) of dp since 62 s and never left it; ranks 0, 2-3 are through"
+    ] == sentences(records)
+
+
+def test_ranks_that_are_all_in_wait_for_no_rank():
+    records = dict.fromkeys(range(4), record(entry(41, pending=True)))
+
+    assert CallState.ALL_IN is only(records).state
+    assert ["ranks 0-3 are all in all_reduce 41 (4.0 MiB float32) of dp since 62 s, and none has left it"] == sentences(
+        records
+    )
+
+
+def test_of_a_rank_that_says_nothing_nothing_is_said_but_that():
+    waits = record(entry(41, pending=True))
+
+    assert CallState.UNKNOWN is only({0: waits, 1: waits, 2: waits}).state
+    assert ["ranks 0-2 are in all_reduce 41 (4.0 MiB float32) of dp since 62 s; rank 3 says nothing"] == sentences(
+        {0: waits, 1: waits, 2: waits}
+    )
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (entry(41, pending=True, op="broadcast"), "rank 3 broadcast (4.0 MiB float32)"),
+        (entry(41, pending=True, bytes=8 * MIB), "rank 3 all_reduce (8.0 MiB float32)"),
+        (entry(41, pending=True, dtypes=("BFloat16",)), "rank 3 all_reduce (4.0 MiB bfloat16)"),
+        (entry(41, pending=True, op="barrier", bytes=None, dtypes=()), "rank 3 barrier"),
+    ],
+)
+def test_ranks_that_call_different_things_are_told_with_what_each_calls(other, words):
+    waits = record(entry(41, pending=True))
+    records = {0: waits, 1: waits, 2: waits, 3: record(other)}
+
+    assert only(records).is_mismatch
+    sentence = f"ranks differ in collective 41 of dp: ranks 0-2 all_reduce (4.0 MiB float32), {words}; ranks 0-3 are"
+    assert [f"{sentence} in it since 62 s"] == sentences(records)
+
+
+def test_ranks_that_went_apart_before_are_told_first_where_they_did():
+    """The call they now wait in looks alike."""
+    one = record(entry(40), entry(41), entry(42, pending=True), ranks="0-1")
+    other = record(entry(40), entry(41, op="broadcast"), entry(42, pending=True), ranks="0-1")
+
+    assert [(41, CallState.OVER, True), (42, CallState.ALL_IN, False)] == [
+        (call.seq, call.state, call.is_mismatch) for call in calls_of_note({0: one, 1: other})
+    ]
+
+
+def test_sizes_may_differ_where_ranks_have_different_parts():
+    records = {
+        rank: record(entry(41, pending=True, op="gather", bytes=(rank + 1) * MIB), ranks="0-1") for rank in (0, 1)
+    }
+
+    assert not only(records).is_mismatch
+
+
+def test_a_scatter_is_one_call_though_only_its_source_has_tensors():
+    """As gloo records it: other ranks are through as soon as they have their part."""
+    source = entry(41, pending=True, op="scatter")
+    others = entry(41, op="scatter", dtypes=(), sizes=(), bytes=None)
+    records = {0: record(others), 1: record(source), 2: record(others), 3: record(entry(40))}
+
+    assert not only(records).is_mismatch
+    assert (3,) == only(records).missing
+
+
+def test_what_others_wait_for_comes_first():
+    """Rank 1 never entered dp's call since it waits in one of tp, which rank 3 never entered: rank 3 is the cause."""
+    records = {
+        0: record(entry(41, pending=True), ranks="0-1", dp=41),
+        1: record(entry(7, pending=True, group="tp"), ranks="0-1", dp=40),
+        3: record(ranks="1,3", tp=6),
+    }
+    records[1] = FlightRecord(
+        reason="x",
+        collectives=records[1].collectives,
+        recorded=1,
+        groups=(*records[1].groups, GroupProgress(id="id of tp", ranks="1,3", latest_seq=7)),
+    )
+
+    assert [("tp", (3,)), ("dp", (1,))] == [(call.group, call.missing) for call in calls_of_note(records)]
+
+
+def test_groups_of_one_description_are_told_apart_by_their_name():
+    mine, theirs = entry(5, pending=True, group_id="a"), entry(5, pending=True, group_id="b")
+    records = {
+        rank: FlightRecord(
+            reason="x", collectives=(one,), recorded=1,
+            groups=(GroupProgress(id=str(one.group_id), ranks=ranks, latest_seq=5),),
+        )
+        for rank, one, ranks in ((0, mine, "0-1"), (1, mine, "0-1"), (2, theirs, "2-3"))
+    }  # fmt: skip
+
+    assert [((0, 1), ()), ((2,), (3,))] == [(call.waiting, call.unknown) for call in calls_of_note(records)]
+
+
+def test_messages_between_two_ranks_are_no_calls_of_a_group():
+    assert [] == calls_of_note({0: record(entry(5, pending=True, op="send 0->1", is_p2p=True), ranks="0-1")})
+
+
+def test_a_record_without_groups_speaks_of_those_that_appear_in_it():
+    """Of a rank of a former release."""
+    old = [
+        FlightRecord(
+            reason="x", collectives=(entry(seq, pending=seq == 41, group_id=None, bytes=None),), recorded=1
+        )
+        for seq in (41, 40)
+    ]  # fmt: skip
+
+    assert ["rank 1 never entered all_reduce 41 (float32) of dp; rank 0 is in it since 62 s"] == sentences(
+        dict(enumerate(old))
+    )
+
+
+# Any history: a simulation knows what each rank did.
+
+KEPT = 3
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[dict[int, int], dict[int, int], dict[int, dict[int, str]], set[int]]:
+    """Return, by rank, how many calls it entered and left, what it called, and which ranks say anything.
+
+    A rank is in one call at a time. A rank may call something else than the others from some call on.
+    """
+    size = draw(st.integers(1, 4))
+    entered = {rank: draw(st.integers(0, 6)) for rank in range(size)}
+    left = {rank: count - draw(st.integers(0, min(1, count))) for rank, count in entered.items()}
+    ops = {
+        rank: {seq: draw(st.sampled_from(["all_reduce", "all_reduce", "broadcast"])) for seq in range(1, count + 1)}
+        for rank, count in entered.items()
+    }
+    return entered, left, ops, draw(st.sets(st.sampled_from(range(size)), min_size=1))
+
+
+@given(histories())
+def test_every_history_is_told_as_it_was(history):
+    entered, left, ops, speaking = history
+    everyone = f"0-{len(entered) - 1}"
+    records = {
+        rank: FlightRecord(
+            reason="x",
+            collectives=tuple(
+                entry(seq, pending=seq > left[rank], op=ops[rank][seq])
+                for seq in range(max(1, entered[rank] - KEPT + 1), entered[rank] + 1)
+            ),
+            recorded=entered[rank],
+            groups=(GroupProgress(id="id of dp", ranks=everyone, latest_seq=entered[rank]),) if entered[rank] else (),
+        )
+        for rank in speaking
+    }
+
+    expected = {}
+    for seq in range(1, 7):
+        waiting = {rank for rank in speaking if left[rank] < seq <= entered[rank]}
+        if waiting:
+            expected[seq] = (
+                {rank for rank in speaking if entered[rank] < seq},
+                waiting,
+                {rank for rank in speaking if seq <= left[rank]},
+                set(entered) - speaking,
+            )
+    found = {call.seq: call for call in calls_of_note(records)}
+
+    assert expected == {
+        seq: (set(call.missing), set(call.waiting), set(call.left), set(call.unknown))
+        for seq, call in found.items()
+        if call.waiting
+    }
+    seen = {
+        seq: {ops[rank][seq] for rank in speaking if entered[rank] - KEPT < seq <= entered[rank]} for seq in range(1, 7)
+    }
+    differing = [seq for seq, called in seen.items() if len(called) > 1]
+    assert {call.seq for call in found.values() if call.is_mismatch} <= set(differing)
+    assert not differing or found[differing[0]].is_mismatch
+    assert all(call.sentence() for call in found.values())

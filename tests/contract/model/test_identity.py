@@ -1,0 +1,78 @@
+"""Who a process is, read from the environments that launchers make."""
+
+from __future__ import annotations
+
+import pytest
+
+from rankscope_contract.model.identity import (
+    new_incarnation,
+    new_launch_id,
+    rank_from_environment,
+    run_from_environment,
+)
+
+TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "none"}
+SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "2", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "4711"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, (0, 0, 1)),
+        (TORCHRUN, (3, 1, 8)),
+        (SLURM, (5, 2, 16)),
+        (OPEN_MPI, (1, 1, 2)),
+        ({**SLURM, **TORCHRUN}, (3, 1, 8)),
+        ({"RANK": "four"}, (0, 0, 1)),
+        ({"RANK": "7"}, (7, 0, 8)),
+    ],
+    ids=["alone", "torchrun", "Slurm", "Open MPI", "torchrun in Slurm", "garbage", "a rank without a world"],
+)
+def test_rank_local_rank_and_world_size(environment, expected):
+    assert expected == rank_from_environment(environment)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        (TORCHRUN, None),
+        ({"TORCHELASTIC_RUN_ID": "exp7"}, "exp7"),
+        (SLURM, "4711"),
+        ({**SLURM, "TORCHELASTIC_RUN_ID": "exp7"}, "4711"),
+        ({**SLURM, "RANKSCOPE_RUN": "a=b/../学习"}, "a=b/../学习"),
+        ({"RANKSCOPE_RUN": "", "SLURM_JOB_ID": "1"}, "1"),
+        ({"RANKSCOPE_RUN": "none"}, "none"),
+    ],
+    ids=[
+        "alone",
+        "torchrun without an id",
+        "torchrun",
+        "Slurm",
+        "Slurm before torchrun",
+        "named by the user",
+        "empty is unset",
+        "a run may be called none",
+    ],
+)
+def test_the_run(environment, expected):
+    assert expected == run_from_environment(environment)
+
+
+def test_two_launches_of_one_job_differ_and_say_whose_they_are():
+    environment = {**SLURM, "TORCHELASTIC_RESTART_COUNT": "2"}
+    first, second = new_launch_id(environment), new_launch_id(environment)
+
+    assert first != second
+    assert first.startswith("4711.2.")
+    assert new_launch_id({}).startswith("none.0.")
+
+
+def test_a_requeued_job_says_how_often_it_was_requeued():
+    assert new_launch_id({**SLURM, "SLURM_RESTART_COUNT": "1"}).startswith("4711-r1.0.")
+    assert new_launch_id({**SLURM, "SLURM_RESTART_COUNT": "0"}).startswith("4711.0.")
+
+
+def test_incarnations_differ():
+    assert new_incarnation() != new_incarnation()

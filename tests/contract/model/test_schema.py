@@ -1,0 +1,124 @@
+"""Fields, plans and the Arrow schemas made from them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankscope_contract.model.fields import arrow_schema
+from rankscope_contract.model.kinds import BASELINE_OPS, CAUSAL_STAGE, COUNT_OPS, JUDGED_OPS, VALUE_OPS, Kind
+from rankscope_contract.model.schema import (
+    DATASETS,
+    NESTED,
+    TENSOR_ROW_KEY,
+    WIRE_FIELDS,
+    Plan,
+    PlanEntry,
+    canonical_labels,
+    plan_hash,
+)
+
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+number = st.none() | st.integers(0, 1 << 40)
+entries = st.builds(
+    PlanEntry,
+    kind=st.sampled_from(list(Kind)).map(str),
+    tensor=text,
+    index=number,
+    vpp_stage=number,
+    call_seq=number,
+    placement=st.sampled_from(["full", "shard", "partial", "replica"]),
+    shard_group=st.none() | text,
+    dtype=text,
+    shape=st.lists(st.integers(0, 1 << 40), max_size=4).map(tuple),
+    module=st.none() | text,
+    aliases=st.lists(text, max_size=3).map(tuple),
+)
+
+
+@given(st.lists(entries, max_size=6).map(tuple).map(Plan))
+def test_a_plan_comes_back_from_its_json(plan):
+    read = Plan.from_json(plan.to_json())
+
+    assert plan == read
+    assert plan.hash == read.hash == plan_hash(plan.to_json())
+
+
+@given(left=st.lists(entries, max_size=3).map(tuple), right=st.lists(entries, max_size=3).map(tuple))
+def test_a_hash_names_one_plan(left, right):
+    assert (left == right) == (Plan(left).hash == Plan(right).hash)
+
+
+def test_the_hash_does_not_depend_on_the_process():
+    """Ranks and service compute it in different processes, with different hash seeds."""
+    plan = Plan((PlanEntry(kind="grad_reduced", tensor="学习.weight", shape=(2, 3)),))
+    script = (
+        "from rankscope_contract.model.schema import Plan, PlanEntry;"
+        "print(Plan((PlanEntry(kind='grad_reduced', tensor='学习.weight', shape=(2, 3)),)).hash)"
+    )
+    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+
+    assert plan.hash == printed.strip()
+    assert 32 == len(plan.hash)
+
+
+def test_a_plan_of_a_newer_sender_is_read():
+    document = {"schema_version": 9, "entries": [{"kind": "act_out", "tensor": "a", "colour": "red"}], "more": 1}
+
+    assert Plan((PlanEntry(kind="act_out", tensor="a"),)) == Plan.from_json(json.dumps(document))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"entries": 1}', '{"entries": [1]}', '{"entries": [{}]}'])
+def test_what_is_no_plan_is_refused(text):
+    with pytest.raises(ValueError):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize("fields", [*DATASETS.values(), WIRE_FIELDS], ids=[*DATASETS, "wire"])
+def test_every_schema_is_arrow_with_unique_names(fields):
+    schema = arrow_schema(pa, fields)
+
+    assert [field.name for field in fields] == schema.names
+    assert len(set(schema.names)) == len(schema.names)
+
+
+def test_statistics_have_the_types_of_their_definition():
+    schema = arrow_schema(pa, DATASETS["tensor_stats"])
+
+    assert {pa.float32()} == {schema.field(op).type for op in (*VALUE_OPS, *BASELINE_OPS)}
+    assert {pa.int64()} == {schema.field(op).type for op in COUNT_OPS}
+    assert BASELINE_OPS == tuple(f"{op}_baseline" for op in JUDGED_OPS)
+
+
+def test_the_row_key_is_made_of_columns():
+    assert set(TENSOR_ROW_KEY) <= {field.name for field in DATASETS["tensor_stats"]}
+
+
+def test_every_nested_dataset_travels_with_the_columns_it_has_in_the_store():
+    for name, fields in NESTED.items():
+        stored = {field.name for field in DATASETS[name]}
+
+        assert {field.name for field in fields} <= stored
+
+
+def test_every_kind_has_a_place_in_the_step():
+    assert set(Kind) == set(CAUSAL_STAGE)
+
+
+@given(st.dictionaries(text, text, min_size=1, max_size=4))
+def test_labels_are_canonical(labels):
+    backwards = dict(reversed(labels.items()))
+
+    assert canonical_labels(labels) == canonical_labels(backwards)
+    assert labels == json.loads(canonical_labels(labels))
+
+
+def test_no_labels_are_null():
+    assert canonical_labels({}) is None
+    assert canonical_labels(None) is None

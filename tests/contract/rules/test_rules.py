@@ -1,0 +1,239 @@
+"""What the rules mean: recorded vectors of the original tool, boundaries, and the arithmetic in float32 and float64."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankscope_contract.rules import AnomalyRule, rule_classes, rule_from_config
+from rankscope_contract.rules.nan import AnomalyNan
+from rankscope_contract.rules.reference import SeriesEvaluator, evaluate, next_baseline, to_float32
+from rankscope_contract.rules.turbulence import AnomalyTurbulence
+
+VECTORS = json.loads((pathlib.Path(__file__).parent / "data" / "anomaly_vectors.json").read_text())["series"]
+
+# Where we differ from the tool that recorded the vectors, on purpose: (steps that fire here, why).
+DIFFERENCES = {
+    "T10": ([4, 5], "a NaN never enters the baseline; there it made the average NaN and the rule blind for ever"),
+    "P03": ([3, 4], "a rule that may not judge `max` swallows nothing; there its discarded hit hid the next rule's"),
+}
+
+# There a norm or a minimum may itself be NaN. Ours are over finite elements, and NaN is judged by its count, or as a
+# logged number: these vectors are that number.
+JUDGED_AS_A_SCALAR = {"N01", "N02"}
+
+finite32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+any32 = st.floats(width=32)
+
+
+def seed_rules(vector: dict[str, Any]) -> list[AnomalyRule]:
+    """Return the vector's rules as the original tool meant them: Inf is no anomaly of its own."""
+    entries = []
+    for entry in vector["rules"]:
+        arguments = dict(entry.get("args") or {})
+        if entry["rule_name"] == "AnomalyNan":
+            arguments["infs"] = False
+        entries.append({"rule_name": entry["rule_name"], "args": arguments})
+    return [rule_from_config(entry) for entry in entries]
+
+
+def firings(vector: dict[str, Any]) -> list[tuple[int, str]]:
+    scalar = vector["id"] in JUDGED_AS_A_SCALAR
+    kind, op = (None, "value") if scalar else ("grad_reduced", vector["op"])
+    found = evaluate(seed_rules(vector), kind, op, [float(value) for value in vector["series"]])
+    return [(firing.position, firing.rule.name) for firing in found]
+
+
+@pytest.mark.parametrize("vector", [v for v in VECTORS if v["id"] not in DIFFERENCES], ids=lambda v: v["id"])
+def test_rules_agree_with_the_recorded_vectors(vector):
+    expected = list(zip(vector["alert_steps"], vector["alert_rules"], strict=True))
+
+    assert expected == firings(vector)
+
+
+@pytest.mark.parametrize("vector", [v for v in VECTORS if v["id"] in DIFFERENCES], ids=lambda v: v["id"])
+def test_deliberate_differences_from_the_recorded_vectors(vector):
+    ours, _reason = DIFFERENCES[vector["id"]]
+
+    assert ours == [position for position, _ in firings(vector)]
+    assert ours != vector["alert_steps"]
+
+
+@pytest.mark.parametrize("vector", VECTORS, ids=lambda v: v["id"])
+def test_baselines_follow_the_recorded_averages_while_all_is_finite(vector):
+    """The recorded averages are float64, ours are stored as float32."""
+    baseline = math.nan
+    for value, average in zip(vector["series"], vector["average_after"], strict=True):
+        if not math.isfinite(float(value)):
+            break
+        baseline = next_baseline(baseline, to_float32(float(value)))
+
+        assert average == pytest.approx(baseline, rel=1e-6, abs=1e-45)
+
+
+def test_turbulence_fires_strictly_above_its_band():
+    rule = AnomalyTurbulence(threshold=0.5)
+
+    assert not rule.fires("norm", 1.5, 1.0)
+    assert rule.fires("norm", math.nextafter(1.5, 2), 1.0)
+    assert rule.fires("mean", -2.0, 1.0)
+    assert not rule.fires("norm", 0.001, 1.0)
+
+
+def test_turbulence_in_both_directions_fires_on_a_fall():
+    rule = AnomalyTurbulence(threshold=1.0, direction="both")
+
+    assert not rule.fires("norm", 0.5, 1.0)
+    assert rule.fires("norm", math.nextafter(0.5, 0), 1.0)
+    assert rule.fires("norm", math.nextafter(2.0, 3), 1.0)
+
+
+def test_nothing_is_turbulent_against_no_baseline():
+    for direction in ("up", "both"):
+        rule = AnomalyTurbulence(threshold=0.5, direction=direction)
+
+        assert not rule.fires("norm", 1e30, math.nan)
+        assert not rule.fires("norm", math.nan, 1.0)
+
+
+def test_the_first_observation_fires_no_turbulence_even_after_non_finite_ones():
+    rules = [AnomalyTurbulence(threshold=0.5)]
+
+    assert [4] == [f.position for f in evaluate(rules, "act_out", "norm", [math.nan, math.inf, 3.0, 3.0, 9.0])]
+
+
+@given(before=finite32.map(abs), value=st.sampled_from([math.nan, math.inf, -math.inf]))
+def test_non_finite_values_never_enter_a_baseline(before, value):
+    assert before == next_baseline(before, value)
+    assert math.isnan(next_baseline(math.nan, value))
+
+
+@given(series=st.lists(any32, min_size=1, max_size=30))
+def test_a_baseline_stays_within_the_magnitudes_it_has_seen(series):
+    baseline = math.nan
+    for value in series:
+        baseline = next_baseline(baseline, value)
+    seen = [abs(value) for value in series if math.isfinite(value)]
+
+    if not seen:
+        assert math.isnan(baseline)
+    else:
+        # One rounding to float32 may carry it past an extreme by one unit, never beyond.
+        assert min(seen) * (1 - 2**-23) <= baseline <= max(seen) * (1 + 2**-23)
+        assert to_float32(baseline) == baseline
+
+
+def test_nan_rule_on_counts_of_a_tensor():
+    rule = AnomalyNan()
+
+    assert rule.judges("grad_reduced", "nans")
+    assert rule.judges("grad_reduced", "infs")
+    assert not rule.judges("grad_reduced", "norm")
+    assert not rule.judges("grad_reduced", "zeros")
+    assert rule.fires("nans", 1, math.nan)
+    assert not rule.fires("infs", 0, math.nan)
+
+
+def test_nan_rule_in_seed_mode_leaves_infinities_alone():
+    rule = AnomalyNan(infs=False)
+
+    assert not rule.judges("grad_reduced", "infs")
+    assert not rule.fires("value", math.inf, math.nan)
+    assert rule.fires("value", math.nan, math.nan)
+
+
+@pytest.mark.parametrize("rule", [AnomalyNan, AnomalyTurbulence])
+@pytest.mark.parametrize("threshold", [pytest.param(10**400, id="huge"), math.nan, "0.5", True, [1.0]])
+def test_a_threshold_that_is_no_number_is_refused(rule, threshold):
+    with pytest.raises(ValueError, match=f"{rule.__name__}: threshold is a number, not "):
+        rule(threshold=threshold)
+
+
+def test_nan_rule_with_a_threshold_judges_magnitudes_strictly():
+    rule = AnomalyNan(threshold=10.0)
+
+    assert rule.judges("param_after", "max")
+    assert not rule.fires("max", -10.0, math.nan)
+    assert rule.fires("max", -10.5, math.nan)
+
+
+def test_a_scalar_is_judged_as_it_is_stored():
+    """Scalars are float64: 1e39 is a number, although a float32 statistic of that size would be Inf."""
+    rules = [AnomalyNan()]
+
+    assert [] == list(evaluate(rules, None, "value", [1e39, -1e300]))
+    assert [1] == [firing.position for firing in evaluate(rules, None, "value", [0.0, math.inf])]
+
+
+def test_the_first_rule_that_may_judge_names_the_alert():
+    turbulence, limit = AnomalyTurbulence(threshold=0.5), AnomalyNan(threshold=5.0)
+    series = [1.0, 1.0, 6.0]
+
+    assert [turbulence] == [f.rule for f in evaluate([turbulence, limit], "grad_reduced", "norm", series)]
+    assert [limit] == [f.rule for f in evaluate([limit, turbulence], "grad_reduced", "norm", series)]
+    assert [limit] == [f.rule for f in evaluate([turbulence, limit], "grad_reduced", "max", series)]
+
+
+def test_a_rule_keeps_to_its_kinds():
+    rule = AnomalyTurbulence(threshold=0.5, kinds=["act_out"])
+
+    assert ("act_out",) == rule.kinds
+    assert rule.judges("act_out", "norm")
+    assert not rule.judges("grad_reduced", "norm")
+    assert not AnomalyNan(kinds=["act_out"]).judges(None, "value")
+
+
+def test_a_firing_shows_the_baseline_before_the_observation():
+    (firing,) = evaluate([AnomalyTurbulence(threshold=0.5)], "grad_reduced", "norm", [1.0, 1.0, 2.0])
+
+    assert (2, 2.0, 1.0) == (firing.position, firing.value, firing.baseline)
+
+
+@given(series=st.lists(any32, max_size=40), cut=st.integers(0, 40))
+def test_a_series_may_be_judged_in_pieces(series, cut):
+    rules = [AnomalyNan(threshold=100.0), AnomalyTurbulence(threshold=0.5, direction="both")]
+    evaluator = SeriesEvaluator(rules, "grad_reduced", "norm")
+    observed = [evaluator.observe(value) for part in (series[:cut], series[cut:]) for value in part]
+
+    assert repr(list(evaluate(rules, "grad_reduced", "norm", series))) == repr([f for f in observed if f])
+
+
+def test_rules_are_found_by_name_and_named_after_their_class():
+    assert {"AnomalyNan", "AnomalyTurbulence"} <= set(rule_classes())
+    assert "AnomalyTurbulence" == rule_from_config({"rule_name": "AnomalyTurbulence", "args": {"threshold": 1}}).name
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"rule_name": "AnomalyTurbulance"}, ["AnomalyTurbulance", "Did you mean 'AnomalyTurbulence'"]),
+        ({}, ["unknown rule", "AnomalyNan"]),
+        ({"rule_name": "AnomalyTurbulence", "args": {"treshold": 1}}, ["treshold", "threshold"]),
+        ({"rule_name": "AnomalyTurbulence"}, ["threshold"]),
+        ({"rule_name": "AnomalyTurbulence", "args": {"threshold": 0}}, ["above 0"]),
+        ({"rule_name": "AnomalyTurbulence", "args": {"threshold": 1, "ops": ["min"]}}, ["norm, mean", "min"]),
+        ({"rule_name": "AnomalyTurbulence", "args": {"threshold": 1, "direction": "down"}}, ["'up' or 'both'"]),
+    ],
+)
+def test_a_wrong_rule_is_refused_with_what_is_allowed(entry, words):
+    with pytest.raises(ValueError) as caught:
+        rule_from_config(entry)
+
+    assert all(word in str(caught.value) for word in words)
+
+
+@given(value=st.floats())
+def test_rounding_to_float32_keeps_sign_infinity_and_nan(value):
+    rounded = to_float32(value)
+
+    if math.isnan(value):
+        assert math.isnan(rounded)
+    else:
+        assert math.copysign(1, value) == math.copysign(1, rounded)
+        assert to_float32(rounded) == rounded

@@ -1,0 +1,204 @@
+"""What is masked of a command line and a configuration, and what is shown though it sounds like a secret."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rankscope_contract.security.redaction import (
+    is_secret_name,
+    redacted,
+    redacted_arguments,
+    redacted_json,
+    redacted_text,
+)
+
+SECRET = "correct-horse"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "token",
+        "hf_token",
+        "HF_TOKEN",
+        "wandb.api_key",
+        "apiKey",
+        "api-key",
+        "access_key_secret",
+        "aws_secret_access_key",
+        "password",
+        "db.passwd",
+        "DB_PASSWORD_PROD",
+        "private_key",
+        "client_secret",
+        "Authorization",
+        "cookie",
+        "basic_auth",
+        "github-token",
+        "key",
+        "ssh-key",
+        "access_tokens",
+        "credentials",
+        "sessionKey",
+        "storageAccountKey",
+    ],
+)
+def test_names_of_secrets(name):
+    assert is_secret_name(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pad_token",
+        "eos_token_id",
+        "tokenizer",
+        "tokenizer.path",
+        "tokens",
+        "tokens_per_second",
+        "max_tokens",
+        "token_dropping",
+        "num_key_value_heads",
+        "keys",
+        "key_padding",
+        "monkey",
+        "token_file",
+        "password_file",
+        "ssh_key_path",
+        "secret_name",
+        "author",
+        "cross_attention",
+        "lr",
+        "passes",
+        "compass",
+        "auth_mode",
+        "tensors",
+        "image_token",
+        "audio_token",
+        "every",
+        "steps",
+        "rule_name",
+    ],
+)
+def test_names_that_only_sound_like_it(name):
+    assert not is_secret_name(name)
+
+
+@pytest.mark.parametrize(
+    ("given_", "shown"),
+    [
+        (["--token", SECRET], ["--token", "***"]),
+        (["--api-key=" + SECRET, "--lr", "3"], ["--api-key=***", "--lr", "3"]),
+        (["wandb.api_key=" + SECRET], ["wandb.api_key=***"]),
+        (["+trainer.logger.token=" + SECRET], ["+trainer.logger.token=***"]),
+        (["--password", "-" + SECRET], ["--password", "***"]),
+        (["--use-auth", "--lr", "3"], ["--use-auth", "--lr", "3"]),
+        (["--data", f"s3://me:{SECRET}@host/x"], ["--data", "s3://***@host/x"]),
+        (["--hook", f"https://host/x?a=1&token={SECRET}&b=2"], ["--hook", "https://host/x?a=1&token=***&b=2"]),
+        (["-H", f"Authorization: Bearer {SECRET}"], ["-H", "Authorization: *** ***"]),
+        (["--json", f'{{"password": "{SECRET}", "lr": 3}}'], ["--json", '{"password": ***, "lr": 3}']),
+        (["--tokenizer", "gpt2", "--max-tokens", "4096"], ["--tokenizer", "gpt2", "--max-tokens", "4096"]),
+        (["--token-file", "/run/token"], ["--token-file", "/run/token"]),
+        (["train.py", "hf_abcdefghijklmnopqrstuv"], ["train.py", "***"]),
+    ],
+)
+def test_command_lines(given_, shown):
+    assert shown == redacted_arguments(given_)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "AKIAIOSFODNN7EXAMPLE",
+        "ghp_0123456789abcdefghij0123456789abcdef",
+        "github_pat_11AAAAAAA0123456789_abcdef",
+        "glpat-0123456789abcdefghij",
+        "sk-proj-0123456789abcdefghij",
+        "xoxb-0123456789-abcdefghij",
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl",
+        "-----BEGIN RSA PRIVATE KEY-----\nMIIB\n-----END RSA PRIVATE KEY-----",
+        "-----BEGIN PRIVATE KEY-----\nMIIB cut off",
+    ],
+)
+def test_what_looks_like_a_secret_is_one_wherever_it_stands(text):
+    assert "before *** after" == redacted_text(f"before {text} after").replace("***", "*** after", "cut off" in text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["0123456789abcdef0123456789abcdef01234567", "loss: 3.1", "12:30", "a=b", "https://host:80/x?step=3", "sk-learn"],
+)
+def test_what_says_nothing_secret_is_left_as_it_is(text):
+    assert text == redacted_text(text)
+
+
+def test_a_configuration_is_masked_by_name_and_by_looks_and_keeps_its_shape():
+    settings = {
+        "serve": {"token": SECRET, "token_file": "/run/token", "ingest_url": "http://host:9470"},
+        "wandb": [{"api_key": SECRET, "entity": "us"}],
+        "argv": ["train.py", "--token", SECRET],
+        "auth": {"user": "me", "pw": SECRET},
+        "url": f"https://me:{SECRET}@host/",
+        "every": 1,
+        "password": None,
+        "use_auth": True,
+    }
+
+    assert {
+        "serve": {"token": "***", "token_file": "/run/token", "ingest_url": "http://host:9470"},
+        "wandb": [{"api_key": "***", "entity": "us"}],
+        "argv": ["train.py", "--token", "***"],
+        "auth": "***",
+        "url": "https://***@host/",
+        "every": 1,
+        "password": None,
+        "use_auth": True,
+    } == redacted(settings)
+
+
+NAMES = st.sampled_from(["password", "hf_token", "api_key", "clientSecret", "DB_PASSWD"])
+PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=5))
+
+
+@settings(max_examples=40)
+@given(
+    st.recursive(
+        PLAIN | NAMES.map(lambda name: {name: SECRET}),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    )
+)
+def test_no_secret_survives_and_masking_twice_is_masking_once(given_):
+    once = redacted(given_)
+
+    assert SECRET not in json.dumps(once)
+    assert once == redacted(once)
+
+
+def test_text_that_is_no_json_is_masked_by_its_looks():
+    assert "token=***, lr=3" == redacted_json(f"token={SECRET}, lr=3")
+    assert '{"token": "***"}' == redacted_json(json.dumps({"token": SECRET}))
+    assert redacted_json(None) is None
+
+
+@pytest.mark.parametrize("text", ['{"token": "%s", "token": null}', '[{"api_key": "%s", "lr": 3, "api_key": ""}]'])
+def test_a_name_that_stands_twice_in_an_object_hides_no_secret(text):
+    """A reader of JSON sees the last one only; what is stored is the text."""
+    assert SECRET not in redacted_json(text % SECRET)
+
+
+def test_what_a_hostile_rank_sends_holds_nobody_up():
+    """Deeper than the interpreter, and texts on which a careless pattern would look at every place again and again."""
+    deep: list[object] = []
+    for _ in range(5000):
+        deep = [deep]
+    redacted({"deep": deep})
+    began = time.process_time()
+    for text in ("a-" * 50_000, "eyJaaaaaa-" * 5000, "a " * 50_000, "bearer" + " " * 100_000, "-----BEGIN " * 10_000):
+        redacted_text(text)
+
+    assert time.process_time() - began < 60  # half a second; looking again and again would take hours

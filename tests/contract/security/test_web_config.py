@@ -1,0 +1,99 @@
+"""Prometheus' web configuration as we read it: its keys, its defaults, and a clear word for what is not ours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rankscope_contract.security.web_config import TlsServer, WebConfigError, read_web_config
+
+TLS = {"cert_file": "rank.pem", "key_file": "keys/rank.key"}
+
+
+def read(tmp_path, document, name="web.yml", load_yaml=yaml.safe_load):
+    path = tmp_path / name
+    path.write_text(document if isinstance(document, str) else json.dumps(document))
+    return read_web_config(path, load_yaml)
+
+
+def test_files_are_relative_to_the_configuration_and_defaults_are_those_of_prometheus(tmp_path):
+    config = read(tmp_path, "tls_server_config:\n  cert_file: rank.pem\n  key_file: /keys/rank.key\n")
+
+    wanted = TlsServer(
+        cert_file=tmp_path / "rank.pem",
+        key_file=Path("/keys/rank.key"),
+        client_auth_type="NoClientCert",
+        client_ca_file=None,
+        min_version="TLS12",
+        max_version="TLS13",
+    )
+    assert wanted == config.tls
+    assert not config.demands_identity
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("web.yml", "tls_server_config: {cert_file: rank.pem, key_file: keys/rank.key}"),
+        ("web.yaml", json.dumps({"tls_server_config": TLS})),
+        ("web.json", json.dumps({"tls_server_config": TLS})),
+        ("web.toml", "[tls_server_config]\ncert_file = 'rank.pem'\nkey_file = 'keys/rank.key'"),
+    ],
+)
+def test_one_meaning_in_three_spellings(tmp_path, name, text):
+    assert tmp_path / "keys/rank.key" == read(tmp_path, text, name).tls.key_file
+
+
+def test_without_a_yaml_reader_the_text_says_what_works_instead(tmp_path):
+    with pytest.raises(WebConfigError, match=r"web\.yml: no YAML reader.*pyyaml.*\.json"):
+        read(tmp_path, {"tls_server_config": TLS}, load_yaml=None)
+
+    assert read(tmp_path, {"tls_server_config": TLS}, "web.json", load_yaml=None).tls is not None
+
+
+def test_only_certificates_that_are_demanded_keep_strangers_out(tmp_path):
+    def demands(kind):
+        settings = {**TLS, "client_auth_type": kind, "client_ca_file": "ca.pem"}
+        return read(tmp_path, {"tls_server_config": settings}).demands_identity
+
+    assert [True, False] == [demands("RequireAndVerifyClientCert"), demands("VerifyClientCertIfGiven")]
+
+
+@pytest.mark.parametrize(
+    ("document", "complaint"),
+    [
+        ("", "it is empty"),
+        ("[1, 2]", "not list"),
+        ("a: [", "not YAML"),
+        ({"tls_server_config": None, "basic_auth_users": None}, "it is empty"),
+        ({"tls_server_config": []}, "write cert_file and key_file below it"),
+        ({"tls_server_confg": TLS}, "unknown key tls_server_confg: did you mean tls_server_config?"),
+        ({"http_server_config": {"http2": True}}, "http_server_config is not supported"),
+        ({"tls_server_config": {"cert_file": "a"}}, "key_file is missing"),
+        ({"tls_server_config": {**TLS, "cert_flie": "a"}}, "cert_flie: did you mean cert_file?"),
+        ({"tls_server_config": {**TLS, "cipher_suites": ["x"]}}, "cipher_suites is not supported"),
+        ({"tls_server_config": {**TLS, "client_allowed_sans": ["x"]}}, "client_allowed_sans is not supported"),
+        ({"tls_server_config": {**TLS, "min_version": "TLS10"}}, "min_version is 'TLS10': use TLS12 or TLS13"),
+        ({"tls_server_config": {**TLS, "min_version": 12}}, "min_version: text is expected, not 12"),
+        ({"tls_server_config": {**TLS, "min_version": "TLS13", "max_version": "TLS12"}}, "above max_version"),
+        ({"tls_server_config": {**TLS, "client_auth_type": "RequireAnyClientCert"}}, "RequireAndVerifyClientCert"),
+        ({"tls_server_config": {**TLS, "client_auth_type": "Always"}}, "use NoClientCert or"),
+        ({"tls_server_config": {**TLS, "client_auth_type": "RequireAndVerifyClientCert"}}, "client_ca_file is missing"),
+        ({"tls_server_config": {**TLS, "client_ca_file": "ca.pem"}}, "would ask nobody"),
+        ({"basic_auth_users": ["me"]}, "a user and a bcrypt hash"),
+    ],
+)  # fmt: skip
+def test_every_mistake_names_the_file_the_key_and_the_fix(tmp_path, document, complaint):
+    with pytest.raises(WebConfigError) as error:
+        read(tmp_path, document)
+
+    assert str(tmp_path / "web.yml") in str(error.value)
+    assert complaint in str(error.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(WebConfigError, match=r"nowhere\.yml: No such file"):
+        read_web_config(tmp_path / "nowhere.yml", yaml.safe_load)
