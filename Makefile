@@ -5,15 +5,15 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 TORCH  := torch==2.13.0
 WORKERS ?= 3# test processes; most tests wait for servers, not for the processor
-# By files, in the order of their names: xdist would begin with those of the most tests, and end with one of few that
-# take long, for which two processes wait.
+# Files are distributed in the order of their names. By default, xdist starts with the files of the most tests, and at the
+# end two processes wait for a file with few long tests.
 SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# Modules are compiled where they are imported first, and kept, whatever the environment says of that: to compile all of
-# torch at once takes longer than to install it, to compile it anew in each process of a test takes longer still.
+# Python compiles a module at its first import and keeps the result, even if the environment disables this. Compiling all of
+# torch during installation takes longer than the installation; compiling it in each test process takes even longer.
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --no-compile
-# uv takes a third of pip's time. It reads none of pip's settings, so it is told the index; where it fails, pip installs.
+# uv needs a third of pip's time. It does not read pip's settings, so the index is passed to it. If uv fails, pip installs.
 INDEX = $(BIN)/python -m pip config list | sed -n "s/^[^=]*[.]index-url='\(.*\)'$$/\1/p" | head -n 1
 UV = UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$$($(INDEX))}" $(BIN)/python -m uv pip install --python $(BIN)/python
 
@@ -65,20 +65,20 @@ lint: $(VENV)/.installed-dev ## formatting, lint rules, plain English, commit su
 bench: $(VENV)/.installed-dev ## print the table of costs, measured in one run
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py $(BENCH)
 
-generate: $(VENV)/.installed-dev ## rewrite what is generated: boards, alert rules, reference pages
+generate: $(VENV)/.installed-dev ## rewrite the generated files: boards, alert rules, reference pages
 	$(BIN)/python -m rankscope_dashboards.generate
 	$(BIN)/python docs/generate.py
 
 clean: ## remove the environment, caches and the demo's data
 	rm -rf $(VENV) .venv-frameworks demo-data build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-# One stamp per set of extras: a second call installs nothing unless the wishes changed.
-# torch comes first and alone, so that a build of it that fits the machine is taken and then never replaced.
+# One stamp file per set of extras: a second call installs nothing unless the requirements changed.
+# torch is installed first and alone, so that the build that fits the machine is used and never replaced.
 $(VENV)/.torch: constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make demo PYTHON=/path/to/python3.11"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH)
-	$(PIP) -c constraints.txt uv || echo "without uv pip goes on, and takes longer"
+	$(PIP) -c constraints.txt uv || echo "uv is not available: pip installs, which takes longer"
 	@touch $@
 
 $(VENV)/.installed-%: $(VENV)/.torch pyproject.toml constraints.txt

@@ -16,7 +16,7 @@ _LISTENING: Final = "0A"
 
 
 class PortChoice(enum.StrEnum):
-    """How `rankscope up` chooses ports."""
+    """Choice of ports for `rankscope up`."""
 
     FIXED = "fixed"
     FREE = "free"
