@@ -22,10 +22,10 @@ from rankscope_exporter.serving.wire_encoder import encode
 
 _SEQ, _STEP, _TS = 0x1122334455667788, 0x2233445566778811, 0x3344556677881122
 _STRIDE = 37
-"""How far a rank moves on among the sets at each step: a prime, so that it sees all of them."""
+"""Distance between the sets that a rank uses at two successive steps. It is a prime, so that a rank uses every set."""
 _NORM_NOISE = 0.04
 SETS = 1000
-"""How many sets of values there are at most: as many as ranks, if these are fewer."""
+"""Largest number of sets of values. With fewer ranks, there are as many sets as ranks."""
 
 
 class Bodies:

@@ -1,8 +1,8 @@
-"""What the store has of a simulated fleet, against what its ranks say that they published, stretch by stretch.
+"""Compare the rows in the store with the steps that the ranks of a simulated fleet published, bucket by bucket.
 
-A stretch is a bucket of rollups, within which single steps are no longer told apart once retention has replaced them.
-Within one, a step that is lost and another that is doubled would give the right number of rows, and are told by the sum
-of the first tensor's norms: each rank has another norm at each step, known beforehand.
+A bucket is a bucket of rollups. Retention replaces its steps by one row, so single steps cannot be distinguished
+afterwards. If one step of a bucket is lost and another one is stored twice, the number of rows is correct. The sum of
+the norms of the first tensor detects this case: each rank has a different norm at each step, and all are known.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rankscope_storage.connection import Connection, connect
 _SUM_ERROR = 1e-9
 """Relative, of sums of at most BUCKET_STEPS numbers in float64; norms of one tensor differ by some 4 %."""
 
-# hash() of a name stands for the name: two rows of one tensor and none of another do not make a record whole.
+# A record is complete only if each tensor has one row, so the hashes of the names are summed, not the rows.
 _RAW = f"""
     SELECT rank, step - step % {BUCKET_STEPS} AS bucket, count(*) AS records, sum(mark) AS mark,
       count(*) FILTER (rows <> $tensors OR norms <> $tensors OR names <> $names) AS wrong
@@ -46,7 +46,7 @@ _ROLLED_UP = """
 _NAMES = (
     "SELECT sum(hash(tensor, kind) % 1000003)::BIGINT AS names FROM (SELECT unnest($1) AS tensor, unnest($2) AS kind)"
 )
-_GAPS = "SELECT CAST(sum(value) AS BIGINT) AS told FROM events WHERE type = 'gap'"
+_GAPS = "SELECT CAST(sum(value) AS BIGINT) AS reported FROM events WHERE type = 'gap'"
 
 Stretch = tuple[int, int]
 """A rank, and the first step of a bucket."""
@@ -54,23 +54,23 @@ Stretch = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Records, that is steps of a rank, by what became of them."""
+    """Numbers of records (steps of a rank) by their final state."""
 
     processes: int
     published: int
     stored: int
-    rolled_up: int  # of those, what retention has replaced
+    rolled_up: int  # number of stored records that retention replaced
     wrong: int  # records torn or doubled; stretches whose norms are not those of their steps
-    lost: int  # of ranks whose process lived from the first step to the last, and what others had heard to be durable
+    lost: int  # of ranks with one process from first to last step, or confirmed as durable to another rank
     died_with: int  # of the others: published by processes that died, and never fetched
-    told: int  # what the store says was lost
+    reported: int  # lost records according to the gap events in the store
 
 
 def check(store: Path, lives: Sequence[dict[str, Any]], *, tensors: int, sets: int) -> Account:
-    """Return the account of `lives`, of ranks that say one of `sets` sets of values at each step."""
+    """Return the account of `lives`, of ranks that publish one of `sets` sets of values at each step."""
     with connect(store) as connection:
         raw, rolled_up = _stretches(connection, tensors)
-        told = connection.query(_GAPS).to_pylist()[0]["told"] or 0
+        told = connection.query(_GAPS).to_pylist()[0]["reported"] or 0
     stored: Counter[Stretch] = Counter()
     marks: defaultdict[Stretch, float] = defaultdict(float)
     for row in raw + rolled_up:
@@ -91,12 +91,12 @@ def check(store: Path, lives: Sequence[dict[str, Any]], *, tensors: int, sets: i
         wrong=torn + doubled + _others(lives, stored, marks, sets),
         lost=lost + sum(count for (rank, _), count in (durable - stored).items() if rank not in steady),
         died_with=sum(count for (rank, _), count in missing.items() if rank not in steady),
-        told=told,
+        reported=told,
     )
 
 
 def _stretches(connection: Connection, tensors: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return what is stored of each rank and bucket, in rows and in rollups."""
+    """Return the stored rows and the stored rollups of each rank and bucket."""
     entries = plan_of(tensors).plan.entries
     names, kinds = [entry.tensor for entry in entries], [entry.kind for entry in entries]
     first = {"tensors": tensors, "first": names[0], "kind": kinds[0]}

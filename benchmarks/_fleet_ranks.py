@@ -1,8 +1,8 @@
-"""A thousand exporters in one process: each a port of its own, a ring, a lease, heartbeats, and the record channel.
+"""Simulate a thousand exporters in one process, each with a port, a ring, a lease, heartbeats and the record channel.
 
-What a rank says is what the real one says (docs/record-channel.md); how it computes it is as cheap as could be made, so
-that the processors are the service's. Started by `fleet`, told everything as JSON on the command line, it writes a line
-of JSON for each report and, at the end, the lives of all processes it has played.
+A simulated rank sends the same answers as a real rank (docs/record-channel.md) at the lowest possible cost, so that the
+service has the processors. `fleet` starts this program with a JSON document as its argument. The program writes one
+line of JSON for each report and, at the end, one line for each simulated process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HANGING_SECONDS = 12.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What the fleet does."""
+    """Size and behaviour of the fleet."""
 
     service: str
     ranks: int
@@ -55,7 +55,7 @@ class Rank:
     head: int = -1
     committed: int = -1
     lease: str | None = None
-    heartbeat_seconds: float = 5.0  # until the service says how often
+    heartbeat_seconds: float = 5.0  # until the service sends its interval
     spoke_at: float = 0.0
     polled_at: float = 0.0  # by the service that registered it
     is_up: bool = True
@@ -88,7 +88,7 @@ class Rank:
 
 @dataclass(slots=True)
 class Told:
-    """How long after they were published ranks heard that records are durable: each time, of the oldest of them."""
+    """Seconds from the publication of the oldest record of a poll to the confirmation that it is durable."""
 
     seconds: array[float] = field(default_factory=lambda: array("d"))
     reported: int = 0
@@ -100,7 +100,7 @@ class Told:
 
 
 class Fleet:
-    """All ranks, the clock they step by, and what is counted of them."""
+    """All ranks, the clock of their steps, and their counters."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -161,7 +161,7 @@ class Fleet:
         )
         try:
             rank.server = await listening(port=rank.port, reuse_address=True)
-        except OSError:  # meanwhile somebody's call goes out from it
+        except OSError:  # another connection uses the port now
             rank.server = await listening(port=0)
         rank.port = rank.server.sockets[0].getsockname()[1]
 
@@ -173,7 +173,7 @@ class Fleet:
         for connection in list(rank.connections):
             connection.close()
 
-    # What flapping ranks do, in turn.
+    # The faults of flapping ranks, in this order.
 
     async def _flap(self, rank: Rank) -> None:
         spells = (self._die, self._be_unreachable, self._be_slow)
@@ -187,7 +187,7 @@ class Fleet:
             await asyncio.sleep(pause - _AWAY_SECONDS)
 
     async def _die(self, rank: Rank) -> None:
-        """End without a word, and come back as another process; what nobody had fetched is gone."""
+        """Exit without a message and restart as another process. Records that were not fetched are lost."""
         self.hang_up(rank)
         rank.is_up = False
         self.dead.append(rank.life())
@@ -274,7 +274,7 @@ class Fleet:
             versions={"rankscope": "0", "python": "3", "pyarrow": "0", "torch": "2"},
         )
 
-    # What is told.
+    # Reports.
 
     async def _report(self) -> None:
         while True:
@@ -297,7 +297,7 @@ class Fleet:
         }
 
     def hear(self, rank: Rank, committed: int) -> None:
-        """Note what a rank is told of as durable."""
+        """Record the sequence number that the service confirmed to a rank as durable."""
         if committed > rank.committed:
             if not self.is_draining:
                 self.told[rank.number < self.plan.flapping].seconds.append(self._oldest_wait(rank, time.monotonic()))
@@ -310,7 +310,7 @@ class Fleet:
         return now - self.published_at[rank.born + rank.committed + 1]
 
     def tell(self, figures: dict[str, Any]) -> None:
-        """Write one line for whoever started us."""
+        """Write one line of JSON to standard output."""
         print(json.dumps(figures), flush=True)
 
 

@@ -20,7 +20,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 class Sample:
     """The service at one moment; `loop_seconds` is the CPU time of its event loop alone.
 
-    `stolen_seconds` is what the host has given to other machines instead of the processors of this one.
+    `stolen_seconds` is the CPU time that the host gave to other virtual machines instead of this one.
     """
 
     at: float
@@ -47,7 +47,7 @@ class Service:
         self._await_health()
 
     def sample(self) -> Sample:
-        """Return what is known of the service now."""
+        """Return CPU time, memory and lag of the service now."""
         pid = self._process.pid
         try:
             page = self._page()
@@ -69,7 +69,7 @@ class Service:
         return len(sizes), sum(sizes)
 
     def stop(self) -> str:
-        """Have the service drain and end; return the last of what it said."""
+        """Stop the service with SIGTERM, wait for its drain, and return the last lines of its log."""
         self._process.send_signal(signal.SIGTERM)
         try:
             self._process.wait(60)
@@ -99,7 +99,7 @@ class Service:
 
 
 def _profiled() -> list[str]:
-    """Return what has the event loop's CPU time profiled into $RANKSCOPE_FLEET_PROFILE, for whoever looks for it."""
+    """Return the arguments that profile the CPU time of the event loop into the file $RANKSCOPE_FLEET_PROFILE."""
     path = os.environ.get("RANKSCOPE_FLEET_PROFILE")
     return [str(Path(__file__).with_name("_fleet_profile.py")), path] if path else []
 

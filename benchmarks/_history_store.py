@@ -172,7 +172,7 @@ def long_training(root: Path, steps: int, loss_steps: int) -> Builder:
 
 
 def thirty_days(root: Path, steps: int, loss_steps: int, other_runs: int) -> Builder:
-    """Return a store in which the same run took 30 days, a flush at every step, beside small ones."""
+    """Return a store with the same run over 30 days, one flush per step, and with small other runs."""
     builder, days = Builder(root), 30
     training = Training(ranks=8, tensors=2500, seconds_per_step=days * 86_400 / steps)
     chatter = Training(ranks=8, tensors=1, seconds_per_step=days * 86_400 / loss_steps)

@@ -62,7 +62,7 @@ def records(tensors: int, steps: int, seed: int = 0) -> list[StepRecord]:
 
 
 SIX = ("norm", "min", "max", "mean", "nans", "zeros")
-"""What moves in `six_statistics`; `infs` and `numel` stand beside it. No rule judges: no baselines."""
+"""Statistics that change in `six_statistics`; `infs` and `numel` are constant. Without rules there are no baselines."""
 
 
 def six_statistics(

@@ -1,8 +1,8 @@
-"""Ranks that train nothing: real exporters whose numbers are noise. Started by `peers`, in a process of their own.
+"""Run real exporters with random numbers and without a training. `peers` starts this program in a separate process.
 
-Each has its own port, page and record channel: what a Prometheus scrapes there and what the service fetches is made by
-the code that a training runs. Only the numbers are drawn: no rank and no step has those of another. Told what to be as
-JSON on the command line, it writes one line with its addresses, and steps until its standard input is closed.
+Each exporter has a port, a `/metrics` page and a record channel, served by the same code as in a training. The numbers
+are random and different for each rank and step. The program receives its configuration as JSON on the command line,
+writes one line with its addresses, and makes steps until its standard input is closed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rankscope_exporter.serving.rank_server import RankServer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """How many there are, how large, and whom they register with."""
+    """Number and size of the exporters, and the service with which they register."""
 
     targets: int
     tensors: int

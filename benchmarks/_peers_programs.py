@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What a program had spent and taken up by then."""
+    """CPU time, memory and storage of a program at one moment."""
 
     cpu_seconds: float
     samples: float
@@ -38,7 +38,7 @@ class Result:
     whole: float
     samples: float
     peak_mb: float
-    stored: dict[str, float]  # bytes per sample, by what they are
+    stored: dict[str, float]  # bytes per sample, by type of file
 
 
 class Program:
@@ -60,7 +60,7 @@ class Program:
         return int(re.findall(r"VmHWM:\s+(\d+)", status)[0]) / 1024
 
     def await_answer(self, url: str) -> None:
-        """Return when something answers at `url`; a program that ended is told with what it said."""
+        """Return when `url` answers. Raise with the output of the program if the program exits first."""
         deadline = time.monotonic() + 60
         while True:
             try:
@@ -128,7 +128,7 @@ def fetched(url: str, data: bytes | None = None) -> bytes:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a free TCP port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

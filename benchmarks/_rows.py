@@ -1,4 +1,4 @@
-"""What every benchmark returns, and how one table is printed. Benchmarks print medians and ratios from one run."""
+"""Result rows of a benchmark, and their table. Benchmarks print medians and ratios from one run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured figure; `note` says what it is compared with, or how it was taken."""
+    """One measured figure; `note` is its reference or its method."""
 
     name: str
     value: float

@@ -1,4 +1,4 @@
-"""What a sample takes in a store: whole files, whose six moving numbers a row are counted, and who takes the bytes."""
+"""Bytes of a sample in a store: whole files divided by six changing numbers per row, and the bytes of each column."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""What activations cost: all inputs, outputs and gradients of 138 modules; 12 layers, d=256, batch 8x128, one thread.
+"""Cost of activations: all inputs, outputs and gradients of 138 modules; 12 layers, d=256, batch 8x128, one thread.
 
 Added: CPU time of our hooks and threads over that of the rest of the same step. Ratio: CPU time of the process for a
-step over that of a step without a monitor in the same round. The existing tool was measured on this model: its
-activations made a step 2.54 times as dear, and 2.43 times when only every 1000th was collected (shared cores as well).
+step over that of a step without a monitor in the same round. msprobe was measured on this model: with its
+activations a step took 2.54 times as long, and 2.43 times when only every 1000th step was collected (also on shared
+cores).
 """
 
 from __future__ import annotations

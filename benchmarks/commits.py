@@ -1,14 +1,14 @@
-"""Commits as the log grows: latency of one-row appends beside compaction, checkpoints and clean-up, and opening.
+"""Commits to a growing log: latency of one-row appends during compaction, checkpoints and vacuum, and time to open.
 
     RANKSCOPE_COMMITS=20000 python benchmarks/run.py commits
 
 Makes 4,000 commits without that, and ends after 4 minutes (for each 4,000) in any case.
 
-Appends follow each other at once, where a service has ten seconds between two. Its clock is accelerated by as much: a
-commit counts as ten seconds, so the log keeps the entries of 360 commits (an hour), and compaction (every 50
-commits) and maintenance (every 180, half an hour) run in a thread beside the appends, as the service runs them.
-Replaced data files keep their real age and stay. The floor of the machine is measured between the commits: 4 kB
-written, synced, renamed, the folder synced, which a commit cannot do without twice.
+Appends follow each other without a pause, while a service waits ten seconds. The clock is accelerated accordingly: a
+commit counts as ten seconds, so the log keeps the entries of 360 commits (an hour). Compaction (every 50 commits) and
+maintenance (every 180 commits, half an hour) run in a thread during the appends, as in the service. Replaced data files
+keep their real age and are not removed. The physical limit is measured between the commits: write 4 kB, fsync, rename,
+fsync the folder. A commit needs this twice.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ INCARNATION = "0" * 32
 
 
 def run() -> list[Row]:
-    # The same acceleration for what delta-rs forgets by itself when it writes a checkpoint.
+    # The same acceleration for the entries that delta-rs removes when it writes a checkpoint.
     log_module._CONFIGURATION["delta.deletedFileRetentionDuration"] = "interval 30 seconds"  # noqa: SLF001 - a clock
     folder = Path(tempfile.mkdtemp(prefix="rankscope-commits-"))
     try:
@@ -105,7 +105,7 @@ class _Upkeep:
         self.failed = 0
 
     def after(self, commits: int) -> None:
-        """Begin what is due after so many commits, unless the thread is still at something."""
+        """Start the work that is due after this number of commits, unless the thread is busy."""
         if self._work is not None and not self._work.done():
             return
         self._note()

@@ -4,10 +4,10 @@
     RANKSCOPE_FLEET="ranks=1000 tensors=2500 seconds=5 steps=720 flapping=0 keep=900" python benchmarks/run.py fleet
     RANKSCOPE_FLEET="ranks=1000 tensors=2500 seconds=5 steps=720 flapping=100 keep=900" python benchmarks/run.py fleet
 
-Lag is told by the ranks: from the moment when a step is published to the one when its rank hears that it is durable,
-which is a poll later than it is. Without RANKSCOPE_FLEET two short runs are made at full rate, one with a tenth of the
-ranks flapping: in turn they die and come back as another process, refuse connections for 20 s, and answer late or not
-in time. Retention is on: statistics become rollups after `keep` seconds.
+The ranks measure the lag, from the publication of a step to the confirmation that it is durable. The confirmation
+arrives one poll after the commit. Without RANKSCOPE_FLEET the benchmark makes two short runs at full rate, one with a
+tenth of the ranks flapping. A flapping rank exits and restarts as another process, refuses connections for 20 s, and
+answers late or after the timeout, in this order. Retention is on: statistics become rollups after `keep` seconds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How large a fleet, and for how long."""
+    """Size of the fleet and duration of the run."""
 
     ranks: int = 1000
     tensors: int = 2500
@@ -64,7 +64,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """What the fleet said each flush interval, and the service at the same moments, to the end of the drain."""
+    """Reports of the fleet per flush interval, and samples of the service at the same moments, until the drain ends."""
 
     reports: list[dict[str, Any]]
     samples: list[Sample]
@@ -191,9 +191,9 @@ def _lag_rows(watched: Watched) -> list[Row]:
             "lag, worst while the processors were ours",
             max((report["lag_seconds"] for report in ours), default=math.nan),
             "s",
-            f"{len(ours):,} of {len(steady):,} looks: for {SETTLE_SECONDS:g} s nobody took {STOLEN_CORES:g} cores",
+            f"{len(ours):,} of {len(steady):,} samples: under {STOLEN_CORES:g} cores stolen in {SETTLE_SECONDS:g} s",
         ),
-        Row("lag, median", statistics.median(told), "s", f"until ranks heard, of {len(told):,} times"),
+        Row("lag, median", statistics.median(told), "s", f"until the confirmation, of {len(told):,} times"),
         Row("lag, 99 of 100", told[int(0.99 * len(told))], "s", "at most"),
         Row(
             "lag, worst", max(report["lag_steps"] for report in steady), "steps", "published and not known as committed"
@@ -208,7 +208,7 @@ def _cpu_rows(size: Size, watched: Watched, account: Account) -> list[Row]:
     cores = (during[-1].cpu_seconds - during[0].cpu_seconds) / seconds
     loop = (during[-1].loop_seconds - during[0].loop_seconds) / seconds
     others = (steady[-1]["cpu_seconds"] - steady[0]["cpu_seconds"]) / seconds
-    # To the end of the drain: what was not done in time is paid for as well.
+    # Until the end of the drain, so that delayed work is counted too.
     per_million = watched.samples[-1].cpu_seconds / (account.stored * size.tensors * STATISTICS / 1e6)
     needed = per_million * size.samples_per_second / 1e6
     counts, stolen = watched.reports[-1]["counts"], _stolen(during)
@@ -257,13 +257,13 @@ def _record_rows(account: Account) -> list[Row]:
             "records lost with processes that died",
             account.died_with,
             "",
-            f"{account.processes:,} processes; {account.told:,} told as gaps, of the others nobody had heard",
+            f"{account.processes:,} processes; {account.reported:,} reported as gaps, the others not fetched",
         ),
     ]
 
 
 def _is_ours(samples: list[Sample], at: Sample) -> bool:
-    """Whether no other machine of the host took processors for so long that what it held up must be over."""
+    """Return whether other virtual machines took so little CPU time recently that no delay by them can remain."""
     lately = [sample for sample in samples if at.at - SETTLE_SECONDS - FLUSH_SECONDS <= sample.at <= at.at]
     return max(_stolen(lately), default=0.0) < STOLEN_CORES
 
@@ -281,9 +281,9 @@ def _mean(values: list[float]) -> float:
 def memory_slope(samples: list[Sample]) -> tuple[float, float]:
     """Return MB per hour by least squares, and half of the width of its 95 % interval.
 
-    Of the means of BLOCK_LOOKS each: memory goes up and down with every piece of retention, so that looks ten seconds
-    apart say much the same, and an interval that took them for independent would be too narrow. What does not fill a
-    last block is left out: a mean of few looks says less, and would count as much.
+    The fit uses means of BLOCK_LOOKS samples. Memory rises and falls with each part of retention, so samples ten
+    seconds apart are not independent, and an interval that treats them as independent would be too narrow. An
+    incomplete last block is left out, because its mean is less exact and would have the same weight.
     """
     starts = range(0, len(samples) - BLOCK_LOOKS + 1, BLOCK_LOOKS)
     blocks = [samples[start : start + BLOCK_LOOKS] for start in starts]

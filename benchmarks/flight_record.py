@@ -1,7 +1,7 @@
-"""What reading torch's record of collectives costs: with stacks, without, how long training is held up, and in all.
+"""Cost of reading torch's flight record: with stacks, without stacks, longest pause of the training, and in total.
 
-A group of one rank on gloo fills the record. The longest pause of another thread is seen by one that does nothing but
-look at the clock; the share of a core is that of a monitor with default settings, over a training of short steps.
+A group of one rank on gloo fills the record. The longest pause of another thread is measured by a thread that only
+reads the clock; the share of a core is that of a monitor with default settings, over a training of short steps.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Questions to a long history: one training and a tenth of it, ten times as many, 30 days of it beside 1,000 runs.
+"""Questions to a long history: one training and a tenth of it, ten times as many, 30 days of it among 1,000 runs.
 
-Each question is asked on an open connection, on a snapshot opened for it, and on a connection opened for it, in a
-process that has asked before. Beside it the floor: DuckDB alone on just the files that hold the answer.
+Each query runs on an open connection, on a new snapshot, and on a new connection, in a process that has run queries
+before. The physical limit next to it is DuckDB alone on exactly the files with the answer.
 
-By itself it takes a quarter of the size. The targets are for 100 million samples, and it judges those stores alone:
+The default size is a quarter. The targets hold for 100 million samples, and only such stores are compared with them:
 
     RANKSCOPE_HISTORY_STEPS=834 RANKSCOPE_HISTORY_LOSS_STEPS=200000 python benchmarks/run.py history
 """
@@ -35,7 +35,7 @@ ROUNDS = 15
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, in how many milliseconds it is to be answered if that is laid down, and how of DuckDB alone."""
+    """A query, its target in milliseconds if there is one, and the equivalent query for DuckDB alone."""
 
     name: str
     sql: str

@@ -60,7 +60,7 @@ def _rows(what: str, path: Path, size: float, note: str) -> list[Row]:
     seconds, cpu, peak, records, stored = json.loads(done.stdout)
     return [
         Row(f"{what}: rate", size / seconds, "MB/s", f"{note}: {records:,} records, {stored:,} new rows"),
-        Row(f"{what}: rate by CPU time", size / cpu, "MB/s", "what one core does when nobody else wants it"),
+        Row(f"{what}: rate by CPU time", size / cpu, "MB/s", "on one core without other load"),
         Row(f"{what}: peak resident memory", peak, "MiB", f"{seconds:,.1f} s"),
     ]
 

@@ -1,7 +1,7 @@
 """The monitor's share of a training step: 12 layers, d=256, batch 8x128, one thread, polled every 2 s.
 
 Share: CPU of our hooks, publisher and server threads over CPU of the process, while monitored. Ratios: wall and CPU
-time of blocks of steps with the monitor over the block without it beside it, the order changing from pair to pair.
+time of blocks of steps with the monitor over the adjacent block without it, in alternating order.
 """
 
 from __future__ import annotations

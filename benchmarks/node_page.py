@@ -1,4 +1,4 @@
-"""One page of 8 ranks with 15,000 series each: what the rank that makes it pays, and what the others do."""
+"""One page of 8 ranks with 15,000 series each: cost for the rank that serves it, and for the other ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Whether `rankscope_overhead_seconds_total` is true: its sum over what a process spends more with the monitor.
+"""Accuracy of `rankscope_overhead_seconds_total`: its sum divided by the additional CPU time of the process.
 
-CPU time of the whole process, the same steps with and without the monitor in turn, pages not read; with one and with
-two of torch's threads, every step measured, and none after the first.
+CPU time of the whole process for the same steps with and without the monitor, alternating, without scrapes. Runs with
+one and with two threads of torch, with every step sampled, and with no sampled step after the first.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _row(name: str, threads: int, shape: list[int], settings: dict[str, object])
 
 
 def _spent(config: MonitorConfig | None, layers: int, width: int, steps: int) -> tuple[float, float]:
-    """Return CPU seconds of the process, and what the monitor says that it cost."""
+    """Return CPU seconds of the process, and the CPU seconds that the monitor reports as its overhead."""
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
     optimizer = torch.optim.Adam(net.parameters())

@@ -1,4 +1,4 @@
-"""Getting a large page over loopback: CPU of whoever gets it, by our threads and by aiohttp."""
+"""Fetch of a large page over loopback: CPU time of the client, with our threads and with aiohttp."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from _rows import Row, print_rows
 from rankscope_ingest.scrape.http import TEXT, PageFetcher
 
 BYTES = (20_000, 200_000, 1_800_000)
-"""The last is what an exporter of 15,000 series says."""
+"""Sizes of pages in bytes. The last one is the size for an exporter with 15,000 series."""
 
 ROUNDS, PAUSE_SECONDS = 60, 0.01
 ANYWHERE_HERE = [ipaddress.ip_network("127.0.0.0/8")]

@@ -1,15 +1,16 @@
-"""What a sample costs from exporter to store: our channel and our text path beside Prometheus and VictoriaMetrics.
+"""Cost of a sample from exporter to store: record channel and text pages, compared with Prometheus and VictoriaMetrics.
 
     python benchmarks/run.py peers
     RANKSCOPE_PEERS="targets=8 seconds=20" python benchmarks/run.py peers
     RANKSCOPE_PEERS="targets=100 scrape_seconds=15 step_seconds=2 seconds=300" python benchmarks/run.py peers
     RANKSCOPE_PEERS="rounds=3 without=VictoriaMetrics" python benchmarks/run.py peers
 
-One after the other, each program reads the same exporters: real ones, 8 numbers of every tensor, noise that nobody
-repeats. Only the program's own CPU counts, by /proc, the exporters' on no side: they serve a page to one and records to
-the other. The page is scraped every few seconds, as pages are; the channel brings every step, so it is taken at two
-paces: what a poll costs is shared by the steps that it brings. `steady` begins when all series are known and two rounds
-are stored. With several rounds figures are medians, and ratios medians of those of each round: a machine swings.
+The programs read the same exporters one after the other. The exporters are real and publish 8 numbers of each tensor;
+the numbers are noise without repetition. Only the CPU time of the program counts, from /proc, and never that of the
+exporters, which serve pages to one program and records to the other. The page is scraped every few seconds, as usual.
+The record channel transfers every step and is measured at two step rates, because the steps of a poll share its cost.
+`steady` begins when all series are known and two rounds are stored. With several rounds, figures and ratios are medians
+over the rounds.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ OUR_FAST_CHANNEL = "our record channel, steps four times as fast"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How large the comparison is."""
+    """Size of the comparison."""
 
     targets: int = 20
     tensors: int = TENSORS
@@ -162,7 +163,7 @@ def _victoria(size: Size, folder: Path) -> Result:
 
 
 def _watched(size: Size, program: Program, own: str, counter: str) -> tuple[Moment, Moment]:
-    """Return where a program stood after two rounds of scrapes, and `size.seconds` later."""
+    """Return the state of a program after two rounds of scrapes, and its state `size.seconds` later."""
     program.await_answer(f"{own}/metrics")
     deadline = time.monotonic() + 120
     while metric(f"{own}/metrics", counter) < 2 * size.series:
@@ -268,7 +269,7 @@ def _result(first: Moment, last: Moment, program: Program, stored: dict[str, flo
 
 
 def _limits() -> Iterable[Row]:
-    """What the machine itself asks for the same float32 values, in the same run."""
+    """Return the physical limits of the machine for the same float32 values, measured in the same run."""
     walk = six_statistics(TENSORS)
     records = [next(walk) for _ in range(200)]
     numbers = [record.statistics.values.slice(0, 4 * TENSORS).to_numpy() for record in records]

@@ -1,7 +1,7 @@
-"""What timing the phases of a step costs: the moments of one step on the training thread, and what becomes of them.
+"""Cost of timing the phases of a step: the events of one step on the training thread, and their evaluation.
 
-The moments are told as the hooks tell them, with nothing between: forward, backward, update, and the end of the step.
-The figures are the least of 30 repeats of 2,000 steps, which holds on a busy machine too.
+The events are sent as the hooks send them, without work between them: forward, backward, update, end of the step.
+The figures are minima of 30 repeats of 2,000 steps, which are stable on a busy machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REPEATS = 30
 def run() -> list[Row]:
     alone = _least(lambda step_events, pending_steps: _step(step_events, pending_steps, 1), follow=False)
     return [
-        Row("moments of a step that nobody follows", alone, "us", "told all the same"),
+        Row("events of a step without a subscriber", alone, "us", "sent all the same"),
         *(
             Row(
                 f"moments of a step of {micro} micro-batch{'es' if micro > 1 else ''}",

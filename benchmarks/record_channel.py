@@ -61,7 +61,7 @@ def _single_steps(plans: dict[str, PlanColumns], context: RowContext) -> list[Ro
     note = f"{SINGLE_STEPS} bodies of {TENSORS:,} tensors x 1 step"
     return [
         Row("open and check bodies of one step", cpu_seconds(check_all) / million, _UNIT, note),
-        Row("decode bodies of one step", cpu_seconds(lambda: decode(checked)) / million, _UNIT, "all at once"),
+        Row("decode bodies of one step", cpu_seconds(lambda: decode(checked)) / million, _UNIT, "all together"),
     ]
 
 

@@ -45,7 +45,7 @@ def run() -> list[Row]:
 
 
 def _reading(size: int, of_each: int = 1) -> list[Row]:
-    """Return CPU seconds a million samples from the body on, beside protobuf's parser and a loop over what it gives."""
+    """Return CPU seconds a million samples from the body on, next to protobuf's parser and a loop over its result."""
     bodies = [
         [_request(place, size, NOW + 15_000 * of_each * number, of_each) for place in range(0, SERIES, size)]
         for number in range(8)
@@ -209,7 +209,7 @@ def page() -> Iterator[int]:
             self.send_response(200)
             self.send_header("Content-Type", "text/plain; version=0.0.4")
             self.end_headers()
-            with contextlib.suppress(ConnectionError):  # whoever asked has ended
+            with contextlib.suppress(ConnectionError):  # the client has closed the connection
                 self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
@@ -261,7 +261,7 @@ def _wait(condition, seconds: float = 60.0) -> None:  # type: ignore[no-untyped-
 
 
 def free_port() -> int:
-    """Return a port that nobody listens at just now."""
+    """Return a free TCP port."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])

@@ -1,4 +1,4 @@
-"""A service that is killed -9 again and again while a real Prometheus pushes: what is lost, and what is stored twice.
+"""A service that is killed -9 again and again while a real Prometheus pushes: lost and doubled samples.
 
     python benchmarks/run.py remote_write_killed   # RANKSCOPE_BENCH_SECONDS=600 for longer than 45 s
 

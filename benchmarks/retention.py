@@ -1,8 +1,8 @@
-"""Retention: CPU per million rows rolled up, bytes before and after, and what an append costs meanwhile.
+"""Retention: CPU per million rows rolled up, bytes before and after, and the cost of an append during retention.
 
 Sixty simulated days of statistics, of which the older half is rolled up. 4 million rows by default; more with
-`RANKSCOPE_RETENTION_ROWS=40000000 python benchmarks/run.py retention`. Then files as flushes of a large fleet leave
-them, each series once in each file, at once and in slices.
+`RANKSCOPE_RETENTION_ROWS=40000000 python benchmarks/run.py retention`. Afterwards the same for files
+of a large fleet, with each series once per file, in one pass and in slices.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def _measure(root: Path, writer: Writer) -> list[Row]:
         Row("rolling up", 1e6 * cpu / rolled, "CPU s per million rows", f"one file is cut; {points}"),
         Row("raw rows", size / raw, "bytes per row", f"{raw:,} rows, noise of 2 to 30 %"),
         Row("rollup rows", report.added_bytes / report.added_rows, "bytes per row", "of 100 steps each"),
-        Row("what was rolled up", report.size_bytes / report.added_bytes, "x smaller", "bytes of files in the log"),
-        Row("memory", memory, "MiB", "resident at most, above what it was before; looked at with each append"),
+        Row("rolled-up rows", report.size_bytes / report.added_bytes, "x smaller", "bytes of files in the log"),
+        Row("memory", memory, "MiB", "largest increase of resident memory, sampled at each append"),
         *_latencies("append alone", alone),
         *_latencies("append while retention runs", beside),
         Row("one tensor's norm, all raw", asked, "ms CPU", f"{raw:,} rows, median of 5"),

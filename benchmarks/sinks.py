@@ -1,7 +1,7 @@
-"""What live sinks cost on the publisher thread: 12 layers, d=256, parameters, gradients and Adam's state, one thread.
+"""Cost of live sinks on the publisher thread: 12 layers, d=256, parameters, gradients and Adam's state, one thread.
 
-The rows are those of the model that `activations` trains; the loss is the sum of its squared parameters, since what is
-published, and so what a sink does, has nothing to do with how long forward and backward take.
+The rows are those of the model that `activations` trains; the loss is the sum of its squared parameters,
+because the published rows, and so the work of a sink, do not depend on the duration of forward and backward.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The spool: what keeping a record on disk costs, beside a plain write of the same bytes."""
+"""Spool: cost of a record on disk, compared with a plain write of the same bytes."""
 
 from __future__ import annotations
 

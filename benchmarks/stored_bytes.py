@@ -3,8 +3,8 @@
     python benchmarks/run.py stored_bytes
 
 Six samples a row are counted (norm, min, max, mean, nans, zeros); infs and numel, which never change here, are not, and
-names, step and time are in the bytes of the six. See `_noise.six_statistics` for what the noise is. Bytes depend on how
-far apart the scales of tensors lie, whose leading digits share a code: so the same is asked of noise with one scale.
+names, step and time are in the bytes of the six. `_noise.six_statistics` describes the noise. The bytes depend on the
+range of the scales of the tensors, because their leading digits share a code. So noise with one scale is measured too.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Bytes of a stored sample of a real training: a GPT of 12 layers under DDP, whose ranks a service polls as it goes.
+"""Bytes of a stored sample of a real training: a GPT of 12 layers under DDP that a service polls.
 
     python benchmarks/run.py stored_training
 
-The noise is the training's own, where `stored_bytes` has walks with the same entropy for all. What replicas share is in
-it too: weights, averaged gradients and optimizer state are the same on each rank, and every rank tells them. So the
-rows of one rank alone, and each kind of them, are put into files of their own. Six samples a row are counted, as there;
-the two baselines, which rules add here, are left out of those files, and in the bytes of what was flushed.
+The noise is that of the training, while `stored_bytes` uses random walks with equal entropy for all series. Replicas
+publish equal rows: weights, averaged gradients and optimizer state are equal on all ranks. So the rows of one rank, and
+each kind of them, are also written into separate files. Six samples per row are counted, as in `stored_bytes`. The two
+baselines that rules add here are left out of these files and of the flushed bytes.
 """
 
 from __future__ import annotations

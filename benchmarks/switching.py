@@ -1,8 +1,8 @@
-"""What a step costs on which nothing is measured: switched off, and attached but not due, of two models.
+"""Cost of an unsampled step: switched off, and attached but not due, for two models.
 
-Small tensors, so that our calls are all there is to see; their number is the same for both models, which a test holds.
-CPU time of the training thread, blocks of steps beside each other, the order changing from pair to pair. And what it
-costs that hooks come and go, once for each measured step.
+The tensors are small, so that our calls dominate; a test checks that their number is equal for both models. The figure
+is CPU time of the training thread in adjacent blocks of steps, in alternating order. The cost of registering and
+removing the hooks of a sampled step is measured separately.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def run() -> list[Row]:
 
 
 def _coming_and_going(model: nn.Module, optimizer: torch.optim.Optimizer, config: MonitorConfig, tensors: int) -> Row:
-    """Return what it costs to register the hooks of a step that is measured, and to take them away again."""
+    """Return the cost of registering the hooks of a sampled step and removing them again."""
     monitor = Monitor(config).attach(model, optimizer)
     _steps(model, optimizer, 3)
     hooks = monitor._session.hooks  # noqa: SLF001 - the calls themselves

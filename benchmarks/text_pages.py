@@ -1,4 +1,4 @@
-"""Text pages of exporters to columns: by the cached layout, alone, joined, and with a surprise, beside the library."""
+"""Parse text pages into columns: cached template, single pages, batches, a changed page, and the library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAMPLES = 300_000
 """Read for every figure, however large the pages are."""
 
 _PAUSE_SECONDS = 1e-4
-"""What is shorter is the work of the thread that looks for pauses."""
+"""Shorter pauses are caused by the thread that measures pauses."""
 
 
 def run() -> list[Row]:
@@ -27,20 +27,22 @@ def run() -> list[Row]:
         alone, together, timed, library = _figures(series)
         rows += [
             Row(f"{series:,} series, page by page", alone, "CPU s/M samples", f"{library / alone:.0f}x less"),
-            Row(f"{series:,} series, 32 pages at once", together, "CPU s/M samples", f"{library / together:.0f}x less"),
+            Row(
+                f"{series:,} series, 32 pages together", together, "CPU s/M samples", f"{library / together:.0f}x less"
+            ),
             Row(f"{series:,} series, one has a time", timed, "CPU s/M samples", f"{library / timed:.1f}x less"),
             Row(f"{series:,} series, prometheus_client", library, "CPU s/M samples", "labels as dictionaries"),
         ]
     held, longest, took = _lock_holds(300_000)
-    note = f"of {took:.0f} ms for 300,000 series; {longest:.1f} ms at once at most"
+    note = f"of {took:.0f} ms for 300,000 series; {longest:.1f} ms in one piece at most"
     return [*rows, Row("holds the interpreter lock", held, "ms", note)]
 
 
 def _lock_holds(series: int) -> tuple[float, float, float]:
-    """Return for how long another thread stood still while a page was read, at once at most, and all it took, in ms.
+    """Return total pause of another thread while a page is parsed, its longest pause, and the parse time, in ms.
 
-    The least of five: the machine, too, lets threads wait. Python gives the lock away every 5 ms, here at once: what is
-    left is what single calls into C hold.
+    The minimum of five runs, because the machine delays threads too. Python releases the interpreter lock every 5 ms,
+    and here after each bytecode, so that only single calls into C remain.
     """
     first, second = (_page("host:9100", series, seed) for seed in (1, 2))
     reader = PageReader()
@@ -65,7 +67,7 @@ def _lock_holds(series: int) -> tuple[float, float, float]:
 
 
 def _figures(series: int) -> tuple[float, float, float, float]:
-    """Return CPU seconds a million samples: page by page, many at once, page by page with a time, by the library."""
+    """Return CPU seconds per million samples: single pages, batches, pages with timestamps, and the library."""
     targets = [f"host-{number}:9100" for number in range(32)]
     first, second = ([_page(target, series, seed) for target in targets] for seed in (1, 2))
     reader = PageReader()

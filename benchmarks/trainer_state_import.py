@@ -1,4 +1,4 @@
-"""Import of a 200 MB trainer_state.json: peak memory, time and rate; reading alone beside json.load."""
+"""Import of a 200 MB trainer_state.json: peak memory, time and rate; reading alone compared with json.load."""
 
 from __future__ import annotations
 
